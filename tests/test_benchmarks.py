@@ -406,3 +406,18 @@ def test_a_checkpoint_is_written_once(run: Any, tmp_path: Path) -> None:
         written.append((folder / "config.json").stat().st_mtime_ns)
     assert written[0] == written[1]
     assert (tmp_path / "model-peagle" / "config.json").is_file()
+
+
+def test_step_price_compares_the_three_prices_of_a_mixture() -> None:
+    command = [sys.executable, FOLDER / "step_price.py", "--threads", "1", "--device", "cpu"]
+    command += ["--k", "1,3", "--batch-sizes", "1,2,3", "--context", "8", "--steps", "2"]
+    done = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result["off_by"]) == {"tokens", "experts, even routing", "experts, counted"}
+    assert {len(result["cells"]), *(one["step"]["cells"] for one in result["off_by"].values())} == {
+        *(9, 3)
+    }
+    cells = {(one["batch"], one["k"]): one for one in result["cells"]}
+    assert cells[1, 0]["experts"] == 2 <= cells[1, 3]["experts"] < cells[3, 3]["experts"] <= 4
+    assert cells[1, 3]["experts_even"] == 3.8  # 4 (1 - (1 - 2 / 4) ** 4)

@@ -1,11 +1,12 @@
-"""Train the bundled target: a small Llama over flat code tokens, from scratch.
+"""Train a small target over flat code tokens, from scratch: the bundled Llama, or another model.
 
     python recipes/bundled_pair/pretrain.py --data build/pair --minutes 8
     torchrun --nproc-per-node 4 recipes/bundled_pair/pretrain.py --data build/pair --minutes 8
 
 Reads `train.u16[.xz]`, `val.u16[.xz]` and `tokenizer/` under `--data`; writes `target/` (a Hugging
 Face folder, bfloat16 safetensors) and `target_train.json` under `--out`. Several processes share
-every batch and step alike.
+every batch and step alike. `--config` names the model's configuration; a mixture of experts has a
+loss that spreads tokens over its experts, with the weight `router_aux_loss_coef`.
 
 Shapes: B sequences of T tokens, D model width, V vocabulary.
 """
@@ -26,9 +27,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from peagle.environment import environment
+from peagle.models.packed_layers import experts_of
 from peagle.training.distributed import ALONE, Processes, joined
 from peagle.training.optimizers import Muon
 
@@ -68,25 +71,31 @@ def load_tokens(folder: Path, name: str, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(flat.astype(np.int16)).to(device)
 
 
-def build_model(config_path: Path, seed: int) -> LlamaForCausalLM:
+def build_model(config_path: Path, seed: int) -> PreTrainedModel:
     """The unmodified Hugging Face module with float32 weights."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**json.loads(config_path.read_text()))
-    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    values = json.loads(config_path.read_text())
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
+    if experts_of(model):
+        model.set_experts_implementation("eager")  # runs in any type, under autocast too
     # Residual writes shrink with depth (GPT-2), so that a deep stack starts near the identity.
     scale = 1 / math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(scale)
-            layer.mlp.down_proj.weight.mul_(scale)
+        for name, parameter in model.model.layers.named_parameters():
+            if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
+                parameter.mul_(scale)
     return model
 
 
-def build_optimizers(model: LlamaForCausalLM, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Weight decay on matrices only; the tied embedding is always AdamW's."""
+def build_optimizers(model: PreTrainedModel, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Weight decay on matrices only; the tied embedding and stacked experts are always AdamW's."""
     hidden = [p for p in model.model.layers.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     matrices = [model.model.embed_tokens.weight]
+    matrices += [p for p in model.model.layers.parameters() if p.ndim > 2]
     optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
         optimizers.append(Muon(hidden, lr=config.lr, weight_decay=config.weight_decay))
@@ -122,7 +131,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         config: TrainConfig,
         data: Path,
         started: float,
@@ -137,7 +146,9 @@ class Trainer:
         self.optimizers = build_optimizers(model, config)
         self.generator = torch.Generator(self.device).manual_seed(config.seed)
         self.losses = token_losses
-        if self.device.type == "cuda":
+        self.is_mixture = bool(experts_of(model))
+        # A loop over experts does not trace whole.
+        if self.device.type == "cuda" and not self.is_mixture:
             # One decoder layer compiles once and serves all: seconds where the whole model takes
             # a minute or more.
             for layer in model.model.layers:
@@ -175,20 +186,34 @@ class Trainer:
         index = start + torch.arange(self.config.seq_len + 1, device=self.device)
         return self.train_tokens[index].long()
 
-    def forward(self, model: LlamaForCausalLM, tokens: torch.Tensor, exact: bool = False):
-        """[B, T + 1] tokens → (cross-entropy, squared log-partition), means over B·T positions.
+    def forward(self, model: PreTrainedModel, tokens: torch.Tensor, exact: bool = False):
+        """[B, T + 1] tokens → (cross-entropy, regularisation), means over B·T positions.
 
-        `exact` is float32 and eager, else the GPU computes in bfloat16 and compiled.
+        The second is z_loss times the squared log-partition and, of a mixture, the weighted loss
+        that spreads tokens over experts. `exact` is float32 and eager, else the GPU computes in
+        bfloat16 and compiled.
         """
         losses = token_losses if exact else self.losses
         autocast = self.device.type == "cuda" and not exact
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
-            hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
-            return losses(hidden, model.model.embed_tokens.weight, tokens[:, 1:])
+            options = {"output_router_logits": True} if self.is_mixture else {}
+            output = model.model(input_ids=tokens[:, :-1], use_cache=False, **options)
+            embedding_VD = model.model.embed_tokens.weight
+            loss, partition = losses(output.last_hidden_state, embedding_VD, tokens[:, 1:])
+            return loss, self.config.z_loss * partition + self.balance(model, output)
+
+    def balance(self, model: PreTrainedModel, output) -> torch.Tensor | float:
+        """The weighted load-balancing loss of a mixture (Fedus et al., 2021); 0 of other models."""
+        if not self.is_mixture:
+            return 0.0
+        config = model.config
+        return config.router_aux_loss_coef * load_balancing_loss_func(
+            output.router_logits, config.num_experts, config.num_experts_per_tok
+        )
 
     def step(self, lr: float) -> torch.Tensor:
-        loss, partition = self.forward(self.model, self.batch())
-        (loss + self.config.z_loss * partition).backward()
+        loss, regularisation = self.forward(self.model, self.batch())
+        (loss + regularisation).backward()
         self.average_gradients()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         for optimizer in self.optimizers:
@@ -263,7 +288,7 @@ class Trainer:
         )
         return step, now
 
-    def evaluate(self, model: LlamaForCausalLM, exact: bool = False) -> float:
+    def evaluate(self, model: PreTrainedModel, exact: bool = False) -> float:
         """Mean cross-entropy of validation windows of T; an incomplete last batch is left out.
 
         Only the exact pass turns gradients off: for the other, that would compile a second graph.
@@ -282,7 +307,7 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
 
-def save(model: LlamaForCausalLM, data: Path, folder: Path) -> str:
+def save(model: PreTrainedModel, data: Path, folder: Path) -> str:
     """Write the bfloat16 folder with its tokenizer; returns the sha256 of the weights' file."""
     model.to(torch.bfloat16).save_pretrained(folder)
     for file in sorted((data / "tokenizer").glob("*")):
@@ -341,7 +366,8 @@ def finish(trainer: Trainer, summary: dict, data: Path, out: Path) -> None:
     trained_seconds = trainer.seconds()
     digest = save(trainer.model, data, out / "target")
     # The rounded weights, in float32 as the CPU serves them.
-    saved = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).to(trainer.device)
+    saved = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    saved = saved.to(trainer.device)
     summary |= {
         "val_loss": round(trainer.evaluate(saved.eval(), exact=True), 4),
         "train_tokens": len(trainer.train_tokens),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -279,6 +280,19 @@ class RunFigures(ResultModel):
     errors: Number = 0
 
 
+class TouchedExperts(ResultModel):
+    """Distinct experts that a decode step of a mixture touches, the mean over steps by layer."""
+
+    per_layer: list[float]
+    num_experts: Count  # in a layer
+    num_steps: Count  # steps that were counted
+
+    @property
+    def mean(self) -> float:
+        """Distinct experts of a step, the mean over layers too."""
+        return fmean(self.per_layer)
+
+
 class CellSpread(ResultModel):
     """Least and most of the repeats."""
 
@@ -301,6 +315,7 @@ class Cell(ResultModel):
     speed_up_over_eagle3: float | None = None
     linearity: float | None = None
     meets_objective: bool | None = None
+    experts: TouchedExperts | None = None  # of mixtures in the engine here alone
 
     @property
     def speed(self) -> float:
@@ -352,6 +367,14 @@ class ThroughputResults(Document):
 # ---- tune.json ------------------------------------------------------------------------------
 
 
+class TunedExperts(ResultModel):
+    """Distinct experts that a decode step of a mixture touches, means over steps and layers."""
+
+    num_experts: Count  # in a layer
+    num_chosen: Count  # for a token
+    touched: list[tuple[int, int, float, float]]  # batch, K, measured, under even routing
+
+
 class TunedCosts(ResultModel):
     """Measured seconds of decode steps and of their parts."""
 
@@ -359,6 +382,7 @@ class TunedCosts(ResultModel):
     draft_s: list[tuple[Number, float]] = []  # rows in the pass, seconds
     step_s: list[tuple[int, int, float, bool]] = []  # batch, K, seconds, whether it was fitted
     spread: float | None = None
+    experts: TunedExperts | None = None  # of mixtures alone
 
     @property
     def passes(self) -> list[tuple[str, str, list[tuple[int, float]]]]:

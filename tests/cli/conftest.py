@@ -22,7 +22,8 @@ from peagle.evaluation.report import charts
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
-from tests.conftest import make_drafter, make_target_folder
+from tests.conftest import byte_tokenizer, make_drafter, make_target_folder
+from tests.models.tiny import make_model
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A tiny target with room for a HumanEval prompt in bytes, a P-EAGLE and an EAGLE-3 head."""
     root = tmp_path_factory.mktemp("pair")
     folder = make_target_folder(root / "target", max_position_embeddings=2048)
+    return _with_heads(root, folder)
+
+
+@pytest.fixture(scope="session")
+def mixture_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A tiny mixture of experts, a P-EAGLE and an EAGLE-3 head."""
+    root = tmp_path_factory.mktemp("mixture_pair")
+    folder = root / "target"
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = make_model("qwen3_moe", head_dim=8, max_position_embeddings=2048, **experts)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return _with_heads(root, folder)
+
+
+def _with_heads(root: Path, folder: Path) -> Pair:
     target = TargetModel.load(folder)
     for name, parallel in (("peagle", True), ("eagle3", False)):
         drafter = make_drafter(target, parallel=parallel, max_position_embeddings=2048)

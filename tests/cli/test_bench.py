@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,33 @@ def test_the_whole_table(
     again = peagle(*given, "--format", "json")
     assert again.status == 0 and "20 measurements are there already" in again.err
     assert json.loads(again.out)["cells"] == result["cells"]
+
+
+def test_experts_of_a_mixture(
+    peagle: Peagle, mixture_pair: Pair, pair: Pair, tmp_path: Path, short: tuple[object, ...]
+) -> None:
+    command = (*mixture_pair.options, *short, "-k", 2, "--output", tmp_path)
+    done = peagle("bench", *command)
+    assert done.status == 0, done.err
+    cells = json.loads((tmp_path / "throughput.json").read_text())["cells"]
+    touched = {(c["method"], c["concurrency"]): c["experts"] for c in cells}
+    means = {key: sum(one["per_layer"]) / 4 for key, one in touched.items()}
+    assert means["plain", 1] == 2 < means["plain", 2] <= means["peagle", 2] <= 6
+    assert all(one["num_experts"] == 6 and one["num_steps"] > 0 for one in touched.values())
+    assert done.out.splitlines()[1].endswith("experts")
+    assert f"{means['peagle', 2]:.1f}/6" in done.out
+    rows = list(csv.DictReader((tmp_path / "throughput.csv").open()))
+    assert [float(row["experts_touched"]) for row in rows] == pytest.approx(list(means.values()))
+    assert {row["num_experts"] for row in rows} == {"6"}
+    page = (tmp_path / "report.html").read_text()
+    assert "Experts touched per layer" in page and f"{means['plain', 2]:.1f} of 6" in page
+    dense = peagle("bench", *pair.options, *short, "-k", 2, "--output", tmp_path / "dense")
+    assert dense.status == 0 and "experts" not in dense.out.splitlines()[1]
+    columns = (tmp_path / "dense" / "throughput.csv").read_text().splitlines()[0]
+    assert "linearity" in columns and "experts" not in columns
+    assert "Experts touched" not in (tmp_path / "dense" / "report.html").read_text()
+    cells = json.loads((tmp_path / "dense" / "throughput.json").read_text())["cells"]
+    assert all(cell["experts"] is None for cell in cells)
 
 
 def test_an_interrupted_sweep_goes_on(

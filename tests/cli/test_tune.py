@@ -41,6 +41,7 @@ def test_results_are_kept_and_not_measured_again(
     assert json.loads((folder / "tune.json").read_text()) == data
     assert "tune" in json.loads((folder / "results.json").read_text())
     assert (folder / "report.html").exists()
+    assert data["costs"]["experts"] is None
     assert len(data["predictions"]) == 8
     assert all(one["measured_tokens_per_s"] > 0 for one in data["predictions"])
     assert [list(range(a, b + 1)) for a, b, _ in data["schedule"]][-1][-1] == 2
@@ -62,6 +63,33 @@ def test_results_are_kept_and_not_measured_again(
     other = peagle("tune", *options, "--output", folder, "--context", 17)
     assert other.status == 2
     assert "was made with context 16, not 17" in other.err
+
+
+def test_a_mixture_is_priced_by_its_experts(
+    peagle: Peagle,
+    mixture_pair: Pair,
+    options: tuple[object, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, given = tmp_path / "out", (*mixture_pair.options, *options[4:])
+    result = peagle("tune", *given, "--output", folder)
+    assert result.status == 0, result.err
+    experts = json.loads((folder / "tune.json").read_text())["costs"]["experts"]
+    assert (experts["num_experts"], experts["num_chosen"]) == (6, 2)
+    touched = {(batch, k): found for batch, k, found, _ in experts["touched"]}
+    assert len(touched) == 2 * 4 and touched[1, 0] == 2 < touched[1, 3] < touched[2, 3] <= 6
+    heading = "Distinct experts that a step touches in a layer, measured/under even routing, of 6"
+    assert heading in result.out
+    assert "Distinct experts that a decode step touches" in (folder / "report.html").read_text()
+
+    def fail(self: EngineMachine) -> Any:
+        raise AssertionError("counted again")
+
+    monkeypatch.setattr(EngineMachine, "count_experts", fail)
+    again = peagle("tune", *given, "--output", folder)
+    assert again.status == 0, again.err
+    assert json.loads((folder / "tune.json").read_text())["costs"]["experts"] == experts
 
 
 def test_interrupted(

@@ -25,13 +25,22 @@ from peagle.evaluation.tuning.model import (
     ramps,
 )
 from peagle.evaluation.tuning.schedule import k_at
-from peagle.evaluation.tuning.tune import LOG_NAME, Costs, Grid, measure_costs, tune_results
+from peagle.evaluation.tuning.tune import (
+    LOG_NAME,
+    Costs,
+    Grid,
+    count_experts,
+    measure_costs,
+    tune_results,
+)
 from peagle.results import PredictionCheck, TuneResults
 from tests.evaluation.tuning_machines import (
     LENGTHS,
     RATES,
     Cost,
     SimulatedMachine,
+    by_experts,
+    correlated_experts,
     free_drafts,
     linear,
     roofline,
@@ -105,6 +114,65 @@ def test_unmeasured_speed_is_predicted(is_parallel: bool, slowdown: float) -> No
         best = max(true_speed(roofline, shape, batch, k) for k in range(9))
         k = k_at(found.schedule, batch)
         assert true_speed(roofline, shape, batch, k) > 0.93 * best
+
+
+def test_a_mixture_is_priced_by_the_experts_it_touches() -> None:
+    """The measured experts predict every cell; tokens do not, nor do experts under even routing."""
+    measured = Shape(LENGTHS, experts=correlated_experts(64))
+    found = tuned(SimulatedMachine(by_experts, measured), LARGE)
+    check = found.results.check
+    assert check.share == 1 and check.worst is not None and check.worst < 0.02
+    for batch in (3, 24, 48):  # sizes that were not measured at all
+        for k in (0, 4, 8):
+            expected = by_experts(measured, CostPoint(batch, k)).seconds
+            assert found.model.seconds(batch, k) == pytest.approx(expected, rel=0.05)
+    by_tokens = tuned(SimulatedMachine(by_experts), LARGE).results.check
+    even = Shape(LENGTHS, experts=correlated_experts(64, independent=1.0))
+    by_even_routing = tuned(SimulatedMachine(by_experts, even), LARGE).results.check
+    for other in (by_tokens, by_even_routing):
+        assert other.share is not None and other.share < 0.95
+        assert other.worst is not None and other.worst > 0.2
+
+
+def test_the_experts_in_the_file() -> None:
+    shape = Shape(LENGTHS, experts=correlated_experts(16))
+    experts = tuned(SimulatedMachine(by_experts, shape)).results.costs.experts
+    assert experts is not None and (experts.num_experts, experts.num_chosen) == (128, 8)
+    assert [(b, k) for b, k, *_ in experts.touched] == [
+        (b, k) for b in GRID.batches for k in range(9)
+    ]
+    rows = {(b, k): (round(measured), round(even)) for b, k, measured, even in experts.touched}
+    assert rows[1, 0] == (8, 8) and rows[8, 0] == (52, 52) and rows[1, 7] == (26, 52)
+
+
+def test_dense_models_cost_what_they_cost_before_experts_had_a_price() -> None:
+    """Seconds of the roofline machine as commit 5119ff7 predicted them."""
+    found = tuned(SimulatedMachine(roofline, Shape(LENGTHS, is_padded=True)), LARGE)
+    before = {
+        (1, 0): 0.006080000000528889,
+        (3, 2): 0.006889962115250585,
+        (24, 5): 0.007884968156624072,
+        (64, 8): 0.01996400683238991,
+    }
+    assert {point: found.model.seconds(*point) for point in before} == pytest.approx(
+        before, rel=1e-9
+    )
+    assert found.schedule == [
+        *((1, 22, 8), (23, 32, 7), (33, 37, 6), (38, 46, 5), (47, 60, 4), (61, 64, 3))
+    ]
+    assert found.results.costs.experts is None
+
+
+def test_counted_experts_are_kept(tmp_path: Path) -> None:
+    counts, file = correlated_experts(4), tmp_path / LOG_NAME
+    assert count_experts(lambda: counts, Journal(file, {})) == counts
+
+    def fail() -> None:
+        raise AssertionError("counted again")
+
+    assert count_experts(fail, Journal(file, {})) == counts
+    dense = Journal(None, {})
+    assert count_experts(lambda: None, dense) is None and len(dense) == 0
 
 
 def test_rows_of_graphs_are_what_counts() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from peagle.evaluation.touched_experts import ExpertCounts, expected_experts
 from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import Shape
 
@@ -37,6 +38,29 @@ def roofline(shape: Shape, point: CostPoint) -> StepCost:
 def free_drafts(shape: Shape, point: CostPoint) -> StepCost:
     """A step costs the same whatever is drafted."""
     return step(5e-3 + 1e-4 * point.batch, 0.0, 0.0)
+
+
+# A layer of Qwen3-30B-A3B. Rows of one sequence resemble each other: K + 1 of them touch as many
+# experts as (K + 1) ** 0.6 independent tokens.
+NUM_EXPERTS, NUM_CHOSEN, INDEPENDENT = 128, 8, 0.6
+
+
+def correlated_experts(largest_batch: int, independent: float = INDEPENDENT) -> ExpertCounts:
+    """Distinct experts where sequences choose by themselves, and rows of one sequence do not."""
+
+    def touched(batch: int, k: int) -> float:
+        return expected_experts(batch * (k + 1) ** independent, NUM_CHOSEN, NUM_EXPERTS)
+
+    by_k = {k: [touched(b, k) for b in range(1, largest_batch + 1)] for k in LENGTHS}
+    return ExpertCounts(NUM_EXPERTS, NUM_CHOSEN, by_k)
+
+
+def by_experts(shape: Shape, point: CostPoint) -> StepCost:
+    """A mixture limited by memory: a step costs by the distinct experts, and a little by rows."""
+    experts = correlated_experts(point.batch).touched(point.batch, point.k)
+    target = 1e-3 + 6e-5 * experts + 1e-5 * shape.target_rows(point) + 2e-5 * point.batch
+    draft = (7.5e-4**4 + (3e-6 * shape.draft_rows(point)) ** 4) ** 0.25 * shape.draft_passes(point)
+    return step(target, draft, 5e-5 + 2e-5 * point.batch)
 
 
 @dataclass

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.journal import Journal
     from peagle.evaluation.prompts import Prompt
     from peagle.evaluation.sweep import Arm, Sweep, SweepProgress
-    from peagle.results import BestK, Cell, ThroughputResults, TrainingRecord
+    from peagle.results import BestK, Cell, ThroughputResults, TouchedExperts, TrainingRecord
 
 EXAMPLES = """
 The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
@@ -147,7 +147,8 @@ def bench(
 
     Of prompts with several turns the first is sent. All configurations take turns, so that a
     machine that slows down favours none. The result has medians and spreads over repeats, the
-    speed-up over plain decoding and over EAGLE-3, and the best K by load.
+    speed-up over plain decoding and over EAGLE-3, and the best K by load. For a mixture of experts
+    the result also has the distinct experts that a decode step touches in a layer.
     """
     ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
     loads = whole_numbers("--concurrency", concurrency, 4096)
@@ -178,6 +179,7 @@ def bench(
     from peagle.evaluation.sweep import Sweep
     from peagle.evaluation.throughput import summarize
     from peagle.evaluation.timing import LatencyObjective
+    from peagle.evaluation.touched_experts import count_experts
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
     from peagle.results import THROUGHPUT
 
@@ -233,12 +235,14 @@ def bench(
         view = BenchView()
         with harness.resumable(view.close, output, log):
             measured = sweep.run(log, view)
+            experts = count_experts(sweep, log)
     results = summarize(
         measured,
         bounds,
         provenance=provenance,
         settings=settings,
         training={} if models is None else _training(models),
+        experts=experts,
     )
     results = results.model_copy(update={"advice": throughput_advice(results)})
     for server in servers.values():
@@ -407,7 +411,8 @@ def result_text(result: ThroughputResults) -> str:
 
 _HEADER = (
     *("method", "K", "c", "tokens/s", "least-most", "x plain", "x eagle3", "AL", "TTFT p50"),
-    *("p99", "ITL p50", "p99 ms", "req/s", "linear", "GPU", "errors"),
+    *("p99", "ITL p50", "p99 ms", "req/s", "linear", "GPU", "experts"),
+    "errors",
 )
 
 
@@ -431,6 +436,7 @@ def _row(cell: Cell) -> list[str]:
         _number(median.requests_per_s),
         _number(cell.linearity),
         _share(median.gpu_busy),
+        _experts(cell.experts),
         f"{median.errors:g}" if any(one.errors for one in cell.repeats) else "",
     ]
 
@@ -486,6 +492,11 @@ def _number(value: float | None) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _experts(touched: TouchedExperts | None) -> str:
+    """Return the distinct experts of a layer and step, of how many."""
+    return "-" if touched is None else f"{touched.mean:.1f}/{touched.num_experts}"
 
 
 def _share(value: float | None) -> str:

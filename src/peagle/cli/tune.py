@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from peagle.evaluation.tuning.acceptance import AcceptanceByK
     from peagle.evaluation.tuning.machine import CostPoint
     from peagle.evaluation.tuning.tune import Grid
-    from peagle.results import BreakEven, Prediction, TunedAcceptance, TuneResults
+    from peagle.results import (
+        BreakEven,
+        Prediction,
+        TunedAcceptance,
+        TunedExperts,
+        TuneResults,
+    )
 
 EXAMPLES = """
 The bundled pair on this machine; about two minutes:
@@ -104,7 +110,8 @@ def tune(
 
     Measures the cost of a decode step by batch size and K, joins it with acceptance, predicts
     tokens/s (checked on cells that it was not fitted to) and prints a schedule of K by batch size,
-    K = 0 where drafts do not pay, with the acceptance length from which they would.
+    K = 0 where drafts do not pay, with the acceptance length from which they would. A step of a
+    mixture of experts is priced by the distinct experts that it touches, too.
     """
     params = harness.sampling_params(given)
     ks = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
@@ -129,7 +136,7 @@ def tune(
     from peagle.evaluation.tuning.acceptance import acceptance_of_file, measure_acceptance
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
     from peagle.evaluation.tuning.model import Shape
-    from peagle.evaluation.tuning.tune import LOG_NAME, measure_costs, tune_results
+    from peagle.evaluation.tuning.tune import LOG_NAME, count_experts, measure_costs, tune_results
     from peagle.models.checkpoint import read_head_config
     from peagle.results import TUNE
 
@@ -207,6 +214,7 @@ def tune(
             view.visited,
             interleave_k=timed.changes_k_cheaply,
         )
+        experts = count_experts(timed.count_experts, journal)
     config, _ = read_head_config(head.folder, num_target_layers=target.num_layers)
     settings |= {"rounds": rounds, "threshold": threshold}
     settings["fitted"] = [asdict(point) for point in sorted(grid.fitted)]
@@ -215,7 +223,7 @@ def tune(
         grid,
         costs,
         known,
-        Shape(known.lengths(), config.is_parallel, timed.batch_rows, is_padded),
+        Shape(known.lengths(), config.is_parallel, timed.batch_rows, is_padded, experts),
         draft=draft,
         threshold=threshold,
         provenance=provenance,
@@ -281,6 +289,7 @@ def result_text(result: TuneResults) -> str:
             "",
             *_speeds(result),
             *_check(result),
+            *_experts(result.costs.experts),
             "",
             *_break_even(result),
             "",
@@ -330,6 +339,17 @@ def _check(result: TuneResults) -> list[str]:
             "--rounds."
         )
     return lines
+
+
+def _experts(experts: TunedExperts | None) -> list[str]:
+    """Return the distinct experts that steps of a mixture touch; nothing of a dense target."""
+    if experts is None:
+        return []
+    at = {(batch, k): f"{found:.0f}/{even:.0f}" for batch, k, found, even in experts.touched}
+    ks = sorted({k for _, k in at})
+    rows = {str(batch): [at[batch, k] for k in ks] for batch in sorted({b for b, _ in at})}
+    heading = "Distinct experts that a step touches in a layer, measured/under even routing, of "
+    return ["", f"{heading}{experts.num_experts}", *_table("batch", rows, list(map(str, ks)))]
 
 
 def _break_even(result: TuneResults) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from peagle.attention import LayerKVCache, make_backend
@@ -297,6 +298,22 @@ class LLMEngine:
             while self.has_unfinished:
                 self.step()
         self._counts, self.speculation_stats, self._num_requests = counts, drafts, number
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Launch every kernel by itself meanwhile, so that hooks of modules are called.
+
+        No request may be running at the start or at the end.
+        """
+        assert not self.has_unfinished
+        if self._pipeline is not None:
+            self._pipeline.drain()
+        kept = self._pipeline, self.runner.graphs
+        self._pipeline = self.runner.graphs = None
+        try:
+            yield
+        finally:
+            self._pipeline, self.runner.graphs = kept
 
     @property
     def blocks(self) -> BlockManager:

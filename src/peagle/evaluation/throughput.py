@@ -22,6 +22,7 @@ from peagle.results import (
     Provenance,
     RunFigures,
     ThroughputResults,
+    TouchedExperts,
     TrainingRecord,
 )
 
@@ -50,6 +51,7 @@ def summarize(
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],
     training: Mapping[str, TrainingRecord] | None = None,
+    experts: Mapping[SweepPoint, TouchedExperts] | None = None,
 ) -> ThroughputResults:
     """Build throughput.json from the repeats of every point.
 
@@ -62,9 +64,13 @@ def summarize(
     - meets_objective: whether the medians of its latencies keep the objective.
     tied_k lists every K whose repeats overlap those of the fastest. Goodput is the most requests/s
     of a method at one K among the concurrencies that keep the objective; where none does, there is
-    no entry. `training` has the length of each head's training by method.
+    no entry. `training` has the length of each head's training by method, `experts` the distinct
+    experts that a decode step touches.
     """
-    cells = [_cell(point, repeats, objective) for point, repeats in measured.items()]
+    counts = experts or {}
+    cells = [
+        _cell(point, repeats, objective, counts.get(point)) for point, repeats in measured.items()
+    ]
     loads: dict[tuple[str, str, int], list[Cell]] = {}
     for cell in cells:
         loads.setdefault((cell.method, cell.set, cell.concurrency), []).append(cell)
@@ -115,7 +121,10 @@ def summarize(
 
 
 def _cell(
-    point: SweepPoint, repeats: Sequence[RunFigures], objective: LatencyObjective | None
+    point: SweepPoint,
+    repeats: Sequence[RunFigures],
+    objective: LatencyObjective | None,
+    experts: TouchedExperts | None,
 ) -> Cell:
     speeds = [repeat.output_tokens_per_s for repeat in repeats]
     figures = median_of(repeats)
@@ -125,6 +134,7 @@ def _cell(
         median=figures,
         spread=CellSpread(output_tokens_per_s=(min(speeds), max(speeds))),
         meets_objective=None if objective is None else objective.is_met(figures),
+        experts=experts,
     )
 
 

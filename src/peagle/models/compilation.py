@@ -15,7 +15,8 @@ import os
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,7 @@ class CompiledLayers:
     Attributes:
         buckets: numbers of tokens that have a graph of their own; None: each has. May grow.
         left: why a layer runs uncompiled, by its index.
+        is_suspended: all layers run uncompiled for now.
     """
 
     def __init__(
@@ -189,9 +191,19 @@ class CompiledLayers:
     ) -> None:
         self.left: dict[int, str] = {}
         self.buckets = None if buckets is None else set(buckets)
+        self.is_suspended = False
         self._seen: set[int] = set()
         for index, attention in enumerate(attentions):
             attention.layer.forward = _CompiledLayer(self, index, attention, backend, mode).__call__
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run all layers uncompiled meanwhile, so that hooks inside them are called."""
+        self.is_suspended = True
+        try:
+            yield
+        finally:
+            self.is_suspended = False
 
     def is_fixed(self, tokens: int) -> bool:
         """Return whether a number of tokens has a graph of its own.
@@ -237,7 +249,7 @@ class _CompiledLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         swapped_args, swapped_kwargs, attend, tokens = self.attention.swap(args, kwargs)
-        if attend is None or self.index in self.owner.left:
+        if attend is None or self.owner.is_suspended or self.index in self.owner.left:
             return self._forward(*args, **kwargs)
         from torch._dynamo.exc import TorchRuntimeError, Unsupported
 

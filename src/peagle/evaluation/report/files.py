@@ -27,6 +27,7 @@ from peagle.results import (
     read_document,
 )
 
+_EXPERTS = ("experts_touched", "num_experts")
 _TIMES, _PERCENTILES = ("ttft_s", "itl_s", "e2e_s"), ("p50", "p90", "p99", "mean")
 
 Row = dict[str, object]
@@ -132,6 +133,7 @@ def throughput_csv(file: ThroughputResults) -> bytes:
         *("requests_per_s", *(f"{time}_{p}" for time in _TIMES for p in _PERCENTILES)),
         *("acceptance_length", "gpu_busy", "errors", "speed_up_over_plain", "speed_up_over_eagle3"),
         *("linearity", "meets_objective"),
+        *(_EXPERTS if any(cell.experts for cell in file.cells) else ()),
     )
     return _csv(header, map(_cell_row, file.cells))
 
@@ -186,4 +188,6 @@ def _cell_row(cell: Cell) -> Row:
     row = dict(cell.median) | dict(cell) | {"num_repeats": len(cell.repeats)}
     for time in _TIMES:
         row |= {f"{time}_{name}": value for name, value in getattr(cell.median, time)}
+    if cell.experts is not None:
+        row |= zip(_EXPERTS, (cell.experts.mean, cell.experts.num_experts), strict=True)
     return row | _ends("output_tokens_per_s", cell.spread.output_tokens_per_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,9 +17,11 @@ from peagle.engine.stats import StepTimes
 from peagle.errors import UserError
 from peagle.evaluation.dialogues import PromptSets
 from peagle.evaluation.engine_backend import release
+from peagle.evaluation.touched_experts import ExpertCounts, count_by_batch, recorded_passes
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.llm import LLM
 from peagle.models.checkpoint import read_head_config
+from peagle.models.routing import num_experts_of
 from peagle.models.target import TargetModel, load_tokenizer
 
 Clock = Callable[[], float]
@@ -124,18 +127,39 @@ class EngineMachine:
     def measure(self, point: CostPoint) -> StepCost:
         """Measure a step."""
         llm = self._llm(point.k)
-        engine = llm.requests
-        for index in range(point.batch):
-            engine.add(index, self._prompts[index], self._params)
-        try:
-            waiting = set(range(point.batch))
-            while waiting:
-                waiting -= {chunk.index for chunk in engine.step()}
+        with self._running(llm, point.batch):
             for _ in range(WARM_UP_STEPS):
-                engine.step()
+                llm.requests.step()
             cost = time_steps(llm, self._steps)
             assert len(llm.engine.scheduler.running) == point.batch, "a sequence ended too early"
             return cost
+
+    def count_experts(self) -> ExpertCounts | None:
+        """Count the distinct experts that decode steps touch; None for a dense target.
+
+        The steps are those of the largest batch at the largest K, apart from the timed ones.
+        """
+        if not (num_experts := num_experts_of(self.target)):
+            return None
+        ks, batch = sorted(self._configurations), len(self._prompts)
+        llm = self._llm(ks[-1])
+        with recorded_passes(llm) as passes, self._running(llm, batch):
+            for _ in range(self._steps):
+                llm.requests.step()
+        full = [one for one in passes if one.num_rows == (ks[-1] + 1,) * batch]
+        return count_by_batch(full, num_experts, ks)
+
+    @contextmanager
+    def _running(self, llm: LLM, batch: int) -> Iterator[None]:
+        """Let so many sequences decode, and end them."""
+        engine = llm.requests
+        for index in range(batch):
+            engine.add(index, self._prompts[index], self._params)
+        try:
+            waiting = set(range(batch))
+            while waiting:
+                waiting -= {chunk.index for chunk in engine.step()}
+            yield
         finally:
             engine.cancel_all()
 

@@ -5,7 +5,9 @@
 Each part is a sum of terms with coefficients that are not negative, fitted to the relative error:
 a pass costs a constant (weights to read, launches), something for every sequence (its attention),
 and a function of its rows that never falls, linear between a few sizes: flat while the memory is
-what limits a pass, steep where arithmetic does.
+what limits a pass, steep where arithmetic does. A pass of a mixture costs something for every
+distinct expert that it touches, too: the weights of an expert are read once, however many rows
+choose it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from peagle.evaluation.touched_experts import ExpertCounts
 from peagle.evaluation.tuning.machine import CostPoint, StepCost
 
 Array = NDArray[np.float64]
@@ -95,10 +98,15 @@ class Shape:
     is_parallel: bool = True  # all drafts come from one pass of the drafter, else a pass for each
     batch_rows: Callable[[int], int] = lambda batch: batch  # sequences for which a step has rows
     is_padded: bool = False  # the drafter has 2K rows for each sequence, as graphs have
+    experts: ExpertCounts | None = None  # of a mixture
 
     def target_rows(self, point: CostPoint) -> int:
         """Rows of the target's pass: b (K + 1)."""
         return self.batch_rows(point.batch) * (point.k + 1)
+
+    def touched_experts(self, point: CostPoint) -> list[float]:
+        """Distinct experts that the target's pass touches in a layer; none of a dense target."""
+        return [] if self.experts is None else [self.experts.touched(point.batch, point.k)]
 
     def draft_rows(self, point: CostPoint) -> float:
         """Rows of the drafter's passes: b (acceptance length + K - 1), 0 without drafts."""
@@ -126,7 +134,8 @@ class CostModel:
 
         def target_terms(point: CostPoint) -> list[float]:
             batch = float(shape.batch_rows(point.batch))
-            return [1.0, batch, *ramps(target_knots, shape.target_rows(point))]
+            rows = ramps(target_knots, shape.target_rows(point))
+            return [1.0, batch, *rows, *shape.touched_experts(point)]
 
         def draft_terms(point: CostPoint) -> list[float]:
             passes, batch = shape.draft_passes(point), shape.batch_rows(point.batch)
@@ -143,7 +152,12 @@ class CostModel:
     def seconds(self, batch: int, k: int) -> float:
         """t(b, K)."""
         point = CostPoint(batch, k)
-        return self._target(point) + (self._draft(point) if k else 0.0) + self._rest(point)
+        drafting = self._draft(point) if k else 0.0
+        return self.target_seconds(point) + drafting + self._rest(point)
+
+    def target_seconds(self, point: CostPoint) -> float:
+        """t_target, the target's pass of a step with its verification."""
+        return self._target(point)
 
     def tokens_per_s(self, batch: int, k: int) -> float:
         """b x acceptance length(K) / t(b, K)."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
+from peagle.evaluation.touched_experts import ExpertCounts, expected_experts
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import CostModel, Shape
@@ -26,6 +27,7 @@ from peagle.results import (
     Provenance,
     TunedAcceptance,
     TunedCosts,
+    TunedExperts,
     TuneResults,
 )
 
@@ -134,6 +136,18 @@ def measure_costs(
     return Costs.of(visits)
 
 
+def count_experts(
+    count: Callable[[], ExpertCounts | None], journal: Journal
+) -> ExpertCounts | None:
+    """Count the experts that steps touch, unless the journal has the counts; it gets them."""
+    if (kept := journal.get("experts")) is not None:
+        return ExpertCounts.of_json(kept)
+    counts = count()
+    if counts is not None:
+        journal.add("experts", counts.to_json())
+    return counts
+
+
 def tune_results(
     grid: Grid,
     costs: Costs,
@@ -183,6 +197,7 @@ def tune_results(
             draft_s=sorted((shape.draft_rows(p), by_point[p].draft_s) for p in points if p.k),
             step_s=[(p.batch, p.k, by_point[p].seconds, p in grid.fitted) for p in points],
             spread=costs.spread,
+            experts=shape.experts and _tuned_experts(shape.experts, points),
         ),
         acceptance=TunedAcceptance(
             source=acceptance.source,
@@ -209,4 +224,18 @@ def tune_results(
             for b in grid.batches
             for k in grid.ks
         ],
+    )
+
+
+def _tuned_experts(experts: ExpertCounts, points: Sequence[CostPoint]) -> TunedExperts:
+    """Return the measured counts at these points, beside those under even routing."""
+
+    def even(point: CostPoint) -> float:
+        rows = point.batch * (point.k + 1)
+        return expected_experts(rows, experts.num_chosen, experts.num_experts)
+
+    return TunedExperts(
+        num_experts=experts.num_experts,
+        num_chosen=experts.num_chosen,
+        touched=[(p.batch, p.k, experts.touched(p.batch, p.k), even(p)) for p in points],
     )
