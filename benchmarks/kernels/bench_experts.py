@@ -139,9 +139,10 @@ def candidates(layer: Layer, tokens: int, quick: bool) -> list[GroupedConfig]:
                         cut = (block_m, block_n, 32, 1, warps, 3, split)
                         found.append(GroupedConfig(*cut, "registers"))
         for block_m in {max(m, 16), 2 * m, 4 * m}:
-            for split in (1, 2) if programs < 3000 and block_m <= 128 else (1,):
-                cut = (min(block_m, 128), 64, 32, 1, 4, 3, split)
-                found.append(GroupedConfig(*cut, "warpgroup"))
+            for block_n, warps in ((64, 8), (64, 4), (32, 4)):
+                for split in (1, 2) if programs < 3000 and block_m <= 128 else (1,):
+                    cut = (min(block_m, 128), block_n, 32, 1, warps, 3, split)
+                    found.append(GroupedConfig(*cut, "warpgroup"))
     itemsize = {"plain": 2.0, "mxfp4": 0.5, "int4": 0.5}.get(layer.format, 1.0)
 
     def fits(config: GroupedConfig) -> bool:

@@ -54,20 +54,20 @@ def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
     return compile_grouped(experts_triton.grouped_kernel, ASTSource, format, constants, options)
 
 
-def in_registers(gate: int, mode: int, block_m: int, *, wgmma: bool) -> dict[str, Any]:
-    """`mxfp4_kernel`, of the kind "warpgroup" or "registers"."""
+def in_registers(gate: int, mode: int, block_m: int, num_warps: int) -> dict[str, Any]:
+    """`mxfp4_kernel`; with eight warps of the kind "warpgroup", else of "registers"."""
     constants = {
         "BLOCK_M": block_m,
-        "BLOCK_N": 64,
+        "BLOCK_N": 16 * num_warps if num_warps < 8 else 64,
         "SPLIT_K": 2 if mode == 1 else 1,
         "GATE": gate,
         "HAS_BIAS": True,
         "EVEN_N": False,
         "MODE": mode,
         "STAGES": 3,
-        "WGMMA": wgmma,
+        "WGMMA": num_warps == 8,
     }
-    options = {"num_warps": 4, "maxnreg": 255 if wgmma else 168}
+    options = {"num_warps": num_warps, "maxnreg": 168}
     kernel = mxfp4_gluon.mxfp4_kernel
     return compile_grouped(kernel, GluonASTSource, "mxfp4", constants, options)
 
@@ -168,14 +168,8 @@ def experts() -> dict[str, dict[str, Any]]:
         for format in FORMATS
         for gate, mode, wx in ((1, 2, True), (0, 1, True), (0, 0, False))
     }
-    for gate, mode, block_m, wgmma in (
-        (2, 2, 8, False),
-        (0, 1, 16, False),
-        (3, 0, 32, True),
-        (2, 2, 64, True),
-        (0, 2, 128, True),
-    ):
-        found[f"mxfp4 {gate} {mode} {block_m}"] = in_registers(gate, mode, block_m, wgmma=wgmma)
+    for cut in ((2, 2, 8, 2), (0, 1, 16, 4), (3, 0, 32, 8), (2, 2, 64, 8), (0, 2, 128, 8)):
+        found[f"in registers {cut}"] = in_registers(*cut)
     return found
 
 

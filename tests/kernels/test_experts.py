@@ -178,9 +178,10 @@ def test_grouped_product_equals_the_reference(
         GroupedConfig(16, 32, 32, 1, 2, 2, kind="registers"),
         GroupedConfig(32, 16, 32, 1, 1, 3, kind="registers"),
         GroupedConfig(8, 32, 32, 1, 1, 3, kind="registers", split_k=3),
-        GroupedConfig(8, 64, 32, 1, 4, 3, kind="warpgroup"),
+        GroupedConfig(8, 32, 32, 1, 4, 3, kind="warpgroup"),
         GroupedConfig(32, 64, 32, 1, 4, 3, kind="warpgroup", split_k=3),
-        GroupedConfig(128, 64, 32, 1, 4, 2, kind="warpgroup"),
+        GroupedConfig(64, 64, 32, 1, 8, 3, kind="warpgroup"),
+        GroupedConfig(128, 64, 32, 1, 8, 2, kind="warpgroup"),
     ],
     ids=str,
 )
@@ -277,8 +278,9 @@ def test_the_library_multiplies_many_rows(format: str, gate: Gate, device: str) 
     x = torch.randn(45, 64).to(device, dtype)
     index = torch.stack([torch.randperm(4)[:2] for _ in range(45)]).to(device)  # none is 4
     weights = torch.rand(45, 2).to(device, dtype)
-    assert uses_library(x, 5 * 256, 5) == (device == "cuda")
-    assert not uses_library(x, 5 * 256 - 1, 5)
+    many = 5 * (1024 if format == "mxfp4" else 256)
+    assert uses_library(x, experts.gate_up, many) == (device == "cuda")
+    assert not uses_library(x, experts.gate_up, many - 1)
     y = experts_of_many(x, index.view(-1), experts, 2).view(45, 2, 64)
     found = (y * weights[:, :, None]).sum(1)
     check(found, run_experts_reference(x, index, weights, experts))

@@ -31,7 +31,9 @@ Kind = Literal["xw", "wx", "registers", "warpgroup"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 _LEAST_INPUTS = 512  # of a share of a sum
-_MANY = 256  # assignments of an expert on average, from which on the library multiplies
+# Assignments of an expert on average, from which on the library multiplies.
+_MANY = {"mxfp4": 1024}
+_MANY_OTHERS = 256
 _FINISHED = 1024  # outputs that one program finishes
 _MAX_PLANNED = 4096  # assignments that one program orders
 
@@ -91,8 +93,8 @@ class GroupedConfig:
         split_k: programs that share the sum over K of one tile.
         kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T. "registers" and "warpgroup" do
             the latter with "mxfp4" in bfloat16 through `mxfp4_gluon`, to which `steps` means
-            nothing and which takes two stages or more; "warpgroup", which takes four warps and a
-            `block_n` of 64, by wgmma.
+            nothing and which takes two stages or more; "warpgroup" by wgmma, where four warps take
+            64 rows of the weight or more.
     """
 
     block_m: int
@@ -127,9 +129,11 @@ def choose_config(
             config = GroupedConfig(8, 32, step, 1, 2, 3, kind="registers")
         elif rows <= 12:
             config = GroupedConfig(16, 64, step, 1, 4, 3, kind="registers")
+        elif rows <= 24:
+            config = GroupedConfig(32, 64, step, 1, 4, 3, kind="warpgroup")
         else:
-            block_m = 32 if rows <= 24 else 64 if rows <= 48 else 128
-            config = GroupedConfig(block_m, 64, step, 1, 4, 3, kind="warpgroup")
+            block_m = 64 if rows <= 96 else 128
+            config = GroupedConfig(block_m, 64, step, 1, 8, 3, kind="warpgroup")
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
@@ -148,10 +152,11 @@ def choose_config(
     return replace(config, split_k=split_k)
 
 
-def uses_library(x: Tensor, num_assignments: int, num_experts: int) -> bool:
+def uses_library(x: Tensor, weight: PackedWeight, num_assignments: int) -> bool:
     """Return whether a layer's experts are multiplied by the library: many rows in bfloat16."""
     is_fit = x.dtype == torch.bfloat16 and has_assembly(x.device)
-    return is_fit and num_assignments >= _MANY * num_experts
+    many = _MANY.get(weight.format, _MANY_OTHERS)
+    return is_fit and num_assignments >= many * weight.num_experts
 
 
 def can_use_registers(x: Tensor, weight: PackedWeight) -> bool:
@@ -223,7 +228,7 @@ def _experts(
     kind: Any = ACTIVATIONS[activation]
     (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
-    if uses_library(x, index_S.numel(), num_experts):
+    if uses_library(x, up, index_S.numel()):
         experts = ExpertWeights(up, down, Gate(kind, *gate), *bias)
         return experts_of_many(x, index_S, experts, chosen)
     up_config, down_config = (
@@ -533,7 +538,8 @@ def fitting_stages(cut: GroupedConfig, x: Tensor, weight: PackedWeight, shared_b
 
 def _max_registers(cut: GroupedConfig) -> int:
     """Return the registers of a thread: as few as do with little spilling."""
-    return {8: 128, 16: 168, 32: 168}.get(cut.block_m, 255)
+    sums_and_numbers = 2 * cut.block_n * (cut.block_m + 64) // (32 * cut.num_warps)
+    return 128 if sums_and_numbers <= 72 else 168 if sums_and_numbers <= 96 else 255
 
 
 def grouped_product_reference(

@@ -114,6 +114,16 @@ def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def _turns(tile):
+    """Rows of a tile that take turns by eight, as two tiles."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    turns = tile.reshape([rows // 16, 2, 8, columns]).permute([0, 2, 3, 1])
+    first, second = gl.split(turns)
+    return first.reshape([rows // 2, columns]), second.reshape([rows // 2, columns])
+
+
+@gluon.jit
 def _gated(gate, up, alpha, limit, GATE: gl.constexpr):
     """Activation of gate and up, in float32."""
     if GATE == SILU:
@@ -139,7 +149,7 @@ def mxfp4_kernel(
     scale_ptr,  # int32 [E, N or 2N, K / 128]
     zero_ptr,  # not looked at
     bias_ptr,  # [E, N or 2N]
-    partial_ptr,  # float32 [tiles, SPLIT_K, 2, BLOCK_N * BLOCK_M], where SPLIT_K > 1
+    partial_ptr,  # float32 [tiles, SPLIT_K, 2 * BLOCK_N * BLOCK_M], where SPLIT_K > 1
     arrivals_ptr,  # int32 [tiles], zero before and after, where SPLIT_K > 1
     num_rows,
     num_columns,  # N
@@ -166,7 +176,9 @@ def mxfp4_kernel(
 ):
     """As `experts_triton.grouped_kernel`."""
     if WGMMA:
-        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BLOCK_M, 16])
+        ACC: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [gl.num_warps(), 1], instr_shape=[16, BLOCK_M, 16]
+        )
     else:
         ACC: gl.constexpr = gl.NVMMADistributedLayout(
             [2, 0], [gl.num_warps(), 1], instr_shape=[16, 8]
@@ -198,32 +210,24 @@ def mxfp4_kernel(
         is_row = place < gl.load(tiles_ptr + 2 * max_tiles + tile)
         assignment = gl.load(order_ptr + place, mask=is_row, other=0)
 
-    # Two tiles of outputs, a and b: gate and up, or one after the other.
-    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WORDS))
+    # With a gate, 8 rows of gate and the same 8 of up take turns: a thread has both of an output.
+    row = gl.arange(0, 2 * BLOCK_N, layout=gl.SliceLayout(1, WORDS))
     if GATE == NO_GATE:
-        first_n = tile_n * (2 * BLOCK_N)
-        behind = BLOCK_N
         num_stored = num_columns
+        row += tile_n * (2 * BLOCK_N)
     else:
-        first_n = tile_n * BLOCK_N
-        behind = num_columns
         num_stored = 2 * num_columns
-    row_a = first_n + n
-    row_b = row_a + behind
+        row = tile_n * BLOCK_N + row // 16 * 8 + row % 8 + row // 8 % 2 * num_columns
     if not EVEN_N:  # the last again, where there are no more: that is not stored
-        row_a = gl.minimum(row_a, num_stored - 1)
-        row_b = gl.minimum(row_b, num_stored - 1)
+        row = gl.minimum(row, num_stored - 1)
     expert = expert.to(gl.int64)
-    data_ptr += expert * stride_expert
     WORD_PTR: gl.constexpr = gl.pointer_type(gl.int32)
-    data_a = (data_ptr + _row_offsets(row_a, stride_row)[:, None]).to(WORD_PTR)
-    data_b = (data_ptr + _row_offsets(row_b, stride_row)[:, None]).to(WORD_PTR)
-    scale_a = scale_ptr + expert * stride_scale_expert + row_a * stride_scale_row
-    scale_b = scale_ptr + expert * stride_scale_expert + row_b * stride_scale_row
+    data_ptr += expert * stride_expert
+    word_ptrs = (data_ptr + _row_offsets(row, stride_row)[:, None]).to(WORD_PTR)
+    scale_ptrs = scale_ptr + expert * stride_scale_expert + row * stride_scale_row
     x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[:, None] * stride_x
 
-    acc_a = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-    acc_b = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    acc = gl.zeros([2 * BLOCK_N, BLOCK_M], gl.float32, ACC)
     share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
     begin = split * share
     end = gl.minimum(begin + share, num_k)
@@ -231,10 +235,8 @@ def mxfp4_kernel(
     for stage in gl.static_range(STAGES - 1):
         _copy_x(x_tiles.index(stage), x_ptrs, is_row, begin + stage * STEP, end, X)
     first = gl.minimum(begin, num_k - 1)  # a share may have nothing
-    words_a = _load_words(data_a, first, WORDS)
-    words_b = _load_words(data_b, first, WORDS)
-    now_a = _load_scales(scale_a, first, stride_scale_k)
-    now_b = _load_scales(scale_b, first, stride_scale_k)
+    words = _load_words(word_ptrs, first, WORDS)
+    scale = _load_scales(scale_ptrs, first, stride_scale_k)
     stage = 0
     for k in range(begin, end, STEP):
         async_copy.wait_group(STAGES - 2)
@@ -244,62 +246,58 @@ def mxfp4_kernel(
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         _copy_x(x_tiles.index(free), x_ptrs, is_row, k + (STAGES - 1) * STEP, end, X)
         later = gl.minimum(k + STEP, end - 1)
-        next_a = _load_words(data_a, later, WORDS)
-        next_b = _load_words(data_b, later, WORDS)
-        later_a = _load_scales(scale_a, later, stride_scale_k)
-        later_b = _load_scales(scale_b, later, stride_scale_k)
+        next_words = _load_words(word_ptrs, later, WORDS)
+        next_scale = _load_scales(scale_ptrs, later, stride_scale_k)
+        operand = _operand(words, scale, WORDS, A)
         x = x_tiles.index(stage).permute([1, 0])
         if WGMMA:
-            operand_a = _operand(words_a, now_a, WORDS, A)
-            sum_a = warpgroup_mma(operand_a, x, acc_a, is_async=True)
-            operand_b = _operand(words_b, now_b, WORDS, A)
-            sum_b = warpgroup_mma(operand_b, x, acc_b, is_async=True)
-            acc_a, acc_b, _, _ = warpgroup_mma_wait(0, deps=[sum_a, sum_b, operand_a, operand_b])
+            later_acc = warpgroup_mma(operand, x, acc, is_async=True)
+            acc, _ = warpgroup_mma_wait(0, deps=[later_acc, operand])
         else:
-            x_now = x.load(B)
-            acc_a = mma_v2(_operand(words_a, now_a, WORDS, A), x_now, acc_a)
-            acc_b = mma_v2(_operand(words_b, now_b, WORDS, A), x_now, acc_b)
-        words_a = next_a
-        words_b = next_b
-        now_a = later_a
-        now_b = later_b
+            acc = mma_v2(operand, x.load(B), acc)
+        words = next_words
+        scale = next_scale
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
 
-    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ACC))
+    n = gl.arange(0, 2 * BLOCK_N, layout=gl.SliceLayout(1, ACC))
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
     if SPLIT_K > 1:
-        SIZE: gl.constexpr = BLOCK_N * BLOCK_M
+        SIZE: gl.constexpr = 2 * BLOCK_N * BLOCK_M
         tile += tile_n * gl.num_programs(1)
-        partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * 2 * SIZE)
+        partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * SIZE)
         partial_ptrs += n[:, None] * BLOCK_M + m[None, :]
-        own_ptrs = partial_ptrs + split * (2 * SIZE)
-        gl.store(own_ptrs, acc_a)
-        gl.store(own_ptrs + SIZE, acc_b)
+        gl.store(partial_ptrs + split * SIZE, acc)
         _barrier()
         arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived != SPLIT_K - 1:
             return
-        acc_a = _sum_shares(partial_ptrs, SPLIT_K, 2 * SIZE)
-        acc_b = _sum_shares(partial_ptrs + SIZE, SPLIT_K, 2 * SIZE)
+        acc = _sum_shares(partial_ptrs, SPLIT_K, SIZE)
         gl.store(arrivals_ptr + tile, 0)
 
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    column = first_n + n
-    is_a = column < num_columns
-    is_b = column + behind < num_stored
-    if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert * num_stored + column
-        acc_a += gl.load(bias_ptrs, mask=is_a, other=0.0).to(gl.float32)[:, None]
-        acc_b += gl.load(bias_ptrs + behind, mask=is_b, other=0.0).to(gl.float32)[:, None]
-    out_a = acc_a.to(DTYPE)
-    out_b = acc_b.to(DTYPE)
-    assignment = gl.convert_layout(assignment, gl.SliceLayout(0, ACC))
-    is_row = gl.convert_layout(is_row, gl.SliceLayout(0, ACC))
-    out_ptrs = out_ptr + assignment.to(gl.int64)[None, :] * num_columns + column[:, None]
     if GATE == NO_GATE:
-        gl.store(out_ptrs, out_a, mask=is_row[None, :] & is_a[:, None])
-        gl.store(out_ptrs + behind, out_b, mask=is_row[None, :] & is_b[:, None])
+        column = tile_n * (2 * BLOCK_N) + n
+        stored = column
     else:
-        out = _gated(out_a.to(gl.float32), out_b.to(gl.float32), alpha, limit, GATE)
-        gl.store(out_ptrs, out.to(DTYPE), mask=is_row[None, :] & is_a[:, None])
+        column = tile_n * BLOCK_N + n // 16 * 8 + n % 8
+        stored = column + n // 8 % 2 * num_columns
+    is_output = column < num_columns
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + expert * num_stored + stored, mask=is_output, other=0.0)
+        acc += bias.to(gl.float32)[:, None]
+    out = acc.to(DTYPE)
+    assignment = gl.convert_layout(assignment, gl.SliceLayout(0, ACC)).to(gl.int64)
+    is_row = gl.convert_layout(is_row, gl.SliceLayout(0, ACC))
+    if GATE == NO_GATE:
+        out_ptrs = out_ptr + assignment[None, :] * num_columns + column[:, None]
+        gl.store(out_ptrs, out, mask=is_row[None, :] & is_output[:, None])
+    else:
+        gate, up = _turns(out.to(gl.float32))
+        out = _gated(gate, up, alpha, limit, GATE).to(DTYPE)
+        OUT: gl.constexpr = out.type.layout
+        column = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
+        assignment = gl.convert_layout(assignment, gl.SliceLayout(0, OUT))
+        is_row = gl.convert_layout(is_row, gl.SliceLayout(0, OUT))
+        out_ptrs = out_ptr + assignment[None, :] * num_columns + column[:, None]
+        gl.store(out_ptrs, out, mask=is_row[None, :] & (column < num_columns)[:, None])
