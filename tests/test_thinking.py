@@ -178,7 +178,15 @@ def test_channels_of_gemma_4(text: str, reasoning: str, answer: str) -> None:
 PIECES = st.sampled_from(
     [
         *(SIGN + name for names in NAMES.values() for name in names),
-        *("assistant", "analysis", "final", "commentary", " to=functions.get", " json", "thought\n"),
+        *(
+            "assistant",
+            "analysis",
+            "final",
+            "commentary",
+            " to=functions.get",
+            " json",
+            "thought\n",
+        ),
         *("\n", " ", "a", "é", "<think>", "</think>", "<|end|>", "to="),
     ]
 )

@@ -603,10 +603,11 @@ class Gemma4Parser(_MarkedParser):
                 self._say(kind)
                 closings.append(_CLOSING[kind])
                 separator, is_whole = "", True
-            elif (yield from self._more()) and self._text[self._at] == '"':
-                is_whole = yield from self._value('"', stream=True)
             else:
-                is_whole = yield from self._word()
+                self._drop()
+                is_quoted = (yield from self._more()) and self._text[self._at] == '"'
+                word = self._word(is_needed=bool(key))
+                is_whole = yield from self._value('"', stream=True) if is_quoted else word
             if not is_whole:
                 break
         if self._ended and self._at == len(self._text):  # cut off
@@ -657,12 +658,14 @@ class Gemma4Parser(_MarkedParser):
                 return False
             yield
 
-    def _word(self) -> Steps[bool]:
-        """Give out a bare word once it is whole; return whether it ends."""
+    def _word(self, *, is_needed: bool) -> Steps[bool]:
+        """Give out a bare word once it is whole; return whether there is one."""
         found = yield from self._find(_WORD_END)
         if found is None:
             return False
         word = self._text[self._at : found.start()].strip()
+        if not word and not is_needed:
+            return False
         self._at = found.start()
         try:
             json.loads(word, parse_constant=_refuse)
