@@ -122,7 +122,7 @@ class Tokenizer:
             UserError: as `peagle.chat.render_chat`; the template renders for too long.
             ApiError: as `encode`, of the rendered text.
         """
-        limit = _TimeLimit(most("template_seconds"))
+        limit, source = _TimeLimit(most("template_seconds")), self.template_source or ""
 
         def call(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], bool]:
             def encode(text: str) -> list[int]:
@@ -133,12 +133,12 @@ class Tokenizer:
             ids = limit.run(
                 lambda: render_chat(
                     tokenizer,
-                    _in_template_form(messages, self.template_source or ""),
+                    _in_template_form(messages, source),
                     chat_template=self._template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     template_kwargs=template_kwargs,
-                    tools=tools,
+                    tools=_described(tools, source),
                     encode=encode,
                 )
             )
@@ -299,8 +299,20 @@ def _in_template_form(messages: Sequence[Mapping[str, Any]], source: str) -> lis
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [_with_arguments(call) for call in calls]
         formed.append(message)
-    is_harmony = isinstance(family_splitter(source), HarmonySplitter)
-    return _in_harmony_form(formed) if is_harmony else formed
+    return _in_harmony_form(formed) if _is_harmony(source) else formed
+
+
+def _is_harmony(source: str) -> bool:
+    return isinstance(family_splitter(source), HarmonySplitter)
+
+
+def _described(
+    tools: Sequence[Mapping[str, Any]] | None, source: str
+) -> Sequence[Mapping[str, Any]] | None:
+    """Return tools with the description that the template of gpt-oss needs, if need be empty."""
+    if not tools or not _is_harmony(source):
+        return tools
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
 
 def _in_harmony_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -155,7 +155,7 @@ class ToolCallParser:
     def _say(self, arguments: str) -> None:
         """Give out arguments of the current call that stand for the text that was read."""
         if arguments:
-            self._deltas.append(CallDelta(self._calls - 1, arguments))
+            self._deltas.append(CallDelta(self._calls - 1, unmarked(arguments)))
         self._drop()
 
     # ---- calls: each settles what belongs to the call, or nothing and returns False ---------
@@ -367,7 +367,7 @@ class Qwen3CoderParser(_MarkedParser):
         separator = "{"
         while True:
             yield from self._blanks()
-            tag = yield from self._one_of(["<parameter=", "</function>"])
+            tag = yield from self._one_of(_TAGS)
             if tag != "<parameter=":
                 break
             key = yield from self._up_to(">")
@@ -381,6 +381,11 @@ class Qwen3CoderParser(_MarkedParser):
                 is_whole = yield from self._other_value()
             if not is_whole:
                 return True
+        rest = self._text[self._at :]
+        if not tag and self._ended and any(tag.startswith(rest) for tag in _TAGS):  # cut off
+            self._at = len(self._text)
+            self._drop()
+            return True
         self._say("{}" if separator == "{" else "}")
         if tag:
             self._drop()
@@ -437,6 +442,7 @@ class Qwen3CoderParser(_MarkedParser):
         return True
 
 
+_TAGS = ("<parameter=", "</function>")
 _END = "</parameter>"
 
 
