@@ -337,7 +337,14 @@ class LLM:
         source = self._template_source(template_options) if chats else ""
         for chat, output in zip(chats, outputs, strict=True):
             opened = opens_thinking(self.tokenizer, output.prompt_token_ids)
-            reasoning, answer = split_output(self.tokenizer, output, source, opened=opened)
+            reasoning, answer = split_output(
+                self.tokenizer,
+                output.text,
+                output.token_ids,
+                source,
+                opened=opened,
+                stop=output.stop_reason,
+            )
             if family_splitter(source) is None:
                 turns = with_answer(chat, output.text, opened=opened)
             else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -390,10 +389,8 @@ def test_text_outside_of_the_server_is_split_too(chats: dict[str, Chat]) -> None
         source = str(tokenizer.chat_template)
         script, reasoning, content, *_ = ANSWERS[family][family == "gemma-4"]
         ids = tokenizer.encode(script, add_special_tokens=False)
-        output = RequestOutput("", ids, [], "stop", SpeculationStats(), 1.0)
-        assert split_output(tokenizer, output, source, opened=False) == (reasoning, content)
-        output = replace(output, stop_reason="hi")
-        found = split_output(tokenizer, output, source, opened=False)
+        assert split_output(tokenizer, "", ids, source, opened=False) == (reasoning, content)
+        found = split_output(tokenizer, "", ids, source, opened=False, stop="hi")
         assert found == ("Say ", "")
         # As in `peagle chat`.
         params = SamplingParams(stop="never there")

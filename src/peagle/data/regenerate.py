@@ -417,7 +417,14 @@ class LocalAnswerer:
             tokenizer = self.llm.tokenizer
             source = resolve_chat_template(tokenizer, self._chat_template)
             opened = opens_thinking(tokenizer, output.prompt_token_ids)
-            reasoning, text = split_output(tokenizer, output, source, opened=opened)
+            reasoning, text = split_output(
+                tokenizer,
+                output.text,
+                output.token_ids,
+                source,
+                opened=opened,
+                stop=output.stop_reason,
+            )
         return RegeneratedAnswer(
             text,
             output.finish_reason,

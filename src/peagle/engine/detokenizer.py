@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import transformers
@@ -16,9 +16,6 @@ from tokenizers.decoders import ByteLevel
 from peagle.chat import split_thinking
 from peagle.markers import SIGN, marker_token_ids, open_tail, unmarked
 from peagle.thinking import family_splitter
-
-if TYPE_CHECKING:
-    from peagle.engine.outputs import RequestOutput
 
 _REPLACEMENT = "\ufffd"
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -258,18 +255,26 @@ class OutputText:
 
 def split_output(
     tokenizer: transformers.PreTrainedTokenizerBase,
-    output: RequestOutput,
+    text: str,
+    token_ids: list[int],
     chat_template: str,
     *,
     opened: bool,
+    stop: object = None,
 ) -> tuple[str, str]:
-    """Return the reasoning and the answer of a finished output; `opened` as in `split_thinking`."""
+    """Return the reasoning and the answer of a finished output.
+
+    Args:
+        text, token_ids: of the output.
+        opened: the prompt ended by opening the reasoning (see `peagle.chat.opens_thinking`).
+        stop: the stop string that ended the output; anything else stands for none.
+    """
     splitter = family_splitter(chat_template)
     if splitter is None:
-        return split_thinking(output.text, opened=opened)
-    stop = (output.stop_reason,) if isinstance(output.stop_reason, str) else ()
-    written = OutputText(tokenizer, stop, marker_token_ids(tokenizer, splitter.markers))
-    pieces = list(splitter.add(written.add(output.token_ids, final=True).text, final=True))
+        return split_thinking(text, opened=opened)
+    stops = (stop,) if isinstance(stop, str) else ()
+    written = OutputText(tokenizer, stops, marker_token_ids(tokenizer, splitter.markers))
+    pieces = list(splitter.add(written.add(token_ids, final=True).text, final=True))
     reasoning, answer = (
         "".join(piece.text for piece in pieces if piece.is_reasoning == kind)
         for kind in (True, False)
