@@ -119,8 +119,8 @@ class Scripted:
 class Chat:
     """A server of a family, and its answers in a form of the tests."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self.tokenizer = family_tokenizer(family)
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+        self.tokenizer = tokenizer
         self.tokenizer.save_pretrained(folder)
         self.engine: Any = Scripted(self.tokenizer)
         self.service = Service(ServerConfig(), "m", ("plain",), self.engine, Metrics("m"))
@@ -170,7 +170,10 @@ class Chat:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
-    return {family: Chat(family, tmp_path_factory.mktemp(family)) for family in SPECIAL}
+    return {
+        family: Chat(family_tokenizer(family), tmp_path_factory.mktemp(family))
+        for family in SPECIAL
+    }
 
 
 def call(name: str, arguments: str) -> dict[str, str]:
@@ -413,6 +416,26 @@ def test_text_outside_of_the_server_is_split_too(chats: dict[str, Chat]) -> None
         assert "".join(piece.text for piece in pieces if piece.is_reasoning) == reasoning
         assert (talk.last.reasoning, talk.last.answer) == (reasoning, content)
         assert talk.last.facts is not None and SIGN not in talk.last.facts["text"]
+
+
+def test_markers_of_other_families_may_be_special_tokens(tmp_path: Path) -> None:
+    """As in the tokenizers of Mistral; an ordinary `<tool_call>` stays ordinary text."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<think>"]})
+    tokenizer.chat_template = "{{ messages[0].content }}{{ tools }}[TOOL_CALLS]<think>"
+    chat = Chat(tokenizer, tmp_path)
+    script = 'Why.</think>Now[TOOL_CALLS]get_weather[ARGS]{"city": "a"}<|endoftext|>'
+    for stream in (False, True):
+        assert chat.ask(script, stream, tools=TOOLS) == {
+            "reasoning": "Why.",
+            "content": "Now",
+            "calls": [call("get_weather", '{"city": "a"}')],
+            "reason": "tool_calls",
+        }
+    tokenizer.add_tokens(["<tool_call>"])
+    found = marker_token_ids(tokenizer, ("<tool_call>", "[ARGS]"), only_special=True)
+    assert found == (tokenizer.convert_tokens_to_ids("[ARGS]"),)
+    assert len(marker_token_ids(tokenizer, ("<tool_call>", "[ARGS]"))) == 2
 
 
 # ---- prompts ------------------------------------------------------------------------------------
