@@ -156,8 +156,10 @@ class HarmonySplitter(_ChannelSplitter):
     def _read(self, text: str) -> Iterator[Piece]:
         if self._header is not None:
             self._header += text
+            if self._has_marker:
+                return
             start = self._header.lstrip()
-            if self._has_marker or start.startswith("to=") or "to=".startswith(start):
+            if start.startswith("to=") or "to=".startswith(start):
                 return
             text = self._header
             self._begin("")

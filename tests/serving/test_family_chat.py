@@ -355,6 +355,16 @@ def test_forced_calls(chats: dict[str, Chat], family: str) -> None:
     assert chat.engine.prompts[-1].endswith(ends[family])
 
 
+def test_forced_calls_are_no_reasoning(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{{ tools }}<tool_call><think>"
+    chat = Chat(tokenizer, tmp_path)
+    named = {"type": "function", "function": {"name": "get_time"}}
+    found = chat.ask("{}", tools=TOOLS, tool_choice=named)
+    assert (found["reasoning"], found["calls"]) == ("", [call("get_time", "{}")])
+    assert chat.ask("Why.</think>So.", tools=TOOLS)["reasoning"] == "Why."
+
+
 def test_constrained_content_begins_in_its_channel(chats: dict[str, Chat]) -> None:
     chat = chats["gpt-oss"]
     found = chat.ask('{"a": 1}', response_format={"type": "json_object"}, tools=TOOLS)

@@ -263,6 +263,8 @@ async def prepare_chat(
         raise ApiError(400, text, param="stream")
 
     def splitter() -> AnswerSplitter | None:
+        if forced is not None:  # all text is calls, even where the prompt opened the reasoning
+            return None
         thinks = is_reasoning or START in source
         return family_splitter(source) or (
             ThinkingSplitter(opened=is_reasoning) if thinks else None
