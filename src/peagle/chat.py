@@ -327,14 +327,22 @@ def _checked_messages(messages: Any, source: str = "") -> list[dict[str, Any]]:
             raise UserError(f"{which} has the role {role!r}; expected one of: {', '.join(ROLES)}.")
         checked = {key: value for key, value in message.items() if key != "content"}
         if content is not None:
-            checked["content"] = _text_of(content, which)
+            checked["content"] = text_of(content, which)
         elif not (role == "assistant" and message.get("tool_calls")):
             raise UserError(f"{which} ({role}) has no content; expected text.")
         conversation.append(checked)
     return conversation
 
 
-def _text_of(content: Any, which: str) -> str:
+def text_of(content: Any, which: str) -> str:
+    """Return the content of a message as text, its parts joined by newlines.
+
+    Args:
+        which: name of the message in errors.
+
+    Raises:
+        UserError: the content is neither text nor a list of text parts.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):

@@ -16,13 +16,14 @@ from peagle.chat import (
     Message,
     opens_thinking,
     render_chat,
-    split_thinking,
+    resolve_chat_template,
     with_answer,
 )
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.config.checks import did_you_mean, require, require_neutral
 from peagle.config.engine import OF_TARGET
 from peagle.engine import EngineStats, LLMEngine
+from peagle.engine.detokenizer import split_output
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.placement import choose_threads, load_target
 from peagle.engine.requests import Prompt, Requests
@@ -30,6 +31,7 @@ from peagle.errors import CheckpointError, UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
+from peagle.thinking import family_splitter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -333,12 +335,28 @@ class LLM:
             lora_request=lora_request,
         )
         answers = []
+        source = self._template_source(template_options) if chats else ""
         for chat, output in zip(chats, outputs, strict=True):
             opened = opens_thinking(self.tokenizer, output.prompt_token_ids)
-            reasoning, answer = split_thinking(output.text, opened=opened)
-            turns = with_answer(chat, output.text, opened=opened)
+            reasoning, answer = split_output(
+                self.tokenizer,
+                output.text,
+                output.token_ids,
+                source,
+                opened=opened,
+                stop=output.stop_reason,
+            )
+            if family_splitter(source) is None:
+                turns = with_answer(chat, output.text, opened=opened)
+            else:
+                turns = with_answer(chat, answer, opened=False)
             answers.append(ChatOutput(answer, reasoning, turns, output))
         return answers
+
+    def _template_source(self, options: Mapping[str, Any]) -> str:
+        """Return the chat template that `render_chat` takes with these options."""
+        template, has_tools = options.get("chat_template"), bool(options.get("tools"))
+        return resolve_chat_template(self.tokenizer, template, with_tools=has_tools)
 
     @staticmethod
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
 from peagle.engine.detokenizer import OutputText
+from peagle.markers import SIGN, marker_token_ids
 from peagle.models.target import load_tokenizer
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=40)
@@ -60,6 +61,59 @@ def test_a_possible_beginning_is_held_back_until_it_is_none(tokenizer) -> None:
     ids = tokenizer.encode("xabxab", add_special_tokens=False)
     assert [written.add([i]).text for i in ids[:-1]] == ["x", "", "", "abx", ""]
     assert written.add([ids[-1]], final=True).text == "ab"
+
+
+@given(
+    text=st.text("ab\né", max_size=20).map(lambda text: text.replace("a", "<|mask|>")),
+    stops=st.lists(st.sampled_from(["b", "bb", "\n", "é", "bé", "<|", "|>"]), max_size=2),
+    lengths=LENGTHS,
+)
+def test_markers_are_text_that_no_stop_string_reaches(
+    tokenizer, text: str, stops: list[str], lengths: list[int]
+) -> None:
+    """A marker token is a border: both sides are texts of their own."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    marker = tokenizer.convert_tokens_to_ids("<|mask|>")
+    parts, expected = text.split("<|mask|>"), ""
+    for number, part in enumerate(parts):
+        cut = expected_end(part, stops)
+        expected += f"{SIGN}<|mask|>" * (number > 0) + part[:cut]
+        if cut is not None:
+            break
+    written, position = OutputText(tokenizer, stops, [marker]), 0
+    for length in lengths * (len(ids) + 1):
+        chunk = ids[position : position + length]
+        position += length
+        step = written.add(chunk, final=position >= len(ids))
+        if position >= len(ids) or step.stop is not None:
+            break
+    assert written.text == expected
+    # Without markers, special tokens have no text.
+    assert SIGN not in OutputText(tokenizer).add(ids, final=True).text
+
+
+def test_a_marker_ends_a_character_that_is_incomplete(tokenizer) -> None:
+    first, second = tokenizer.encode("é", add_special_tokens=False)
+    marker = tokenizer.convert_tokens_to_ids("<|mask|>")
+    written = OutputText(tokenizer, (), [marker])
+    assert [written.add([i]).text for i in (first, marker)] == ["", f"\ufffd{SIGN}<|mask|>"]
+    assert written.add([first, second], final=True).text == "é"
+
+
+def test_marker_token_ids_are_those_of_added_tokens(tokenizer) -> None:
+    names = ("<|mask|>", "a", "<|none|>")
+    assert marker_token_ids(tokenizer, names) == (tokenizer.convert_tokens_to_ids("<|mask|>"),)
+    assert marker_token_ids(tokenizer, ()) == ()
+
+
+def test_the_engine_writes_markers_on_request(target_folder: Path) -> None:
+    llm = LLM(target_folder)
+    marker = llm.tokenizer.convert_tokens_to_ids("<|mask|>")
+    options = {"max_tokens": 3, "logit_bias": {marker: 100.0}}
+    for ids, text in (((), ""), ((marker,), f"{SIGN}<|mask|>" * 3)):
+        chunks = list(llm.stream("x", SamplingParams(**options, marker_token_ids=ids)))
+        assert "".join(chunk.text for chunk in chunks) == text
+        assert chunks[-1].output is not None and chunks[-1].output.text == text
 
 
 @pytest.mark.parametrize("kind", ["plain", "peagle", "eagle3"])

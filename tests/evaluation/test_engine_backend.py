@@ -98,9 +98,10 @@ def test_messages_go_behind_the_template(llm: LLM) -> None:
     backend = EngineBackend(llm, chat_template=TEMPLATE)
     request = Request("chat", [{"role": "user", "content": "def f(x):"}], SamplingParams())
     assert backend.encode(request) == llm.tokenizer.encode("<user>def f(x):")
-    assert not backend.opens_thinking(request)
+    written = Answer(text="so</think>\nyes")
+    assert backend.answer_text(request, written) == "so</think>\nyes"
     thinking = EngineBackend(llm, chat_template=TEMPLATE, thinking=True)
-    assert thinking.opens_thinking(request)
+    assert thinking.answer_text(request, written) == "yes"
     (answer,) = backend.run([request], 1).answers
     assert answer.text == llm.generate("<user>def f(x):", SamplingParams())[0].text
 

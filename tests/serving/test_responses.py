@@ -255,7 +255,7 @@ def test_an_answer_of_nothing_is_an_empty_message() -> None:
 def test_text_after_a_call_is_an_item_of_its_own() -> None:
     items = OutputItems()
     deltas = [ContentDelta("a"), CallDelta(0, "{", "call_1", "f"), CallDelta(0, "}")]
-    for _ in (*items.add("", deltas), *items.add("", [ContentDelta("b")]), *items.close("x")):
+    for _ in (*items.add(deltas), *items.add([ContentDelta("b")]), *items.close("x")):
         pass
     assert [item["type"] for item in items.items] == ["message", "function_call", "message"]
     assert items.items[1]["arguments"] == "{}"
@@ -275,7 +275,7 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
 
     class Reader:
         def add(self, text: str, *, final: bool) -> Any:
-            return "", [ContentDelta(text)]
+            return [ContentDelta(text)]
 
     service: Any = SimpleNamespace(loaded=lambda: (None, None), name="m")
     generation: Any = SimpleNamespace(params=SamplingParams(), chunks=chunks)

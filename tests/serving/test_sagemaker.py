@@ -268,7 +268,7 @@ def test_false_that_does_not_turn_off():
         ("SPEC_MODEL", "a/b", "SM_VLLM_SPECULATIVE_CONFIG"),
         ("DOWNLOAD_DIR", "/tmp/x", "HF_HOME"),
         ("TOKENIZER", "a/b", "model's folder"),
-        ("TOOL_CALL_PARSER", "deepseek_v3", "expected one of auto, hermes"),
+        ("TOOL_CALL_PARSER", "deepseek_v3", "expected one of auto, gemma4"),
         ("MAX_MODEL_LEN", "auto", "expected a whole number, like 8192, 8k or 8K"),
         ("MAX_MODEL_LEN", "1.5K", "expected a whole number"),
         ("MAX_MODEL_LEN", "1.5", "expected a whole number"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peagle.markers import SIGN, unmarked
 from peagle.serving.tool_parsers import (
     PARSERS,
     ForcedCall,
@@ -49,6 +50,22 @@ def coder(name: str, **values: str) -> str:
         f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()
     )
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def marked(text: str) -> str:
+    """A text in which the names of gpt-oss's and Gemma 4's marker tokens are such tokens."""
+    return re.sub(r'<\|[a-z_"]+\|?>|<[a-z_]+\|>', lambda found: SIGN + found[0], text)
+
+
+def oss(name: str, arguments: str) -> str:
+    """A call of gpt-oss, as `HarmonySplitter` gives it."""
+    return marked(f"<|channel|>commentary to=functions.{name}<|message|>{arguments}<|call|>")
+
+
+def gemma(name: str, members: str) -> str:
+    """A call of Gemma 4, with strings between "^"."""
+    members = members.replace("^", '<|"|>')
+    return marked(f"<|tool_call>call:{name}{{{members}}}<tool_call|>")
 
 
 def llama(name: str, arguments: str) -> str:
@@ -218,9 +235,58 @@ DOUBLE_ARGUMENTS = '{"parameters": {"a": 1}, "name": "get", "parameters": {}}'
         ("qwen3_coder", coder("get", a="x y")[:42], None, [("get", '{"a": "x')]),
         ("qwen3_coder", coder("get", a="x")[:39], None, [("get", "")]),
         ("qwen3_coder", "<function=get>\nno", "no", [("get", "{}")]),
+        ("openai", oss("get", WEATHER), None, [("get", WEATHER)]),
+        ("openai", "Look." + oss("get", "{}"), "Look.", [("get", "{}")]),
+        ("openai", oss("get", "{}") + oss("b-2", '{"a": 1}'), None,
+         [("get", "{}"), ("b-2", '{"a": 1}')]),
+        ("openai", oss("get", ""), None, [("get", "{}")]),
+        ("openai", oss("get", "{}").replace("functions.", ""), None, [("get", "{}")]),
+        # Of another function, cut off, no JSON, or only spelt.
+        ("openai", oss("other", "{}"), unmarked(oss("other", "{}")), []),
+        ("openai", oss("get", '{"a": 1}')[:-11], None, [("get", '{"a": ')]),
+        ("openai", oss("get", "{}")[:40], unmarked(oss("get", "{}")[:40]), []),
+        ("openai", oss("get", "{a: True"), None, [("get", "{a: True")]),
+        ("openai", oss("get", "{}").replace("call|", "end|") + "So.", "So.", [("get", "{}")]),
+        ("openai", unmarked(oss("get", "{}")), unmarked(oss("get", "{}")), []),
+        ("gemma4", gemma("get", ""), None, [("get", "{}")]),
+        (
+            "gemma4",
+            gemma("get", 'a:^x "y"\n{,}^,n:-1.50,b:true,c:null,d:[1,^z^,[]],e:{f:^^,g:{}}'),
+            None,
+            [
+                (
+                    "get",
+                    r'{"a": "x \"y\"\n{,}", "n": -1.50, "b": true, "c": null, '
+                    '"d": [1, "z", []], "e": {"f": "", "g": {}}}',
+                )
+            ],
+        ),
+        (
+            "gemma4",
+            "Look." + gemma("get", "a:1") + "\n" + gemma("b-2", "a:^b^") + "Done.",
+            "Look.Done.",
+            [("get", '{"a": 1}'), ("b-2", '{"a": "b"}')],
+        ),
+        # In the notation of JSON or of Python, with blanks, with a comma too many.
+        ("gemma4", gemma("get", '"a": "x\\"y", ^b^ : [1, 2,],'), None,
+         [("get", r'{"a": "x\"y", "b": [1, 2]}')]),
+        ("gemma4", gemma("get", "a:True,b:None,c:NaN,d:new york,e:"), None,
+         [("get", '{"a": true, "b": null, "c": "NaN", "d": "new york", "e": ""}')]),
+        # Of another function, cut off, broken, or only spelt.
+        ("gemma4", gemma("other", "a:^b^"), unmarked(gemma("other", "a:^b^")), []),
+        ("gemma4", gemma("get", "a:^bc^")[:31], None, [("get", '{"a": "b')]),
+        ("gemma4", gemma("get", "a:^b^,cd:12")[:40], None, [("get", '{"a": "b"')]),
+        ("gemma4", gemma("get", "a:^b^,c:12")[:42], None, [("get", '{"a": "b", "c": ')]),
+        ("gemma4", gemma("get", "a:[^b"), None, [("get", '{"a": ["b}"]}')]),
+        ("gemma4", gemma("get", "a:^b^ c"), " c}<tool_call|>", [("get", '{"a": "b"}')]),
+        ("gemma4", gemma("get", "hello"), "hello}<tool_call|>", [("get", "{}")]),
+        ("gemma4", unmarked(gemma("get", "")), unmarked(gemma("get", "")), []),
+        # A marker that is a special token, in a family whose text may have it either way.
+        ("mistral", f"{SIGN}[TOOL_CALLS]get{SIGN}[ARGS]{{}}", None, [("get", "{}")]),
+        ("hermes", SIGN + hermes("get", "{}"), None, [("get", "{}")]),
         ("none", hermes("get", "{}"), hermes("get", "{}"), []),
     ],
-)
+)  # fmt: skip
 def test_free_output(kind, text, content, calls):
     assert parse(parser_for(kind, TOOLS), text) == (content, calls)
     assert parse(parser_for(kind, TOOLS, "auto"), *text) == (content, calls)
@@ -300,6 +366,19 @@ def test_strings_of_xml_come_as_they_are_written():
     assert parser.add("ty\n") == [CallDelta(0, "\\n</party")]
     assert parser.add("</parameter></function>") == [CallDelta(0, '"}')]
     assert parser.add("\n</tool_call>\n", final=True) == []
+
+
+def test_strings_of_gemma_come_as_they_are_written():
+    parser = parser_for("gemma4", TOOLS)
+    assert parser.add(marked("<|tool_call>call:get")) == []
+    (first,) = parser.add("{")
+    assert isinstance(first, CallDelta)
+    assert (first.index, first.name, first.arguments) == (0, "get", "{")
+    assert parser.add(marked('city:<|"|>')) == [CallDelta(0, '"city": "')]
+    assert parser.add('Zü"') == [CallDelta(0, 'Zü\\"')]
+    assert parser.add(marked('<|"|>,days:1')) == [CallDelta(0, '", "days": ')]
+    assert parser.add("2}") == [CallDelta(0, "12}")]
+    assert parser.add(marked("<tool_call|>"), final=True) == []
 
 
 VALUES = st.dictionaries(
@@ -386,6 +465,8 @@ def test_a_forced_call_comes_as_it_is_written():
         ("{{ '<tool_call>\\n<function=example>' }}", "qwen3_coder"),
         ("{{ '<tool_call>' + name + '<arg_key>' }}", "none"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{ '<|channel|>final<|message|>' }}", "openai"),
+        ("{{ '<|tool_call>call:' + name }}", "gemma4"),
         ("{{ '<|python_tag|>' }}", "llama3_json"),
         ('{{ \'{"name": function name, "parameters": dictionary}\' }}', "llama3_json"),
         ('{{ "{\\"name\\": function name, \\"parameters\\": dictionary}" }}', "llama3_json"),
@@ -425,6 +506,8 @@ NOISE = st.one_of(
             *("[CALL_ID]", '{"name": "get"', '"arguments": {', '"name": "b-2"', "get_weather{"),
             *("[{", "}]", "; ", '{"name": "other", "arguments": {}}'),
             *("<function=get>", "</function>", "<parameter=a>", "\n</parameter>", "<parameter="),
+            *(marked('<|"|>'), marked("<|call|>"), marked("<tool_call|>"), marked("<|channel|>")),
+            *("call:get{", "commentary to=functions.get", "a:", SIGN),
         ]
     ),
 )
@@ -439,6 +522,8 @@ FORMS = [
     ),
     '[{{"name": "{0}", "arguments": {1}, "id": "x"}}, {{"name": "{0}", "arguments": {1}}}]',
     "<tool_call>\n<function={0}>\n<parameter=a>\n{1}\n</parameter>\n</function>\n</tool_call>",
+    oss("{0}", "{1}"),
+    marked('<|tool_call>call:{0}{{a:<|"|>{1}<|"|>,b:{1}}}<tool_call|>'),
 ]
 CALLS = st.builds(str.format, st.sampled_from(FORMS), st.sampled_from([*NAMES, "other"]), ARGUMENTS)
 
@@ -476,6 +561,7 @@ def test_chunks_make_no_difference(kind, text, data):
 
 FRAME = (
     r"(?:[\s{}\[\],:;]|</?tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\[CALL_ID\]\w*|\[ARGS\]"
+    r"|<\|channel\|>commentary to=(?:functions\.)?|<\|(?:message|call|end|return)\|>"
     r'|"(?:name|arguments|parameters)"|"(?:id|type)"\s*:\s*"(?:[^"\\]|\\[\s\S])*")*'
 )
 
@@ -494,19 +580,21 @@ def account_of(deltas: list[Any]) -> str:
     return pattern
 
 
-# Of XML, arguments are JSON that the parser writes.
-@pytest.mark.parametrize("kind", [k for k in ALL_PARSERS if k not in ("named", "qwen3_coder")])
+# Of XML and of Gemma's notation, arguments are JSON that the parser writes.
+@pytest.mark.parametrize("kind", sorted({*ALL_PARSERS} - {"named", "qwen3_coder", "gemma4"}))
 @settings(deadline=None, max_examples=80)
 @given(text=outputs())
 def test_nothing_is_lost(kind, text):
     deltas = ALL_PARSERS[kind]().add(text, final=True)
     pattern = account_of(deltas)
-    assert re.fullmatch(pattern + r"\s*" if "(?:" in pattern else pattern, text), deltas
+    pattern += r"\s*" if "(?:" in pattern else ""
+    assert re.fullmatch(pattern, unmarked(text)), deltas
 
 
 @settings(deadline=None, max_examples=80)
 @given(text=outputs())
 def test_all_text_is_the_arguments_of_a_named_call(text):
+    text = unmarked(text)
     assert parse(ForcedCall("get"), text) == (None, [("get", text)] if text else [])
 
 
@@ -544,6 +632,22 @@ def test_whole_answers_are_read_as_written(calls, data):
     ]
     kind, text = data.draw(st.sampled_from(texts))
     assert parse(ALL_PARSERS[kind](), text) == (None, calls)
+
+
+def test_a_call_of_gpt_oss_begins_with_its_header():
+    parser = parser_for("openai", TOOLS)
+    assert not any(parser.add(char) for char in oss("get", "").removesuffix(f">{SIGN}<|call|>"))
+    (first,) = parser.add(">")
+    assert isinstance(first, CallDelta)
+    assert (first.index, first.name, first.arguments) == (0, "get", "")
+    for char in WEATHER:
+        assert parser.add(char) == [CallDelta(0, char)]
+
+
+def test_nested_arguments_of_gemma_need_no_stack():
+    text = gemma("get", "a:" + "[" * 5_000)
+    _, [(_, arguments)] = parse(parser_for("gemma4", TOOLS), text)
+    assert arguments == '{"a": ' + "[" * 5_000 + "]" * 5_000 + "}"
 
 
 def test_a_long_output_takes_linear_time():

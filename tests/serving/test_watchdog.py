@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -446,6 +447,16 @@ def test_an_engine_that_may_be_silent_for_ever_is_never_overdue() -> None:
     with heartbeat.step():
         heartbeat.planned(5)
         assert limit_of(heartbeat) == float("inf")
+
+
+def test_a_check_leaves_no_rules_to_the_next_request(target_folder: Path) -> None:
+    llm = LLM(target_folder)
+    allowed = (70, 71, 72)
+    params = SamplingParams(allowed_token_ids=allowed, max_tokens=8, temperature=1.0, seed=1)
+    for _ in range(2):
+        llm.engine.check()
+        (output,) = llm.generate("x", params)
+        assert set(output.token_ids) <= {*allowed} and len(set(output.token_ids)) > 1
 
 
 def test_a_check_leaves_no_trace(offline: LLM) -> None:

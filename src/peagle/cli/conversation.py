@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from peagle.chat import opens_thinking, render_chat, split_thinking
+from peagle.chat import opens_thinking, render_chat, resolve_chat_template
 from peagle.cli.tally import Tally, drafts_of
 from peagle.cli.terminal import bright, dim, has_styles, printable, safe
 from peagle.client.api import ApiClient
@@ -21,7 +21,8 @@ from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.endpoint_answers import speculation_of
 from peagle.llm import LLM, RequestOutput
-from peagle.thinking import Piece, ThinkingSplitter
+from peagle.markers import marker_token_ids, unmarked
+from peagle.thinking import AnswerSplitter, Piece, ThinkingSplitter, family_splitter
 
 Messages = list[dict[str, Any]]
 
@@ -195,20 +196,37 @@ class LocalModel:
                 f"{self.max_model_len} has no room for an answer. Take turns back with /undo, "
                 "begin anew with /new, or start with a larger --max-model-len."
             )
-        opened = opens_thinking(self.llm.tokenizer, prompt)
-        written, tally, output = ThinkingSplitter(opened=opened), Tally(), None
-        with closing(tally.watch(self.llm.stream([prompt], self.params))) as chunks:
+        splitter = self._splitter(opened=opens_thinking(self.llm.tokenizer, prompt))
+        markers = marker_token_ids(self.llm.tokenizer, splitter.markers)
+        params = replace(self.params, marker_token_ids=markers)
+        texts = {True: "", False: ""}
+
+        def read(text: str, *, final: bool) -> Iterator[Piece]:
+            for piece in splitter.add(text, final=final):
+                piece = replace(piece, text=unmarked(piece.text))
+                texts[piece.is_reasoning] += piece.text
+                yield piece
+
+        tally, output = Tally(), None
+        with closing(tally.watch(self.llm.stream([prompt], params))) as chunks:
             for chunk in chunks:
                 output = chunk.output
-                yield from written.add(chunk.text, final=output is not None)
+                yield from read(chunk.text, final=output is not None)
                 if output is None and stopped():
-                    yield from written.add("", final=True)
+                    yield from read("", final=True)
                     break
-        reasoning, answer = split_thinking(written.text, opened=opened)
-        facts = None if output is None else output.to_json()
+        reasoning, answer = texts[True], texts[False]
+        facts = None
+        if output is not None:
+            facts = replace(output, text=unmarked(output.text)).to_json()
         num_cached = 0 if output is None else output.num_cached_tokens
         ended = self._ended(output, len(prompt) + tally.num_tokens)
         return Turn(reasoning, answer, facts, len(prompt), num_cached, tally, ended)
+
+    def _splitter(self, *, opened: bool) -> AnswerSplitter:
+        template = self.template_options.get("chat_template")
+        source = resolve_chat_template(self.llm.tokenizer, template)
+        return family_splitter(source) or ThinkingSplitter(opened=opened)
 
     def _ended(self, output: RequestOutput | None, num_tokens: int) -> str:
         if output is None:

@@ -206,8 +206,8 @@ SERVER = group(
     --chat-template TEXT
         Chat template: a Jinja file, or the name of one of the model's.
     --tool-call-parser TEXT
-        Form of tool calls in outputs: hermes, llama3_json, mistral, qwen3_coder, none, or auto
-        (by the template).
+        Form of tool calls in outputs: gemma4, hermes, llama3_json, mistral, openai (gpt-oss),
+        qwen3_coder, none, or auto (by the template).
     --no-playground = server.playground
         Serve no page at /.
     """,

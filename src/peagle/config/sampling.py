@@ -138,6 +138,8 @@ class SamplingParams:
         ignore_eos: generate on past the model's own end-of-text ids.
         num_speculative_tokens: K of this request, at most the engine's; 0 decodes it without
             drafts, None takes the engine's.
+        marker_token_ids: special tokens whose names are part of the text, each behind
+            `peagle.markers.SIGN`; other special tokens have no text.
 
     Further arguments are those of vLLM. `structured_outputs`, or by its older name
     `guided_decoding`, takes StructuredOutputsParams or a mapping of its fields and becomes
@@ -170,6 +172,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
+    marker_token_ids: tuple[int, ...] = ()
     structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
     guided_decoding: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
     best_of: InitVar[Any] = None
@@ -223,6 +226,7 @@ class SamplingParams:
 
     def _check_tokens(self) -> None:
         self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
+        self.marker_token_ids = _ids("marker_token_ids", self.marker_token_ids)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
             expected = "at least one token id, or none"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from peagle.chat import opens_thinking, render_chat, split_thinking
+from peagle.chat import opens_thinking, render_chat, resolve_chat_template
 from peagle.client.api import ApiClient, NoAnswer, error_message
 from peagle.config import SamplingParams
 from peagle.data.readers import AskedConversation, side_file
@@ -412,8 +412,19 @@ class LocalAnswerer:
     def _answer(self, output: RequestOutput) -> RegeneratedAnswer:
         reasoning, text = "", output.text
         if self.is_chat:
-            opened = opens_thinking(self.llm.tokenizer, output.prompt_token_ids)
-            reasoning, text = split_thinking(output.text, opened=opened)
+            from peagle.engine.detokenizer import split_output
+
+            tokenizer = self.llm.tokenizer
+            source = resolve_chat_template(tokenizer, self._chat_template)
+            opened = opens_thinking(tokenizer, output.prompt_token_ids)
+            reasoning, text = split_output(
+                tokenizer,
+                output.text,
+                output.token_ids,
+                source,
+                opened=opened,
+                stop=output.stop_reason,
+            )
         return RegeneratedAnswer(
             text,
             output.finish_reason,

@@ -13,7 +13,9 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from peagle.markers import open_tail
+from peagle.chat import split_thinking
+from peagle.markers import SIGN, marker_token_ids, open_tail, unmarked
+from peagle.thinking import family_splitter
 
 _REPLACEMENT = "\ufffd"
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -199,13 +201,23 @@ class OutputText:
     Where several could end the text, the one that is complete first does; of those complete with
     the same token, the one that begins first. A tail that may yet become a stop string is held
     back. Tokens are read one by one, so that the end does not depend on how many land at once.
+
+    Args:
+        marker_token_ids: special tokens that are part of the text all the same, each as
+            `markers.SIGN` and its name. No stop string contains one or reaches across one.
     """
 
     def __init__(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, stop: Sequence[str] = ()
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        marker_token_ids: Sequence[int] = (),
     ) -> None:
+        self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop = stop
+        names = ((id, tokenizer.convert_ids_to_tokens(id)) for id in marker_token_ids)
+        self._markers = {id: f"{SIGN}{name}" for id, name in names if name is not None}
         self._held = ""
         self._pieces: list[str] = []
 
@@ -216,19 +228,55 @@ class OutputText:
 
     def add(self, token_ids: list[int], *, final: bool = False) -> TextStep:
         """Read new tokens; `final` releases what is held back."""
-        if not self._stop:
+        if not self._stop and self._markers.keys().isdisjoint(token_ids):
             self._pieces.append(self._detokenizer.add(token_ids, final=final))
             return TextStep(self._pieces[-1], len(token_ids))
         start = len(self._pieces)
         for index, token in enumerate(token_ids):
             is_last = final and index == len(token_ids) - 1
-            self._held += self._detokenizer.add([token], final=is_last)
+            marker = self._markers.get(token)
+            if marker is None:
+                self._held += self._detokenizer.add([token], final=is_last)
+            else:
+                self._held += self._detokenizer.add([], final=True)
+                self._detokenizer = IncrementalDetokenizer(self._tokenizer)
             found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if found:
                 begin, stop = min(found, key=itemgetter(0))
                 self._pieces.append(self._held[:begin])
                 return TextStep("".join(self._pieces[start:]), index + 1, stop)
-            keep = 0 if is_last else open_tail(self._held, self._stop)
-            self._pieces.append(self._held[: len(self._held) - keep])
+            keep = 0
+            if self._stop and marker is None and not is_last:
+                keep = open_tail(self._held, self._stop)
+            self._pieces.append(self._held[: len(self._held) - keep] + (marker or ""))
             self._held = self._held[len(self._held) - keep :]
         return TextStep("".join(self._pieces[start:]), len(token_ids))
+
+
+def split_output(
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    text: str,
+    token_ids: list[int],
+    chat_template: str,
+    *,
+    opened: bool,
+    stop: object = None,
+) -> tuple[str, str]:
+    """Return the reasoning and the answer of a finished output.
+
+    Args:
+        text, token_ids: of the output.
+        opened: the prompt ended by opening the reasoning (see `peagle.chat.opens_thinking`).
+        stop: the stop string that ended the output; anything else stands for none.
+    """
+    splitter = family_splitter(chat_template)
+    if splitter is None:
+        return split_thinking(text, opened=opened)
+    stops = (stop,) if isinstance(stop, str) else ()
+    written = OutputText(tokenizer, stops, marker_token_ids(tokenizer, splitter.markers))
+    pieces = list(splitter.add(written.add(token_ids, final=True).text, final=True))
+    reasoning, answer = (
+        "".join(piece.text for piece in pieces if piece.is_reasoning == kind)
+        for kind in (True, False)
+    )
+    return reasoning, unmarked(answer)

@@ -293,6 +293,7 @@ class LLMEngine:
         assert not self.has_unfinished
         counts, drafts = dict(self._counts), self.speculation_stats.copy()
         number, params = self._num_requests, SamplingParams(max_tokens=1, seed=0)
+        self._num_requests = -1  # no request has this number, by which the sampler knows its batch
         with self.blocks.borrowed(self.blocks.blocks_for(1 + self.scheduler.num_lookahead_slots)):
             self.add_request([0], params, cache_salt=_CHECK_SALT)
             while self.has_unfinished:

@@ -158,7 +158,7 @@ class Requests:
                 if output_index:  # each output has a seed of its own; one scores the prompt
                     seed = None if params.seed is None else derive_seed(params.seed, output_index)
                     one = replace(one, seed=seed, prompt_logprobs=None)
-                text = OutputText(self.tokenizer, params.stop)
+                text = OutputText(self.tokenizer, params.stop, params.marker_token_ids)
                 sequence = self.engine.add_request(
                     ids,
                     one,

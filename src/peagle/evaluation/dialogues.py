@@ -41,13 +41,13 @@ class Dialogue:
         text = self.next_prompt if isinstance(self.next_prompt, str) else prompt.turns[turn]
         return Observation(self.set, prompt.category, prompt.id, turn, text, answer)
 
-    def add_turn(self, answer: Answer, turn: int, opened: bool | None) -> None:
+    def add_turn(self, answer: str, turn: int, opened: bool | None) -> None:
         """Append an answer, without its reasoning where it is a chat, and the user's next turn."""
         text = self.prompt.turns[turn]
         if isinstance(self.next_prompt, str):
-            self.next_prompt = f"{self.next_prompt}{answer.text}\n\n{text}"
+            self.next_prompt = f"{self.next_prompt}{answer}\n\n{text}"
         else:
-            before = with_answer(self.next_prompt, answer.text, opened=opened)
+            before = with_answer(self.next_prompt, answer, opened=opened)
             self.next_prompt = [*before, {"role": "user", "content": text}]
 
 
@@ -147,8 +147,10 @@ def _run_group(
             results.observations.append(one.observation(turn - 1, answer))
             if len(one.prompt.turns) > turn:
                 # Elsewhere only the output can tell whether the prompt opened the reasoning.
-                is_engine = isinstance(backend, EngineBackend)
-                one.add_turn(answer, turn, backend.opens_thinking(request) if is_engine else None)
+                text, opened = answer.text, None
+                if isinstance(backend, EngineBackend) and not isinstance(request.prompt, str):
+                    text, opened = backend.answer_text(request, answer), False
+                one.add_turn(text, turn, opened)
                 unfinished.append(one)
         going_on = unfinished
     return SpeculationStats.pooled(counters) if counters else None

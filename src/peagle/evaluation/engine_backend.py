@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from peagle.chat import opens_thinking, render_chat
+from peagle.chat import opens_thinking, render_chat, resolve_chat_template
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
+from peagle.engine.detokenizer import split_output
 from peagle.engine.memory_plan import free_and_total
 from peagle.errors import UserError
 from peagle.evaluation.decoding import (
@@ -149,9 +150,14 @@ class EngineBackend:
             thinking=self.thinking,
         )
 
-    def opens_thinking(self, request: Request) -> bool:
-        """Return whether the prompt ends inside the model's reasoning."""
-        return opens_thinking(self.llm.tokenizer, self.encode(request))
+    def answer_text(self, request: Request, answer: Answer) -> str:
+        """Return the answer to a conversation without its reasoning."""
+        tokenizer = self.llm.tokenizer
+        opened = opens_thinking(tokenizer, self.encode(request))
+        source = resolve_chat_template(tokenizer, self.chat_template)
+        return split_output(tokenizer, answer.text, answer.token_ids or [], source, opened=opened)[
+            1
+        ]
 
     def run(
         self,

@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -37,13 +37,15 @@ from peagle.serving.tool_parsers import ToolCallParser, parser_for
 from peagle.serving.tools import (
     CallDelta,
     Delta,
+    ReasoningDelta,
     ToolChoiceDict,
     check_tools,
     constraint,
     finish_reason,
+    joined,
     message_from,
 )
-from peagle.thinking import START, ThinkingSplitter
+from peagle.thinking import START, AnswerSplitter, Piece, ThinkingSplitter, family_splitter
 
 
 class _Completions(GenerationAnswer):
@@ -247,40 +249,76 @@ async def prepare_chat(
     ids, is_reasoning = await service.render(body, tools if tool_choice != "none" else [], kwargs)
     with as_api_error("tools"):
         forced = constraint(tools, tool_choice, body.parallel_tool_calls is not False)
-    params = await service.encode_words(chat_params(body, info, len(ids), forced))
+    params = chat_params(body, info, len(ids), forced)
+    family = family_splitter(source)
+    is_new = body.add_generation_prompt is not False and not body.continue_final_message
+    if family is not None and params.structured_output is not None and is_new:
+        name = tool_choice["function"]["name"] if isinstance(tool_choice, Mapping) else None
+        opening = family.opening(name)
+        ids += await tokenizer.encode(opening, info.max_model_len, add_special_tokens=False)
+        params = chat_params(body, info, len(ids), forced)
+    params = await service.encode_words(params)
     if body.stream and params.prompt_logprobs is not None:
         text = "prompt_logprobs does not stream; leave one of the two out."
         raise ApiError(400, text, param="stream")
-    readers = []
-    for _ in range(params.n):
+
+    def splitter() -> AnswerSplitter | None:
+        if forced is not None:  # all text is calls, even where the prompt opened the reasoning
+            return None
         thinks = is_reasoning or START in source
-        splitter = ThinkingSplitter(opened=is_reasoning) if thinks else None
-        parser = parser_for(service.tool_parser(), tools, tool_choice)
-        readers.append(AnswerReader(splitter, parser, tool_choice))
+        return family_splitter(source) or (
+            ThinkingSplitter(opened=is_reasoning) if thinks else None
+        )
+
+    readers = [
+        AnswerReader(splitter, parser_for(service.tool_parser(), tools, tool_choice), tool_choice)
+        for _ in range(params.n)
+    ]
+    if params.structured_output is None:
+        params.marker_token_ids = tokenizer.marker_token_ids(
+            readers[0].markers, only_special=family is None
+        )
     return service.generation([ids], params, body, caller), readers
 
 
 class AnswerReader:
-    """Separates reasoning, content and tool calls in the growing text of one output."""
+    """Separates reasoning, content and tool calls in the growing text of one output.
+
+    Args:
+        new_splitter: makes a splitter, or None where the model does not reason.
+
+    Attributes:
+        markers: names of the marker tokens that the text should have.
+    """
 
     def __init__(
-        self, splitter: ThinkingSplitter | None, parser: ToolCallParser, tool_choice: ToolChoiceDict
+        self,
+        new_splitter: Callable[[], AnswerSplitter | None],
+        parser: ToolCallParser,
+        tool_choice: ToolChoiceDict,
     ) -> None:
-        self._splitter = splitter
+        self.new_splitter = new_splitter
+        self._splitter = splitter = new_splitter()
+        self.markers = (*(splitter.markers if splitter else ()), *parser.markers)
         self._parser = parser
         self._tool_choice = tool_choice
         self._has_called = False
 
-    def add(self, text: str, *, final: bool) -> tuple[str, list[Delta]]:
-        """Return the new reasoning, and the new content and calls."""
-        reasoning = ""
+    def add(self, text: str, *, final: bool) -> list[Delta]:
+        """Return the new reasoning, content and calls, in the order of the text."""
+        deltas: list[Delta] = []
+        pieces = [Piece(text, is_reasoning=False)]
         if self._splitter is not None:
             pieces = list(self._splitter.add(text, final=final))
-            reasoning = "".join(piece.text for piece in pieces if piece.is_reasoning)
-            text = "".join(piece.text for piece in pieces if not piece.is_reasoning)
-        deltas = self._parser.add(text, final=final)
+        for piece in pieces:
+            if piece.is_reasoning:
+                deltas.append(ReasoningDelta(piece.text))
+            else:
+                deltas += self._parser.add(piece.text)
+        if final:
+            deltas += self._parser.add("", final=True)
         self._has_called |= any(isinstance(delta, CallDelta) for delta in deltas)
-        return reasoning, deltas
+        return joined(deltas)
 
     def finish_reason(self, output: RequestOutput) -> str:
         return finish_reason(output.finish_reason, self._has_called, self._tool_choice)
@@ -304,8 +342,9 @@ class _Chat(_Completions):
 
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
         reader = self._readers[output.index]
-        reasoning, deltas = reader.add(output.text, final=True)
+        deltas = reader.add(output.text, final=True)
         content, calls = message_from(deltas)
+        reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message["reasoning"] = reasoning or None  # vLLM's name, always there
         if content is None and not calls:
@@ -325,13 +364,11 @@ class _Chat(_Completions):
     async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
         """Return the role first, then the new deltas, and the reason at the end."""
         index, reader = chunk.output_index, self._readers[chunk.output_index]
-        reasoning, new = reader.add(chunk.text, final=chunk.output is not None)
+        new = reader.add(chunk.text, final=chunk.output is not None)
         deltas: list[dict[str, Any]] = []
         if index not in self._begun:
             self._begun.add(index)
             deltas.append({"role": "assistant", "content": ""})
-        if reasoning:
-            deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
         deltas += [delta.body() for delta in new]
         if not deltas and (self.report or chunk.logprobs):
             deltas.append({"content": ""})

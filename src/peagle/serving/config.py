@@ -9,7 +9,9 @@ from peagle.config.checks import FieldCheck, check_fields, choice_of, number, wh
 
 OnFailure = Literal["restart", "exit"]
 LogFormat = Literal["text", "json"]
-TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "none")
+TOOL_PARSERS = (
+    *("auto", "gemma4", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "none"),
+)
 
 _LIMITS = ("max_connections", "key_requests_per_minute", "key_tokens_per_minute", "key_concurrency")
 _CHECKS = {

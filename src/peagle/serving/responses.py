@@ -27,8 +27,7 @@ from peagle.serving.protocol import (
     ToolChoiceFunction,
 )
 from peagle.serving.service import Caller, Generation, Service
-from peagle.serving.tools import CallDelta, Delta
-from peagle.thinking import END
+from peagle.serving.tools import CallDelta, Delta, ReasoningDelta
 
 # Names of fields of this route, by their names in a chat.
 _NAMES = {
@@ -143,8 +142,8 @@ class _Response(GenerationAnswer):
 
     async def whole(self) -> dict[str, Any]:
         (output,) = await self._generation.finish()
-        reasoning, deltas = self._reader.add(output.text, final=True)
-        for _ in (*self._items.add(reasoning, deltas), *self._items.close(_status(output))):
+        deltas = self._reader.add(output.text, final=True)
+        for _ in (*self._items.add(deltas), *self._items.close(_status(output))):
             pass
         return await self._finished(output)
 
@@ -160,8 +159,8 @@ class _Response(GenerationAnswer):
                             f"response.{name}", response=self._response("in_progress")
                         )
                 is_last = chunk.output is not None
-                reasoning, deltas = self._reader.add(chunk.text, final=is_last)
-                for event in self._items.add(reasoning, deltas):
+                deltas = self._reader.add(chunk.text, final=is_last)
+                for event in self._items.add(deltas):
                     yield self._event(**event)
         (output,) = self._generation.ordered
         for event in self._items.close(_status(output)):
@@ -199,16 +198,11 @@ class _Response(GenerationAnswer):
         }
 
     async def _num_reasoning(self, output: RequestOutput) -> int:
-        """Count the tokens up to the end of the reasoning, markers included."""
         if not any(item["type"] == "reasoning" for item in self._items.items):
             return 0
-        ids = output.token_ids
-        low, high = 0, len(ids)
-        while low < high:  # the fewest tokens whose text has the end marker, or all
-            middle = (low + high) // 2
-            has_ended = END in await self._tokenizer.decode(ids[:middle])
-            low, high = (low, middle) if has_ended else (middle + 1, high)
-        return low
+        markers = self._generation.params.marker_token_ids
+        new_splitter = self._reader.new_splitter
+        return await self._tokenizer.num_reasoning(output.token_ids, markers, new_splitter)
 
 
 def _status(output: RequestOutput) -> str:
@@ -353,15 +347,14 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
         self._is_open = False
 
-    def add(self, reasoning: str, deltas: Iterable[Delta]) -> Iterator[Event]:
-        """Add new reasoning, then new content and calls."""
-        if reasoning:
-            yield from self._add_text("reasoning", reasoning)
+    def add(self, deltas: Iterable[Delta]) -> Iterator[Event]:
+        """Add new reasoning, content and calls."""
         for delta in deltas:
             if isinstance(delta, CallDelta):
                 yield from self._add_call(delta)
             else:
-                yield from self._add_text("message", delta.text)
+                kind = "reasoning" if isinstance(delta, ReasoningDelta) else "message"
+                yield from self._add_text(kind, delta.text)
 
     def close(self, status: str) -> Iterator[Event]:
         """End the answer; its last item gets the status "completed" or "incomplete".

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.errors import UserError
+from peagle.markers import unmarked
 from peagle.serving.config import ServerConfig
 from peagle.serving.engine_pool import Deadline, EnginePool, EngineProcess
 from peagle.serving.engine_process import EngineInfo
@@ -390,7 +391,7 @@ class Generation:
             "proposer": self.proposer,
         }
         if self.service.config.log_prompts:
-            facts["log_prompts"] = {"output": [output.text for output in outputs]}
+            facts["log_prompts"] = {"output": [unmarked(output.text) for output in outputs]}
         logger.info(failure or "done", extra=facts)
         if self.service.tracing is None:
             return

@@ -12,20 +12,24 @@ import ctypes
 import json
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from peagle.chat import opens_thinking, render_chat, resolve_chat_template
-from peagle.engine.detokenizer import token_bytes
+from peagle.chat import opens_thinking, render_chat, resolve_chat_template, text_of
+from peagle.engine.detokenizer import OutputText, token_bytes
 from peagle.engine.requests import word_ids
 from peagle.errors import UserError
+from peagle.markers import marker_token_ids
 from peagle.models.target import load_tokenizer
 from peagle.serving.errors import ApiError
 from peagle.serving.limits import most
+from peagle.thinking import AnswerSplitter, HarmonySplitter, family_splitter
 
 T = TypeVar("T")
 # Characters, and half as many tokens, above which a text is a long one: some 20 ms of work.
@@ -54,6 +58,7 @@ class Tokenizer:
         self._short = ThreadPoolExecutor(1, "peagle-tokenizer-short"), self.tokenizer
         self._long = ThreadPoolExecutor(1, "peagle-tokenizer-long"), load_tokenizer(folder)
         self.characters_per_token = max(map(len, self.tokenizer.get_vocab()))
+        self._marker_token_ids: dict[tuple[tuple[str, ...], bool], tuple[int, ...]] = {}
         self.template_source: str | None = None
         try:
             self.template_source = resolve_chat_template(self.tokenizer, self._template)
@@ -117,7 +122,7 @@ class Tokenizer:
             UserError: as `peagle.chat.render_chat`; the template renders for too long.
             ApiError: as `encode`, of the rendered text.
         """
-        limit = _TimeLimit(most("template_seconds"))
+        limit, source = _TimeLimit(most("template_seconds")), self.template_source or ""
 
         def call(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], bool]:
             def encode(text: str) -> list[int]:
@@ -128,12 +133,12 @@ class Tokenizer:
             ids = limit.run(
                 lambda: render_chat(
                     tokenizer,
-                    [_in_template_form(message) for message in messages],
+                    _in_template_form(messages, source),
                     chat_template=self._template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     template_kwargs=template_kwargs,
-                    tools=tools,
+                    tools=_described(tools, source),
                     encode=encode,
                 )
             )
@@ -158,6 +163,34 @@ class Tokenizer:
         return await self._run(
             2 * len(token_ids), lambda tokenizer: [_decode(tokenizer, [id]) for id in token_ids]
         )
+
+    def marker_token_ids(self, names: tuple[str, ...], *, only_special: bool) -> tuple[int, ...]:
+        """Return `markers.marker_token_ids` of this tokenizer."""
+        asked = names, only_special
+        if asked not in self._marker_token_ids:
+            found = marker_token_ids(self.tokenizer, names, only_special=only_special)
+            self._marker_token_ids[asked] = found
+        return self._marker_token_ids[asked]
+
+    async def num_reasoning(
+        self,
+        token_ids: list[int],
+        marker_token_ids: tuple[int, ...],
+        new_splitter: Callable[[], AnswerSplitter | None],
+    ) -> int:
+        """Return the number of tokens of an output up to the last one of its reasoning."""
+
+        def call(tokenizer: PreTrainedTokenizerBase) -> int:
+            def num_characters(num_tokens: int) -> int:
+                text = OutputText(tokenizer, (), marker_token_ids).add(token_ids[:num_tokens]).text
+                splitter = new_splitter()
+                pieces = splitter.add(text) if splitter is not None else ()
+                return sum(len(piece.text) for piece in pieces if piece.is_reasoning)
+
+            counts = range(len(token_ids) + 1)
+            return bisect_left(counts, num_characters(len(token_ids)), key=num_characters)
+
+        return await self._run(2 * len(token_ids), call)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be part of a character."""
@@ -249,18 +282,87 @@ def _num_characters(value: Any) -> int:
     return sum(map(_num_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def _in_template_form(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message in the form that chat templates read.
+def _in_template_form(messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
+    """Return messages of OpenAI's API in the form that the chat template reads.
 
     OpenAI's API has the arguments of tool calls as JSON text; templates write objects as JSON. Text
     that is no JSON object stays. vLLM names reasoning `reasoning`, templates `reasoning_content`.
+
+    Raises:
+        UserError: as `_in_harmony_form`.
     """
-    if isinstance(reasoning := message.get("reasoning"), str):
-        message = {"reasoning_content": reasoning, **message}
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+    formed = []
+    for given in messages:
+        message = dict(given)
+        if isinstance(reasoning := message.get("reasoning"), str):
+            message.setdefault("reasoning_content", reasoning)
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [_with_arguments(call) for call in calls]
+        formed.append(message)
+    return _in_harmony_form(formed) if _is_harmony(source) else formed
+
+
+def _is_harmony(source: str) -> bool:
+    return isinstance(family_splitter(source), HarmonySplitter)
+
+
+def _described(
+    tools: Sequence[Mapping[str, Any]] | None, source: str
+) -> Sequence[Mapping[str, Any]] | None:
+    """Return tools with the description that the template of gpt-oss needs, if need be empty."""
+    if not tools or not _is_harmony(source):
+        return tools
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+
+
+def _in_harmony_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as the template of gpt-oss reads them.
+
+    The template names reasoning `thinking`, refuses content beside the thinking of a call, writes
+    the first call of a message alone, takes each result for that of the last call, and leaves out
+    all system messages but the first. So system messages at the start become one, content before a
+    call follows its thinking, and several calls become messages, each before its results.
+
+    Raises:
+        UserError: a system message comes later, and would be lost.
+    """
+    system = list(takewhile(_is_system, messages))
+    if late := [i for i, m in enumerate(messages) if _is_system(m) and i >= len(system)]:
+        raise UserError(
+            f"Message {late[0] + 1} of {len(messages)} is a system message, and the chat template "
+            "of gpt-oss reads such messages at the start alone; move it there."
+        )
+    formed: list[dict[str, Any]] = system[:1]
+    if len(system) > 1:
+        texts = [text_of(m.get("content"), f"Message {i}") for i, m in enumerate(system, 1)]
+        formed = [{**system[0], "content": "\n\n".join(texts)}]
+    turns: list[list[dict[str, Any]]] = []  # a message and the results after it
+    for message in messages[len(system) :]:
+        if message.get("role") == "tool" and turns:
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    for message, *results in turns:
+        message = dict(message)
+        thinking, calls = message.pop("reasoning_content", None), message.pop("tool_calls", None)
+        if not isinstance(calls, list) or not calls:
+            formed += [{**message, "thinking": thinking} if thinking else message, *results]
+            continue
+        content = text_of(message.pop("content", None) or "", "A message with tool calls")
+        thinking = "\n\n".join(text for text in (thinking, content) if text)
+        for call in calls:
+            message["thinking"] = thinking
+            formed.append({**message, "tool_calls": [call]})
+            thinking = ""
+            name = call.get("id") if isinstance(call, Mapping) else None
+            formed += [result for result in results if result.get("tool_call_id") == name]
+            results = [result for result in results if result.get("tool_call_id") != name]
+        formed += results
+    return formed
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message.get("role") in ("system", "developer")
 
 
 def _with_arguments(call: Any) -> Any:

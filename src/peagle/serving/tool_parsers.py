@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from peagle.markers import open_tail
+from peagle.markers import SIGN, open_tail, unmarked
 from peagle.serving.tools import (
     CallDelta,
     ContentDelta,
@@ -43,7 +43,14 @@ class ToolCallParser:
 
     Joined deltas are the same however the text is cut into pieces. Calls of functions other than
     `names` are content.
+
+    Attributes:
+        markers: names of marker tokens that the text may have, each behind `SIGN`.
+        needs_sign: a name without the sign is no marker.
     """
+
+    markers: tuple[str, ...] = ()
+    needs_sign = False
 
     def __init__(self, names: Collection[str] = ()) -> None:
         self._names = {f'"{name}"': name for name in names}
@@ -63,7 +70,8 @@ class ToolCallParser:
     def add(self, text: str, *, final: bool = False) -> list[Delta]:
         """Return the deltas of new text; `final` settles the text that was held back."""
         assert not self._ended
-        self._text = self._text[self._start :] + text
+        new = text if self.needs_sign else unmarked(text)
+        self._text = self._text[self._start :] + new
         self._at -= self._start
         self._start = 0
         self._ended = final
@@ -127,7 +135,7 @@ class ToolCallParser:
     def _give(self, end: int) -> None:
         """Give out the text up to `end` as content, and go on there."""
         if end > self._start:
-            self._deltas.append(ContentDelta(self._text[self._start : end]))
+            self._deltas.append(ContentDelta(unmarked(self._text[self._start : end])))
         self._start = self._at = end
 
     def _drop(self) -> None:
@@ -142,8 +150,12 @@ class ToolCallParser:
 
     def _argue(self) -> None:
         """Give out the text that was read as arguments of the current call."""
-        if self._at > self._start:
-            self._deltas.append(CallDelta(self._calls - 1, self._text[self._start : self._at]))
+        self._say(self._text[self._start : self._at])
+
+    def _say(self, arguments: str) -> None:
+        """Give out arguments of the current call that stand for the text that was read."""
+        if arguments:
+            self._deltas.append(CallDelta(self._calls - 1, unmarked(arguments)))
         self._drop()
 
     # ---- calls: each settles what belongs to the call, or nothing and returns False ---------
@@ -306,6 +318,7 @@ class HermesParser(_MarkedParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen."""
 
     marker = "<tool_call>"
+    markers = ("<tool_call>", "</tool_call>")
 
     def _call(self, marked: bool) -> Steps[bool]:
         if not marked:
@@ -329,6 +342,7 @@ class Qwen3CoderParser(_MarkedParser):
     """
 
     marker = "<tool_call>"
+    markers = ("<tool_call>", "</tool_call>")
 
     def __init__(
         self, names: Collection[str] = (), schemas: Mapping[str, Mapping[str, Any]] | None = None
@@ -353,7 +367,7 @@ class Qwen3CoderParser(_MarkedParser):
         separator = "{"
         while True:
             yield from self._blanks()
-            tag = yield from self._one_of(["<parameter=", "</function>"])
+            tag = yield from self._one_of(_TAGS)
             if tag != "<parameter=":
                 break
             key = yield from self._up_to(">")
@@ -367,6 +381,11 @@ class Qwen3CoderParser(_MarkedParser):
                 is_whole = yield from self._other_value()
             if not is_whole:
                 return True
+        rest = self._text[self._at :]
+        if not tag and self._ended and any(tag.startswith(rest) for tag in _TAGS):  # cut off
+            self._at = len(self._text)
+            self._drop()
+            return True
         self._say("{}" if separator == "{" else "}")
         if tag:
             self._drop()
@@ -375,12 +394,6 @@ class Qwen3CoderParser(_MarkedParser):
                 self._drop()
         self._at = self._start
         return True
-
-    def _say(self, arguments: str) -> None:
-        """Give out arguments that stand for the text that was read."""
-        if arguments:
-            self._deltas.append(CallDelta(self._calls - 1, arguments))
-        self._drop()
 
     def _up_to(self, end: str) -> Steps[str | None]:
         """Move past `end`, and return the text before it; if it does not come, drop the text."""
@@ -429,6 +442,7 @@ class Qwen3CoderParser(_MarkedParser):
         return True
 
 
+_TAGS = ("<parameter=", "</function>")
 _END = "</parameter>"
 
 
@@ -454,6 +468,7 @@ class Llama3JsonParser(_MarkedParser):
     """`{"name": ..., "parameters": {...}}`, several with `;` between, or after `<|python_tag|>`."""
 
     marker = "<|python_tag|>"
+    markers = ("<|python_tag|>",)
 
     def _call(self, marked: bool) -> Steps[bool]:
         yield from self._blanks()
@@ -468,6 +483,7 @@ class MistralParser(_MarkedParser):
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]` or `[TOOL_CALLS]name{...}`."""
 
     marker = "[TOOL_CALLS]"
+    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def __init__(self, names: Collection[str] = ()) -> None:
         super().__init__(names)
@@ -492,6 +508,187 @@ class MistralParser(_MarkedParser):
         self._begin(self._heads[head])
         yield from self._value("{", stream=True)
         return True
+
+
+class GptOssParser(_MarkedParser):
+    """Calls in the one form in which `HarmonySplitter` gives them; arguments are JSON."""
+
+    marker = f"{SIGN}<|channel|>"
+    needs_sign = True
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        super().__init__(names)
+        self._heads = {
+            f"commentary to={space}{name}{SIGN}<|message|>": name
+            for name in names
+            for space in ("functions.", "")
+        }
+
+    def _call(self, marked: bool) -> Steps[bool]:
+        head = (yield from self._one_of(self._heads)) if marked else ""
+        if not head:
+            return False
+        self._begin(self._heads[head])
+        has_arguments = False
+        while (yield from self._more()):
+            end = self._text.find(SIGN, self._at)
+            self._at = end if end >= 0 else len(self._text)
+            has_arguments |= self._at > self._start
+            self._argue()
+            if end >= 0:
+                self._say("" if has_arguments else "{}")
+                yield from self._one_of(_ENDS)
+                self._drop()
+                break
+        return True
+
+
+_ENDS = [f"{SIGN}{name}" for name in ("<|call|>", "<|end|>", "<|return|>")]
+
+
+class Gemma4Parser(_MarkedParser):
+    """`<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, with strings between `<|"|>` tokens.
+
+    Arguments are given out as JSON. Keys have no quotes. A value is a string, an object `{...}`, an
+    array `[...]`, or a bare word: a number, true, false, null or, if it is none of them, a string.
+    Keys and strings in the quotes of JSON are read too. Where arguments are broken, what is open is
+    closed, and the text that follows is content.
+    """
+
+    marker = f"{SIGN}<|tool_call>"
+    markers = ("<|tool_call>", "<tool_call|>", '<|"|>')
+    needs_sign = True
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        super().__init__(names)
+        self._heads = {f"call:{name}{{": name for name in names}
+
+    def _call(self, marked: bool) -> Steps[bool]:
+        if not marked:
+            return False
+        yield from self._blanks()
+        head = yield from self._one_of(self._heads)
+        if not head:
+            return False
+        self._begin(self._heads[head])
+        self._say("{")
+        yield from self._members("}")
+        yield from self._blanks()
+        if (yield from self._one_of([f"{SIGN}<tool_call|>"])):
+            self._drop()
+        self._at = self._start
+        return True
+
+    def _members(self, closing: str) -> Steps[None]:
+        """Give out the members of an object or array, and of those within it, up to its end."""
+        closings, separator = [closing], ""
+        while closings:
+            yield from self._blanks()
+            if (yield from self._one_of([closings[-1]])):
+                self._say(closings.pop())
+                separator = ", "
+                continue
+            if separator:
+                if not (yield from self._one_of([","])):
+                    break
+                yield from self._blanks()
+                if (yield from self._more()) and self._text[self._at] == closings[-1]:
+                    continue
+            key = ""
+            if closings[-1] == "}":
+                key = yield from self._member_key()
+                if not key:
+                    break
+            self._say(separator + key)
+            separator = ", "
+            yield from self._blanks()
+            kind = yield from self._one_of([_QUOTE, "{", "["])
+            if kind == _QUOTE:
+                is_whole = yield from self._string()
+            elif kind:
+                self._say(kind)
+                closings.append(_CLOSING[kind])
+                separator, is_whole = "", True
+            else:
+                self._drop()
+                is_quoted = (yield from self._more()) and self._text[self._at] == '"'
+                word = self._word(is_needed=bool(key))
+                is_whole = yield from self._value('"', stream=True) if is_quoted else word
+            if not is_whole:
+                break
+        if self._ended and self._at == len(self._text):  # cut off
+            self._drop()
+        else:
+            self._at = self._start
+            self._say("".join(reversed(closings)))
+
+    def _member_key(self) -> Steps[str]:
+        """Read a key and its colon; return them as JSON, or "" if there is none."""
+        begin = self._at - self._start
+        if (yield from self._one_of([_QUOTE])):
+            found = yield from self._find(_ANY_SIGN)
+            key = _json(found.string[self._at : found.start()]) if found else ""
+            self._at = found.start() if found else self._at
+            is_whole = bool((yield from self._one_of([_QUOTE])))
+        elif (yield from self._value('"')):
+            key, is_whole = self._text[self._start + begin : self._at], True
+        else:
+            found = yield from self._find(_KEY_END)
+            key = _json(found.string[self._at : found.start()].strip()) if found else ""
+            self._at = found.start() if found else self._at
+            is_whole = found is not None
+        yield from self._blanks()
+        return f"{key}: " if is_whole and (yield from self._one_of([":"])) else ""
+
+    def _find(self, pattern: re.Pattern[str]) -> Steps[re.Match[str] | None]:
+        """Wait for a pattern; if it does not come, move to the end."""
+        while not (found := pattern.search(self._text, self._at)):
+            if self._ended:
+                self._at = len(self._text)
+                return None
+            yield
+        return found
+
+    def _string(self) -> Steps[bool]:
+        """Give out a string while it is written; return whether it ends."""
+        self._say('"')
+        while True:
+            end = self._text.find(SIGN, self._at)
+            self._at = end if end >= 0 else len(self._text)
+            self._say(_json(self._text[self._start : self._at])[1:-1])
+            if end >= 0:
+                is_whole = bool((yield from self._one_of([_QUOTE])))
+                self._say('"')
+                return is_whole
+            if self._ended:
+                return False
+            yield
+
+    def _word(self, *, is_needed: bool) -> Steps[bool]:
+        """Give out a bare word once it is whole; return whether there is one."""
+        found = yield from self._find(_WORD_END)
+        if found is None:
+            return False
+        word = self._text[self._at : found.start()].strip()
+        if not word and not is_needed:
+            return False
+        self._at = found.start()
+        try:
+            json.loads(word, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            word = {"True": "true", "False": "false", "None": "null"}.get(word, _json(word))
+        self._say(word)
+        return True
+
+
+_QUOTE = f'{SIGN}<|"|>'
+_ANY_SIGN = re.compile(SIGN)
+_KEY_END = re.compile(f"[:{SIGN}]")
+_WORD_END = re.compile(rf"[,}}\]{SIGN}]")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 class ForcedCall(ToolCallParser):
@@ -523,9 +720,11 @@ class ForcedCalls(ToolCallParser):
 
 
 PARSERS: dict[str, type[ToolCallParser]] = {
+    "gemma4": Gemma4Parser,
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
+    "openai": GptOssParser,
     "qwen3_coder": Qwen3CoderParser,
     "none": ToolCallParser,
 }
@@ -539,6 +738,10 @@ def detect_parser(chat_template: str) -> str:
         return "none" if "<arg_key>" in chat_template else "hermes"  # GLM's arguments are XML
     if "[TOOL_CALLS]" in chat_template:
         return "mistral"
+    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
+        return "openai"
+    if "<|tool_call>" in chat_template:
+        return "gemma4"
     is_llama = re.search(r'\{\\?"name\\?": function name, \\?"parameters\\?"', chat_template)
     return "llama3_json" if is_llama or "<|python_tag|>" in chat_template else "none"
 

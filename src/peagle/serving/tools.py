@@ -179,6 +179,17 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """New text of the reasoning."""
+
+    text: str
+
+    def body(self) -> dict[str, Any]:
+        """Return the `delta` of a streamed chunk, with vLLM's name beside the usual one."""
+        return {"reasoning_content": self.text, "reasoning": self.text}
+
+
+@dataclass(frozen=True, slots=True)
 class ContentDelta:
     """New text of the answer."""
 
@@ -213,7 +224,7 @@ class CallDelta:
         return {"tool_calls": [call]}
 
 
-Delta = ContentDelta | CallDelta
+Delta = ReasoningDelta | ContentDelta | CallDelta
 
 
 def new_call_id() -> str:
@@ -226,17 +237,15 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
-        if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
-            result[-1] = ContentDelta(last.text + delta.text)
-        elif (
-            isinstance(delta, CallDelta)
-            and isinstance(last, CallDelta)
-            and delta.index == last.index
-        ):
-            arguments = last.arguments + delta.arguments
-            result[-1] = CallDelta(last.index, arguments, last.id, last.name)
-        else:
-            result.append(delta)
+        if isinstance(delta, CallDelta):
+            if isinstance(last, CallDelta) and delta.index == last.index:
+                arguments = last.arguments + delta.arguments
+                result[-1] = CallDelta(last.index, arguments, last.id, last.name)
+                continue
+        elif last is not None and not isinstance(last, CallDelta) and type(last) is type(delta):
+            result[-1] = type(delta)(last.text + delta.text)
+            continue
+        result.append(delta)
     return result
 
 
@@ -245,6 +254,8 @@ def message_from(deltas: Iterable[Delta]) -> tuple[str | None, list[dict[str, An
     content = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
+        if isinstance(delta, ReasoningDelta):
+            continue
         if isinstance(delta, ContentDelta):
             content += delta.text
         elif delta.name is not None:
