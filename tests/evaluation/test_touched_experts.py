@@ -150,6 +150,20 @@ def test_engines_with_graphs_count_the_same(
     assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in texts]
 
 
+@pytest.mark.gpu
+def test_compiled_layers_in_graphs_count_the_same(mixture: Path) -> None:
+    found, texts = [], []
+    for enforce_eager in (True, False):
+        target = TargetModel.load(mixture, dtype=torch.float32, device="cuda")
+        options: dict[str, Any] = {"enforce_eager": enforce_eager, "kv_cache_gib": 0.1}
+        llm = LLM(model=target, max_num_seqs=3, **options)
+        assert (llm.engine._pipeline is None) == enforce_eager
+        found.append(count_experts(sweep_of(llm, 0, (1, 3)), Journal(None, {})))
+        outputs = llm.generate(list(PROMPTS), params())
+        texts.append([one.outputs[0].token_ids for one in outputs])
+    assert found[0] == found[1] and texts[0] == texts[1]
+
+
 def test_dense_targets_have_no_count(target: TargetModel) -> None:
     assert count_experts(sweep_of(LLM(model=target), 0, (1,)), Journal(None, {})) == {}
 
