@@ -38,6 +38,7 @@ from shapes import SHAPES, make_head, make_target  # noqa: E402
 from peagle import LLM, SamplingParams  # noqa: E402
 from peagle.cli.setup import quiet_libraries  # noqa: E402
 from peagle.config import MAX_SPECULATIVE_TOKENS, DType  # noqa: E402
+from peagle.config.engine import KVCacheDType  # noqa: E402
 from peagle.config.speculative import Quantization  # noqa: E402
 from peagle.engine.placement import resolve_device, resolve_dtype  # noqa: E402
 from peagle.environment import environment  # noqa: E402
@@ -63,6 +64,7 @@ def main() -> None:
         "shape": args.shape,
         "method": args.method,
         "quantization": llm.target.quantization,
+        "kv_cache_dtype": llm.target.kv_cache_dtype,
         "k": args.k if rates else 0,
         "k_per_batch_size": args.k_per_batch_size,
         "al_set": args.al if rates else 1.0,
@@ -104,6 +106,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--device", default="auto")
     options.add_argument("--dtype", default="auto", choices=get_args(DType))
     options.add_argument("--quantization", choices=get_args(Quantization), help="as the engine's")
+    options.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDType))
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument(
         "--profile", type=Path, help="write a table of the kernels of 8 steps here"
@@ -178,6 +181,8 @@ def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
     if args.quantization:
         quantize(target.model, args.quantization, device, unpack=device.type != "cuda")
         target.quantization = args.quantization
+    if args.kv_cache_dtype == "fp8":
+        target.round_kv({})
     speculative = None
     if rates is not None:
         head = base.parent / f"{base.name}-{args.method}" if args.checkpoint else base / args.method

@@ -391,8 +391,9 @@ def test_checkpoints_have_the_published_names(
 
 def test_a_shape_can_be_quantised(run: Any) -> None:
     options = ["--conc", "1", "--out", "4", "--repeats", "1", "--quantization", "int8"]
-    status, stdout, _ = run(*options)
-    assert status == 0 and result_of(stdout)["quantization"] == "int8"
+    status, stdout, _ = run(*options, "--kv-cache-dtype", "fp8")
+    found = result_of(stdout)
+    assert status == 0 and found["quantization"] == "int8" and found["kv_cache_dtype"] == "fp8"
 
 
 def test_a_checkpoint_is_written_once(run: Any, tmp_path: Path) -> None:

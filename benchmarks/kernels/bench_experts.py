@@ -134,16 +134,19 @@ def candidates(layer: Layer, tokens: int, quick: bool) -> list[GroupedConfig]:
         found = found[:1]
         for block_m in {min(m, 64), min(2 * m, 64)}:
             for block_n, warps in ((64, 4), (128, 4) if m >= 32 else (32, 2)):
-                for split in (1, 2, 3, 4):
+                for split in (1, 2, 4):
                     if split < 3 or programs * split < 3000:
-                        config = GroupedConfig(
-                            block_m, block_n, 32, 1, warps, 1, split, "registers"
-                        )
-                        found.append(config)
+                        cut = (block_m, block_n, 32, 1, warps, 3, split)
+                        found.append(GroupedConfig(*cut, "registers"))
+        for block_m in {max(m, 16), 2 * m, 4 * m}:
+            for block_n, warps in ((64, 8), (64, 4), (32, 4)):
+                for split in (1, 2) if programs < 3000 and block_m <= 128 else (1,):
+                    cut = (min(block_m, 128), block_n, 32, 1, warps, 3, split)
+                    found.append(GroupedConfig(*cut, "warpgroup"))
     itemsize = {"plain": 2.0, "mxfp4": 0.5, "int4": 0.5}.get(layer.format, 1.0)
 
     def fits(config: GroupedConfig) -> bool:
-        if config.kind == "registers":
+        if config.kind in ("registers", "warpgroup"):
             return True
         inputs = config.step * config.steps
         stage = inputs * (2 * config.block_n * itemsize + config.block_m * 2)

@@ -2,6 +2,7 @@
 
     python benchmarks/kernels/bench_paged_attention.py            # table, sweep and one JSON line
     python benchmarks/kernels/bench_paged_attention.py --no-sweep
+    python benchmarks/kernels/bench_paged_attention.py --kv float8_e4m3fn --no-sweep
     python benchmarks/kernels/bench_paged_attention.py --sweep-only --splits 1,2,3,4
     python benchmarks/kernels/bench_paged_attention.py --decode   # launches of a step, compared
 
@@ -52,10 +53,15 @@ class Shape:
     batch: int
     queries: int
     context: int
+    kv: str = "bfloat16"
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return getattr(torch, self.kv)
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.batch * self.context * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+        return 2 * self.batch * self.context * KV_HEADS * HEAD_DIM * self.kv_dtype.itemsize
 
     @property
     def flops(self) -> float:
@@ -71,7 +77,7 @@ class Shape:
             KV_HEADS,
             HEAD_DIM,
             DTYPE,
-            DTYPE,
+            self.kv_dtype,
         )
 
 
@@ -102,7 +108,9 @@ class Problem:
         num_blocks = shape.batch * blocks_each
         size = (copies, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         # Views of one tensor: attention only reads them.
-        self.keys, self.values = (torch.randn(size, dtype=DTYPE, device=DEVICE) for _ in range(2))
+        self.keys, self.values = (
+            torch.randn(size, dtype=DTYPE, device=DEVICE).to(shape.kv_dtype) for _ in range(2)
+        )
         self.tables = torch.randperm(num_blocks, device=DEVICE).view(shape.batch, blocks_each)
         rows = shape.batch * shape.queries
         self.query = torch.randn(rows, HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
@@ -264,6 +272,7 @@ def main() -> None:
     parser.add_argument(
         "--decode", action="store_true", help="layers of a step, in one launch or two"
     )
+    parser.add_argument("--kv", default="bfloat16", choices=("bfloat16", "float8_e4m3fn"))
     parser.add_argument("--out", type=Path, help="JSON file with all times of --decode")
     parser.add_argument("--splits", help="splits to sweep, as 1,2,3 (default: around the chosen)")
     parser.add_argument("--top", type=int, default=6, help="lines of each sweep")
@@ -282,12 +291,12 @@ def main() -> None:
     splits = [int(n) for n in args.splits.split(",")] if args.splits else None
     shapes = [] if args.sweep_only else [*STEPS, *PROMPTS]
     results, swept = [], []
-    for shape in shapes:
+    for shape in (dataclasses.replace(shape, kv=args.kv) for shape in shapes):
         problem = Problem(shape)
         results.append(measure(problem, choose_config(shape.layer(), limits), copy))
         del problem
     for shape in [] if args.no_sweep else SWEPT:
-        swept.append(sweep(shape, copy, limits, splits))
+        swept.append(sweep(dataclasses.replace(shape, kv=args.kv), copy, limits, splits))
 
     again = copy_bandwidth()
     print(f"copy {copy / 1e12:.2f} TB/s (again at the end: {again / 1e12:.2f})")

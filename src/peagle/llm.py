@@ -21,6 +21,7 @@ from peagle.chat import (
 )
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.config.checks import did_you_mean, require, require_neutral
+from peagle.config.engine import OF_TARGET
 from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.placement import choose_threads, load_target
@@ -45,7 +46,6 @@ _NEUTRAL_OPTIONS: dict[str, tuple[object, str]] = {
     "skip_tokenizer_init": (False, "the tokenizer is always loaded."),
     "load_format": ("auto", "weights are read from safetensors files."),
     "config_format": ("auto", "the model's folder is in Hugging Face format."),
-    "kv_cache_dtype": ("auto", "the KV cache has the type of the weights."),
     "cpu_offload_gb": (0, "all weights are on one device."),
     "enable_chunked_prefill": (True, "long prompts always run in chunks."),
     "enable_lora": (False, "there are no adapters."),
@@ -136,11 +136,12 @@ class LLM:
                 f"A loaded model was given, and target {target!r}, revision {revision!r}; leave "
                 "one or the other out."
             )
-        elif (config.dtype, config.device, config.quantization) != ("auto", "auto", None):
+        elif replace(config, **OF_TARGET) != config:
             raise UserError(
                 f"A loaded model was given, and dtype {config.dtype!r}, device {config.device!r}, "
-                f"quantization {config.quantization!r}; it is {model.dtype} on {model.device}, "
-                f"quantization {model.quantization!r}. Leave them out, or load it so."
+                f"quantization {config.quantization!r}, kv_cache_dtype {config.kv_cache_dtype!r}; "
+                f"it is {model.dtype} on {model.device}, quantization {model.quantization!r}, "
+                f"kv_cache_dtype {model.kv_cache_dtype!r}. Leave them out, or load it so."
             )
         choose_threads(model.model)
         self.target = model

@@ -81,9 +81,9 @@ class PagedCase:
         """Past keys and values in their places; `with_new`: those of this pass too."""
         assert self.cache_dtype is not None
         kv = (self.num_kv_heads, self.head_dim)
-        cache = LayerKVCache(
-            self.num_blocks, self.block_size, *kv, self.dtype, torch.device(self.device)
-        )
+        sizes = (self.num_blocks, self.block_size, *kv)
+        scales = (self.key_scale, self.value_scale)
+        cache = LayerKVCache(*sizes, self.dtype, torch.device(self.device), scales)
         both = [torch.full_like(cache.keys, float("nan") if poison else 0.0) for _ in range(2)]
         both = [self.stored(x, 1.0) for x in both]
         for b, context in enumerate(self.contexts):
@@ -133,6 +133,7 @@ class PagedCase:
         cache.keys, cache.values = (
             x.to(torch.float64) * s for x, s in zip((cache.keys, cache.values), scales)
         )
+        cache.key_scale = cache.value_scale = 1.0
         metadata = self.metadata(padded=False)
         slots = metadata.slots_T
         if special.get("sinks") is not None:

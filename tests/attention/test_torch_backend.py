@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
-from peagle.attention.torch_backend import DenseCausalAttention
-from tests.attention.paged_cases import SCALING, PagedCase
+from peagle.attention.torch_backend import DenseCausalAttention, DocumentAttention
+from tests.attention.paged_cases import FP8, SCALING, PagedCase
 
 FLOAT = torch.float64
 
@@ -199,6 +199,61 @@ def test_hidden_keys_never_influence_the_output(
     assert torch.equal(run(case, window, cache=cache), expected)
     if window is None:
         assert not torch.allclose(run(whole, cache=cache), expected, atol=1e-6), "they would"
+
+
+def rounded_case(case: PagedCase) -> PagedCase:
+    """The same case with keys and values as an 8-bit cache gives them back."""
+    plain = replace(case, cache_dtype=FLOAT)
+    plain.query_THd = case.query_THd
+    scales = (case.key_scale, case.value_scale)
+    plain.contexts = [
+        tuple(case.stored(x, s).to(FLOAT) * s for x, s in zip(context, scales))
+        for context in case.contexts
+    ]
+    return plain
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)], ids=str)
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, None, False), (3, 2.0, True), (None, 5.0, False)]
+)
+def test_8bit_cache(
+    window: int | None, softcap: float | None, sinks: bool, scales: tuple[float, float]
+) -> None:
+    sizes: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 3, "cache_dtype": FP8}
+    case = make_case([9, 0, 5], [3, 6, 1], **sizes)
+    case.key_scale, case.value_scale = scales
+    cache = case.make_cache(with_new=False, poison=False)
+    special = {"softcap": softcap, "sinks": case.sinks() if sinks else None}
+    out = run(case, window, cache=cache, **special)
+    assert_same(out, written_out(rounded_case(case), window, **special))
+    assert not torch.allclose(out, written_out(case, window, **special), atol=1e-4)
+    written = case.make_cache(with_new=True, poison=False)
+    for found, expected in ((cache.keys, written.keys), (cache.values, written.values)):
+        assert found.dtype == FP8 and found.itemsize == 1
+        assert torch.equal(found[:-1].view(torch.uint8), expected[:-1].view(torch.uint8))
+
+
+def test_values_beyond_an_8bit_type_are_cut() -> None:
+    case = make_case([0], [2], num_heads=2, num_kv_heads=2, cache_dtype=FP8)
+    case.contexts[0][1].fill_(1e4)
+    case.value_scale = 2.0
+    out = run(case, cache=case.make_cache(with_new=False, poison=False))
+    assert_same(out, torch.full_like(out, 2 * 448.0))
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)], ids=str)
+def test_dense_attention_rounds_as_an_8bit_cache(scales: tuple[float, float]) -> None:
+    case = make_case([0, 0], [7, 7], cache_dtype=FP8)
+    case.key_scale, case.value_scale = scales
+    expected = written_out(rounded_case(case))
+    none = LayerKVCache(0, 1, 2, 8, FP8, torch.device("cpu"), scales)
+    given = (case.query_THd, *case.new_kv(), none)
+    assert_same(DenseCausalAttention(2)(*given, scaling=SCALING), expected)
+    documents = torch.arange(2).repeat_interleave(7).unsqueeze(0)
+    packed = DocumentAttention(documents, [(0, 0, 7), (0, 7, 7)])
+    assert_same(packed(*given, scaling=SCALING), expected)
+    assert not none.keys.view(torch.uint8).any() and not none.values.view(torch.uint8).any()
 
 
 def test_bytes_of_a_block_are_those_allocated() -> None:

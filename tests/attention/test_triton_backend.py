@@ -27,7 +27,7 @@ from peagle.errors import UserError
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import AttentionShape, DeviceLimits, PagedAttentionConfig
 from peagle.models.target import TargetModel
-from tests.attention.paged_cases import SCALING, PagedCase
+from tests.attention.paged_cases import FP8, SCALING, PagedCase
 
 pytest.importorskip("triton", reason="needs triton")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -88,6 +88,20 @@ def test_writes_and_attends(past: list[int], new: list[int], one_launch: bool, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("one_launch", [True, False])
+@pytest.mark.parametrize(("past", "new"), [([20, 3], [5, 2]), ([0, 9], [40, 1])])
+def test_8bit_cache(past: list[int], new: list[int], one_launch: bool, device: str) -> None:
+    case = PagedCase(past, new, cache_dtype=FP8, device=device, padding_rows=4)
+    case.key_scale, case.value_scale = 0.05, 0.02
+    cache = case.make_cache(with_new=False)
+    out = run(case, TritonAttention(one_launch=one_launch).prepare(case.metadata()), cache)
+    case.check(out, case.reference())
+    written = case.make_cache(with_new=True)
+    for found, expected in ((cache.keys, written.keys), (cache.values, written.values)):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_step_takes_one_launch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     writes = []
 
@@ -124,19 +138,19 @@ def test_layers_of_one_pass_may_differ(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_model_runs_over_it(target_folder: Path, device: str) -> None:
+@pytest.mark.parametrize("scales", [None, (0.05, 0.2)], ids=["float32", "FP8"])
+def test_a_model_runs_over_it(
+    target_folder: Path, device: str, scales: tuple[float, float] | None
+) -> None:
     """Two prompts, then several tokens each, over an unmodified transformers model."""
     target = TargetModel.load(target_folder, dtype=torch.float32, device=device)
+    if scales is not None:
+        target.round_kv(dict.fromkeys(range(target.num_layers), scales))
     tokens = torch.randint(2, 250, (2, 30), generator=torch.Generator().manual_seed(0)).to(device)
     tables = torch.randperm(8, generator=torch.Generator().manual_seed(0)).view(2, 4).to(device)
     hidden = []
     for backend in (TorchAttention(), TritonAttention()):
-        target.set_kv_caches(
-            [
-                LayerKVCache(8, 8, *kv, torch.float32, torch.device(device))
-                for kv in target.kv_shapes()
-            ]
-        )
+        target.set_kv_caches(target.make_kv_caches(8, 8))
         for first, last in ((0, 23), (23, 28), (28, 30)):
             count = last - first
             position = torch.arange(first, last, device=device).repeat(2)

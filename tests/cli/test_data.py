@@ -359,6 +359,24 @@ def test_options_are_heard(peagle: Peagle, pair: Pair, train: Path, tmp_path: Pa
     assert store.features_dtype == torch.bfloat16
 
 
+def test_features_of_an_fp8_kv_cache(
+    peagle: Peagle, pair: Pair, train: Path, tmp_path: Path
+) -> None:
+    features = []
+    for name in ("auto", "fp8"):
+        command = ["data", "features", train, "--target", pair.target, "-o", tmp_path / name]
+        command += ["--dtype", "fp32", "--kv-cache-dtype", name, "--format", "json"]
+        result = peagle(*command)
+        assert result.status == 0, result.err
+        expected = "float32" if name == "auto" else "float32, fp8 KV cache"
+        assert json.loads(result.out)["target_dtype"] == expected
+        dataset = ResponseDataset.load(train, byte_tokenizer(), VOCAB_SIZE, 2048)
+        store = FeatureStore.open(tmp_path / name, dataset, TargetEnds.load(pair.target), (1, 2, 3))
+        features.append(store.features_of(0))
+    difference = (features[1] - features[0]).norm() / features[0].norm()
+    assert 1e-4 < difference < 0.1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -368,6 +386,7 @@ def test_options_are_heard(peagle: Peagle, pair: Pair, train: Path, tmp_path: Pa
         (["--aux-layer-ids", "1,x"], "--aux-layer-ids is '1,x'; expected layer numbers"),
         (["--aux-layer-ids", "1,9"], "aux layer ids are [1, 9]; expected distinct ascending"),
         (["--dtype", "int4"], "'int4' is not one of"),
+        (["--kv-cache-dtype", "int8"], "'int8' is not one of"),
         (["--device", "tpu"], "device is 'tpu'"),
         (["--max-length", "8"], "longer one"),
         (["--target", "./none"], "'none' is not there"),

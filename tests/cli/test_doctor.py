@@ -36,6 +36,14 @@ def test_a_healthy_head(peagle: Peagle, prompts: Path) -> None:
     assert "the target answers" in result.err
 
 
+def test_a_healthy_head_over_an_fp8_kv_cache(peagle: Peagle, prompts: Path) -> None:
+    call = ("doctor", *options(PAIR2 / "peagle", prompts), "--kv-cache-dtype", "fp8")
+    result = peagle(*call, "--format", "json")
+    assert result.status == 0, result.out + result.err
+    report = json.loads(result.out)
+    assert report["healthy"] and report["dtype"] == "float32, fp8 KV cache"
+
+
 def test_a_broken_head(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
     head = copy_head(PAIR2 / "peagle", tmp_path / "head", FAULTS["residual"])
     result = peagle("doctor", *options(head, prompts), "--format", "json")

@@ -462,6 +462,7 @@ def test_the_certificate_decides_the_status(
         (("--model", "m"), "without --endpoint"),
         (("--samples", "9"), "without --certify"),
         (("--certify", "--endpoint", "http://x"), "leave --endpoint out"),
+        (("--certify", "--kv-cache-dtype", "fp8"), "does not round keys and values; leave"),
         (("--certify", "--set", "humaneval,gsm8k"), "takes its prompts from one"),
         (("--endpoint", "http://x", "--eagle3", "y"), "--eagle3 and --endpoint contradict"),
         (("--endpoint", "http://x", "--dtype", "float32"), "--dtype and --endpoint contradict"),

@@ -133,6 +133,15 @@ def test_a_seed_repeats_a_sampled_output(peagle: Peagle, pair: Pair) -> None:
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_an_fp8_kv_cache(peagle: Peagle, pair: Pair) -> None:
+    call = ("generate", *pair.options, "--prompt", PROMPTS[0], "--max-new-tokens", 12)
+    result = peagle(*call, "--kv-cache-dtype", "fp8", "--show-memory")
+    assert result.status == 0, result.err
+    assert "\n  KV type           fp8, scales 1\n" in result.err
+    assert "temperature 0, float32, fp8 KV cache" in result.err
+    assert "KV cache" not in peagle(*call).err
+
+
 # ---- bad input ------------------------------------------------------------------------------
 
 
@@ -156,6 +165,7 @@ def test_a_seed_repeats_a_sampled_output(peagle: Peagle, pair: Pair) -> None:
         (["--prompt", "x", "--method", "medusa"], "method is 'medusa'"),
         (["--prompt", "x", "--draft-sampling", "x"], "draft_sampling is 'x'"),
         (["--prompt", "x", "--dtype", "int8"], "dtype is 'int8'"),
+        (["--prompt", "x", "--kv-cache-dtype", "int8"], "expected one of auto, fp8"),
         (["--prompt", "x", "--device", "abacus"], "device is 'abacus'"),
         (["--prompt", "x", "--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["--prompt", "x", "--threads", "0"], "--threads is 0"),

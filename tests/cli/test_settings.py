@@ -79,6 +79,7 @@ def test_the_higher_layer_wins(peagle: Peagle, file: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PEAGLE_MAX_NUM_SEQS", "4")
     monkeypatch.setenv("PEAGLE_DTYPE", "float64")
     monkeypatch.setenv("PEAGLE_KV_CACHE_GIB", "0.5")
+    monkeypatch.setenv("PEAGLE_KV_CACHE_DTYPE", "fp8")
     call = ("generate", "--config", file, "--show-config", "--dtype", "auto", "-k", 3)
     assert settings(peagle(*call, "--max-new-tokens", 9)) == {
         "target": "org/file",
@@ -88,6 +89,7 @@ def test_the_higher_layer_wins(peagle: Peagle, file: Path, monkeypatch: pytest.M
         "speculative.revision": "h1",
         "speculative.num_speculative_tokens": 3,
         "engine.max_num_seqs": 4,
+        "engine.kv_cache_dtype": "fp8",
         "engine.kv_cache_gib": 0.5,
         "engine.seed": 3,
         "sampling.max_tokens": 9,
@@ -595,6 +597,10 @@ def test_outputs_are_printed_in_order(
         (["--regex", "a", "--bad-word", "b"], "structured_output and bad_words ('b',) were both"),
         (["--max-model-len", "0"], "--max-model-len: max_model_len is 0; expected"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens: max_num_batched_tokens is"),
+        (
+            ["--kv-cache-dtype", "fp4"],
+            "--kv-cache-dtype: kv_cache_dtype is 'fp4'; expected one of auto, fp8",
+        ),
         (["--kv-cache-gib", "0"], "--kv-cache-gib: kv_cache_gib is 0.0; expected a number above"),
         (["--draft-max-len", "9"], "--draft-max-len was given, but no draft head for"),
         (

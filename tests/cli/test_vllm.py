@@ -307,6 +307,7 @@ def test_keys_are_not_printed(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -
         (["--draft-window", 512], "draft_window is 512; heads look back over all tokens in vLLM"),
         (["--draft-quantization", "fp8"], "quantization of the head is 'fp8'; vLLM gets the head"),
         (["--quantization", "fp8"], "vLLM has a --quantization of its own: give it behind --"),
+        (["--kv-cache-dtype", "fp8"], "vLLM has a --kv-cache-dtype of its own: give it behind --"),
         (["--sagemaker"], "--sagemaker and --engine vllm contradict"),
         (["--tool-call-parser", "auto"], "Name the parser"),
         (["--chat-template", "tool_use"], "neither a file nor a template"),

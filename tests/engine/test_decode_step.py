@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,24 @@ def outputs(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[Any
 
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
-@pytest.mark.parametrize(("parallel", "window"), [(True, None), (False, None), (True, 3)])
+@pytest.mark.parametrize(
+    ("parallel", "window", "kv"),
+    [(True, None, "auto"), (False, None, "auto"), (True, 3, "auto"), (True, None, "fp8")],
+)
 def test_a_step_under_the_interpreter(
-    target_folder: Path, head_folders: Callable[..., Path], parallel: bool, window: int | None
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    parallel: bool,
+    window: int | None,
+    kv: str,
 ) -> None:
+    build = partial(make, kv_cache_dtype=kv)
     head = head_folders(parallel=parallel)
     params = [GREEDY, replace(SAMPLED, max_tokens=3)]
     params = [replace(one, max_tokens=4) for one in params]
-    eager = make(target_folder, head, "cpu", eager=True, window=window)
+    eager = build(target_folder, head, "cpu", eager=True, window=window)
     expected = eager.generate(PROMPTS[:2], params)
-    steps = make(target_folder, head, "cpu", eager=False, window=window, max_num_seqs=2)
+    steps = build(target_folder, head, "cpu", eager=False, window=window, max_num_seqs=2)
     found = steps.generate(PROMPTS[:2], params)
     assert steps.engine._pipeline is not None
     assert [(o.token_ids, o.stats) for o in found] == [(o.token_ids, o.stats) for o in expected]
@@ -95,6 +104,17 @@ def test_graphs_give_the_same(
     assert outputs(graphs, every) == eager
     assert graphs.engine._pipeline is not None
     assert outputs(graphs, every) == eager, "and again, with cached prompts"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_graphs_over_an_fp8_cache(target_folder: Path, head: Path | None, device: str) -> None:
+    fp8 = {"kv_cache_dtype": "fp8"}
+    eager = outputs(make(target_folder, head, device, eager=True, **fp8), GREEDY)
+    graphs = make(target_folder, head, device, eager=False, **fp8)
+    for _ in range(2):  # the second time with cached prompts
+        assert [o[:2] for o in outputs(graphs, GREEDY)] == [o[:2] for o in eager]
+    plain = outputs(make(target_folder, None, device, eager=True, **fp8), GREEDY)
+    assert [o[:2] for o in plain] == [o[:2] for o in eager], "drafts change nothing"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -71,11 +71,15 @@ def bare_target() -> Any:
 
     class Bare:
         vocab_size, max_model_len, num_layers = fake_model.VOCAB, MAX_MODEL_LEN, 4
-        device, dtype = torch.device("cpu"), torch.float64
+        device, dtype, kv_dtype = torch.device("cpu"), torch.float64, torch.float64
+        kv_type, kv_scales = "float64", ()
         kv_caches: Any = ()
         model = torch.nn.Identity()
 
         def kv_shapes(self) -> list[tuple[int, int]]:
+            return []
+
+        def make_kv_caches(self, num_blocks: int, block_size: int) -> list[Any]:
             return []
 
         def eos_token_ids(self) -> tuple[int, ...]:

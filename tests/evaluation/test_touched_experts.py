@@ -28,6 +28,7 @@ from peagle.evaluation.touched_experts import (
 from peagle.llm import LLM
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.routers import use_routers
 from peagle.models.target import TargetModel
 from tests.conftest import byte_tokenizer, make_drafter
 from tests.models.test_architectures import ARCHITECTURES
@@ -148,6 +149,21 @@ def test_engines_with_graphs_count_the_same(
     assert all(a.experts_LTC.equal(b.experts_LTC) for a, b in zip(found, expected))
     after = llm.generate(list(PROMPTS[:2]), sampling)
     assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in texts]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+def test_routers_of_one_kernel_count_the_same(mixture: Path) -> None:
+    """Their experts are 32-bit integers."""
+    target = TargetModel.load(mixture, dtype=torch.float32)
+    found = []
+    for num_changed in (0, 4):
+        assert (use_routers(target.model) if num_changed else 0) == num_changed
+        llm = LLM(model=target, max_num_seqs=2)
+        with recorded_passes(llm) as passes:
+            llm.generate(list(PROMPTS[:2]), params(4))
+        full = [one for one in passes if one.num_rows == (1, 1)]
+        found.append(count_by_batch(full, NUM_EXPERTS, (0,)))
+    assert found[0] == found[1] and 2 < found[0].touched(2, 0) <= 4
 
 
 @pytest.mark.gpu

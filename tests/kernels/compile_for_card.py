@@ -1,22 +1,29 @@
-"""Compile kernels for compute capability 9.0 without a card, and print what each needs, as JSON.
+"""Compile kernels for cards without a card, and print what each needs, as JSON.
 
-Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card`.
+The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits.
+
+Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card experts` or
+`... caches`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from peagle.kernels import experts_triton, mxfp4_gluon
+from peagle.kernels import experts_triton, kv_write_triton, mxfp4_gluon, paged_attention_triton
 from peagle.kernels.packed_weights import FORMATS
+from peagle.kernels.paged_attention import AttentionShape, DeviceLimits, choose_config
 
-TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DATA = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8", "int4": "*u8", "mxfp4": "*u8"}
 SCALE_K = {"fp8": 128, "int4": 128, "mxfp4": 32}
 
@@ -40,25 +47,27 @@ def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
         "EVEN_N": True,
         "EVEN_K": format != "mxfp4",
         "MODE": mode,
-        "ASM": True,
+        "ASM": format != "mxfp4",
         "WX": wx,
     }
     options = {"num_warps": 2 if wx else 4, "num_stages": 3}
     return compile_grouped(experts_triton.grouped_kernel, ASTSource, format, constants, options)
 
 
-def in_registers(gate: int, mode: int, block_m: int) -> dict[str, Any]:
-    """`mxfp4_kernel`."""
+def in_registers(gate: int, mode: int, block_m: int, num_warps: int) -> dict[str, Any]:
+    """`mxfp4_kernel`; with eight warps of the kind "warpgroup", else of "registers"."""
     constants = {
         "BLOCK_M": block_m,
-        "BLOCK_N": 64,
+        "BLOCK_N": 16 * num_warps if num_warps < 8 else 64,
         "SPLIT_K": 2 if mode == 1 else 1,
         "GATE": gate,
         "HAS_BIAS": True,
         "EVEN_N": False,
         "MODE": mode,
+        "STAGES": 3,
+        "WGMMA": num_warps == 8,
     }
-    options = {"num_warps": 4, "maxnreg": 168}
+    options = {"num_warps": num_warps, "maxnreg": 168}
     kernel = mxfp4_gluon.mxfp4_kernel
     return compile_grouped(kernel, GluonASTSource, "mxfp4", constants, options)
 
@@ -72,9 +81,74 @@ def compile_grouped(
     pointers |= {"index_ptr": "*i64", "data_ptr": DATA[format], "alpha": "fp32", "limit": "fp32"}
     pointers["scale_ptr"] = "*i32" if format == "mxfp4" else "*fp32"
     pointers["zero_ptr"] = "*u8" if format == "int4" else pointers["scale_ptr"]
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     loose = ("num_rows", "max_tiles", "chosen", "alpha", "limit")
+    return compile_kernel(kernel, source, pointers, constants, options, loose)
+
+
+def attention(capability: int, cache: str, head_dim: int, queries: int) -> dict[str, Any]:
+    """`attend_kernel` of a step (up to 32 queries) or a prompt, over an 8-bit cache."""
+    types = (torch.bfloat16, torch.float8_e4m3fn)
+    shape = AttentionShape(4, 4 * queries, queries, 32, 8, head_dim, *types)
+    chosen = choose_config(shape, DeviceLimits(108, SHARED_BYTES[capability]))
+    is_step = queries <= 32
+    constants: dict[str, Any] = {
+        "NUM_KV_HEADS": 8,
+        "GROUP": 4,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": 16,
+        "OFFSET": tl.int32,
+        "BLOCK_D": head_dim,
+        "BLOCK_M": chosen.block_m,
+        "BLOCK_N": chosen.block_n,
+        "B2": 1 if is_step else 4,
+        "SEARCH": not is_step,
+        "IS_SPLIT": chosen.num_splits > 1,
+        "COMBINE_STAGES": 2,
+        "MIN_TILES": 2,
+        "WRITE_ROWS": queries if is_step else 0,
+        "LIMIT": 448.0,
+        "HAS_WINDOW": True,
+        "HAS_STARTS": True,
+        "HAS_SINKS": True,
+        "HAS_SOFTCAP": True,
+    }
+    pointers = dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr", "sinks_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("slots_ptr", "query_start_ptr", "seq_lens_ptr"), "*i64")
+    pointers |= {"starts_ptr": "*i64", "tables_ptr": "*i64", "arrivals_ptr": "*i32"}
+    pointers |= dict.fromkeys(("keys_ptr", "values_ptr"), cache)
+    numbers = ("score_scale", "cap_scale", "value_scale", "key_factor", "value_factor")
+    pointers |= dict.fromkeys(numbers, "fp32")
+    kernel = paged_attention_triton.attend_kernel
+    loose = (*numbers, "table_width", "num_sequences", "num_rows", "tiles_per_sequence")
+    loose = (*loose, "stride_table", "num_splits", "window")
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    return compile_kernel(kernel, ASTSource, pointers, constants, options, loose, capability)
+
+
+def kv_write(capability: int, cache: str) -> dict[str, Any]:
+    """`kv_write_kernel` into an 8-bit cache."""
+    sizes = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": 128}
+    pointers = {"key_ptr": "*bf16", "value_ptr": "*bf16", "slots_ptr": "*i64"}
+    pointers |= {"keys_ptr": cache, "values_ptr": cache}
+    pointers |= {"key_factor": "fp32", "value_factor": "fp32"}
+    kernel, constants = kv_write_triton.kv_write_kernel, {**sizes, "LIMIT": 448.0}
+    loose = ("key_factor", "value_factor")
+    return compile_kernel(kernel, ASTSource, pointers, constants, {}, loose, capability)
+
+
+def compile_kernel(
+    kernel: Any,
+    source: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, int],
+    loose: tuple[str, ...],
+    capability: int = 90,
+) -> dict[str, Any]:
+    """Compile with arguments of `types` (else i32), multiples of 16 unless they are `loose`."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = [n for n in names if n not in constants and n not in loose]
     ast = source(
         kernel,
@@ -82,16 +156,33 @@ def compile_grouped(
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    compiled: Any = triton.compile(ast, target=TARGET, options=options)
+    target = GPUTarget("cuda", capability, 32)
+    compiled: Any = triton.compile(ast, target=target, options=options)
     return {"shared": compiled.metadata.shared, "mma": "mma" in compiled.asm["ptx"]}
 
 
-if __name__ == "__main__":
+def experts() -> dict[str, dict[str, Any]]:
+    """Products of experts in every format."""
     found = {
         f"{format} {gate} {mode} {wx}": grouped(format, gate, mode, wx=wx)
         for format in FORMATS
         for gate, mode, wx in ((1, 2, True), (0, 1, True), (0, 0, False))
     }
-    for gate, mode, block_m in ((2, 2, 8), (0, 1, 16), (3, 0, 32)):
-        found[f"registers {gate} {mode}"] = in_registers(gate, mode, block_m)
-    print(json.dumps(found))
+    for cut in ((2, 2, 8, 2), (0, 1, 16, 4), (3, 0, 32, 8), (2, 2, 64, 8), (0, 2, 128, 8)):
+        found[f"in registers {cut}"] = in_registers(*cut)
+    return found
+
+
+def caches() -> dict[str, dict[str, Any]]:
+    """Writes to 8-bit caches and attention over them, on cards with and without that type."""
+    found = {}
+    for capability, cache in ((80, "*u8"), (90, "*fp8e4nv")):
+        found[f"write {capability}"] = kv_write(capability, cache)
+        for head_dim, queries in ((128, 8), (512, 8), (128, 900), (512, 900)):
+            needs = attention(capability, cache, head_dim, queries)
+            found[f"attend {capability} {head_dim} {queries}"] = needs
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({"experts": experts, "caches": caches}[sys.argv[1]]()))

@@ -1,8 +1,15 @@
-"""The devices that tests of Triton kernels run on: a CPU by Triton's interpreter, and a card."""
+"""The devices that tests of Triton kernels run on: a CPU by Triton's interpreter, and a card.
+
+Kernels compile for cards that are not there, too.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
@@ -13,3 +20,12 @@ DEVICES = [
     ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
+
+
+def compile_for_card(which: str) -> dict[str, dict[str, Any]]:
+    """Run `tests.kernels.compile_for_card` without TRITON_INTERPRET; return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compile_for_card", which]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout)

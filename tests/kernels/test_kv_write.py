@@ -122,15 +122,35 @@ def test_the_reference_cuts_8bit_values_to_their_range() -> None:
     )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.013, 0.4)])
-def test_8bit_equals_the_reference(scales: tuple[float, float], dtype: torch.dtype) -> None:
-    key, value, *caches, slots = make(100, 8, 128, 16, dtype, FP8, "cuda")
+def test_8bit_equals_the_reference(
+    scales: tuple[float, float], dtype: torch.dtype, device: str
+) -> None:
+    key, value, *caches, slots = make(100, 8, 128, 16, dtype, FP8, device)
     key[5] *= 1e4
+    value[7] *= 1e-3
     expected = [cache.clone() for cache in caches]
     given = {"key_scale": scales[0], "value_scale": scales[1]}
     kv_write_reference(key, value, *expected, slots, **given)
     kv_write(key, value, *caches, slots, **given)
     for cache, other in zip(caches, expected):
         assert torch.equal(bits(cache), bits(other))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_8bit_number_and_what_lies_between(device: str) -> None:
+    """Also ties, which go to the even one, and numbers beyond the largest."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    around = [torch.nextafter(middles, torch.full_like(middles, s * 1e4)) for s in (-1.0, 1.0)]
+    row = torch.cat((numbers, middles, *around, torch.tensor([449.0, -1e30, 1e-30])))
+    row = torch.nn.functional.pad(row, (0, 1024 - len(row))).view(4, 1, 256).to(device)
+    caches = [torch.zeros(1, 4, 1, 256, device=device).to(FP8) for _ in range(4)]
+    slots = torch.arange(4, device=device)
+    kv_write_reference(row, -row, *caches[:2], slots)
+    kv_write(row, -row, *caches[2:], slots)
+    for cache, other in zip(caches[:2], caches[2:]):
+        assert torch.equal(cache.float(), other.float())  # 0 equals -0

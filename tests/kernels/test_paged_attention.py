@@ -28,7 +28,7 @@ from peagle.kernels.paged_attention import (
     paged_attention,
 )
 from tests.attention.paged_cases import FP8, SCALING, PagedCase
-from tests.kernels.devices import DEVICES
+from tests.kernels.devices import DEVICES, compile_for_card
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -264,13 +264,56 @@ def test_strides(num_splits: int, written: bool, device: str) -> None:
         assert_same_cache(cache, case.make_cache(with_new=True))
 
 
+# ---- an 8-bit cache -------------------------------------------------------------------------
+
+SCALES = pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)], ids=str)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
+@WRITTEN
+@SCALES
+@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window", "softcap", "sinks"),
+    [
+        ((4, 2), 64, None, None, False),
+        ((6, 2), 80, 9, None, True),
+        ((3, 1), 24, None, 3.0, False),
+        ((2, 1), 512, 40, 0.5, True),
+    ],
+)
+def test_8bit_cache(
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    num_splits: int,
+    scales: tuple[float, float],
+    written: bool,
+    device: str,
+) -> None:
+    sizes: dict[str, Any] = {"head_dim": head_dim, "dtype": HALF[device], "cache_dtype": FP8}
+    case = PagedCase([100, 0, 70], [8, 1, 3], *heads, **sizes, device=device, padding_rows=2)
+    case.key_scale, case.value_scale = scales
+    special = {"softcap": softcap, "sinks": case.sinks() if sinks else None}
+    check(case, config(32, 16, num_splits), written, window, **special)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@SCALES
+def test_8bit_cache_in_float32(scales: tuple[float, float], device: str) -> None:
+    case = PagedCase([40, 5], [20, 3], cache_dtype=FP8, device=device, starts=[3, 0])
+    case.key_scale, case.value_scale = scales
+    check(case, None, False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@SCALES
 @pytest.mark.parametrize("num_splits", [1, 5])
 def test_an_8bit_cache_as_in_two_launches(
     num_splits: int, scales: tuple[float, float], device: str
 ) -> None:
-    """The interpreter rounds in its own way, so there is no other reference on a CPU."""
     case = PagedCase([100, 70], [8, 3], dtype=HALF[device], cache_dtype=FP8, device=device)
     case.key_scale, case.value_scale = scales
     one, two = (case.make_cache(with_new=False) for _ in range(2))
@@ -285,6 +328,48 @@ def test_an_8bit_cache_as_in_two_launches(
     case.make_cache = lambda **_: two  # type: ignore[method-assign]
     torch.testing.assert_close(attend(case, chosen), out, **SAME[device])
     assert_same_cache(one, two)
+
+
+def test_kernels_over_an_8bit_cache_compile_for_cards() -> None:
+    """Also for one of compute capability 8.0, which has no instructions for e4m3."""
+    found = compile_for_card("caches")
+    assert len(found) == 2 * 5
+    shared_bytes = {"80": 163 * 1024, "90": 227 * 1024}
+    for name, needs in found.items():
+        what, capability = name.split()[:2]
+        assert needs["mma"] == (what == "attend"), name
+        assert needs["shared"] <= shared_bytes[capability], name
+
+
+@pytest.mark.gpu
+@WRITTEN
+@SCALES
+@pytest.mark.parametrize("new", [[1, 1], [8, 3], [200, 40]])
+@pytest.mark.parametrize("num_splits", [None, 1, 5])
+@pytest.mark.parametrize(("heads", "head_dim"), [((8, 2), 128), ((16, 2), 512)])
+def test_an_8bit_cache_of_long_contexts(
+    heads: tuple[int, int],
+    head_dim: int,
+    num_splits: int | None,
+    new: list[int],
+    scales: tuple[float, float],
+    written: bool,
+) -> None:
+    if written and max(new) > 32:
+        pytest.skip("attention does not write prompts")
+    sizes: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "cache_dtype": FP8}
+    case = PagedCase([1000, 70], new, *heads, **sizes, device="cuda")
+    case.key_scale, case.value_scale = scales
+    check(case, num_splits and config(64, 16, num_splits), written)
+
+
+@pytest.mark.gpu
+@SCALES
+def test_an_8bit_cache_of_32k(scales: tuple[float, float]) -> None:
+    sizes: dict[str, Any] = {"head_dim": 128, "dtype": torch.bfloat16, "cache_dtype": FP8}
+    case = PagedCase([32_760, 5], [8, 8], 32, 8, **sizes, device="cuda")
+    case.key_scale, case.value_scale = scales
+    check(case, None, True)
 
 
 # ---- what is not written, or not seen -------------------------------------------------------
@@ -445,22 +530,6 @@ def test_long_prompts(
     case = PagedCase([0, 100, 700], [900, 3, 300], *heads, head_dim, dtype=dtype, device="cuda")
     case.padding_rows, case.padding_sequences = 21, 1
     check(case, None, False, window)
-
-
-@pytest.mark.gpu
-@WRITTEN
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
-@pytest.mark.parametrize("new", [[1, 1], [8, 3], [200, 40]])
-@pytest.mark.parametrize("num_splits", [None, 1, 5])
-def test_8bit_cache(
-    num_splits: int | None, new: list[int], scales: tuple[float, float], written: bool
-) -> None:
-    if written and max(new) > 32:
-        pytest.skip("attention does not write prompts")
-    sizes: dict[str, Any] = {"num_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
-    case = PagedCase([1000, 70], new, **sizes, cache_dtype=FP8, device="cuda")
-    case.key_scale, case.value_scale = scales
-    check(case, num_splits and config(32, 64, num_splits), written)
 
 
 @pytest.mark.gpu

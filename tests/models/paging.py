@@ -43,10 +43,7 @@ class Paged:
         count = width * len(self.sequences)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
         self.tables = order.view(len(self.sequences), width)
-        self.caches = [
-            LayerKVCache(count, BLOCK_SIZE, heads, size, self.target.dtype, self.target.device)
-            for heads, size in self.target.kv_shapes()
-        ]
+        self.caches = self.target.make_kv_caches(count, BLOCK_SIZE)
         self.target.set_kv_caches(self.caches)
 
     def run(self, first: list[int], lens: list[int]) -> tuple[list[Tensor], list[Tensor], int]:

@@ -136,6 +136,14 @@ def test_each_layer_has_its_own_cache() -> None:
         torch.testing.assert_close(ours.keys.double(), theirs.keys, atol=1e-4, rtol=1e-4)
 
 
+def test_an_fp8_cache_is_as_without_compilation() -> None:
+    target = make_target(dtype=torch.float64)
+    target.round_kv({layer: (0.05 * (layer + 1), 0.2) for layer in range(target.num_layers)})
+    expected = verify(prefilled(target))
+    compile_layers(target.model, backend="eager")
+    assert largest_difference(verify(prefilled(target)), expected) < 1e-10
+
+
 def test_layers_are_compiled_once() -> None:
     target = make_target()
     compile_layers(target.model, backend="eager")

@@ -65,6 +65,10 @@ class LayerKVCache:
     """Keys and values of one layer, two allocations of [num_blocks + 1, block_size, Hkv, d].
 
     The last block is scrap: it takes the keys and values that have no slot, and nothing reads it.
+
+    Attributes:
+        keys, values: in a type of 8 bits they hold key / key_scale and value / value_scale.
+        key_scale, value_scale: 1 in other types.
     """
 
     def __init__(
@@ -75,10 +79,17 @@ class LayerKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
         self.block_size = block_size
+        self.key_scale, self.value_scale = scales
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+
+    def wipe(self, blocks: list[int]) -> None:
+        """Set keys and values of some blocks to zero."""
+        for x in (self.keys, self.values):
+            as_bytes(x)[blocks] = 0
 
     @staticmethod
     def bytes_per_block(
@@ -86,6 +97,20 @@ class LayerKVCache:
     ) -> int:
         """Bytes of keys and values of one block of one layer."""
         return 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return 8-bit floats as bytes, which torch can index on every device; others as they are."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return what a cache of a type holds of x: in 8 bits x / scale, cut to the largest number."""
+    if dtype.itemsize > 1:
+        return x
+    limit = torch.finfo(dtype).max  # beyond it there is only NaN
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (1.0 / scale)).clamp(-limit, limit).to(dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions
+from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions, as_bytes, as_stored
 
 # A document that is longer on average gets a launch of its own, which computes nothing across
 # borders; shorter ones share a masked launch.
@@ -59,23 +59,30 @@ class TorchPreparedAttention:
             slots_T = self.metadata.slots_T
             scrap = (cache.keys.shape[0] - 1) * cache.block_size  # the scrap block's first slot
             self._write_slots_T = torch.where(slots_T < 0, scrap, slots_T)
-        cache.keys.flatten(0, 1).index_copy_(0, self._write_slots_T, key_THd)
-        cache.values.flatten(0, 1).index_copy_(0, self._write_slots_T, value_THd)
+        self._write(key_THd, cache.keys, cache.key_scale)
+        self._write(value_THd, cache.values, cache.value_scale)
+        options["scaling"] *= cache.key_scale
         out_BHQd = masked_attention(
             self._pad(query_THd).transpose(1, 2),
-            self._context(cache.keys).transpose(1, 2),
-            self._context(cache.values).transpose(1, 2),
+            self._context(cache.keys).to(query_THd.dtype).transpose(1, 2),
+            self._context(cache.values).to(query_THd.dtype).transpose(1, 2),
             self._mask(sliding_window),
             **options,
         )
         out = out_BHQd.transpose(1, 2).flatten(0, 1)
-        return out if self._padded_rows_T is None else out[self._padded_rows_T]
+        out = out if self._padded_rows_T is None else out[self._padded_rows_T]
+        return out if cache.value_scale == 1.0 else out * cache.value_scale
+
+    def _write(self, rows_THd: Tensor, cache_NSHd: Tensor, scale: float) -> None:
+        stored_THd = as_stored(rows_THd, cache_NSHd.dtype, scale)
+        assert self._write_slots_T is not None
+        as_bytes(cache_NSHd).flatten(0, 1).index_copy_(0, self._write_slots_T, as_bytes(stored_THd))
 
     def _context(self, cache_NSHd: Tensor) -> Tensor:
         """Keys or values of every context, [B, S, Hkv, d], from a cache of whole blocks."""
-        read_NSHd = cache_NSHd[self._blocks_to_read(cache_NSHd.shape[1])]
+        read_NSHd = as_bytes(cache_NSHd)[self._blocks_to_read(cache_NSHd.shape[1])]
         context = read_NSHd.view(self._num_sequences, -1, *cache_NSHd.shape[2:])
-        return context[:, : self.metadata.max_seq_len]
+        return context[:, : self.metadata.max_seq_len].view(cache_NSHd.dtype)
 
     def _blocks_to_read(self, block_size: int) -> Tensor | slice:
         """Blocks of every context, one after the other; a slice where that saves the copy."""
@@ -126,7 +133,8 @@ class TorchPreparedAttention:
 class DenseCausalAttention:
     """Causal attention of `batch` right-padded sequences of equal length, without a cache.
 
-    Causality hides the padding, which stands at the end.
+    Causality hides the padding, which stands at the end. A layer's cache is not touched; if its
+    type has 8 bits, keys and values are rounded as it would round them.
     """
 
     def __init__(self, batch: int) -> None:
@@ -142,6 +150,8 @@ class DenseCausalAttention:
         sliding_window: int | None = None,
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
+        if cache is not None:
+            key_THd, value_THd = rounded(key_THd, value_THd, cache)
         length = query_THd.shape[0] // self.batch
         is_local = sliding_window is not None and sliding_window < length
         mask = None
@@ -152,6 +162,8 @@ class DenseCausalAttention:
 
 class DocumentAttention:
     """Causal attention of the documents of packed rows; the rows of padding mean nothing.
+
+    Keys and values are rounded as by `DenseCausalAttention`.
 
     Args:
         documents_BN: document of each position, -1 where padded.
@@ -178,6 +190,9 @@ class DocumentAttention:
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
         """Attention of every position to its document up to itself, [T, Hq, d]."""
+        if cache is not None:
+            key_THd, value_THd = rounded(key_THd, value_THd, cache)
+            cache = None
         if self._whole_rows is not None:
             return self._whole_rows(
                 query_THd, key_THd, value_THd, cache, sliding_window=sliding_window, **options
@@ -197,6 +212,16 @@ class DocumentAttention:
             self._masks[window] = (near & same).unsqueeze(1)
         rows, mask = len(self.documents_BN), self._masks[window]
         return _attend_rows(query_THd, key_THd, value_THd, rows, mask, **options)
+
+
+def rounded(key_THd: Tensor, value_THd: Tensor, cache: LayerKVCache) -> tuple[Tensor, Tensor]:
+    """Return keys and values as a cache would give them back; only one of 8 bits rounds them."""
+    pairs = ((key_THd, cache.key_scale), (value_THd, cache.value_scale))
+    dtype = cache.keys.dtype
+    if dtype.itemsize > 1:
+        return key_THd, value_THd
+    key_THd, value_THd = (as_stored(x, dtype, s).to(x.dtype) * s for x, s in pairs)
+    return key_THd, value_THd
 
 
 def _distances(length: int, device: torch.device) -> Tensor:

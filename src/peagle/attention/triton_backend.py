@@ -94,11 +94,12 @@ class TritonPreparedAttention:
         meta = self.metadata
         plan = self._plan(query_THd, cache)
         key_THd, value_THd = _rows(key_THd), _rows(value_THd)
+        scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
         new = None
         if plan.writes_new:
             new = NewKeyValues(key_THd, value_THd, meta.slots_T)
         else:
-            kv_write(key_THd, value_THd, cache.keys, cache.values, meta.slots_T)
+            kv_write(key_THd, value_THd, cache.keys, cache.values, meta.slots_T, **scales)
         return paged_attention(
             _rows(query_THd),
             cache.keys,
@@ -112,6 +113,7 @@ class TritonPreparedAttention:
             workspace=plan.workspace,
             new=new,
             sliding_window=sliding_window,
+            **scales,
             **options,
         )
 

@@ -85,7 +85,7 @@ _PREFIX_CACHING = group(
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick(groups.FINER_SAMPLING, "sampling.ignore_eos"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
     *pick(groups.ENGINE, "engine.device", "engine.max_model_len"),
     *pick(groups.ENGINE, "engine.max_num_batched_tokens", "engine.kv_cache_gib"),
     *pick(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),

@@ -200,6 +200,10 @@ def features(
         help="Type that the weights of the target's layers get when they are loaded.",
         show_default="as stored",
     ),
+    kv_cache_dtype: Literal["auto", "fp8"] = typer.Option(
+        "auto",
+        help="Type of the KV cache of the engine that is trained for; fp8 rounds keys and values.",
+    ),
     max_length: int | None = typer.Option(
         None,
         min=8,
@@ -249,10 +253,11 @@ def features(
         load_tokenizer,
     )
     from peagle.models.target_ends import TargetEnds
+    from peagle.models.target_facts import precision_text
     from peagle.training.config import DataSection
 
     where = resolve_device(device)
-    engine = EngineConfig(target_dtype, quantization, device)
+    engine = EngineConfig(target_dtype, quantization, device, kv_cache_dtype=kv_cache_dtype)
     folder = resolve_model(target)
     # Sizes and identity of the target, without its layers: refusals come before the long part.
     ends = TargetEnds.load(folder)
@@ -261,7 +266,7 @@ def features(
     longest: int = max_length or DataSection.model_fields["max_length"].default
     dataset = ResponseDataset.load(file, load_tokenizer(folder), ends.vocab_size, longest)
     name = str(resolve_dtype(target_dtype, where)).removeprefix("torch.")
-    name += f", {quantization} weights" if quantization else ""
+    name = precision_text(name, quantization, kv_cache_dtype)
     facts = StoreFacts.of(dataset, ends, chosen, dtype, name, round(shard_gib * _GIB))
     writer = FeatureWriter(output, dataset, facts)
     need = writer.check_disk(None if max_disk_gib is None else round(max_disk_gib * _GIB))

@@ -74,7 +74,8 @@ _MODELS = group(
     *pick(groups.MODEL, "revision", _REVISION),
     *pick(groups.SPECULATION, _K),
     *pick(groups.SAMPLING, "sampling.max_tokens"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.device", "threads"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick(groups.ENGINE, "engine.device", "threads"),
 )
 def demo(
     given: Given,

@@ -48,7 +48,8 @@ _MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
 @takes(
     *groups.MODEL,
     *pick(groups.SPECULATION, "speculative.num_speculative_tokens"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.device", "threads"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick(groups.ENGINE, "engine.device", "threads"),
     *vllm.OPTIONS,
 )
 def doctor(

@@ -72,7 +72,7 @@ _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
     *pick(groups.SPECULATION, "speculative.draft_sampling"),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
     *pick(groups.SAMPLING, "sampling.seed"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
     *pick(groups.ENGINE, "engine.device", "engine.max_model_len"),
     *pick(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
     *vllm.OPTIONS,
@@ -138,6 +138,11 @@ def eval(
     if certify and (endpoint or on_vllm):
         other = "--endpoint" if endpoint else "--engine vllm"
         raise UserError(f"--certify looks at engines here; leave {other} out.")
+    if certify and given.value("engine.kv_cache_dtype", "auto") != "auto":
+        raise UserError(
+            "--certify compares with transformers, which does not round keys and values; leave "
+            "--kv-cache-dtype out."
+        )
     if samples is not None and not certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
     if model and not endpoint:

@@ -149,11 +149,14 @@ ENGINE = group(
     "Engine",
     """
     --dtype TEXT
-        Type of weights and cache: auto (float32 on a CPU, bfloat16 on a GPU), float32,
+        Type of weights and activations: auto (float32 on a CPU, bfloat16 on a GPU), float32,
         float64, bfloat16 or float16.
     --quantization TEXT
         Type that the weights of the target's layers get when they are loaded: fp8, int8 or
         int4. A target that is stored quantised needs no option. [default: as stored]
+    --kv-cache-dtype TEXT
+        Type of the KV cache of the target: auto (that of the activations) or fp8, which takes
+        half the memory of bfloat16.
     --device TEXT
         Device: auto (the GPU if there is one), cpu or cuda.
     --max-model-len INT

@@ -20,6 +20,7 @@ from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import note, own_target, quiet_libraries, set_threads
 from peagle.config import SamplingParams
+from peagle.config.engine import OF_TARGET
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
@@ -190,14 +191,13 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
                 load_drafter(one.folder, target)
         except UserError as error:
             raise UserError(f"The head of {one.name} is of no use here: {error}") from None
-    # The target is loaded as these say already.
     engine_options = {name: asdict(engine)[name] for name in settings.section("engine")}
     return Models(
         target,
         folder,
         display_name(own or str(BUNDLED_TARGET)),
         found,
-        engine_options | {"dtype": "auto", "device": "auto", "quantization": None},
+        engine_options | OF_TARGET,
         bool(getattr(load_tokenizer(folder), "chat_template", None)),
     )
 

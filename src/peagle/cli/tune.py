@@ -58,7 +58,7 @@ _MOST_K = 8
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.seed"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization"),
+    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
     *pick(groups.ENGINE, "engine.device", "engine.kv_cache_gib"),
     *pick(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
 )

@@ -43,6 +43,9 @@ _MEASURED_KEYS = (
 def is_vllm(given: Given, flags: Sequence[str]) -> bool:
     """Return whether the options ask for vLLM."""
     if given.value("engine_name") == "vllm":
+        for key in ("engine.quantization", "engine.kv_cache_dtype"):
+            if key in given:
+                raise UserError(f"{given[key].source} was given: {_WITHOUT_EQUAL[key][0]}.")
         return True
     refuse_vllm_options(given, list(flags))
     return False
@@ -105,6 +108,10 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 _WITHOUT_EQUAL = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
+    "engine.kv_cache_dtype": (
+        "vLLM has a --kv-cache-dtype of its own: give it behind --",
+        "auto",
+    ),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),
     "server.user_grammars": ("vLLM takes grammars from every request", True),

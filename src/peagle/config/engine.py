@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from peagle.config.checks import (
     BOOLEAN,
@@ -18,11 +18,20 @@ from peagle.config.sampling import MAX_SEED
 from peagle.config.speculative import Quantization
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "fp8"]
+# The fields that say how a target is loaded, as an engine on a loaded target leaves them.
+OF_TARGET: dict[str, Any] = {
+    "dtype": "auto",
+    "device": "auto",
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+}
 
 
 _CHECKS = {
     "dtype": choice_of(*get_args(DType)),
     "quantization": choice_of(None, *get_args(Quantization)),
+    "kv_cache_dtype": choice_of(*get_args(KVCacheDType)),
     "device": FieldCheck(lambda name: isinstance(name, str), '"auto", "cpu" or "cuda"'),
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "block_size"), whole(1)),
     **dict.fromkeys(("max_model_len", "num_kv_blocks"), whole(1, optional=True)),
@@ -41,8 +50,7 @@ class EngineConfig:
     """Sizes and placement of one engine.
 
     Attributes:
-        dtype: type of weights, activations and KV cache; "auto" is float32 on a CPU and
-            bfloat16 on a GPU.
+        dtype: type of weights and activations; "auto" is float32 on a CPU and bfloat16 on a GPU.
         quantization: type that the weights of the target's layers get when they are loaded; None
             takes them as they are stored.
         device: "auto" takes the GPU where there is one.
@@ -52,6 +60,9 @@ class EngineConfig:
             which running sequences decode on.
         block_size: token slots of one KV block.
         num_kv_blocks: KV blocks of the cache; None derives it from max_num_seqs and memory.
+        kv_cache_dtype: type of the KV cache of the target's layers; "auto" is that of the
+            activations, "fp8" is e4m3 with the scales that the checkpoint has, else 1. The head's
+            KV cache has the type of its activations.
         kv_cache_gib: memory bound of the KV cache in GiB; None is 2 on a CPU, and on a GPU what
             gpu_memory_utilization leaves, which bounds it in any case.
         gpu_memory_utilization: share of the GPU's memory that may be in use in all: by weights,
@@ -70,6 +81,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 4096
     block_size: int = 16
     num_kv_blocks: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True

@@ -15,21 +15,30 @@ from peagle.engine.sequence import Sequence
 class BlockManager:
     """Hands out KV blocks; target and drafter layers share the block ids.
 
-    A full block whose KV is settled is *published* under the hash of all tokens up to its end and
-    of the next token. Sequences that begin with these tokens share the block. When its owners have
-    gone it stays cached until a sequence needs the space: the least recently used free block is
-    taken first.
+    A full block whose KV is settled is *published* under the hash of `kv_identity`, of all tokens
+    up to its end and of the next token. Sequences that begin with these tokens share the block.
+    When its owners have gone it stays cached until a sequence needs the space: the least recently
+    used free block is taken first.
 
     The next token counts because the drafter's slot p reads token p + 1: equal blocks before
     different tokens hold different drafter KV.
+
+    Args:
+        kv_identity: what makes the KV of equal tokens differ between engines: its type and scales.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        kv_identity: bytes = b"",
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._root = hashlib.sha256(kv_identity).digest()
         # In the order in which they are taken.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_owners: Counter[int] = Counter()
@@ -143,7 +152,6 @@ class BlockManager:
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
             tokens = array("q", sequence.token_ids[start : start + self.block_size + 1])
-            salt = sequence.cache_salt
-            parent = hashes[-1] if hashes else hashlib.sha256(salt).digest() if salt else b""
+            parent = hashes[-1] if hashes else self._root + sequence.cache_salt
             hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return hashes[index]

@@ -121,6 +121,7 @@ class LLMEngine:
             BlockManager(
                 self.memory_plan.num_blocks,
                 config.block_size,
+                kv_identity=repr((str(target.kv_dtype), target.kv_scales)).encode(),
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
             max_num_seqs=config.max_num_seqs,
@@ -182,10 +183,11 @@ class LLMEngine:
     def _make_caches(self, drafter: Drafter | None, num_blocks: int) -> None:
         """Make the KV caches, and give them to the target and the drafter."""
         size, target = self.config.block_size, self.target
-        self._target_caches, self._drafter_caches = (
-            [LayerKVCache(num_blocks, size, *kv, target.dtype, target.device) for kv in shapes]
-            for shapes in (target.kv_shapes(), drafter_kv_shapes(drafter))
-        )
+        self._target_caches = target.make_kv_caches(num_blocks, size)
+        self._drafter_caches = [
+            LayerKVCache(num_blocks, size, *shape, target.dtype, target.device)
+            for shape in drafter_kv_shapes(drafter)
+        ]
         if isinstance(self.drafting, HeadDrafting):
             self.drafting.proposer.caches = self._drafter_caches
         self._claim_target()
@@ -465,8 +467,7 @@ class LLMEngine:
         # 0 * NaN is NaN.
         blocks = self.blocks.withdraw(sequence)
         for cache in (*self._target_caches, *self._drafter_caches):
-            cache.keys[blocks] = 0
-            cache.values[blocks] = 0
+            cache.wipe(blocks)
 
     def _publish(self, sequence: Sequence) -> None:
         """Publish the blocks in which all slots are settled, the drafter's too."""

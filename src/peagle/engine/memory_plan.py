@@ -46,6 +46,7 @@ class MemoryPlan:
         reserved_bytes: memory kept for activations and graphs; 0 on a CPU.
         budget_bytes: most memory of the KV blocks.
         target_block_bytes, drafter_block_bytes: one KV block of `block_size` slots, all layers.
+        kv_type: type of the target's KV; the drafter's has that of the activations.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
     """
 
@@ -59,6 +60,7 @@ class MemoryPlan:
     budget_bytes: int
     target_block_bytes: int
     drafter_block_bytes: int
+    kv_type: str
     num_blocks: int
     block_size: int
     num_lookahead_slots: int
@@ -124,6 +126,7 @@ class MemoryPlan:
         blocks = f"{self.num_blocks:,} blocks of {self.block_size:,} slots ({block})"
         rows += [
             ("KV cache", f"{size_text(self.kv_bytes)}: {blocks}"),
+            ("KV type", self.kv_type),
             ("reserved ahead", f"{self.num_lookahead_slots:,} slots a request"),
             ("longest context", context),
             ("requests at once", f"{requests} tokens (max_num_seqs {self.max_num_seqs:,})"),
@@ -155,8 +158,11 @@ def make_memory_plan(
     """
     size = config.block_size
     target_block, drafter_block = (
-        sum(LayerKVCache.bytes_per_block(size, *kv, target.dtype) for kv in shapes)
-        for shapes in (target.kv_shapes(), drafter_kv_shapes(drafter))
+        sum(LayerKVCache.bytes_per_block(size, *kv, dtype) for kv in shapes)
+        for shapes, dtype in (
+            (target.kv_shapes(), target.kv_dtype),
+            (drafter_kv_shapes(drafter), target.dtype),
+        )
     )
     block_bytes = target_block + drafter_block
     free = total = usable = None
@@ -186,6 +192,7 @@ def make_memory_plan(
         budget_bytes=budget,
         target_block_bytes=target_block,
         drafter_block_bytes=drafter_block,
+        kv_type=target.kv_type,
         num_blocks=num_blocks,
         block_size=size,
         num_lookahead_slots=num_lookahead_slots,

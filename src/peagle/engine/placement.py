@@ -63,6 +63,7 @@ def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
         dtype=resolve_dtype(config.dtype, device),
         device=device,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

@@ -27,11 +27,13 @@ from peagle.kernels.packed_weights import FORMATS, FOUR_BIT_FORMATS, PackedWeigh
 from peagle.kernels.paged_attention import DeviceLimits
 from peagle.kernels.unpacking import has_assembly, shared_inputs, unpack
 
-Kind = Literal["xw", "wx", "registers"]
+Kind = Literal["xw", "wx", "registers", "warpgroup"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 _LEAST_INPUTS = 512  # of a share of a sum
-_MANY = 256  # assignments of an expert on average, from which on the library multiplies
+# Assignments of an expert on average, from which on the library multiplies.
+_MANY = {"mxfp4": 1024}
+_MANY_OTHERS = 256
 _FINISHED = 1024  # outputs that one program finishes
 _MAX_PLANNED = 4096  # assignments that one program orders
 
@@ -89,8 +91,10 @@ class GroupedConfig:
         steps: products of a turn of the loop.
         num_warps, num_stages: Triton's.
         split_k: programs that share the sum over K of one tile.
-        kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T; "registers" does this with
-            "mxfp4" in bfloat16 through `mxfp4_gluon`, to which steps and stages mean nothing.
+        kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T. "registers" and "warpgroup" do
+            the latter with "mxfp4" in bfloat16 through `mxfp4_gluon`, to which `steps` means
+            nothing and which takes two stages or more; "warpgroup" by wgmma, where four warps take
+            64 rows of the weight or more.
     """
 
     block_m: int
@@ -111,7 +115,7 @@ def choose_config(
     Args:
         num_assignments, num_experts: S and E.
         weight: of one product.
-        registers: the kind "registers" is possible.
+        registers: the kinds "registers" and "warpgroup" are possible.
     """
     touched = min(num_experts, max(num_assignments, 1))
     rows = num_assignments / touched
@@ -122,9 +126,14 @@ def choose_config(
         enough = 600
         # Tokens are not spread evenly: more than one tile of an expert reads its weight again.
         if rows <= 5:
-            config = GroupedConfig(8, 32, step, 1, 2, 1, kind="registers")
+            config = GroupedConfig(8, 32, step, 1, 2, 3, kind="registers")
+        elif rows <= 12:
+            config = GroupedConfig(16, 64, step, 1, 4, 3, kind="registers")
+        elif rows <= 24:
+            config = GroupedConfig(32, 64, step, 1, 4, 3, kind="warpgroup")
         else:
-            config = GroupedConfig(16 if rows <= 12 else 32, 64, step, 1, 4, 1, kind="registers")
+            block_m = 64 if rows <= 96 else 128
+            config = GroupedConfig(block_m, 64, step, 1, 8, 3, kind="warpgroup")
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
@@ -143,14 +152,15 @@ def choose_config(
     return replace(config, split_k=split_k)
 
 
-def uses_library(x: Tensor, num_assignments: int, num_experts: int) -> bool:
+def uses_library(x: Tensor, weight: PackedWeight, num_assignments: int) -> bool:
     """Return whether a layer's experts are multiplied by the library: many rows in bfloat16."""
     is_fit = x.dtype == torch.bfloat16 and has_assembly(x.device)
-    return is_fit and num_assignments >= _MANY * num_experts
+    many = _MANY.get(weight.format, _MANY_OTHERS)
+    return is_fit and num_assignments >= many * weight.num_experts
 
 
 def can_use_registers(x: Tensor, weight: PackedWeight) -> bool:
-    """Return whether the kind "registers" can multiply these."""
+    """Return whether the kinds "registers" and "warpgroup" can multiply these."""
     return weight.format == "mxfp4" and x.dtype == torch.bfloat16 and _has_gluon(x.device)
 
 
@@ -218,7 +228,7 @@ def _experts(
     kind: Any = ACTIVATIONS[activation]
     (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
-    if uses_library(x, index_S.numel(), num_experts):
+    if uses_library(x, up, index_S.numel()):
         experts = ExpertWeights(up, down, Gate(kind, *gate), *bias)
         return experts_of_many(x, index_S, experts, chosen)
     up_config, down_config = (
@@ -486,10 +496,12 @@ def grouped_product(
         "num_warps": cut.num_warps,
     }
     grid = (columns * cut.split_k, tiles)
-    if cut.kind == "registers":
+    if cut.kind in ("registers", "warpgroup"):
         from peagle.kernels import mxfp4_gluon
 
-        kernel, options["maxnreg"] = mxfp4_gluon.mxfp4_kernel, _max_registers(cut)
+        options |= {"STAGES": cut.num_stages, "WGMMA": cut.kind == "warpgroup"}
+        options["maxnreg"] = _max_registers(cut)
+        kernel = mxfp4_gluon.mxfp4_kernel
         launch(kernel, grid, *tensors, *sizes, gate.alpha, gate.limit, **options)
         return out
     stages = fitting_stages(cut, x, weight, DeviceLimits.of(x.device).shared_bytes)
@@ -509,7 +521,7 @@ def grouped_product(
         SCALE_K=0 if is_shared else inputs,
         HAS_ZERO=zero is not None,
         EVEN_K=k % (cut.step * cut.steps) == 0,
-        ASM=has_assembly(x.device) and x.dtype == torch.bfloat16,
+        ASM=has_assembly(x.device) and x.dtype == torch.bfloat16 and not weight.is_tiled,
         WX=cut.kind == "wx",
         num_stages=stages,
     )
@@ -525,8 +537,9 @@ def fitting_stages(cut: GroupedConfig, x: Tensor, weight: PackedWeight, shared_b
 
 
 def _max_registers(cut: GroupedConfig) -> int:
-    """Of a thread: as few as do with little spilling."""
-    return {8: 128, 16: 160, 32: 168}.get(cut.block_m, 255)
+    """Return the registers of a thread: as few as do with little spilling."""
+    sums_and_numbers = 2 * cut.block_n * (cut.block_m + 64) // (32 * cut.num_warps)
+    return 128 if sums_and_numbers <= 72 else 168 if sums_and_numbers <= 96 else 255
 
 
 def grouped_product_reference(

@@ -5,10 +5,26 @@ Shapes: T packed tokens, N blocks, S slots of a block, Hkv key/value heads, d he
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_E4M3_CAPABILITY = (8, 9)  # the first one whose cards convert e4m3
+
+
+def kernel_view(cache_NSHd: Tensor) -> Tensor:
+    """Return a cache as kernels get it: as its bytes where they convert e4m3 by its bits."""
+    if cache_NSHd.dtype.itemsize > 1 or _converts_e4m3(cache_NSHd.device):
+        return cache_NSHd
+    assert cache_NSHd.dtype == torch.float8_e4m3fn
+    return cache_NSHd.view(torch.uint8)
+
+
+@cache
+def _converts_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
 
 
 def kv_write(
@@ -47,8 +63,8 @@ def kv_write(
     kernels.kv_write_kernel[(num_tokens,)](
         key_THd,
         value_THd,
-        keys_NSHd,
-        values_NSHd,
+        kernel_view(keys_NSHd),
+        kernel_view(values_NSHd),
         slots_T,
         1.0 / key_scale,
         1.0 / value_scale,

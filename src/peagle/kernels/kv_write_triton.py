@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from peagle.kernels.fp8_cache_triton import as_stored
+
 
 @triton.jit
 def kv_write_kernel(
@@ -43,9 +45,6 @@ def kv_write_kernel(
     value = tl.load(
         value_ptr + row * stride_value_row + head * stride_value_head + offs_d, mask=mask
     )
-    if LIMIT > 0:
-        # Beyond the largest number there is only NaN.
-        key = tl.minimum(tl.maximum(key.to(tl.float32) * key_factor, -LIMIT), LIMIT)
-        value = tl.minimum(tl.maximum(value.to(tl.float32) * value_factor, -LIMIT), LIMIT)
-    tl.store(keys_ptr + target, key.to(keys_ptr.dtype.element_ty), mask=mask)
-    tl.store(values_ptr + target, value.to(values_ptr.dtype.element_ty), mask=mask)
+    dtype: tl.constexpr = keys_ptr.dtype.element_ty
+    tl.store(keys_ptr + target, as_stored(key, key_factor, dtype, LIMIT), mask=mask)
+    tl.store(values_ptr + target, as_stored(value, value_factor, dtype, LIMIT), mask=mask)

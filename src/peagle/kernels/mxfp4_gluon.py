@@ -10,11 +10,18 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 STEP = gl.constexpr(128)  # inputs of a load of 16 bytes by each of the four threads of a row
 TILE_WORDS = gl.constexpr(1024)  # of 64 rows and STEP inputs
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name before Triton 3.7
+# Names since Triton 3.7, and before.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 NO_GATE = gl.constexpr(0)
 SILU = gl.constexpr(1)
@@ -56,93 +63,45 @@ def _row_offsets(row, stride_row):
 
 
 @gluon.jit
-def _load_words(row_ptrs, k, end, WORDS: gl.constexpr):
-    """The words of inputs k to k + STEP, [rows, STEP / 8]; from `end` on there may be any."""
+def _load_words(row_ptrs, k, WORDS: gl.constexpr):
+    """The words of inputs k to k + STEP, [rows, STEP / 8]."""
     i = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :]
-    is_there = i // 4 < (end - k) // 32
-    return gl.load(
-        row_ptrs + (k // STEP * TILE_WORDS + i), mask=is_there, eviction_policy="evict_first"
-    )
+    return gl.load(row_ptrs + (k // STEP * TILE_WORDS + i), eviction_policy="evict_first")
 
 
 @gluon.jit
-def _load_scales(row_ptrs, k, end, stride_k):
+def _load_scales(row_ptrs, k, stride_k):
     """Four scales of each row: those of inputs k to k + STEP."""
-    return gl.load(row_ptrs + gl.minimum(k, end - 1) // STEP * stride_k)
+    return gl.load(row_ptrs + k // STEP * stride_k)
 
 
 @gluon.jit
-def _load_x(x_ptrs, is_row, k, end, X: gl.constexpr):
-    """Inputs k to k + STEP of x, [STEP, BLOCK_M]; zeros where there are none."""
-    offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(1, X))[:, None]
-    return gl.load(x_ptrs + offs, mask=is_row[None, :] & (offs // 32 < end // 32), other=0.0)
-
-
-# Of 32 inputs that lie together a thread takes the first and the last 16 one after the other, and
-# the matrix unit takes 4 of them at a time: 2 as if they were among the first 8 of a product of 16
-# inputs, and 2 as if among the last. The order of inputs is free as long as both operands have the
-# same one. Apart from one exchange of x between threads none of this moves a number.
+def _copy_x(tile, x_ptrs, is_row, k, end, X: gl.constexpr):
+    """Let inputs k to k + STEP of x come to a tile of shared memory, [BLOCK_M, STEP]; zeros where
+    there are none.
+    """
+    offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(0, X))[None, :]
+    _async_load(tile, x_ptrs + offs, mask=is_row[:, None] & (offs < end))
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _operand_a(numbers, A: gl.constexpr):
-    """The eight numbers of words, each [rows, STEP / 8], as the matrix unit takes them."""
-    rows: gl.constexpr = numbers[0].shape[0]
-    first = gl.join(gl.join(numbers[0], numbers[1]), gl.join(numbers[2], numbers[3]))
-    last = gl.join(gl.join(numbers[4], numbers[5]), gl.join(numbers[6], numbers[7]))
-    tile = gl.join(first, last).reshape([rows, 4, 4, 2, 2, 2]).permute([0, 5, 2, 4, 1, 3])
-    return gl.convert_layout(tile.reshape([rows, STEP]), A, assert_trivial=True)
-
-
-@gluon.jit
-def _operand_b(tile, B: gl.constexpr, TOGETHER: gl.constexpr):
-    """A tile of x in shared memory, [STEP, columns], in the same order."""
-    columns: gl.constexpr = tile.shape[1]
-    x = tile.load(TOGETHER).reshape([4, 2, 4, 2, 2, columns]).permute([1, 2, 3, 0, 4, 5])
-    return gl.convert_layout(x.reshape([STEP, columns]), B, assert_trivial=True)
-
-
-# Inputs and rows of a tile of x by the bits of a place: 8 inputs are 16 bytes. Eight threads that
-# read or write shared memory at once have the bits _BANKS, which are the banks.
-_INPUTS = [[1, 0], [2, 0], [4, 0]]
-_BANKS = [[32, 0], [64, 0], [0, 1]]
-_REST = [[8, 0], [16, 0]]
-
-
-@gluon.constexpr_function
-def _rows(first, end):
-    """Bits of the rows from 2^first up to a number of rows."""
-    return [[0, 1 << bit] for bit in range(first, end.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _x_layout(rows, num_warps):
-    """Threads that load x: a warp takes all inputs of two rows."""
-    warps = min(num_warps, rows // 2)
-    return gl.DistributedLinearLayout(
-        reg_bases=_INPUTS + _rows(warps.bit_length(), rows),
-        lane_bases=_BANKS + _REST,
-        warp_bases=_rows(1, 2 * warps) + [[0, 0]] * ((num_warps // warps).bit_length() - 1),
-        block_bases=[],
-        shape=[128, rows],
-    )
-
-
-@gluon.constexpr_function
-def _shared_layout(rows):
-    return gl.SharedLinearLayout(_INPUTS + _BANKS + _REST + _rows(1, rows))
-
-
-@gluon.jit
-def _add_product(acc, words, scale, x, WORDS: gl.constexpr, A: gl.constexpr):
-    """acc plus the product of the words' numbers with x. `scale` has four scales of a row."""
-    group = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :] // 4
+def _operand(words, scale, WORDS: gl.constexpr, A: gl.constexpr):
+    """The numbers of words, [rows, STEP], times 2^126 and their scales, of which `scale` has four
+    of a row. The matrix unit takes them from the registers in which they are.
+    """
+    rows: gl.constexpr = words.shape[0]
+    group = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :] % 4
     exponent = (scale[:, None] >> (group * 8)) & 0xFF
     factor = (exponent + 126) * 0x00800080  # the bits of 2^(exponent - 127 + 126), twice
     numbers = gl.inline_asm_elementwise(
         _UNPACK_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, factor], (gl.bfloat16,) * 8, True, 1
     )
-    return mma_v2(_operand_a(numbers, A), x, acc)
+    first = gl.join(gl.join(numbers[0], numbers[1]), gl.join(numbers[2], numbers[3]))
+    last = gl.join(gl.join(numbers[4], numbers[5]), gl.join(numbers[6], numbers[7]))
+    # rows, threads, groups, places, and the two bits of a pair's number, the low one first
+    tile = gl.join(first, last).reshape([rows, 4, 4, 2, 2, 2]).permute([0, 2, 5, 4, 1, 3])
+    return gl.convert_layout(tile.reshape([rows, STEP]), A, assert_trivial=True)
 
 
 @gluon.jit
@@ -152,6 +111,16 @@ def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
     for share in gl.static_range(1, SPLIT_K):
         acc += gl.load(share_ptrs + share * STRIDE, cache_modifier=".cg")
     return acc
+
+
+@gluon.jit
+def _turns(tile):
+    """Rows of a tile that take turns by eight, as two tiles."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    turns = tile.reshape([rows // 16, 2, 8, columns]).permute([0, 2, 3, 1])
+    first, second = gl.split(turns)
+    return first.reshape([rows // 2, columns]), second.reshape([rows // 2, columns])
 
 
 @gluon.jit
@@ -180,7 +149,7 @@ def mxfp4_kernel(
     scale_ptr,  # int32 [E, N or 2N, K / 128]
     zero_ptr,  # not looked at
     bias_ptr,  # [E, N or 2N]
-    partial_ptr,  # float32 [tiles, SPLIT_K, 2, BLOCK_N * BLOCK_M], where SPLIT_K > 1
+    partial_ptr,  # float32 [tiles, SPLIT_K, 2 * BLOCK_N * BLOCK_M], where SPLIT_K > 1
     arrivals_ptr,  # int32 [tiles], zero before and after, where SPLIT_K > 1
     num_rows,
     num_columns,  # N
@@ -202,20 +171,29 @@ def mxfp4_kernel(
     HAS_BIAS: gl.constexpr,
     EVEN_N: gl.constexpr,
     MODE: gl.constexpr,
+    STAGES: gl.constexpr,
+    WGMMA: gl.constexpr,
 ):
     """As `experts_triton.grouped_kernel`."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], instr_shape=[16, 8])
+    if WGMMA:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [gl.num_warps(), 1], instr_shape=[16, BLOCK_M, 16]
+        )
+    else:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout(
+            [2, 0], [gl.num_warps(), 1], instr_shape=[16, 8]
+        )
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
-    TOGETHER: gl.constexpr = gl.DotOperandLayout(1, ACC, 32)
-    X: gl.constexpr = _x_layout(BLOCK_M, gl.num_warps())
-    x_even = gl.allocate_shared_memory(gl.bfloat16, [STEP, BLOCK_M], _shared_layout(BLOCK_M))
-    x_odd = gl.allocate_shared_memory(gl.bfloat16, [STEP, BLOCK_M], _shared_layout(BLOCK_M))
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    x_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, BLOCK_M, STEP], gl.NVMMASharedLayout(128, 16, 2)
+    )
     tile = gl.program_id(1)
     tile_n = gl.program_id(0) // SPLIT_K
     split = gl.program_id(0) % SPLIT_K
-    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, X))
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
     if MODE == 0:
         expert = tile * 0
         assignment = tile * BLOCK_M + m
@@ -232,103 +210,94 @@ def mxfp4_kernel(
         is_row = place < gl.load(tiles_ptr + 2 * max_tiles + tile)
         assignment = gl.load(order_ptr + place, mask=is_row, other=0)
 
-    # Two tiles of outputs, a and b: gate and up, or one after the other.
-    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WORDS))
+    # With a gate, 8 rows of gate and the same 8 of up take turns: a thread has both of an output.
+    row = gl.arange(0, 2 * BLOCK_N, layout=gl.SliceLayout(1, WORDS))
     if GATE == NO_GATE:
-        first_n = tile_n * (2 * BLOCK_N)
-        behind = BLOCK_N
         num_stored = num_columns
+        row += tile_n * (2 * BLOCK_N)
     else:
-        first_n = tile_n * BLOCK_N
-        behind = num_columns
         num_stored = 2 * num_columns
-    row_a = first_n + n
-    row_b = row_a + behind
+        row = tile_n * BLOCK_N + row // 16 * 8 + row % 8 + row // 8 % 2 * num_columns
     if not EVEN_N:  # the last again, where there are no more: that is not stored
-        row_a = gl.minimum(row_a, num_stored - 1)
-        row_b = gl.minimum(row_b, num_stored - 1)
+        row = gl.minimum(row, num_stored - 1)
     expert = expert.to(gl.int64)
-    data_ptr += expert * stride_expert
     WORD_PTR: gl.constexpr = gl.pointer_type(gl.int32)
-    data_a = (data_ptr + _row_offsets(row_a, stride_row)[:, None]).to(WORD_PTR)
-    data_b = (data_ptr + _row_offsets(row_b, stride_row)[:, None]).to(WORD_PTR)
-    scale_a = scale_ptr + expert * stride_scale_expert + row_a * stride_scale_row
-    scale_b = scale_ptr + expert * stride_scale_expert + row_b * stride_scale_row
-    x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[None, :] * stride_x
+    data_ptr += expert * stride_expert
+    word_ptrs = (data_ptr + _row_offsets(row, stride_row)[:, None]).to(WORD_PTR)
+    scale_ptrs = scale_ptr + expert * stride_scale_expert + row * stride_scale_row
+    x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[:, None] * stride_x
 
-    acc_a = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-    acc_b = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    acc = gl.zeros([2 * BLOCK_N, BLOCK_M], gl.float32, ACC)
     share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
     begin = split * share
     end = gl.minimum(begin + share, num_k)
-    # Words and x of a step are on their way before those of the step before are multiplied.
-    x_later = _load_x(x_ptrs, is_row, begin, end, X)
-    words_a = _load_words(data_a, begin, end, WORDS)
-    words_b = _load_words(data_b, begin, end, WORDS)
-    now_a = _load_scales(scale_a, begin, end, stride_scale_k)
-    now_b = _load_scales(scale_b, begin, end, stride_scale_k)
-    steps = (end - begin + STEP - 1) // STEP
-    for step in range(0, steps // 2 * 2, 2):
-        later = begin + (step + 1) * STEP
-        x_even.store(x_later)
-        x_later = _load_x(x_ptrs, is_row, later, end, X)
-        words_c = _load_words(data_a, later, end, WORDS)
-        words_d = _load_words(data_b, later, end, WORDS)
-        now_c = _load_scales(scale_a, later, end, stride_scale_k)
-        now_d = _load_scales(scale_b, later, end, stride_scale_k)
-        x_now = _operand_b(x_even, B, TOGETHER)
-        acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
-        acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
-        later += STEP
-        x_odd.store(x_later)
-        x_later = _load_x(x_ptrs, is_row, later, end, X)
-        words_a = _load_words(data_a, later, end, WORDS)
-        words_b = _load_words(data_b, later, end, WORDS)
-        now_a = _load_scales(scale_a, later, end, stride_scale_k)
-        now_b = _load_scales(scale_b, later, end, stride_scale_k)
-        x_now = _operand_b(x_odd, B, TOGETHER)
-        acc_a = _add_product(acc_a, words_c, now_c, x_now, WORDS, A)
-        acc_b = _add_product(acc_b, words_d, now_d, x_now, WORDS, A)
-    if steps % 2 == 1:
-        x_even.store(x_later)
-        x_now = _operand_b(x_even, B, TOGETHER)
-        acc_a = _add_product(acc_a, words_a, now_a, x_now, WORDS, A)
-        acc_b = _add_product(acc_b, words_b, now_b, x_now, WORDS, A)
+    # x of the next steps and the words of the next one are on their way during a product.
+    for stage in gl.static_range(STAGES - 1):
+        _copy_x(x_tiles.index(stage), x_ptrs, is_row, begin + stage * STEP, end, X)
+    first = gl.minimum(begin, num_k - 1)  # a share may have nothing
+    words = _load_words(word_ptrs, first, WORDS)
+    scale = _load_scales(scale_ptrs, first, stride_scale_k)
+    stage = 0
+    for k in range(begin, end, STEP):
+        async_copy.wait_group(STAGES - 2)
+        if WGMMA:
+            fence_async_shared()
+        _barrier()
+        free = gl.where(stage == 0, STAGES - 1, stage - 1)
+        _copy_x(x_tiles.index(free), x_ptrs, is_row, k + (STAGES - 1) * STEP, end, X)
+        later = gl.minimum(k + STEP, end - 1)
+        next_words = _load_words(word_ptrs, later, WORDS)
+        next_scale = _load_scales(scale_ptrs, later, stride_scale_k)
+        operand = _operand(words, scale, WORDS, A)
+        x = x_tiles.index(stage).permute([1, 0])
+        if WGMMA:
+            later_acc = warpgroup_mma(operand, x, acc, is_async=True)
+            acc, _ = warpgroup_mma_wait(0, deps=[later_acc, operand])
+        else:
+            acc = mma_v2(operand, x.load(B), acc)
+        words = next_words
+        scale = next_scale
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    async_copy.wait_group(0)
 
-    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ACC))
+    n = gl.arange(0, 2 * BLOCK_N, layout=gl.SliceLayout(1, ACC))
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
     if SPLIT_K > 1:
-        SIZE: gl.constexpr = BLOCK_N * BLOCK_M
+        SIZE: gl.constexpr = 2 * BLOCK_N * BLOCK_M
         tile += tile_n * gl.num_programs(1)
-        partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * 2 * SIZE)
+        partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * SIZE)
         partial_ptrs += n[:, None] * BLOCK_M + m[None, :]
-        own_ptrs = partial_ptrs + split * (2 * SIZE)
-        gl.store(own_ptrs, acc_a)
-        gl.store(own_ptrs + SIZE, acc_b)
+        gl.store(partial_ptrs + split * SIZE, acc)
         _barrier()
         arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived != SPLIT_K - 1:
             return
-        acc_a = _sum_shares(partial_ptrs, SPLIT_K, 2 * SIZE)
-        acc_b = _sum_shares(partial_ptrs + SIZE, SPLIT_K, 2 * SIZE)
+        acc = _sum_shares(partial_ptrs, SPLIT_K, SIZE)
         gl.store(arrivals_ptr + tile, 0)
 
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    column = first_n + n
-    is_a = column < num_columns
-    is_b = column + behind < num_stored
-    if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert * num_stored + column
-        acc_a += gl.load(bias_ptrs, mask=is_a, other=0.0).to(gl.float32)[:, None]
-        acc_b += gl.load(bias_ptrs + behind, mask=is_b, other=0.0).to(gl.float32)[:, None]
-    out_a = acc_a.to(DTYPE)
-    out_b = acc_b.to(DTYPE)
-    assignment = gl.convert_layout(assignment, gl.SliceLayout(0, ACC))
-    is_row = gl.convert_layout(is_row, gl.SliceLayout(0, ACC))
-    out_ptrs = out_ptr + assignment.to(gl.int64)[None, :] * num_columns + column[:, None]
     if GATE == NO_GATE:
-        gl.store(out_ptrs, out_a, mask=is_row[None, :] & is_a[:, None])
-        gl.store(out_ptrs + behind, out_b, mask=is_row[None, :] & is_b[:, None])
+        column = tile_n * (2 * BLOCK_N) + n
+        stored = column
     else:
-        out = _gated(out_a.to(gl.float32), out_b.to(gl.float32), alpha, limit, GATE)
-        gl.store(out_ptrs, out.to(DTYPE), mask=is_row[None, :] & is_a[:, None])
+        column = tile_n * BLOCK_N + n // 16 * 8 + n % 8
+        stored = column + n // 8 % 2 * num_columns
+    is_output = column < num_columns
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + expert * num_stored + stored, mask=is_output, other=0.0)
+        acc += bias.to(gl.float32)[:, None]
+    out = acc.to(DTYPE)
+    assignment = gl.convert_layout(assignment, gl.SliceLayout(0, ACC)).to(gl.int64)
+    is_row = gl.convert_layout(is_row, gl.SliceLayout(0, ACC))
+    if GATE == NO_GATE:
+        out_ptrs = out_ptr + assignment[None, :] * num_columns + column[:, None]
+        gl.store(out_ptrs, out, mask=is_row[None, :] & is_output[:, None])
+    else:
+        gate, up = _turns(out.to(gl.float32))
+        out = _gated(gate, up, alpha, limit, GATE).to(DTYPE)
+        OUT: gl.constexpr = out.type.layout
+        column = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
+        assignment = gl.convert_layout(assignment, gl.SliceLayout(0, OUT))
+        is_row = gl.convert_layout(is_row, gl.SliceLayout(0, OUT))
+        out_ptrs = out_ptr + assignment[None, :] * num_columns + column[:, None]
+        gl.store(out_ptrs, out, mask=is_row[None, :] & (column < num_columns)[:, None])

@@ -6,13 +6,19 @@
 "int4" holds q from 0 to 15. "mxfp4" holds e2m1 numbers, and scales 2^(s - 127) of 32 inputs (the
 Microscaling Formats specification of the Open Compute Project, version 1.0).
 
-The two 4-bit formats put eight numbers into a word so that a kernel takes two at a time into the
-halves of a register. Of 32 inputs, word w has inputs 4w to 4w + 3 and 16 + 4w to 16 + 4w + 3. They
-make four pairs; the first number of a pair is in the low half of the word, the second, in the same
-bits, in the high half. "int4" has pair i in bits 4i to 4i + 3. "mxfp4" has sign and magnitude of
-the pairs 0, 1 and 2 at the bits where bfloat16 has them, 15 and 8 to 6, shifted to the right by
-0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10. Its bytes lie in tiles of 64 rows and 128 inputs
-(`TILE`), which programs read whole: memory gives pieces of single rows more slowly.
+The two 4-bit formats put four pairs of numbers into a word so that a kernel takes two numbers at a
+time into the halves of a register. The first number of a pair is in the low half of the word, the
+second, in the same bits, in the high half.
+
+"int4" has pair i in bits 4i to 4i + 3. Of 32 inputs, word w has inputs 4w to 4w + 3 in the pairs 0
+and 1, and 16 + 4w to 16 + 4w + 3 in the pairs 2 and 3.
+
+"mxfp4" has sign and magnitude of the pairs 0, 1 and 2 at the bits where bfloat16 has them, 15 and 8
+to 6, shifted to the right by 0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10. Its bytes lie in
+tiles of 64 rows and 128 inputs (`TILE`), which programs read whole: memory gives pieces of single
+rows more slowly. Of the 16 words of a row, word 4t + g has in pair i the inputs 2t and 2t + 1 of
+the i-th 8 of the g-th 32. So the 16 bytes of words 4t to 4t + 3 are what the matrix unit takes from
+thread t of four.
 
 Shapes: E experts (left out of dense layers), N outputs, K inputs.
 """
@@ -171,8 +177,8 @@ class PackedWeight:
         if self.format == "mxfp4":
             exponents = scale.contiguous().view(torch.uint8).float() - 127
             scale = torch.exp2(exponents)
-            rows = _from_tiles(self.data)[..., : self.num_outputs, : self.num_inputs // 2]
-            q = _from_words(rows, "mxfp4").long()
+            rows = _from_tiles(self.data)[..., : self.num_outputs, :]
+            q = _from_words(rows, "mxfp4")[..., : self.num_inputs].long()
             values = torch.tensor(_E2M1, device=q.device)[q & 7]
             values = torch.where(q < 8, values, -values)
         elif self.format == "int4":
@@ -196,35 +202,54 @@ def _kept_strides(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
+def _in_words(q: Tensor, format: Format) -> Tensor:
+    """Put the inputs of [..., K] into the order of words, [..., words, pairs, places]."""
+    if format == "int4":  # of 32: halves, words, pairs of a half, places
+        words = q.unflatten(-1, (-1, 2, 4, 2, 2)).transpose(-4, -3)
+        return words.flatten(-3, -2).flatten(-4, -3)
+    # of 128: groups of 32, pairs, threads, places
+    words = q.unflatten(-1, (-1, 4, 4, 4, 2)).movedim(-2, -4)
+    return words.flatten(-5, -3)
+
+
+def _in_order(words: Tensor, format: Format) -> Tensor:
+    """Undo `_in_words`."""
+    if format == "int4":
+        halves = words.unflatten(-2, (2, 2)).unflatten(-4, (-1, 4)).transpose(-4, -3)
+        return halves.flatten(-5)
+    return words.unflatten(-3, (-1, 4, 4)).movedim(-4, -2).flatten(-5)
+
+
 def _to_words(q: Tensor, format: Format) -> Tensor:
     """Put 4-bit numbers, uint8 [..., K], into words, as uint8 [..., K / 2]."""
-    groups = q.unflatten(-1, (-1, 2, 4, 2, 2))  # groups of 32, halves, words, pairs, places
-    words = torch.zeros(*groups.shape[:-4], 4, dtype=torch.int64, device=q.device)
+    numbers = _in_words(q, format)
+    words = torch.zeros(numbers.shape[:-2], dtype=torch.int64, device=q.device)
     for pair, bits in enumerate(_BITS[format]):
         for place in (0, 1):
-            number = groups[..., pair // 2, :, pair % 2, place]
+            number = numbers[..., pair, place]
             for i, bit in enumerate(bits):
                 words |= (number >> (3 - i) & 1).long() << (bit + 16 * place)
-    return words.to(torch.int32).flatten(-2).view(torch.uint8)
+    return words.to(torch.int32).view(torch.uint8)
 
 
 def _from_words(data: Tensor, format: Format) -> Tensor:
     """Undo `_to_words`."""
-    words = data.contiguous().view(torch.int32).unflatten(-1, (-1, 4))
-    q = torch.zeros(*words.shape[:-1], 2, 4, 2, 2, dtype=torch.uint8, device=data.device)
+    words = data.contiguous().view(torch.int32)
+    q = torch.zeros(*words.shape, 4, 2, dtype=torch.uint8, device=data.device)
     for pair, bits in enumerate(_BITS[format]):
         for place in (0, 1):
             for i, bit in enumerate(bits):
                 found = (words >> (bit + 16 * place) & 1).to(torch.uint8) << (3 - i)
-                q[..., pair // 2, :, pair % 2, place] |= found
-    return q.flatten(-4).flatten(-2)
+                q[..., pair, place] |= found
+    return _in_order(q, format)
 
 
 def _to_tiles(rows: Tensor) -> Tensor:
-    """Put bytes [..., N, K / 2] into tiles, [..., N / 64, K / 128, 64, 64], rounded up."""
+    """Put bytes [..., N, K / 2], K a multiple of 128, into tiles [..., N / 64, K / 128, 64, 64];
+    N is rounded up.
+    """
     height, width = TILE[0], TILE[1] // 2
-    n, size = rows.shape[-2:]
-    padded = F.pad(rows, (0, -size % width, 0, -n % height))
+    padded = F.pad(rows, (0, 0, 0, -rows.shape[-2] % height))
     tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
     return tiles.transpose(-3, -2).contiguous()
 
@@ -245,8 +270,9 @@ def make_mxfp4(q: Tensor, scale: Tensor) -> PackedWeight:
     # 2^-127 becomes 2^-126, which is as small, and groups that are not there get 1.
     padded = F.pad(scale.clamp(min=1), (0, -scale.shape[-1] % 4), value=127).contiguous()
     words = padded.view(torch.int32).mT.contiguous().mT  # those of the same inputs lie together
-    data, padded = _to_tiles(_to_words(q, "mxfp4")), -q.shape[-1] % TILE[1]
-    return PackedWeight(data, "mxfp4", words, None, (1, MX_INPUTS), padded)
+    missing = -q.shape[-1] % TILE[1]
+    data = _to_tiles(_to_words(F.pad(q, (0, missing)), "mxfp4"))
+    return PackedWeight(data, "mxfp4", words, None, (1, MX_INPUTS), missing)
 
 
 def make_int4(q: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> PackedWeight:

@@ -125,10 +125,9 @@ def load_tiles(
     ASM: tl.constexpr,
 ):
     """Inputs k to k + STEP. In a 4-bit format the first and the last 16 of each 32 are two tiles,
-    [ROWS, STEP / 2]; else one tile [ROWS, STEP] is given twice.
+    [ROWS, STEP / 2]; else one tile [ROWS, STEP] is given twice. With ASM the numbers of "mxfp4" are
+    those of 128 inputs, in the order of the bytes.
     """
-    if FORMAT == MXFP4:
-        row_ptrs += k // 128 * (TILE_BYTES - 64)
     if FORMAT < INT4:
         packed = _load(row_ptrs, k, num_k, STEP, EVEN_K)
         if FORMAT == PLAIN:
@@ -150,8 +149,8 @@ def load_tiles(
             first = packed.to(DTYPE)
         last = first
     elif ASM:
-        packed = _load(row_ptrs, k // 2, num_k // 2, STEP // 2, EVEN_K)
         if FORMAT == INT4:
+            packed = _load(row_ptrs, k // 2, num_k // 2, STEP // 2, EVEN_K)
             twice = tl.broadcast_to(((shared + 0x4300) * 0x00010001)[:, None], packed.shape)
             # Of the four registers that an int32 takes here the last three are not named.
             first = tl.inline_asm_elementwise(
@@ -161,6 +160,7 @@ def load_tiles(
                 _INT4_LAST_ASM, "=r,=r,r,r,r,r,r", [packed, twice], tl.bfloat16, True, 4
             )
         else:
+            packed = tl.load(row_ptrs + k // 128 * TILE_BYTES + tl.arange(0, 64)[None, :])
             first = tl.inline_asm_elementwise(
                 _MXFP4_FIRST_ASM, "=r,=r,r", [packed], tl.bfloat16, True, 4
             )
@@ -189,10 +189,15 @@ def _select(
 ):
     """One tile of a 4-bit format, in float32: every number out of its word."""
     i = tl.arange(0, STEP // 2)[None, :]
-    offs = k // 8 + i // 4
+    group = k // 32 + i // 16
+    if FORMAT == INT4:
+        offs = group * 4 + i % 16 // 4
+        pair = FIRST + i % 4 // 2
+    else:
+        offs = group // 4 * (TILE_BYTES // 4) + i % 8 // 2 * 4 + group % 4
+        pair = FIRST + i % 16 // 8
     word_ptrs = row_ptrs.to(tl.pointer_type(tl.int32))
-    words = tl.load(word_ptrs + offs, mask=offs < num_k // 8, other=0) >> (i % 2 * 16)
-    pair = FIRST + i % 4 // 2
+    words = tl.load(word_ptrs + offs, mask=group < num_k // 32, other=0) >> (i % 2 * 16)
     if FORMAT == INT4:
         values = ((words >> (4 * pair) & 0xF) - shared[:, None]).to(tl.float32)
     else:
@@ -257,7 +262,10 @@ def unpack_kernel(
             offs_k = k + tl.arange(0, STEP)[None, :]
         else:
             j = tl.arange(0, STEP // 2)[None, :]
-            offs_k = k + j // 16 * 32 + j % 16
+            if FORMAT == MXFP4 and ASM:  # threads, groups, pairs, places
+                offs_k = k + j // 16 * 2 + j // 4 % 4 * 32 + j // 2 % 2 * 8 + j % 2
+            else:
+                offs_k = k + j // 16 * 32 + j % 16
             if FORMAT == MXFP4:
                 scale = scale_of(scale, offs_k)
             last = (last.to(tl.float32) * scale).to(DTYPE)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.kernels.kv_write import kernel_view
 from peagle.kernels.launch import MAX_ARRIVALS, arrivals, power_of_two
 
 MAX_HEAD_DIM = 512
@@ -301,8 +302,8 @@ def paged_attention(
         lse,
         arrivals(device) if is_split else query_start_loc,
         query_THd,
-        keys_NSHd,
-        values_NSHd,
+        kernel_view(keys_NSHd),
+        kernel_view(values_NSHd),
         key_THd,
         value_THd,
         new.slots_T if new else query_start_loc,

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from peagle.kernels.fp8_cache_triton import as_read, as_stored
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -70,25 +72,16 @@ def _sequence_of_tile(
 
 
 @triton.jit
-def _as_stored(x, factor, dtype: tl.constexpr, LIMIT: tl.constexpr):
-    """What the cache holds of x; LIMIT is the largest number of an 8-bit one, 0 for others."""
-    if LIMIT > 0:
-        # Beyond the largest number there is only NaN.
-        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -LIMIT), LIMIT)
-    return x.to(dtype)
-
-
-@triton.jit
 def _load_rows(
     cache_rows, new_rows, is_new, any_new, mask, factor, dtype: tl.constexpr, LIMIT: tl.constexpr
 ):
     """A tile of keys or values, the new ones from this pass, as the cache would give them back."""
     if LIMIT > 0:
         rows = tl.load(cache_rows, mask=mask & ~is_new, other=0.0)
-        x = rows.to(dtype)
+        x = as_read(rows, dtype)
         if any_new:
             new = tl.load(new_rows, mask=mask & is_new, other=0.0)
-            x = tl.where(is_new, _as_stored(new, factor, rows.dtype, LIMIT).to(dtype), x)
+            x = tl.where(is_new, as_read(as_stored(new, factor, rows.dtype, LIMIT), dtype), x)
     else:  # one load from either place
         x = tl.load(tl.where(is_new, new_rows, cache_rows), mask=mask, other=0.0)
     return x
@@ -127,8 +120,8 @@ def _write_rows(
     target = target[:, None] + offs_d
     mask = is_read & (slot >= 0)[:, None]
     dtype: tl.constexpr = keys_ptr.dtype.element_ty
-    tl.store(keys_ptr + target, _as_stored(key, key_factor, dtype, LIMIT), mask=mask)
-    tl.store(values_ptr + target, _as_stored(value, value_factor, dtype, LIMIT), mask=mask)
+    tl.store(keys_ptr + target, as_stored(key, key_factor, dtype, LIMIT), mask=mask)
+    tl.store(values_ptr + target, as_stored(value, value_factor, dtype, LIMIT), mask=mask)
 
 
 @triton.jit(
@@ -352,7 +345,7 @@ def attend_kernel(
         ahead = key + BLOCK_N * step
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < high, other=0).to(OFFSET)
 
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * score_scale
+        scores = tl.dot(q, as_read(k, q.dtype), input_precision="ieee") * score_scale
         if HAS_SOFTCAP:
             scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
         visible = is_key[None, :] & (key[None, :] <= position[:, None])
@@ -366,7 +359,7 @@ def attend_kernel(
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), as_read(v, q.dtype), acc, input_precision="ieee")
         highest = risen
 
     is_part = False

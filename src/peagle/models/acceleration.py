@@ -19,6 +19,7 @@ from peagle.models.compilation import CompiledLayers, compile_layers, keep_compi
 from peagle.models.drafter import Drafter
 from peagle.models.fusion import fuse
 from peagle.models.packed_layers import use_experts
+from peagle.models.routers import use_routers
 from peagle.models.skinny import use_skinny
 from peagle.models.target import TargetModel
 
@@ -65,6 +66,7 @@ def accelerate_target(
         if backend == "inductor":
             keep_compiled_code()
             use_experts(target.model)
+            use_routers(target.model)
         fuse(target.model)
         _use_skinny(target.model, backend, max_skinny_rows)
         target.compiled = _compile(target.model, num_rows, backend)

@@ -21,8 +21,10 @@ from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
+from peagle.models.kv_scales import read_kv_scales
 from peagle.models.quantization import quantization_of
 from peagle.models.quantize import quantize
+from peagle.models.stored_tensors import StoredTensors
 from peagle.models.target_attention import (
     AttentionLayer,
     DryRun,
@@ -34,6 +36,7 @@ from peagle.models.target_attention import (
 from peagle.models.target_facts import end_of_text_ids, load_config, refuse_pickles
 
 if TYPE_CHECKING:
+    from peagle.config.engine import KVCacheDType
     from peagle.config.speculative import Quantization
     from peagle.models.compilation import CompiledLayers
 _LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -49,10 +52,13 @@ class TargetModel:
         aux_layer_ids: layers whose *entering* hidden states make the feature (may be empty).
         name: where it was loaded from.
         quantization: type of the quantised weights of its layers; None: they are plain.
+        kv_cache_dtype: type of its KV caches; "auto" is that of the activations.
+        kv_scales: scales of keys and values in each KV cache, in the order of `kv_shapes`.
         compiled: its compiled layers, see `models.acceleration`; None: they run as they are.
     """
 
     quantization: str | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     compiled: CompiledLayers | None = None
 
     def __init__(
@@ -82,6 +88,7 @@ class TargetModel:
         self._final_softcap = final_softcap(model.config)
         self.fix_rope(self.max_model_len)
         self._attention_layers = self._probe()
+        self.kv_scales: list[tuple[float, float]] = [(1.0, 1.0)] * len(self.kv_shapes())
         self._hooks: list[Any] = []
         self._taps: list[Tensor] = []
         self.aux_layer_ids: tuple[int, ...] = ()
@@ -96,6 +103,7 @@ class TargetModel:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         quantization: Quantization | None = None,
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> TargetModel:
         """Load a folder in Hugging Face format (safetensors only, no remote code).
 
@@ -106,6 +114,7 @@ class TargetModel:
             dtype: type of the plain weights and of what is computed; None keeps the stored one.
             device: where they go.
             quantization: type that the plain weights of its layers get, see `models.quantize`.
+            kv_cache_dtype: type of its KV caches; "fp8" is e4m3, with the scales of the checkpoint.
 
         Raises:
             UserError: the folder is not there, or its weights cannot be quantised so.
@@ -137,6 +146,8 @@ class TargetModel:
                 quantize(model, quantization, place, unpack=unpack)
         target = cls(model.to(place), name=str(path))
         target.quantization = stored["quant_method"] if stored else quantization
+        if kv_cache_dtype == "fp8":
+            target.round_kv(read_kv_scales(StoredTensors(folder, torch.device("cpu"))))
         return target
 
     def tap_aux(self, layer_ids: Sequence[int]) -> None:
@@ -188,6 +199,39 @@ class TargetModel:
         """(key/value heads, head size) of each KV cache; layers may share one."""
         return list({layer.cache: layer.kv_shape for layer in self._attention_layers}.values())
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of the numbers in its KV caches."""
+        return torch.float8_e4m3fn if self.kv_cache_dtype == "fp8" else self.dtype
+
+    @property
+    def kv_type(self) -> str:
+        """The type in its KV caches, and where their scales come from if the type has any."""
+        if self.kv_cache_dtype == "auto":
+            return str(self.dtype).removeprefix("torch.")
+        scales = "1" if set(self.kv_scales) <= {(1.0, 1.0)} else "of the checkpoint"
+        return f"{self.kv_cache_dtype}, scales {scales}"
+
+    def round_kv(self, scales: Mapping[int, tuple[float, float]]) -> None:
+        """Let keys and values be FP8, in KV caches and in passes without one.
+
+        Args:
+            scales: of keys and values, by decoder layer; a layer that is left out has 1.
+        """
+        self.kv_cache_dtype = "fp8"
+        owners = {layer.cache: i for i, layer in reversed([*enumerate(self._attention_layers)])}
+        self.kv_scales = [
+            scales.get(owners[cache], (1.0, 1.0)) for cache in range(len(self.kv_shapes()))
+        ]
+        self.drop_kv_caches()
+
+    def make_kv_caches(self, num_blocks: int, block_size: int) -> list[LayerKVCache]:
+        """Return empty KV caches, in the order of `kv_shapes`."""
+        return [
+            LayerKVCache(num_blocks, block_size, *shape, self.kv_dtype, self.device, scales)
+            for shape, scales in zip(self.kv_shapes(), self.kv_scales, strict=True)
+        ]
+
     def set_kv_caches(self, caches: Sequence[LayerKVCache]) -> None:
         """Give the layers their KV caches, in the order of `kv_shapes`."""
         assert len(caches) == len(self.kv_shapes())
@@ -198,8 +242,10 @@ class TargetModel:
     def drop_kv_caches(self) -> None:
         """Let go of the KV caches, which else stay until another engine brings its own."""
         self.kv_caches = ()
+        # Passes without a cache round keys and values as an empty one says.
+        empty = self.make_kv_caches(0, 1) if self.kv_cache_dtype == "fp8" else None
         for layer in self._attention_layers:
-            layer.module.peagle_cache = None
+            layer.module.peagle_cache = empty and empty[layer.cache]
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Prepared

@@ -153,10 +153,18 @@ class TargetShape:
 
 
 def precision_of(target: TargetFacts) -> str:
-    """Return the type in which a target computes, and that of its weights if it is quantised."""
-    name = str(target.dtype).removeprefix("torch.")
+    """Return the type in which a target computes, and those of its weights and its KV cache if
+    they have others.
+    """
     quantization: str | None = getattr(target, "quantization", None)
-    return f"{name}, {quantization} weights" if quantization else name
+    kv_cache_dtype: str = getattr(target, "kv_cache_dtype", "auto")
+    return precision_text(str(target.dtype).removeprefix("torch."), quantization, kv_cache_dtype)
+
+
+def precision_text(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:
+    """Return the types of a target as results name them."""
+    weights = f", {quantization} weights" if quantization else ""
+    return dtype + weights + (f", {kv_cache_dtype} KV cache" if kv_cache_dtype != "auto" else "")
 
 
 def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:

@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import OF_TARGET
 from peagle.engine import EngineStats, LLMEngine, SpeculationStats
 from peagle.engine.loop import Add, EngineLoop, Order
 from peagle.engine.outputs import StreamChunk
@@ -314,7 +315,7 @@ def _load(spec: EngineSpec, heartbeat: Heartbeat) -> dict[str, LLM]:
     if device.type == "cuda":  # nothing is compiled for a CPU, and the compilers load slowly
         announce_compilation(heartbeat)
     target = load_target(spec.target, spec.engine)
-    sizes = replace(spec.engine, dtype="auto", device="auto", quantization=None)
+    sizes = replace(spec.engine, **OF_TARGET)
     llms: dict[str, LLM] = {}
     for number, (name, speculative) in enumerate(spec.proposers.items()):
         heartbeat.beat()

@@ -120,6 +120,12 @@ def _dtype(flag: VllmFlag) -> str:
     return _VLLM_DTYPES.get(flag.one_token(), flag.one_token())
 
 
+def _kv_cache_dtype(flag: VllmFlag) -> str:
+    if (name := flag.one_token()) not in ("auto", "fp8", "fp8_e4m3"):
+        raise UserError(f"{flag.shown}; expected auto, fp8 or fp8_e4m3.")
+    return name.removesuffix("_e4m3")
+
+
 def _tool_parser(flag: VllmFlag) -> str:
     if (name := flag.one_token()) not in TOOL_PARSERS:
         raise UserError(f"{flag.shown}; expected one of {', '.join(TOOL_PARSERS)}.")
@@ -140,6 +146,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[VllmFlag], str]]] = {
     "--dtype": ("--dtype", _dtype),
     "--device-memory-utilization": ("--gpu-memory-utilization", VllmFlag.one_token),
     "--kv-cache-memory-bytes": ("--kv-cache-gib", _gib),
+    "--kv-cache-dtype": ("--kv-cache-dtype", _kv_cache_dtype),
     "--data-parallel-size": ("--data-parallel-size", _count),
     "--num-gpu-blocks-override": ("--num-kv-blocks", VllmFlag.one_token),
     "--tool-call-parser": ("--tool-call-parser", _tool_parser),
@@ -188,7 +195,6 @@ _ONLY: dict[str, tuple[tuple[str, ...], str]] = {
     "--nnodes": (("1",), _ONE_GPU),
     "--cpu-offload-gb": (("0", "0.0"), _LEAVE_OUT),
     "--load-format": (("auto", "safetensors"), "Convert the weights to safetensors."),
-    "--kv-cache-dtype": (("auto",), _LEAVE_OUT),
     "--task": (("auto", "generate"), _LEAVE_OUT),
     "--runner": (("auto", "generate"), _LEAVE_OUT),
     "--tokenizer-mode": (("auto",), _LEAVE_OUT),
