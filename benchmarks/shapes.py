@@ -125,6 +125,25 @@ SHAPES = {
         peagle_layers=2,
         format="fp8",
     ),
+    # The weights of its experts are what a CPU waits for at up to about 16 tokens.
+    "small-experts": Shape(
+        "qwen3_moe",
+        {
+            "vocab_size": 512,
+            "hidden_size": 384,
+            "intermediate_size": 384,
+            "moe_intermediate_size": 768,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 2048,
+        },
+        draft_vocab_size=512,
+        peagle_layers=2,
+    ),
     "tiny": Shape(
         "qwen3",
         {

@@ -1,7 +1,7 @@
 """What a step of a mixture is priced by in `peagle tune`: tokens, or the experts it touches.
 
     python benchmarks/step_price.py --shape qwen3-coder-30b-a3b --layers 8
-    python benchmarks/step_price.py --shape tiny-experts --threads 1 --k 1,3
+    python benchmarks/step_price.py --shape small-experts --threads 1 --k 1,2,3,4,5,6,7 --rounds 8
 
 Times decode steps of a random mixture with a random head as `peagle tune` does, and counts the
 experts that steps touch. The model of costs is fitted to the usual cells three times: without a

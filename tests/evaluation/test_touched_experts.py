@@ -28,6 +28,7 @@ from peagle.evaluation.touched_experts import (
 from peagle.llm import LLM
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.routers import use_routers
 from peagle.models.target import TargetModel
 from tests.conftest import byte_tokenizer, make_drafter
 from tests.models.test_architectures import ARCHITECTURES
@@ -148,6 +149,35 @@ def test_engines_with_graphs_count_the_same(
     assert all(a.experts_LTC.equal(b.experts_LTC) for a, b in zip(found, expected))
     after = llm.generate(list(PROMPTS[:2]), sampling)
     assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in texts]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+def test_routers_of_one_kernel_count_the_same(mixture: Path) -> None:
+    """Their experts are 32-bit integers."""
+    target = TargetModel.load(mixture, dtype=torch.float32)
+    found = []
+    for num_changed in (0, 4):
+        assert (use_routers(target.model) if num_changed else 0) == num_changed
+        llm = LLM(model=target, max_num_seqs=2)
+        with recorded_passes(llm) as passes:
+            llm.generate(list(PROMPTS[:2]), params(4))
+        full = [one for one in passes if one.num_rows == (1, 1)]
+        found.append(count_by_batch(full, NUM_EXPERTS, (0,)))
+    assert found[0] == found[1] and 2 < found[0].touched(2, 0) <= 4
+
+
+@pytest.mark.gpu
+def test_compiled_layers_in_graphs_count_the_same(mixture: Path) -> None:
+    found, texts = [], []
+    for enforce_eager in (True, False):
+        target = TargetModel.load(mixture, dtype=torch.float32, device="cuda")
+        options: dict[str, Any] = {"enforce_eager": enforce_eager, "kv_cache_gib": 0.1}
+        llm = LLM(model=target, max_num_seqs=3, **options)
+        assert (llm.engine._pipeline is None) == enforce_eager
+        found.append(count_experts(sweep_of(llm, 0, (1, 3)), Journal(None, {})))
+        outputs = llm.generate(list(PROMPTS), params())
+        texts.append([one.outputs[0].token_ids for one in outputs])
+    assert found[0] == found[1] and texts[0] == texts[1]
 
 
 def test_dense_targets_have_no_count(target: TargetModel) -> None:

@@ -43,7 +43,7 @@ class DecodePass:
 
     Attributes:
         num_rows: rows of each sequence: its newest token and its drafts.
-        experts_LTC: experts of each row in each layer, on the CPU.
+        experts_LTC: experts of each row in each layer, int64 on the CPU.
     """
 
     num_rows: tuple[int, ...]
@@ -63,7 +63,7 @@ def recorded_passes(llm: LLM) -> Iterator[list[DecodePass]]:
             done = run(chunks)
             if all(c.num_tokens == 1 and c.sequence.num_output_tokens for c in chunks):
                 num_rows = tuple(chunk.num_tokens + chunk.num_drafts for chunk in chunks)
-                passes.append(DecodePass(num_rows, torch.stack(chosen).cpu()))
+                passes.append(DecodePass(num_rows, torch.stack(chosen).cpu().long()))
             return done
 
         engine.runner.run = recording

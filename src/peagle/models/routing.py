@@ -26,7 +26,7 @@ def num_experts_of(target: TargetModel) -> int:
 
 @contextmanager
 def record_routing(target: TargetModel) -> Iterator[list[Tensor]]:
-    """Record the experts of every token, int64 [T, C], once for each layer of each pass.
+    """Record the experts of every token, integers [T, C], once for each layer of each pass.
 
     The layers run uncompiled meanwhile. A CUDA graph that was captured before records nothing.
     Nothing is copied to the host, and nothing stays in the model afterwards.
