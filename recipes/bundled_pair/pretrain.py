@@ -263,7 +263,8 @@ class Trainer:
                 step_time = (self.seconds() - calibration) / (last - first)
                 # 1.5% and 12 s cover drift, the final validation and saving.
                 left = 0.985 * (config.minutes * 60 - self.seconds() - 12)
-                steps = self.processes.least(step + max(1, int(left / step_time)))
+                # The least of all processes.
+                steps = -self.processes.most(-(step + max(1, int(left / step_time))))
                 self.say(f"{step_time * 1e3:.2f} ms a step: {steps} steps in all")
             if step % max(1, min(200, steps // 10)) == 0 or step == steps:
                 mark = self.report(step, steps, losses[-1], mark)

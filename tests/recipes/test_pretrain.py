@@ -86,6 +86,14 @@ def test_training_learns_and_saves_a_folder(trained):
     assert loss.item() == pytest.approx(log["val_loss"], abs=2e-3)
 
 
+def test_minutes_end_the_training(trained, tmp_path, monkeypatch):
+    """No time is left after the steps that are timed: one more is taken."""
+    monkeypatch.setattr(pretrain, "CALIBRATION_STEPS", (2, 4))
+    arguments = ["--config", trained / "tiny.json", "--data", trained, "--out", tmp_path]
+    run(pretrain, *arguments, "--minutes", 0.001, "--batch", 2, "--seq-len", 64)
+    assert json.loads((tmp_path / "target_train.json").read_text())["steps"] == 5
+
+
 def test_schedule_warms_up_holds_and_ends_at_zero():
     config = pretrain.TrainConfig(100, None, 1, 1, "muon", 0.5, 10, 0.5, 0.1, 1.0, 0.0, 0)
     rates = [pretrain.learning_rate(step, 100, config) for step in range(101)]
