@@ -306,7 +306,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of all results")
     parser.add_argument("--corpus", type=Path, help="a text (.txt or .xz) to train on as well")
-    parser.add_argument("--minutes", type=float, default=5.0, help="of all phases together")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of all phases together")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
     return parser.parse_args()
 

@@ -131,9 +131,10 @@ def choose_config(
             config = GroupedConfig(16, 64, step, 1, 4, 3, kind="registers")
         elif rows <= 24:
             config = GroupedConfig(32, 64, step, 1, 4, 3, kind="warpgroup")
+        elif rows <= 96:
+            config = GroupedConfig(64, 32, step, 1, 4, 3, kind="warpgroup")
         else:
-            block_m = 64 if rows <= 96 else 128
-            config = GroupedConfig(block_m, 64, step, 1, 8, 3, kind="warpgroup")
+            config = GroupedConfig(128, 64, step, 1, 8, 3, kind="warpgroup")
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
