@@ -26,13 +26,15 @@ from peagle.models.compilation import cache_folder, compile_layers, keep_compile
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.fusion import fuse
 from peagle.models.target import TargetModel
+from peagle.models.target_attention import decoder_layers, windowed_modules
 from tests.conftest import make_drafter
 from tests.models.paging import CHUNKS, LENS, Paged, largest_difference, make_sequences
 from tests.models.test_architectures import ARCHITECTURES
 from tests.models.tiny import make_model
 
 # Different kinds of layers in a model: each is a graph.
-KINDS = {"gpt_oss": 2, "gemma2": 2, "gemma4, shared keys": 4}
+# Layers with and without a window are of one kind.
+KINDS = {"gpt_oss": 1, "gemma2": 1, "gemma4, shared keys": 4}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
 
 
@@ -92,6 +94,24 @@ def test_every_architecture_traces_whole(name: str) -> None:
     assert largest_difference(found, expected) < 1e-5 * float(expected[0].abs().max()) + 1e-5
     verify(paged)
     assert num_graphs() == counters["stats"]["unique_graphs"]
+
+
+def test_a_window_with_another_use_stays_in_the_graph() -> None:
+    target = make_target("gpt_oss")
+    attentions: list[Any] = [layer.self_attn for layer in decoder_layers(target.model)]
+    windows = [attention.sliding_window for attention in attentions]
+    assert None in windows and windowed_modules(target.model) == [
+        attention for attention in attentions if attention.sliding_window
+    ]
+    one = next(attention for attention in attentions if attention.sliding_window)
+    one.k_proj.register_forward_hook(lambda *io: io[-1] * (2 if one.sliding_window else 1))
+    assert windowed_modules(target.model) == []
+    assert [attention.sliding_window for attention in attentions] == windows
+    paged = prefilled(target)
+    expected = verify(paged)
+    compile_layers(target.model, backend="eager")
+    assert largest_difference(verify(paged), expected) < 1e-5 * float(expected[0].abs().max())
+    assert [attention.sliding_window for attention in attentions] == windows
 
 
 def test_layers_are_traced_again_for_new_numbers_of_tokens_only() -> None:

@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor, nn
 
 from peagle.models.drafter import Drafter
-from peagle.models.target_attention import decoder_layers
+from peagle.models.target_attention import decoder_layers, windowed_modules
 
 CACHE_VARIABLE = "PEAGLE_CACHE"
 # The variables by which Inductor and Triton choose their folders, and our folders for them.
@@ -65,13 +65,38 @@ class LayerAttention(ABC):
     def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Attend as `current` does."""
 
+    def begin(self, attend: Any) -> None:
+        """Begin a pass of the compiled layer; `end` ends it."""
+        self.current = attend
+
+    def end(self) -> None:
+        """End the pass."""
+        self.current = None
+
 
 class TargetLayerAttention(LayerAttention):
-    """A `Prepared` for a layer of a transformers model."""
+    """A `Prepared` for a layer of a transformers model.
 
-    def __init__(self, layer: nn.Module) -> None:
+    Args:
+        windowed: the layer's module of `windowed_modules`. Its window is hidden from the graph, so
+            that layers with and without a window share one.
+    """
+
+    def __init__(self, layer: nn.Module, windowed: Any = None) -> None:
         super().__init__(layer)
         self._attends: Any = None
+        self._windowed = windowed
+        self._window = None if windowed is None else windowed.sliding_window
+
+    def begin(self, attend: Any) -> None:
+        super().begin(attend)
+        if self._windowed is not None:
+            self._windowed.sliding_window = None
+
+    def end(self) -> None:
+        super().end()
+        if self._windowed is not None:
+            self._windowed.sliding_window = self._window
 
     def __call__(
         self,
@@ -99,6 +124,8 @@ class TargetLayerAttention(LayerAttention):
         return args, {**kwargs, "attend": self}, attend, hidden.shape[:-1].numel()
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if self._windowed is not None:
+            options["sliding_window"] = self._window
         return self.current(query, key, value, cache=self._cache(), **options)
 
     def _cache(self) -> Any:
@@ -255,14 +282,14 @@ class _CompiledLayer:
 
         try:
             call = self._fixed if self.owner.is_fixed(tokens) else self._dynamic
-            self.attention.current = attend
+            self.attention.begin(attend)
             return call(*swapped_args, **swapped_kwargs)
         except (Unsupported, TorchRuntimeError) as error:  # raised before anything has run
             reason = str(error).strip().splitlines()[0]
             self.owner.left[self.index] = reason
             warnings.warn(f"Layer {self.index} runs uncompiled: {reason}", stacklevel=2)
         finally:
-            self.attention.current = None
+            self.attention.end()
         return self._forward(*args, **kwargs)
 
 
@@ -296,7 +323,11 @@ def compile_layers(
     if isinstance(model, Drafter):
         attentions: list[LayerAttention] = [DrafterLayerAttention(x) for x in model.layers]
     else:
-        attentions = [TargetLayerAttention(layer) for layer in decoder_layers(model)]
+        windowed = windowed_modules(model)
+        attentions = [
+            TargetLayerAttention(layer, next((m for m in layer.modules() if m in windowed), None))
+            for layer in decoder_layers(model)
+        ]
     return CompiledLayers(attentions, buckets, backend, mode)
 
 

@@ -24,11 +24,15 @@ _BENIGN_KEYWORDS = frozenset({"position_ids", "use_cache", "output_router_logits
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of the attention function: the calling module, with its keys and values."""
+    """One call of the attention function: the calling module, with what it hands over."""
 
     module: nn.Module
+    query: Tensor
     key: Tensor
     value: Tensor
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,13 @@ def attention(
         raise RuntimeError(
             f"{type(module).__name__} passes {what}, which peagle does not implement"
         )
+    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
     if calls is not None:
-        calls.append(AttentionCall(module, key, value))
+        calls.append(AttentionCall(module, query, key, value, scaling, sliding_window, softcap))
     out_THd = attend(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
         cache=getattr(module, "peagle_cache", None),
-        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        scaling=scaling,
         sliding_window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
@@ -108,24 +113,27 @@ def register_attention() -> str:
     return _NAME
 
 
-def dry_run(model: transformers.PreTrainedModel) -> DryRun:
+def dry_run(model: transformers.PreTrainedModel, position: int = 0) -> DryRun:
     """Run one token.
+
+    Args:
+        position: of the token.
 
     Raises:
         CheckpointError: the model does not run over this attention function.
     """
     calls: list[AttentionCall] = []
     hidden: list[Tensor] = []
-    position = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    positions = torch.full((1, 1), position, device=model.device)
     # From the middle of the vocabulary: the ends hold special tokens, padding may be embedded as 0.
-    token = position + model.config.get_text_config().vocab_size // 2
+    token = torch.full_like(positions, model.config.get_text_config().vocab_size // 2)
     decoder: Any = model.get_decoder()
     hook = decoder.register_forward_hook(lambda *io: hidden.append(io[-1].last_hidden_state))
     try:
         with torch.no_grad():
             output = model(
                 input_ids=token,
-                position_ids=position,
+                position_ids=positions,
                 use_cache=False,
                 attend=DenseCausalAttention(1),
                 calls=calls,
@@ -184,6 +192,38 @@ def attention_layers(
         cache = shared[0] if shared else len(cached) - 1
         found.append(AttentionLayer(call.module, cache, (call.key.shape[1], call.key.shape[3])))
     return found
+
+
+def windowed_modules(model: transformers.PreTrainedModel) -> list[Any]:
+    """Return the modules whose attribute `sliding_window` is for the attention function alone.
+
+    One token is run with the attribute and without it. The list is empty if anything but the window
+    that the function is given changes.
+    """
+    with_windows = dry_run(model, position=7)  # at 0 RoPE changes nothing
+    modules: list[Any] = [
+        call.module
+        for call in with_windows.calls
+        if call.sliding_window is not None
+        and getattr(call.module, "sliding_window", None) == call.sliding_window
+    ]
+    windows = [module.sliding_window for module in modules]
+    for module in modules:
+        module.sliding_window = None
+    try:
+        without = dry_run(model, position=7)
+    finally:
+        for module, window in zip(modules, windows, strict=True):
+            module.sliding_window = window
+
+    def is_same(call: AttentionCall, other: AttentionCall) -> bool:
+        tensors = ((call.query, other.query), (call.key, other.key), (call.value, other.value))
+        window = None if any(call.module is m for m in modules) else call.sliding_window
+        same = all(torch.equal(*pair) for pair in tensors) and other.sliding_window == window
+        return same and (call.scaling, call.softcap) == (other.scaling, other.softcap)
+
+    same = map(is_same, with_windows.calls, without.calls)
+    return modules if all(same) and torch.equal(with_windows.logits_TV, without.logits_TV) else []
 
 
 def _refusal(model: transformers.PreTrainedModel, reason: str) -> CheckpointError:
