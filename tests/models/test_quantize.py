@@ -186,5 +186,5 @@ def test_refuses_other_types(target_folder: Path, given: Any) -> None:
 
 def test_refuses_it_for_a_loaded_target(target_folder: Path) -> None:
     target = TargetModel.load(target_folder)
-    with pytest.raises(UserError, match=r"quantization 'fp8'; it is .* quantization None"):
+    with pytest.raises(UserError, match=r"quantization 'fp8'.*; it is .* quantization None"):
         LLM(model=target, quantization="fp8")
