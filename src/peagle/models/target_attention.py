@@ -93,13 +93,13 @@ def attention(
         raise RuntimeError(
             f"{type(module).__name__} passes {what}, which peagle does not implement"
         )
-    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+    factor = scaling if scaling is not None else query.shape[-1] ** -0.5
     if calls is not None:
-        calls.append(AttentionCall(module, query, key, value, scaling, sliding_window, softcap))
+        calls.append(AttentionCall(module, query, key, value, factor, sliding_window, softcap))
     out_THd = attend(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
         cache=getattr(module, "peagle_cache", None),
-        scaling=scaling,
+        scaling=factor,
         sliding_window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
