@@ -14,7 +14,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from peagle import LLM, SamplingParams
 from peagle.errors import CheckpointError
@@ -23,12 +23,13 @@ from peagle.models.packed_loading import load_packed
 from peagle.models.quantization import quantization_of
 from peagle.models.target import TargetModel
 from peagle.models.target_facts import load_config
-from tests.kernels.devices import DEVICES
+from tests.kernels.devices import DEVICES, INTERPRETED
 from tests.models.test_architectures import ARCHITECTURES, pack_experts
 from tests.models.tiny import EXPERTS, make_model
 
 Tensors = dict[str, Tensor]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
 TOKENS = torch.randint(320, (1, 12), generator=torch.Generator().manual_seed(7))
 
 
@@ -299,6 +300,18 @@ def test_packed_experts_of_gpt_oss(tmp_path: Path, device: str) -> None:
     found = load(tmp_path, device=device, unpack=False)
     assert distance(logits(found), expected) < 1e-4
     assert not any(name.endswith("gate_up_proj") for name, _ in found.named_parameters())
+
+
+@pytest.mark.parametrize("unpack", [True, pytest.param(False, marks=needs_interpreter)])
+def test_gpt_oss_is_as_transformers_unpacks_it(tmp_path: Path, unpack: bool) -> None:
+    options = {**ARCHITECTURES["gpt_oss"].options, "intermediate_size": 64}
+    make_model("gpt_oss", **options).save_pretrained(tmp_path)
+    pack_experts(tmp_path)
+    unpacked = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
+    )
+    found = load(tmp_path, unpack=unpack)
+    assert distance(logits(found), logits(unpacked)) < (1e-6 if unpack else 1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:The target is quantised")
