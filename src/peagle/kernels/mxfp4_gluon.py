@@ -1,9 +1,9 @@
 """Grouped products of "mxfp4" weights in Gluon, the part of Triton where programs choose layouts.
 
-The words go from memory straight into the registers in which the matrix unit wants them
-unpacked: 16 bytes of a row are 32 inputs, which share a scale. The scale is multiplied in while the
-thread unpacks, so that sums need no scaling. `grouped_kernel` of `experts_triton` computes the same
-through Triton's own layouts, with about twice the instructions.
+The words go from memory straight into the registers from which the matrix unit takes them unpacked;
+`packed_weights` says how they are arranged for that. The scale is multiplied in while a thread
+unpacks, so that sums need no scaling. x comes to shared memory by asynchronous copies.
+`grouped_kernel` of `experts_triton` computes the same for other types and cards, more slowly.
 """
 
 from __future__ import annotations
