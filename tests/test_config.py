@@ -105,7 +105,10 @@ LOOKUP = {"method": "ngram", "model": None}
             {"draft_sample_method": "greedy", "draft_sampling": "probabilistic"},
             "draft_sample_method 'greedy' and draft_sampling 'probabilistic' contradict",
         ),
-        ({"quantization": "fp4"}, "quantization is 'fp4'; expected one of None, fp8, int8, int4"),
+        (
+            {"quantization": "fp4"},
+            "quantization is 'fp4'; expected one of fp8, int8, int4, or none",
+        ),
         (
             {"method": "ngram", "model": None, "quantization": "fp8"},
             "expected no quantization with",

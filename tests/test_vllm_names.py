@@ -155,7 +155,10 @@ def test_neutral_options_of_the_engine(target_folder: Path) -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; expected 1 or nothing: one"),
         ({"trust_remote_code": True}, "trust_remote_code is True; expected False or nothing"),
         ({"engine": "vllm"}, "engine is 'vllm'; expected 'peagle' or nothing: peagle serve"),
-        ({"quantization": "awq"}, "quantization is 'awq'; expected one of None, fp8, int8, int4"),
+        (
+            {"quantization": "awq"},
+            "quantization is 'awq'; expected one of fp8, int8, int4, or none",
+        ),
         ({"tokenizer": "other/tokenizer"}, "tokenizer is 'other/tokenizer'; expected that of"),
         ({"max_model_length": 5}, "Did you mean 'max_model_len'?"),
     ],

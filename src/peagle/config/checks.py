@@ -48,8 +48,10 @@ def number(accepts: Callable[[Any], bool], expected: str) -> FieldCheck:
 
 
 def choice_of(*allowed: object) -> FieldCheck:
-    """Accept one of some words."""
-    return FieldCheck(lambda value: value in allowed, "one of " + ", ".join(map(str, allowed)))
+    """Accept one of some words, or None if that is among them."""
+    words = ", ".join(str(value) for value in allowed if value is not None)
+    or_none = ", or none" if None in allowed else ""
+    return FieldCheck(lambda value: value in allowed, f"one of {words}{or_none}")
 
 
 BOOLEAN = FieldCheck(lambda value: isinstance(value, bool), "true or false")
