@@ -8,7 +8,6 @@ has none here.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
@@ -33,10 +32,9 @@ from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter
 from tests.engine.engines import assert_idle, config_of, know_the_answer, make_llm
+from tests.engine.test_lossless import NEW_TOKENS, PROMPTS, reference_outputs
 
 FP8 = torch.float8_e4m3fn
-PROMPTS = [[5, 9, 200, 31], [17] * 40, [3], list(range(20, 95)), [8, 8, 9, 9, 8, 8, 9, 9, 8, 8]]
-NEW_TOKENS = 32
 SCALES = [(0.05, 0.3), (0.02, 0.1), (1.5, 0.01), (0.2, 2.0)]
 
 
@@ -64,27 +62,10 @@ class RoundedCache(DynamicCache):
         return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
-def by_transformers(folder: Path, make_cache: Callable[[], DynamicCache]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    outputs = []
-    for prompt in PROMPTS:
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            past_key_values=make_cache(),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=0,
-            pad_token_id=0,
-        )
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
-
-
 @pytest.fixture(scope="module")
 def expected(scaled_folder: Path) -> list[list[int]]:
-    found = by_transformers(scaled_folder, RoundedCache)
-    assert found != by_transformers(scaled_folder, DynamicCache), "rounding must change something"
+    found = reference_outputs(scaled_folder, make_cache=RoundedCache)
+    assert found != reference_outputs(scaled_folder), "rounding must change something"
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from peagle import LLM, SamplingParams
 from peagle.kernels.batches import slot_mapping
@@ -30,7 +30,11 @@ NEAR_TIE = 1e-4
 
 
 @cache
-def reference_outputs(folder: Path, dtype: torch.dtype = torch.float64) -> list[list[int]]:
+def reference_outputs(
+    folder: Path,
+    dtype: torch.dtype = torch.float64,
+    make_cache: type[DynamicCache] = DynamicCache,
+) -> list[list[int]]:
     """What transformers' own `generate` gives for PROMPTS, one at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     outputs = []
@@ -39,6 +43,7 @@ def reference_outputs(folder: Path, dtype: torch.dtype = torch.float64) -> list[
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
+            past_key_values=make_cache(),
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             eos_token_id=0,
