@@ -276,8 +276,13 @@ class GemmaSplitter(_ChannelSplitter):
         return iter(())
 
 
+def is_harmony(chat_template: str) -> bool:
+    """Return whether a chat template is that of gpt-oss."""
+    return "<|channel|>" in chat_template and "<|message|>" in chat_template
+
+
 def family_splitter(chat_template: str) -> AnswerSplitter | None:
     """Return the splitter of a family that writes channels; None for other chat templates."""
-    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
+    if is_harmony(chat_template):
         return HarmonySplitter()
     return GemmaSplitter() if "<|channel>" in chat_template else None

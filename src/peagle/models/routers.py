@@ -44,11 +44,18 @@ def use_routers(model: nn.Module) -> int:
         how many routers have changed; a second call changes none.
     """
     modules: list[Any] = [m for m in model.modules() if _may_be_router(m)]
-    found = [(module, is_among_chosen(module)) for module in modules]
-    changed = [(module, among_chosen) for module, among_chosen in found if among_chosen is not None]
-    for module, among_chosen in changed:
-        module.__class__, module.among_chosen = _with_one_kernel(type(module)), among_chosen
-    return len(changed)
+    found: dict[Any, bool | None] = {}  # layers have equal routers, but for their weights
+    changed = 0
+    for module in modules:
+        settings = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str)}
+        shapes = {name: None if p is None else p.shape for name, p in module._parameters.items()}
+        kind = (type(module), *shapes.items(), *settings.items())
+        if kind not in found:
+            found[kind] = is_among_chosen(module)
+        if (among_chosen := found[kind]) is not None:
+            module.__class__, module.among_chosen = _with_one_kernel(type(module)), among_chosen
+            changed += 1
+    return changed
 
 
 def _may_be_router(module: Any) -> bool:
@@ -60,6 +67,7 @@ def _may_be_router(module: Any) -> bool:
         and weight.ndim == 2
         and weight.shape[0] <= MAX_EXPERTS
         and not set(module._parameters) - {"weight", "bias"}
+        and not module._buffers
         and not any(True for _ in module.children())
     )
 

@@ -200,6 +200,8 @@ def windowed_modules(model: transformers.PreTrainedModel) -> list[Any]:
     One token is run with the attribute and without it. The list is empty if anything but the window
     that the function is given changes.
     """
+    if not any(getattr(module, "sliding_window", None) for module in model.modules()):
+        return []
     with_windows = dry_run(model, position=7)  # at 0 RoPE changes nothing
     modules: list[Any] = [
         call.module
@@ -218,12 +220,14 @@ def windowed_modules(model: transformers.PreTrainedModel) -> list[Any]:
 
     def is_same(call: AttentionCall, other: AttentionCall) -> bool:
         tensors = ((call.query, other.query), (call.key, other.key), (call.value, other.value))
-        window = None if any(call.module is m for m in modules) else call.sliding_window
-        same = all(torch.equal(*pair) for pair in tensors) and other.sliding_window == window
-        return same and (call.scaling, call.softcap) == (other.scaling, other.softcap)
+        window = None if call.module in modules else call.sliding_window
+        options = (window, call.scaling, call.softcap)
+        has_same = options == (other.sliding_window, other.scaling, other.softcap)
+        return has_same and all(torch.equal(*pair) for pair in tensors)
 
-    same = map(is_same, with_windows.calls, without.calls)
-    return modules if all(same) and torch.equal(with_windows.logits_TV, without.logits_TV) else []
+    is_sound = all(map(is_same, with_windows.calls, without.calls))
+    is_sound &= torch.equal(with_windows.logits_TV, without.logits_TV)
+    return modules if is_sound else []
 
 
 def _refusal(model: transformers.PreTrainedModel, reason: str) -> CheckpointError:

@@ -29,7 +29,7 @@ from peagle.markers import marker_token_ids
 from peagle.models.target import load_tokenizer
 from peagle.serving.errors import ApiError
 from peagle.serving.limits import most
-from peagle.thinking import AnswerSplitter, HarmonySplitter, family_splitter
+from peagle.thinking import AnswerSplitter, is_harmony
 
 T = TypeVar("T")
 # Characters, and half as many tokens, above which a text is a long one: some 20 ms of work.
@@ -299,18 +299,14 @@ def _in_template_form(messages: Sequence[Mapping[str, Any]], source: str) -> lis
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [_with_arguments(call) for call in calls]
         formed.append(message)
-    return _in_harmony_form(formed) if _is_harmony(source) else formed
-
-
-def _is_harmony(source: str) -> bool:
-    return isinstance(family_splitter(source), HarmonySplitter)
+    return _in_harmony_form(formed) if is_harmony(source) else formed
 
 
 def _described(
     tools: Sequence[Mapping[str, Any]] | None, source: str
 ) -> Sequence[Mapping[str, Any]] | None:
     """Return tools with the description that the template of gpt-oss needs, if need be empty."""
-    if not tools or not _is_harmony(source):
+    if not tools or not is_harmony(source):
         return tools
     return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 

@@ -27,6 +27,7 @@ from peagle.serving.tools import (
     joined,
     new_call_id,
 )
+from peagle.thinking import is_harmony
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]  # each yield waits for more text
@@ -738,7 +739,7 @@ def detect_parser(chat_template: str) -> str:
         return "none" if "<arg_key>" in chat_template else "hermes"  # GLM's arguments are XML
     if "[TOOL_CALLS]" in chat_template:
         return "mistral"
-    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
+    if is_harmony(chat_template):
         return "openai"
     if "<|tool_call>" in chat_template:
         return "gemma4"
