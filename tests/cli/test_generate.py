@@ -137,7 +137,7 @@ def test_an_fp8_kv_cache(peagle: Peagle, pair: Pair) -> None:
     call = ("generate", *pair.options, "--prompt", PROMPTS[0], "--max-new-tokens", 12)
     result = peagle(*call, "--kv-cache-dtype", "fp8", "--show-memory")
     assert result.status == 0, result.err
-    assert "\n  KV type           fp8, scales 1\n" in result.err
+    assert " of fp8, scales 1: " in result.err
     assert "temperature 0, float32, fp8 KV cache" in result.err
     assert "KV cache" not in peagle(*call).err
 

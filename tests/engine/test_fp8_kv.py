@@ -217,8 +217,8 @@ def test_the_plan_of_memory(target_folder: Path) -> None:
     auto, fp8 = plans["auto", False], plans["fp8", False]
     assert auto.block_bytes == 2 * fp8.block_bytes == 2 * 16 * 4 * 2 * 8 * 2
     assert fp8.num_blocks == 2 * auto.num_blocks
-    assert "\n  KV type           bfloat16\n" in str(auto)
-    assert "\n  KV type           fp8, scales 1\n" in str(fp8)
+    assert " of bfloat16: " in str(auto)
+    assert " of fp8, scales 1: " in str(fp8)
     auto, fp8 = plans["auto", True], plans["fp8", True]
     assert auto.drafter_block_bytes == fp8.drafter_block_bytes
     assert auto.target_block_bytes == 2 * fp8.target_block_bytes

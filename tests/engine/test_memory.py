@@ -357,9 +357,8 @@ def test_the_table_of_a_card(card: Card) -> None:
         "  target weights       16.0 GiB",
         "  drafter weights      3.0 GiB",
         "  activations, graphs  2.0 GiB (measured)",
-        "  KV cache             50.0 GiB: 20,479 blocks of 16 slots (2.5 MiB, 256.0 KiB of it the "
-        "drafter's)",
-        "  KV type              bfloat16",
+        "  KV cache             50.0 GiB of bfloat16: 20,479 blocks of 16 slots (2.5 MiB, "
+        "256.0 KiB of it the drafter's)",
         "  reserved ahead       24 slots a request",
         "  longest context      40,960 tokens",
         "  requests at once     7 of 40,960, 16 of 2,048 tokens (max_num_seqs 16)",
@@ -368,9 +367,8 @@ def test_the_table_of_a_card(card: Card) -> None:
     plan = plan_of(peak_bytes=512 * MIB)
     assert "target weights       1000 B" in str(plan)
     assert "drafter" not in str(plan)
-    assert str(plan).splitlines()[-5:] == [
-        "  KV cache             508.5 MiB: 226 blocks of 16 slots (2.2 MiB)",
-        "  KV type              bfloat16",
+    assert str(plan).splitlines()[-4:] == [
+        "  KV cache             508.5 MiB of bfloat16: 226 blocks of 16 slots (2.2 MiB)",
         "  reserved ahead       24 slots a request",
         "  longest context      3,592 tokens: the KV cache ends before max_model_len (40,960)",
         "  requests at once     0 of 40,960, 1 of 2,048 tokens (max_num_seqs 16)",
@@ -383,8 +381,7 @@ def test_the_table_of_a_cpu(target: TargetModel) -> None:
     assert str(replace(plan, target_bytes=5 * MIB)).splitlines() == [
         "memory on cpu",
         "  target weights    5.0 MiB",
-        "  KV cache          3.0 MiB: 192 blocks of 16 slots (16.0 KiB)",
-        "  KV type           float64",
+        "  KV cache          3.0 MiB of float64: 192 blocks of 16 slots (16.0 KiB)",
         "  reserved ahead    2 slots a request",
         "  longest context   256 tokens",
         "  requests at once  3 of 256 tokens (max_num_seqs 3)",

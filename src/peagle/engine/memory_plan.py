@@ -125,8 +125,7 @@ class MemoryPlan:
         requests = ", ".join(f"{self.concurrency(n):,} of {n:,}" for n in lengths)
         blocks = f"{self.num_blocks:,} blocks of {self.block_size:,} slots ({block})"
         rows += [
-            ("KV cache", f"{size_text(self.kv_bytes)}: {blocks}"),
-            ("KV type", self.kv_type),
+            ("KV cache", f"{size_text(self.kv_bytes)} of {self.kv_type}: {blocks}"),
             ("reserved ahead", f"{self.num_lookahead_slots:,} slots a request"),
             ("longest context", context),
             ("requests at once", f"{requests} tokens (max_num_seqs {self.max_num_seqs:,})"),
