@@ -721,7 +721,8 @@ async function run() {
   setRunning(null);
   if (settings.isChat) keepTurn(settings.prompt, chosen.find((column) => outcomes.get(column) === "done"));
   prepareReplay();
-  drawNumbers(performance.now());
+  numbersAt = -Infinity;
+  draw(performance.now()); // A reader who may run again sees the whole answer.
   $("summary").textContent = summarize(chosen, outcomes);
 }
 
