@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from peagle.kernels import batches_triton, sampling_triton, verify_triton
-from peagle.kernels.batches import TargetBatch
+from peagle.kernels.batches import DraftBatch, TargetBatch
 from peagle.kernels.logits_rules import VerificationRows
 from peagle.kernels.sampling import probs_from_logits
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState
@@ -222,7 +222,7 @@ def bench_expand() -> list[dict[str, Any]]:
         active = torch.ones(num_seqs, dtype=torch.bool, device=DEVICE)
         drafts = torch.randint(VOCAB, (num_seqs, K), device=DEVICE)
         target = TargetBatch.allocate(num_seqs, num_rows, DEVICE)
-        buffers = batches_triton.DraftBuffers.allocate(num_seqs, num_slots, K, DEVICE)
+        buffers = DraftBatch.allocate(num_seqs, num_slots, K, DEVICE)
         features = torch.randn(num_rows, WIDTH, device=DEVICE, dtype=torch.bfloat16)
         shared = torch.randn(WIDTH, device=DEVICE, dtype=torch.bfloat16)
         hidden = torch.empty(num_slots, WIDTH, device=DEVICE, dtype=torch.bfloat16)
@@ -243,8 +243,8 @@ def bench_expand() -> list[dict[str, Any]]:
 
         def expand() -> None:
             batches_triton.expand_draft_batch(
-                target.tokens_T,  # noqa: B023
-                target.positions_T,  # noqa: B023
+                target.tokens_R,  # noqa: B023
+                target.positions_R,  # noqa: B023
                 target.query_start_loc,  # noqa: B023
                 accepted,  # noqa: B023
                 ints_of[0],  # noqa: B023
@@ -258,7 +258,7 @@ def bench_expand() -> list[dict[str, Any]]:
             )
 
         def gather() -> None:
-            rows = buffers.batch.feature_rows_S  # noqa: B023
+            rows = buffers.feature_rows_R  # noqa: B023
             batches_triton.gather_features(features, shared, rows, hidden)  # noqa: B023
 
         ints_of = (

@@ -358,10 +358,10 @@ def serve_shifted(patch: pytest.MonkeyPatch) -> None:
 
     def shifted(tokens_T: Tensor, *arguments: Any, **options: Any) -> Any:
         batch = expand(tokens_T, *arguments, **options)
-        rows_S = batch.feature_rows_S
+        rows_S = batch.feature_rows_R
         own_S = tokens_T[rows_S.clamp_max(len(tokens_T) - 1)]
         is_mask_S = rows_S >= len(tokens_T)
-        return replace(batch, tokens_S=torch.where(is_mask_S, batch.tokens_S, own_S))
+        return replace(batch, tokens_R=torch.where(is_mask_S, batch.tokens_R, own_S))
 
     patch.setattr(proposers, "expand_draft_batch", shifted)
 

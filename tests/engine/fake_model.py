@@ -96,8 +96,8 @@ class FakeRunner:
 
 def _batch(tokens: list[int], positions: list[int], start_loc: list[int]) -> Any:
     return SimpleNamespace(
-        tokens_T=torch.tensor(tokens),
-        positions_T=torch.tensor(positions),
+        tokens_R=torch.tensor(tokens),
+        positions_R=torch.tensor(positions),
         query_start_loc=torch.tensor(start_loc),
     )
 

@@ -117,7 +117,7 @@ def largest_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     watch(engine.target, "forward", "target")
     watch(engine.target, "compute_logits", "logits")
     if engine.max_draft_len:
-        watch(engine.drafting.proposer, "run_prepared", "drafter")
+        watch(engine.drafting.proposer.passes, "run", "drafter")
     sizes = {"num_drafts": engine.num_speculative_tokens, "num_resuming": 0, **options}
     run_largest_passes(engine.runner, engine.drafting, engine._features, engine.config, **sizes)
     assert len(engine.sampler._free_slots) == engine.config.max_num_seqs

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,10 @@ import torch
 from torch import Tensor
 
 from peagle import LLM, SamplingParams
-from peagle.attention import AttentionMetadata
+from peagle.attention import Passes
 from peagle.engine import graph_runner
-from peagle.engine.graph_runner import (
-    PassGraphs,
-    make_capturer,
-    make_drafter_graphs,
-    make_target_graphs,
-)
+from peagle.engine.graph_runner import PassGraphs, make_capturer
+from peagle.kernels.batches import PackedBatch
 from tests.engine.engines import drive, watch_drafts
 
 pytest.importorskip("triton", reason="needs triton")
@@ -55,20 +50,22 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
     capture, backend = make_capturer(llm.target.device), TritonAttention(one_launch=one_launch)
     seen: list[tuple[int, int, bool]] = []
 
-    def watched(graphs: PassGraphs) -> Callable[..., Any]:
-        def call(tokens_T: Tensor, positions_T: Tensor, metadata: Any, *rest: Any) -> Any:
-            done = graphs(tokens_T, positions_T, metadata, *rest)
-            seen.append((len(tokens_T), len(metadata.seq_lens_B), done is not None))
+    def use(passes: Passes, *hidden_1D: Tensor) -> None:
+        passes.backend = backend
+        graphs = PassGraphs(passes, capture, 16, 4, llm.target.device, *hidden_1D)
+
+        def call(batch: PackedBatch, tables_BM: Tensor, hidden: Tensor | None) -> Any:
+            done = graphs(batch, tables_BM, hidden)
+            seen.append((len(batch.tokens_R), len(tables_BM), done is not None))
             return done
 
-        return call
+        passes.graphs = call
 
-    engine.runner.graphs = watched(make_target_graphs(llm.target, backend, capture, 16))
+    use(engine.runner.passes)
     caches = [*llm.target.kv_caches]
     if engine.drafting is not None:
         proposer = engine.drafting.proposer
-        proposer.backend = backend
-        proposer.graphs = watched(make_drafter_graphs(proposer, capture, 16))
+        use(proposer.passes, proposer.drafter.norm.weight.unsqueeze(0))
         caches += proposer.caches
     for cache in caches:
         cache.keys.fill_(torch.nan)
@@ -109,21 +106,27 @@ def test_the_smallest_graph_runs_and_what_does_not_fit_is_refused(target_folder:
         sizes.append(len(tokens_T))
         return (tokens_T.clone(),)
 
-    graphs = PassGraphs(run, TritonAttention(), lambda run: run, 16, 4, llm.target.device)
+    passes = Passes(run, TritonAttention())
+    passes.graphs = PassGraphs(passes, lambda run: run, 16, 4, llm.target.device)
 
-    def taken(num_tokens: int, num_seqs: int = 1, **changes: Any) -> bool:
-        ones_B, tokens_T = torch.ones(num_seqs, dtype=torch.int64), torch.arange(num_tokens)
-        tables, start = torch.zeros(num_seqs, 1, dtype=torch.int64), torch.zeros(num_seqs + 1)
-        metadata = AttentionMetadata(start.long(), ones_B, tables, tokens_T, num_tokens, 16)
-        done = graphs(tokens_T, tokens_T, replace(metadata, **changes))
-        assert done is None or done[0].tolist() == tokens_T.tolist()
-        return done is not None
+    def taken(num_tokens: int, num_seqs: int = 1, **options: Any) -> bool:
+        sizes.clear()
+        ones_B, tokens_R = torch.ones(num_seqs, dtype=torch.int64), torch.arange(num_tokens)
+        start = torch.full((num_seqs + 1,), num_tokens).index_fill(0, torch.tensor(0), 0)
+        batch = PackedBatch(tokens_R, tokens_R, tokens_R, start, ones_B)
+        tables = torch.zeros(num_seqs, 1, dtype=torch.int64)
+        (done,) = passes(batch, tables, max_query_len=num_tokens, max_seq_len=16, **options)
+        assert done.tolist() == tokens_R.tolist()
+        return sizes != [num_tokens] or num_tokens in (4, 8, 16)
 
-    assert all(taken(count) for count in (1, 4, 5, 8, 9, 16))
-    assert sizes == [4, 4, 8, 8, 16, 16]
-    assert taken(4, 4) and not taken(5, 5)
+    found = []
+    for count in (1, 4, 5, 8, 9, 16):
+        assert taken(count)
+        found += sizes
+    assert found == [4, 4, 8, 8, 16, 16]
+    assert taken(3, 4) and not taken(5, 5)
     assert not taken(17)
-    assert not taken(4, context_starts_B=torch.ones(1, dtype=torch.int64))
+    assert not taken(3, context_starts_B=torch.ones(1, dtype=torch.int64))
 
 
 def make(folder: Path, head: Path | None, *, eager: bool, **options: Any) -> LLM:
@@ -152,10 +155,12 @@ def test_prompts_of_any_length_give_the_same(
     taken: dict[bool, list[int]] = {False: [], True: []}  # by whether hidden states go in
     call = PassGraphs.__call__
 
-    def watched(self: PassGraphs, tokens_T: Tensor, *rest: Any) -> tuple[Tensor, ...] | None:
-        done = call(self, tokens_T, *rest)
+    def watched(
+        self: PassGraphs, batch: PackedBatch, tables_BM: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, ...] | None:
+        done = call(self, batch, tables_BM, hidden)
         if done is not None:
-            taken[len(rest) == 3].append(tokens_T.shape[0])
+            taken[hidden is not None].append(batch.tokens_R.shape[0])
         return done
 
     monkeypatch.setattr(PassGraphs, "__call__", watched)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from peagle.kernels.batches import DraftBatch, expand_draft_batch, slot_mapping
 
 MASK_TOKEN = 999
+MAX_DRAFTS = 8
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def expand(case: Case) -> DraftBatch:
         torch.tensor(case.block_tables),
         block_size=case.block_size,
         num_mask_slots_B=torch.tensor([s.masks for s in case.sequences]),
+        max_drafts=MAX_DRAFTS,
         mask_token_id=MASK_TOKEN,
         max_model_len=case.max_model_len,
     )
@@ -99,13 +101,17 @@ def reference(case: Case) -> dict[str, list[int]]:
         seq_lens.append(n + one.masks)
         row += one.rows
     return {
-        "tokens_S": tokens_S,
-        "positions_S": positions_S,
-        "slots_S": slots_S,
-        "feature_rows_S": features_S,
+        "tokens_R": tokens_S,
+        "positions_R": positions_S,
+        "slots_R": slots_S,
+        "feature_rows_R": features_S,
         "query_start_loc": lens,
         "seq_lens_B": seq_lens,
         "last_ntp_B": last_ntp,
+        "draft_rows_BK": [
+            [last + min(j, one.masks) for j in range(MAX_DRAFTS)]
+            for last, one in zip(last_ntp, case.sequences, strict=True)
+        ],
     }
 
 
@@ -161,13 +167,14 @@ def test_worked_example() -> None:
         torch.tensor([[3, 0, 2]]),
         block_size=4,
         num_mask_slots_B=torch.tensor([2]),
+        max_drafts=MAX_DRAFTS,
         mask_token_id=MASK_TOKEN,
         max_model_len=100,
     )
-    assert batch.tokens_S.tolist() == [61, 70, MASK_TOKEN, MASK_TOKEN]
-    assert batch.positions_S.tolist() == [5, 6, 7, 8]
-    assert batch.feature_rows_S.tolist() == [0, 1, 4, 4]
-    assert batch.slots_S.tolist() == [1, 2, 3, 8]
+    assert batch.tokens_R.tolist() == [61, 70, MASK_TOKEN, MASK_TOKEN]
+    assert batch.positions_R.tolist() == [5, 6, 7, 8]
+    assert batch.feature_rows_R.tolist() == [0, 1, 4, 4]
+    assert batch.slots_R.tolist() == [1, 2, 3, 8]
     assert batch.seq_lens_B.tolist() == [9]
     assert batch.last_ntp_B.tolist() == [1]
 

@@ -86,15 +86,15 @@ def test_the_target_reference_is_the_loop() -> None:
         for offset, token in enumerate(tokens):
             position = first + offset
             slot = int(state["block_tables_BM"][b, position // 4]) * 4 + position % 4
-            assert batch.tokens_T[row] == token
-            assert batch.positions_T[row] == position
-            assert batch.slots_T[row] == (slot if position < 35 else -1)
-            assert batch.sequences_T[row] == b
+            assert batch.tokens_R[row] == token
+            assert batch.positions_R[row] == position
+            assert batch.slots_R[row] == (slot if position < 35 else -1)
+            assert batch.sequences_R[row] == b
             row += 1
         assert batch.seq_lens_B[b] == first + count + 1
     assert batch.query_start_loc[6] == row
-    assert batch.slots_T[row:].eq(-1).all()
-    assert batch.sequences_T[row:].eq(-1).all()
+    assert batch.slots_R[row:].eq(-1).all()
+    assert batch.sequences_R[row:].eq(-1).all()
 
 
 def padded_expand(inputs: dict[str, Tensor], num_slots: int, k: int, **options: Any) -> dict:
@@ -104,15 +104,17 @@ def padded_expand(inputs: dict[str, Tensor], num_slots: int, k: int, **options: 
     num_seqs = len(active)
     lens = torch.zeros(num_seqs, dtype=torch.int64)
     fields = {
-        name: torch.zeros(num_seqs, dtype=torch.int64) for name in ("seq_lens_B", "last_ntp_B")
+        "seq_lens_B": torch.zeros(num_seqs, dtype=torch.int64),
+        "last_ntp_B": torch.zeros(num_seqs, dtype=torch.int64),
+        "draft_rows_BK": torch.zeros(num_seqs, k, dtype=torch.int64),
     }
     parts = {
         name: torch.full((num_slots,), value)
         for name, value in (
-            ("tokens_S", MASK_TOKEN),
-            ("positions_S", 0),
-            ("slots_S", -1),
-            ("feature_rows_S", num_target_rows),
+            ("tokens_R", MASK_TOKEN),
+            ("positions_R", 0),
+            ("slots_R", -1),
+            ("feature_rows_R", num_target_rows),
         )
     }
     if active.any():
@@ -124,18 +126,17 @@ def padded_expand(inputs: dict[str, Tensor], num_slots: int, k: int, **options: 
             inputs["next_tokens_B"][active],
             inputs["block_tables_BM"][active],
             num_mask_slots_B=inputs["num_mask_slots_B"][active],
+            max_drafts=k,
             mask_token_id=MASK_TOKEN,
             **options,
         )
         for name, part in parts.items():
-            part[: len(batch.tokens_S)] = getattr(batch, name)
+            part[: len(batch.tokens_R)] = getattr(batch, name)
         for name, field in fields.items():
             field[active] = getattr(batch, name)
         lens[active] = batch.query_start_loc.diff()
-    repeat_BK = torch.minimum(torch.arange(k), inputs["num_mask_slots_B"].unsqueeze(1))
-    rows_BK = torch.where(active.unsqueeze(1), fields["last_ntp_B"].unsqueeze(1) + repeat_BK, 0)
     start_loc = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-    return {**parts, **fields, "query_start_loc": start_loc, "draft_rows_BK": rows_BK}
+    return {**parts, **fields, "query_start_loc": start_loc}
 
 
 def expand_inputs(
@@ -191,16 +192,15 @@ def test_draft_batch(
         num_slots = max(int((lens * inputs["active_B"]).sum()) + spare, 1)
         options: dict[str, Any] = {"block_size": block_size, "max_model_len": max_model_len}
         expected = padded_expand(inputs, num_slots, k, **options)
-        out = batches_triton.DraftBuffers.allocate(num_seqs, num_slots, k, device)
+        out = reference.DraftBatch.allocate(num_seqs, num_slots, k, device)
         for name in DRAFT_FIELDS:
-            getattr(out.batch, name).fill_(-77)
-        out.draft_rows_BK.fill_(-77)
+            getattr(out, name).fill_(-77)
         batches_triton.expand_draft_batch(
             **on(inputs, device), out=out, mask_token_id=MASK_TOKEN, **options
         )
+        assert set(expected) == set(DRAFT_FIELDS)
         for name, values in expected.items():
-            found = out.draft_rows_BK if name == "draft_rows_BK" else getattr(out.batch, name)
-            assert found.tolist() == values.tolist(), name
+            assert getattr(out, name).tolist() == values.tolist(), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

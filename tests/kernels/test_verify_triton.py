@@ -206,7 +206,7 @@ def run(
     for f in fields(StepRecord):
         getattr(out, f.name).fill_(-77)
     scratch = verify_triton.VerifyScratch.allocate(num_seqs, num_rows, vocab_size, device)
-    batch = to(case.batch.sequences_T), to(case.batch.query_start_loc)
+    batch = to(case.batch.sequences_R), to(case.batch.query_start_loc)
     before = (logits, *batch, to(case.drafts_BK), to(case.active_B))
     after = (state, limits, scratch, out)
     synthetic = None
@@ -441,7 +441,7 @@ def test_can_be_captured(greedy: bool) -> None:
 
     def inputs(case: Case) -> list[Tensor]:
         tensors = [getattr(case.state, f.name) for f in fields(StepState)]
-        tensors += [case.batch.sequences_T, case.batch.query_start_loc, case.drafts_BK]
+        tensors += [case.batch.sequences_R, case.batch.query_start_loc, case.drafts_BK]
         tensors += [case.active_B, case.logits_RV, case.sampling.temperature_B]
         tensors += [case.sampling.top_k_B, case.sampling.top_p_B, case.sampling.seeds_B]
         limits = case.limits

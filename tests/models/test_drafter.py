@@ -306,12 +306,12 @@ def keep_stale_slots(expand: Callable[..., DraftBatch]) -> Callable[..., DraftBa
     def faulty(*args: Any, **kwargs: Any) -> DraftBatch:
         batch = expand(*args, **kwargs)
         first = batch.query_start_loc[:-1]
-        index = torch.arange(len(batch.slots_S))
+        index = torch.arange(len(batch.slots_R))
         after_first = ~torch.isin(index, first)
-        is_ntp = batch.feature_rows_S < len(args[0])
-        decoding = batch.positions_S >= 12
+        is_ntp = batch.feature_rows_R < len(args[0])
+        decoding = batch.positions_R >= 12
         stale = after_first & is_ntp & decoding
-        return replace(batch, slots_S=torch.where(stale, -1, batch.slots_S))
+        return replace(batch, slots_R=torch.where(stale, -1, batch.slots_R))
 
     return faulty
 

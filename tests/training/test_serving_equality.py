@@ -18,8 +18,7 @@ from peagle.data.features import target_states
 from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-from peagle.speculation import TargetStep
-from peagle.speculation.proposers import HeadProposer
+from peagle.speculation.proposers import EagerDraft
 from peagle.training.config import MethodSection
 from peagle.training.partition import PartitionLayout, partitioned_graded
 from peagle.training.training_methods import TrainingMethod, eagle3_forward
@@ -39,19 +38,17 @@ def serve(folder: Path, head: Path, prompt: list[int], monkeypatch: pytest.Monke
     """Generate, recording for each draft the length of the prefix and the draft logits [K, DV]."""
     recorded: list[tuple[int, Tensor]] = []
     columns: list[Tensor] = []
-    draw = HeadProposer._draw
+    choose = EagerDraft.choose
 
-    def recording_draw(
-        self: HeadProposer, hidden_BJD: Tensor, step: TargetStep, sequences_B: Tensor, first: int
-    ) -> Any:
-        columns.append(self.drafter.compute_logits(hidden_BJD)[0])
+    def recording_choose(self: EagerDraft, hidden_BJD: Tensor, first: int) -> None:
+        columns.append(self._proposer.drafter.compute_logits(hidden_BJD)[0])
         done = torch.cat(columns)
         if len(done) == K:
-            recorded.append((len(step.histories[0]), done))
+            recorded.append((len(self._step.histories[0]), done))
             columns.clear()
-        return draw(self, hidden_BJD, step, sequences_B, first)
+        choose(self, hidden_BJD, first)
 
-    monkeypatch.setattr(HeadProposer, "_draw", recording_draw)
+    monkeypatch.setattr(EagerDraft, "choose", recording_choose)
     llm = LLM(
         folder,
         dtype="float32",
@@ -144,7 +141,7 @@ def test_eagle3_steps_equal_when_the_drafts_are_right(
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     plain = prompt + LLM(target_folder, dtype="float32").generate([prompt], params)[0].token_ids
     asked = [0]
-    to_target_ids, draw = Drafter.to_target_ids, HeadProposer._draw
+    to_target_ids, choose = Drafter.to_target_ids, EagerDraft.choose
 
     def forced(self: Drafter, draft_ids: Tensor) -> Tensor:
         if draft_ids.dim() == 1:  # the table of the whole draft vocabulary
@@ -154,19 +151,17 @@ def test_eagle3_steps_equal_when_the_drafts_are_right(
     recorded: list[tuple[int, Tensor]] = []
     columns: list[Tensor] = []
 
-    def recording_draw(
-        self: HeadProposer, hidden_BJD: Tensor, step: TargetStep, sequences_B: Tensor, first: int
-    ) -> Any:
-        length = len(step.histories[0])
+    def recording_choose(self: EagerDraft, hidden_BJD: Tensor, first: int) -> None:
+        length = len(self._step.histories[0])
         asked[0] = length + first
-        columns.append(self.drafter.compute_logits(hidden_BJD)[0])
+        columns.append(self._proposer.drafter.compute_logits(hidden_BJD)[0])
         if len(columns) == K:
             recorded.append((length, torch.cat(columns)))
             columns.clear()
-        return draw(self, hidden_BJD, step, sequences_B, first)
+        choose(self, hidden_BJD, first)
 
     monkeypatch.setattr(Drafter, "to_target_ids", forced)
-    monkeypatch.setattr(HeadProposer, "_draw", recording_draw)
+    monkeypatch.setattr(EagerDraft, "choose", recording_choose)
     config = {"model": str(tmp_path), "num_speculative_tokens": K}
     llm = LLM(target_folder, dtype="float32", speculative_config=config)
     output = llm.generate([prompt], params)[0]

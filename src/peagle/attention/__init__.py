@@ -3,13 +3,16 @@
 import torch
 
 from peagle.attention.base import AttentionBackend, AttentionMetadata, LayerKVCache, Prepared
+from peagle.attention.passes import Passes, Run
 from peagle.attention.torch_backend import TorchAttention
 
 __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "LayerKVCache",
+    "Passes",
     "Prepared",
+    "Run",
     "TorchAttention",
     "make_backend",
 ]

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.kernels.batches import DraftBatch, TargetBatch
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the queries of one pass stand and where their keys lie; `of_batch` makes it.
+    """Where the queries of one pass stand and where their keys lie; `Passes` makes it.
 
     Attributes:
         query_start_loc: int64 [B+1], first row of each sequence in the packed batch.
@@ -38,27 +36,6 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     context_starts_B: Tensor | None = None
-
-    @classmethod
-    def of_batch(
-        cls,
-        batch: TargetBatch | DraftBatch,
-        block_tables_BM: Tensor,
-        *,
-        max_query_len: int,
-        max_seq_len: int,
-        context_starts_B: Tensor | None = None,
-    ) -> AttentionMetadata:
-        """Return the metadata of a packed batch, whose tensors it shares."""
-        return cls(
-            batch.query_start_loc,
-            batch.seq_lens_B,
-            block_tables_BM,
-            batch.slots_T if isinstance(batch, TargetBatch) else batch.slots_S,
-            max_query_len,
-            max_seq_len,
-            context_starts_B,
-        )
 
 
 class LayerKVCache:

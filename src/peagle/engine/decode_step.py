@@ -16,17 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionMetadata
+from peagle.attention import Passes
 from peagle.attention.triton_backend import TritonAttention
 from peagle.engine.features import NO_SLOT
+from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
-from peagle.kernels.batches import TargetBatch
-from peagle.kernels.batches_triton import (
-    DraftBuffers,
-    build_target_batch,
-    expand_draft_batch,
-    gather_features,
-)
+from peagle.kernels.batches import DraftBatch, PackedBatch, TargetBatch
+from peagle.kernels.batches_triton import build_target_batch, expand_draft_batch, gather_features
 from peagle.kernels.draft_choice_triton import (
     ChainBuffers,
     ChoiceScratch,
@@ -241,11 +237,11 @@ class DecodeStep:
     ) -> None:
         sizes, device = buffers.sizes, target.device
         self.target = target
-        self.proposer = proposer
         self.buffers = buffers
         self.greedy = greedy
         self.kept_SCA = kept_SCA
-        self._backend = TritonAttention()
+        self._proposer = proposer
+        self._passes = target_passes(target, TritonAttention())
         batch = sizes.num_seqs
         num_rows = batch * (buffers.drafts_BK.shape[1] + 1 if proposer else 1)
         self._rows = TargetBatch.allocate(batch, num_rows, device)
@@ -254,24 +250,7 @@ class DecodeStep:
         self._num_drafted_B = torch.zeros_like(buffers.active_B)
         self._times = torch.zeros(NUM_STAMPS, dtype=torch.int64, device=device)
         if proposer is not None:
-            self._make_draft_buffers(proposer)
-
-    def _make_draft_buffers(self, proposer: HeadProposer) -> None:
-        sizes, drafter, device = self.buffers.sizes, proposer.drafter, self.target.device
-        config, batch, k = drafter.config, sizes.num_seqs, sizes.num_drafts
-        num_slots = batch * (2 * k if config.is_parallel else k + 1)
-        self._slots = DraftBuffers.allocate(batch, num_slots, k, device)
-        self._hidden_SD = torch.zeros(
-            num_slots, config.hidden_size, dtype=self.target.dtype, device=device
-        )
-        self._no_masks_B = torch.zeros_like(self.buffers.out.num_mask_slots_B)
-        num_rows = batch * k if config.is_parallel else batch
-        self._choice = ChoiceScratch.allocate(num_rows, config.draft_vocab_size, device)
-        self._chain = ChainBuffers.allocate(batch, k, device)
-        with torch.inference_mode():
-            zeros_D = torch.zeros(config.hidden_size, dtype=self.target.dtype, device=device)
-            self._h_shared_D = drafter.shared_hidden() if config.is_parallel else zeros_D
-            drafter.reserve_positions(sizes.max_model_len + 2 * k)
+            self._draft = CapturedDraft(proposer, buffers, self._rows, self._running_B)
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -284,8 +263,8 @@ class DecodeStep:
         stamp(self._times, 1)
         self._verify(logits_TV)
         stamp(self._times, 2)
-        if self.proposer is not None:
-            self._draft(self.proposer, features_TA)
+        if self._proposer is not None:
+            self._proposer.draft(self._draft, features_TA)
         report_step(
             self._num_drafted_B, own.out, own.state, own.drafts_BK, self._times, own.report_RX
         )
@@ -305,29 +284,27 @@ class DecodeStep:
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
         )
-        metadata = AttentionMetadata.of_batch(
+        hidden_TH, features_TA = self._passes(
             rows,
             own.block_tables_BM,
-            max_query_len=rows.tokens_T.shape[0] // sizes.num_seqs,
+            max_query_len=rows.tokens_R.shape[0] // sizes.num_seqs,
             max_seq_len=sizes.max_model_len,
         )
-        attend = self._backend.prepare(metadata)
-        hidden_TH, features_TA = self.target.forward(rows.tokens_T, rows.positions_T, attend)
         return self.target.compute_logits(hidden_TH), features_TA
 
     def _keep(self, features_TA: Tensor, kept_SCA: Tensor) -> None:
         """Put features into the sequences' rings; those of padding go to the last ring."""
         rows, capacity = self._rows, kept_SCA.shape[1]
-        slots_T = self.buffers.feature_slots_B[rows.sequences_T]
-        slots_T = slots_T.masked_fill(rows.sequences_T < 0, NO_SLOT)
-        kept_SCA[slots_T, rows.positions_T % capacity] = features_TA
+        slots_T = self.buffers.feature_slots_B[rows.sequences_R]
+        slots_T = slots_T.masked_fill(rows.sequences_R < 0, NO_SLOT)
+        kept_SCA[slots_T, rows.positions_R % capacity] = features_TA
 
     def _verify(self, logits_TV: Tensor) -> None:
         """Compute accepted drafts, next tokens and the new state."""
         own, rows = self.buffers, self._rows
         before = (
             logits_TV,
-            rows.sequences_T,
+            rows.sequences_R,
             rows.query_start_loc,
             own.drafts_BK,
             self._running_B,
@@ -338,86 +315,83 @@ class DecodeStep:
         else:
             verify_sampled(*before, own.sampling, *after, synthetic=own.synthetic)
 
-    def _draft(self, proposer: HeadProposer, features_TA: Tensor) -> None:
-        own, rows, slots, sizes = self.buffers, self._rows, self._slots, self.buffers.sizes
-        drafter = proposer.drafter
-        parallel = drafter.config.is_parallel
+
+class CapturedDraft:
+    """A `DraftExecutor` of argmax drafts over the buffers of a step, all of one size.
+
+    Args:
+        rows: the target's batch.
+        running_B: which sequences run.
+    """
+
+    def __init__(
+        self,
+        proposer: HeadProposer,
+        buffers: StepBuffers,
+        rows: TargetBatch,
+        running_B: Tensor,
+    ) -> None:
+        sizes, drafter, device = buffers.sizes, proposer.drafter, running_B.device
+        config, num_seqs = drafter.config, sizes.num_seqs
+        self.num_drafts = k = sizes.num_drafts
+        self._drafter, self._buffers = drafter, buffers
+        self._rows, self._running_B = rows, running_B
+        self._passes = Passes(proposer.run, TritonAttention())
+        num_slots = num_seqs * (2 * k if config.is_parallel else k + 1)
+        self._batch = DraftBatch.allocate(num_seqs, num_slots, k, device)
+        self._num_mask_slots_B = buffers.out.num_mask_slots_B
+        self._h_shared_D = torch.zeros_like(drafter.norm.weight)
+        if config.is_parallel:
+            self._h_shared_D = proposer.h_shared_1D.squeeze(0)
+        else:
+            self._num_mask_slots_B = torch.zeros_like(self._num_mask_slots_B)
+            self._chain = ChainBuffers.allocate(num_seqs, k, device)
+        self._hidden_SD = self._h_shared_D.new_zeros(num_slots, config.hidden_size)
+        num_rows = num_seqs * k if config.is_parallel else num_seqs
+        self._scratch = ChoiceScratch.allocate(num_rows, config.draft_vocab_size, device)
+        drafter.reserve_positions(sizes.max_model_len + 2 * k)
+
+    def first_batch(self) -> DraftBatch:
+        own, rows, batch, sizes = self._buffers, self._rows, self._batch, self._buffers.sizes
+        ends = {"block_size": sizes.block_size, "max_model_len": sizes.max_model_len}
         expand_draft_batch(
-            rows.tokens_T,
-            rows.positions_T,
+            rows.tokens_R,
+            rows.positions_R,
             rows.query_start_loc,
             own.out.num_accepted_B,
             own.out.next_tokens_B,
             own.block_tables_BM,
             self._running_B,
-            slots,
-            block_size=sizes.block_size,
-            num_mask_slots_B=own.out.num_mask_slots_B if parallel else self._no_masks_B,
-            mask_token_id=drafter.config.mask_token_id or 0,
-            max_model_len=sizes.max_model_len,
+            batch,
+            num_mask_slots_B=self._num_mask_slots_B,
+            mask_token_id=self._drafter.config.mask_token_id or 0,
+            **ends,
         )
-        batch = slots.batch
-        gather_features(
-            drafter.combine_features(features_TA),
-            self._h_shared_D,
-            batch.feature_rows_S,
-            self._hidden_SD,
-        )
-        metadata = AttentionMetadata.of_batch(
+        if not self._drafter.config.is_parallel:
+            place = batch.last_ntp_B, batch.positions_R, own.block_tables_BM
+            plan_chain(*place, self._running_B, self._chain, **ends)
+        return batch
+
+    def gather(self, features_TD: Tensor, batch: DraftBatch) -> Tensor:
+        gather_features(features_TD, self._h_shared_D, batch.feature_rows_R, self._hidden_SD)
+        return self._hidden_SD
+
+    def next_batch(self, column: int) -> PackedBatch:
+        return self._chain.batch(column - 1, self._buffers.drafts_BK[:, column - 1])
+
+    def run(self, batch: PackedBatch, hidden_SD: Tensor) -> Tensor:
+        own, sizes = self._buffers, self._buffers.sizes
+        (done_SD,) = self._passes(
             batch,
             own.block_tables_BM,
-            max_query_len=self._hidden_SD.shape[0] // sizes.num_seqs,
+            hidden_SD,
+            max_query_len=hidden_SD.shape[0] // sizes.num_seqs,
             max_seq_len=sizes.max_model_len,
             context_starts_B=own.context_starts_B,
         )
-        attend = self._backend.prepare(metadata)
-        hidden_SD = proposer.run_prepared(
-            batch.tokens_S, self._hidden_SD, batch.positions_S, attend
-        )
-        if parallel:
-            # A sequence's rows follow each other; its last row fills the columns without a draft.
-            self._choose(proposer, hidden_SD[slots.draft_rows_BK.view(-1)], own.drafts_BK)
-        else:
-            self._draft_one_by_one(proposer, hidden_SD)
+        return done_SD
 
-    def _draft_one_by_one(self, proposer: HeadProposer, hidden_SD: Tensor) -> None:
-        """EAGLE-3: compute each draft from a pass over the one before."""
-        own, batch, sizes = self.buffers, self._slots.batch, self.buffers.sizes
-        last_B, chain = batch.last_ntp_B, self._chain
-        plan_chain(
-            last_B,
-            batch.positions_S,
-            own.block_tables_BM,
-            self._running_B,
-            chain,
-            block_size=sizes.block_size,
-            max_model_len=sizes.max_model_len,
-        )
-        hidden_BD = hidden_SD[last_B]
-        self._choose(proposer, hidden_BD, own.drafts_BK[:, 0])
-        for j in range(1, sizes.num_drafts):
-            tokens_B, positions_B = own.drafts_BK[:, j - 1], chain.positions_PB[j - 1]
-            start_loc = chain.query_start_loc
-            single = TargetBatch(
-                tokens_B,
-                positions_B,
-                chain.slots_PB[j - 1],
-                start_loc[:-1],
-                start_loc,
-                chain.seq_lens_PB[j - 1],
-            )
-            metadata = AttentionMetadata.of_batch(
-                single,
-                own.block_tables_BM,
-                max_query_len=1,
-                max_seq_len=sizes.max_model_len,
-                context_starts_B=own.context_starts_B,
-            )
-            attend = self._backend.prepare(metadata)
-            hidden_BD = proposer.run_prepared(tokens_B, hidden_BD, positions_B, attend)
-            self._choose(proposer, hidden_BD, own.drafts_BK[:, j])
-
-    def _choose(self, proposer: HeadProposer, hidden_ND: Tensor, out: Tensor) -> None:
-        """Write the argmax drafts of some hidden states, as target ids."""
-        drafter = proposer.drafter
-        choose_drafts(drafter.compute_logits(hidden_ND), drafter.d2t, self._choice, out)
+    def choose(self, hidden_NJD: Tensor, first: int) -> None:
+        logits_RV = self._drafter.compute_logits(hidden_NJD.flatten(0, 1))
+        out_BJ = self._buffers.drafts_BK[:, first : first + hidden_NJD.shape[1]]
+        choose_drafts(logits_RV, self._drafter.d2t, self._scratch, out_BJ)

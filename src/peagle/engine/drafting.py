@@ -307,8 +307,8 @@ class HeadDrafting(Drafting):
         if _is_whole(done, readings):
             assert done.sampled is not None
             return TargetStep(
-                tokens_T=done.batch.tokens_T,
-                positions_T=done.batch.positions_T,
+                tokens_T=done.batch.tokens_R,
+                positions_T=done.batch.positions_R,
                 start_loc=done.batch.query_start_loc,
                 features_TA=done.features_TA,
                 num_accepted_B=done.sampled.verified.num_accepted_B,

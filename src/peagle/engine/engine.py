@@ -309,12 +309,13 @@ class LLMEngine:
         assert not self.has_unfinished
         if self._pipeline is not None:
             self._pipeline.drain()
-        kept = self._pipeline, self.runner.graphs
-        self._pipeline = self.runner.graphs = None
+        passes = self.runner.passes
+        kept = self._pipeline, passes.graphs
+        self._pipeline = passes.graphs = None
         try:
             yield
         finally:
-            self._pipeline, self.runner.graphs = kept
+            self._pipeline, passes.graphs = kept
 
     @property
     def blocks(self) -> BlockManager:

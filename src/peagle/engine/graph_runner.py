@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionBackend, AttentionMetadata, Prepared
+from peagle.attention import Passes
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
@@ -30,7 +30,7 @@ from peagle.engine.sampler import has_penalties
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import StepTimes
-from peagle.kernels.batches import PADDING_SLOT, TargetBatch
+from peagle.kernels.batches import PADDING_SLOT, PackedBatch, TargetBatch
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -49,8 +49,6 @@ _WARM_UPS = 2
 
 # Makes a function that replays what another one launches on the device.
 Capturer = Callable[[Callable[[], None]], Callable[[], None]]
-# run(tokens [T], positions [T], attend, hidden [T, D] or None) -> outputs, T rows each
-Run = Callable[[Tensor, Tensor, Prepared, Tensor | None], tuple[Tensor, ...]]
 
 
 def runs_as_graphs(
@@ -159,9 +157,11 @@ def make_graph_runner(
     )
     if target.device.type == "cuda":
         graphs.capture_all()
-        runner.graphs = make_target_graphs(target, runner.backend, capture, table_width)
+        sizes = capture, table_width, runner.block_size, target.device
+        runner.passes.graphs = PassGraphs(runner.passes, *sizes)
         if proposer is not None:
-            proposer.graphs = make_drafter_graphs(proposer, capture, table_width)
+            hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)
+            proposer.passes.graphs = PassGraphs(proposer.passes, *sizes, hidden_1D)
     return graphs
 
 
@@ -450,133 +450,97 @@ def make_capturer(device: torch.device) -> Capturer:
 
 
 class PassGraphs:
-    """Runs a model over inputs that it copies into fixed buffers, a graph a number of tokens.
+    """Runs passes over inputs that it copies into fixed buffers, a graph a number of rows.
 
     The next graph that runs, of this or of a decode step, overwrites the outputs.
 
     Args:
-        backend: an attention backend that reads nothing on the host.
+        passes: the model, with an attention backend that reads nothing on the host.
         capture: makes the graphs; capturing writes no KV.
         table_width: blocks of the longest sequence.
-        hidden: a tensor with the type and width D of the hidden states that the model reads; None
+        hidden_1D: a tensor with the type and width of the hidden states that the model reads; None
             for a model that reads none.
     """
 
     def __init__(
         self,
-        run: Run,
-        backend: AttentionBackend,
+        passes: Passes,
         capture: Capturer,
         table_width: int,
         block_size: int,
         device: torch.device,
-        hidden: Tensor | None = None,
+        hidden_1D: Tensor | None = None,
     ) -> None:
+        launched = Passes(passes.run, passes.backend)
         self._passes = [
-            _Pass(run, backend, capture, size, table_width, block_size, device, hidden)
+            _Pass(launched, capture, size, table_width, block_size, device, hidden_1D)
             for size in reversed(TOKEN_BUCKETS)
         ][::-1]
 
     def __call__(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        metadata: AttentionMetadata,
-        hidden_TD: Tensor | None = None,
+        self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
     ) -> tuple[Tensor, ...] | None:
         """Return the model's outputs; None where no graph fits the pass."""
-        too_many = metadata.seq_lens_B.shape[0] > MAX_SEQUENCES
-        if too_many or metadata.context_starts_B is not None:
+        if batch.seq_lens_B.shape[0] > MAX_SEQUENCES:
             return None
         for fitting in self._passes:
-            if fitting.num_tokens >= tokens_T.shape[0]:
-                return fitting(tokens_T, positions_T, metadata, hidden_TD)
+            if fitting.num_rows >= batch.tokens_R.shape[0]:
+                return fitting(batch, block_tables_BM, hidden_RD)
         return None
 
 
-def make_target_graphs(
-    target: TargetModel, backend: AttentionBackend, capture: Capturer, table_width: int
-) -> PassGraphs:
-    """Return graphs of `TargetModel.forward`: final hidden states and features."""
-
-    def run(
-        tokens_T: Tensor, positions_T: Tensor, attend: Prepared, hidden: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        return target.forward(tokens_T, positions_T, attend)
-
-    block_size = target.kv_caches[0].block_size
-    return PassGraphs(run, backend, capture, table_width, block_size, target.device)
-
-
-def make_drafter_graphs(proposer: HeadProposer, capture: Capturer, table_width: int) -> PassGraphs:
-    """Return graphs of `HeadProposer.run_prepared`: the drafter's hidden states."""
-
-    def run(
-        tokens_T: Tensor, positions_T: Tensor, attend: Prepared, hidden: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        assert hidden is not None
-        return (proposer.run_prepared(tokens_T, hidden, positions_T, attend),)
-
-    weight, size = proposer.drafter.fc.weight, proposer.caches[0].block_size
-    hidden = weight.new_zeros(1, proposer.drafter.config.hidden_size)
-    return PassGraphs(run, proposer.backend, capture, table_width, size, weight.device, hidden)
-
-
 class _Pass:
-    """The graph of one number of tokens; the last ones may be padding."""
+    """The graph of one number of rows; the last ones may be padding."""
 
     def __init__(
         self,
-        run: Run,
-        backend: AttentionBackend,
+        passes: Passes,
         capture: Capturer,
-        num_tokens: int,
+        num_rows: int,
         table_width: int,
         block_size: int,
         device: torch.device,
-        hidden: Tensor | None,
+        hidden_1D: Tensor | None,
     ) -> None:
-        self.num_tokens = num_tokens
-        self._model, self._backend = run, backend
-        self._batch = TargetBatch.allocate(MAX_SEQUENCES, num_tokens, device)
-        self._batch.slots_T.fill_(PADDING_SLOT)
-        self._hidden_TD = None if hidden is None else hidden.new_zeros(num_tokens, hidden.shape[1])
-        self._metadata = AttentionMetadata.of_batch(
-            self._batch,
-            torch.zeros(MAX_SEQUENCES, table_width, dtype=torch.int64, device=device),
-            max_query_len=num_tokens,
-            max_seq_len=table_width * block_size,
-        )
+        self.num_rows = num_rows
+        self._passes = passes
+        self._batch = TargetBatch.allocate(MAX_SEQUENCES, num_rows, device)
+        self._batch.slots_R.fill_(PADDING_SLOT)
+        self._tables_BM = torch.zeros(MAX_SEQUENCES, table_width, dtype=torch.int64, device=device)
+        self._max_seq_len = table_width * block_size
+        self._hidden_RD = None
+        if hidden_1D is not None:
+            self._hidden_RD = hidden_1D.new_zeros(num_rows, hidden_1D.shape[1])
         self._outputs: tuple[Tensor, ...] = ()
         self._replay = capture(self._run)
 
     @torch.inference_mode()
     def _run(self) -> None:
-        attend = self._backend.prepare(self._metadata)
-        batch = self._batch
-        self._outputs = self._model(batch.tokens_T, batch.positions_T, attend, self._hidden_TD)
+        self._outputs = self._passes(
+            self._batch,
+            self._tables_BM,
+            self._hidden_RD,
+            max_query_len=self.num_rows,
+            max_seq_len=self._max_seq_len,
+        )
 
     @torch.inference_mode()
     def __call__(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        metadata: AttentionMetadata,
-        hidden_TD: Tensor | None,
+        self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
     ) -> tuple[Tensor, ...]:
-        own, count = self._batch, tokens_T.shape[0]
-        num_seqs, width = metadata.block_tables_BM.shape
+        own, count = self._batch, batch.tokens_R.shape[0]
+        num_seqs, width = block_tables_BM.shape
         for buffer, values, padding in (
-            (own.tokens_T, tokens_T, 0),
-            (own.positions_T, positions_T, 0),
-            (own.slots_T, metadata.slots_T, PADDING_SLOT),
-            (own.query_start_loc, metadata.query_start_loc, count),
-            (own.seq_lens_B, metadata.seq_lens_B, 0),
+            (own.tokens_R, batch.tokens_R, 0),
+            (own.positions_R, batch.positions_R, 0),
+            (own.slots_R, batch.slots_R, PADDING_SLOT),
+            (own.query_start_loc, batch.query_start_loc, count),
+            (own.seq_lens_B, batch.seq_lens_B, 0),
         ):
             buffer[: values.shape[0]].copy_(values)
             buffer[values.shape[0] :].fill_(padding)
-        self._metadata.block_tables_BM[:num_seqs, :width].copy_(metadata.block_tables_BM)
-        if self._hidden_TD is not None and hidden_TD is not None:
-            self._hidden_TD[:count].copy_(hidden_TD)
+        self._tables_BM[:num_seqs, :width].copy_(block_tables_BM)
+        if self._hidden_RD is not None and hidden_RD is not None:
+            self._hidden_RD[:count].copy_(hidden_RD)
         self._replay()
         return tuple(output[:count] for output in self._outputs)

@@ -5,7 +5,6 @@ Shapes: B sequences, T packed target rows, N rows that are sampled, M blocks of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionBackend, AttentionMetadata
+from peagle.attention import AttentionBackend, Passes, Prepared
 from peagle.engine.grammar import unpack, verification_masks
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
@@ -55,7 +54,7 @@ class ModelRunner:
         max_model_len: positions from here on write no KV.
 
     Attributes:
-        graphs: runs passes over few tokens, or gives None; None launches every kernel by itself.
+        passes: passes of the target.
     """
 
     def __init__(
@@ -68,12 +67,11 @@ class ModelRunner:
         max_model_len: int,
     ) -> None:
         self.target = target
-        self.backend = backend
+        self.passes = target_passes(target, backend)
         self.sampler = sampler
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.device = target.device
-        self.graphs: Callable[..., tuple[Tensor, ...] | None] | None = None
 
     @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> TargetPass:
@@ -95,33 +93,24 @@ class ModelRunner:
         positions_T = first_B[sequences_T] + offset_T
         tables_BM = block_tables(sequences, self.device)
         batch = TargetBatch(
-            tokens_T=self._ints([token for row in rows for token in row]),
-            positions_T=positions_T,
-            slots_T=slot_mapping(
+            tokens_R=self._ints([token for row in rows for token in row]),
+            positions_R=positions_T,
+            slots_R=slot_mapping(
                 tables_BM, sequences_T, positions_T, self.block_size, self.max_model_len
             ),
-            sequences_T=sequences_T,
             query_start_loc=start_loc,
             seq_lens_B=first_B + lens_B,
+            sequences_R=sequences_T,
         )
-        metadata = AttentionMetadata.of_batch(
+        hidden_TH, features_TA = self.passes(
             batch,
             tables_BM,
             max_query_len=max(lens),
             max_seq_len=max(f + n for f, n in zip(first, lens, strict=True)),
         )
-        hidden_TH, features_TA = self._forward(batch, metadata)
         self._prompt_logprobs(chunks, hidden_TH, lens)
         sampled = self._sample(chunks, hidden_TH, lens)
         return TargetPass(chunks, first, batch, features_TA, tables_BM, sampled)
-
-    def _forward(self, batch: TargetBatch, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        if self.graphs is not None:
-            done = self.graphs(batch.tokens_T, batch.positions_T, metadata)
-            if done is not None:
-                return done[0], done[1]
-        attend = self.backend.prepare(metadata)
-        return self.target.forward(batch.tokens_T, batch.positions_T, attend)
 
     def _sample(
         self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]
@@ -172,6 +161,17 @@ class ModelRunner:
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def target_passes(target: TargetModel, backend: AttentionBackend) -> Passes:
+    """Return the passes of `TargetModel.forward`: final hidden states and features."""
+
+    def run(
+        tokens_T: Tensor, positions_T: Tensor, attend: Prepared, hidden: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return target.forward(tokens_T, positions_T, attend)
+
+    return Passes(run, backend)
 
 
 def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:

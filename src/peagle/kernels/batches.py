@@ -1,7 +1,7 @@
 """The batches of a decode step: the target's, and the drafter's that follows from it.
 
-Shapes: B sequences, K most drafts, T packed target rows, S packed drafter slots, M blocks a
-sequence. In a bucket the last rows may be padding.
+Shapes: B sequences, K most drafts, R packed rows of a pass (T of the target, S slots of the
+drafter), M blocks a sequence. In a bucket the last rows may be padding.
 """
 
 from __future__ import annotations
@@ -12,29 +12,74 @@ import torch
 from torch import Tensor
 
 PADDING_SLOT = -1
+NO_SEQUENCE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class DraftBatch:
-    """Inputs of one drafter pass, packed by sequence.
+class PackedBatch:
+    """Inputs of one pass of a model, packed by sequence; rows beyond the last one are padding.
 
     Attributes:
-        tokens_S: token ids; mask slots hold the mask token.
-        positions_S: position ids.
-        slots_S: KV slots; -1 writes nothing.
-        feature_rows_S: row of the target batch whose feature belongs to the slot; T for mask slots.
-        query_start_loc: [B+1], first slot of each sequence.
-        seq_lens_B: drafter context of each sequence, this pass included.
-        last_ntp_B: index of the slot that predicts the first draft token.
+        tokens_R: token ids.
+        positions_R: position ids.
+        slots_R: KV slots; -1 writes nothing.
+        query_start_loc: [B+1], first row of each sequence; its last entry counts the real rows.
+        seq_lens_B: context of each sequence, this pass included; 0 where inactive.
     """
 
-    tokens_S: Tensor
-    positions_S: Tensor
-    slots_S: Tensor
-    feature_rows_S: Tensor
+    tokens_R: Tensor
+    positions_R: Tensor
+    slots_R: Tensor
     query_start_loc: Tensor
     seq_lens_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBatch(PackedBatch):
+    """Inputs of one target pass; padding holds token 0 at position 0.
+
+    Attributes:
+        sequences_R: the sequence of a row; -1 for padding.
+    """
+
+    sequences_R: Tensor
+
+    @classmethod
+    def allocate(cls, num_seqs: int, num_rows: int, device: torch.device | str) -> TargetBatch:
+        """Allocate buffers for B sequences and R rows."""
+        sizes = (num_rows, num_rows, num_rows, num_seqs + 1, num_seqs, num_rows)
+        return cls(*_ints(device, *sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch(PackedBatch):
+    """Inputs of the drafter's first pass, which follows a target pass of T rows.
+
+    Mask slots and padding hold the mask token; padding stands at position 0.
+
+    Attributes:
+        feature_rows_R: row of the target batch whose feature belongs to the slot; T for mask slots
+            and padding.
+        last_ntp_B: row that predicts the first draft token; 0 where inactive.
+        draft_rows_BK: row whose hidden state gives draft j; past its own drafts a sequence repeats
+            its last row.
+    """
+
+    feature_rows_R: Tensor
     last_ntp_B: Tensor
+    draft_rows_BK: Tensor
+
+    @classmethod
+    def allocate(
+        cls, num_seqs: int, num_slots: int, max_drafts: int, device: torch.device | str
+    ) -> DraftBatch:
+        """Allocate buffers for B sequences, R drafter slots and K drafts."""
+        sizes = (num_slots, num_slots, num_slots, num_seqs + 1, num_seqs, num_slots, num_seqs)
+        return cls(*_ints(device, *sizes, (num_seqs, max_drafts)))
+
+
+def _ints(device: torch.device | str, *shapes: int | tuple[int, int]) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]
 
 
 def slot_mapping(
@@ -60,6 +105,7 @@ def expand_draft_batch(
     *,
     block_size: int,
     num_mask_slots_B: Tensor,
+    max_drafts: int,
     mask_token_id: int,
     max_model_len: int,
 ) -> DraftBatch:
@@ -79,6 +125,7 @@ def expand_draft_batch(
         block_size: slots of a block.
         num_mask_slots_B: k_b - 1 for parallel drafting; 0 for autoregressive, and where nothing is
             drafted.
+        max_drafts: K, columns of `draft_rows_BK`.
         mask_token_id: token of the mask slots.
         max_model_len: positions from here on write no KV.
     """
@@ -101,55 +148,18 @@ def expand_draft_batch(
     tokens_S = torch.where(is_ntp_S, tokens_S, mask_token_id)
     positions_S = target_positions_T[first_row_B][sequences_S] + offset_S
     slots_S = slot_mapping(block_tables_BM, sequences_S, positions_S, block_size, max_model_len)
+    last_ntp_B = start_loc[:-1] + num_accepted_B
+    column_K = torch.arange(max_drafts, device=device)
     return DraftBatch(
-        tokens_S=tokens_S,
-        positions_S=positions_S,
-        slots_S=slots_S,
-        feature_rows_S=row_S,
+        tokens_R=tokens_S,
+        positions_R=positions_S,
+        slots_R=slots_S,
         query_start_loc=start_loc,
         seq_lens_B=target_positions_T[first_row_B] + lens_B,
-        last_ntp_B=start_loc[:-1] + num_accepted_B,
+        feature_rows_R=row_S,
+        last_ntp_B=last_ntp_B,
+        draft_rows_BK=last_ntp_B.unsqueeze(1) + column_K.minimum(num_mask_slots_B.unsqueeze(1)),
     )
-
-
-NO_SEQUENCE = -1
-
-
-@dataclass(frozen=True, slots=True)
-class TargetBatch:
-    """Inputs of one target pass, packed by sequence; rows beyond the last sequence are padding.
-
-    Attributes:
-        tokens_T: token ids; padding holds 0.
-        positions_T: position ids; padding holds 0.
-        slots_T: KV slots; -1 writes nothing.
-        sequences_T: the sequence of a row; -1 for padding.
-        query_start_loc: [B+1], first row of each sequence; its last entry counts the real rows.
-        seq_lens_B: target context of each sequence, this pass included; 0 where inactive.
-    """
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    sequences_T: Tensor
-    query_start_loc: Tensor
-    seq_lens_B: Tensor
-
-    @classmethod
-    def allocate(cls, num_seqs: int, num_rows: int, device: torch.device | str) -> TargetBatch:
-        """Allocate buffers for B sequences and T rows."""
-
-        def ints(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int64, device=device)
-
-        return cls(
-            ints(num_rows),
-            ints(num_rows),
-            ints(num_rows),
-            ints(num_rows),
-            ints(num_seqs + 1),
-            ints(num_seqs),
-        )
 
 
 def build_target_batch(
@@ -188,10 +198,10 @@ def build_target_batch(
     positions_T = torch.where(real_T, first_positions_B[of_T] + offset_T, 0)
     slots_T = slot_mapping(block_tables_BM, of_T, positions_T, block_size, max_model_len)
     return TargetBatch(
-        tokens_T=torch.where(real_T, tokens_BJ[of_T, offset_T], 0),
-        positions_T=positions_T,
-        slots_T=torch.where(real_T, slots_T, PADDING_SLOT),
-        sequences_T=torch.where(real_T, sequences_T, NO_SEQUENCE),
+        tokens_R=torch.where(real_T, tokens_BJ[of_T, offset_T], 0),
+        positions_R=positions_T,
+        slots_R=torch.where(real_T, slots_T, PADDING_SLOT),
+        sequences_R=torch.where(real_T, sequences_T, NO_SEQUENCE),
         query_start_loc=start_loc,
         seq_lens_B=torch.where(active_B, first_positions_B + lens_B, 0),
     )

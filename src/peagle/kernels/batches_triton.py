@@ -9,9 +9,6 @@ Shapes: as in the references; S drafter slots (a bucket), D drafter width, K mos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,42 +17,6 @@ from peagle.kernels.batches import DraftBatch, TargetBatch
 from peagle.kernels.launch import launch
 
 MAX_SEQUENCES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class DraftBuffers:
-    """Where `expand_draft_batch` writes: a `DraftBatch` of S slots, and which sequences draft.
-
-    Padding slots hold the mask token at position 0, slot -1 and the row of h_shared.
-
-    Attributes:
-        batch: inputs of the drafter pass; inactive sequences have no slots, length 0, last_ntp 0.
-        draft_rows_BK: slot whose hidden state gives draft j; past its own drafts a sequence
-            repeats its last slot.
-    """
-
-    batch: DraftBatch
-    draft_rows_BK: Tensor
-
-    @classmethod
-    def allocate(
-        cls, num_seqs: int, num_slots: int, max_drafts: int, device: torch.device | str
-    ) -> DraftBuffers:
-        """Allocate buffers for B sequences, S slots and K drafts."""
-
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        batch = DraftBatch(
-            tokens_S=ints(num_slots),
-            positions_S=ints(num_slots),
-            slots_S=ints(num_slots),
-            feature_rows_S=ints(num_slots),
-            query_start_loc=ints(num_seqs + 1),
-            seq_lens_B=ints(num_seqs),
-            last_ntp_B=ints(num_seqs),
-        )
-        return cls(batch, ints(num_seqs, max_drafts))
 
 
 @triton.jit
@@ -142,7 +103,7 @@ def build_target_batch(
 ) -> None:
     """Write `batches.build_target_batch` into buffers; T is their length. Inputs are contiguous."""
     num_seqs, max_drafts = drafts_BK.shape
-    num_rows = out.tokens_T.shape[0]
+    num_rows = out.tokens_R.shape[0]
     _check_contiguous(drafts_BK, block_tables_BM)
     _check_sequences(num_seqs)
     launch(
@@ -154,10 +115,10 @@ def build_target_batch(
         first_positions_B,
         block_tables_BM,
         active_B,
-        out.tokens_T,
-        out.positions_T,
-        out.slots_T,
-        out.sequences_T,
+        out.tokens_R,
+        out.positions_R,
+        out.slots_R,
+        out.sequences_R,
         out.query_start_loc,
         out.seq_lens_B,
         num_seqs,
@@ -263,7 +224,7 @@ def expand_draft_batch(
     next_tokens_B: Tensor,
     block_tables_BM: Tensor,
     active_B: Tensor,
-    out: DraftBuffers,
+    out: DraftBatch,
     *,
     block_size: int,
     num_mask_slots_B: Tensor,
@@ -276,8 +237,7 @@ def expand_draft_batch(
     h_shared have feature row T, the length of `target_tokens_T`, padding included.
     """
     num_seqs, max_drafts = out.draft_rows_BK.shape
-    batch = out.batch
-    num_slots = batch.tokens_S.shape[0]
+    num_slots = out.tokens_R.shape[0]
     _check_contiguous(block_tables_BM)
     _check_sequences(num_seqs)
     launch(
@@ -291,13 +251,13 @@ def expand_draft_batch(
         block_tables_BM,
         num_mask_slots_B,
         active_B,
-        batch.tokens_S,
-        batch.positions_S,
-        batch.slots_S,
-        batch.feature_rows_S,
-        batch.query_start_loc,
-        batch.seq_lens_B,
-        batch.last_ntp_B,
+        out.tokens_R,
+        out.positions_R,
+        out.slots_R,
+        out.feature_rows_R,
+        out.query_start_loc,
+        out.seq_lens_B,
+        out.last_ntp_B,
         out.draft_rows_BK,
         num_seqs,
         target_tokens_T.shape[0],

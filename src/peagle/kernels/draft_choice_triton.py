@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.batches import PackedBatch
 from peagle.kernels.batches_triton import kv_slots
 from peagle.kernels.launch import launch
 from peagle.kernels.sampling_triton import chunk_kernel, chunk_size
@@ -133,6 +134,11 @@ class ChainBuffers:
         shape = (3, max(max_drafts - 1, 0), num_seqs)
         positions, slots, lens = torch.zeros(shape, dtype=torch.int64, device=device)
         return cls(positions, slots, lens, torch.arange(num_seqs + 1, device=device))
+
+    def batch(self, index: int, tokens_B: Tensor) -> PackedBatch:
+        """Return the inputs of pass `index` over the given draft tokens."""
+        rows = self.positions_PB[index], self.slots_PB[index]
+        return PackedBatch(tokens_B, *rows, self.query_start_loc, self.seq_lens_PB[index])
 
 
 @triton.jit

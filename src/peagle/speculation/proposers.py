@@ -1,21 +1,25 @@
 """Drafting with a head: P-EAGLE in one pass of the head, EAGLE-3 in K.
 
+A recipe says how drafts come from features (`HeadProposer.draft`). An executor runs its parts:
+`EagerDraft` over the exact sizes of a batch, `engine.decode_step.CapturedDraft` over the buffers of
+a captured step.
+
 Shapes: B sequences, N of them, T packed target rows, S drafter slots, A * H feature width, D
 drafter width, K drafts, J columns of them, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionBackend, AttentionMetadata, LayerKVCache, Prepared
+from peagle.attention import AttentionBackend, LayerKVCache, Passes, Prepared
 from peagle.config import DraftSampling
-from peagle.kernels.batches import DraftBatch, TargetBatch, expand_draft_batch, slot_mapping
+from peagle.kernels.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.models.drafter import Attend, Drafter
@@ -85,6 +89,41 @@ class Drafts:
     probs_BKV: Tensor | None = None
 
 
+class DraftExecutor(Protocol):
+    """Runs the parts of a recipe for the sequences of one target pass.
+
+    Attributes:
+        num_drafts: K, most drafts of a sequence.
+    """
+
+    num_drafts: int
+
+    def first_batch(self) -> DraftBatch:
+        """The drafter's batch that follows from what verification decided.
+
+        Its `draft_rows_BK` are those of the sequences that draft.
+        """
+        ...
+
+    def gather(self, features_TD: Tensor, batch: DraftBatch) -> Tensor:
+        """The hidden states of the batch, [S, D]: features after fc, and h_shared elsewhere."""
+        ...
+
+    def next_batch(self, column: int) -> PackedBatch:
+        """One slot of each sequence that drafts more than `column`: over the draft before it.
+
+        They are the first of the sequences that the batch before had.
+        """
+        ...
+
+    def run(self, batch: PackedBatch, hidden_SD: Tensor) -> Tensor:
+        """The drafter's hidden states of a pass over the batch made last, [S, D]."""
+        ...
+
+    def choose(self, hidden_NJD: Tensor, first: int) -> None:
+        """Choose J drafts of each sequence, from column `first` on."""
+
+
 class HeadProposer:
     """What parallel and autoregressive drafting share: the head, its KV cache, its first pass.
 
@@ -93,7 +132,7 @@ class HeadProposer:
         max_model_len: positions from here on write no KV.
 
     Attributes:
-        graphs: runs passes over few slots, or gives None; None launches every kernel by itself.
+        passes: passes of the drafter.
     """
 
     def __init__(
@@ -107,65 +146,39 @@ class HeadProposer:
     ) -> None:
         self.drafter = drafter
         self.drafter.reserve_positions(max_model_len)
-        self.backend = backend
+        self.passes = Passes(self.run, backend)
         self.caches = list(caches)
         self.max_model_len = max_model_len
         self.draft_sampling = draft_sampling
-        self.graphs: Callable[..., tuple[Tensor, ...] | None] | None = None
         if drafter.config.is_parallel:
-            self._h_shared_1D = drafter.shared_hidden().unsqueeze(0)
+            self.h_shared_1D = drafter.shared_hidden().unsqueeze(0)
         self.scaling = drafter.config.head_dim**-0.5
-        self._target_ids = drafter.target_ids()
+        self.target_ids = drafter.target_ids()
         pruned = drafter.config.is_pruned
-        self.draft_token_ids: Sequence[int] | None = self._target_ids.tolist() if pruned else None
+        self.draft_token_ids: Sequence[int] | None = self.target_ids.tolist() if pruned else None
 
     def propose(self, step: TargetStep) -> Drafts:
         """Draft the `num_drafts` tokens that follow `next_tokens_B` of every sequence."""
+        on = EagerDraft(self, step)
+        self.draft(on, step.features_TA)
+        return on.drafts()
+
+    def draft(self, on: DraftExecutor, features_TA: Tensor) -> None:
+        """Read the features of a target pass, and draft."""
         raise NotImplementedError
 
-    def _first_pass(self, step: TargetStep) -> tuple[DraftBatch, Tensor]:
+    def first_pass(self, on: DraftExecutor, features_TA: Tensor) -> tuple[DraftBatch, Tensor]:
         """Run [NTP slots | mask slots] of every sequence: the batch and its hidden states."""
-        parallel = self.drafter.config.is_parallel
-        num_mask_slots = [max(k - 1, 0) if parallel else 0 for k in step.num_drafts]
-        batch = expand_draft_batch(
-            step.tokens_T,
-            step.positions_T,
-            step.start_loc,
-            step.num_accepted_B,
-            step.next_tokens_B,
-            step.block_tables_BM,
-            block_size=self.caches[0].block_size,
-            num_mask_slots_B=torch.tensor(num_mask_slots, device=step.tokens_T.device),
-            mask_token_id=self.drafter.config.mask_token_id or 0,
-            max_model_len=self.max_model_len,
-        )
-        hidden_TD = self.drafter.combine_features(step.features_TA)
-        if any(num_mask_slots):
-            hidden_TD = torch.cat((hidden_TD, self._h_shared_1D))
-        metadata = AttentionMetadata.of_batch(
-            batch,
-            step.block_tables_BM,
-            max_query_len=int(batch.query_start_loc.diff().max()),
-            max_seq_len=int(batch.seq_lens_B.max()),
-            context_starts_B=step.context_starts_B,
-        )
-        hidden_SD = hidden_TD[batch.feature_rows_S]
-        return batch, self._run(batch.tokens_S, hidden_SD, batch.positions_S, metadata)
+        batch = on.first_batch()
+        hidden_SD = on.gather(self.drafter.combine_features(features_TA), batch)
+        return batch, on.run(batch, hidden_SD)
 
-    def _run(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        if self.graphs is not None:
-            done = self.graphs(tokens, positions, metadata, hidden)
-            if done is not None:
-                return done[0]
-        return self.run_prepared(tokens, hidden, positions, self.backend.prepare(metadata))
-
-    def run_prepared(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, prepared: Prepared
-    ) -> Tensor:
+    def run(
+        self, tokens: Tensor, positions: Tensor, prepared: Prepared, hidden: Tensor | None
+    ) -> tuple[Tensor]:
         """The drafter's hidden states of one pass whose attention is prepared."""
-        return self.drafter(tokens, hidden, positions, self._attend(prepared))
+        assert hidden is not None, "the drafter reads hidden states"
+        return (self.drafter(tokens, hidden, positions, self._attend(prepared)),)
 
     def _attend(self, prepared: Prepared) -> Attend:
         window = self.drafter.window
@@ -176,142 +189,151 @@ class HeadProposer:
 
         return attend
 
-    def _draw(
-        self, hidden_NJD: Tensor, step: TargetStep, sequences_N: Tensor, first: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Draft tokens [N, J] and their q [N, J, V] (None if argmax) from hidden states.
-
-        Column j stands `first` + j tokens after the last; the rows are those of `sequences_N`.
-        """
-        logits_NJV = self.drafter.compute_logits(hidden_NJD)
-        if step.constraint is None:
-            return self._choose(logits_NJV, step.sampling, sequences_N, first)
-        # What may come next depends on what was chosen before it: one column at a time.
-        columns = []
-        for j in range(logits_NJV.shape[1]):
-            logits_N1V = logits_NJV[:, j : j + 1]
-            mask_BV = step.constraint.mask(logits_NJV.device)
-            if mask_BV is not None:
-                mask_N1V = mask_BV[sequences_N][:, self._target_ids].unsqueeze(1)
-                logits_N1V = logits_N1V.masked_fill(~mask_N1V, -torch.inf)
-            columns.append(self._choose(logits_N1V, step.sampling, sequences_N, first + j))
-            tokens_B = torch.zeros_like(step.next_tokens_B)
-            tokens_B[sequences_N] = columns[-1][0].squeeze(1)
-            step.constraint.advance(tokens_B.tolist())
-        probs = [probs_N1V for _, probs_N1V in columns if probs_N1V is not None]
-        tokens_NJ = torch.cat([tokens_N1 for tokens_N1, _ in columns], dim=1)
-        return tokens_NJ, torch.cat(probs, dim=1) if probs else None
-
-    def _choose(
-        self, logits_NJV: Tensor, sampling: SamplingTensors, sequences_N: Tensor, first: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The tokens of these logits, as `_draw` gives them."""
-        if self.draft_sampling == "argmax" or sampling.all_greedy:
-            return self.drafter.to_target_ids(logits_NJV.argmax(-1)), None
-        batch, columns = logits_NJV.shape[:2]
-        logits_RV = logits_NJV.flatten(0, 1)
-        if self.drafter.config.is_pruned:
-            shape = (logits_RV.shape[0], self.drafter.config.vocab_size)
-            full_RV = logits_RV.new_full(shape, -torch.inf)
-            logits_RV = full_RV.index_copy_(1, self._target_ids, logits_RV)
-        probs_RV = sampling.probs(logits_RV, sequences_N.repeat_interleave(columns))
-        column_J = torch.arange(columns, device=logits_NJV.device)
-        position_NJ = sampling.num_outputs_B[sequences_N].unsqueeze(1) + first + column_J
-        u_NJ = uniform(sampling.seeds_B[sequences_N].unsqueeze(1), position_NJ, Purpose.DRAFT)
-        tokens_NJ = sample_from_weights(probs_RV, u_NJ.flatten()).view(batch, columns)
-        return tokens_NJ, probs_RV.unflatten(0, (batch, columns))
-
 
 class ParallelProposer(HeadProposer):
     """P-EAGLE: all K tokens in one drafter pass (arXiv 2602.01469)."""
 
-    def propose(self, step: TargetStep) -> Drafts:
-        batch, hidden_SD = self._first_pass(step)
-        written = _DraftWriter(step.num_drafts, hidden_SD.device)
-        if written.most:
-            device = hidden_SD.device
-            lens_B = torch.tensor(written.lens, device=device)
-            sequences_N = lens_B.nonzero().flatten()
-            # Past its own drafts a sequence repeats its last one; nothing reads the copies.
-            last_N1 = lens_B[sequences_N].unsqueeze(1) - 1
-            columns_K = torch.arange(written.most, device=device)
-            rows_NK = batch.last_ntp_B[sequences_N].unsqueeze(1) + columns_K.minimum(last_N1)
-            written.put(0, sequences_N, self._draw(hidden_SD[rows_NK], step, sequences_N, first=0))
-        return written.drafts(step.constraint)
+    def draft(self, on: DraftExecutor, features_TA: Tensor) -> None:
+        batch, hidden_SD = self.first_pass(on, features_TA)
+        if on.num_drafts:
+            on.choose(hidden_SD[batch.draft_rows_BK], 0)
 
 
 class AutoregressiveProposer(HeadProposer):
     """EAGLE-3: draft token j + 1 from a pass over draft token j and the head's own hidden state."""
 
-    def propose(self, step: TargetStep) -> Drafts:
-        batch, hidden_SD = self._first_pass(step)
-        lens, device = step.num_drafts, hidden_SD.device
-        written = _DraftWriter(lens, device)
-        # Sequences with the most drafts come first: those that still draft are then a prefix.
-        order_N = torch.tensor(sorted(range(len(lens)), key=lambda b: -lens[b]), device=device)
-        position_N = batch.positions_S[batch.last_ntp_B[order_N]]
-        hidden_ND = hidden_SD[batch.last_ntp_B[order_N]]
-        tokens_N = position_N
-        positions = position_N.tolist()
-        for j in range(written.most):
-            still = sum(k > j for k in lens)
-            sequences_N, hidden_ND = order_N[:still], hidden_ND[:still]
-            if j:
-                tokens_N, position_N = tokens_N[:still], position_N[:still] + 1
-                longest = max(positions[:still]) + j + 1
-                metadata = self._metadata(step, sequences_N, tokens_N, position_N, longest)
-                hidden_ND = self._run(tokens_N, hidden_ND, position_N, metadata)
-            drawn = self._draw(hidden_ND.unsqueeze(1), step, sequences_N, first=j)
-            tokens_N = drawn[0].squeeze(1)
-            written.put(j, sequences_N, drawn)
-        return written.drafts(step.constraint)
-
-    def _metadata(
-        self,
-        step: TargetStep,
-        sequences_N: Tensor,
-        tokens_N: Tensor,
-        position_N: Tensor,
-        max_seq_len: int,
-    ) -> AttentionMetadata:
-        """The metadata of a pass over one token of each of the given sequences."""
-        tables_NM, starts_B = step.block_tables_BM[sequences_N], step.context_starts_B
-        rows = torch.arange(sequences_N.shape[0] + 1, device=sequences_N.device)
-        size = self.caches[0].block_size
-        slots_N = slot_mapping(tables_NM, rows[:-1], position_N, size, self.max_model_len)
-        batch = TargetBatch(tokens_N, position_N, slots_N, rows[:-1], rows, position_N + 1)
-        return AttentionMetadata.of_batch(
-            batch,
-            tables_NM,
-            max_query_len=1,
-            max_seq_len=max_seq_len,
-            context_starts_B=None if starts_B is None else starts_B[sequences_N],
-        )
+    def draft(self, on: DraftExecutor, features_TA: Tensor) -> None:
+        batch, hidden_SD = self.first_pass(on, features_TA)
+        if not on.num_drafts:
+            return
+        hidden_ND = hidden_SD[batch.draft_rows_BK[:, 0]]
+        on.choose(hidden_ND.unsqueeze(1), 0)
+        for column in range(1, on.num_drafts):
+            single = on.next_batch(column)
+            hidden_ND = on.run(single, hidden_ND[: single.tokens_R.shape[0]])
+            on.choose(hidden_ND.unsqueeze(1), column)
 
 
-class _DraftWriter:
-    """Puts drafts together, where not every sequence drafts as much as the others."""
+class EagerDraft:
+    """A `DraftExecutor` over the exact sizes of a batch, any way of drafting.
 
-    def __init__(self, num_drafts: Sequence[int], device: torch.device) -> None:
-        self.lens = list(num_drafts)
-        self.most = max(self.lens)
-        self._tokens_BK = torch.zeros(len(self.lens), self.most, dtype=torch.int64, device=device)
+    Sequences with the most drafts come first: those that still draft are then a prefix.
+    """
+
+    def __init__(self, proposer: HeadProposer, step: TargetStep) -> None:
+        self._proposer, self._step = proposer, step
+        self._device = step.tokens_T.device
+        lens = self._lens = list(step.num_drafts)
+        self.num_drafts = max(lens)
+        drafting = [b for b, k in enumerate(lens) if k]
+        self._order = sorted(drafting, key=lambda b: -lens[b])
+        self._order_N = torch.tensor(self._order, dtype=torch.int64, device=self._device)
+        shape = len(lens), self.num_drafts
+        self._tokens_BK = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._probs_BKV: Tensor | None = None
+        self._max_query_len = self._max_seq_len = 1
+        self._tables_NM, self._starts_N = step.block_tables_BM, step.context_starts_B
 
-    def put(self, first: int, sequences_N: Tensor, drawn: tuple[Tensor, Tensor | None]) -> None:
-        """Write the columns from `first` on of the given sequences."""
-        tokens_NJ, probs_NJV = drawn
-        columns = slice(first, first + tokens_NJ.shape[1])
-        self._tokens_BK[sequences_N, columns] = tokens_NJ
-        if probs_NJV is not None:
-            if self._probs_BKV is None:
-                shape = (*self._tokens_BK.shape, probs_NJV.shape[-1])
-                self._probs_BKV = probs_NJV.new_zeros(shape)
-            self._probs_BKV[sequences_N, columns] = probs_NJV
+    def first_batch(self) -> DraftBatch:
+        step, own = self._step, self._proposer
+        parallel = own.drafter.config.is_parallel
+        num_mask_slots = [max(k - 1, 0) if parallel else 0 for k in self._lens]
+        batch = expand_draft_batch(
+            step.tokens_T,
+            step.positions_T,
+            step.start_loc,
+            step.num_accepted_B,
+            step.next_tokens_B,
+            step.block_tables_BM,
+            block_size=own.caches[0].block_size,
+            num_mask_slots_B=torch.tensor(num_mask_slots, device=self._device),
+            max_drafts=self.num_drafts,
+            mask_token_id=own.drafter.config.mask_token_id or 0,
+            max_model_len=own.max_model_len,
+        )
+        self._max_query_len = int(batch.query_start_loc.diff().max())
+        self._max_seq_len = int(batch.seq_lens_B.max())
+        self._last_N = batch.positions_R[batch.last_ntp_B[self._order_N]]
+        return replace(batch, draft_rows_BK=batch.draft_rows_BK[self._order_N])
 
-    def drafts(self, constraint: DraftConstraint | None) -> Drafts:
-        """The drafts put, cut where the constraint ends them."""
-        lens = self.lens
+    def gather(self, features_TD: Tensor, batch: DraftBatch) -> Tensor:
+        if self.num_drafts > 1 and self._proposer.drafter.config.is_parallel:
+            features_TD = torch.cat((features_TD, self._proposer.h_shared_1D))
+        return features_TD[batch.feature_rows_R]
+
+    def next_batch(self, column: int) -> PackedBatch:
+        sequences_N = self._still_drafting(column)
+        own, num_seqs = self._proposer, sequences_N.shape[0]
+        self._tables_NM = self._step.block_tables_BM[sequences_N]
+        if self._step.context_starts_B is not None:
+            self._starts_N = self._step.context_starts_B[sequences_N]
+        position_N = self._last_N[:num_seqs] + column
+        rows = torch.arange(num_seqs + 1, device=self._device)
+        size = own.caches[0].block_size
+        slots_N = slot_mapping(self._tables_NM, rows[:-1], position_N, size, own.max_model_len)
+        self._max_query_len, self._max_seq_len = 1, int(position_N.max()) + 1
+        tokens_N = self._tokens_BK[sequences_N, column - 1]
+        return PackedBatch(tokens_N, position_N, slots_N, rows, position_N + 1)
+
+    def run(self, batch: PackedBatch, hidden_SD: Tensor) -> Tensor:
+        (done_SD,) = self._proposer.passes(
+            batch,
+            self._tables_NM,
+            hidden_SD,
+            max_query_len=self._max_query_len,
+            max_seq_len=self._max_seq_len,
+            context_starts_B=self._starts_N,
+        )
+        return done_SD
+
+    def choose(self, hidden_NJD: Tensor, first: int) -> None:
+        logits_NJV = self._proposer.drafter.compute_logits(hidden_NJD)
+        sequences_N = self._still_drafting(first)
+        constraint = self._step.constraint
+        if constraint is None:
+            self._put(logits_NJV, sequences_N, first)
+            return
+        # What may come next depends on what was chosen before it: one column at a time.
+        for j in range(logits_NJV.shape[1]):
+            logits_N1V = logits_NJV[:, j : j + 1]
+            mask_BV = constraint.mask(self._device)
+            if mask_BV is not None:
+                mask_N1V = mask_BV[sequences_N][:, self._proposer.target_ids].unsqueeze(1)
+                logits_N1V = logits_N1V.masked_fill(~mask_N1V, -torch.inf)
+            self._put(logits_N1V, sequences_N, first + j)
+            constraint.advance(self._tokens_BK[:, first + j].tolist())
+
+    def drafts(self) -> Drafts:
+        """The drafts chosen, cut where the constraint ends them."""
+        lens, constraint = self._lens, self._step.constraint
         if constraint is not None:
             lens = list(map(min, lens, constraint.lens))
         return Drafts(self._tokens_BK, lens, self._probs_BKV)
+
+    def _still_drafting(self, column: int) -> Tensor:
+        """The sequences that draft more than `column`."""
+        return self._order_N[: sum(self._lens[b] > column for b in self._order)]
+
+    def _put(self, logits_NJV: Tensor, sequences_N: Tensor, first: int) -> None:
+        """Choose tokens of these logits, and write them from column `first` on."""
+        drafter, sampling = self._proposer.drafter, self._step.sampling
+        batch, columns = logits_NJV.shape[:2]
+        places = sequences_N, slice(first, first + columns)
+        if self._proposer.draft_sampling == "argmax" or sampling.all_greedy:
+            self._tokens_BK[places] = drafter.to_target_ids(logits_NJV.argmax(-1))
+            return
+        logits_RV = logits_NJV.flatten(0, 1)
+        if drafter.config.is_pruned:
+            shape = (logits_RV.shape[0], drafter.config.vocab_size)
+            full_RV = logits_RV.new_full(shape, -torch.inf)
+            logits_RV = full_RV.index_copy_(1, self._proposer.target_ids, logits_RV)
+        probs_RV = sampling.probs(logits_RV, sequences_N.repeat_interleave(columns))
+        column_J = torch.arange(columns, device=self._device)
+        position_NJ = sampling.num_outputs_B[sequences_N].unsqueeze(1) + first + column_J
+        u_NJ = uniform(sampling.seeds_B[sequences_N].unsqueeze(1), position_NJ, Purpose.DRAFT)
+        tokens_RV = sample_from_weights(probs_RV, u_NJ.flatten())
+        if self._probs_BKV is None:
+            shape = (*self._tokens_BK.shape, probs_RV.shape[1])
+            self._probs_BKV = probs_RV.new_zeros(shape)
+        self._tokens_BK[places] = tokens_RV.view(batch, columns)
+        self._probs_BKV[places] = probs_RV.unflatten(0, (batch, columns))
