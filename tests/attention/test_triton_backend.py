@@ -102,6 +102,20 @@ def test_8bit_cache(past: list[int], new: list[int], one_launch: bool, device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [None, FP8], ids=["float32", "FP8"])
+def test_writes_alone(dtype: torch.dtype | None, device: str) -> None:
+    options = {} if dtype is None else {"cache_dtype": dtype}
+    case = PagedCase([20, 3], [5, 2], device=device, padding_rows=4, **options)
+    if dtype is not None:
+        case.key_scale, case.value_scale = 0.05, 0.02
+    cache, written = case.make_cache(with_new=False), case.make_cache(with_new=True)
+    prepared = TritonAttention().prepare(case.metadata())
+    prepared.write(*(case.padded(x) for x in case.new_kv()), cache)
+    for found, expected in ((cache.keys, written.keys), (cache.values, written.values)):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_step_takes_one_launch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     writes = []
 

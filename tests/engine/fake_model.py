@@ -145,6 +145,10 @@ class FakeProposer:
         self.block_size = block_size
         self.kv: list[Any] = [None] * (num_blocks * block_size)
 
+    def read(self, step: TargetStep) -> None:
+        assert not any(step.num_drafts)
+        self.propose(step)
+
     def propose(self, step: TargetStep) -> Drafts:
         starts = step.context_starts_B
         tokens: list[list[int]] = []

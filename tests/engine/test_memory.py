@@ -118,6 +118,7 @@ def largest_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     watch(engine.target, "compute_logits", "logits")
     if engine.max_draft_len:
         watch(engine.drafting.proposer.passes, "run", "drafter")
+        watch(engine.drafting.proposer.readings, "run", "drafter")
     sizes = {"num_drafts": engine.num_speculative_tokens, "num_resuming": 0, **options}
     run_largest_passes(engine.runner, engine.drafting, engine._features, engine.config, **sizes)
     assert len(engine.sampler._free_slots) == engine.config.max_num_seqs
@@ -164,7 +165,9 @@ def test_the_largest_passes_read_kept_features(
     sizes = {**SIZES, "max_model_len": 200}
     llm = make_llm(target_folder, config_of("peagle", heads), **sizes)
     rows = largest_passes(llm, monkeypatch, num_resuming=2)
-    assert rows["drafter"][-1] > 2 * (200 - 2 * 5 - 4) > FEATURES_KEPT
+    *_, apart, last = rows["drafter"]
+    assert apart >= 2 * (200 - 2 * 5 - 4) > FEATURES_KEPT
+    assert last == 3 * (1 + 4)
 
 
 @pytest.mark.gpu

@@ -39,6 +39,7 @@ PROMPTS = [list(range(20, 20 + length)) for length in (1, 21, 4, 8, 5)]
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_runner, "TOKEN_BUCKETS", (4, 8, 16))
     monkeypatch.setattr(graph_runner, "MAX_SEQUENCES", 4)
+    monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 6)
 
 
 def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
@@ -65,7 +66,8 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
     caches = [*llm.target.kv_caches]
     if engine.drafting is not None:
         proposer = engine.drafting.proposer
-        use(proposer.passes, proposer.drafter.norm.weight.unsqueeze(0))
+        for passes in (proposer.passes, proposer.readings):
+            use(passes, proposer.drafter.norm.weight.unsqueeze(0))
         caches += proposer.caches
     for cache in caches:
         cache.keys.fill_(torch.nan)

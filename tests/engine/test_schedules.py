@@ -358,6 +358,7 @@ def run_machine(
     kind: Kind, monkeypatch: pytest.MonkeyPatch, count: int, *, fixed: bool = False
 ) -> None:
     monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", kind.features_kept)
+    monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 4)
     machine = type("Machine", (Schedules,), {"kind": kind})
     run_state_machine_as_test(
         machine,

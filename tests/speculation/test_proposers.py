@@ -77,6 +77,8 @@ def prompt_step(
         num_accepted_B=torch.tensor(lens) - 1,
         next_tokens_B=torch.tensor([prompt[0] for prompt in prompts]),
         block_tables_BM=torch.arange(batch * blocks).view(batch, blocks),
+        num_rows=lens,
+        seq_lens=lens,
         num_drafts=[k] * batch if isinstance(k, int) else list(k),
         sampling=sampling,
         histories=[[*prompt, prompt[0]] for prompt in prompts],
@@ -308,9 +310,92 @@ def test_nothing_before_the_context_start_is_looked_at(target: TargetModel, para
             start_loc=alone.start_loc - torch.tensor([0, first]),
             features_TA=alone.features_TA[first:],
             num_accepted_B=alone.num_accepted_B - first,
+            num_rows=[alone.num_rows[0] - first],
             context_starts_B=starts[b : b + 1],
         )
         assert torch.equal(propose(target, behind, parallel).tokens_BK[0], found[b, : k[b]])
         if first:
             whole = propose(target, alone, parallel).tokens_BK[0]
             assert not torch.equal(whole, found[b, : k[b]]), "the hidden part matters"
+
+
+# ---- positions that no draft needs ----------------------------------------------------------
+
+HEADS = pytest.mark.parametrize(
+    "head",
+    [
+        {},
+        {"num_layers": 3},
+        {"num_layers": 2, "norm_before_residual": True, "fc_norm": True},
+        {"qk_norm": True, "attention_bias": True, "norm_output": True},
+    ],
+    ids=str,
+)
+
+
+def rows_of(step: TargetStep, first: Sequence[int], end: Sequence[int]) -> dict[str, Any]:
+    """What a step over positions `first` to before `end` of each sequence has of its own."""
+    starts, tokens = step.start_loc.tolist(), step.tokens_T.tolist()
+    after = [[*tokens[starts[b] : starts[b + 1]], int(step.next_tokens_B[b])] for b in range(3)]
+    lens = [e - f for f, e in zip(first, end, strict=True)]
+    return {
+        "start_loc": torch.tensor([starts[b] + f for b, f in enumerate(first)] + [len(tokens)]),
+        "num_accepted_B": torch.tensor(lens) - 1,
+        "next_tokens_B": torch.tensor([after[b][e] for b, e in enumerate(end)]),
+        "num_rows": lens,
+        "seq_lens": list(end),
+    }
+
+
+@KINDS
+@HEADS
+def test_reading_apart_changes_nothing(
+    target: TargetModel, parallel: bool, head: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts and every key and value, though the last layer runs for the last rows alone."""
+    prompts = [[5, 9, 200, 3], [17, 2], [31, 31, 8, 2, 90, 41]]
+    ends = [len(prompt) for prompt in prompts]
+    step = prompt_step(target, prompts)
+    whole, apart = (make_proposer(target, parallel, step, **head) for _ in range(2))
+    before = rows_of(step, [0, 0, 0], [e - 1 for e in ends])
+    last = rows_of(step, [e - 1 for e in ends], ends)
+    layer: Any = apart.drafter.layers[-1]
+    ran: list[int] = []
+    layer.mlp.register_forward_hook(lambda _, args, __: ran.append(args[0].shape[0]))
+    with torch.inference_mode():
+        expected = whole.propose(step)
+        apart.read(replace(step, num_drafts=[0, 0, 0], sampling=None, **before))
+        assert not ran
+        found = apart.propose(replace(step, **last))
+    assert ran == ([3 * K] if parallel else [3] * K)
+    assert torch.equal(found.tokens_BK, expected.tokens_BK)
+    for one, other in zip(apart.caches, whole.caches, strict=True):
+        for x, y in ((one.keys, other.keys), (one.values, other.values)):
+            assert torch.count_nonzero(x) > 0
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+@HEADS
+def test_keys_alone_are_those_of_the_whole_layer(target: TargetModel, head: dict[str, Any]) -> None:
+    """Packed weights, from which no rows can be cut, have another class than nn.Linear."""
+
+    class Packed(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    attention: Any = make_drafter(target, parallel=True, seed=2, **head).layers[-1].self_attn
+    torch.manual_seed(0)
+    x, angles = (
+        torch.randn(5, attention.qkv_proj.in_features),
+        torch.randn(5, 1, attention.head_dim),
+    )
+    rope = angles.cos(), angles.sin()
+    _, key, value = attention.project(x, rope)
+    for _ in range(2):
+        found = attention.project_keys(x, rope)
+        torch.testing.assert_close(found, (key, value), rtol=0, atol=1e-5)
+        attention.qkv_proj = Packed(attention.qkv_proj)

@@ -2,7 +2,13 @@
 
 import torch
 
-from peagle.attention.base import AttentionBackend, AttentionMetadata, LayerKVCache, Prepared
+from peagle.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    LayerKVCache,
+    Prepared,
+    PreparedPaged,
+)
 from peagle.attention.passes import Passes, Run
 from peagle.attention.torch_backend import TorchAttention
 
@@ -12,6 +18,7 @@ __all__ = [
     "LayerKVCache",
     "Passes",
     "Prepared",
+    "PreparedPaged",
     "Run",
     "TorchAttention",
     "make_backend",

@@ -136,7 +136,15 @@ class Prepared(Protocol):
         ...
 
 
+class PreparedPaged(Prepared, Protocol):
+    """One pass over the paged KV cache."""
+
+    def write(self, key_THd: Tensor, value_THd: Tensor, cache: LayerKVCache) -> None:
+        """Write a layer's keys and values alone, both [T, Hkv, d]."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """Prepares passes: it computes once what all layers share."""
 
-    def prepare(self, metadata: AttentionMetadata) -> Prepared: ...
+    def prepare(self, metadata: AttentionMetadata) -> PreparedPaged: ...

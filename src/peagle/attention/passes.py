@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from peagle.attention.base import AttentionBackend, AttentionMetadata, Prepared
+from peagle.attention.base import AttentionBackend, AttentionMetadata, PreparedPaged
 from peagle.kernels.batches import PackedBatch
 
 # run(tokens [R], positions [R], attend, hidden [R, D] or None) -> outputs, R rows each
-Run = Callable[[Tensor, Tensor, Prepared, Tensor | None], tuple[Tensor, ...]]
+Run = Callable[[Tensor, Tensor, PreparedPaged, Tensor | None], tuple[Tensor, ...]]
 # graphs(batch, block tables [B, M], hidden) -> outputs; None where no graph fits the pass
 Graphs = Callable[[PackedBatch, Tensor, Tensor | None], tuple[Tensor, ...] | None]
 

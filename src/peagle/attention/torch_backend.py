@@ -55,12 +55,7 @@ class TorchPreparedAttention:
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
         assert cache is not None, "paged attention needs the layer's cache"
-        if self._write_slots_T is None:
-            slots_T = self.metadata.slots_T
-            scrap = (cache.keys.shape[0] - 1) * cache.block_size  # the scrap block's first slot
-            self._write_slots_T = torch.where(slots_T < 0, scrap, slots_T)
-        self._write(key_THd, cache.keys, cache.key_scale)
-        self._write(value_THd, cache.values, cache.value_scale)
+        self.write(key_THd, value_THd, cache)
         options["scaling"] *= cache.key_scale
         out_BHQd = masked_attention(
             self._pad(query_THd).transpose(1, 2),
@@ -72,6 +67,15 @@ class TorchPreparedAttention:
         out = out_BHQd.transpose(1, 2).flatten(0, 1)
         out = out if self._padded_rows_T is None else out[self._padded_rows_T]
         return out if cache.value_scale == 1.0 else out * cache.value_scale
+
+    def write(self, key_THd: Tensor, value_THd: Tensor, cache: LayerKVCache) -> None:
+        """As `PreparedPaged`."""
+        if self._write_slots_T is None:
+            slots_T = self.metadata.slots_T
+            scrap = (cache.keys.shape[0] - 1) * cache.block_size  # the scrap block's first slot
+            self._write_slots_T = torch.where(slots_T < 0, scrap, slots_T)
+        self._write(key_THd, cache.keys, cache.key_scale)
+        self._write(value_THd, cache.values, cache.value_scale)
 
     def _write(self, rows_THd: Tensor, cache_NSHd: Tensor, scale: float) -> None:
         stored_THd = as_stored(rows_THd, cache_NSHd.dtype, scale)

@@ -93,13 +93,11 @@ class TritonPreparedAttention:
         assert cache is not None, "paged attention needs the layer's cache"
         meta = self.metadata
         plan = self._plan(query_THd, cache)
-        key_THd, value_THd = _rows(key_THd), _rows(value_THd)
-        scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
         new = None
         if plan.writes_new:
-            new = NewKeyValues(key_THd, value_THd, meta.slots_T)
+            new = NewKeyValues(_rows(key_THd), _rows(value_THd), meta.slots_T)
         else:
-            kv_write(key_THd, value_THd, cache.keys, cache.values, meta.slots_T, **scales)
+            self.write(key_THd, value_THd, cache)
         return paged_attention(
             _rows(query_THd),
             cache.keys,
@@ -113,9 +111,14 @@ class TritonPreparedAttention:
             workspace=plan.workspace,
             new=new,
             sliding_window=sliding_window,
-            **scales,
+            **_scales(cache),
             **options,
         )
+
+    def write(self, key_THd: Tensor, value_THd: Tensor, cache: LayerKVCache) -> None:
+        """As `PreparedPaged`."""
+        new, slots_T = (_rows(key_THd), _rows(value_THd)), self.metadata.slots_T
+        kv_write(*new, cache.keys, cache.values, slots_T, **_scales(cache))
 
     def _plan(self, query_THd: Tensor, cache: LayerKVCache) -> _Plan:
         num_tokens, num_heads, head_dim = query_THd.shape
@@ -139,6 +142,10 @@ class TritonPreparedAttention:
                 self._one_launch and writes_new(shape, config),
             )
         return self._plans[shape]
+
+
+def _scales(cache: LayerKVCache) -> dict[str, float]:
+    return {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
 
 
 def _rows(x_THd: Tensor) -> Tensor:

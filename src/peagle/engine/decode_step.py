@@ -336,7 +336,7 @@ class CapturedDraft:
         self.num_drafts = k = sizes.num_drafts
         self._drafter, self._buffers = drafter, buffers
         self._rows, self._running_B = rows, running_B
-        self._passes = Passes(proposer.run, TritonAttention())
+        self._passes = Passes(proposer.passes.run, TritonAttention())
         num_slots = num_seqs * (2 * k if config.is_parallel else k + 1)
         self._batch = DraftBatch.allocate(num_seqs, num_slots, k, device)
         self._num_mask_slots_B = buffers.out.num_mask_slots_B

@@ -8,9 +8,10 @@ drafter's context begins behind it. Attention never reads a hole.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ from peagle.speculation import (
 )
 
 RESUME_AFTER = 8
+# From so many positions on that no draft needs, a pass of their own pays.
+READ_APART_FROM = 256
 
 
 def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Drafter | None:
@@ -189,6 +192,25 @@ class _Reading:
     kept_NA: Tensor | None
     num_drafts: int
 
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    @property
+    def row_end(self) -> int:
+        """The row after the last one of the pass that is read."""
+        return self.row + max(self.end - self.pass_start, 0)
+
+    def split(self) -> tuple[_Reading, _Reading]:
+        """Return the positions before the one from which drafts start, and that one."""
+        at = self.end - 1 if self.num_drafts else self.end
+        before_NA = last_NA = None
+        if self.kept_NA is not None:
+            before_NA, last_NA = self.kept_NA.tensor_split([at - self.first])
+        return (
+            replace(self, end=at, kept_NA=before_NA, num_drafts=0),
+            replace(self, first=at, kept_NA=last_NA),
+        )
+
 
 class HeadDrafting(Drafting):
     """Drafts with a head, for positions below `max_draft_len`.
@@ -223,6 +245,9 @@ class HeadDrafting(Drafting):
                 reading = self._read(chunk, pass_start, row, done.features_TA)
                 readings += [reading] if reading else []
             row += chunk.num_tokens + chunk.num_drafts
+        if not readings:
+            return
+        readings = self._read_apart(done, readings)
         if not readings:
             return
         step = self._step(done, readings)
@@ -291,68 +316,58 @@ class HeadDrafting(Drafting):
             )
         return min(k, within)
 
+    def _read_apart(self, done: TargetPass, readings: list[_Reading]) -> list[_Reading]:
+        """Read the positions whose hidden states no draft needs, if they are many; return the rest.
+
+        Keys and values are all that the last layer computes of them.
+        """
+        parts = [reading.split() for reading in readings]
+        if sum(len(before) for before, _ in parts) < READ_APART_FROM:
+            return readings
+        self.proposer.read(self._step(done, [before for before, _ in parts if len(before)]))
+        return [last for _, last in parts if len(last)]
+
     def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> TargetStep:
-        """Return the pass itself, or a batch of the rows and kept features that are read."""
-        sequences, device = [reading.sequence for reading in readings], done.features_TA.device
+        """Return what is read: the rows of the pass where they are, or a copy of some of them."""
+        device = done.features_TA.device
 
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+        def ints(values: Iterable[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=device)
 
-        starts = [s.drafter_start for s in sequences]
-        shared = {
-            "num_drafts": [reading.num_drafts for reading in readings],
-            "histories": [s.token_ids for s in sequences],
-            "context_starts_B": ints(starts) if any(starts) else None,
-        }
-        if _is_whole(done, readings):
-            assert done.sampled is not None
-            return TargetStep(
-                tokens_T=done.batch.tokens_R,
-                positions_T=done.batch.positions_R,
-                start_loc=done.batch.query_start_loc,
-                features_TA=done.features_TA,
-                num_accepted_B=done.sampled.verified.num_accepted_B,
-                next_tokens_B=done.sampled.verified.next_tokens_B,
-                block_tables_BM=done.block_tables_BM,
-                sampling=done.sampled.sampling,
-                **shared,
-            )
-        features = [done.features_TA]
-        rows: list[int] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        start_loc = [0]
-        num_features = done.features_TA.shape[0]
-        for reading in readings:
-            if reading.kept_NA is not None:
-                features.append(reading.kept_NA)
-                rows += range(num_features, num_features + len(reading.kept_NA))
-                num_features += len(reading.kept_NA)
-            from_pass = range(max(reading.first, reading.pass_start), reading.end)
-            rows += [reading.row + p - reading.pass_start for p in from_pass]
-            tokens += reading.sequence.token_ids[reading.first : reading.end]
-            positions += range(reading.first, reading.end)
-            start_loc.append(len(rows))
+        batch, features_TA = done.batch, done.features_TA
+        tokens_T, positions_T, num_pass_rows = batch.tokens_R, batch.positions_R, len(features_TA)
+        num_rows = [len(reading) for reading in readings]
+        starts = [reading.row + reading.first - reading.pass_start for reading in readings]
+        kept = [reading.kept_NA for reading in readings if reading.kept_NA is not None]
+        if kept or 2 * sum(num_rows) < num_pass_rows:
+            rows: list[int] = []
+            num_features = num_pass_rows
+            for reading in readings:
+                if reading.kept_NA is not None:
+                    rows += range(num_features, num_features + len(reading.kept_NA))
+                    num_features += len(reading.kept_NA)
+                first = max(reading.first, reading.pass_start)
+                rows += range(reading.row + first - reading.pass_start, reading.row_end)
+            features_TA = torch.cat([features_TA, *kept]) if kept else features_TA
+            features_TA = features_TA[ints(rows)]
+            tokens_T = ints(t for r in readings for t in r.sequence.token_ids[r.first : r.end])
+            positions_T = ints(p for r in readings for p in range(r.first, r.end))
+            starts = list(accumulate(num_rows, initial=0))[:-1]
+        sequences = [reading.sequence for reading in readings]
+        num_drafts = [reading.num_drafts for reading in readings]
+        context_starts = [s.drafter_start for s in sequences]
         return TargetStep(
-            tokens_T=ints(tokens),
-            positions_T=ints(positions),
-            start_loc=ints(start_loc),
-            features_TA=torch.cat(features)[ints(rows)],
-            num_accepted_B=ints([reading.end - reading.first - 1 for reading in readings]),
-            next_tokens_B=ints([r.sequence.token_ids[r.end] for r in readings]),
+            tokens_T=tokens_T,
+            positions_T=positions_T,
+            start_loc=ints([*starts, len(tokens_T)]),
+            features_TA=features_TA,
+            num_accepted_B=ints(count - 1 for count in num_rows),
+            next_tokens_B=ints(r.sequence.token_ids[r.end] for r in readings),
             block_tables_BM=block_tables(sequences, device),
-            sampling=self.sampler.tensors(sequences),
-            **shared,
+            num_rows=num_rows,
+            seq_lens=[reading.end for reading in readings],
+            num_drafts=num_drafts,
+            sampling=self.sampler.tensors(sequences) if any(num_drafts) else None,
+            histories=[s.token_ids for s in sequences],
+            context_starts_B=ints(context_starts) if any(context_starts) else None,
         )
-
-
-def _is_whole(done: TargetPass, readings: SequenceOf[_Reading]) -> bool:
-    """Return whether the drafter reads just what the pass settled of every sequence."""
-    return len(readings) == len(done.chunks) and all(
-        chunk.samples
-        and chunk.num_tokens == 1
-        and reading.kept_NA is None
-        and reading.first == reading.pass_start
-        and reading.end == reading.sequence.num_computed_tokens
-        for chunk, reading in zip(done.chunks, readings, strict=True)
-    )

@@ -161,7 +161,8 @@ def make_graph_runner(
         runner.passes.graphs = PassGraphs(runner.passes, *sizes)
         if proposer is not None:
             hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)
-            proposer.passes.graphs = PassGraphs(proposer.passes, *sizes, hidden_1D)
+            for passes in (proposer.passes, proposer.readings):
+                passes.graphs = PassGraphs(passes, *sizes, hidden_1D)
     return graphs
 
 

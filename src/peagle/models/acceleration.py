@@ -101,6 +101,8 @@ def accelerate_drafter(
     _use_skinny(drafter, backend, max_skinny_rows)
     for name, rows in (("combine_features", num_feature_rows), ("compute_logits", num_logit_rows)):
         setattr(drafter, name, CompiledCall(getattr(drafter, name), _few(rows), backend))
+    last: Any = drafter.layers[-1]
+    last.keys = CompiledCall(last.keys, set(), backend)
     return _compile(drafter, num_rows, backend)
 
 

@@ -191,6 +191,8 @@ class DrafterConfig:
 
 # attend(layer index, query [..., Hq, d], key [..., Hkv, d], value [..., Hkv, d]) -> [..., Hq, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# write(layer index, key [..., Hkv, d], value [..., Hkv, d])
+Write = Callable[[int, Tensor, Tensor], None]
 Rope = tuple[Tensor, Tensor]  # cos and sin, [..., 1, d]
 
 
@@ -239,6 +241,19 @@ class DrafterAttention(nn.Module):
         query, key = rotated[..., : self.split[0], :], rotated[..., self.split[0] :, :]
         return query, key, qkv[..., num_rotated:, :]
 
+    def project_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Key and value of `project`, without the product for the query."""
+        first, linear = self.split[0] * self.head_dim, self.qkv_proj
+        if isinstance(linear, nn.Linear):
+            bias = None if linear.bias is None else linear.bias[first:]
+            both = F.linear(x, linear.weight[first:], bias)
+        else:  # rows of packed weights cannot be cut out
+            both = linear(x)[..., first:]
+        key, value = both.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        return _rotate(key, *rope).to(both.dtype), value
+
 
 class DrafterMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
@@ -273,14 +288,20 @@ class DrafterLayer(nn.Module):
         self, hidden: Tensor, embedding: Tensor, rope: Rope
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the residual [..., D], and what attends: query, key and value."""
-        residual = hidden
-        if self.hidden_norm is None:
-            x = self.input_layernorm(hidden)
-        else:
-            normed = self.hidden_norm(hidden)
-            residual = normed if self.norm_before_residual else hidden
-            x = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+        residual, x = self._inputs(hidden, embedding)
         return residual, *self.self_attn.project(x, rope)
+
+    def keys(self, hidden: Tensor, embedding: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return key and value alone."""
+        return self.self_attn.project_keys(self._inputs(hidden, embedding)[1], rope)
+
+    def _inputs(self, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual, and what the projections read."""
+        if self.hidden_norm is None:
+            return hidden, self.input_layernorm(hidden)
+        normed = self.hidden_norm(hidden)
+        x = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+        return normed if self.norm_before_residual else hidden, x
 
     def after_attention(self, residual: Tensor, attended: Tensor, light: bool = False) -> Tensor:
         """Return the layer's output [..., D], from what attention gave, [..., Hq, d].
@@ -371,6 +392,26 @@ class Drafter(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, embedding, rope, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
+
+    def read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, write: Write
+    ) -> Tensor:
+        """Compute the keys and values of one pass, and nothing of its last layer beside them.
+
+        Args:
+            tokens, hidden, positions, attend: as in `forward`.
+            write: takes the keys and values of the last layer, which does not attend.
+
+        Returns:
+            [..., D], the hidden states that enter the last layer.
+        """
+        embedding = self.embed_tokens(tokens)
+        rope = self._rope_at(positions, hidden.dtype)
+        for layer in self.layers[:-1]:
+            hidden = layer(hidden, embedding, rope, attend)
+        last: Any = self.layers[-1]
+        write(last.self_attn.layer_idx, *last.keys(hidden, embedding, rope))
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """lm_head(norm(hidden)) of what `forward` returned: [..., D] to [..., DV]."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionBackend, LayerKVCache, Passes, Prepared
+from peagle.attention import AttentionBackend, LayerKVCache, Passes, PreparedPaged
 from peagle.config import DraftSampling
 from peagle.kernels.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
@@ -53,8 +54,10 @@ class TargetStep:
         num_accepted_B: tokens after the first row that stand (all of them in a prompt).
         next_tokens_B: the token after them: emitted, or the next one of a prompt.
         block_tables_BM: KV blocks of each sequence.
+        num_rows: a_b + 1 of each sequence, on the host.
+        seq_lens: positions of each sequence that the head has read after this step, on the host.
         num_drafts: k_b, drafts to make for each sequence, at most K; with 0 a head only reads on.
-        sampling: with num_outputs counting the emitted tokens.
+        sampling: with num_outputs counting the emitted tokens; None where nothing is drafted.
         histories: every token of each sequence, the emitted ones included.
         context_starts_B: first drafter slot of each sequence that may be looked at; None: all.
         constraint: which tokens may be drafted; None: all.
@@ -67,8 +70,10 @@ class TargetStep:
     num_accepted_B: Tensor
     next_tokens_B: Tensor
     block_tables_BM: Tensor
+    num_rows: Sequence[int]
+    seq_lens: Sequence[int]
     num_drafts: Sequence[int]
-    sampling: SamplingTensors
+    sampling: SamplingTensors | None
     histories: Sequence[Sequence[int]]
     context_starts_B: Tensor | None = None
     constraint: DraftConstraint | None = None
@@ -133,6 +138,7 @@ class HeadProposer:
 
     Attributes:
         passes: passes of the drafter.
+        readings: passes that give keys and values alone.
     """
 
     def __init__(
@@ -146,7 +152,8 @@ class HeadProposer:
     ) -> None:
         self.drafter = drafter
         self.drafter.reserve_positions(max_model_len)
-        self.passes = Passes(self.run, backend)
+        self.passes = Passes(self._run, backend)
+        self.readings = Passes(self._read, backend)
         self.caches = list(caches)
         self.max_model_len = max_model_len
         self.draft_sampling = draft_sampling
@@ -157,9 +164,16 @@ class HeadProposer:
         pruned = drafter.config.is_pruned
         self.draft_token_ids: Sequence[int] | None = self.target_ids.tolist() if pruned else None
 
+    def read(self, step: TargetStep) -> None:
+        """Read positions after which nothing is drafted: the last layer's query, attention and MLP
+        are left out.
+        """
+        assert not any(step.num_drafts), "drafts need the whole pass"
+        self.first_pass(EagerDraft(self, step, self.readings), step.features_TA)
+
     def propose(self, step: TargetStep) -> Drafts:
         """Draft the `num_drafts` tokens that follow `next_tokens_B` of every sequence."""
-        on = EagerDraft(self, step)
+        on = EagerDraft(self, step, self.passes)
         self.draft(on, step.features_TA)
         return on.drafts()
 
@@ -173,14 +187,23 @@ class HeadProposer:
         hidden_SD = on.gather(self.drafter.combine_features(features_TA), batch)
         return batch, on.run(batch, hidden_SD)
 
-    def run(
-        self, tokens: Tensor, positions: Tensor, prepared: Prepared, hidden: Tensor | None
+    def _run(
+        self, tokens: Tensor, positions: Tensor, prepared: PreparedPaged, hidden: Tensor | None
     ) -> tuple[Tensor]:
-        """The drafter's hidden states of one pass whose attention is prepared."""
         assert hidden is not None, "the drafter reads hidden states"
         return (self.drafter(tokens, hidden, positions, self._attend(prepared)),)
 
-    def _attend(self, prepared: Prepared) -> Attend:
+    def _read(
+        self, tokens: Tensor, positions: Tensor, prepared: PreparedPaged, hidden: Tensor | None
+    ) -> tuple[Tensor]:
+        assert hidden is not None, "the drafter reads hidden states"
+
+        def write(layer_idx: int, key: Tensor, value: Tensor) -> None:
+            prepared.write(key, value, self.caches[layer_idx])
+
+        return (self.drafter.read(tokens, hidden, positions, self._attend(prepared), write),)
+
+    def _attend(self, prepared: PreparedPaged) -> Attend:
         window = self.drafter.window
 
         def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -218,10 +241,13 @@ class EagerDraft:
     """A `DraftExecutor` over the exact sizes of a batch, any way of drafting.
 
     Sequences with the most drafts come first: those that still draft are then a prefix.
+
+    Args:
+        passes: `passes` or `readings` of the proposer.
     """
 
-    def __init__(self, proposer: HeadProposer, step: TargetStep) -> None:
-        self._proposer, self._step = proposer, step
+    def __init__(self, proposer: HeadProposer, step: TargetStep, passes: Passes) -> None:
+        self._proposer, self._step, self._passes = proposer, step, passes
         self._device = step.tokens_T.device
         lens = self._lens = list(step.num_drafts)
         self.num_drafts = max(lens)
@@ -251,8 +277,8 @@ class EagerDraft:
             mask_token_id=own.drafter.config.mask_token_id or 0,
             max_model_len=own.max_model_len,
         )
-        self._max_query_len = int(batch.query_start_loc.diff().max())
-        self._max_seq_len = int(batch.seq_lens_B.max())
+        self._max_query_len = max(map(add, step.num_rows, num_mask_slots))
+        self._max_seq_len = max(map(add, step.seq_lens, num_mask_slots))
         self._last_N = batch.positions_R[batch.last_ntp_B[self._order_N]]
         return replace(batch, draft_rows_BK=batch.draft_rows_BK[self._order_N])
 
@@ -262,21 +288,22 @@ class EagerDraft:
         return features_TD[batch.feature_rows_R]
 
     def next_batch(self, column: int) -> PackedBatch:
-        sequences_N = self._still_drafting(column)
-        own, num_seqs = self._proposer, sequences_N.shape[0]
-        self._tables_NM = self._step.block_tables_BM[sequences_N]
-        if self._step.context_starts_B is not None:
-            self._starts_N = self._step.context_starts_B[sequences_N]
+        own, step, sequences_N = self._proposer, self._step, self._still_drafting(column)
+        num_seqs = sequences_N.shape[0]
+        self._tables_NM = step.block_tables_BM[sequences_N]
+        if step.context_starts_B is not None:
+            self._starts_N = step.context_starts_B[sequences_N]
         position_N = self._last_N[:num_seqs] + column
         rows = torch.arange(num_seqs + 1, device=self._device)
         size = own.caches[0].block_size
         slots_N = slot_mapping(self._tables_NM, rows[:-1], position_N, size, own.max_model_len)
-        self._max_query_len, self._max_seq_len = 1, int(position_N.max()) + 1
+        self._max_query_len = 1
+        self._max_seq_len = max(step.seq_lens[b] for b in self._order[:num_seqs]) + column
         tokens_N = self._tokens_BK[sequences_N, column - 1]
         return PackedBatch(tokens_N, position_N, slots_N, rows, position_N + 1)
 
     def run(self, batch: PackedBatch, hidden_SD: Tensor) -> Tensor:
-        (done_SD,) = self._proposer.passes(
+        (done_SD,) = self._passes(
             batch,
             self._tables_NM,
             hidden_SD,
@@ -317,6 +344,7 @@ class EagerDraft:
     def _put(self, logits_NJV: Tensor, sequences_N: Tensor, first: int) -> None:
         """Choose tokens of these logits, and write them from column `first` on."""
         drafter, sampling = self._proposer.drafter, self._step.sampling
+        assert sampling is not None, "drafts are made"
         batch, columns = logits_NJV.shape[:2]
         places = sequences_N, slice(first, first + columns)
         if self._proposer.draft_sampling == "argmax" or sampling.all_greedy:
