@@ -195,6 +195,34 @@ def test_accelerated_models_compute_the_same(
 
 
 @needs_interpreter
+def test_an_accelerated_head_reads_the_same() -> None:
+    """Keys and values alone, of any number of rows, in one graph."""
+    head = make_head()
+
+    def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query + (key + value).repeat_interleave(2, -2)
+
+    def read(rows: int) -> list[Tensor]:
+        written: list[Tensor] = []
+        hidden = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+        positions = torch.arange(rows)
+        last = head.read(
+            positions + 2, hidden, positions, attend, lambda *kv: written.extend(kv[1:])
+        )
+        return [*written, last]
+
+    expected = {rows: read(rows) for rows in (3, 33, 70)}
+    accelerate_drafter(head, [1], backend="eager", max_skinny_rows=LIMIT)
+    read(9)
+    graphs = counters["stats"]["unique_graphs"]
+    for rows, tensors in expected.items():
+        for found, wanted in zip(read(rows), tensors, strict=True):
+            check(found, wanted)
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+    assert not counters["graph_break"]
+
+
+@needs_interpreter
 def test_graphs_of_any_size_leave_all_to_the_library(calls: list[int]) -> None:
     target = make_target()
     fuse(target.model)
