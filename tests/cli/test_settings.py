@@ -478,6 +478,16 @@ def test_engine_and_draft_flags(peagle: Peagle) -> None:
     assert shown(result, "speculative")["max_model_len"] == 48
 
 
+def test_a_server_bounds_inter_token_latency_by_itself(peagle: Peagle) -> None:
+    call = ("serve", "org/x", "--no-speculation", "--show-config")
+    assert shown(peagle(*call), "engine") == {"max_num_seqs": 32, "max_itl_ms": 100.0}
+    assert shown(peagle(*call, "--max-itl-ms", 30), "engine")["max_itl_ms"] == 30.0
+    assert "max_itl_ms" not in shown(peagle(*call, "--max-itl-ms", 0), "engine"), "0 is the default"
+    result = peagle("serve", "org/x", "--max-itl-ms", -1)
+    assert result.status == 2
+    assert "--max-itl-ms: max_itl_ms is -1.0; expected a number of at least 0" in result.err
+
+
 def test_a_limit_of_one_head_is_not_that_of_another(peagle: Peagle, tmp_path: Path) -> None:
     path = tmp_path / "peagle.toml"
     path.write_text('target = "org/x"\nspeculative = { model = "org/h", max_model_len = 9 }')

@@ -237,6 +237,9 @@ VLLM = group(
 TUNING = group(
     "Tuning",
     """
+    --max-itl-ms FLOAT
+        Largest time in milliseconds between two tokens of a request while prompts of others
+        run; prompts go in chunks that fit. 0 sets no limit. [default: 100]
     --seed INT
         Source of the seeds of requests without a seed.
     --block-size INT

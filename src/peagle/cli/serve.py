@@ -48,7 +48,12 @@ On vLLM, over several GPUs; what follows -- are flags of vLLM's own; docs/vllm.m
   peagle serve ./model --draft ./peagle-head --engine vllm --print-command
 """
 
-_DEFAULTS = Layer({"engine.max_num_seqs": Setting(32, "peagle serve")})
+_DEFAULTS = Layer(
+    {
+        "engine.max_num_seqs": Setting(32, "peagle serve"),
+        "engine.max_itl_ms": Setting(100.0, "peagle serve"),
+    }
+)
 _PLAIN, _OWN_ENGINE = "plain", "peagle"
 
 

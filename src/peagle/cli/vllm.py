@@ -112,6 +112,7 @@ _WITHOUT_EQUAL = {
         "vLLM has a --kv-cache-dtype of its own: give it behind --",
         "auto",
     ),
+    "engine.max_itl_ms": ("vLLM bounds a step by --max-num-batched-tokens", 0),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),
     "server.user_grammars": ("vLLM takes grammars from every request", True),

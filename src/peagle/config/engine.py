@@ -38,6 +38,7 @@ _CHECKS = {
     "kv_cache_gib": FieldCheck(
         lambda gib: gib is None or (is_number(gib) and gib > 0), "a number above 0, or none"
     ),
+    "max_itl_ms": number(lambda ms: ms >= 0, "a number of at least 0"),
     "gpu_memory_utilization": number(lambda s: 0 < s <= 1, "a number above 0, at most 1"),
     "enable_prefix_caching": BOOLEAN,
     "enforce_eager": BOOLEAN,
@@ -58,6 +59,9 @@ class EngineConfig:
         max_num_seqs: most sequences decoded together.
         max_num_batched_tokens: most prompt tokens of one step; longer prompts go in chunks, between
             which running sequences decode on.
+        max_itl_ms: time in milliseconds that sequences which decode should wait at most for their
+            next tokens while prompts run; chunks of prompts are as long as this allows. With 0 they
+            have max_num_batched_tokens.
         block_size: token slots of one KV block.
         num_kv_blocks: KV blocks of the cache; None derives it from max_num_seqs and memory.
         kv_cache_dtype: type of the KV cache of the target's layers; "auto" is that of the
@@ -79,6 +83,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 4096
+    max_itl_ms: float = 0.0
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"

@@ -128,6 +128,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             num_lookahead_slots=num_lookahead_slots,
+            max_itl_ms=config.max_itl_ms,
         )
         self._pipeline: Pipeline | None = None
         if is_pipelined:
@@ -337,9 +338,13 @@ class LLMEngine:
         outputs = self._outputs = []
         self._counts["num_steps"] += 1
         if self._pipeline is not None:
-            if self._pipeline.go_on():
+            goes_on = self._pipeline.go_on()
+            if not goes_on:
+                self._pipeline.drain()
+            if outputs:
+                self.scheduler.prompt_budget.gave()
+            if goes_on:
                 return outputs
-            self._pipeline.drain()
         if self.scheduler.has_unfinished:
             self._schedule_and_run()
         return outputs
@@ -359,13 +364,18 @@ class LLMEngine:
                 sequence.admitted_s = time.perf_counter()
                 self._counts["num_prompt_tokens"] += sequence.num_prompt_tokens
                 self._counts["num_cached_tokens"] += sequence.num_cached_tokens or 0
+        budget = self.scheduler.prompt_budget
+        if not plan.decode:
+            budget.pause()
         if plan.prefill:
+            budget.ran(sum(chunk.num_tokens for chunk in plan.prefill))
             self._run(plan.prefill)
         decoding = [chunk.sequence for chunk in plan.decode]
         if self._pipeline is not None and decoding and self._pipeline.runner.can_run(decoding):
             self._pipeline.start(decoding)
         elif decoding:
             self._run(plan.decode)
+            budget.gave()
 
     def _prepare_grammars(self) -> None:
         """Find the tokens that grammars allow next; end sequences whose grammar took too long."""

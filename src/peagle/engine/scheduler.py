@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from peagle.engine.block_manager import BlockManager
+from peagle.engine.prompt_budget import PromptBudget
 from peagle.engine.sequence import Sequence, SequenceStatus
 
 
@@ -52,6 +53,7 @@ class Scheduler:
     Args:
         max_num_seqs: most sequences that run together.
         max_num_batched_tokens: most prompt tokens of one step.
+        max_itl_ms: as in `EngineConfig`.
         num_lookahead_slots: KV slots that a step may touch beyond the last token.
     """
 
@@ -63,10 +65,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_lookahead_slots: int,
+        max_itl_ms: float = 0.0,
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.prompt_budget = PromptBudget(max_itl_ms, max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.num_lookahead_slots = num_lookahead_slots
         # Both in the order of `Sequence.order`.
@@ -123,7 +127,7 @@ class Scheduler:
 
     def _continue_prompts(self, plan: Schedule) -> int:
         """Add chunks of the running prompts; return what is left of the step's tokens."""
-        budget = self.max_num_batched_tokens
+        budget = self.prompt_budget(decoding=bool(plan.decode))
         for sequence in self.running:
             if sequence.is_prefilling and budget and not sequence.waits_for_grammar:
                 plan.prefill.append(_prompt_chunk(sequence, budget))

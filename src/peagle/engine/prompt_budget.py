@@ -1,0 +1,93 @@
+"""How many prompt tokens a step may compute while other sequences decode.
+
+A step computes chunks of prompts and one pass of the sequences that decode. These get their next
+tokens when both are done: the chunk decides their inter-token latency.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+# The smallest budget: prompts must end at some time.
+MIN_TOKENS = 64
+# Prompt tokens of a step before the first measurement.
+FIRST_TOKENS = 256
+# Medians are taken over so many measurements: one slow step, which compiles, changes nothing.
+_NUM_KEPT = 9
+
+
+class PromptBudget:
+    """Learns what prompt tokens cost, and keeps steps within a limit of inter-token latency.
+
+    With d the median time of a step without prompts and c the median time that a prompt token
+    adds, (limit - d) / c tokens fit into a step.
+
+    Args:
+        max_itl_ms: limit of the time between two steps' tokens in milliseconds; 0 sets none.
+        max_tokens: most prompt tokens of a step.
+        clock: time in seconds.
+    """
+
+    def __init__(
+        self,
+        max_itl_ms: float,
+        max_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._limit_s = max_itl_ms / 1000
+        self._max_tokens = max_tokens
+        self._clock = clock
+        self._step_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._token_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._last_s: float | None = None
+        self._num_tokens = 0
+        self._has_warned = False
+
+    def __call__(self, *, decoding: bool) -> int:
+        """Return the most prompt tokens of the next step, beside sequences that decode or not."""
+        if not (self._limit_s and decoding):
+            return self._max_tokens
+        if not self._token_s:
+            return min(FIRST_TOKENS, self._max_tokens)
+        left_s = self._limit_s - self._median_step()
+        if left_s <= 0:
+            self._warn()
+        fitting = int(left_s / max(median(self._token_s), 1e-9))
+        return min(max(fitting, MIN_TOKENS), self._max_tokens)
+
+    def ran(self, num_tokens: int) -> None:
+        """Count prompt tokens that a step computes before it gives tokens."""
+        self._num_tokens += num_tokens
+
+    def gave(self) -> None:
+        """Measure the time since the last step that gave tokens to decoding sequences."""
+        now_s = self._clock()
+        if self._last_s is not None:
+            taken_s = now_s - self._last_s
+            if not self._num_tokens:
+                self._step_s.append(taken_s)
+            else:
+                added_s = max(taken_s - self._median_step(), 0.0)
+                self._token_s.append(added_s / self._num_tokens)
+        self._last_s, self._num_tokens = now_s, 0
+
+    def pause(self) -> None:
+        """Nothing decodes: the time to the next tokens is nobody's latency."""
+        self._last_s, self._num_tokens = None, 0
+
+    def _median_step(self) -> float:
+        return median(self._step_s) if self._step_s else 0.0
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"max_itl_ms is {self._limit_s * 1000:g}, but a step without prompts takes "
+                f"{self._median_step() * 1000:.3g} ms. Prompts go on in chunks of {MIN_TOKENS} "
+                "tokens; raise max_itl_ms, or lower max_num_seqs.",
+                stacklevel=2,
+            )
