@@ -24,13 +24,14 @@ from peagle.kernels.step_state import (
     advance,
 )
 from peagle.speculation.verification import SamplingTensors, verify
-from tests.kernels.devices import DEVICES, INTERPRETED
+from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
 
 pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from peagle.kernels import verify_triton
+from peagle.kernels.rejection_triton import DraftProbs, verify_drawn
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -170,9 +171,9 @@ def expected(case: Case) -> tuple[StepRecord, StepState]:
         assert case.target_ids_D is not None
         q = torch.zeros(len(case.drafts_BK), case.drafts_BK.shape[1], logits.shape[1])
         q[:, :, case.target_ids_D] = case.probs_BKD
-        # The head drafts by argmax where the request is greedy: one-hot there.
-        one_hot = torch.nn.functional.one_hot(case.drafts_BK, logits.shape[1]).float()
-        q = torch.where((case.sampling.temperature_B == 0)[:, None, None], one_hot, q)[active]
+        # The head drafts by argmax where the request is greedy.
+        q[case.sampling.temperature_B == 0] = 0
+        q = q[active]
     found = verify(logits, rows, sampling, q, case.rates_K)
     accepted, next_tokens = (torch.zeros(len(active), dtype=torch.int64) for _ in range(2))
     accepted[active] = found.num_accepted_B
@@ -223,14 +224,15 @@ def run(
         to(case.sampling.seeds_B),
         None if case.min_p_B is None else to(case.min_p_B),
     )
-    q = None
-    if case.probs_BKD is not None:
+    if case.probs_BKD is None:
+        verify_triton.verify_sampled(*before, sampling, *after, synthetic=synthetic)
+    else:
         assert case.target_ids_D is not None
         index = torch.full((vocab_size,), -1, dtype=torch.int32)
         index[case.target_ids_D] = torch.arange(len(case.target_ids_D), dtype=torch.int32)
         full = len(case.target_ids_D) == vocab_size
-        q = verify_triton.DraftProbs(to(case.probs_BKD), None if full else to(index))
-    verify_triton.verify_sampled(*before, sampling, *after, q, synthetic=synthetic)
+        q = DraftProbs(to(case.probs_BKD), None if full else to(index))
+        verify_drawn(*before, sampling, *after, q, synthetic=synthetic)
     return out, state
 
 
@@ -307,6 +309,11 @@ def test_a_row_of_nan_ends_its_sequence_alone(greedy: bool, value: float, device
     for found, wanted in ((out, clean), (state, clean_state)):
         for one in fields(found):
             assert torch.equal(getattr(found, one.name)[others], getattr(wanted, one.name)[others])
+
+
+def test_kernels_compile_for_a_card() -> None:
+    """The interpreter takes what compilers refuse; no card is needed to see that."""
+    assert len(compile_for_card("verification")) == 2 + 4 * 3
 
 
 # ---- synthetic acceptance -------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Kernels of rejection sampling; `verify_triton` launches them and says what comes out.
+"""Verification of drawn drafts in a captured decode step: rejection sampling.
+
+The reference is `speculation.verification.verify` with `draft_probs_BKV`. All other drafts are for
+`verify_triton`.
 
 Shapes: B sequences, K most drafts, R packed rows, V vocabulary, D draft vocabulary, C chunks of a
 row.
@@ -6,36 +9,45 @@ row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from peagle.kernels.draw_triton import draw_chunk, kept_weights, pick
+from peagle.kernels.launch import launch
 from peagle.kernels.random import Purpose
 from peagle.kernels.random_triton import uniform
+from peagle.kernels.sampling_triton import row_stats
 from peagle.kernels.search_triton import is_kept, temperature_rate, weights_of
-from peagle.kernels.step_state import NO_TOKEN
-from peagle.kernels.step_state_triton import advance
+from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
+from peagle.kernels.step_state_triton import advance, state_arguments, state_sizes
+from peagle.kernels.verify_triton import (
+    SequenceSampling,
+    SyntheticAcceptance,
+    VerifyScratch,
+    num_accepted_synthetically,
+    synthetic_arguments,
+)
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
-_SYNTHETIC = tl.constexpr(int(Purpose.SYNTHETIC))
-_FAR = tl.constexpr(2147483647)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
-@triton.jit
-def num_accepted_synthetically(
-    b, real, num_drafts, rates_ptr, seeds_ptr, num_outputs_ptr, COLUMNS: tl.constexpr
-):
-    """a of one sequence, whatever its drafts are: how many rates lie above its one number.
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """q of drafts that were drawn, in the draft vocabulary.
 
-    `real` is the a that the drafts deserve; it changes nothing.
+    Attributes:
+        probs_BKD: float32, contiguous; not read at or above a sequence's number of drafts.
+        draft_index_V: int32, draft id of each target id, -1 for ids that cannot be drafted; None
+            where both vocabularies are one.
     """
-    j = tl.arange(0, COLUMNS)
-    rates = tl.load(rates_ptr + j, mask=j < num_drafts, other=0.0)
-    u = uniform(tl.load(seeds_ptr + b), tl.load(num_outputs_ptr + b), _SYNTHETIC)
-    num_accepted = tl.sum((u < rates.to(tl.float64)).to(tl.int32))
-    # Always so, but the compiler does not know: it must leave the work for `real` in.
-    return tl.where(real >= 0, num_accepted, real)
+
+    probs_BKD: Tensor
+    draft_index_V: Tensor | None = None
 
 
 @triton.jit
@@ -58,7 +70,6 @@ def _num_accepted(
     q_ptr,
     draft_index_ptr,
     draft_vocab,
-    HAS_Q: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -78,15 +89,14 @@ def _num_accepted(
     p = tl.where(temperature == 0, tl.where(x == argmax, 1.0, 0.0), p)
     seed = tl.load(seeds_ptr + b)
     u = uniform(seed + j * 0, tl.load(num_outputs_ptr + b) + j, _ACCEPT)
-    if HAS_Q:
-        index = x
-        if HAS_INDEX:
-            index = tl.load(draft_index_ptr + x, mask=drafted, other=-1).to(tl.int64)
-        at = (b * max_drafts + j).to(tl.int64) * draft_vocab + index
-        q = tl.load(q_ptr + at, mask=drafted & (index >= 0), other=0.0)
-        q = tl.where(temperature == 0, 1.0, q)
-        u = u * q.to(tl.float64)
-    accepted = drafted & (u < p.to(tl.float64))
+    index = x
+    if HAS_INDEX:
+        index = tl.load(draft_index_ptr + x, mask=drafted, other=-1).to(tl.int64)
+    at = (b * max_drafts + j).to(tl.int64) * draft_vocab + index
+    q = tl.load(q_ptr + at, mask=drafted & (index >= 0), other=0.0)
+    # A greedy sequence drafts by argmax.
+    q = tl.where(temperature == 0, 1.0, q)
+    accepted = drafted & (u * q.to(tl.float64) < p.to(tl.float64))
     return tl.min(tl.where(accepted, COLUMNS, j))
 
 
@@ -105,38 +115,34 @@ def _chunk_weights(
     threshold_ptr,
     last_tie_ptr,
     total_ptr,
-    drafts_ptr,
     max_drafts,
     q_ptr,
     draft_index_ptr,
     draft_vocab,
-    HAS_Q: tl.constexpr,
     HAS_INDEX: tl.constexpr,
 ):
     """p and max(p - q, 0) of tokens v in the row that emits; q is 0 if no draft was rejected."""
-    inside = v < vocab_size
-    x = tl.load(logits_ptr + row * row_stride + v, mask=inside, other=-float("inf"))
-    best = tl.load(max_ptr + row)
-    weights = weights_of(x, best, temperature_rate(temperature))
-    kept = is_kept(weights, v, tl.load(threshold_ptr + row), tl.load(last_tie_ptr + row))
-    p = tl.where(kept & inside, weights / tl.load(total_ptr + row), 0.0)
-    rejected = num_accepted < num_drafts
-    if HAS_Q:
-        index = v
-        has_q = v < tl.where(rejected, vocab_size, 0)
-        if HAS_INDEX:
-            index = tl.load(draft_index_ptr + v, mask=has_q, other=-1)
-        at = (b * max_drafts + num_accepted).to(tl.int64) * draft_vocab + index
-        q = tl.load(q_ptr + at, mask=has_q & (index >= 0), other=0.0)
-    else:
-        at_draft = b * max_drafts + num_accepted
-        token = tl.load(drafts_ptr + at_draft, mask=rejected, other=-1)
-        q = tl.where(v == token, 1.0, 0.0)
+    weights = kept_weights(
+        logits_ptr + row * row_stride,
+        v,
+        vocab_size,
+        tl.load(max_ptr + row),
+        temperature,
+        tl.load(threshold_ptr + row),
+        tl.load(last_tie_ptr + row),
+    )
+    p = weights / tl.load(total_ptr + row)
+    index = v
+    has_q = v < tl.where(num_accepted < num_drafts, vocab_size, 0)
+    if HAS_INDEX:
+        index = tl.load(draft_index_ptr + v, mask=has_q, other=-1)
+    at = (b * max_drafts + num_accepted).to(tl.int64) * draft_vocab + index
+    q = tl.load(q_ptr + at, mask=has_q & (index >= 0), other=0.0)
     return p, tl.maximum(p - q, 0.0)
 
 
 @triton.jit
-def weigh_kernel(
+def weigh_rejected_kernel(
     logits_ptr,
     row_stride,
     vocab_size,
@@ -149,19 +155,18 @@ def weigh_kernel(
     threshold_ptr,
     last_tie_ptr,
     total_ptr,
-    drafts_ptr,
-    max_drafts,
-    num_drafts_ptr,
-    num_outputs_ptr,
     q_ptr,
     draft_index_ptr,
     draft_vocab,
     num_chunks,
     weights_ptr,
+    drafts_ptr,
+    max_drafts,
+    num_drafts_ptr,
+    num_outputs_ptr,
     accepted_ptr,
     rates_ptr,
     synthetic_seeds_ptr,
-    HAS_Q: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     SYNTHETIC: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -193,7 +198,6 @@ def weigh_kernel(
             q_ptr,
             draft_index_ptr,
             draft_vocab,
-            HAS_Q,
             HAS_INDEX,
             COLUMNS,
         )
@@ -224,12 +228,10 @@ def weigh_kernel(
                 threshold_ptr,
                 last_tie_ptr,
                 total_ptr,
-                drafts_ptr,
                 max_drafts,
                 q_ptr,
                 draft_index_ptr,
                 draft_vocab,
-                HAS_Q,
                 HAS_INDEX,
             )
             at = (b * num_chunks + chunk) * 2
@@ -238,7 +240,7 @@ def weigh_kernel(
 
 
 @triton.jit
-def draw_kernel(
+def draw_rejected_kernel(
     logits_ptr,
     row_stride,
     vocab_size,
@@ -275,7 +277,6 @@ def draw_kernel(
     emitted_ptr,
     kept_ptr,
     masks_ptr,
-    HAS_Q: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     SYNTHETIC: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -303,13 +304,8 @@ def draw_kernel(
             use_leftover = use_leftover & (num_accepted < 0)  # never, unknown to the compiler
         sums = tl.where(use_leftover, leftover, plain)
         position = tl.load(num_outputs_ptr + b) + num_accepted
-        u = uniform(tl.load(seeds_ptr + b), position, _SAMPLE)
-        through = tl.cumsum(sums, 0)
-        target = u * tl.max(through)
-        # Rounding may leave no chunk above the target: then the last that has weight.
-        chunk = tl.min(tl.where((through > target) & (sums > 0), c, CHUNKS))
-        chunk = tl.minimum(chunk, tl.max(tl.where(sums > 0, c, 0)))
-        target -= tl.max(tl.where(c < chunk, through, 0.0))
+        target = uniform(tl.load(seeds_ptr + b), position, _SAMPLE) * tl.sum(sums)
+        chunk, before = pick(sums, c, target)
         v = chunk * CHUNK + tl.arange(0, CHUNK)
         p, rest = _chunk_weights(
             b,
@@ -325,18 +321,13 @@ def draw_kernel(
             threshold_ptr,
             last_tie_ptr,
             total_ptr,
-            drafts_ptr,
             max_drafts,
             q_ptr,
             draft_index_ptr,
             draft_vocab,
-            HAS_Q,
             HAS_INDEX,
         )
-        weights = tl.where(use_leftover, rest, p)
-        through_v = tl.cumsum(weights.to(tl.float64), 0)
-        token = tl.min(tl.where((through_v > target) & (weights > 0), v, _FAR))
-        next_token = tl.minimum(token, tl.max(tl.where(weights > 0, v, 0)))
+        next_token, _before = pick(tl.where(use_leftover, rest, p), v, target - before)
     peak = tl.load(max_ptr + row, mask=is_active, other=0.0)
     next_token = tl.where(tl.abs(peak) < float("inf"), next_token, _NO_TOKEN)
     advance(
@@ -365,4 +356,95 @@ def draw_kernel(
         masks_ptr,
         COLUMNS,
         STOP_IDS,
+    )
+
+
+def verify_drawn(
+    logits_RV: Tensor,
+    sequences_R: Tensor,
+    start_loc: Tensor,
+    drafts_BK: Tensor,
+    active_B: Tensor,
+    sampling: SequenceSampling,
+    state: StepState,
+    limits: StepLimits,
+    scratch: VerifyScratch,
+    out: StepRecord,
+    draft_probs: DraftProbs,
+    *,
+    synthetic: SyntheticAcceptance | None = None,
+) -> None:
+    """Rejection sampling of each sequence's drafts, its next token, its new state.
+
+    Four launches: chunks of rows (softmax), rows (top-k, top-p, min-p), chunks of the row of each
+    sequence that emits (weights), sequences (the draw). Draft x is accepted with
+    min(1, p(x) / q(x)); the first rejected position is drawn from norm(max(p - q, 0)), after the
+    last draft the bonus token from p. Arguments as in `verify_triton.verify_sampled`, and:
+
+    Args:
+        draft_probs: q; not read of sequences of temperature 0.
+    """
+    rows = scratch.rows
+    row_stats(
+        logits_RV,
+        sequences_R,
+        sampling.temperature_B,
+        sampling.top_k_B,
+        sampling.top_p_B,
+        sampling.min_p_B,
+        rows,
+    )
+    num_seqs, max_drafts = drafts_BK.shape
+    vocab_size = logits_RV.shape[1]
+    q_BKD, index_V = draft_probs.probs_BKD, draft_probs.draft_index_V
+    assert q_BKD.is_contiguous(), "kernels step over whole rows"
+    chunk = draw_chunk(vocab_size)
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    assert scratch.leftover_BC2.shape == (num_seqs, num_chunks, 2), "buffers of another shape"
+    flags = {"HAS_INDEX": index_V is not None, "SYNTHETIC": synthetic is not None}
+    sizes = state_sizes(max_drafts, limits)
+    batch = (
+        logits_RV,
+        logits_RV.stride(0),
+        vocab_size,
+        start_loc,
+        active_B,
+        sampling.temperature_B,
+        sampling.seeds_B,
+        rows.max_R,
+        rows.argmax_R,
+        rows.threshold_R,
+        rows.last_tie_R,
+        rows.total_R,
+        q_BKD,
+        drafts_BK if index_V is None else index_V,
+        q_BKD.shape[-1],
+        num_chunks,
+        scratch.leftover_BC2,
+    )
+    launch(
+        weigh_rejected_kernel,
+        (num_seqs, num_chunks),
+        *batch,
+        drafts_BK,
+        max_drafts,
+        state.num_drafts_B,
+        state.num_outputs_B,
+        out.num_accepted_B,
+        *synthetic_arguments(synthetic, drafts_BK),
+        COLUMNS=sizes["COLUMNS"],
+        CHUNK=chunk,
+        **flags,
+        num_warps=8,
+    )
+    launch(
+        draw_rejected_kernel,
+        (num_seqs,),
+        *batch,
+        *state_arguments(drafts_BK, state, limits, out),
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNK=chunk,
+        **sizes,
+        **flags,
+        num_warps=8,
     )

@@ -1,12 +1,13 @@
 """Verification of a captured decode step, and what follows from it for each sequence.
 
-References: `speculation.verification.verify`, `kernels.step_state.advance`. Greedy takes two
-launches: chunks of rows, then sequences. Sampling takes four: chunks of rows (softmax), rows
-(top-k, top-p, min-p), chunks of the row of each sequence that emits (weights), sequences (the
-draw). Greedy sequences, with temperature 0, may stand in a sampled batch.
+References: `speculation.verification.verify`, `kernels.step_state.advance`. The target has a token
+of its own for each row; a sequence accepts its drafts while they equal these. Greedy takes two
+launches: chunks of rows, then sequences. Sampling takes five: chunks of rows (softmax), rows
+(top-k, top-p, min-p), chunks of rows (weights), rows (the draw), sequences. Greedy sequences, with
+temperature 0, may stand in a sampled batch. Drawn drafts are for `rejection_triton`.
 
-Shapes: B sequences, K most drafts, J = K + 1, R packed rows (a bucket), V vocabulary, D draft
-vocabulary, C chunks of a row.
+Shapes: B sequences, K most drafts, J = K + 1, R packed rows (a bucket), V vocabulary, C chunks of a
+row.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.draw_triton import allocate_weights, draw_rows
 from peagle.kernels.launch import launch
-from peagle.kernels.rejection_triton import draw_kernel, num_accepted_synthetically, weigh_kernel
-from peagle.kernels.sampling_triton import RowStats, chunk_size, chunk_stats, row_stats
+from peagle.kernels.random import Purpose
+from peagle.kernels.random_triton import uniform
+from peagle.kernels.sampling_triton import RowStats, chunk_stats, row_stats
 from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
 from peagle.kernels.step_state_triton import advance, state_arguments, state_sizes
 
 _FAR = tl.constexpr(2147483647)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
+_SYNTHETIC = tl.constexpr(int(Purpose.SYNTHETIC))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +47,6 @@ class SequenceSampling:
     top_p_B: Tensor
     seeds_B: Tensor
     min_p_B: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DraftProbs:
-    """q of drafts that were drawn, in the draft vocabulary.
-
-    Attributes:
-        probs_BKD: float32, contiguous; not read at or above a sequence's number of drafts.
-        draft_index_V: int32, draft id of each target id, -1 for ids that cannot be drafted; None
-            where both vocabularies are one.
-    """
-
-    probs_BKD: Tensor
-    draft_index_V: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +68,51 @@ class VerifyScratch:
 
     Attributes:
         rows: statistics of the rows.
-        weights_BC2: float64, of each chunk of the row that emits: of p, and of max(p - q, 0).
+        weights_RC: float64, of each chunk of each row.
+        tokens_R: int64, the target's own.
+        leftover_BC2: float64, of each chunk of the row that emits: of p, and of max(p - q, 0).
     """
 
     rows: RowStats
-    weights_BC2: Tensor
+    weights_RC: Tensor
+    tokens_R: Tensor
+    leftover_BC2: Tensor
 
     @classmethod
     def allocate(
         cls, num_seqs: int, num_rows: int, vocab_size: int, device: torch.device | str
     ) -> VerifyScratch:
         """Allocate buffers for B sequences in R rows."""
-        chunks = triton.cdiv(vocab_size, chunk_size(num_seqs, vocab_size))
-        weights = torch.zeros(num_seqs, chunks, 2, dtype=torch.float64, device=device)
-        return cls(RowStats.allocate(num_rows, vocab_size, device), weights)
+        weights_RC = allocate_weights(num_rows, vocab_size, device)
+        return cls(
+            RowStats.allocate(num_rows, vocab_size, device),
+            weights_RC,
+            torch.zeros(num_rows, dtype=torch.int64, device=device),
+            weights_RC.new_zeros(num_seqs, weights_RC.shape[1], 2),
+        )
 
 
 @triton.jit
-def _greedy_kernel(
+def num_accepted_synthetically(
+    b, real, num_drafts, rates_ptr, seeds_ptr, num_outputs_ptr, COLUMNS: tl.constexpr
+):
+    """a of one sequence, whatever its drafts are: how many rates lie above its one number.
+
+    `real` is the a that the drafts deserve; it changes nothing.
+    """
+    j = tl.arange(0, COLUMNS)
+    rates = tl.load(rates_ptr + j, mask=j < num_drafts, other=0.0)
+    u = uniform(tl.load(seeds_ptr + b), tl.load(num_outputs_ptr + b), _SYNTHETIC)
+    num_accepted = tl.sum((u < rates.to(tl.float64)).to(tl.int32))
+    # Always so, but the compiler does not know: it must leave the work for `real` in.
+    return tl.where(real >= 0, num_accepted, real)
+
+
+@triton.jit
+def match_kernel(
     start_loc_ptr,
     active_ptr,
+    tokens_ptr,
     chunk_max_ptr,
     chunk_argmax_ptr,
     num_chunks,
@@ -122,36 +137,40 @@ def _greedy_kernel(
     emitted_ptr,
     kept_ptr,
     masks_ptr,
+    DRAWN: tl.constexpr,
     SYNTHETIC: tl.constexpr,
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STOP_IDS: tl.constexpr,
 ):
+    """Accept drafts that equal the target's own tokens: those drawn, or the argmax of chunks."""
     b = tl.program_id(0)
     is_active = tl.load(active_ptr + b) != 0
     # -1 where inactive: such a sequence has no row.
     num_drafts = tl.where(is_active, tl.load(num_drafts_ptr + b).to(tl.int32), -1)
     first_row = tl.load(start_loc_ptr + b).to(tl.int64)
     j = tl.arange(0, COLUMNS)
-    c = tl.arange(0, CHUNKS)
-    inside = (j[:, None] <= num_drafts) & (c[None, :] < num_chunks)
-    at = (first_row + j[:, None]) * num_chunks + c[None, :]
-    maxima = tl.load(chunk_max_ptr + at, mask=inside, other=-float("inf"))
-    indices = tl.load(chunk_argmax_ptr + at, mask=inside, other=_FAR)
-    best = tl.max(maxima, 1)
-    argmax = tl.min(tl.where(maxima == best[:, None], indices, _FAR), 1)
+    if DRAWN:
+        own = tl.load(tokens_ptr + first_row + j, mask=j <= num_drafts, other=_NO_TOKEN)
+    else:
+        c = tl.arange(0, CHUNKS)
+        inside = (j[:, None] <= num_drafts) & (c[None, :] < num_chunks)
+        at = (first_row + j[:, None]) * num_chunks + c[None, :]
+        maxima = tl.load(chunk_max_ptr + at, mask=inside, other=-float("inf"))
+        indices = tl.load(chunk_argmax_ptr + at, mask=inside, other=_FAR)
+        best = tl.max(maxima, 1)
+        own = tl.min(tl.where(maxima == best[:, None], indices, _FAR), 1)
+        # NaN compares as false; so does the maximum of a row of NaN alone, whichever it is.
+        own = tl.where(tl.abs(best) < float("inf"), own, _NO_TOKEN)
 
     drafted = j < num_drafts
-    drafts = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=-1)
-    num_accepted = tl.min(tl.where(drafted & (drafts == argmax), COLUMNS, j))
+    drafts = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0)
+    num_accepted = tl.min(tl.where(drafted & (drafts == own), COLUMNS, j))
     if SYNTHETIC:
         num_accepted = num_accepted_synthetically(
             b, num_accepted, num_drafts, rates_ptr, synthetic_seeds_ptr, num_outputs_ptr, COLUMNS
         )
-    next_token = tl.sum(tl.where(j == num_accepted, argmax, 0))
-    # NaN compares as false; so does the maximum of a row of NaN alone, whichever it is.
-    peak = tl.sum(tl.where(j == num_accepted, best, 0.0))
-    next_token = tl.where(tl.abs(peak) < float("inf"), next_token, _NO_TOKEN)
+    next_token = tl.sum(tl.where(j == num_accepted, own, 0))
     advance(
         b,
         is_active,
@@ -181,7 +200,7 @@ def _greedy_kernel(
     )
 
 
-def _synthetic_arguments(
+def synthetic_arguments(
     synthetic: SyntheticAcceptance | None, drafts_BK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return rates and seeds; any tensor where the kernel reads none."""
@@ -189,6 +208,39 @@ def _synthetic_arguments(
         return drafts_BK, drafts_BK
     assert len(synthetic.rates_K) >= drafts_BK.shape[1], "a rate for every draft"
     return synthetic.rates_K, synthetic.seeds_B
+
+
+def _match(
+    start_loc: Tensor,
+    drafts_BK: Tensor,
+    active_B: Tensor,
+    state: StepState,
+    limits: StepLimits,
+    scratch: VerifyScratch,
+    out: StepRecord,
+    synthetic: SyntheticAcceptance | None,
+    *,
+    drawn: bool,
+) -> None:
+    num_seqs, max_drafts = drafts_BK.shape
+    num_chunks = scratch.rows.chunk_max_RC.shape[1]
+    launch(
+        match_kernel,
+        (num_seqs,),
+        start_loc,
+        active_B,
+        scratch.tokens_R,
+        scratch.rows.chunk_max_RC,
+        scratch.rows.chunk_argmax_RC,
+        num_chunks,
+        *synthetic_arguments(synthetic, drafts_BK),
+        *state_arguments(drafts_BK, state, limits, out),
+        DRAWN=drawn,
+        SYNTHETIC=synthetic is not None,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        **state_sizes(max_drafts, limits),
+        num_warps=4,
+    )
 
 
 def verify_greedy(
@@ -220,23 +272,7 @@ def verify_greedy(
     """
     # Without sums the kernel reads no temperature; any tensor does.
     chunk_stats(logits_RV, sequences_R, start_loc, scratch.rows, sums=False)
-    num_seqs, max_drafts = drafts_BK.shape
-    num_chunks = scratch.rows.chunk_max_RC.shape[1]
-    launch(
-        _greedy_kernel,
-        (num_seqs,),
-        start_loc,
-        active_B,
-        scratch.rows.chunk_max_RC,
-        scratch.rows.chunk_argmax_RC,
-        num_chunks,
-        *_synthetic_arguments(synthetic, drafts_BK),
-        *state_arguments(drafts_BK, state, limits, out),
-        SYNTHETIC=synthetic is not None,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        **state_sizes(max_drafts, limits),
-        num_warps=4,
-    )
+    _match(start_loc, drafts_BK, active_B, state, limits, scratch, out, synthetic, drawn=False)
 
 
 def verify_sampled(
@@ -250,22 +286,14 @@ def verify_sampled(
     limits: StepLimits,
     scratch: VerifyScratch,
     out: StepRecord,
-    draft_probs: DraftProbs | None = None,
     *,
     synthetic: SyntheticAcceptance | None = None,
 ) -> None:
-    """Rejection sampling of each sequence's drafts, its next token, its new state.
+    """Draw a token from each row, accept the longest prefix of drafts that equals them, and so on.
 
-    Four launches. Draft x is accepted with min(1, p(x) / q(x)); the first rejected position is
-    drawn from norm(max(p - q, 0)), after the last draft the bonus token from p. Arguments as in
-    `verify_greedy`, and:
-
-    Args:
-        logits_RV: of the rows as in `verify_greedy`.
-        sampling: parameters of each sequence; temperature 0 is greedy.
-        draft_probs: q; None when the drafts are argmax tokens, whose q is one-hot.
+    Five launches. Rows and arguments as in `verify_greedy`; temperature 0 of `sampling` is greedy.
+    Which token a row draws, and how little other rows change it, says `draw_rows`.
     """
-    rows = scratch.rows
     row_stats(
         logits_RV,
         sequences_R,
@@ -273,64 +301,18 @@ def verify_sampled(
         sampling.top_k_B,
         sampling.top_p_B,
         sampling.min_p_B,
-        rows,
+        scratch.rows,
     )
-    num_seqs, max_drafts = drafts_BK.shape
-    vocab_size = logits_RV.shape[1]
-    index_V = None if draft_probs is None else draft_probs.draft_index_V
-    q: Tensor = drafts_BK if draft_probs is None else draft_probs.probs_BKD
-    assert q.is_contiguous(), "kernels step over whole rows"
-    chunk = chunk_size(num_seqs, vocab_size)
-    num_chunks = triton.cdiv(vocab_size, chunk)
-    assert scratch.weights_BC2.shape == (num_seqs, num_chunks, 2), "buffers of another shape"
-    flags = {
-        "HAS_Q": draft_probs is not None,
-        "HAS_INDEX": index_V is not None,
-        "SYNTHETIC": synthetic is not None,
-    }
-    sizes = state_sizes(max_drafts, limits)
-    batch = (
+    draw_rows(
         logits_RV,
-        logits_RV.stride(0),
-        vocab_size,
+        sequences_R,
         start_loc,
-        active_B,
         sampling.temperature_B,
         sampling.seeds_B,
-        rows.max_R,
-        rows.argmax_R,
-        rows.threshold_R,
-        rows.last_tie_R,
-        rows.total_R,
-    )
-    of_q = (q, drafts_BK if index_V is None else index_V, q.shape[-1], num_chunks)
-    launch(
-        weigh_kernel,
-        (num_seqs, num_chunks),
-        *batch,
-        drafts_BK,
-        max_drafts,
-        state.num_drafts_B,
         state.num_outputs_B,
-        *of_q,
-        scratch.weights_BC2,
-        out.num_accepted_B,
-        *_synthetic_arguments(synthetic, drafts_BK),
-        COLUMNS=sizes["COLUMNS"],
-        CHUNK=chunk,
-        **flags,
-        num_warps=8,
+        scratch.rows,
+        scratch.weights_RC,
+        scratch.tokens_R,
+        purpose=Purpose.SAMPLE,
     )
-    launch(
-        draw_kernel,
-        (num_seqs,),
-        *batch,
-        *of_q,
-        scratch.weights_BC2,
-        *state_arguments(drafts_BK, state, limits, out),
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        CHUNK=chunk,
-        **sizes,
-        **flags,
-        num_warps=8,
-    )
+    _match(start_loc, drafts_BK, active_B, state, limits, scratch, out, synthetic, drawn=True)
