@@ -246,7 +246,7 @@ def test_logprobs_are_those_of_the_raw_logits(
     assert bool(llm.stats.num_preemptions) == (schedule == "few blocks")
     cached = sum(output.num_cached_tokens for output in again)
     assert cached or schedule == "few blocks"  # others need the blocks there
-    assert way == "plain" or llm.stats.speculation.acceptance_length > 1.2
+    assert way == "plain" or llm.stats.speculation.acceptance_length > 1.1
 
 
 def check_logprobs(
