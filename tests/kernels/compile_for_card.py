@@ -206,7 +206,7 @@ def verification() -> dict[str, dict[str, Any]]:
     names = {name for kernel in kernels for name in kernel.arg_names}
     types = {name: "*i64" for name in names if name.endswith("_ptr")}
     types |= {"logits_ptr": "*bf16", "weights_ptr": "*fp64"}
-    ints = ("argmax_ptr", "chunk_argmax_ptr", "threshold_ptr", "last_tie_ptr", "draft_index_ptr")
+    ints = ("argmax_ptr", "chunk_argmax_ptr", "threshold_ptr", "last_tie_ptr", "index_ptr")
     types |= dict.fromkeys(ints, "*i32")
     floats = ("temperature_ptr", "max_ptr", "chunk_max_ptr", "total_ptr", "q_ptr", "rates_ptr")
     types |= dict.fromkeys(floats, "*fp32")
@@ -222,16 +222,16 @@ def verification() -> dict[str, dict[str, Any]]:
         "weigh": compiled(draw_triton.weigh_kernel, 4),
         "draw": compiled(draw_triton.draw_kernel, 4, PURPOSE=int(Purpose.SAMPLE)),
     }
-    for flag in (False, True):
+    for drawn, given in ((False, False), (True, False), (True, True)):
         for synthetic in (False, True):
-            name = f"{flag} {synthetic}"
-            found[f"match {name}"] = compiled(
-                verify_triton.match_kernel, 4, DRAWN=flag, SYNTHETIC=synthetic
+            found[f"match {drawn} {given} {synthetic}"] = compiled(
+                verify_triton.match_kernel, 4, DRAWN=drawn, GIVEN=given, SYNTHETIC=synthetic
             )
-            for kernel in kernels[3:]:
-                found[f"{kernel.__name__} {name}"] = compiled(
-                    kernel, 8, HAS_INDEX=flag, SYNTHETIC=synthetic
-                )
+    for kernel in kernels[3:]:
+        for has_index in (False, True):
+            found[f"{kernel.__name__} {has_index}"] = compiled(
+                kernel, 4, HAS_INDEX=has_index, SYNTHETIC=False
+            )
     return found
 
 

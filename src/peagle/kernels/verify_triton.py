@@ -13,6 +13,7 @@ row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -70,25 +71,19 @@ class VerifyScratch:
         rows: statistics of the rows.
         weights_RC: float64, of each chunk of each row.
         tokens_R: int64, the target's own.
-        leftover_BC2: float64, of each chunk of the row that emits: of p, and of max(p - q, 0).
     """
 
     rows: RowStats
     weights_RC: Tensor
     tokens_R: Tensor
-    leftover_BC2: Tensor
 
     @classmethod
-    def allocate(
-        cls, num_seqs: int, num_rows: int, vocab_size: int, device: torch.device | str
-    ) -> VerifyScratch:
-        """Allocate buffers for B sequences in R rows."""
-        weights_RC = allocate_weights(num_rows, vocab_size, device)
+    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> VerifyScratch:
+        """Allocate buffers for R rows."""
         return cls(
             RowStats.allocate(num_rows, vocab_size, device),
-            weights_RC,
+            allocate_weights(num_rows, vocab_size, device),
             torch.zeros(num_rows, dtype=torch.int64, device=device),
-            weights_RC.new_zeros(num_seqs, weights_RC.shape[1], 2),
         )
 
 
@@ -138,12 +133,16 @@ def match_kernel(
     kept_ptr,
     masks_ptr,
     DRAWN: tl.constexpr,
+    GIVEN: tl.constexpr,
     SYNTHETIC: tl.constexpr,
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STOP_IDS: tl.constexpr,
 ):
-    """Accept drafts that equal the target's own tokens: those drawn, or the argmax of chunks."""
+    """Accept drafts that equal the target's own tokens: those drawn, or the argmax of chunks.
+
+    The number of accepted drafts may be given.
+    """
     b = tl.program_id(0)
     is_active = tl.load(active_ptr + b) != 0
     # -1 where inactive: such a sequence has no row.
@@ -166,6 +165,8 @@ def match_kernel(
     drafted = j < num_drafts
     drafts = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0)
     num_accepted = tl.min(tl.where(drafted & (drafts == own), COLUMNS, j))
+    if GIVEN:
+        num_accepted = tl.load(accepted_out_ptr + b, mask=is_active, other=0).to(tl.int32)
     if SYNTHETIC:
         num_accepted = num_accepted_synthetically(
             b, num_accepted, num_drafts, rates_ptr, synthetic_seeds_ptr, num_outputs_ptr, COLUMNS
@@ -200,7 +201,7 @@ def match_kernel(
     )
 
 
-def synthetic_arguments(
+def _synthetic_arguments(
     synthetic: SyntheticAcceptance | None, drafts_BK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return rates and seeds; any tensor where the kernel reads none."""
@@ -210,90 +211,15 @@ def synthetic_arguments(
     return synthetic.rates_K, synthetic.seeds_B
 
 
-def _match(
-    start_loc: Tensor,
-    drafts_BK: Tensor,
-    active_B: Tensor,
-    state: StepState,
-    limits: StepLimits,
-    scratch: VerifyScratch,
-    out: StepRecord,
-    synthetic: SyntheticAcceptance | None,
-    *,
-    drawn: bool,
-) -> None:
-    num_seqs, max_drafts = drafts_BK.shape
-    num_chunks = scratch.rows.chunk_max_RC.shape[1]
-    launch(
-        match_kernel,
-        (num_seqs,),
-        start_loc,
-        active_B,
-        scratch.tokens_R,
-        scratch.rows.chunk_max_RC,
-        scratch.rows.chunk_argmax_RC,
-        num_chunks,
-        *synthetic_arguments(synthetic, drafts_BK),
-        *state_arguments(drafts_BK, state, limits, out),
-        DRAWN=drawn,
-        SYNTHETIC=synthetic is not None,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        **state_sizes(max_drafts, limits),
-        num_warps=4,
-    )
-
-
-def verify_greedy(
+def draw_own_tokens(
     logits_RV: Tensor,
     sequences_R: Tensor,
     start_loc: Tensor,
-    drafts_BK: Tensor,
-    active_B: Tensor,
-    state: StepState,
-    limits: StepLimits,
-    scratch: VerifyScratch,
-    out: StepRecord,
-    *,
-    synthetic: SyntheticAcceptance | None = None,
-) -> None:
-    """Accept the longest prefix equal to the argmax, emit the argmax after it, advance the state.
-
-    A row of NaN, or whose maximum is infinite, emits NO_TOKEN, see `step_state.advance`. (A row
-    that holds NaN beside numbers may do so or not.) Two launches.
-
-    Args:
-        logits_RV: float32, bfloat16 or float16; row j of a sequence predicts its draft j.
-        sequences_R, start_loc: as in `TargetBatch`.
-        drafts_BK: as many of them as `state.num_drafts_B` says.
-        active_B: bool.
-        state: before the step; changed in place.
-        limits, scratch, out: see the classes.
-        synthetic: accept so many drafts instead; None: acceptance is real.
-    """
-    # Without sums the kernel reads no temperature; any tensor does.
-    chunk_stats(logits_RV, sequences_R, start_loc, scratch.rows, sums=False)
-    _match(start_loc, drafts_BK, active_B, state, limits, scratch, out, synthetic, drawn=False)
-
-
-def verify_sampled(
-    logits_RV: Tensor,
-    sequences_R: Tensor,
-    start_loc: Tensor,
-    drafts_BK: Tensor,
-    active_B: Tensor,
     sampling: SequenceSampling,
     state: StepState,
-    limits: StepLimits,
     scratch: VerifyScratch,
-    out: StepRecord,
-    *,
-    synthetic: SyntheticAcceptance | None = None,
 ) -> None:
-    """Draw a token from each row, accept the longest prefix of drafts that equals them, and so on.
-
-    Five launches. Rows and arguments as in `verify_greedy`; temperature 0 of `sampling` is greedy.
-    Which token a row draws, and how little other rows change it, says `draw_rows`.
-    """
+    """scratch.tokens_R = the target's own token of each row; four launches."""
     row_stats(
         logits_RV,
         sequences_R,
@@ -315,4 +241,79 @@ def verify_sampled(
         scratch.tokens_R,
         purpose=Purpose.SAMPLE,
     )
-    _match(start_loc, drafts_BK, active_B, state, limits, scratch, out, synthetic, drawn=True)
+
+
+def match_drafts(
+    start_loc: Tensor,
+    drafts_BK: Tensor,
+    active_B: Tensor,
+    state: StepState,
+    limits: StepLimits,
+    scratch: VerifyScratch,
+    out: StepRecord,
+    synthetic: SyntheticAcceptance | None,
+    kind: Literal["greedy", "drawn", "given"],
+) -> None:
+    """Accept drafts, emit the target's own token behind them, advance the state; one launch.
+
+    The target's tokens are the argmax of the chunks ("greedy"), or scratch.tokens_R; accepted are
+    those that equal them, or ("given") out.num_accepted_B.
+    """
+    num_chunks = scratch.rows.chunk_max_RC.shape[1]
+    launch(
+        match_kernel,
+        (len(drafts_BK),),
+        start_loc,
+        active_B,
+        scratch.tokens_R,
+        scratch.rows.chunk_max_RC,
+        scratch.rows.chunk_argmax_RC,
+        num_chunks,
+        *_synthetic_arguments(synthetic, drafts_BK),
+        *state_arguments(drafts_BK, state, limits, out),
+        DRAWN=kind != "greedy",
+        GIVEN=kind == "given",
+        SYNTHETIC=synthetic is not None,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        **state_sizes(drafts_BK.shape[1], limits),
+        num_warps=4,
+    )
+
+
+def verify_drafts(
+    logits_RV: Tensor,
+    sequences_R: Tensor,
+    start_loc: Tensor,
+    drafts_BK: Tensor,
+    active_B: Tensor,
+    state: StepState,
+    limits: StepLimits,
+    scratch: VerifyScratch,
+    out: StepRecord,
+    *,
+    sampling: SequenceSampling | None = None,
+    synthetic: SyntheticAcceptance | None = None,
+) -> None:
+    """Accept drafts while they equal the target's own tokens, emit the next, advance the state.
+
+    A row of NaN, or whose maximum is infinite, emits NO_TOKEN, see `step_state.advance`. (A row
+    that holds NaN beside numbers may do so or not.)
+
+    Args:
+        logits_RV: float32, bfloat16 or float16; row j of a sequence predicts its draft j.
+        sequences_R, start_loc: as in `TargetBatch`.
+        drafts_BK: as many of them as `state.num_drafts_B` says.
+        active_B: bool.
+        state: before the step; changed in place.
+        limits, scratch, out: see the classes.
+        sampling: how each sequence samples; `draw_rows` says which token that gives, and how little
+            other rows change it. None: all are greedy.
+        synthetic: accept so many drafts instead; None: acceptance is real.
+    """
+    if sampling is None:
+        # Without sums the kernel reads no temperature; any tensor does.
+        chunk_stats(logits_RV, sequences_R, start_loc, scratch.rows, sums=False)
+    else:
+        draw_own_tokens(logits_RV, sequences_R, start_loc, sampling, state, scratch)
+    kind = "greedy" if sampling is None else "drawn"
+    match_drafts(start_loc, drafts_BK, active_B, state, limits, scratch, out, synthetic, kind)
