@@ -98,11 +98,11 @@ class Step:
             torch.full((num_seqs,), top_p, **floats),
             torch.randint(2**62, (num_seqs,), device=DEVICE),
         )
-        self.scratch = verify_triton.VerifyScratch.allocate(num_seqs, num_rows, VOCAB, DEVICE)
+        self.scratch = verify_triton.VerifyScratch.allocate(num_rows, VOCAB, DEVICE)
         self.out = StepRecord.allocate(num_seqs, K, DEVICE)
 
-    def greedy(self) -> None:
-        verify_triton.verify_greedy(
+    def verify(self, sampling: verify_triton.SequenceSampling | None) -> None:
+        verify_triton.verify_drafts(
             self.logits,
             self.sequences,
             self.start_loc,
@@ -112,21 +112,14 @@ class Step:
             self.limits,
             self.scratch,
             self.out,
+            sampling=sampling,
         )
 
+    def greedy(self) -> None:
+        self.verify(None)
+
     def sampled(self) -> None:
-        verify_triton.verify_sampled(
-            self.logits,
-            self.sequences,
-            self.start_loc,
-            self.drafts,
-            self.active,
-            self.sampling,
-            self.state,
-            self.limits,
-            self.scratch,
-            self.out,
-        )
+        self.verify(self.sampling)
 
     def stats(self) -> None:
         s = self.sampling

@@ -40,16 +40,22 @@ def next_token(context: tuple[int, ...]) -> int:
     return digest(context) % VOCAB
 
 
-def drawn_token(context: tuple[int, ...], rejected: int | None) -> int:
-    """What a sampled request emits: it depends on the draft that was rejected, as sampling does."""
-    return (digest((*context, 5)) + (0 if rejected is None else rejected + 1)) % VOCAB
+def own_token(sequence: Sequence, context: tuple[int, ...]) -> int:
+    """What the target says, or draws for a sampled request: half of the time something else."""
+    if sequence.params.is_greedy or digest((*context, 5)) % 2:
+        return next_token(context)
+    return digest((*context, 7)) % VOCAB
 
 
 class FakeRunner:
-    """Stands in for `ModelRunner`: token ids as keys and values."""
+    """Stands in for `ModelRunner`: token ids as keys and values.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    What a sampled request emits depends on a draft that was rejected if drafts are drawn.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, has_drawn_drafts: bool = False) -> None:
         self.block_size = block_size
+        self.has_drawn_drafts = has_drawn_drafts
         self.kv: list[int] = [-1] * (num_blocks * block_size)
 
     def slot(self, table: SequenceOf[int], position: int) -> int:
@@ -78,6 +84,9 @@ class FakeRunner:
             start_loc.append(len(tokens))
             if chunk.samples:
                 emitted = _verify(sequence, contexts[len(rows) - len(drafts) - 1 :], drafts)
+                if self.has_drawn_drafts and not sequence.params.is_greedy:
+                    rejected = drafts[len(emitted) - 1 : len(emitted)]
+                    emitted[-1] = (emitted[-1] + sum(rejected)) % VOCAB
                 accepted.append(len(emitted) - 1)
                 new.append(emitted)
         return TargetPass(
@@ -119,13 +128,10 @@ def _sampled(accepted: list[int], new: list[list[int]]) -> Any:
 
 def _verify(sequence: Sequence, contexts: list[tuple[int, ...]], drafts: list[int]) -> list[int]:
     for j, draft in enumerate(drafts):
-        if draft != next_token(contexts[j]):
-            greedy = sequence.params.is_greedy
-            wrong = next_token(contexts[j]) if greedy else drawn_token(contexts[j], draft)
-            return [*drafts[:j], wrong]
-    last = contexts[len(drafts)]
-    bonus = next_token(last) if sequence.params.is_greedy else drawn_token(last, None)
-    return [*drafts, bonus]
+        own = own_token(sequence, contexts[j])
+        if draft != own:
+            return [*drafts[:j], own]
+    return [*drafts, own_token(sequence, contexts[len(drafts)])]
 
 
 class FakeSampler:
@@ -141,7 +147,8 @@ class FakeSampler:
 class FakeProposer:
     """Stands in for a head, and checks what it is given and what its slots hold."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, has_drawn_drafts: bool = False) -> None:
+        self.draft_sampling = "probabilistic" if has_drawn_drafts else "argmax"
         self.block_size = block_size
         self.kv: list[Any] = [None] * (num_blocks * block_size)
 

@@ -198,26 +198,33 @@ def target_probs(request: Request, context: Sequence[int], raw: Sequence[float])
 
 
 def step(request: Request, rows: Rows) -> list[int]:
-    """The tokens that a step emits: draft after draft, then the target's own."""
+    """The tokens that a step emits: drafts that pass, then the target's own or one instead.
+
+    A drawn draft passes by p / q, any other if the target draws the same.
+    """
 
     def number(position: int, purpose: Purpose) -> float:
         return uniform(torch.tensor(request.seed), torch.tensor(position), purpose).item()
 
+    def drawn(position: int, weights: list[float]) -> int:
+        threshold = number(position, Purpose.SAMPLE) * sum(weights)
+        sums = itertools.accumulate(weights)
+        return next(token for token, total in enumerate(sums) if total > threshold)
+
     emitted: list[int] = []
     for j, (context, raw) in enumerate(zip(rows.contexts, rows.logits, strict=True)):
-        weights = target_probs(request, context, raw)
-        if j < len(rows.contexts) - 1:
-            x = request.drafts[j]
-            q = [float(token == x) for token in range(VOCAB)]
-            if request.draft_probs_KV is not None:
-                q = request.draft_probs_KV[j].tolist()
-            if number(len(context), Purpose.ACCEPT) < weights[x] / q[x]:
-                emitted.append(x)
-                continue
-            left = [max(p - other, 0.0) for p, other in zip(weights, q, strict=True)]
-            weights = left if sum(left) > 0 else weights
-        threshold = number(len(context), Purpose.SAMPLE) * sum(weights)
-        sums = itertools.accumulate(weights)
-        emitted.append(next(token for token, total in enumerate(sums) if total > threshold))
-        break
-    return emitted
+        weights, position = target_probs(request, context, raw), len(context)
+        own = drawn(position, weights)
+        if j == len(rows.contexts) - 1:
+            return [*emitted, own]
+        x = request.drafts[j]
+        if request.draft_probs_KV is None:
+            if own != x:
+                return [*emitted, own]
+        else:
+            q = request.draft_probs_KV[j].tolist()
+            if number(position, Purpose.ACCEPT) >= weights[x] / q[x]:
+                left = [max(p - other, 0.0) for p, other in zip(weights, q, strict=True)]
+                return [*emitted, drawn(position, left if sum(left) > 0 else weights)]
+        emitted.append(x)
+    raise AssertionError("the row behind the last draft always returns")

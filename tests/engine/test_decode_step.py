@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from peagle import LLM, SamplingParams
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 
 pytest.importorskip("triton")
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
@@ -91,6 +92,20 @@ def test_a_step_under_the_interpreter(
     found = steps.generate(PROMPTS[:2], params)
     assert steps.engine._pipeline is not None
     assert [(o.token_ids, o.stats) for o in found] == [(o.token_ids, o.stats) for o in expected]
+
+
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+def test_a_seed_gives_the_output_of_plain_decoding_under_the_interpreter() -> None:
+    """With the bundled head, whose drafts often pass."""
+    prompts = ["def fibonacci(n):"] * 2
+    params = [replace(SAMPLED, max_tokens=8, seed=1), replace(GREEDY, max_tokens=8)]
+    build = partial(make, Path(BUNDLED_TARGET), device="cpu", max_num_seqs=2)
+    plain = build(None, eager=True).generate(prompts, params)
+    steps = build(Path(BUNDLED_PEAGLE), eager=False)
+    found = steps.generate(prompts, params)
+    assert steps.engine._pipeline is not None
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert 0 < found[0].stats.num_accepted_tokens < found[0].stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("device", DEVICES)

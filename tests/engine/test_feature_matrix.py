@@ -246,7 +246,7 @@ def test_logprobs_are_those_of_the_raw_logits(
     assert bool(llm.stats.num_preemptions) == (schedule == "few blocks")
     cached = sum(output.num_cached_tokens for output in again)
     assert cached or schedule == "few blocks"  # others need the blocks there
-    assert way == "plain" or llm.stats.speculation.acceptance_length > 1.2
+    assert way == "plain" or llm.stats.speculation.acceptance_length > 1.1
 
 
 def check_logprobs(
@@ -269,22 +269,32 @@ def check_logprobs(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_seeded_request_gives_one_output_whatever_runs_beside_it(world: World, way: str) -> None:
+def test_a_seeded_request_gives_the_output_of_plain_decoding(world: World, way: str) -> None:
+    """Alone or beside others, with any K, preempted or not."""
     features = {name: asked for name, (asked, _) in FEATURES.items()}
     features |= {"logprobs": {"logprobs": 2}, "prompt_logprobs": {"prompt_logprobs": 2}}
     asked: dict[Output, SamplingParams] = {FILLER[:PROMPT_LEN]: make_params({}, max_tokens=16)}
-    roomy = world.make_llm(way, 3, asked)
+    plain = world.make_llm("plain", 0, asked)
     alone: dict[Output, RequestOutput] = {}
     for prompt, feature in zip(PROMPTS, features.values(), strict=False):
         for seed in itertools.count():
             asked[prompt] = make_params(feature, seed=seed, max_tokens=16, temperature=0.8)
-            (alone[prompt],) = roomy.generate(prompt, asked[prompt])
+            (alone[prompt],) = plain.generate(prompt, asked[prompt])
             if len(alone[prompt].token_ids) >= 6:  # long enough to be preempted
                 break
-    every = [asked[prompt] for prompt in alone]
-    beside = world.make_llm(way, 3, asked, max_num_seqs=len(alone)).generate([*alone], every)
-    for one, other in zip(alone.values(), beside, strict=True):
-        assert same(one, other)
+    for first_k in range(3):
+        every = [asked[prompt] for prompt in alone]
+        if way != "plain":
+            every = [
+                replace(params, num_speculative_tokens=1 + (first_k + i) % 3)
+                for i, params in enumerate(every)
+            ]
+        llm = world.make_llm(way, 3, asked, max_num_seqs=len(alone))
+        for one, other in zip(alone.values(), llm.generate([*alone], every), strict=True):
+            assert same(one, other)
+        if way != "plain":
+            drafted = llm.stats.speculation
+            assert 0.2 < drafted.num_accepted_tokens / drafted.num_draft_tokens < 0.8
     small = world.make_llm(way, 3, asked, num_kv_blocks=8 if way == "plain" else 10)
     for prompt, one in alone.items():
         _, other = small.generate([FILLER, prompt], [asked[FILLER[:PROMPT_LEN]], asked[prompt]])

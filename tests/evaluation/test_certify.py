@@ -21,6 +21,8 @@ from peagle.evaluation.certify.matrix import Case, difference
 from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
 from peagle.evaluation.certify.run import Options, certificate_text, run
 from peagle.evaluation.decoding_methods import DecodingMethod
+from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.sampling import sample_from_weights
 from peagle.results import CertificateResults, CertifiedCase, Difference
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified
@@ -106,14 +108,13 @@ def test_a_fault_in_verification_is_found_and_named(
     certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verification that accepts the first draft without a look."""
-    verify = verification._verify_greedy
 
     def careless(logits: Any, rows: Any, *rest: Any) -> Verified:
-        verified = verify(logits, rows, *rest)
+        verified = verification.verify(logits, rows, *rest)
         accepted = torch.maximum(verified.num_accepted_B, rows.num_drafts_B.clamp_max(1))
         return replace(verified, num_accepted_B=accepted)
 
-    monkeypatch.setattr(verification, "_verify_greedy", careless)
+    monkeypatch.setattr(sampler, "verify", careless)
     certificate = certify(slice(1), samples=0, matrix_prompts=0)
     assert not certificate.passed
     by_method = {case.method: case for case in certificate.identity}
@@ -144,10 +145,17 @@ def test_a_bias_of_sampling_is_found(is_biased: bool, monkeypatch: pytest.Monkey
 
     The bias: a refused draft is replaced by a draw from p, the draft included: it comes too often.
     """
+
+    def biased(logits: Any, rows: Any, sampling: Any, *rest: Any) -> Verified:
+        verified = verification.verify(logits, rows, sampling, *rest)
+        emitting_B = rows.first_row_B + verified.num_accepted_B
+        probs_BV = sampling.probs(logits[emitting_B], rows.sequences_R[emitting_B])
+        position_B = sampling.num_outputs_B + verified.num_accepted_B
+        u_B = uniform(sampling.seeds_B + 1, position_B, Purpose.SAMPLE)
+        return replace(verified, next_tokens_B=sample_from_weights(probs_BV, u_B))
+
     if is_biased:
-        monkeypatch.setattr(
-            verification, "_draft_distribution", lambda _d, _p, _a, like: torch.zeros_like(like)
-        )
+        monkeypatch.setattr(sampler, "verify", biased)
     options = Options(
         prompts=1, matrix_prompts=0, max_new_tokens=24, samples=200, sampled_prompts=1
     )

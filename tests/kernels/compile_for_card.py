@@ -2,8 +2,8 @@
 
 The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits.
 
-Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card experts` or
-`... caches`.
+Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card experts`,
+`... caches` or `... verification`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from peagle.kernels import experts_triton, kv_write_triton, mxfp4_gluon, paged_attention_triton
+from peagle.kernels import (
+    draw_triton,
+    experts_triton,
+    kv_write_triton,
+    mxfp4_gluon,
+    paged_attention_triton,
+    rejection_triton,
+    verify_triton,
+)
 from peagle.kernels.packed_weights import FORMATS
 from peagle.kernels.paged_attention import AttentionShape, DeviceLimits, choose_config
+from peagle.kernels.random import Purpose
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DATA = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8", "int4": "*u8", "mxfp4": "*u8"}
@@ -184,5 +193,48 @@ def caches() -> dict[str, dict[str, Any]]:
     return found
 
 
+def verification() -> dict[str, dict[str, Any]]:
+    """Kernels that verify drafts, of bfloat16 logits."""
+    # Tensors of a step are int64 but for these.
+    kernels = (
+        draw_triton.weigh_kernel,
+        draw_triton.draw_kernel,
+        verify_triton.match_kernel,
+        rejection_triton.weigh_rejected_kernel,
+        rejection_triton.draw_rejected_kernel,
+    )
+    names = {name for kernel in kernels for name in kernel.arg_names}
+    types = {name: "*i64" for name in names if name.endswith("_ptr")}
+    types |= {"logits_ptr": "*bf16", "weights_ptr": "*fp64"}
+    ints = ("argmax_ptr", "chunk_argmax_ptr", "threshold_ptr", "last_tie_ptr", "index_ptr")
+    types |= dict.fromkeys(ints, "*i32")
+    floats = ("temperature_ptr", "max_ptr", "chunk_max_ptr", "total_ptr", "q_ptr", "rates_ptr")
+    types |= dict.fromkeys(floats, "*fp32")
+    loose = tuple(name for name in names if not name.endswith("_ptr"))
+    sizes: dict[str, Any] = {"CHUNKS": 128, "CHUNK": 2048, "COLUMNS": 8, "STOP_IDS": 8}
+
+    def compiled(kernel: Any, num_warps: int, **flags: Any) -> dict[str, Any]:
+        constants = {n: v for n, v in {**sizes, **flags}.items() if n in kernel.arg_names}
+        options = {"num_warps": num_warps}
+        return compile_kernel(kernel, ASTSource, types, constants, options, loose)
+
+    found = {
+        "weigh": compiled(draw_triton.weigh_kernel, 4),
+        "draw": compiled(draw_triton.draw_kernel, 4, PURPOSE=int(Purpose.SAMPLE)),
+    }
+    for drawn, given in ((False, False), (True, False), (True, True)):
+        for synthetic in (False, True):
+            found[f"match {drawn} {given} {synthetic}"] = compiled(
+                verify_triton.match_kernel, 4, DRAWN=drawn, GIVEN=given, SYNTHETIC=synthetic
+            )
+    for kernel in kernels[3:]:
+        for has_index in (False, True):
+            found[f"{kernel.__name__} {has_index}"] = compiled(
+                kernel, 4, HAS_INDEX=has_index, SYNTHETIC=False
+            )
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps({"experts": experts, "caches": caches}[sys.argv[1]]()))
+    of_kind = {"experts": experts, "caches": caches, "verification": verification}
+    print(json.dumps(of_kind[sys.argv[1]]()))

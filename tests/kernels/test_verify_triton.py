@@ -24,13 +24,14 @@ from peagle.kernels.step_state import (
     advance,
 )
 from peagle.speculation.verification import SamplingTensors, verify
-from tests.kernels.devices import DEVICES, INTERPRETED
+from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
 
 pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from peagle.kernels import verify_triton
+from peagle.kernels.rejection_triton import DraftProbs, verify_drawn
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -105,6 +106,7 @@ def make_case(
         probs = torch.softmax(noisy, -1)
         drafts = torch.multinomial(probs.flatten(0, 1), 1).view(num_seqs, k)
         drafts = ids[drafts]
+        probs[1::4] = 0  # these were not drawn
     temperature = torch.empty(num_seqs, dtype=torch.float64).uniform_(0.5, 1.5)
     if greedy:
         temperature.zero_()
@@ -170,9 +172,8 @@ def expected(case: Case) -> tuple[StepRecord, StepState]:
         assert case.target_ids_D is not None
         q = torch.zeros(len(case.drafts_BK), case.drafts_BK.shape[1], logits.shape[1])
         q[:, :, case.target_ids_D] = case.probs_BKD
-        # The head drafts by argmax where the request is greedy: one-hot there.
-        one_hot = torch.nn.functional.one_hot(case.drafts_BK, logits.shape[1]).float()
-        q = torch.where((case.sampling.temperature_B == 0)[:, None, None], one_hot, q)[active]
+        q[case.sampling.temperature_B == 0] = 0
+        q = q[active]
     found = verify(logits, rows, sampling, q, case.rates_K)
     accepted, next_tokens = (torch.zeros(len(active), dtype=torch.int64) for _ in range(2))
     accepted[active] = found.num_accepted_B
@@ -205,16 +206,15 @@ def run(
     out = StepRecord.allocate(num_seqs, k, device)
     for f in fields(StepRecord):
         getattr(out, f.name).fill_(-77)
-    scratch = verify_triton.VerifyScratch.allocate(num_seqs, num_rows, vocab_size, device)
+    scratch = verify_triton.VerifyScratch.allocate(num_rows, vocab_size, device)
     batch = to(case.batch.sequences_R), to(case.batch.query_start_loc)
-    before = (logits, *batch, to(case.drafts_BK), to(case.active_B))
-    after = (state, limits, scratch, out)
+    arguments = (logits, *batch, to(case.drafts_BK), to(case.active_B), state, limits, scratch, out)
     synthetic = None
     if case.rates_K is not None:
         rates, seeds = to(case.rates_K), to(case.sampling.seeds_B)
         synthetic = verify_triton.SyntheticAcceptance(rates, seeds)
     if case.sampling.all_greedy:
-        verify_triton.verify_greedy(*before, *after, synthetic=synthetic)
+        verify_triton.verify_drafts(*arguments, synthetic=synthetic)
         return out, state
     sampling = verify_triton.SequenceSampling(
         to(case.sampling.temperature_B),
@@ -223,14 +223,15 @@ def run(
         to(case.sampling.seeds_B),
         None if case.min_p_B is None else to(case.min_p_B),
     )
-    q = None
-    if case.probs_BKD is not None:
+    if case.probs_BKD is None:
+        verify_triton.verify_drafts(*arguments, sampling=sampling, synthetic=synthetic)
+    else:
         assert case.target_ids_D is not None
         index = torch.full((vocab_size,), -1, dtype=torch.int32)
         index[case.target_ids_D] = torch.arange(len(case.target_ids_D), dtype=torch.int32)
         full = len(case.target_ids_D) == vocab_size
-        q = verify_triton.DraftProbs(to(case.probs_BKD), None if full else to(index))
-    verify_triton.verify_sampled(*before, sampling, *after, q, synthetic=synthetic)
+        q = DraftProbs(to(case.probs_BKD), None if full else to(index))
+        verify_drawn(*arguments, sampling=sampling, draft_probs=q, synthetic=synthetic)
     return out, state
 
 
@@ -307,6 +308,11 @@ def test_a_row_of_nan_ends_its_sequence_alone(greedy: bool, value: float, device
     for found, wanted in ((out, clean), (state, clean_state)):
         for one in fields(found):
             assert torch.equal(getattr(found, one.name)[others], getattr(wanted, one.name)[others])
+
+
+def test_kernels_compile_for_a_card() -> None:
+    """The interpreter takes what compilers refuse; no card is needed to see that."""
+    assert len(compile_for_card("verification")) == 2 + 6 + 4
 
 
 # ---- synthetic acceptance -------------------------------------------------------------------
@@ -453,14 +459,11 @@ def test_can_be_captured(greedy: bool) -> None:
     limits = StepLimits(*held[14:18], max_model_len=60, max_draft_len=50)
     sampling = verify_triton.SequenceSampling(*held[10:14])
     out = StepRecord.allocate(8, 3, "cuda")
-    scratch = verify_triton.VerifyScratch.allocate(8, 32, 5003, "cuda")
-    arguments = held[9], held[5], held[6], held[7], held[8]
+    scratch = verify_triton.VerifyScratch.allocate(32, 5003, "cuda")
+    arguments = (held[9], *held[5:9], state, limits, scratch, out)
 
     def step() -> None:
-        if greedy:
-            verify_triton.verify_greedy(*arguments, state, limits, scratch, out)
-        else:
-            verify_triton.verify_sampled(*arguments, sampling, state, limits, scratch, out)
+        verify_triton.verify_drafts(*arguments, sampling=None if greedy else sampling)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -12,7 +12,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -128,13 +128,16 @@ class Outcome:
     acceptance: float
 
 
-def simulate(case: Case, verifier: Verify = verify, count: int = COUNT) -> Outcome:
+def simulate(
+    case: Case, verifier: Verify = verify, count: int = COUNT, first_seed: int | None = None
+) -> Outcome:
     target, drafter = tables(case)
     width = 2 + LENGTH + case.k + 1
     text = torch.full((count, width), START)
     length = torch.zeros(count, dtype=torch.int64)
     drafted = accepted = 0
-    first_seed = zlib.crc32(repr(case).encode()) << 24  # every case has numbers of its own
+    if first_seed is None:  # every case has numbers of its own
+        first_seed = zlib.crc32(repr(case).encode()) << 24
     while len(rows := (length < LENGTH).nonzero().flatten()):
         n = length[rows]
         a, b = text[rows, n], text[rows, n + 1]
@@ -197,3 +200,21 @@ def test_joint_distribution_is_the_targets(case: Case) -> None:
     # Rejections and acceptances both occur often, and so re-drafted positions too.
     assert 0.1 < outcome.acceptance < 0.9
     assert fit(outcome.tokens, exact_distribution(case)) > 1e-3
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.probabilistic], ids=str)
+def test_drafts_that_were_not_drawn_change_no_token(case: Case) -> None:
+    """The tokens of plain decoding, drawn row after row with the same seeds."""
+    count, first_seed = 20_000, 5 << 24
+    target, _ = tables(case)
+    text = torch.full((count, 2 + LENGTH), START)
+    rows = torch.arange(count)
+    for n in range(LENGTH):
+        seeds, num_outputs = first_seed + rows, torch.full((count,), n)
+        sampling = sampling_of(case, seeds, num_outputs)
+        probs = sampling.probs(target[text[:, n], text[:, n + 1]], rows)
+        text[:, 2 + n] = sample_from_weights(probs, uniform(seeds, num_outputs, Purpose.SAMPLE))
+    outcome = simulate(case, count=count, first_seed=first_seed)
+    assert torch.equal(outcome.tokens, text[:, 2:])
+    drawn = simulate(replace(case, probabilistic=True), count=count, first_seed=first_seed)
+    assert not torch.equal(drawn.tokens, text[:, 2:])

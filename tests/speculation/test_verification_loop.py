@@ -26,7 +26,7 @@ class Ragged:
     num_drafts: list[int]
     temperature: list[float]
     top_k: list[int]
-    probabilistic: bool
+    is_drawn: list[bool]
     seed: int
 
     def __post_init__(self) -> None:
@@ -43,9 +43,10 @@ class Ragged:
                     self.drafts[b, j] = best[row + j]
             row += k + 1
         self.q: Tensor | None = None
-        if self.probabilistic:
+        if any(self.is_drawn):
             self.q = torch.rand(batch, most, VOCAB, generator=generator, dtype=torch.float64)
             self.q /= self.q.sum(-1, keepdim=True)
+            self.q[~torch.tensor(self.is_drawn)] = 0
         self.num_outputs = torch.randint(0, 50, (batch,), generator=generator)
 
     @property
@@ -75,26 +76,32 @@ class Ragged:
         return results
 
     def _one(self, b: int, rows: list[list[float]]) -> tuple[int, int]:
-        """Accept draft after draft; draw the first one that is not accepted, or the bonus."""
+        """Accept draft after draft; then comes the target's own token, or one instead of a draft.
+
+        A drawn draft passes by p / q, any other if the target draws the same.
+        """
 
         def number(column: int, purpose: Purpose) -> float:
             position = int(self.num_outputs[b]) + column
             return uniform(torch.tensor(b + self.seed), torch.tensor(position), purpose).item()
 
+        def drawn(column: int, weights: list[float]) -> int:
+            threshold = number(column, Purpose.SAMPLE) * sum(weights)
+            sums = list(itertools.accumulate(weights))
+            return next(i for i in range(VOCAB) if sums[i] > threshold)
+
         for j, row in enumerate(rows):
             weights = probabilities(row, self.temperature[b], self.top_k[b])
-            if j < len(rows) - 1:
-                x = int(self.drafts[b, j])
-                q = [float(i == x) for i in range(VOCAB)]
-                if self.q is not None:
-                    q = self.q[b, j].tolist()
-                if number(j, Purpose.ACCEPT) < weights[x] / q[x]:
-                    continue
-                left = [max(p - other, 0.0) for p, other in zip(weights, q)]
-                weights = left if sum(left) > 0 else weights
-            threshold = number(j, Purpose.SAMPLE) * sum(weights)
-            sums = list(itertools.accumulate(weights))
-            return j, next(i for i in range(VOCAB) if sums[i] > threshold)
+            own = drawn(j, weights)
+            if j == len(rows) - 1:
+                return j, own
+            x = int(self.drafts[b, j])
+            if self.q is None or not self.is_drawn[b]:
+                if own != x:
+                    return j, own
+            elif number(j, Purpose.ACCEPT) >= weights[x] / self.q[b, j, x]:
+                left = [max(p - q, 0.0) for p, q in zip(weights, self.q[b, j].tolist())]
+                return j, drawn(j, left if sum(left) > 0 else weights)
         raise AssertionError("the bonus row always returns")
 
 
@@ -105,7 +112,7 @@ def ragged(temperatures: list[float]) -> st.SearchStrategy[Ragged]:
             num_drafts=st.lists(st.integers(0, 5), min_size=batch, max_size=batch),
             temperature=st.lists(st.sampled_from(temperatures), min_size=batch, max_size=batch),
             top_k=st.lists(st.integers(0, 6), min_size=batch, max_size=batch),
-            probabilistic=st.booleans(),
+            is_drawn=st.lists(st.booleans(), min_size=batch, max_size=batch),
             seed=st.integers(0, 10_000),
         )
     )
@@ -115,15 +122,24 @@ def ragged(temperatures: list[float]) -> st.SearchStrategy[Ragged]:
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_verification_equals_the_loop(temperatures: list[float], data: st.DataObject) -> None:
-    """Greedy rows among sampled ones, rows without drafts, argmax and probabilistic drafts."""
+    """Greedy rows among sampled ones, rows without drafts, argmax drafts among drawn ones."""
     case = data.draw(ragged(temperatures))
     case.q = case.q if any(temperatures) else None
     assert case.run() == case.reference()
 
 
+@settings(deadline=None, max_examples=100)
+@given(ragged([0.0, 0.5, 1.3]))
+def test_neighbours_with_drawn_drafts_change_nothing(case: Ragged) -> None:
+    found = case.run()
+    case.q = None
+    plain = case.run()
+    assert all(a == b or drawn for a, b, drawn in zip(found, plain, case.is_drawn))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_columns_past_the_drafts_are_ignored(temperature: float) -> None:
-    case = Ragged([0, 1, 4, 2], [temperature] * 4, [0] * 4, temperature > 0, seed=5)
+    case = Ragged([0, 1, 4, 2], [temperature] * 4, [0] * 4, [temperature > 0] * 4, seed=5)
     expected = case.run()
     for b, k in enumerate(case.num_drafts):
         case.drafts[b, k:] = 10**9
@@ -135,7 +151,7 @@ def test_columns_past_the_drafts_are_ignored(temperature: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_logits(dtype: torch.dtype) -> None:
     """The same decisions as on the same numbers in float64, but for rounding of the softmax."""
-    case = Ragged([3] * 200, [0.0, 1.0] * 100, [0] * 200, False, seed=9)
+    case = Ragged([3] * 200, [0.0, 1.0] * 100, [0] * 200, [False] * 200, seed=9)
     case.logits = case.logits.to(dtype)
     found = case.run()
     wide = replace(case)

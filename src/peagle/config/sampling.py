@@ -127,8 +127,10 @@ class SamplingParams:
         allowed_token_ids: the only token ids that may be generated; None allows all.
         structured_output: the shape that the output must have.
         n: outputs of the one prompt; output i > 0 draws with a seed derived from `seed` and i.
-        seed: the same seed gives the same output for the same K, head, dtype and backend,
-            whatever else is in the batch; None draws a fresh one from the engine's seed.
+        seed: the same seed gives the same output, that of decoding without drafts, for any K, head
+            and batch: exactly in float64 on a CPU, in narrower types but for near-ties. Drafts that
+            are drawn ("probabilistic") change it with K and head, not with the batch. None draws a
+            fresh seed from the engine's.
         logprobs: give log-probabilities of the output tokens and of this many most likely ones at
             each position, by the target's raw logits; 0 gives those of the output alone.
         prompt_logprobs: the same for the prompt's tokens.

@@ -77,10 +77,11 @@ class SpeculativeConfig:
             together, ascending, like ((1, 16, 7), (17, 64, 0)): a busy card pays for every token
             that it verifies. K = 0 stops drafting (`engine.drafting.DepthPolicy` says when).
             Numbers between two ranges have the K of the one before; K is never above
-            num_speculative_tokens. None: K is always the same. With a schedule a request's
-            drafts, and so its sampled output, depend on how many others run.
+            num_speculative_tokens. None: K is always the same. A sampled request with a seed and
+            drawn drafts keeps its own K, so that its output does not depend on the load.
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
+            With drawn drafts the output of a seed depends on K and head.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
         quantization: type that the weights of the head's layers get when they are loaded; None
             takes them as they are stored.

@@ -35,8 +35,7 @@ from peagle.kernels.verify_triton import (
     SequenceSampling,
     SyntheticAcceptance,
     VerifyScratch,
-    verify_greedy,
-    verify_sampled,
+    verify_drafts,
 )
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
@@ -245,7 +244,7 @@ class DecodeStep:
         batch = sizes.num_seqs
         num_rows = batch * (buffers.drafts_BK.shape[1] + 1 if proposer else 1)
         self._rows = TargetBatch.allocate(batch, num_rows, device)
-        self._scratch = VerifyScratch.allocate(batch, num_rows, target.vocab_size, device)
+        self._scratch = VerifyScratch.allocate(num_rows, target.vocab_size, device)
         self._running_B = torch.zeros_like(buffers.active_B)
         self._num_drafted_B = torch.zeros_like(buffers.active_B)
         self._times = torch.zeros(NUM_STAMPS, dtype=torch.int64, device=device)
@@ -302,18 +301,19 @@ class DecodeStep:
     def _verify(self, logits_TV: Tensor) -> None:
         """Compute accepted drafts, next tokens and the new state."""
         own, rows = self.buffers, self._rows
-        before = (
+        verify_drafts(
             logits_TV,
             rows.sequences_R,
             rows.query_start_loc,
             own.drafts_BK,
             self._running_B,
+            own.state,
+            own.limits,
+            self._scratch,
+            own.out,
+            sampling=None if self.greedy else own.sampling,
+            synthetic=own.synthetic,
         )
-        after = (own.state, own.limits, self._scratch, own.out)
-        if self.greedy:
-            verify_greedy(*before, *after, synthetic=own.synthetic)
-        else:
-            verify_sampled(*before, own.sampling, *after, synthetic=own.synthetic)
 
 
 class CapturedDraft:

@@ -139,7 +139,7 @@ class Drafting:
     """Leaves the drafts of the next step on the sequences of a target pass.
 
     Attributes:
-        most_drafts: K of the batch; a sequence may draft less. With 0 no sequence drafts.
+        most_drafts: K of the batch, see `most_drafts_of`; a sequence may draft less.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -153,7 +153,11 @@ class Drafting:
     def num_drafts(self, sequence: Sequence) -> int:
         """Return the number of drafts of the next step; none may stand beyond the context."""
         room = self.max_model_len - len(sequence)
-        return max(0, min(sequence.num_speculative_tokens, self.most_drafts, room))
+        return max(0, min(sequence.num_speculative_tokens, self.most_drafts_of(sequence), room))
+
+    def most_drafts_of(self, sequence: Sequence) -> int:
+        """Return K of the batch, or the greatest K for a sequence whose K must not follow it."""
+        return self.most_drafts
 
 
 class LookupDrafting(Drafting):
@@ -266,6 +270,13 @@ class HeadDrafting(Drafting):
         if constraint is not None:
             constraint.finish()
 
+    def most_drafts_of(self, sequence: Sequence) -> int:
+        params = sequence.params
+        # Output depends on drawn drafts: with a seed it must not depend on the load as well.
+        is_drawn = self.proposer.draft_sampling != "argmax" and not params.is_greedy
+        keeps_k = is_drawn and params.seed is not None
+        return MAX_SPECULATIVE_TOKENS if keeps_k else self.most_drafts
+
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor
     ) -> _Reading | None:
@@ -282,7 +293,7 @@ class HeadDrafting(Drafting):
         # pass: sequences can then share the prompt's blocks, and no hole begins before the output.
         is_decoding = chunk.samples and pass_start >= sequence.num_prompt_tokens
         kept = sequence.pending_features
-        if is_decoding and not self.most_drafts:
+        if is_decoding and not self.most_drafts_of(sequence):
             features_NA = features_TA[row : row + max(end - pass_start, 0)]
             if len(features_NA):
                 if kept is None:

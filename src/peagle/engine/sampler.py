@@ -225,9 +225,9 @@ class Sampler:
     def _draft_probs(
         self, sequences: SequenceOf[Sequence], num_drafted: SequenceOf[int]
     ) -> Tensor | None:
-        """q of the batch, [B, K, V]; one-hot for sequences that were drafted by argmax.
+        """q of the batch, [B, K, V]; 0 for sequences whose drafts were not drawn.
 
-        None if all of them were.
+        None if no drafts were.
         """
         most = max(num_drafted)
         probs = [s.draft_probs_KV for s in sequences if s.draft_probs_KV is not None]
@@ -239,9 +239,6 @@ class Sampler:
         for row, (sequence, k) in enumerate(zip(sequences, num_drafted, strict=True)):
             if sequence.draft_probs_KV is not None:
                 stacked_BKV[row, :k] = sequence.draft_probs_KV[:k]
-            elif k > 0:
-                tokens_K1 = self._ints(sequence.drafts[:k]).unsqueeze(1)
-                stacked_BKV[row, :k].scatter_(1, tokens_K1, 1.0)
         return stacked_BKV
 
     def _count(self, rules: LogitsRules, rows: VerificationRows, verified: Verified) -> None:

@@ -1,8 +1,8 @@
 """Logits processing of packed verification rows: masks, bias, penalties, min-p and typical-p.
 
 Row j of a sequence predicts the token after its drafts 0..j-1, so every rule counts those drafts
-as if they were output: row j is then what plain decoding gives in that context, and rejection
-sampling on the processed rows stays exact.
+as if they were output: row j is then what plain decoding gives in that context, and verification of
+the processed rows stays exact.
 
 Order:
     1. logit bias, then the masks (grammar, allowed ids, bad words, minimum length): `apply_masks`;

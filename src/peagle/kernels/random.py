@@ -23,7 +23,11 @@ COUNTERS_PER_POSITION = 3
 
 
 class Purpose(IntEnum):
-    """What a random number decides; separate purposes at one position are independent."""
+    """What a random number decides; separate purposes at one position are independent.
+
+    SAMPLE draws the target's own token, or the one that replaces a rejected draft. DRAFT draws a
+    draft, ACCEPT lets it pass.
+    """
 
     ACCEPT = 0
     SAMPLE = 1

@@ -1,4 +1,8 @@
-"""Kernels of rejection sampling; `verify_triton` launches them and says what comes out.
+"""Verification of drawn drafts in a captured decode step: rejection sampling.
+
+The reference is `speculation.verification.verify` with `draft_probs_BKV`. `verify_triton` draws the
+target's own token of each row; what is added here are drafts that pass by p / q, and the token that
+replaces a rejected one.
 
 Shapes: B sequences, K most drafts, R packed rows, V vocabulary, D draft vocabulary, C chunks of a
 row.
@@ -6,137 +10,71 @@ row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from peagle.kernels.draw_triton import draw_chunk, kept_weights, pick
+from peagle.kernels.launch import launch
 from peagle.kernels.random import Purpose
 from peagle.kernels.random_triton import uniform
 from peagle.kernels.search_triton import is_kept, temperature_rate, weights_of
-from peagle.kernels.step_state import NO_TOKEN
-from peagle.kernels.step_state_triton import advance
+from peagle.kernels.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.verify_triton import (
+    SequenceSampling,
+    SyntheticAcceptance,
+    VerifyScratch,
+    draw_own_tokens,
+    match_drafts,
+)
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
-_SYNTHETIC = tl.constexpr(int(Purpose.SYNTHETIC))
-_FAR = tl.constexpr(2147483647)
-_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
-@triton.jit
-def num_accepted_synthetically(
-    b, real, num_drafts, rates_ptr, seeds_ptr, num_outputs_ptr, COLUMNS: tl.constexpr
-):
-    """a of one sequence, whatever its drafts are: how many rates lie above its one number.
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """q of drafts that were drawn, in the draft vocabulary.
 
-    `real` is the a that the drafts deserve; it changes nothing.
+    Attributes:
+        probs_BKD: float32, contiguous; 0 for a draft that was not drawn. Not read at or above a
+            sequence's number of drafts, nor of sequences of temperature 0.
+        draft_index_V: int32, draft id of each target id, -1 for ids that cannot be drafted; None
+            where both vocabularies are one.
     """
-    j = tl.arange(0, COLUMNS)
-    rates = tl.load(rates_ptr + j, mask=j < num_drafts, other=0.0)
-    u = uniform(tl.load(seeds_ptr + b), tl.load(num_outputs_ptr + b), _SYNTHETIC)
-    num_accepted = tl.sum((u < rates.to(tl.float64)).to(tl.int32))
-    # Always so, but the compiler does not know: it must leave the work for `real` in.
-    return tl.where(real >= 0, num_accepted, real)
+
+    probs_BKD: Tensor
+    draft_index_V: Tensor | None = None
 
 
 @triton.jit
-def _num_accepted(
-    b,
-    num_drafts,
-    first_row,
-    temperature,
-    logits_ptr,
-    row_stride,
-    max_ptr,
-    argmax_ptr,
-    threshold_ptr,
-    last_tie_ptr,
-    total_ptr,
-    drafts_ptr,
-    max_drafts,
-    seeds_ptr,
-    num_outputs_ptr,
+def _leftover(
+    row_ptr,
     q_ptr,
-    draft_index_ptr,
-    draft_vocab,
-    HAS_Q: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """a of one sequence: drafts up to the first with u * q(x) >= p(x)."""
-    j = tl.arange(0, COLUMNS)
-    drafted = j < num_drafts
-    rows = first_row + j
-    x = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0).to(tl.int64)
-    logits = tl.load(logits_ptr + rows * row_stride + x, mask=drafted, other=0.0)
-    best = tl.load(max_ptr + rows, mask=drafted, other=0.0)
-    weights = weights_of(logits, best, temperature_rate(temperature))
-    threshold = tl.load(threshold_ptr + rows, mask=drafted, other=0)
-    last_tie = tl.load(last_tie_ptr + rows, mask=drafted, other=0)
-    total = tl.load(total_ptr + rows, mask=drafted, other=1.0)
-    p = tl.where(is_kept(weights, x, threshold, last_tie), weights / total, 0.0)
-    argmax = tl.load(argmax_ptr + rows, mask=drafted, other=-1)
-    p = tl.where(temperature == 0, tl.where(x == argmax, 1.0, 0.0), p)
-    seed = tl.load(seeds_ptr + b)
-    u = uniform(seed + j * 0, tl.load(num_outputs_ptr + b) + j, _ACCEPT)
-    if HAS_Q:
-        index = x
-        if HAS_INDEX:
-            index = tl.load(draft_index_ptr + x, mask=drafted, other=-1).to(tl.int64)
-        at = (b * max_drafts + j).to(tl.int64) * draft_vocab + index
-        q = tl.load(q_ptr + at, mask=drafted & (index >= 0), other=0.0)
-        q = tl.where(temperature == 0, 1.0, q)
-        u = u * q.to(tl.float64)
-    accepted = drafted & (u < p.to(tl.float64))
-    return tl.min(tl.where(accepted, COLUMNS, j))
-
-
-@triton.jit
-def _chunk_weights(
-    b,
+    index_ptr,
     v,
-    row,
-    num_accepted,
-    num_drafts,
-    temperature,
-    logits_ptr,
-    row_stride,
     vocab_size,
-    max_ptr,
-    threshold_ptr,
-    last_tie_ptr,
-    total_ptr,
-    drafts_ptr,
-    max_drafts,
-    q_ptr,
-    draft_index_ptr,
-    draft_vocab,
-    HAS_Q: tl.constexpr,
+    best,
+    temperature,
+    threshold,
+    last_tie,
+    total,
     HAS_INDEX: tl.constexpr,
 ):
-    """p and max(p - q, 0) of tokens v in the row that emits; q is 0 if no draft was rejected."""
+    """max(p - q, 0) of tokens v in one row."""
+    p = kept_weights(row_ptr, v, vocab_size, best, temperature, threshold, last_tie) / total
+    index = v
     inside = v < vocab_size
-    x = tl.load(logits_ptr + row * row_stride + v, mask=inside, other=-float("inf"))
-    best = tl.load(max_ptr + row)
-    weights = weights_of(x, best, temperature_rate(temperature))
-    kept = is_kept(weights, v, tl.load(threshold_ptr + row), tl.load(last_tie_ptr + row))
-    p = tl.where(kept & inside, weights / tl.load(total_ptr + row), 0.0)
-    rejected = num_accepted < num_drafts
-    if HAS_Q:
-        index = v
-        has_q = v < tl.where(rejected, vocab_size, 0)
-        if HAS_INDEX:
-            index = tl.load(draft_index_ptr + v, mask=has_q, other=-1)
-        at = (b * max_drafts + num_accepted).to(tl.int64) * draft_vocab + index
-        q = tl.load(q_ptr + at, mask=has_q & (index >= 0), other=0.0)
-    else:
-        at_draft = b * max_drafts + num_accepted
-        token = tl.load(drafts_ptr + at_draft, mask=rejected, other=-1)
-        q = tl.where(v == token, 1.0, 0.0)
-    return p, tl.maximum(p - q, 0.0)
+    if HAS_INDEX:
+        index = tl.load(index_ptr + v, mask=inside, other=-1)
+    q = tl.load(q_ptr + index, mask=inside & (index >= 0), other=0.0)
+    return tl.maximum(p - q, 0.0)
 
 
 @triton.jit
-def weigh_kernel(
+def weigh_rejected_kernel(
     logits_ptr,
     row_stride,
     vocab_size,
@@ -144,101 +82,80 @@ def weigh_kernel(
     active_ptr,
     temperature_ptr,
     seeds_ptr,
+    num_outputs_ptr,
+    num_drafts_ptr,
     max_ptr,
-    argmax_ptr,
     threshold_ptr,
     last_tie_ptr,
     total_ptr,
-    drafts_ptr,
-    max_drafts,
-    num_drafts_ptr,
-    num_outputs_ptr,
+    tokens_ptr,
     q_ptr,
-    draft_index_ptr,
+    index_ptr,
     draft_vocab,
-    num_chunks,
     weights_ptr,
+    num_chunks,
     accepted_ptr,
-    rates_ptr,
-    synthetic_seeds_ptr,
-    HAS_Q: tl.constexpr,
+    max_drafts,
+    drafts_ptr,
     HAS_INDEX: tl.constexpr,
-    SYNTHETIC: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """a of a sequence, and the weight of one chunk of the row that emits its next token."""
+    """a of a sequence, and the weight of max(p - q, 0) in one chunk of row a.
+
+    The weight is 0 where no draft was rejected that was drawn.
+    """
     b = tl.program_id(0)
     chunk = tl.program_id(1)
     if tl.load(active_ptr + b) != 0:
-        num_drafts = tl.load(num_drafts_ptr + b).to(tl.int32)
         first_row = tl.load(start_loc_ptr + b).to(tl.int64)
         temperature = tl.load(temperature_ptr + b)
-        num_accepted = _num_accepted(
-            b,
-            num_drafts,
-            first_row,
-            temperature,
-            logits_ptr,
-            row_stride,
-            max_ptr,
-            argmax_ptr,
-            threshold_ptr,
-            last_tie_ptr,
-            total_ptr,
-            drafts_ptr,
-            max_drafts,
-            seeds_ptr,
-            num_outputs_ptr,
-            q_ptr,
-            draft_index_ptr,
-            draft_vocab,
-            HAS_Q,
-            HAS_INDEX,
-            COLUMNS,
-        )
-        if SYNTHETIC:
-            num_accepted = num_accepted_synthetically(
-                b,
-                num_accepted,
-                num_drafts,
-                rates_ptr,
-                synthetic_seeds_ptr,
-                num_outputs_ptr,
-                COLUMNS,
-            )
+        j = tl.arange(0, COLUMNS)
+        drafted = j < tl.load(num_drafts_ptr + b)
+        rows = first_row + j
+        x = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0).to(tl.int64)
+        logits = tl.load(logits_ptr + rows * row_stride + x, mask=drafted, other=0.0)
+        best = tl.load(max_ptr + rows, mask=drafted, other=0.0)
+        weights = weights_of(logits, best, temperature_rate(temperature))
+        threshold = tl.load(threshold_ptr + rows, mask=drafted, other=0)
+        last_tie = tl.load(last_tie_ptr + rows, mask=drafted, other=0)
+        total = tl.load(total_ptr + rows, mask=drafted, other=1.0)
+        p = tl.where(is_kept(weights, x, threshold, last_tie), weights / total, 0.0)
+        index = x
+        if HAS_INDEX:
+            index = tl.load(index_ptr + x, mask=drafted, other=-1).to(tl.int64)
+        at = (b * max_drafts + j).to(tl.int64) * draft_vocab + index
+        q = tl.load(q_ptr + at, mask=drafted & (index >= 0), other=0.0)
+        is_drawn = tl.where(temperature == 0, 0.0, q) > 0
+        u = uniform(tl.load(seeds_ptr + b) + j * 0, tl.load(num_outputs_ptr + b) + j, _ACCEPT)
+        passes = u * q.to(tl.float64) < p.to(tl.float64)
+        matches = x == tl.load(tokens_ptr + rows, mask=drafted, other=0)
+        accepted = drafted & tl.where(is_drawn, passes, matches)
+        num_accepted = tl.min(tl.where(accepted, COLUMNS, j))
         if chunk == 0:
             tl.store(accepted_ptr + b, num_accepted.to(tl.int64))
-        if temperature != 0:
-            p, leftover = _chunk_weights(
-                b,
+        weight = tl.full((), 0.0, tl.float64)
+        if tl.max(tl.where(drafted & is_drawn & (j == num_accepted), 1, 0)) > 0:
+            row = first_row + num_accepted
+            leftover = _leftover(
+                logits_ptr + row * row_stride,
+                q_ptr + (b * max_drafts + num_accepted).to(tl.int64) * draft_vocab,
+                index_ptr,
                 chunk * CHUNK + tl.arange(0, CHUNK),
-                first_row + num_accepted,
-                num_accepted,
-                num_drafts,
-                temperature,
-                logits_ptr,
-                row_stride,
                 vocab_size,
-                max_ptr,
-                threshold_ptr,
-                last_tie_ptr,
-                total_ptr,
-                drafts_ptr,
-                max_drafts,
-                q_ptr,
-                draft_index_ptr,
-                draft_vocab,
-                HAS_Q,
+                tl.load(max_ptr + row),
+                temperature,
+                tl.load(threshold_ptr + row),
+                tl.load(last_tie_ptr + row),
+                tl.load(total_ptr + row),
                 HAS_INDEX,
             )
-            at = (b * num_chunks + chunk) * 2
-            tl.store(weights_ptr + at, tl.sum(p.to(tl.float64)))
-            tl.store(weights_ptr + at + 1, tl.sum(leftover.to(tl.float64)))
+            weight = tl.sum(leftover.to(tl.float64))
+        tl.store(weights_ptr + b * num_chunks + chunk, weight)
 
 
 @triton.jit
-def draw_kernel(
+def draw_rejected_kernel(
     logits_ptr,
     row_stride,
     vocab_size,
@@ -246,123 +163,121 @@ def draw_kernel(
     active_ptr,
     temperature_ptr,
     seeds_ptr,
+    num_outputs_ptr,
+    num_drafts_ptr,
     max_ptr,
-    argmax_ptr,
     threshold_ptr,
     last_tie_ptr,
     total_ptr,
+    tokens_ptr,
     q_ptr,
-    draft_index_ptr,
+    index_ptr,
     draft_vocab,
-    num_chunks,
     weights_ptr,
-    drafts_ptr,
-    max_drafts,
-    last_tokens_ptr,
-    first_positions_ptr,
-    num_outputs_ptr,
-    num_drafts_ptr,
-    finish_ptr,
-    stop_ids_ptr,
-    num_stop_ids,
-    min_tokens_ptr,
-    max_tokens_ptr,
-    num_speculative_ptr,
-    max_model_len,
-    draft_end,
+    num_chunks,
     accepted_ptr,
-    next_ptr,
-    emitted_ptr,
-    kept_ptr,
-    masks_ptr,
-    HAS_Q: tl.constexpr,
+    max_drafts,
     HAS_INDEX: tl.constexpr,
     SYNTHETIC: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STOP_IDS: tl.constexpr,
 ):
-    """Draw the next token of a sequence by inverse CDF: first the chunk, then the token in it."""
+    """Replace the token of row a by a draw from max(p - q, 0), where a drawn draft was rejected."""
     b = tl.program_id(0)
-    is_active = tl.load(active_ptr + b) != 0
-    num_drafts = tl.load(num_drafts_ptr + b).to(tl.int32)
-    first_row = tl.load(start_loc_ptr + b).to(tl.int64)
-    num_accepted = tl.load(accepted_ptr + b).to(tl.int32)
-    temperature = tl.load(temperature_ptr + b)
-    row = first_row + num_accepted
-    next_token = tl.load(argmax_ptr + row, mask=is_active, other=0)
-    if is_active & (temperature != 0):
+    if tl.load(active_ptr + b) != 0:
         c = tl.arange(0, CHUNKS)
-        at = (b * num_chunks + c) * 2
-        plain = tl.load(weights_ptr + at, mask=c < num_chunks, other=0.0)
-        leftover = tl.load(weights_ptr + at + 1, mask=c < num_chunks, other=0.0)
-        # p = q to the last bit leaves nothing over: then p itself, as in the reference.
-        use_leftover = (num_accepted < num_drafts) & (tl.sum(leftover) > 0)
-        if SYNTHETIC:
-            use_leftover = use_leftover & (num_accepted < 0)  # never, unknown to the compiler
-        sums = tl.where(use_leftover, leftover, plain)
-        position = tl.load(num_outputs_ptr + b) + num_accepted
-        u = uniform(tl.load(seeds_ptr + b), position, _SAMPLE)
-        through = tl.cumsum(sums, 0)
-        target = u * tl.max(through)
-        # Rounding may leave no chunk above the target: then the last that has weight.
-        chunk = tl.min(tl.where((through > target) & (sums > 0), c, CHUNKS))
-        chunk = tl.minimum(chunk, tl.max(tl.where(sums > 0, c, 0)))
-        target -= tl.max(tl.where(c < chunk, through, 0.0))
-        v = chunk * CHUNK + tl.arange(0, CHUNK)
-        p, rest = _chunk_weights(
-            b,
-            v,
-            row,
-            num_accepted,
-            num_drafts,
-            temperature,
-            logits_ptr,
-            row_stride,
-            vocab_size,
-            max_ptr,
-            threshold_ptr,
-            last_tie_ptr,
-            total_ptr,
-            drafts_ptr,
-            max_drafts,
-            q_ptr,
-            draft_index_ptr,
-            draft_vocab,
-            HAS_Q,
-            HAS_INDEX,
-        )
-        weights = tl.where(use_leftover, rest, p)
-        through_v = tl.cumsum(weights.to(tl.float64), 0)
-        token = tl.min(tl.where((through_v > target) & (weights > 0), v, _FAR))
-        next_token = tl.minimum(token, tl.max(tl.where(weights > 0, v, 0)))
-    peak = tl.load(max_ptr + row, mask=is_active, other=0.0)
-    next_token = tl.where(tl.abs(peak) < float("inf"), next_token, _NO_TOKEN)
-    advance(
-        b,
-        is_active,
-        num_accepted.to(tl.int64),
-        next_token.to(tl.int64),
-        drafts_ptr,
+        sums = tl.load(weights_ptr + b * num_chunks + c, mask=c < num_chunks, other=0.0)
+        total = tl.sum(sums)
+        # p = q to the last bit leaves nothing over: then the draw from p stays, as in the
+        # reference. NaN compares as false.
+        if total > 0:
+            num_accepted = tl.load(accepted_ptr + b)
+            row = tl.load(start_loc_ptr + b) + num_accepted
+            position = tl.load(num_outputs_ptr + b) + num_accepted
+            target = uniform(tl.load(seeds_ptr + b), position, _SAMPLE) * total
+            chunk, before = pick(sums, c, target)
+            v = chunk * CHUNK + tl.arange(0, CHUNK)
+            leftover = _leftover(
+                logits_ptr + row * row_stride,
+                q_ptr + (b * max_drafts + num_accepted) * draft_vocab,
+                index_ptr,
+                v,
+                vocab_size,
+                tl.load(max_ptr + row),
+                tl.load(temperature_ptr + b),
+                tl.load(threshold_ptr + row),
+                tl.load(last_tie_ptr + row),
+                tl.load(total_ptr + row),
+                HAS_INDEX,
+            )
+            token, _before = pick(leftover, v, target - before)
+            is_real = num_accepted >= 0
+            if SYNTHETIC:
+                is_real = num_accepted < 0  # never, unknown to the compiler
+            tl.store(tokens_ptr + row, token.to(tl.int64), mask=is_real)
+
+
+def verify_drawn(
+    logits_RV: Tensor,
+    sequences_R: Tensor,
+    start_loc: Tensor,
+    drafts_BK: Tensor,
+    active_B: Tensor,
+    state: StepState,
+    limits: StepLimits,
+    scratch: VerifyScratch,
+    out: StepRecord,
+    *,
+    sampling: SequenceSampling,
+    draft_probs: DraftProbs,
+    synthetic: SyntheticAcceptance | None = None,
+) -> None:
+    """Accept draft x with min(1, p(x) / q(x)), emit one token behind, advance the state.
+
+    The first rejected position is drawn from norm(max(p - q, 0)). After the last draft, and for
+    drafts that were not drawn, all is as in `verify_triton.verify_drafts`, as are the other
+    arguments. Seven launches.
+    """
+    rows, q_BKD, index_V = scratch.rows, draft_probs.probs_BKD, draft_probs.draft_index_V
+    assert q_BKD.is_contiguous(), "kernels step over whole rows"
+    draw_own_tokens(logits_RV, sequences_R, start_loc, sampling, state, scratch)
+    num_seqs, max_drafts = drafts_BK.shape
+    # The draws are done with the weights of their rows, of which there is one a sequence at least.
+    num_rows, num_chunks = scratch.weights_RC.shape
+    assert num_rows >= num_seqs, "a row for every sequence"
+    arguments = (
+        logits_RV,
+        logits_RV.stride(0),
+        logits_RV.shape[1],
+        start_loc,
+        active_B,
+        sampling.temperature_B,
+        sampling.seeds_B,
+        state.num_outputs_B,
+        state.num_drafts_B,
+        rows.max_R,
+        rows.threshold_R,
+        rows.last_tie_R,
+        rows.total_R,
+        scratch.tokens_R,
+        q_BKD,
+        drafts_BK if index_V is None else index_V,
+        q_BKD.shape[-1],
+        scratch.weights_RC,
+        num_chunks,
+        out.num_accepted_B,
         max_drafts,
-        last_tokens_ptr,
-        first_positions_ptr,
-        num_outputs_ptr,
-        num_drafts_ptr,
-        finish_ptr,
-        stop_ids_ptr,
-        num_stop_ids,
-        min_tokens_ptr,
-        max_tokens_ptr,
-        num_speculative_ptr,
-        max_model_len,
-        draft_end,
-        accepted_ptr,
-        next_ptr,
-        emitted_ptr,
-        kept_ptr,
-        masks_ptr,
-        COLUMNS,
-        STOP_IDS,
     )
+    sizes = {"HAS_INDEX": index_V is not None, "CHUNK": draw_chunk(logits_RV.shape[1])}
+    columns = triton.next_power_of_2(max_drafts + 1)
+    grid = (num_seqs, num_chunks)
+    launch(weigh_rejected_kernel, grid, *arguments, drafts_BK, COLUMNS=columns, **sizes)
+    launch(
+        draw_rejected_kernel,
+        (num_seqs,),
+        *arguments,
+        SYNTHETIC=synthetic is not None,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        **sizes,
+    )
+    match_drafts(start_loc, drafts_BK, active_B, state, limits, scratch, out, synthetic, "given")

@@ -79,5 +79,5 @@ def sample_from_weights(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     threshold_N1 = uniform_N.unsqueeze(1) * cumulative_NV[:, -1:]
     index_N = torch.searchsorted(cumulative_NV, threshold_N1, right=True).squeeze(1)
     # u * total may round up to total: then the last token that has weight is the answer.
-    last_N = (weights_NV > 0).long().cumsum(-1).argmax(-1)
+    last_N = weights_NV.shape[1] - 1 - (weights_NV > 0).flip(-1).byte().argmax(-1)
     return torch.minimum(index_N, last_N)

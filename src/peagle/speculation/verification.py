@@ -1,7 +1,8 @@
 """Lossless verification: the output is distributed exactly as the target alone would give it.
 
-Speculative sampling of Leviathan et al. (2023) and Chen et al. (2023). Shapes: B sequences, K most
-drafts of a sequence, J = K + 1, R packed target rows (k_b + 1 of each sequence), V vocabulary.
+Drawn drafts are verified by the speculative sampling of Leviathan et al. (2023) and Chen et al.
+(2023), all others by the target's own tokens. Shapes: B sequences, K most drafts of a sequence,
+J = K + 1, R packed target rows (k_b + 1 of each sequence), V vocabulary.
 """
 
 from __future__ import annotations
@@ -66,88 +67,94 @@ def verify(
 ) -> Verified:
     """Accept a prefix of each sequence's drafts and emit one token of the target's own.
 
-    Greedy: the longest prefix equal to the target's argmax. Sampled: draft x at each position is
-    accepted with min(1, p(x) / q(x)); the first rejected position is drawn from
-    norm(max(p - q, 0)), or after K acceptances the bonus token from p.
+    The target's own token x_j of row j is the argmax, or a draw from p with the random number of
+    (seed, output position, SAMPLE). Drafts that were not drawn (argmax, prompt lookup) are accepted
+    while x_j equals draft j, which has the probability p(draft). The next token is x_a. The output
+    is that of plain decoding token for token, whatever was drafted.
+
+    A drawn draft x is accepted with min(1, p(x) / q(x)); the first rejected position is drawn from
+    norm(max(p - q, 0)). The output has the target's distribution, and depends on q.
 
     Synthetic acceptance measures speed with random weights, as in vLLM; the output is then NOT
     what the target would say. a_b = #{i in 1..k_b : u < r_i} with one number u of the step, and
-    the target's own token is the argmax or a draw from p in the row behind those drafts. All else
-    is computed as ever, so that a step takes the time that it would take.
+    the next token is x_a. All else is computed as ever, so that a step takes the time that it would
+    take.
 
     Args:
         logits_RV: target logits; row j of a sequence predicts its draft j (the last, the bonus).
-        draft_probs_BKV: q in the target vocabulary; None when the drafts are argmax tokens, whose
-            q is one-hot. Not read at or above a sequence's number of drafts.
+        draft_probs_BKV: q in the target vocabulary, 0 for all tokens where a draft was not drawn;
+            None when no draft was. Not read at or above a sequence's number of drafts.
         synthetic_rates_K: float32, r_1 to r_K: the probability that at least i drafts are accepted
             where so many were made; must not rise. None: acceptance is real.
     """
     if sampling.all_greedy:
-        return _verify_greedy(logits_RV, rows, sampling, synthetic_rates_K)
-    target_probs_RV = sampling.probs(logits_RV, rows.sequences_R)
-    p_BK = target_probs_RV[rows.rows_BJ[:, :-1], rows.drafts_BK]
-    q_BK = torch.ones_like(p_BK)
-    if draft_probs_BKV is not None:
-        q_BK = draft_probs_BKV.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2)
-    position_BK = sampling.num_outputs_B.unsqueeze(1) + rows.columns_J[:-1]
-    u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
-    accepted_BK = (u_BK * q_BK < p_BK) & rows.drafted_BK
+        probs_RV, tokens_R = None, logits_RV.argmax(-1)
+    else:
+        probs_RV = sampling.probs(logits_RV, rows.sequences_R)
+        position_R = sampling.num_outputs_B[rows.sequences_R] + rows.offsets_R
+        u_R = uniform(sampling.seeds_B[rows.sequences_R], position_R, Purpose.SAMPLE)
+        tokens_R = sample_from_weights(probs_RV, u_R)
+    tokens_BJ = tokens_R[rows.rows_BJ]
+    accepted_BK = tokens_BJ[:, :-1] == rows.drafts_BK
+    q_BKV = draft_probs_BKV if rows.max_drafts > 0 else None
+    if probs_RV is not None and q_BKV is not None:
+        accepted_BK = _accept_drawn(probs_RV, q_BKV, rows, sampling, accepted_BK)
+    num_accepted_B = (accepted_BK & rows.drafted_BK).long().cumprod(-1).sum(-1)
+    next_tokens_B = _at(tokens_BJ, num_accepted_B)
+    if probs_RV is not None and q_BKV is not None:
+        drawn_B = _draw_rejected(probs_RV, q_BKV, rows, sampling, num_accepted_B)
+        is_rejected_B = num_accepted_B < rows.num_drafts_B
+        next_tokens_B = torch.where(is_rejected_B, drawn_B, next_tokens_B)
     if synthetic_rates_K is not None:
-        accepted_BK = _accepted_synthetically(rows, sampling, synthetic_rates_K)
-    num_accepted_B = _prefix_length(accepted_BK)
-    weights_BV = target_probs_RV[rows.first_row_B + num_accepted_B]
-    if rows.max_drafts > 0:
-        at_B = num_accepted_B.clamp_max(rows.max_drafts - 1)
-        q_BV = _draft_distribution(rows.drafts_BK, draft_probs_BKV, at_B, weights_BV)
-        leftover_BV = (weights_BV - q_BV).clamp_min(0)
-        # p = q to the last bit leaves nothing over; rejection then has probability 0 but for
-        # rounding, and p itself is the right answer.
-        rejected_B = num_accepted_B < rows.num_drafts_B
-        usable_B1 = (rejected_B & (leftover_BV.sum(-1) > 0)).unsqueeze(1)
-        if synthetic_rates_K is None:
-            weights_BV = torch.where(usable_B1, leftover_BV, weights_BV)
-    position_B = sampling.num_outputs_B + num_accepted_B
-    u_B = uniform(sampling.seeds_B, position_B, Purpose.SAMPLE)
-    return Verified(num_accepted_B, sample_from_weights(weights_BV, u_B))
+        num_accepted_B = _accept_synthetically(rows, sampling, synthetic_rates_K)
+        next_tokens_B = _at(tokens_BJ, num_accepted_B)
+    return Verified(num_accepted_B, next_tokens_B)
 
 
-def _verify_greedy(
-    logits_RV: Tensor,
+def _at(tokens_BJ: Tensor, column_B: Tensor) -> Tensor:
+    return tokens_BJ.gather(1, column_B.unsqueeze(1)).squeeze(1)
+
+
+def _accept_drawn(
+    probs_RV: Tensor,
+    q_BKV: Tensor,
     rows: VerificationRows,
     sampling: SamplingTensors,
-    synthetic_rates_K: Tensor | None,
-) -> Verified:
-    best_R = logits_RV.argmax(-1)
-    if rows.max_drafts == 0:
-        return Verified(torch.zeros_like(best_R), best_R)
-    best_BJ = best_R[rows.rows_BJ]
-    accepted_BK = (best_BJ[:, :-1] == rows.draft_tokens_BK) & rows.drafted_BK
-    if synthetic_rates_K is not None:
-        accepted_BK = _accepted_synthetically(rows, sampling, synthetic_rates_K)
-    num_accepted_B = _prefix_length(accepted_BK)
-    next_B = best_BJ.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
-    return Verified(num_accepted_B, next_B)
+    matches_BK: Tensor,
+) -> Tensor:
+    """Return which drafts pass by p / q; `matches_BK` says it of those that were not drawn."""
+    p_BK = probs_RV[rows.rows_BJ[:, :-1], rows.drafts_BK]
+    q_BK = q_BKV.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2)
+    position_BK = sampling.num_outputs_B.unsqueeze(1) + rows.columns_J[:-1]
+    u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
+    return torch.where(q_BK > 0, u_BK * q_BK < p_BK, matches_BK)
 
 
-def _accepted_synthetically(
+def _draw_rejected(
+    probs_RV: Tensor,
+    q_BKV: Tensor,
+    rows: VerificationRows,
+    sampling: SamplingTensors,
+    num_accepted_B: Tensor,
+) -> Tensor:
+    """Draw the token of each sequence's first rejected position from what p has more than q."""
+    p_BV = probs_RV[rows.first_row_B + num_accepted_B]
+    batch_B = torch.arange(len(p_BV), device=p_BV.device)
+    q_BV = q_BKV[batch_B, num_accepted_B.clamp_max(rows.max_drafts - 1)]
+    leftover_BV = (p_BV - q_BV).clamp_min(0)
+    # p = q to the last bit leaves nothing over; rejection then has probability 0 but for rounding,
+    # and p itself is the right answer.
+    is_left_B1 = leftover_BV.sum(-1, keepdim=True) > 0
+    position_B = sampling.num_outputs_B + num_accepted_B
+    u_B = uniform(sampling.seeds_B, position_B, Purpose.SAMPLE)
+    return sample_from_weights(torch.where(is_left_B1, leftover_BV, p_BV), u_B)
+
+
+def _accept_synthetically(
     rows: VerificationRows, sampling: SamplingTensors, rates_K: Tensor
 ) -> Tensor:
-    """Which drafts pass, whatever they are; a prefix, as the rates do not rise. Bool [B, K]."""
+    """Return how many drafts pass, whatever they are; the rates do not rise. int64 [B]."""
     assert len(rates_K) >= rows.max_drafts, "a rate for every draft"
     u_B = uniform(sampling.seeds_B, sampling.num_outputs_B, Purpose.SYNTHETIC)
-    return (u_B.unsqueeze(1) < rates_K[: rows.max_drafts]) & rows.drafted_BK
-
-
-def _prefix_length(accepted_BK: Tensor) -> Tensor:
-    return accepted_BK.long().cumprod(-1).sum(-1)
-
-
-def _draft_distribution(
-    drafts_BK: Tensor, draft_probs_BKV: Tensor | None, at_B: Tensor, like_BV: Tensor
-) -> Tensor:
-    """q at one position of each sequence, [B, V]."""
-    batch_B = torch.arange(at_B.shape[0], device=at_B.device)
-    if draft_probs_BKV is not None:
-        return draft_probs_BKV[batch_B, at_B]
-    token_B1 = drafts_BK[batch_B, at_B].unsqueeze(1)
-    return torch.zeros_like(like_BV).scatter_(1, token_B1, 1.0)
+    passes_BK = (u_B.unsqueeze(1) < rates_K[: rows.max_drafts]) & rows.drafted_BK
+    return passes_BK.sum(-1)
