@@ -235,8 +235,9 @@ class FakeGraphs:
         self.num_launches = self.num_reads = 0
         self.times: dict[int, Any] = {}
 
-    def can_run(self, sequences: list[Sequence]) -> bool:
-        return all(s.pending_features is None for s in sequences)
+    def obstacle(self, sequences: list[Sequence]) -> str | None:
+        is_missing = any(s.pending_features is not None for s in sequences)
+        return "missed_features" if is_missing else None
 
     def is_tight(self, num_sequences: int) -> bool:
         return self._bucket(num_sequences) == self._size

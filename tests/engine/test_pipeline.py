@@ -7,13 +7,16 @@ random workloads on both.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence
-from peagle.engine.graph_runner import Pipeline, RowReport, read_report
+from peagle.engine.features import FeatureRing
+from peagle.engine.graph_runner import GraphRunner, Pipeline, RowReport, read_report
 from tests.engine.test_schedules import KINDS, make_engine
 
 
@@ -220,3 +223,64 @@ def test_a_start_while_a_step_is_in_flight_is_an_assertion() -> None:
 )
 def test_reading_a_report(row: list[int], expected: RowReport) -> None:
     assert read_report(row, 3) == expected
+
+
+# ---- steps that no graph can run ------------------------------------------------------------
+
+PLAIN = SamplingParams(max_tokens=9)
+
+
+def sequence_with(**changes: Any) -> Sequence:
+    given = {"stop_token_ids": frozenset(), "params": PLAIN, **changes}
+    stops, params = given["stop_token_ids"], given["params"]
+    made = Sequence(0, [3, 4], params, 0, stops, grammar=changes.get("grammar"))
+    made.draft_probs_KV = changes.get("draft_probs_KV")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        (None, {}),
+        (None, {"params": replace(PLAIN, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3)}),
+        (None, {"stop_token_ids": frozenset(range(8))}),
+        ("stop_token_ids", {"stop_token_ids": frozenset(range(9))}),
+        ("typical_p", {"params": replace(PLAIN, typical_p=0.5, temperature=1.0)}),
+        ("penalties", {"params": replace(PLAIN, repetition_penalty=1.1)}),
+        ("penalties", {"params": replace(PLAIN, presence_penalty=0.1, logprobs=2)}),
+        ("penalties", {"params": replace(PLAIN, frequency_penalty=0.1)}),
+        ("logit_bias", {"params": replace(PLAIN, logit_bias={3: 1.0})}),
+        ("bad_words", {"params": replace(PLAIN, bad_words=((3,),))}),
+        ("allowed_token_ids", {"params": replace(PLAIN, allowed_token_ids=(3,))}),
+        ("logprobs", {"params": replace(PLAIN, logprobs=0)}),
+        ("min_tokens", {"params": replace(PLAIN, min_tokens=2)}),
+        ("grammar", {"grammar": object()}),
+        ("drawn_drafts", {"draft_probs_KV": torch.zeros(1, 4)}),
+    ],
+)
+def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]) -> None:
+    def depth(num_sequences: int) -> int:
+        return 0
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("nothing is captured")
+
+    graphs = GraphRunner(never, 4, 100, depth, never)
+    assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
+    missed = sequence_with()
+    missed.pending_features = FeatureRing(torch.zeros(2, 3), 0)
+    assert graphs.obstacle([missed]) == "missed_features"
+    with pytest.warns(UserWarning, match="5 sequences decode together"):
+        assert graphs.obstacle([sequence_with()] * 5) == "too_many_sequences"
+
+
+def test_eager_steps_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = started([9, 9])
+    assert steps.engine.stats.eager_steps == {}
+    monkeypatch.setattr(steps.device, "obstacle", lambda sequences: "grammar")
+    steps.add(1)
+    while steps.engine.has_unfinished:
+        steps.step()
+    # The steps that were launched before brought three tokens, and each eager one brings one.
+    assert steps.engine.stats.eager_steps == {"grammar": 6}
+    assert steps.device.starts == [2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -118,6 +119,19 @@ def test_a_snapshot_under_vllms_names():
         "engine_restarts_total": 0,
     }.items():
         assert value(metrics, name, engine="3") == expected, name
+
+
+def test_eager_steps_by_reason_go_on_over_a_restart():
+    metrics = Metrics("m")
+    metrics.record_engine(0, replace(snapshot(), eager_steps={"grammar": 3, "penalties": 1}))
+    metrics.record_engine(0, replace(snapshot(11), eager_steps={"grammar": 4, "penalties": 1}))
+    metrics.engine_restarted(0)
+    metrics.record_engine(0, replace(snapshot(2), eager_steps={"grammar": 2}))
+    counts = {
+        reason: value(metrics, "eager_steps_total", engine="0", reason=reason)
+        for reason in ("grammar", "penalties")
+    }
+    assert counts == {"grammar": 6, "penalties": 1}
 
 
 def test_accepted_tokens_are_counted_per_position():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -145,6 +146,7 @@ class LLMEngine:
         self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._eager_steps: Counter[str] = Counter()
         self.eos_token_ids = target.eos_token_ids()
         self._num_requests = 0
 
@@ -371,11 +373,16 @@ class LLMEngine:
             budget.ran(sum(chunk.num_tokens for chunk in plan.prefill))
             self._run(plan.prefill)
         decoding = [chunk.sequence for chunk in plan.decode]
-        if self._pipeline is not None and decoding and self._pipeline.runner.can_run(decoding):
-            self._pipeline.start(decoding)
-        elif decoding:
-            self._run(plan.decode)
-            budget.gave()
+        if not decoding:
+            return
+        if self._pipeline is not None:
+            obstacle = self._pipeline.runner.obstacle(decoding)
+            if obstacle is None:
+                self._pipeline.start(decoding)
+                return
+            self._eager_steps[obstacle] += 1
+        self._run(plan.decode)
+        budget.gave()
 
     def _prepare_grammars(self) -> None:
         """Find the tokens that grammars allow next; end sequences whose grammar took too long."""
@@ -529,6 +536,7 @@ class LLMEngine:
             num_free_kv_blocks=self.blocks.num_free_blocks,
             speculation=self.speculation_stats.copy(),
             step_times={rows: replace(times) for rows, times in step_times.items()},
+            eager_steps=dict(self._eager_steps),
             **self._counts,
         )
 

@@ -272,8 +272,12 @@ class GraphRunner:
             for greedy in (True, False):
                 self._graph_of(size, greedy)
 
-    def can_run(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Return whether a graph can do everything that these sequences ask for."""
+    def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
+        """Return why no graph can run these sequences; None: one can.
+
+        It is the name of a rule that only the sampler applies, "too_many_sequences", or
+        "missed_features" where the head reads features first that it has missed.
+        """
         most = self._buckets[-1]
         if len(sequences) > most:
             if not self._has_warned:
@@ -284,11 +288,11 @@ class GraphRunner:
                     f"to {most}.",
                     stacklevel=2,
                 )
-            return False
+            return "too_many_sequences"
         keeps_features = self._features is not None and not self._depth(len(sequences))
         if not keeps_features and any(s.pending_features is not None for s in sequences):
-            return False  # the drafter first reads the features that it has missed
-        return all(map(_is_simple, sequences))
+            return "missed_features"
+        return next(filter(None, map(_rule_of_sampler, sequences)), None)
 
     def is_tight(self, num_sequences: int) -> bool:
         """Return whether the running graph is the one for so many sequences."""
@@ -341,23 +345,23 @@ class GraphRunner:
         return self._graphs[size, greedy]
 
 
-def _is_simple(sequence: Sequence) -> bool:
-    """Return whether the request asks for nothing that only the sampler can do."""
+def _rule_of_sampler(sequence: Sequence) -> str | None:
+    """Return the first rule of a request that only the sampler applies."""
     params = sequence.params
-    rules = (
-        params.typical_p < 1,
-        has_penalties(sequence),
-        params.logit_bias,
-        params.bad_words,
-        params.allowed_token_ids is not None,
-        params.logprobs is not None,
-        sequence.grammar is not None,
-        sequence.draft_probs_KV is not None,
-        len(sequence.stop_token_ids) > MAX_STOP_IDS,
+    rules = {
+        "typical_p": params.typical_p < 1,
+        "penalties": has_penalties(sequence),
+        "logit_bias": params.logit_bias,
+        "bad_words": params.bad_words,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "logprobs": params.logprobs is not None,
+        "grammar": sequence.grammar is not None,
+        "drawn_drafts": sequence.draft_probs_KV is not None,
+        "stop_token_ids": len(sequence.stop_token_ids) > MAX_STOP_IDS,
         # Until then the sampler forbids the stop ids.
-        sequence.num_output_tokens < params.min_tokens,
-    )
-    return not any(rules)
+        "min_tokens": sequence.num_output_tokens < params.min_tokens,
+    }
+    return next((name for name, applies in rules.items() if applies), None)
 
 
 class Pipeline:

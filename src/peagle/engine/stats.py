@@ -116,6 +116,8 @@ class EngineStats:
         num_output_tokens: tokens given out.
         speculation: drafts made and accepted.
         step_times: times of the steps that ran as CUDA graphs, by the rows of the graph.
+        eager_steps: decode steps that no CUDA graph could run, where there are graphs, by the first
+            reason (`GraphRunner.obstacle`).
     """
 
     num_waiting: int
@@ -131,3 +133,4 @@ class EngineStats:
     num_output_tokens: int
     speculation: SpeculationStats
     step_times: dict[int, StepTimes]
+    eager_steps: dict[str, int] = field(default_factory=dict)

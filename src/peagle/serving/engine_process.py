@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -451,7 +452,10 @@ def pooled(engines: list[LLMEngine]) -> EngineStats:
     totals: dict[str, Any] = {
         f.name: sum(getattr(stats, f.name) for stats in every)
         for f in fields(EngineStats)
-        if f.name not in ("speculation", "step_times")
+        if f.name not in ("speculation", "step_times", "eager_steps")
     }
+    eager_steps: Counter[str] = Counter()
+    for stats in every:
+        eager_steps.update(stats.eager_steps)
     speculation = SpeculationStats.pooled(stats.speculation for stats in every)
-    return EngineStats(**totals, speculation=speculation, step_times={})
+    return EngineStats(**totals, speculation=speculation, step_times={}, eager_steps=eager_steps)

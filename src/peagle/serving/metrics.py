@@ -241,6 +241,8 @@ class Metrics:
         text = "Drafts whose tokens up to this position (from 0) were all accepted."
         name = "spec_decode_num_accepted_tokens_per_pos"
         per_pos = family(counter, name, text, "engine", "position")
+        text = "Decode steps that no CUDA graph could run."
+        eager = family(counter, "eager_steps", text, "engine", "reason")
         text = "Outputs that ended by themselves."
         success = family(counter, "request_success", text, "engine", "finished_reason")
         histograms = {
@@ -259,12 +261,14 @@ class Metrics:
                 total.add_metric(labels, value)
             for position, value in enumerate(values[len(totals) :]):
                 per_pos.add_metric([*labels, str(position)], value)
+            for reason, count in at.eager_steps().items():
+                eager.add_metric([*labels, reason], count)
             for reason, count in at.num_finished.items():
                 success.add_metric([*labels, reason], count)
             for name, histogram in at.histograms.items():
                 histograms[name].add_metric(labels, histogram.buckets(), histogram.sum)
         yield from (build, *gauges.values(), beat, hangs, oldest)
-        yield from (*totals, per_pos, restarts, success, failure, *histograms.values())
+        yield from (*totals, per_pos, eager, restarts, success, failure, *histograms.values())
 
     def _at(self, engine: int) -> _Engine:
         found = self._engines.get(engine)
@@ -295,9 +299,11 @@ class _Engine:
         self.inter_chunk = self.histograms["inter_chunk_latency_seconds"]
         self._ended: list[int] = []  # the totals of processes that are gone
         self._totals: list[int] = []
+        self._ended_eager: Counter[str] = Counter()
 
     def restart(self) -> None:
         self._ended = self._sums()
+        self._ended_eager = self.eager_steps()
         self.stats = None
         self.num_restarts += 1
 
@@ -309,6 +315,10 @@ class _Engine:
         """
         self._totals = [max(pair) for pair in zip_longest(self._totals, self._sums(), fillvalue=0)]
         return self._totals
+
+    def eager_steps(self) -> Counter[str]:
+        """Return the steps that no graph could run, by the reason."""
+        return self._ended_eager + Counter(self.stats.eager_steps if self.stats else {})
 
     def _sums(self) -> list[int]:
         now = [0] * len(_TOTALS)
