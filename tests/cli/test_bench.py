@@ -201,3 +201,41 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
 def test_mistakes(peagle: Peagle, options: tuple[object, ...], told: str) -> None:
     done = peagle("bench", *options)
     assert done.status == 2 and told in done.err and "Traceback" not in done.err
+
+
+def test_a_mix_of_requests(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    """By engines here, and at a server, whose requests have the fields."""
+    mix = tmp_path / "mix.json"
+    entries = [
+        {"every": 2, "sampling": {"repetition_penalty": 1.1}},
+        {"every": 4, "sampling": {"logprobs": 2}},
+        {"every": 4, "sampling": {"structured_output": {"kind": "regex", "source": "a+"}}},
+    ]
+    mix.write_text(json.dumps(entries))
+    script = Script(metrics=metrics(0), counts=True)
+    sizes = ("--limit", 4, "--max-new-tokens", 6, "--concurrency", 2, "--repeats", 1, "-k", 2)
+    with endpoint(script) as url:
+        command = (*pair.options, *sizes, "--endpoint", f"other={url}", "--mix", mix)
+        done = peagle("bench", *command, "--set", "humaneval", "--output", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert "a request failed" not in done.err
+    result = json.loads((tmp_path / "out" / "throughput.json").read_text())
+    assert result["settings"]["mix"] == entries
+    assert all(one["errors"] == 0 for cell in result["cells"] for one in cell["repeats"])
+    asked = [
+        {name for name in ("repetition_penalty", "logprobs", "response_format") if name in body}
+        for body in script.bodies[-6:]
+    ]
+    # Of each four: a penalty, log-probabilities, a penalty and a structure, and nothing.
+    assert sorted(map(sorted, asked)) == [
+        [],
+        ["logprobs"],
+        ["logprobs"],
+        ["repetition_penalty"],
+        ["repetition_penalty"],
+        ["repetition_penalty", "response_format"],
+    ]
+    mix.write_text('[{"every": 2, "sampling": {"penalty": 1.1}}]')
+    done = peagle("bench", *pair.options, *sizes, "--mix", mix)
+    assert done.status == 2
+    assert "--mix: entry 1: sampling has 'penalty'; expected some of max_tokens" in done.err

@@ -26,6 +26,7 @@ from peagle.cli.groups import (
     UseTemplate,
 )
 from peagle.cli.harness import Eagle3, Models, Sets
+from peagle.cli.mix import apply_mix, read_mix
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Settings, json_object, whole_numbers
 from peagle.cli.setup import check_paths, note, quiet_libraries, thinking_mode
@@ -58,6 +59,9 @@ Requests per second that keep a latency; fixed lengths; prompt lookup and anothe
 
 The same head in vLLM beside, which is started for it; it needs one K:
   peagle bench --target ./Qwen3-0.6B --draft ./head -k 5 --engine vllm
+
+One request in 4 with a penalty, one in 8 with log-probabilities, as a file says:
+  peagle bench --concurrency 16 --mix mix.json
 
 Servers with OpenAI's interface, alone or beside the engine here; one called plain or eagle3 is what
 the others are compared with:
@@ -114,6 +118,13 @@ def bench(
         metavar="JSON",
         help="Further fields of every request to endpoints.",
         show_default=False,
+    ),
+    mix: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="JSON file that says which requests ask for penalties, log-probabilities, schemas or "
+        "other sampling parameters.",
+        show_default="all requests are alike",
     ),
     k: str | None = typer.Option(
         None,
@@ -173,6 +184,7 @@ def bench(
     check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     params = Settings(Layer(dict(given))).build("sampling")
     prompts = harness.load_prompts(sets, limit, shuffle_seed)
+    shares = read_mix(mix) if mix else []
     quiet_libraries()
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.report.advice import throughput_advice
@@ -210,7 +222,10 @@ def bench(
         chat = _is_chat(chat_template, models, servers)
         sweep = Sweep(
             arms,
-            {name: _requests(own, params, chat) for name, own in prompts.items()},
+            {
+                name: apply_mix(_requests(own, params, chat), shares)
+                for name, own in prompts.items()
+            },
             loads,
             repeats,
             warm_up,
@@ -229,6 +244,7 @@ def bench(
             "repeats": repeats,
             "warm_up": warm_up,
             "objective": None if bounds is None else asdict(bounds),
+            **({"mix": [share.entry for share in shares]} if shares else {}),
             **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
         }
         log = _open_journal(output, sweep, provenance, settings, identity)

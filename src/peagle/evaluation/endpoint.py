@@ -27,7 +27,7 @@ T = TypeVar("T")
 _USAGE = {"include_usage": True}
 # Streams with the most detail come first; servers that know fewer options refuse or ignore them.
 _STREAM_OPTIONS = ({**_USAGE, "continuous_usage_stats": True}, _USAGE, None)
-_UNSENT = ("structured_output", "logprobs", "prompt_logprobs", "n")
+_UNSENT = ("prompt_logprobs", "n")
 _SETTLE_S, _SETTLE_LOOKS = 0.1, 20
 
 
@@ -304,5 +304,8 @@ def _fields(request: Request) -> dict[str, Any]:
         raise UserError(
             f"Request {request.id}: {refused[0]} is not asked of a server here; leave it out."
         )
-    always = {"max_tokens": params.max_tokens, "temperature": params.temperature}
-    return {**sampling_fields(params, given), **always}
+    body = sampling_fields(params, given)
+    if params.logprobs is not None:
+        of_chat = {"logprobs": True, "top_logprobs": params.logprobs}
+        body |= {"logprobs": params.logprobs} if _path(request) == COMPLETIONS else of_chat
+    return {**body, "max_tokens": params.max_tokens, "temperature": params.temperature}
