@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
-from peagle.engine.prompt_budget import FIRST_TOKENS, MIN_TOKENS, PromptBudget
+from peagle.engine.prompt_budget import FIRST_TOKENS, MIN_SHARE, MIN_TOKENS, PromptBudget
 
 
 class Machine:
@@ -46,7 +46,7 @@ def drive(budget: PromptBudget, machine: Machine, num_steps: int, prompts: bool 
 @settings(deadline=None, max_examples=200)
 @given(
     limit_ms=st.floats(5, 500),
-    share=st.floats(0.05, 0.8),
+    share=st.floats(0.05, 0.79),
     token_ms=st.floats(0.002, 2),
     pass_ms=st.floats(0, 3),
 )
@@ -93,7 +93,7 @@ def test_one_slow_step_and_a_pause_change_nothing() -> None:
 
 
 def test_a_limit_that_no_chunk_can_meet_is_told_once() -> None:
-    machine = Machine(30, 0.1)
+    machine = Machine(30, 0.02)
     budget = PromptBudget(20, 4096, machine.clock)
     drive(budget, machine, 3, prompts=False)
     with pytest.warns(
@@ -102,7 +102,10 @@ def test_a_limit_that_no_chunk_can_meet_is_told_once() -> None:
         drive(budget, machine, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drive(budget, machine, 3)
+        taken = drive(budget, machine, 20)
+    assert taken == pytest.approx(30 * (1 + MIN_SHARE), rel=0.01)
+    machine.token_ms = 5.0
+    drive(budget, machine, 20)
     assert budget(decoding=True) == MIN_TOKENS
 
 

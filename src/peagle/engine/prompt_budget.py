@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-# The smallest budget: prompts must end at some time.
+# The smallest budget, in tokens and in shares of a step's time: prompts must end at some time.
 MIN_TOKENS = 64
+MIN_SHARE = 0.25
 # Prompt tokens of a step before the first measurement.
 FIRST_TOKENS = 256
 # Medians are taken over so many measurements: one slow step, which compiles, changes nothing.
@@ -24,7 +25,8 @@ class PromptBudget:
     """Learns what prompt tokens cost, and keeps steps within a limit of inter-token latency.
 
     With d the median time of a step without prompts and c the median time that a prompt token
-    adds, (limit - d) / c tokens fit into a step.
+    adds, (limit - d) / c tokens fit into a step. Where the limit is too small for d, prompts take
+    MIN_SHARE * d.
 
     Args:
         max_itl_ms: limit of the time between two steps' tokens in milliseconds; 0 sets none.
@@ -53,9 +55,11 @@ class PromptBudget:
             return self._max_tokens
         if not self._token_s:
             return min(FIRST_TOKENS, self._max_tokens)
-        left_s = self._limit_s - self._median_step()
-        if left_s <= 0:
-            self._warn()
+        step_s = self._median_step()
+        left_s = self._limit_s - step_s
+        if left_s < MIN_SHARE * step_s:
+            left_s = MIN_SHARE * step_s
+            self._warn(step_s)
         fitting = int(left_s / max(median(self._token_s), 1e-9))
         return min(max(fitting, MIN_TOKENS), self._max_tokens)
 
@@ -82,12 +86,12 @@ class PromptBudget:
     def _median_step(self) -> float:
         return median(self._step_s) if self._step_s else 0.0
 
-    def _warn(self) -> None:
+    def _warn(self, step_s: float) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"max_itl_ms is {self._limit_s * 1000:g}, but a step without prompts takes "
-                f"{self._median_step() * 1000:.3g} ms. Prompts go on in chunks of {MIN_TOKENS} "
-                "tokens; raise max_itl_ms, or lower max_num_seqs.",
+                f"{step_s * 1000:.3g} ms. Chunks of prompts take {MIN_SHARE:.0%} of that time; "
+                "raise max_itl_ms, or lower max_num_seqs.",
                 stacklevel=2,
             )
