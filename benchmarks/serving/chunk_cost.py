@@ -218,6 +218,7 @@ async def measure(server: Served, counters: Counters, route: str, streams: int, 
         "write": found["write"],
         "engine process": engine_main + engine_others,
         "front end": front_main + front_others,
+        "both": engine_main + engine_others + front_main + front_others,
     }
     return {
         "route": route,
