@@ -266,7 +266,7 @@ def main() -> None:
     options.add_argument("--streams", type=int, default=64, help="that decode together (64)")
     options.add_argument("--k", type=int, default=7, help="drafts a step (7)")
     options.add_argument("--steps", type=int, default=250, help="measured, at most 300 (250)")
-    options.add_argument("--interval-ms", type=float, default=20.0, help="of two steps (20)")
+    options.add_argument("--interval-ms", type=float, default=6.0, help="of two steps (6)")
     options.add_argument("--routes", nargs="+", choices=ROUTES, default=list(ROUTES))
     options.add_argument("--json", action="store_true", help="print a JSON object, not a table")
     args = options.parse_args()

@@ -335,7 +335,7 @@ class EnginePool:
                 stream.news.clear()
                 if chunks := stream.chunks:
                     stream.chunks = []
-                    stream.num_outputs -= sum(chunk.output is not None for chunk in chunks)
+                    stream.num_outputs -= sum([chunk.output is not None for chunk in chunks])
                     yield [(chunk.index - stream.first, chunk) for chunk in chunks]
                 if stream.error is not None and stream.num_outputs:
                     raise stream.error
