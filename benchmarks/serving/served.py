@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from load import Client
@@ -35,9 +36,10 @@ class Served:
         threads: CPU threads of the engine.
         key: that opens it, if the options name keys.
         open_files: at most in each of its processes; None leaves the limit of this process.
+        program: what Python runs; the options follow.
 
     Attributes:
-        client: for it.
+        client, port: for it.
         process: the front end.
         started_s: when it was started, by `time.perf_counter`.
     """
@@ -48,10 +50,12 @@ class Served:
         threads: int = 1,
         key: str | None = None,
         open_files: int | None = None,
+        program: Sequence[str] = ("-m", "peagle", "serve"),
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        self.client = Client(port, key=key)
+        self.client, self.port = Client(port, key=key), port
+        self._program = program
         self._options = ["--port", str(port), "--threads", str(threads), *options]
         self._prefix = [] if open_files is None else ["prlimit", f"--nofile={open_files}"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __aexit__)
@@ -65,7 +69,7 @@ class Served:
         environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         self.started_s = time.perf_counter()
         self.process = subprocess.Popen(
-            [*self._prefix, sys.executable, "-m", "peagle", "serve", *self._options],
+            [*self._prefix, sys.executable, *self._program, *self._options],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from peagle.chat import split_thinking
 from peagle.markers import SIGN, open_tail, unmarked
 
 START, END = "<think>", "</think>"
@@ -49,7 +48,7 @@ class AnswerSplitter(ABC):
 
 
 class ThinkingSplitter(AnswerSplitter):
-    """Cuts at `<think>` and `</think>`; the pieces together are what `split_thinking` gives.
+    """Cuts at `<think>` and `</think>`; the pieces together are what `chat.split_thinking` gives.
 
     Args:
         opened: the prompt ended by opening the reasoning (see `peagle.chat.opens_thinking`).
@@ -58,20 +57,42 @@ class ThinkingSplitter(AnswerSplitter):
     markers = (START, END)
 
     def __init__(self, *, opened: bool) -> None:
-        self._text = ""
         self._opened = opened
-        self._given = {True: 0, False: 0}
+        self._held = ""
+        self._is_reasoning: bool | None = None  # None: the text may yet begin with a marker
+        self._is_first = True  # no text of the reasoning, or of the answer behind it, is out
 
     def add(self, text: str, *, final: bool = False) -> Iterator[Piece]:
-        self._text = text = self._text + unmarked(text)
-        settled = text if final else text[: len(text) - open_tail(text, (END,))]
-        if not final and START.startswith(settled.lstrip()):
-            return
-        reasoning, answer = split_thinking(settled, START, END, opened=self._opened)
-        for is_reasoning, whole in ((True, reasoning), (False, answer)):
-            if new := whole[self._given[is_reasoning] :]:
-                self._given[is_reasoning] = len(whole)
-                yield Piece(new, is_reasoning)
+        self._held += unmarked(text)
+        if self._is_reasoning is None:
+            body = self._held.lstrip()
+            if not final and START.startswith(body):
+                return
+            has_marker = body.startswith(START)
+            self._is_reasoning = self._is_first = has_marker or self._opened
+            if self._is_reasoning:
+                self._held = body[len(START) * has_marker :]
+        if self._is_reasoning:
+            yield from self._read_reasoning(final)
+        if not self._is_reasoning:
+            answer = self._held.lstrip("\n") if self._is_first else self._held
+            self._held = ""
+            if answer:
+                self._is_first = False
+                yield Piece(answer, is_reasoning=False)
+
+    def _read_reasoning(self, final: bool) -> Iterator[Piece]:
+        reasoning, end, answer = self._held.partition(END)
+        if not end and not final:
+            reasoning = self._held[: len(self._held) - open_tail(self._held, (END,))]
+        reasoning = reasoning.rstrip()
+        new = reasoning.lstrip() if self._is_first else reasoning
+        if new:
+            self._is_first = False
+            yield Piece(new, is_reasoning=True)
+        self._held = answer if end else self._held[len(reasoning) :]
+        if end:
+            self._is_reasoning, self._is_first = False, True
 
 
 class _ChannelSplitter(AnswerSplitter):

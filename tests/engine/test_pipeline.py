@@ -17,6 +17,9 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence
 from peagle.engine.features import FeatureRing
 from peagle.engine.graph_runner import GraphRunner, Pipeline, RowReport, read_report
+from peagle.engine.outputs import StepOutput, StreamChunk
+from peagle.engine.requests import Requests
+from tests.conftest import byte_tokenizer
 from tests.engine.test_schedules import KINDS, make_engine
 
 
@@ -97,6 +100,29 @@ def test_goes_on_past_ends_while_the_graph_is_tight(
     steps.add(5)  # the next ones start afresh
     steps.run_to_the_end()
     assert steps.device.starts == [*starts, 1]
+
+
+def test_text_is_made_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all chunks but that of a prompt pass without decoding sequences."""
+    steps = Steps([])
+    requests = Requests(steps.engine, byte_tokenizer())
+    seen: list[tuple[int, int]] = []  # a chunk's request, and the steps in flight at its text
+    chunk_of = requests._chunk
+
+    def watched(step: StepOutput) -> StreamChunk:
+        seen.append((step.sequence.seq_id, steps.device.num_launches - steps.device.num_reads))
+        return chunk_of(step)
+
+    monkeypatch.setattr(requests, "_chunk", watched)
+    params = SamplingParams(max_tokens=9, ignore_eos=True, num_speculative_tokens=0)
+    requests.add(0, [7, 7, 7], params)
+    for _ in range(4):
+        requests.step()
+    requests.add(1, [7, 7, 7], params)
+    while requests.has_unfinished:
+        requests.step()
+    assert seen[0] == (0, 0) and len(seen) == 18
+    assert {in_flight for _, in_flight in seen[1:]} == {1}
 
 
 def test_a_waiting_request_does_not_stop_those_that_run() -> None:

@@ -181,7 +181,7 @@ def test_a_request_with_nan_is_an_error_of_its_own(front: Front) -> None:
             return SimpleNamespace(number=0)
 
         async def stream(self, *_: Any, **__: Any) -> Any:
-            yield StreamChunk(0, "", [], 0, 0, front.outputs[1])
+            yield [(0, StreamChunk(0, "", [], 0, 0, front.outputs[1]))]
 
     pool: Any = Pool()
     service = Service(ServerConfig(), "model", ("peagle",), pool, Metrics("model"))

@@ -94,8 +94,9 @@ class Scripted:
         return self.ready[0]
 
     async def stream(
-        self, engine: Any, prompt: list[int], params: SamplingParams, **_: Any
-    ) -> AsyncIterator[StreamChunk]:
+        self, engine: Any, prompts: list[list[int]], params: SamplingParams, **_: Any
+    ) -> AsyncIterator[list[tuple[int, StreamChunk]]]:
+        (prompt,) = prompts
         self.prompts.append(str(self.tokenizer.decode(prompt)))
         self.params.append(params)
         ids = self.tokenizer.encode(self.script, add_special_tokens=False)
@@ -111,7 +112,7 @@ class Scripted:
             if is_last:
                 stats, done = SpeculationStats(), ids[: start + len(new)]
                 output = RequestOutput(text.text, done, prompt, reason, stats, 1.0)
-            yield StreamChunk(0, step.text, new, 0, 0, output)
+            yield [(0, StreamChunk(0, step.text, new, 0, 0, output))]
             if is_last:
                 return
 

@@ -503,3 +503,21 @@ def test_a_missed_bound_is_status_1(
     monkeypatch.setattr(sys, "argv", ["bench_serving.py", "soak", "--requests", "0"])
     with pytest.raises(UserError, match="--requests is 0; expected more than 0"):
         scripts["bench_serving"].main()
+
+
+def test_the_cost_of_a_chunk_is_measured() -> None:
+    words = ["--streams", "2", "--steps", "3", "--interval-ms", "1", "--json"]
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "chunk_cost.py"), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(done.stdout)["runs"]
+    assert [run["route"] for run in runs] == ["completions", "chat"]
+    for run in runs:
+        assert run["chunks"] >= 2 * 3 and run["events"] > 0
+        parts = run["us_a_chunk"]
+        assert min(parts.values()) >= 0 and parts["front end"] > 0 < parts["engine process"]

@@ -270,7 +270,7 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
     from peagle.serving.responses import _Response
 
     async def chunks() -> Any:
-        yield 0, SimpleNamespace(text="a", output=None)
+        yield [(0, SimpleNamespace(text="a", output=None))]
         raise ApiError(500, "The engine died.")
 
     class Reader:

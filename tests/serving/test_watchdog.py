@@ -200,8 +200,8 @@ class Pool:
     async def complete(self, params: SamplingParams = FEW) -> list[StreamChunk]:
         await asyncio.wait_for(self._until_ready(), 60)
         engine = self.pool.choose(1)
-        stream = self.pool.stream(engine, [1, 2, 3], params, proposer="peagle")
-        return [chunk async for chunk in stream]
+        stream = self.pool.stream(engine, [[1, 2, 3]], params, proposer="peagle")
+        return [chunk async for chunks in stream for _, chunk in chunks]
 
     async def _until_ready(self) -> None:
         while not self.pool.ready:

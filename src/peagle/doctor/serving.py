@@ -122,7 +122,7 @@ class EngineServing:
                 draft = chunk.token_ids[: chunk.num_accepted]
                 # An answer may end within a draft: accepted tokens beyond its end are not reported.
                 if len(draft) + len(chunk.rejected_token_ids) == chunk.num_drafted:
-                    draft = draft + chunk.rejected_token_ids
+                    draft = [*draft, *chunk.rejected_token_ids]
                 one.drafts[len(one.token_ids)] = draft
             one.token_ids += chunk.token_ids
             if chunk.output is not None:

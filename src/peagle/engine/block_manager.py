@@ -87,6 +87,8 @@ class BlockManager:
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Add blocks until `num_tokens` tokens fit; return False, unchanged, if they cannot."""
         num_new = self.blocks_for(num_tokens) - len(sequence.block_table)
+        if num_new <= 0:
+            return True
         if num_new > self.num_free_blocks:
             return False
         for _ in range(num_new):

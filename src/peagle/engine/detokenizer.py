@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import transformers
@@ -29,6 +29,7 @@ _SILENT, _TEXT, _BYTE = range(3)
 _KINDS: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, dict[int, int]] = (
     WeakKeyDictionary()
 )
+_BYTES: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, _TokenBytes] = WeakKeyDictionary()
 
 # How byte-level vocabularies write bytes: printable Latin-1 characters as they are, others from
 # U+0100 on.
@@ -56,13 +57,32 @@ def token_bytes(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) 
     return text.encode("utf-8", "surrogatepass")
 
 
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of a byte-level tokenizer's tokens by id, learned as tokens come."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._decode = backend.decode
+        self._token = backend.id_to_token
+
+    def __missing__(self, token_id: int) -> bytes:
+        text, token = self._decode([token_id]), self._token(token_id)
+        found = text.encode()
+        if text and token is not None and all(character in _BYTE_OF for character in token):
+            data = bytes(_BYTE_OF[character] for character in token)
+            # Versions differ on whether an added token stands for itself.
+            if data.decode(errors="replace") == text:
+                found = data
+        self[token_id] = found
+        return found
+
+
 class IncrementalDetokenizer:
     """Turns a growing list of tokens into a growing text.
 
     The text is that of decoding all tokens at once, however they are cut into steps, and is only
-    ever appended to. Only the tokens since the last safe point are decoded anew, so the cost does
-    not grow with the output; of a byte-level tokenizer, whose texts add up, new ones alone. Two
-    things are held back until a later token settles them:
+    ever appended to. Of a byte-level tokenizer the bytes of new tokens are looked up. Of others the
+    tokens since the last safe point are decoded anew, so the cost does not grow with the output.
+    Two things are held back until a later token settles them:
 
     - an incomplete UTF-8 character of a byte-level tokenizer;
     - a run of byte tokens (`<0xE6>`) of a byte-fallback tokenizer: one invalid byte turns all
@@ -82,7 +102,13 @@ class IncrementalDetokenizer:
                 special = [token_id for token_id, token in added.items() if token.special]
             kinds = _KINDS[tokenizer] = dict.fromkeys(special, _SILENT)
         self._kinds = kinds
-        self._decode, self._adds_up = _decoding(tokenizer)
+        self._decode, backend = _decoding(tokenizer)
+        self._bytes: _TokenBytes | None = None
+        if backend is not None and isinstance(backend.decoder, ByteLevel):
+            self._bytes = _BYTES.get(tokenizer)
+            if self._bytes is None:
+                self._bytes = _BYTES[tokenizer] = _TokenBytes(backend)
+        self._open = b""  # the beginning of a character, of a byte-level tokenizer
         self._pieces: list[str] = []
         # The window: `_num_context` tokens whose text is out already, because some tokenizers write
         # a token differently at the beginning of a text; then new ones, of which those after
@@ -99,6 +125,17 @@ class IncrementalDetokenizer:
 
     def add(self, token_ids: list[int], *, final: bool = False) -> str:
         """Add tokens and return the new text, which may be empty; `final` releases all text."""
+        if self._bytes is None:
+            new = self._decode_window(token_ids, final)
+        else:
+            data = self._open + b"".join([self._bytes[token_id] for token_id in token_ids])
+            new, num_read = utf_8_decode(data, "replace", final)
+            self._open = data[num_read:]
+        if new:
+            self._pieces.append(new)
+        return new
+
+    def _decode_window(self, token_ids: list[int], final: bool) -> str:
         self._take(token_ids)
         if final:
             self._num_ready = len(self._window)
@@ -110,14 +147,9 @@ class IncrementalDetokenizer:
         self._num_shown = max(self._num_shown, len(settled))
         if incomplete:
             self._shorten()
-        elif self._adds_up:
-            del self._window[: self._num_ready]
-            self._num_ready = self._num_context = self._num_shown = 0
         elif new:
             # A token without text of its own is no context: a word after it would lose its space.
             self._move_window(self._num_context)
-        if new:
-            self._pieces.append(new)
         return new
 
     def _take(self, token_ids: list[int]) -> None:
@@ -149,11 +181,8 @@ class IncrementalDetokenizer:
 
 def _decoding(
     tokenizer: transformers.PreTrainedTokenizerBase,
-) -> tuple[Callable[[list[int]], str], bool]:
-    """How tokens become text, special ones left out, and whether texts of parts add up.
-
-    They do where tokens stand for bytes and no part ends within a character.
-    """
+) -> tuple[Callable[[list[int]], str], Tokenizer | None]:
+    """How tokens become text, special ones left out; and the backend, where it does so alone."""
     cls = type(tokenizer)
     is_plain = (
         isinstance(tokenizer, transformers.PreTrainedTokenizerFast)
@@ -163,7 +192,7 @@ def _decoding(
     if is_plain:
         # What those two come to, at a third of the time.
         backend = cast(Tokenizer, tokenizer.backend_tokenizer)
-        return backend.decode, isinstance(backend.decoder, ByteLevel)
+        return backend.decode, backend
 
     def decode(token_ids: list[int]) -> str:
         text = tokenizer.decode(
@@ -172,7 +201,7 @@ def _decoding(
         assert isinstance(text, str)
         return text
 
-    return decode, False
+    return decode, None
 
 
 def _kind(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) -> int:
@@ -182,8 +211,7 @@ def _kind(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) -> int
     return _BYTE if _FALLBACK_BYTE.fullmatch(str(token)) else _TEXT
 
 
-@dataclass(frozen=True, slots=True)
-class TextStep:
+class TextStep(NamedTuple):
     """New text that no stop string can take back.
 
     `num_tokens` counts the tokens kept: all, or those up to the one that completes `stop`, the stop

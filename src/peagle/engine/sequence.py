@@ -22,6 +22,9 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+_FINISHED = SequenceStatus.FINISHED  # asked many times a step; a member's name costs a search
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt, its output so far, its KV blocks and its pending drafts.
@@ -106,7 +109,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
+        return self.status is _FINISHED
 
     @property
     def prefill_end(self) -> int:

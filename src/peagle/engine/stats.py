@@ -30,7 +30,8 @@ class SpeculationStats:
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         per_pos = self.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (num_drafted - len(per_pos)))
+        if len(per_pos) < num_drafted:
+            per_pos.extend([0] * (num_drafted - len(per_pos)))
         for position in range(num_accepted):
             per_pos[position] += 1
 

@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import json
 import logging
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -21,6 +22,9 @@ from peagle.serving.errors import ApiError
 
 logger = logging.getLogger("peagle.serving")
 
+# Stands for the text of an event in its template; no other part of an event has it.
+_PLACE = uuid.uuid4().hex
+
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
 
 
@@ -28,9 +32,13 @@ class GenerationAnswer(Response, ABC):
     """An answer that takes a while: one JSON object, or server-sent events.
 
     The work is cancelled when the client disconnects. A stream waits for its first event before the
-    answer begins, so that a refusal has its own status; a later error is an event. Events that have
-    a `type` are named by it; a stream of events without names ends with "[DONE]".
+    answer begins, so that a refusal has its own status; a later error is an event.
+
+    Attributes:
+        end: what ends a stream.
     """
+
+    end = b"data: [DONE]\n\n"
 
     def __init__(self, *, is_stream: bool) -> None:
         self.is_stream = is_stream
@@ -42,8 +50,8 @@ class GenerationAnswer(Response, ABC):
         """Return the answer as one object."""
 
     @abstractmethod
-    def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the answer as it comes."""
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the answer as it comes: server-sent events, all that came together at once."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the last event of a stream that an error ends."""
@@ -74,40 +82,61 @@ class GenerationAnswer(Response, ABC):
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, send: Send) -> None:
-        has_started, is_named = False, False
+        has_started = False
 
-        async def write(event: dict[str, Any]) -> None:
-            nonlocal has_started, is_named
+        async def write(data: bytes) -> None:
+            nonlocal has_started
             if not has_started:
                 has_started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-            is_named = "type" in event
-            name = f"event: {event['type']}\n".encode() if is_named else b""
-            body = name + b"data: " + to_json(event) + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
             async with aclosing(self.events()) as events:
-                async for event in events:
-                    await write(event)
+                async for data in events:
+                    if data:
+                        await write(data)
         except Exception as error:
             if not has_started:
                 raise
             if not isinstance(error, ApiError):
                 logger.exception("a stream failed")
                 error = ApiError(500, "The server failed; its log says why.", code="internal_error")
-            await write(self.failed(error))
-        end = b"" if is_named else b"data: [DONE]\n\n"
-        await send({"type": "http.response.body", "body": end})
+            await write(event_bytes(self.failed(error)))
+        await send({"type": "http.response.body", "body": self.end})
+
+
+_to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def to_json(value: Any) -> bytes:
     """Return compact JSON in UTF-8, with half a surrogate pair as an escape."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = _to_text(value)
     try:
         return text.encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event_bytes(event: dict[str, Any]) -> bytes:
+    """Return a server-sent event, named by its `type` if it has one."""
+    name = f"event: {event['type']}\n".encode() if "type" in event else b""
+    return name + b"data: " + to_json(event) + b"\n\n"
+
+
+class EventTemplate:
+    """An event of which only a text changes: all else is written once.
+
+    Args:
+        make: returns the event of a text.
+    """
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        self._parts = make(_PLACE).split(to_json(_PLACE))
+
+    def __call__(self, text: str) -> bytes:
+        """Return the event of this text."""
+        return to_json(text).join(self._parts)
 
 
 # ---- usage ---------------------------------------------------------------------------------------

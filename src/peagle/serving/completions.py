@@ -6,17 +6,18 @@ import time
 import uuid
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.answers import (
+    EventTemplate,
     GenerationAnswer,
     TextOffset,
     chat_logprobs,
     completion_logprobs,
+    event_bytes,
     prompt_logprobs,
     report_of,
     usage_of,
@@ -36,6 +37,7 @@ from peagle.serving.service import Caller, Generation, Service
 from peagle.serving.tool_parsers import ToolCallParser, parser_for
 from peagle.serving.tools import (
     CallDelta,
+    ContentDelta,
     Delta,
     ReasoningDelta,
     ToolChoiceDict,
@@ -68,13 +70,16 @@ class _Completions(GenerationAnswer):
         self._has_last_usage = options.include_usage or self.report
         self._has_running_usage = options.include_usage and options.continuous_usage_stats
         self._num_tokens: Counter[tuple[int, int]] = Counter()
+        # Whether events have choices and nothing beside them.
+        self.has_only_choices = not (self.report or self._has_running_usage)
+        self._templates: dict[Any, EventTemplate] = {}
 
     @abstractmethod
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
         """Return an output as one of the answer's choices."""
 
     @abstractmethod
-    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
+    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> bytes:
         """Return the events of a chunk."""
 
     def read(self, chunk: StreamChunk) -> StreamChunk:
@@ -90,17 +95,29 @@ class _Completions(GenerationAnswer):
         choices = [await self.choice(at[0], outputs[at]) for at in sorted(outputs)]
         return {**self.head, "choices": choices, "usage": self.usage()}
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with aclosing(self.generation.chunks()) as chunks:
-            async for prompt_index, given in chunks:
-                chunk = self.read(given)
-                usage = self._running_usage(prompt_index, chunk)
-                for event in await self.chunk_events(prompt_index, chunk):
-                    yield event | usage
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.generation.chunks()) as lists:
+            async for chunks in lists:
+                data = [await self.chunk_events(i, self.read(chunk)) for i, chunk in chunks]
+                yield b"".join(data)
         if self._has_last_usage:
-            yield {**self.head, "choices": [], "usage": self.usage()}
+            yield event_bytes({**self.head, "choices": [], "usage": self.usage()})
 
-    def _running_usage(self, prompt_index: int, chunk: StreamChunk) -> dict[str, Any]:
+    def choice_events(self, choices: Iterable[dict[str, Any]], **others: Any) -> bytes:
+        """Return an event for each choice, with other fields beside it."""
+        return b"".join(
+            event_bytes({**self.head, "choices": [choice], **others}) for choice in choices
+        )
+
+    def text_event(self, key: Any, make: Callable[[str], dict[str, Any]], text: str) -> bytes:
+        """Return the event of the choice `make(text)`; all `make` of a key do the same."""
+        template = self._templates.get(key)
+        if template is None:
+            template = EventTemplate(lambda text: self.choice_events([make(text)]))
+            self._templates[key] = template
+        return template(text)
+
+    def running_usage(self, prompt_index: int, chunk: StreamChunk) -> dict[str, Any]:
         """Return the usage of a choice up to this chunk, if the stream wants it in every chunk."""
         if not self._has_running_usage:
             return {}
@@ -139,6 +156,7 @@ class _Completion(_Completions):
         self._only_prompt = body.max_tokens == 0
         self._offsets: dict[int, TextOffset] = {}
         self._echoed: set[int] = set()
+        self._has_only_text = self.has_only_choices and body.logprobs is None and not body.echo
 
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
         prompt = await self._prompt_text(prompt_index) if self._body.echo else ""
@@ -179,10 +197,15 @@ class _Completion(_Completions):
         return usage_of(self.generation.ordered, report=self.report, num_echoed=num_echoed)
 
     def read(self, chunk: StreamChunk) -> StreamChunk:
-        return replace(chunk, text="", token_ids=[], logprobs=[]) if self._only_prompt else chunk
+        return chunk._replace(text="", token_ids=[], logprobs=[]) if self._only_prompt else chunk
 
-    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
+    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> bytes:
         index = prompt_index * self._n + chunk.output_index
+        if self._has_only_text and chunk.output is None:
+            if not chunk.text:
+                return b""  # half a character: the next chunk brings it
+            return self.text_event(index, lambda text: _choice(index, text), chunk.text)
+        others = self.running_usage(prompt_index, chunk)
         prompt = ""
         if self._body.echo and index not in self._echoed:
             self._echoed.add(index)
@@ -190,16 +213,20 @@ class _Completion(_Completions):
         reason = self._finish_reason(chunk.output) if chunk.output else None
         text = prompt + chunk.text
         if not text and reason is None and not self.report and not chunk.logprobs:
-            return []  # half a character: the next chunk brings it
+            return b""
         logprobs = None
         if self._body.logprobs is not None and not self._only_prompt:
             offset = self._offsets.setdefault(index, TextOffset(len(prompt)))
             logprobs = completion_logprobs(chunk.logprobs, self.tokenizer.token_bytes, offset)
-        choice = {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
-        event: dict[str, Any] = {**self.head, "choices": [choice]}
         if self.report:
-            event["speculation"] = report_of(chunk, self.tokenizer.token_text)
-        return [event]
+            others = {"speculation": report_of(chunk, self.tokenizer.token_text), **others}
+        return self.choice_events([_choice(index, text, reason, logprobs)], **others)
+
+
+def _choice(
+    index: int, text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
 
 
 # ---- chat ----------------------------------------------------------------------------------------
@@ -299,6 +326,8 @@ class AnswerReader:
     ) -> None:
         self.new_splitter = new_splitter
         self._splitter = splitter = new_splitter()
+        # Whether all text is content.
+        self._is_plain = splitter is None and type(parser) is ToolCallParser
         self.markers = (*(splitter.markers if splitter else ()), *parser.markers)
         self._parser = parser
         self._tool_choice = tool_choice
@@ -306,6 +335,8 @@ class AnswerReader:
 
     def add(self, text: str, *, final: bool) -> list[Delta]:
         """Return the new reasoning, content and calls, in the order of the text."""
+        if self._is_plain:
+            return [ContentDelta(text)] if text else []
         deltas: list[Delta] = []
         pieces = [Piece(text, is_reasoning=False)]
         if self._splitter is not None:
@@ -331,6 +362,7 @@ class _Chat(_Completions):
         object = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, generation, "chatcmpl", object)
         self._has_logprobs = bool(body.logprobs)
+        self._has_only_text = self.has_only_choices and not self._has_logprobs
         self._readers = readers
         self._begun: set[int] = set()
 
@@ -361,10 +393,18 @@ class _Chat(_Completions):
             "finish_reason": reader.finish_reason(output),
         }
 
-    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
+    async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> bytes:
         """Return the role first, then the new deltas, and the reason at the end."""
         index, reader = chunk.output_index, self._readers[chunk.output_index]
         new = reader.add(chunk.text, final=chunk.output is not None)
+        if self._has_only_text and chunk.output is None and index in self._begun:
+            if not new:
+                return b""
+            if len(new) == 1 and not isinstance(new[0], CallDelta):
+                kind = type(new[0])
+                key, text = (index, kind), new[0].text
+                return self.text_event(key, lambda text: _delta(index, kind(text).body()), text)
+        others = self.running_usage(prompt_index, chunk)
         deltas: list[dict[str, Any]] = []
         if index not in self._begun:
             self._begun.add(index)
@@ -372,17 +412,17 @@ class _Chat(_Completions):
         deltas += [delta.body() for delta in new]
         if not deltas and (self.report or chunk.logprobs):
             deltas.append({"content": ""})
-        choices: list[dict[str, Any]] = [
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            for delta in deltas
-        ]
+        choices = [_delta(index, delta) for delta in deltas]
         if chunk.output is not None:
-            reason = reader.finish_reason(chunk.output)
-            choices.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": reason})
+            choices.append(_delta(index, {}, reader.finish_reason(chunk.output)))
         if choices and chunk.logprobs and self._has_logprobs:
             given = chat_logprobs(chunk.logprobs, self.tokenizer.token_bytes)
             choices[-1]["logprobs"] = given
-        events: list[dict[str, Any]] = [{**self.head, "choices": [choice]} for choice in choices]
-        if events and self.report:
-            events[0]["speculation"] = report_of(chunk, self.tokenizer.token_text)
-        return events
+        first = others
+        if choices and self.report:
+            first = {"speculation": report_of(chunk, self.tokenizer.token_text), **others}
+        return self.choice_events(choices[:1], **first) + self.choice_events(choices[1:], **others)
+
+
+def _delta(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

@@ -301,7 +301,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
 
 class _Parser(h11.Connection):
-    """h11 with bounds for the head of a request.
+    """h11 with bounds for the head of a request, and streams that cost little.
 
     Attributes:
         refusal: the error for a head that is too large.
@@ -310,6 +310,18 @@ class _Parser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.refusal: ApiError | None = None
+        self._is_chunked = False
+
+    def send(self, event: Any) -> bytes | None:
+        """Return h11's bytes of an event; chunks of a body are framed here, in less of its time."""
+        if type(event) is h11.Data and self._is_chunked and event.data:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        data = super().send(event)
+        if type(event) is h11.Response:
+            self._is_chunked = b"transfer-encoding: chunked\r\n" in (data or b"").lower()
+        elif type(event) is h11.EndOfMessage:
+            self._is_chunked = False
+        return data
 
     def next_event(self) -> Any:
         """Return h11's next event; refuse a head that is too large before h11 parses it."""

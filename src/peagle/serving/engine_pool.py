@@ -115,10 +115,29 @@ class CrashBudget:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A request whose client waits for chunks."""
+    """A request whose client waits for chunks.
 
+    Attributes:
+        first: index of its first prompt; its other prompts have the next ones.
+        num_outputs: number of outputs that have not ended.
+        chunks: those that the client has not taken.
+        error: why no more come.
+        news: set when chunks or an error came.
+    """
+
+    first: int
     num_outputs: int
-    items: asyncio.Queue[StreamChunk | Exception] = field(default_factory=asyncio.Queue)
+    chunks: list[StreamChunk] = field(default_factory=list)
+    error: Exception | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, chunk: StreamChunk) -> None:
+        self.chunks.append(chunk)
+        self.news.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.news.set()
 
 
 class EngineProcess:
@@ -129,7 +148,7 @@ class EngineProcess:
 
     Attributes:
         info: facts of the loaded engine; None before.
-        streams: requests that run here, by their index.
+        streams: requests that run here, by the indices of their prompts.
         end: how the process ended or hung, as a part of a sentence; "" while it lives.
     """
 
@@ -166,7 +185,7 @@ class EngineProcess:
     @property
     def load(self) -> int:
         """Number of outputs that run or wait here."""
-        return sum(stream.num_outputs for stream in self.streams.values())
+        return sum(stream.num_outputs for stream in set(self.streams.values()))
 
     def send(self, message: Add | Cancel | Stop) -> None:
         """Send an order; it is lost if the process has ended, which `on_message` reports."""
@@ -280,15 +299,18 @@ class EnginePool:
     async def stream(
         self,
         engine: EngineProcess,
-        prompt: list[int],
+        prompts: list[list[int]],
         params: SamplingParams,
         *,
         proposer: str,
         priority: int = 0,
         cache_salt: bytes = b"",
         deadline: Deadline | None = None,
-    ) -> AsyncGenerator[StreamChunk, None]:
-        """Yield the chunks of a prompt's outputs; leaving the iterator cancels the request.
+    ) -> AsyncGenerator[list[tuple[int, StreamChunk]], None]:
+        """Yield what came of a request's outputs, as (index of the prompt, chunk).
+
+        A list has all chunks that came since the last one, at least those of a step. Leaving the
+        iterator cancels the request.
 
         Args:
             engine: from `choose`.
@@ -298,25 +320,32 @@ class EnginePool:
         Raises:
             ApiError: the request is refused, its engine died, or its deadline is over.
         """
-        index, stream = next(self._numbers), _Stream(params.n)
-        engine.streams[index] = stream
+        indices = list(itertools.islice(self._numbers, len(prompts)))
+        stream = _Stream(indices[0], len(prompts) * params.n)
+        engine.streams |= dict.fromkeys(indices, stream)
         timer = None
         if deadline is not None:
             loop = asyncio.get_running_loop()
-            timer = loop.call_at(deadline.end_s, stream.items.put_nowait, deadline.error)
+            timer = loop.call_at(deadline.end_s, stream.fail, deadline.error)
         try:
-            engine.send(Add(index, prompt, params, proposer, priority, cache_salt))
+            for index, prompt in zip(indices, prompts):
+                engine.send(Add(index, prompt, params, proposer, priority, cache_salt))
             while stream.num_outputs:
-                item = await stream.items.get()
-                if isinstance(item, Exception):
-                    raise item
-                stream.num_outputs -= item.output is not None
-                yield item
+                await stream.news.wait()
+                stream.news.clear()
+                if chunks := stream.chunks:
+                    stream.chunks = []
+                    stream.num_outputs -= sum([chunk.output is not None for chunk in chunks])
+                    yield [(chunk.index - stream.first, chunk) for chunk in chunks]
+                if stream.error is not None and stream.num_outputs:
+                    raise stream.error
         finally:
             if timer is not None:
                 timer.cancel()
-            if engine.streams.pop(index, None) is not None and stream.num_outputs:
-                engine.send(Cancel(index))
+            for index in indices:
+                del engine.streams[index]
+                if stream.num_outputs:
+                    engine.send(Cancel(index))
 
     def choose(self, num_outputs: int) -> EngineProcess:
         """Return the engine with the smallest load.
@@ -347,7 +376,7 @@ class EnginePool:
             case Stepped(chunks, stats):
                 for chunk in chunks:
                     if (stream := engine.streams.get(chunk.index)) is not None:
-                        stream.items.put_nowait(chunk)
+                        stream.add(chunk)
                 if stats is not None:
                     self._metrics.record_engine(engine.number, stats)
             case Refused(index, text, is_user_error):
@@ -358,7 +387,7 @@ class EnginePool:
                     logger.error("a request failed: %s", text)
                     text = "The engine could not take the request; the server's log says why."
                     error = ApiError(500, text, code="engine_error")
-                stream.items.put_nowait(error)
+                stream.fail(error)
             case EngineInfo():
                 engine.info = message
                 self._budgets[engine.number].num_failed_starts = 0
@@ -424,7 +453,7 @@ class EnginePool:
                 "again as it is."
             )
         for stream in engine.streams.values():
-            stream.items.put_nowait(ApiError(500, text, code=code))
+            stream.fail(ApiError(500, text, code=code))
 
     def _handle_end(self, engine: EngineProcess) -> None:
         """Start another process in the place of one that has ended, if the pool restarts."""

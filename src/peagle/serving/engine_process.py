@@ -129,6 +129,14 @@ class Stepped:
     chunks: list[StreamChunk]
     stats: EngineStats | None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle chunks as plain tuples, at a fifth of the time."""
+        return _stepped, ([tuple(chunk) for chunk in self.chunks], self.stats)
+
+
+def _stepped(chunks: list[tuple[Any, ...]], stats: EngineStats | None) -> Stepped:
+    return Stepped([StreamChunk._make(chunk) for chunk in chunks], stats)
+
 
 # ---- signs of life -------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from peagle.engine.outputs import RequestOutput
-from peagle.serving.answers import GenerationAnswer, usage_of
+from peagle.serving.answers import GenerationAnswer, event_bytes, usage_of
 from peagle.serving.completions import AnswerReader, prepare_chat
 from peagle.serving.errors import ApiError
 from peagle.serving.protocol import (
@@ -104,6 +104,8 @@ def _format(shape: TextFormat) -> ResponseFormat:
 
 
 class _Response(GenerationAnswer):
+    end = b""
+
     def __init__(
         self, service: Service, body: ResponsesBody, generation: Generation, reader: AnswerReader
     ) -> None:
@@ -147,26 +149,29 @@ class _Response(GenerationAnswer):
             pass
         return await self._finished(output)
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the response as it comes; the first events wait for the first token."""
         has_begun = False
-        async with aclosing(self._generation.chunks()) as chunks:
-            async for _, chunk in chunks:
+        async with aclosing(self._generation.chunks()) as lists:
+            async for chunks in lists:
+                data = b""
                 if not has_begun:
                     has_begun = True
-                    for name in ("created", "in_progress"):
-                        yield self._event(
-                            f"response.{name}", response=self._response("in_progress")
-                        )
-                is_last = chunk.output is not None
-                deltas = self._reader.add(chunk.text, final=is_last)
-                for event in self._items.add(deltas):
-                    yield self._event(**event)
+                    for name in ("response.created", "response.in_progress"):
+                        response = self._response("in_progress")
+                        data += self._encoded([{"type": name, "response": response}])
+                for _, chunk in chunks:
+                    deltas = self._reader.add(chunk.text, final=chunk.output is not None)
+                    data += self._encoded(self._items.add(deltas))
+                yield data
         (output,) = self._generation.ordered
-        for event in self._items.close(_status(output)):
-            yield self._event(**event)
+        yield self._encoded(self._items.close(_status(output)))
         response = await self._finished(output)
-        yield self._event(f"response.{response['status']}", response=response)
+        yield self._encoded([{"type": f"response.{response['status']}", "response": response}])
+
+    def _encoded(self, events: Iterable[Event]) -> bytes:
+        """Number and write events, each before the next is made, because they share items."""
+        return b"".join([event_bytes(self._event(**event)) for event in events])
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         reason = {"code": "server_error", "message": error.message}

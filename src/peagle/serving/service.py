@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -266,8 +265,8 @@ class Generation:
     _first_s: float | None = None
     _num_tokens: int = 0
 
-    async def chunks(self) -> AsyncGenerator[tuple[int, StreamChunk], None]:
-        """Yield (index of the prompt, chunk) as they come; leaving the iterator cancels them all.
+    async def chunks(self) -> AsyncGenerator[list[tuple[int, StreamChunk]], None]:
+        """Yield what came, as (index of the prompt, chunk); leaving the iterator cancels the rest.
 
         Raises:
             ApiError: no room, no tokens left for the key, or an output ended by an error.
@@ -281,13 +280,24 @@ class Generation:
         try:
             engine = self.service.pool.choose(num_outputs)
             lease.reserve(num_prompt_tokens + num_outputs * self.params.max_tokens)
-            async with aclosing(self._merged(engine)) as merged:
-                async for index, chunk in merged:
-                    if (output := chunk.output) is not None and output.error is not None:
-                        status = 400 if output.error_code == "grammar_too_slow" else 500
-                        raise ApiError(status, output.error, code=output.error_code)
-                    self._count(index, chunk, engine)
-                    yield index, chunk
+            stream = self.service.pool.stream(
+                engine,
+                self.prompts,
+                self.params,
+                proposer=self.proposer,
+                priority=self.priority,
+                cache_salt=self.caller.cache_salt,
+                deadline=self.caller.deadline,
+            )
+            async with aclosing(stream) as lists:
+                async for chunks in lists:
+                    for at, (index, chunk) in enumerate(chunks):
+                        if (output := chunk.output) is not None and output.error is not None:
+                            yield chunks[:at]
+                            status = 400 if output.error_code == "grammar_too_slow" else 500
+                            raise ApiError(status, output.error, code=output.error_code)
+                        self._count(index, chunk, engine)
+                    yield chunks
             failure, status = None, 200
         except ApiError as error:
             failure, status = failure_of(error.status), error.status
@@ -314,50 +324,6 @@ class Generation:
     def ordered(self) -> list[RequestOutput]:
         """The finished outputs, by prompt, then by output."""
         return [self.outputs[key] for key in sorted(self.outputs)]
-
-    def _stream(self, engine: EngineProcess, prompt: list[int]) -> AsyncIterator[StreamChunk]:
-        return self.service.pool.stream(
-            engine,
-            prompt,
-            self.params,
-            proposer=self.proposer,
-            priority=self.priority,
-            cache_salt=self.caller.cache_salt,
-            deadline=self.caller.deadline,
-        )
-
-    async def _merged(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, StreamChunk], None]:
-        """Yield the chunks of all prompts as they come."""
-        if len(self.prompts) == 1:
-            async with aclosing(self._stream(engine, self.prompts[0])) as stream:  # type: ignore[type-var]
-                async for chunk in stream:
-                    yield 0, chunk
-            return
-        items: asyncio.Queue[tuple[int, StreamChunk | Exception | None]] = asyncio.Queue()
-
-        async def pump(index: int, prompt: list[int]) -> None:
-            try:
-                async for chunk in self._stream(engine, prompt):
-                    items.put_nowait((index, chunk))
-                items.put_nowait((index, None))
-            except Exception as error:
-                items.put_nowait((index, error))
-
-        tasks = [asyncio.ensure_future(pump(i, prompt)) for i, prompt in enumerate(self.prompts)]
-        num_left = len(tasks)
-        try:
-            while num_left:
-                index, item = await items.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_left -= 1
-                else:
-                    yield index, item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _count(self, index: int, chunk: StreamChunk, engine: EngineProcess) -> None:
         metrics, now = self.service.metrics, time.perf_counter()
