@@ -39,8 +39,8 @@ class MadeUpSteps:
         self._random = random.Random(0)
         self._sequences: list[Sequence] = []
 
-    def can_run(self, sequences: SequenceOf[Sequence]) -> bool:
-        return True
+    def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
+        return None
 
     def is_tight(self, num_sequences: int) -> bool:
         return True

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.client.events import DONE
-from peagle.config import SamplingParams
+from peagle.config import SamplingParams, StructuredOutput
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, DecodedStep, Request
@@ -88,11 +88,30 @@ def test_openai_key_and_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("params", "named"),
-    [({"n": 2, "temperature": 1}, "n"), ({"logprobs": 1}, "logprobs")],
+    [({"n": 2, "temperature": 1}, "n"), ({"prompt_logprobs": 1}, "prompt_logprobs")],
 )
 def test_what_is_not_asked_of_servers(params: dict[str, Any], named: str) -> None:
     with endpoint(Script()) as url, pytest.raises(UserError, match=f"Request a: {named} is not"):
         EndpointBackend(url).run([Request("a", "x", SamplingParams(**params))], 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("x", {"logprobs": 3}),
+        ([{"role": "user", "content": "x"}], {"logprobs": True, "top_logprobs": 3}),
+    ],
+)
+def test_log_probabilities_and_structures_are_asked_for(
+    prompt: Any, expected: dict[str, Any]
+) -> None:
+    script = Script()
+    params = SamplingParams(logprobs=3, structured_output=StructuredOutput("regex", "a+"))
+    with endpoint(script) as url:
+        EndpointBackend(url).run([Request("a", prompt, params)], 1)
+    body = script.bodies[-1]
+    assert {name: body[name] for name in expected} == expected
+    assert body["response_format"] == {"type": "regex", "pattern": "a+"}
 
 
 def test_k_is_asked_of_ours_only() -> None:

@@ -247,10 +247,8 @@ class HeadDrafting(Drafting):
         for chunk, pass_start in zip(done.chunks, done.starts, strict=True):
             if not chunk.sequence.is_finished:
                 reading = self._read(chunk, pass_start, row, done.features_TA)
-                readings += [reading] if reading else []
+                readings += [] if reading is None else [reading]
             row += chunk.num_tokens + chunk.num_drafts
-        if not readings:
-            return
         readings = self._read_apart(done, readings)
         if not readings:
             return
