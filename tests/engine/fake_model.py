@@ -161,7 +161,7 @@ class FakeProposer:
         tokens: list[list[int]] = []
         for b, history in enumerate(step.histories):
             first = int(step.start_loc[b])
-            count = int(step.num_accepted_B[b]) + 1
+            count = step.num_rows[b]
             rows = range(first, first + count)
             after = [*step.tokens_T[first + 1 : first + count].tolist(), int(step.next_tokens_B[b])]
             table = step.block_tables_BM[b].tolist()

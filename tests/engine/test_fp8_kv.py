@@ -139,7 +139,7 @@ def test_features_are_those_of_the_engine(scaled_folder: Path, heads: dict[bool,
     propose = drafting.proposer.propose
 
     def watching(step: Any) -> Any:
-        rows = int(step.num_accepted_B[0]) + 1
+        rows = step.num_rows[0]
         seen.append(step.features_TA[:rows].clone())
         return propose(step)
 

@@ -221,7 +221,7 @@ def generate_and_record(
             recorded.append(
                 Recorded(
                     list(history),
-                    int(step.num_accepted_B[b]),
+                    step.num_rows[b] - 1,
                     drafts.tokens_BK[b].tolist(),
                     logits_BKV[b],
                 )

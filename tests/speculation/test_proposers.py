@@ -74,7 +74,6 @@ def prompt_step(
         positions_T=positions,
         start_loc=torch.tensor(list(accumulate(lens, initial=0))),
         features_TA=(table[tokens] + table[positions + 320]).double(),
-        num_accepted_B=torch.tensor(lens) - 1,
         next_tokens_B=torch.tensor([prompt[0] for prompt in prompts]),
         block_tables_BM=torch.arange(batch * blocks).view(batch, blocks),
         num_rows=lens,
@@ -309,7 +308,6 @@ def test_nothing_before_the_context_start_is_looked_at(target: TargetModel, para
             positions_T=alone.positions_T[first:],
             start_loc=alone.start_loc - torch.tensor([0, first]),
             features_TA=alone.features_TA[first:],
-            num_accepted_B=alone.num_accepted_B - first,
             num_rows=[alone.num_rows[0] - first],
             context_starts_B=starts[b : b + 1],
         )
@@ -340,7 +338,6 @@ def rows_of(step: TargetStep, first: Sequence[int], end: Sequence[int]) -> dict[
     lens = [e - f for f, e in zip(first, end, strict=True)]
     return {
         "start_loc": torch.tensor([starts[b] + f for b, f in enumerate(first)] + [len(tokens)]),
-        "num_accepted_B": torch.tensor(lens) - 1,
         "next_tokens_B": torch.tensor([after[b][e] for b, e in enumerate(end)]),
         "num_rows": lens,
         "seq_lens": list(end),

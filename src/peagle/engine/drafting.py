@@ -330,9 +330,9 @@ class HeadDrafting(Drafting):
 
         Keys and values are all that the last layer computes of them.
         """
-        parts = [reading.split() for reading in readings]
-        if sum(len(before) for before, _ in parts) < READ_APART_FROM:
+        if sum(len(r) - (r.num_drafts > 0) for r in readings) < READ_APART_FROM:
             return readings
+        parts = [reading.split() for reading in readings]
         self.proposer.read(self._step(done, [before for before, _ in parts if len(before)]))
         return [last for _, last in parts if len(last)]
 
@@ -364,19 +364,26 @@ class HeadDrafting(Drafting):
             starts = list(accumulate(num_rows, initial=0))[:-1]
         sequences = [reading.sequence for reading in readings]
         num_drafts = [reading.num_drafts for reading in readings]
+        # A decode step mostly reads all sequences of its pass, whose tensors are there already.
+        is_all = sequences == [chunk.sequence for chunk in done.chunks]
+        tables_BM = done.block_tables_BM if is_all else block_tables(sequences, device)
+        sampling, sampled = None, done.sampled
+        if any(num_drafts):
+            are_known = sequences == [chunk.sequence for chunk in done.chunks if chunk.samples]
+            known = sampled.sampling if sampled is not None and are_known else None
+            sampling = known or self.sampler.tensors(sequences)
         context_starts = [s.drafter_start for s in sequences]
         return TargetStep(
             tokens_T=tokens_T,
             positions_T=positions_T,
             start_loc=ints([*starts, len(tokens_T)]),
             features_TA=features_TA,
-            num_accepted_B=ints(count - 1 for count in num_rows),
             next_tokens_B=ints(r.sequence.token_ids[r.end] for r in readings),
-            block_tables_BM=block_tables(sequences, device),
+            block_tables_BM=tables_BM,
             num_rows=num_rows,
             seq_lens=[reading.end for reading in readings],
             num_drafts=num_drafts,
-            sampling=self.sampler.tensors(sequences) if any(num_drafts) else None,
+            sampling=sampling,
             histories=[s.token_ids for s in sequences],
             context_starts_B=ints(context_starts) if any(context_starts) else None,
         )

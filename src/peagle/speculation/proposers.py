@@ -51,11 +51,11 @@ class TargetStep:
         tokens_T, positions_T: the packed target batch.
         start_loc: [B+1], first row of each sequence.
         features_TA: aux features of the rows.
-        num_accepted_B: tokens after the first row that stand (all of them in a prompt).
         next_tokens_B: the token after them: emitted, or the next one of a prompt.
         block_tables_BM: KV blocks of each sequence.
-        num_rows: a_b + 1 of each sequence, on the host.
-        seq_lens: positions of each sequence that the head has read after this step, on the host.
+        num_rows: a_b + 1 of each sequence: its first row, and the a_b tokens after it that stand
+            (all of them in a prompt).
+        seq_lens: positions of each sequence that the head has read after this step.
         num_drafts: k_b, drafts to make for each sequence, at most K; with 0 a head only reads on.
         sampling: with num_outputs counting the emitted tokens; None where nothing is drafted.
         histories: every token of each sequence, the emitted ones included.
@@ -67,7 +67,6 @@ class TargetStep:
     positions_T: Tensor
     start_loc: Tensor
     features_TA: Tensor
-    num_accepted_B: Tensor
     next_tokens_B: Tensor
     block_tables_BM: Tensor
     num_rows: Sequence[int]
@@ -268,7 +267,7 @@ class EagerDraft:
             step.tokens_T,
             step.positions_T,
             step.start_loc,
-            step.num_accepted_B,
+            torch.tensor(step.num_rows, device=self._device) - 1,
             step.next_tokens_B,
             step.block_tables_BM,
             block_size=own.caches[0].block_size,
