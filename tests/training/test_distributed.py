@@ -298,7 +298,7 @@ def test_torchrun_trains_a_head(target_folder: Path, responses: Path, tmp_path: 
         [*TORCHRUN, "-m", "peagle", "train", config],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr

@@ -98,7 +98,7 @@ def train(
     is_first = os.environ.get("RANK", "0") == "0"
     with ProgressLine("step", quiet=plan or as_json or not is_first) as progress:
         progress.begin("importing torch")
-        from peagle.training.distributed import joined
+        from peagle.training.distributed import joined, leave
 
         result = None
         with joined() as processes:
@@ -118,6 +118,7 @@ def train(
                     raise UserError(forecast.problem)
     if result is not None:
         print(result)
+    leave(processes)
 
 
 def _check_plan_options(
