@@ -26,6 +26,7 @@ from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
+from peagle.kernels.upload import upload
 from peagle.models.checkpoint import load_drafter, read_head_config, trained_length
 from peagle.models.drafter import Drafter
 from peagle.models.quantize import quantize_head
@@ -326,11 +327,14 @@ class HeadDrafting(Drafting):
         return min(k, within)
 
     def _read_apart(self, done: TargetPass, readings: list[_Reading]) -> list[_Reading]:
-        """Read the positions whose hidden states no draft needs, if they are many; return the rest.
+        """Read the positions whose hidden states no draft needs; return the rest.
 
-        Keys and values are all that the last layer computes of them.
+        Keys and values are all that the last layer computes of them. Beside drafts they must be
+        many for that.
         """
-        if sum(len(r) - (r.num_drafts > 0) for r in readings) < READ_APART_FROM:
+        num_apart = sum(len(r) - (r.num_drafts > 0) for r in readings)
+        are_drafting = any(r.num_drafts for r in readings)
+        if not num_apart or (are_drafting and num_apart < READ_APART_FROM):
             return readings
         parts = [reading.split() for reading in readings]
         self.proposer.read(self._step(done, [before for before, _ in parts if len(before)]))
@@ -341,7 +345,7 @@ class HeadDrafting(Drafting):
         device = done.features_TA.device
 
         def ints(values: Iterable[int]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int64, device=device)
+            return upload(list(values), device)
 
         batch, features_TA = done.batch, done.features_TA
         tokens_T, positions_T, num_pass_rows = batch.tokens_R, batch.positions_R, len(features_TA)

@@ -248,6 +248,7 @@ class LLMEngine:
             grammar=grammar,
             leader=leader if shares else None,
             cache_salt=cache_salt,
+            samples_prompt=self._pipeline is None,
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
         if needed > self.blocks.num_blocks:
@@ -339,15 +340,9 @@ class LLMEngine:
         self._depth.observe(len(self.scheduler.running))
         outputs = self._outputs = []
         self._counts["num_steps"] += 1
-        if self._pipeline is not None:
-            goes_on = self._pipeline.go_on()
-            if not goes_on:
-                self._pipeline.drain()
-            if outputs:
-                self.scheduler.prompt_budget.gave()
-            if goes_on:
-                return outputs
-        if self.scheduler.has_unfinished:
+        if self._pipeline is not None and self._pipeline.go_on():
+            self.scheduler.prompt_budget.gave()
+        elif self.scheduler.has_unfinished:
             self._schedule_and_run()
         return outputs
 
@@ -366,22 +361,39 @@ class LLMEngine:
                 sequence.admitted_s = time.perf_counter()
                 self._counts["num_prompt_tokens"] += sequence.num_prompt_tokens
                 self._counts["num_cached_tokens"] += sequence.num_cached_tokens or 0
-        budget = self.scheduler.prompt_budget
-        if not plan.decode:
-            budget.pause()
-        if plan.prefill:
-            budget.ran(sum(chunk.num_tokens for chunk in plan.prefill))
-            self._run(plan.prefill)
         decoding = [chunk.sequence for chunk in plan.decode]
-        if not decoding:
+        if plan.prefill:
+            self._run(plan.prefill)
+            # Where the pass over a prompt's end samples nothing, the sequence decodes at once.
+            decoding += filter(_starts_to_decode, (chunk.sequence for chunk in plan.prefill))
+        self._decode(decoding, sum(chunk.num_tokens for chunk in plan.prefill))
+
+    def _decode(self, sequences: list[Sequence], num_prompt_tokens: int) -> None:
+        """Run a decode step, as a graph where one can; so many prompt tokens run before it.
+
+        A graph is launched behind the step in flight, and the results of that one are taken.
+        """
+        budget, pipeline, obstacle = self.scheduler.prompt_budget, self._pipeline, None
+        is_launched = False
+        if pipeline is not None:
+            obstacle = pipeline.runner.obstacle(sequences)
+            is_launched = bool(sequences) and obstacle is None
+            if is_launched:
+                pipeline.launch(sequences)
+            else:
+                pipeline.drain()
+            if self._outputs:
+                budget.gave()
+        budget.ran(num_prompt_tokens)
+        if is_launched:
             return
-        if self._pipeline is not None:
-            obstacle = self._pipeline.runner.obstacle(decoding)
-            if obstacle is None:
-                self._pipeline.start(decoding)
-                return
+        sequences = [s for s in sequences if not s.is_finished]
+        if not sequences:
+            budget.pause()
+            return
+        if obstacle is not None:
             self._eager_steps[obstacle] += 1
-        self._run(plan.decode)
+        self._run([Chunk(s, 1, len(s.drafts)) for s in sequences])
         budget.gave()
 
     def _prepare_grammars(self) -> None:
@@ -416,20 +428,23 @@ class LLMEngine:
         """Give each sequence its new tokens."""
         row = 0
         for chunk in done.chunks:
-            chunk.sequence.num_computed_tokens += chunk.num_tokens
+            sequence = chunk.sequence
+            sequence.num_computed_tokens += chunk.num_tokens
+            is_broken = not sequence.is_prefilling and _has_nan(sequence.prompt_logprobs)
             if chunk.samples:
                 assert done.sampled is not None
-                if done.sampled.is_broken[row] or _has_nan(chunk.sequence.prompt_logprobs):
-                    self._fail_broken(chunk.sequence)
-                else:
+                is_broken |= done.sampled.is_broken[row]
+                if not is_broken:
                     self._emit(
-                        chunk.sequence,
+                        sequence,
                         done.sampled.new_token_ids[row],
                         chunk.num_drafts,
                         done.sampled.num_accepted[row],
                         done.sampled.logprobs[row] or [],
                     )
                 row += 1
+            if is_broken:
+                self._fail_broken(sequence)
 
     def _take(self, sequence: Sequence, report: RowReport) -> None:
         """Give a sequence the tokens and drafts of a step that ran as a graph."""
@@ -555,6 +570,12 @@ def _max_model_len(target: TargetModel, config: EngineConfig) -> int:
             f"max_model_len is {given}; the target's positions end at {limit}. Ask for no more."
         )
     return given or limit
+
+
+def _starts_to_decode(sequence: Sequence) -> bool:
+    """Whether a sequence of a pass over prompts goes on in the decode step behind that pass."""
+    is_ready = not (sequence.is_prefilling or sequence.waits_for_grammar)
+    return is_ready and not (sequence.samples_prompt or sequence.is_finished)
 
 
 def _has_nan(logprobs: list[TokenLogprobs]) -> bool:

@@ -195,5 +195,5 @@ class Scheduler:
 def _prompt_chunk(sequence: Sequence, budget: int) -> Chunk:
     remaining = sequence.prefill_end - sequence.num_computed_tokens
     num_tokens = min(remaining, budget)
-    samples = num_tokens == remaining and not sequence.num_output_tokens
+    samples = num_tokens == remaining and sequence.prefill_end == len(sequence)
     return Chunk(sequence, num_tokens, samples=samples)

@@ -41,6 +41,8 @@ class Sequence:
         grammar: state of the grammar that the output must follow; None without one.
         leader: a sequence with the same prompt whose KV this one waits for.
         cache_salt: only sequences of the same salt share KV blocks.
+        samples_prompt: whether the pass over a prompt's end gives the first token; else that pass
+            leaves the last token to the first decode step.
         block_hashes: hashes of the full blocks so far, see BlockManager.
         num_computed_tokens: tokens whose KV the target has written.
         num_drafter_tokens: slots that the drafter has written.
@@ -67,6 +69,7 @@ class Sequence:
     grammar: GrammarState | None = None
     leader: Sequence | None = None
     cache_salt: bytes = b""
+    samples_prompt: bool = True
     num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -113,8 +116,9 @@ class Sequence:
 
     @property
     def prefill_end(self) -> int:
-        """Number of tokens to compute before decoding; a new prompt's last one gives an output."""
-        return len(self.token_ids) - (1 if self.num_output_tokens else 0)
+        """Number of tokens to compute before decoding."""
+        samples = self.samples_prompt and not self.num_output_tokens
+        return len(self.token_ids) - (not samples)
 
     @property
     def is_prefilling(self) -> bool:

@@ -108,6 +108,7 @@ def expand_draft_batch(
     max_drafts: int,
     mask_token_id: int,
     max_model_len: int,
+    num_slots: int | None = None,
 ) -> DraftBatch:
     """Build the drafter's batch after verification (reference/peagle.md, "Drafter inputs").
 
@@ -128,6 +129,7 @@ def expand_draft_batch(
         max_drafts: K, columns of `draft_rows_BK`.
         mask_token_id: token of the mask slots.
         max_model_len: positions from here on write no KV.
+        num_slots: S, all slots of all sequences; None: the host waits for the device to know it.
     """
     device = target_tokens_T.device
     num_target_rows = target_tokens_T.shape[0]
@@ -136,7 +138,7 @@ def expand_draft_batch(
     start_loc = torch.zeros(lens_B.shape[0] + 1, dtype=torch.int64, device=device)
     torch.cumsum(lens_B, 0, out=start_loc[1:])
 
-    sequences_S = torch.repeat_interleave(lens_B)
+    sequences_S = torch.repeat_interleave(lens_B, output_size=num_slots)
     offset_S = torch.arange(sequences_S.shape[0], device=device) - start_loc[sequences_S]
     first_row_B = target_start_loc[:-1]
     is_ntp_S = offset_S < ntp_B[sequences_S]
