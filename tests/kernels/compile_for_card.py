@@ -199,6 +199,7 @@ def verification() -> dict[str, dict[str, Any]]:
     kernels = (
         draw_triton.weigh_kernel,
         draw_triton.draw_kernel,
+        verify_triton.argmax_kernel,
         verify_triton.match_kernel,
         rejection_triton.weigh_rejected_kernel,
         rejection_triton.draw_rejected_kernel,
@@ -221,13 +222,14 @@ def verification() -> dict[str, dict[str, Any]]:
     found = {
         "weigh": compiled(draw_triton.weigh_kernel, 4),
         "draw": compiled(draw_triton.draw_kernel, 4, PURPOSE=int(Purpose.SAMPLE)),
+        "argmax": compiled(verify_triton.argmax_kernel, 1),
     }
-    for drawn, given in ((False, False), (True, False), (True, True)):
+    for given in (False, True):
         for synthetic in (False, True):
-            found[f"match {drawn} {given} {synthetic}"] = compiled(
-                verify_triton.match_kernel, 4, DRAWN=drawn, GIVEN=given, SYNTHETIC=synthetic
+            found[f"match {given} {synthetic}"] = compiled(
+                verify_triton.match_kernel, 4, GIVEN=given, SYNTHETIC=synthetic
             )
-    for kernel in kernels[3:]:
+    for kernel in kernels[4:]:
         for has_index in (False, True):
             found[f"{kernel.__name__} {has_index}"] = compiled(
                 kernel, 4, HAS_INDEX=has_index, SYNTHETIC=False

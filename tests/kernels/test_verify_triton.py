@@ -310,9 +310,32 @@ def test_a_row_of_nan_ends_its_sequence_alone(greedy: bool, value: float, device
             assert torch.equal(getattr(found, one.name)[others], getattr(wanted, one.name)[others])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_own_tokens_of_all_rows(greedy: bool, device: str) -> None:
+    """One for every row; padding keeps what stood there."""
+    values = [torch.nan, torch.inf, -torch.inf]
+    logits = (
+        torch.randn(7, 2311)
+        .round(decimals=1)
+        .index_put((torch.arange(3),), torch.tensor(values).unsqueeze(1))
+    )
+    sequences = torch.tensor([0, 0, 1, 1, 1, 2, -1], device=device)
+    start_loc = torch.tensor([0, 2, 5, 6], device=device)
+    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    sampling = verify_triton.SequenceSampling(zeros.double(), zeros, zeros + 1.0, zeros)
+    scratch = verify_triton.VerifyScratch.allocate(7, 2311, device)
+    scratch.tokens_R.fill_(-77)
+    verify_triton.own_tokens(
+        logits.to(device), sequences, start_loc, None if greedy else sampling, zeros, scratch
+    )
+    wanted = [NO_TOKEN] * 3 + logits[3:6].argmax(-1).tolist() + [-77]
+    assert scratch.tokens_R.tolist() == wanted
+
+
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
-    assert len(compile_for_card("verification")) == 2 + 6 + 4
+    assert len(compile_for_card("verification")) == 3 + 4 + 4
 
 
 # ---- synthetic acceptance -------------------------------------------------------------------

@@ -26,8 +26,8 @@ from peagle.kernels.verify_triton import (
     SequenceSampling,
     SyntheticAcceptance,
     VerifyScratch,
-    draw_own_tokens,
     match_drafts,
+    own_tokens,
 )
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
@@ -240,7 +240,7 @@ def verify_drawn(
     """
     rows, q_BKD, index_V = scratch.rows, draft_probs.probs_BKD, draft_probs.draft_index_V
     assert q_BKD.is_contiguous(), "kernels step over whole rows"
-    draw_own_tokens(logits_RV, sequences_R, start_loc, sampling, state, scratch)
+    own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
     num_seqs, max_drafts = drafts_BK.shape
     # The draws are done with the weights of their rows, of which there is one a sequence at least.
     num_rows, num_chunks = scratch.weights_RC.shape
@@ -280,4 +280,5 @@ def verify_drawn(
         CHUNKS=triton.next_power_of_2(num_chunks),
         **sizes,
     )
-    match_drafts(start_loc, drafts_BK, active_B, state, limits, scratch, out, synthetic, "given")
+    batch = start_loc, drafts_BK, active_B
+    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic, given=True)

@@ -1,10 +1,11 @@
 """Verification of a captured decode step, and what follows from it for each sequence.
 
 References: `speculation.verification.verify`, `kernels.step_state.advance`. The target has a token
-of its own for each row; a sequence accepts its drafts while they equal these. Greedy takes two
-launches: chunks of rows, then sequences. Sampling takes five: chunks of rows (softmax), rows
-(top-k, top-p, min-p), chunks of rows (weights), rows (the draw), sequences. Greedy sequences, with
-temperature 0, may stand in a sampled batch. Drawn drafts are for `rejection_triton`.
+of its own for each row (`own_tokens`); a sequence accepts its drafts while they equal these
+(`match_drafts`). The first takes two launches where all are greedy: chunks of rows, then rows.
+Otherwise it takes four: chunks of rows (softmax), rows (top-k, top-p, min-p), chunks of rows
+(weights), rows (the draw); greedy sequences, with temperature 0, may stand in such a batch. The
+second is one launch over the sequences. Drawn drafts are for `rejection_triton`.
 
 Shapes: B sequences, K most drafts, J = K + 1, R packed rows (a bucket), V vocabulary, C chunks of a
 row.
@@ -13,7 +14,6 @@ row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -88,6 +88,24 @@ class VerifyScratch:
 
 
 @triton.jit
+def argmax_kernel(
+    sequences_ptr, chunk_max_ptr, chunk_argmax_ptr, num_chunks, tokens_ptr, CHUNKS: tl.constexpr
+):
+    """The argmax of one row from those of its chunks; NO_TOKEN where the maximum is not finite."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(sequences_ptr + row) >= 0:
+        c = tl.arange(0, CHUNKS)
+        at = row * num_chunks + c
+        maxima = tl.load(chunk_max_ptr + at, mask=c < num_chunks, other=-float("inf"))
+        indices = tl.load(chunk_argmax_ptr + at, mask=c < num_chunks, other=_FAR)
+        best = tl.max(maxima)
+        token = tl.min(tl.where(maxima == best, indices, _FAR))
+        # NaN compares as false; so does the maximum of a row of NaN alone, whichever it is.
+        token = tl.where(tl.abs(best) < float("inf"), token, _NO_TOKEN)
+        tl.store(tokens_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
 def num_accepted_synthetically(
     b, real, num_drafts, rates_ptr, seeds_ptr, num_outputs_ptr, COLUMNS: tl.constexpr
 ):
@@ -108,9 +126,6 @@ def match_kernel(
     start_loc_ptr,
     active_ptr,
     tokens_ptr,
-    chunk_max_ptr,
-    chunk_argmax_ptr,
-    num_chunks,
     rates_ptr,
     synthetic_seeds_ptr,
     drafts_ptr,
@@ -132,36 +147,19 @@ def match_kernel(
     emitted_ptr,
     kept_ptr,
     masks_ptr,
-    DRAWN: tl.constexpr,
     GIVEN: tl.constexpr,
     SYNTHETIC: tl.constexpr,
-    CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STOP_IDS: tl.constexpr,
 ):
-    """Accept drafts that equal the target's own tokens: those drawn, or the argmax of chunks.
-
-    The number of accepted drafts may be given.
-    """
+    """Accept drafts that equal the target's own tokens; the number of them may be given."""
     b = tl.program_id(0)
     is_active = tl.load(active_ptr + b) != 0
     # -1 where inactive: such a sequence has no row.
     num_drafts = tl.where(is_active, tl.load(num_drafts_ptr + b).to(tl.int32), -1)
     first_row = tl.load(start_loc_ptr + b).to(tl.int64)
     j = tl.arange(0, COLUMNS)
-    if DRAWN:
-        own = tl.load(tokens_ptr + first_row + j, mask=j <= num_drafts, other=_NO_TOKEN)
-    else:
-        c = tl.arange(0, CHUNKS)
-        inside = (j[:, None] <= num_drafts) & (c[None, :] < num_chunks)
-        at = (first_row + j[:, None]) * num_chunks + c[None, :]
-        maxima = tl.load(chunk_max_ptr + at, mask=inside, other=-float("inf"))
-        indices = tl.load(chunk_argmax_ptr + at, mask=inside, other=_FAR)
-        best = tl.max(maxima, 1)
-        own = tl.min(tl.where(maxima == best[:, None], indices, _FAR), 1)
-        # NaN compares as false; so does the maximum of a row of NaN alone, whichever it is.
-        own = tl.where(tl.abs(best) < float("inf"), own, _NO_TOKEN)
-
+    own = tl.load(tokens_ptr + first_row + j, mask=j <= num_drafts, other=_NO_TOKEN)
     drafted = j < num_drafts
     drafts = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0)
     num_accepted = tl.min(tl.where(drafted & (drafts == own), COLUMNS, j))
@@ -211,15 +209,43 @@ def _synthetic_arguments(
     return synthetic.rates_K, synthetic.seeds_B
 
 
-def draw_own_tokens(
+def own_tokens(
     logits_RV: Tensor,
     sequences_R: Tensor,
     start_loc: Tensor,
-    sampling: SequenceSampling,
-    state: StepState,
+    sampling: SequenceSampling | None,
+    num_outputs_B: Tensor,
     scratch: VerifyScratch,
 ) -> None:
-    """scratch.tokens_R = the target's own token of each row; four launches."""
+    """scratch.tokens_R = the target's own token of each row; rows of padding keep what they held.
+
+    That is the argmax, or what `draw_rows` draws for an output. NO_TOKEN stands for a row of NaN
+    and for a row whose maximum is infinite. (A row that holds NaN beside numbers may get either.)
+
+    Args:
+        logits_RV: float32, bfloat16 or float16.
+        sequences_R, start_loc: as in `TargetBatch`.
+        sampling: how each sequence samples; None: all are greedy.
+        num_outputs_B: output tokens before the first row of each sequence.
+        scratch: see the class.
+    """
+    stats = scratch.rows
+    if sampling is None:
+        # Without sums the kernel reads no temperature; any tensor does.
+        chunk_stats(logits_RV, sequences_R, start_loc, stats, sums=False)
+        num_rows, num_chunks = stats.chunk_max_RC.shape
+        launch(
+            argmax_kernel,
+            (num_rows,),
+            sequences_R,
+            stats.chunk_max_RC,
+            stats.chunk_argmax_RC,
+            num_chunks,
+            scratch.tokens_R,
+            CHUNKS=triton.next_power_of_2(num_chunks),
+            num_warps=1,
+        )
+        return
     row_stats(
         logits_RV,
         sequences_R,
@@ -227,7 +253,7 @@ def draw_own_tokens(
         sampling.top_k_B,
         sampling.top_p_B,
         sampling.min_p_B,
-        scratch.rows,
+        stats,
     )
     draw_rows(
         logits_RV,
@@ -235,8 +261,8 @@ def draw_own_tokens(
         start_loc,
         sampling.temperature_B,
         sampling.seeds_B,
-        state.num_outputs_B,
-        scratch.rows,
+        num_outputs_B,
+        stats,
         scratch.weights_RC,
         scratch.tokens_R,
         purpose=Purpose.SAMPLE,
@@ -244,37 +270,41 @@ def draw_own_tokens(
 
 
 def match_drafts(
+    tokens_R: Tensor,
     start_loc: Tensor,
     drafts_BK: Tensor,
     active_B: Tensor,
     state: StepState,
     limits: StepLimits,
-    scratch: VerifyScratch,
     out: StepRecord,
-    synthetic: SyntheticAcceptance | None,
-    kind: Literal["greedy", "drawn", "given"],
+    *,
+    synthetic: SyntheticAcceptance | None = None,
+    given: bool = False,
 ) -> None:
     """Accept drafts, emit the target's own token behind them, advance the state; one launch.
 
-    The target's tokens are the argmax of the chunks ("greedy"), or scratch.tokens_R; accepted are
-    those that equal them, or ("given") out.num_accepted_B.
+    A token of NO_TOKEN is emitted as such, see `step_state.advance`.
+
+    Args:
+        tokens_R: the target's own token of each row; row j of a sequence predicts its draft j.
+        start_loc: as in `TargetBatch`.
+        drafts_BK: as many of them as `state.num_drafts_B` says.
+        active_B: bool or integers.
+        state: before the step; changed in place.
+        limits, out: see the classes.
+        synthetic: accept so many drafts instead; None: acceptance is real.
+        given: accept the first out.num_accepted_B drafts instead of those that equal tokens_R.
     """
-    num_chunks = scratch.rows.chunk_max_RC.shape[1]
     launch(
         match_kernel,
         (len(drafts_BK),),
         start_loc,
         active_B,
-        scratch.tokens_R,
-        scratch.rows.chunk_max_RC,
-        scratch.rows.chunk_argmax_RC,
-        num_chunks,
+        tokens_R,
         *_synthetic_arguments(synthetic, drafts_BK),
         *state_arguments(drafts_BK, state, limits, out),
-        DRAWN=kind != "greedy",
-        GIVEN=kind == "given",
+        GIVEN=given,
         SYNTHETIC=synthetic is not None,
-        CHUNKS=triton.next_power_of_2(num_chunks),
         **state_sizes(drafts_BK.shape[1], limits),
         num_warps=4,
     )
@@ -294,26 +324,7 @@ def verify_drafts(
     sampling: SequenceSampling | None = None,
     synthetic: SyntheticAcceptance | None = None,
 ) -> None:
-    """Accept drafts while they equal the target's own tokens, emit the next, advance the state.
-
-    A row of NaN, or whose maximum is infinite, emits NO_TOKEN, see `step_state.advance`. (A row
-    that holds NaN beside numbers may do so or not.)
-
-    Args:
-        logits_RV: float32, bfloat16 or float16; row j of a sequence predicts its draft j.
-        sequences_R, start_loc: as in `TargetBatch`.
-        drafts_BK: as many of them as `state.num_drafts_B` says.
-        active_B: bool.
-        state: before the step; changed in place.
-        limits, scratch, out: see the classes.
-        sampling: how each sequence samples; `draw_rows` says which token that gives, and how little
-            other rows change it. None: all are greedy.
-        synthetic: accept so many drafts instead; None: acceptance is real.
-    """
-    if sampling is None:
-        # Without sums the kernel reads no temperature; any tensor does.
-        chunk_stats(logits_RV, sequences_R, start_loc, scratch.rows, sums=False)
-    else:
-        draw_own_tokens(logits_RV, sequences_R, start_loc, sampling, state, scratch)
-    kind = "greedy" if sampling is None else "drawn"
-    match_drafts(start_loc, drafts_BK, active_B, state, limits, scratch, out, synthetic, kind)
+    """Accept drafts while they equal the target's own tokens: `own_tokens`, then `match_drafts`."""
+    own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
+    batch = start_loc, drafts_BK, active_B
+    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic)
