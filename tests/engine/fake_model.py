@@ -209,6 +209,10 @@ class Row:
     has_ended: bool = False
 
 
+def _row(sequence: Sequence) -> Row:
+    return Row(sequence, list(sequence.token_ids), list(sequence.drafts), [])
+
+
 @dataclass(eq=False)
 class Flight:
     sequences: list[Sequence]
@@ -218,8 +222,9 @@ class Flight:
 class FakeGraphs:
     """Stands in for `GraphRunner`: a device that decodes by its own books, a report a step.
 
-    What it says of a sequence follows from what was launched, not from what the host knows. It
-    keeps the KV of the other fakes, so that steps without graphs can follow.
+    What it says of a sequence follows from what was launched, not from what the host knows: only
+    one that joins is taken as the host has it. It keeps the KV of the other fakes, so that steps
+    without graphs can follow.
     """
 
     def __init__(
@@ -228,10 +233,10 @@ class FakeGraphs:
         self._runner, self._head = runner, head
         self._buckets = buckets(max_num_seqs)
         self._max_model_len = max_model_len
-        self._rows: list[Row] = []
+        self._rows: dict[Sequence, Row] = {}
         self._unread: list[Flight] = []
         self._size = 0
-        self.starts: list[int] = []  # how many sequences
+        self.launches: list[int] = []  # how many sequences, for each time that they were given
         self.num_launches = self.num_reads = 0
         self.times: dict[int, Any] = {}
 
@@ -239,18 +244,29 @@ class FakeGraphs:
         is_missing = any(s.pending_features is not None for s in sequences)
         return "missed_features" if is_missing else None
 
+    def needs_results(self, sequences: list[Sequence]) -> bool:
+        return False
+
     def is_tight(self, num_sequences: int) -> bool:
         return self._bucket(num_sequences) == self._size
 
     def _bucket(self, num_sequences: int) -> int:
         return next(size for size in self._buckets if size >= num_sequences)
 
-    def start(self, sequences: list[Sequence]) -> Flight:
-        assert not self._unread, "the host does not know yet where they stand"
-        self._rows = [Row(s, list(s.token_ids), list(s.drafts), []) for s in sequences]
+    def launch(self, sequences: list[Sequence]) -> Flight:
+        assert len(self._unread) <= 1, "one step may be in flight"
+        in_flight = {s for flight in self._unread for s in flight.sequences}
+        for sequence in sequences:
+            if sequence not in self._rows:
+                assert sequence not in in_flight, "the host does not know yet where it stands"
+        self._rows = {s: self._rows.get(s) or _row(s) for s in sequences}
         self._size = self._bucket(len(sequences))
-        self.starts.append(len(sequences))
+        self.launches.append(len(sequences))
         return self._launch()
+
+    def clear(self) -> None:
+        assert not self._unread, "the host does not know yet where they stand"
+        self._rows = {}
 
     def go_on(self) -> Flight:
         assert len(self._unread) == 1, "one step is in flight"
@@ -263,11 +279,11 @@ class FakeGraphs:
 
     def _launch(self) -> Flight:
         self.num_launches += 1
-        for row in self._rows:
-            row.table = list(row.sequence.block_table) or row.table
+        for sequence, row in self._rows.items():
+            row.table = list(sequence.block_table) or row.table
         # Of a sequence that has ended there is no report.
-        reports = [None if row.has_ended else self._step(row) for row in self._rows]
-        self._unread.append(Flight([row.sequence for row in self._rows], reports))
+        reports = [None if row.has_ended else self._step(row) for row in self._rows.values()]
+        self._unread.append(Flight(list(self._rows), reports))
         return self._unread[-1]
 
     def _step(self, row: Row) -> RowReport:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from peagle.config import SamplingParams
-from peagle.engine.sequence import Sequence, SequenceStatus
+from peagle.engine.sequence import Sequence
 
 pytest.importorskip("triton", reason="needs triton")
 
-from peagle.engine.decode_step import HostWritten, StepBuffers, StepSizes
+from peagle.engine.decode_step import StepBuffers, StepRows, StepSizes
+from peagle.kernels.upload import upload
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, K, WIDTH, STOP_IDS, VOCAB = 5, 3, 12, 4, 100
@@ -33,43 +34,17 @@ def sleep(device: torch.device) -> None:
         torch.cuda._sleep(20_000_000)
 
 
-# ---- host and device ------------------------------------------------------------------------
-
-
-def test_twins_take_turns(device: torch.device) -> None:
-    """A copy that is under way reads one twin: the next is written into the other."""
-    written = HostWritten({"a": (1000,)}, torch.int64, device)
-    target = written.on_device["a"]
-    seen, copies = [], []
-    for value in range(1, 6):
-        if len(copies) > 1:
-            copies[-2].synchronize()  # one copy may be under way, as one step is in flight
-        before = written.on_host["a"][0]
-        assert before == max(value - 2, 0), "what was written two uploads ago"
-        written.on_host["a"][:] = value
-        sleep(device)
-        written.upload()
-        if device.type == "cuda":
-            copies.append(torch.cuda.current_stream().record_event())
-        # Already while the copy waits.
-        assert written.on_host["a"][0] == value - 1
-        seen.append(target.clone())
-    assert [set(values.tolist()) for values in seen] == [{1}, {2}, {3}, {4}, {5}]
-
-
 @pytest.mark.gpu
-def test_a_late_copy_brings_what_was_uploaded() -> None:
+def test_the_host_does_not_wait_for_an_upload() -> None:
     device = torch.device("cuda")
-    written = HostWritten({"a": (100_000,)}, torch.int64, device)
-    written.on_host["a"][:] = 1
+    upload([1], device)  # allocates
     sleep(device)
     event = torch.cuda.Event()
-    written.upload()
+    found = [upload([value] * 1000, device) for value in range(1, 6)]
     event.record()
-    written.on_host["a"][:] = 2  # of the next upload
-    assert not event.query(), "the host has waited for the copy"
+    assert not event.query(), "the host has waited for a copy"
     torch.cuda.synchronize()
-    assert written.on_device["a"].eq(1).all()
+    assert [set(values.tolist()) for values in found] == [{1}, {2}, {3}, {4}, {5}]
 
 
 # ---- sequences ------------------------------------------------------------------------------
@@ -78,7 +53,6 @@ def test_a_late_copy_brings_what_was_uploaded() -> None:
 def make_buffers(device: torch.device, rates: tuple[float, ...] | None = None) -> StepBuffers:
     sizes = StepSizes(
         num_seqs=ROWS,
-        num_drafts=K,
         table_width=WIDTH,
         num_stop_ids=STOP_IDS,
         block_size=4,
@@ -86,7 +60,9 @@ def make_buffers(device: torch.device, rates: tuple[float, ...] | None = None) -
         max_draft_len=40,
         synthetic_rates=rates,
     )
-    return StepBuffers(sizes, device)
+    buffers = StepBuffers(sizes, device)
+    buffers.switch(K)
+    return buffers
 
 
 def make_sequence(seq_id: int, rng: random.Random) -> Sequence:
@@ -116,115 +92,164 @@ def make_sequence(seq_id: int, rng: random.Random) -> Sequence:
     return sequence
 
 
-def end(sequence: Sequence) -> None:
-    """As the scheduler leaves one that has ended."""
-    sequence.status, sequence.block_table = SequenceStatus.FINISHED, []
+class Host:
+    """What a test has written, beside the buffers that should hold it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.buffers, self.device = make_buffers(device), device
+        self.sequences: list[Sequence | None] = [None] * ROWS
+        self.num_blocks = [0] * ROWS
+
+    def write(self, rows: dict[int, Sequence | None]) -> None:
+        sleep(self.device)
+        self.buffers.write(rows, VOCAB)
+        for row, sequence in rows.items():
+            self.sequences[row], self.num_blocks[row] = sequence, 0
+        self.add_blocks()
+
+    def add_blocks(self) -> None:
+        entries = []
+        for row, sequence in enumerate(self.sequences):
+            if sequence is not None:
+                blocks = sequence.block_table
+                entries += [(row, i, blocks[i]) for i in range(self.num_blocks[row], len(blocks))]
+                self.num_blocks[row] = len(blocks)
+        if entries:
+            self.buffers.add_blocks(entries)
+
+    def move(self, moves: dict[int, int]) -> None:
+        self.buffers.move(moves)
+        self.buffers.write(dict.fromkeys(moves), VOCAB)
+        for old, new in moves.items():
+            self.sequences[new], self.num_blocks[new] = self.sequences[old], self.num_blocks[old]
+            self.sequences[old] = None
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Change state and drafts as a step on the device would; the host then knows it too."""
+        rows = self.buffers.rows(ROWS, K)
+        rows.drafts_BK.add_(1)
+        rows.state.first_positions_B.add_(1)
+        rows.state.num_outputs_B.add_(1)
+        for sequence in self.sequences:
+            if sequence is not None:
+                sequence.drafts = [token + 1 for token in sequence.drafts]
+                sequence.token_ids.append(sequence.token_ids[-1])
+
+    def check(self) -> None:
+        check(self.buffers.rows(ROWS, self.buffers.num_drafts), self.sequences)
 
 
-def check(buffers: StepBuffers, sequences: list[Sequence]) -> None:
-    """What the device holds of each sequence, and that the rows behind are empty."""
-    state, limits, sampling = buffers.state, buffers.limits, buffers.sampling
+def check(rows: StepRows, sequences: list[Sequence | None]) -> None:
+    """What the device holds of each sequence, and that the other rows are empty."""
+    state, limits, sampling = rows.state, rows.limits, rows.sampling
+    k = rows.drafts_BK.shape[1]
     for row, s in enumerate(sequences):
+        if s is None:
+            assert rows.active_B[row] == 0
+            assert limits.stop_ids_BE[row].eq(-1).all()
+            continue
         expected: list[tuple[Any, float]] = [
             (state.last_tokens_B, s.token_ids[-1]),
             (state.first_positions_B, len(s.token_ids) - 1),
             (state.num_outputs_B, len(s.output_token_ids)),
-            (state.num_drafts_B, len(s.drafts)),
+            (state.num_drafts_B, min(len(s.drafts), k)),
             (state.finish_B, 0),
             (limits.min_tokens_B, s.params.min_tokens),
             (limits.max_tokens_B, s.params.max_tokens),
-            (limits.num_speculative_B, s.num_speculative_tokens),
+            (limits.num_speculative_B, min(s.num_speculative_tokens, k)),
             (sampling.temperature_B, s.params.temperature),
             (sampling.top_k_B, min(s.params.top_k, VOCAB)),
             (sampling.top_p_B, s.params.top_p),
             (sampling.min_p_B, s.params.min_p),
             (sampling.seeds_B, s.seed),
-            (buffers.active_B, 1),
-            (buffers.context_starts_B, s.drafter_start),
+            (rows.active_B, 1),
+            (rows.context_starts_B, s.drafter_start),
         ]
         for index, (tensor, value) in enumerate(expected):
             assert tensor[row].item() == value, (row, index)
         stops = limits.stop_ids_BE[row].tolist()
         assert {*stops} - {-1} == s.stop_token_ids
         assert stops.count(-1) == STOP_IDS - len(s.stop_token_ids)
-        assert buffers.drafts_BK[row, : len(s.drafts)].tolist() == s.drafts
-        assert buffers.block_tables_BM[row, : len(s.block_table)].tolist() == s.block_table
-    behind = slice(len(sequences), None)
-    assert buffers.active_B[behind].eq(0).all()
-    assert limits.stop_ids_BE[behind].eq(-1).all()
+        drafts = s.drafts[:k]
+        assert rows.drafts_BK[row, : len(drafts)].tolist() == drafts
+        assert rows.block_tables_BM[row, : len(s.block_table)].tolist() == s.block_table
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_each_batch_replaces_the_one_before(device: torch.device, seed: int) -> None:
-    """Longer ones and shorter ones, with tables that grow in between."""
-    rng, buffers = random.Random(seed), make_buffers(device)
-    for batch in range(6):
-        count = ROWS if batch == 0 else rng.randrange(1, ROWS + 1)
-        sequences = [make_sequence(i, rng) for i in range(count)]
-        # What the steps before have made of it on the device.
-        for name in buffers.state.__dataclass_fields__:
-            getattr(buffers.state, name).fill_(2)
-        buffers.drafts_BK.fill_(-5)
-        buffers.upload(sequences, VOCAB)
-        check(buffers, sequences)
-        # Blocks that come over several steps all arrive: each twin misses what the other brought.
-        for _ in range(rng.randrange(6)):
-            for row, sequence in enumerate(sequences):
-                if row == 0 or rng.random() < 0.4:
-                    room = WIDTH - len(sequence.block_table)
-                    sequence.block_table += rng.sample(range(500, 900), min(room, rng.randrange(3)))
-            sleep(device)
-            buffers.drafts_BK.add_(1)  # as a step on the device, which tables leave alone
-            for sequence in sequences:
-                sequence.drafts = [token + 1 for token in sequence.drafts]
-            buffers.upload_tables(sequences)
-            check(buffers, sequences)
+@pytest.mark.parametrize("seed", range(8))
+def test_sequences_join_leave_move_and_grow(device: torch.device, seed: int) -> None:
+    """Between steps that change the state on the device, which the other rows keep."""
+    rng, host = random.Random(seed), Host(device)
+    for number in range(25):
+        rows = rng.sample(range(ROWS), rng.randrange(ROWS + 1))
+        joining = {row: make_sequence(10 * number + row, rng) for row in rows}
+        written: dict[int, Sequence | None] = {**joining}
+        written |= {row: None for row in rows if rng.random() < 0.3}
+        if written:
+            host.write(written)
+        host.check()
+        taken = [row for row, s in enumerate(host.sequences) if s is not None]
+        free = [row for row, s in enumerate(host.sequences) if s is None]
+        if taken and free:
+            count = rng.randrange(1, min(len(taken), len(free)) + 1)
+            host.move(dict(zip(rng.sample(taken, count), rng.sample(free, count), strict=True)))
+            host.check()
+        host.step()
+        for sequence in host.sequences:
+            if sequence is not None and rng.random() < 0.5:
+                room = WIDTH - len(sequence.block_table)
+                sequence.block_table += rng.sample(range(500, 900), min(room, rng.randrange(3)))
+        host.add_blocks()
+        host.check()
 
 
-def test_a_step_of_fewer_drafts_takes_the_first(device: torch.device) -> None:
-    buffers, sequence = make_buffers(device), make_sequence(0, random.Random(0))
-    sequence.num_speculative_tokens = K + 2
-    sequence.drafts = list(range(40, 42 + K))
-    buffers.upload([sequence], VOCAB)
-    assert buffers.state.num_drafts_B[0] == buffers.limits.num_speculative_B[0] == K
-    assert buffers.drafts_BK[0].tolist() == sequence.drafts[:K]
-    assert len(sequence.drafts) == K + 2
+def test_k_changes_between_steps(device: torch.device) -> None:
+    """Fewer drafts are the first ones; more are made by the step that has them."""
+    rng, host = random.Random(0), Host(device)
+    sequences = [make_sequence(row, rng) for row in range(ROWS)]
+    for sequence in sequences:
+        sequence.num_speculative_tokens = K + 2
+        sequence.drafts = list(range(40, 42 + K))
+    host.write(dict(enumerate(sequences)))
+    host.check()
+    host.buffers.switch(1)
+    for sequence in sequences:
+        sequence.drafts = sequence.drafts[:1]
+    host.check()
+    host.buffers.switch(K)
+    rows = host.buffers.rows(ROWS, K)
+    assert rows.state.num_drafts_B.tolist() == [1] * ROWS
+    assert rows.limits.num_speculative_B.tolist() == [K] * ROWS
+    assert rows.drafts_BK[:, 0].tolist() == [40] * ROWS
+    host.buffers.switch(0)
+    rows = host.buffers.rows(ROWS, 0)
+    assert rows.state.num_drafts_B.eq(0).all() and rows.limits.num_speculative_B.eq(0).all()
+    assert rows.drafts_BK.shape == (ROWS, 1)
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 2])
-def test_who_has_ended_keeps_its_row(device: torch.device, num_before: int) -> None:
-    """Its blocks are gone, and on the device it still stands among those that go on.
-
-    It ends after so many uploads of tables: one twin may not have known it yet.
-    """
-    buffers, rng = make_buffers(device), random.Random(1)
-    # A batch before, of which the rows must not come back.
-    buffers.upload([make_sequence(i, rng) for i in range(ROWS)], VOCAB)
-    buffers.upload_tables([])
-    sequences = [make_sequence(i, rng) for i in range(3)]
-    buffers.upload(sequences, VOCAB)
-    for block in range(num_before):
-        for sequence in sequences:
-            sequence.block_table.append(600 + block)
-        buffers.upload_tables(sequences)
-    kept = list(sequences[1].block_table)
-    end(sequences[1])
-    for block in range(3):
-        sequences[0].block_table.append(700 + block)
-        buffers.upload_tables(sequences)
-        assert buffers.block_tables_BM[1, : len(kept)].tolist() == kept
-        for row, sequence in enumerate(sequences):
-            blocks = sequence.block_table
-            assert buffers.block_tables_BM[row, : len(blocks)].tolist() == blocks, row
+@torch.inference_mode()
+def test_steps_of_fewer_rows_see_the_first(device: torch.device) -> None:
+    host = Host(device)
+    host.write({row: make_sequence(row, random.Random(row)) for row in range(ROWS)})
+    rows = host.buffers.rows(2, K)
+    check(rows, host.sequences[:2])
+    assert rows.block_tables_BM.is_contiguous() and rows.drafts_BK.is_contiguous()
+    rows.state.num_outputs_B.add_(7)
+    assert host.buffers.rows(ROWS, K).state.num_outputs_B[:2].equal(rows.state.num_outputs_B)
 
 
-def test_sizes_without_drafts_and_with_made_up_acceptance(device: torch.device) -> None:
-    sizes = StepSizes(2, 0, 6, STOP_IDS, block_size=4, max_model_len=24, max_draft_len=0)
-    plain = StepBuffers(sizes, device)
-    assert plain.drafts_BK.shape == (2, 1)
-    assert plain.report_RX.shape == (3, 6)
-    assert plain.synthetic is None
+def test_made_up_acceptance(device: torch.device) -> None:
+    assert make_buffers(device).rows(2, K).synthetic is None
     rates = (0.75, 0.5, 0.25)
-    synthetic = make_buffers(device, rates).synthetic
+    synthetic = make_buffers(device, rates).rows(2, K).synthetic
     assert synthetic is not None
     assert synthetic.rates_K.tolist() == list(rates)
+
+
+def test_outputs_of_a_pass_are_kept(device: torch.device) -> None:
+    buffers = make_buffers(device)
+    for count in (5, 3):
+        outputs = [torch.randn(count, width, device=device) for width in (4, 6)]
+        kept = buffers.keep(count, 5, outputs)
+        assert all(one.equal(other) for one, other in zip(kept, outputs, strict=True))
+    assert kept[0].data_ptr() == buffers.keep(1, 5, [o[:1] for o in outputs])[0].data_ptr()

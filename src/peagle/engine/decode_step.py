@@ -115,7 +115,7 @@ class StepBuffers:
         batch, types = sizes.num_seqs, {"dtype": torch.int64, "device": device}
         self._ints_FB = torch.zeros(len(_INTS), batch, **types)
         self._floats_FB = torch.zeros(len(_FLOATS), batch, dtype=torch.float32, device=device)
-        self._stop_ids_BE = torch.zeros(batch, sizes.num_stop_ids, **types)
+        self._stop_ids_BE = torch.full((batch, sizes.num_stop_ids), -1, **types)
         self._tables_BM = torch.zeros(batch, sizes.table_width, **types)
         self._drafts: dict[int, Tensor] = {}
         self._outputs: tuple[Tensor, ...] = ()
@@ -127,7 +127,7 @@ class StepBuffers:
         """Return the first B rows, for steps of K drafts."""
         ints = dict(zip(_INTS, self._ints_FB[:, :num_seqs], strict=True))
         floats = dict(zip(_FLOATS, self._floats_FB[:, :num_seqs], strict=True))
-        sizes, seeds_B = self.sizes, ints["seeds"]
+        sizes, seeds_B, rates_K = self.sizes, ints["seeds"], self._rates_K
         return StepRows(
             state=StepState(*(ints[name] for name in _INTS[:5])),
             limits=StepLimits(
@@ -145,7 +145,7 @@ class StepBuffers:
                 seeds_B=seeds_B,
                 min_p_B=floats["min_p"],
             ),
-            synthetic=self._rates_K and SyntheticAcceptance(self._rates_K, seeds_B),
+            synthetic=rates_K if rates_K is None else SyntheticAcceptance(rates_K, seeds_B),
             drafts_BK=self._drafts_of(num_drafts)[:num_seqs],
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],
@@ -189,9 +189,7 @@ class StepBuffers:
         self._drafts_of(self.num_drafts)[rows_N] = drafts_NK
         self._floats_FB[:, rows_N] = upload(floats, self._device, torch.float32).T
 
-    def _values(
-        self, sequence: Sequence | None, vocab_size: int
-    ) -> tuple[list[int], list[float]]:
+    def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
         """Return a row's integers (its fields, stop ids and drafts) and its other numbers."""
         k, num_stop_ids = self.num_drafts, self.sizes.num_stop_ids
         if sequence is None:
@@ -254,7 +252,10 @@ class StepBuffers:
 
 
 class DecodeStep:
-    """The parts of a step over the first rows of the buffers: `run_target`, `verify`, `draft`.
+    """The parts of a step over the first rows of the buffers, in their order.
+
+    `run_target`, `find_own_tokens`, `finish`: each can be captured, and what runs between them may
+    change the target's own tokens.
 
     Args:
         target: the target, its KV caches set.
@@ -346,9 +347,9 @@ class DecodeStep:
             self.target.compute_logits(self.hidden_TH),
             self.batch.sequences_R,
             self.batch.query_start_loc,
-            self.rows.state,
+            None if greedy else self.rows.sampling,
+            self.rows.state.num_outputs_B,
             self.scratch,
-            sampling=None if greedy else self.rows.sampling,
         )
 
     @torch.inference_mode()
@@ -356,14 +357,14 @@ class DecodeStep:
         """Verify the drafts, advance the state, draft again, report."""
         own = self.rows
         match_drafts(
+            self.scratch.tokens_R,
             self.batch.query_start_loc,
             own.drafts_BK,
             self.running_B,
             own.state,
             own.limits,
-            self.scratch,
             self.out,
-            own.synthetic,
+            synthetic=own.synthetic,
         )
         stamp(self._times, 2)
         if self._proposer is not None:

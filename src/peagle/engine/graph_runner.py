@@ -2,7 +2,8 @@
 
 Graphs decode with one step in flight while the host reads the step before. The host knows each
 sequence as it was before the step in flight, and reserves KV blocks for that step and the next. A
-sequence that gets freed blocks writes them later on the same stream.
+sequence that gets freed blocks writes them later on the same stream. Sequences join and leave
+between two steps without a wait: the host writes their rows on that stream.
 
 Prompts, and steps that decode graphs cannot run, have graphs of their own where they are short: the
 GPU computes a few hundred tokens in less time than the host needs to launch the kernels one by one.
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from operator import gt
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.sampler import has_penalties
 from peagle.engine.scheduler import Scheduler
-from peagle.engine.sequence import Sequence
+from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
 from peagle.kernels.batches import PADDING_SLOT, PackedBatch, TargetBatch
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
@@ -37,7 +38,7 @@ from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
 
 if TYPE_CHECKING:
-    from peagle.engine.decode_step import DecodeStep
+    from peagle.engine.decode_step import DecodeStep, StepBuffers
 
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
@@ -128,26 +129,31 @@ def make_graph_runner(
     target, max_model_len = runner.target, runner.max_model_len
     table_width = -(-max_model_len // runner.block_size)
     capture = make_capturer(target.device)
+    sizes = StepSizes(
+        buckets(max_num_seqs)[-1],
+        table_width=table_width,
+        num_stop_ids=MAX_STOP_IDS,
+        block_size=runner.block_size,
+        max_model_len=max_model_len,
+        max_draft_len=max_draft_len,
+        synthetic_rates=synthetic_rates,
+    )
+    buffers = StepBuffers(sizes, target.device)
+    most_rows = max(rows * (k + 1) for rows, k in graph_sizes(max_num_seqs, depth))
 
-    def make_step(size: tuple[int, int], greedy: bool) -> DecodeStep:
-        sizes = StepSizes(
-            *size,
-            table_width=table_width,
-            num_stop_ids=MAX_STOP_IDS,
-            block_size=runner.block_size,
-            max_model_len=max_model_len,
-            max_draft_len=max_draft_len,
-            synthetic_rates=synthetic_rates,
-        )
+    def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
         return DecodeStep(
             target,
-            proposer if sizes.num_drafts else None,
-            StepBuffers(sizes, target.device),
-            greedy=greedy,
-            kept_SCA=None if sizes.num_drafts else features.rows_SCA,
+            proposer if num_drafts else None,
+            buffers,
+            num_seqs,
+            num_drafts,
+            most_rows=most_rows,
+            kept_SCA=None if num_drafts else features.rows_SCA,
         )
 
     graphs = GraphRunner(
+        buffers,
         make_step,
         max_num_seqs,
         target.vocab_size,
@@ -194,35 +200,40 @@ class Flight:
     """A step that was launched.
 
     Attributes:
-        sequences: the sequences of its rows.
+        sequences: the sequence of each row; None for an empty row.
         report_RX: the report, on the host once `done` has happened.
         done: None on a CPU, where the report is there at once.
     """
 
-    sequences: SequenceOf[Sequence]
+    sequences: SequenceOf[Sequence | None]
     report_RX: Tensor
     done: torch.cuda.Event | None
 
 
 class _Graph:
-    """One captured step. On a CPU, for tests, it runs without capture."""
+    """The captured parts of one step. On a CPU, for tests, they run without capture."""
 
     def __init__(self, step: DecodeStep, capture: Capturer) -> None:
-        self._step = step  # owns the tensors in which the graph works
-        self.buffers = step.buffers
-        self.size = step.buffers.sizes.num_seqs, step.buffers.sizes.num_drafts
-        self._is_cuda = self.buffers.active_B.is_cuda
-        self._run = capture(step.run)
-        shape = self.buffers.report_RX.shape
+        self._step = step  # owns the tensors in which the graphs work
+        self._run_target = capture(step.run_target)
+        self._find_own_tokens = {
+            greedy: capture(partial(step.find_own_tokens, greedy=greedy))
+            for greedy in (True, False)
+        }
+        self._finish = capture(step.finish)
+        shape, self._is_cuda = step.report_RX.shape, step.report_RX.is_cuda
         self._reports = [
             torch.empty(shape, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(2)
         ]
 
-    def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
-        self._run()
+    def launch(self, sequences: SequenceOf[Sequence | None]) -> Flight:
+        self._run_target()
+        greedy = all(s.params.is_greedy for s in sequences if s is not None)
+        self._find_own_tokens[greedy]()
+        self._finish()
         report_RX = self._reports[0]
         self._reports.reverse()
-        report_RX.copy_(self.buffers.report_RX, non_blocking=True)
+        report_RX.copy_(self._step.report_RX, non_blocking=True)
         if not self._is_cuda:
             return Flight(sequences, report_RX, None)
         done = torch.cuda.Event()
@@ -234,7 +245,8 @@ class GraphRunner:
     """Launches decode steps and reads their results.
 
     Args:
-        make_step: makes the step of (rows, K), greedy or not.
+        buffers: state of the sequences.
+        make_step: makes the step of (rows, K).
         depth: K for a number of sequences that run together.
         capture: makes the graphs; no sequence is active, so that no KV is written.
         features: takes the features of steps without drafts, where drafting may pause.
@@ -245,13 +257,15 @@ class GraphRunner:
 
     def __init__(
         self,
-        make_step: Callable[[tuple[int, int], bool], DecodeStep],
+        buffers: StepBuffers,
+        make_step: Callable[[int, int], DecodeStep],
         max_num_seqs: int,
         vocab_size: int,
         depth: Callable[[int], int],
         capture: Capturer,
         features: FeatureRings | None = None,
     ) -> None:
+        self._buffers = buffers
         self._make_step = make_step
         self._sizes = graph_sizes(max_num_seqs, depth)
         self._buckets = buckets(max_num_seqs)
@@ -259,18 +273,17 @@ class GraphRunner:
         self._depth = depth
         self._capture = capture
         self._features = features
-        self._graphs: dict[tuple[tuple[int, int], bool], _Graph] = {}
-        self._sequences: list[Sequence] = []
-        self._num_blocks: list[int] = []  # blocks of each sequence that the device knows
-        self._graph: _Graph | None = None
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._size = 0, 0  # of the step launched last
+        self._sequences: list[Sequence | None] = [None] * self._buckets[-1]
+        self._num_blocks = [0] * self._buckets[-1]  # of each row, those that the device knows
         self._has_warned = False
         self.times: dict[int, StepTimes] = {}
 
     def capture_all(self) -> None:
         """Make all graphs now, the largest first: the others then fit into its memory."""
         for size in reversed(self._sizes):
-            for greedy in (True, False):
-                self._graph_of(size, greedy)
+            self._graph_of(size)
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         """Return why no graph can run these sequences; None: one can.
@@ -295,39 +308,78 @@ class GraphRunner:
         return next(filter(None, map(_rule_of_sampler, sequences)), None)
 
     def is_tight(self, num_sequences: int) -> bool:
-        """Return whether the running graph is the one for so many sequences."""
-        assert self._graph is not None, "nothing was started"
-        return self._size(num_sequences) == self._graph.size
+        """Return whether the step launched last is the one for so many sequences."""
+        return self._size_for(num_sequences) == self._size
 
-    def _size(self, num_sequences: int) -> tuple[int, int]:
+    def _size_for(self, num_sequences: int) -> tuple[int, int]:
         rows = next(size for size in self._buckets if size >= num_sequences)
         return rows, self._depth(num_sequences)
 
-    def start(self, sequences: SequenceOf[Sequence]) -> Flight:
-        """Upload the sequences' state from the host and launch a step."""
-        greedy = all(s.params.is_greedy for s in sequences)
-        self._graph = self._graph_of(self._size(len(sequences)), greedy)
-        if self._features is not None and not self._graph.size[1]:
+    def needs_results(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Return whether the host must read the step in flight before it launches one of these.
+
+        That is where drafting stops: rings of features begin where the sequences stand.
+        """
+        num_drafts = self._size_for(len(sequences))[1]
+        return self._features is not None and self._size[1] > 0 == num_drafts
+
+    def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
+        """Launch a step of these sequences.
+
+        Those of the step before go on in its state, which may be in flight; others join as the host
+        knows them. Sequences that ended on the device do nothing.
+        """
+        num_rows, num_drafts = self._size = self._size_for(len(sequences))
+        if num_drafts != self._buffers.num_drafts:
+            self._buffers.switch(num_drafts)
+        if self._features is not None and not num_drafts:
             for sequence in sequences:
                 if sequence.num_speculative_tokens and sequence.pending_features is None:
                     ring = self._features.open(sequence.seq_id, sequence.num_computed_tokens)
                     sequence.pending_features = ring
-        self._sequences = list(sequences)
-        self._num_blocks = [len(s.block_table) for s in sequences]
-        self._graph.buffers.upload(sequences, self._vocab_size)
-        return self._graph.launch(sequences)
+        self._seat(sequences, num_rows)
+        return self.go_on()
+
+    def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:
+        """Give each sequence a row below `num_rows`; empty the rows of those that left."""
+        seats, staying = self._sequences, set(sequences)
+        written: dict[int, Sequence | None] = {}
+        for row, sequence in enumerate(seats):
+            if sequence is not None and sequence not in staying:
+                seats[row] = written[row] = None
+        free = [row for row in range(num_rows) if seats[row] is None]
+        moves = {row: free.pop(0) for row in range(num_rows, len(seats)) if seats[row] is not None}
+        for old, new in moves.items():
+            seats[new], self._num_blocks[new] = seats[old], self._num_blocks[old]
+            seats[old] = written[old] = None
+            written.pop(new, None)
+        if moves:
+            self._buffers.move(moves)
+        seated = set(seats)
+        for sequence in sequences:
+            if sequence not in seated:
+                row = free.pop(0)
+                seats[row] = written[row] = sequence
+                self._num_blocks[row] = 0
+        if written:
+            self._buffers.write(written, self._vocab_size)
 
     def go_on(self) -> Flight:
-        """Launch the next step of the same sequences, whose blocks may have grown.
+        """Launch the next step of the same sequences, whose blocks may have grown."""
+        new: list[tuple[int, int, int]] = []
+        num_rows = self._size[0]
+        for row, sequence in enumerate(self._sequences[:num_rows]):
+            if sequence is not None and len(sequence.block_table) > self._num_blocks[row]:
+                known, blocks = self._num_blocks[row], sequence.block_table
+                new += ((row, index, blocks[index]) for index in range(known, len(blocks)))
+                self._num_blocks[row] = len(blocks)
+        if new:
+            self._buffers.add_blocks(new)
+        return self._graph_of(self._size).launch(self._sequences[:num_rows])
 
-        Sequences that ended on the device do nothing in it.
-        """
-        assert self._graph is not None, "nothing was started"
-        num_blocks = [len(s.block_table) for s in self._sequences]
-        if any(map(gt, num_blocks, self._num_blocks)):
-            self._num_blocks = num_blocks
-            self._graph.buffers.upload_tables(self._sequences)
-        return self._graph.launch(self._sequences)
+    def clear(self) -> None:
+        """Forget the sequences: something else has changed them, and they join anew."""
+        self._seat([], 0)
 
     def read(self, flight: Flight) -> list[RowReport]:
         """Wait for a step and return its report, a row a sequence."""
@@ -337,12 +389,12 @@ class GraphRunner:
         if flight.done is not None:
             self.times.setdefault(len(rows), StepTimes()).add(times)
         num_drafts = flight.report_RX.shape[1] // 2 - 2
-        return [read_report(row, num_drafts) for row in rows[: len(flight.sequences)]]
+        return [read_report(row, num_drafts) for row in rows]
 
-    def _graph_of(self, size: tuple[int, int], greedy: bool) -> _Graph:
-        if (size, greedy) not in self._graphs:
-            self._graphs[size, greedy] = _Graph(self._make_step(size, greedy), self._capture)
-        return self._graphs[size, greedy]
+    def _graph_of(self, size: tuple[int, int]) -> _Graph:
+        if size not in self._graphs:
+            self._graphs[size] = _Graph(self._make_step(*size), self._capture)
+        return self._graphs[size]
 
 
 def _rule_of_sampler(sequence: Sequence) -> str | None:
@@ -381,27 +433,34 @@ class Pipeline:
         self._scheduler = scheduler
         self._take = take
         self._flight: Flight | None = None
-        self._version = -1
+        self._version: int | None = None  # of the scheduler, at the last launch; None: others wait
 
-    def start(self, sequences: SequenceOf[Sequence]) -> None:
-        """Launch a step of these sequences."""
-        assert self._flight is None, "a step is in flight"
-        self._flight = self.runner.start(list(sequences))
+    def launch(self, sequences: SequenceOf[Sequence]) -> None:
+        """Launch a step of these sequences, then take the results of the one in flight."""
+        if self._flight is not None and self.runner.needs_results(sequences):
+            self.drain()
+            sequences = [s for s in sequences if not s.is_finished]
+            if not sequences:
+                return
+        flight, self._flight = self._flight, self.runner.launch(sequences)
         # Sequences whose prompts still run join as soon as they can.
         alone = len(sequences) == len(self._scheduler.running)
-        self._version = self._scheduler.version if alone else -1
+        self._version = self._scheduler.version if alone else None
+        if flight is not None:
+            self._read(flight)
 
     def go_on(self) -> bool:
         """Launch the next step, then take the results of the last; return false if that cannot be.
 
         It cannot where a sequence came, was stopped or changed, where K changes, or where blocks
-        run out. The device knows the sequences that ended by themselves: the others go on, unless a
-        waiting sequence can take the place or a smaller graph would do.
+        run out: the scheduler decides then. The device knows the sequences that ended by
+        themselves: the others go on, unless a waiting sequence can take the place or a smaller
+        graph would do.
         """
         flight = self._flight
         if flight is None or self._version != self._scheduler.version:
             return False
-        unfinished = [s for s in flight.sequences if not s.is_finished]
+        unfinished = [s for s in flight.sequences if s is not None and not s.is_finished]
         if not self.runner.is_tight(len(unfinished)) or not self._scheduler.reserve(unfinished):
             return False
         self._flight = self.runner.go_on()
@@ -409,20 +468,22 @@ class Pipeline:
         return True
 
     def drain(self) -> None:
-        """Take the results of the step in flight, if there is one."""
+        """Take the results of the step in flight, if there is one; the sequences then join anew."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._read(flight)
+        self.runner.clear()
 
     def _read(self, flight: Flight) -> None:
         num_ended = num_left = 0
         for sequence, report in zip(flight.sequences, self.runner.read(flight), strict=True):
-            if not sequence.is_finished:
+            # One that was preempted meanwhile computes the same again.
+            if sequence is not None and sequence.status is SequenceStatus.RUNNING:
                 self._take(sequence, report)
                 num_ended += sequence.is_finished
                 num_left += not sequence.is_finished
         can_stay = num_left and not self._scheduler.waiting and self.runner.is_tight(num_left)
-        if can_stay:
+        if can_stay and self._version is not None:
             self._version += num_ended  # each end counts as a change
 
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-def upload(
-    values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
+def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return a tensor of (nested) numbers on a device.
 
     The copy to a GPU starts from pinned memory, so that the host goes on at once. Torch keeps that
