@@ -45,9 +45,14 @@ class MadeUpSteps:
     def is_tight(self, num_sequences: int) -> bool:
         return True
 
-    def start(self, sequences: SequenceOf[Sequence]) -> MadeUpSteps:
+    def needs_results(self, sequences: SequenceOf[Sequence]) -> bool:
+        return False
+
+    def launch(self, sequences: SequenceOf[Sequence]) -> MadeUpSteps:
         self._sequences = list(sequences)
         return self
+
+    def clear(self) -> None: ...
 
     def go_on(self) -> MadeUpSteps:
         return self

@@ -108,6 +108,51 @@ def test_a_seed_gives_the_output_of_plain_decoding_under_the_interpreter() -> No
     assert 0 < found[0].stats.num_accepted_tokens < found[0].stats.num_draft_tokens
 
 
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize("device", ["cpu"])
+def test_arrivals_under_the_interpreter(
+    target_folder: Path, head_folders: Callable[..., Path], device: str
+) -> None:
+    arrivals_change_nothing(target_folder, head_folders(parallel=True), device, max_tokens=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_arrivals(target_folder: Path, head_folders: Callable[..., Path], device: str) -> None:
+    arrivals_change_nothing(target_folder, head_folders(parallel=True), device, max_tokens=20)
+
+
+def arrivals_change_nothing(target: Path, head: Path, device: str, max_tokens: int) -> None:
+    """Requests come, end and are cancelled between steps, prompts run in chunks, K changes.
+
+    Everyone has the output of a request alone, and after the first step one is always in flight.
+    """
+    every = [replace(GREEDY, max_tokens=max_tokens), replace(SAMPLED, max_tokens=max_tokens)]
+    alone = make(target, None, device, eager=True)
+    expected = [
+        alone.generate([prompt], every[i % 2])[0].token_ids for i, prompt in enumerate(PROMPTS)
+    ]
+    llm = make(target, head, device, eager=False, max_num_batched_tokens=8)
+    engine: Any = llm.engine
+    # No pause in it: drafting would resume by a step of its own.
+    depths = {1: 3, 2: 1, 3: 2, 4: 3}
+    engine._depth._scheduled = engine._pipeline.runner._depth._scheduled = depths.__getitem__
+    sequences = [engine.add_request(PROMPTS[0], every[0])]
+    engine.step()
+    for i, prompt in enumerate(PROMPTS[1:], 1):
+        sequences.append(engine.add_request(prompt, every[i % 2]))
+        sequences.append(engine.add_request(prompt, every[i % 2]))
+        for _ in range(2):
+            engine.step()
+            assert engine._pipeline._flight is not None
+        engine.cancel(sequences.pop())
+    while engine.has_unfinished:
+        engine.step()
+    assert [s.output_token_ids for s in sequences] == expected
+    assert engine.stats.eager_steps == {}
+    assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_graphs_give_the_same(
