@@ -13,6 +13,7 @@ Shapes: B rows of a graph, K drafts, T tokens, D drafter width.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -43,8 +44,12 @@ if TYPE_CHECKING:
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
 MAX_GRAPH_ROWS = 256
-# Passes over few tokens.
-TOKEN_BUCKETS = (32, 128, 256, 512)
+# Tokens of the passes that have graphs.
+TOKEN_BUCKETS = (32, 128, 256, 512, 1024, 2048)
+# Larger passes run as graphs where launching their kernels takes longer than running them, or where
+# they have no more than this share of padding.
+ALWAYS_PAYS = 512
+MOST_PADDING = 0.1
 MAX_SEQUENCES = 16
 _WARM_UPS = 2
 
@@ -546,17 +551,23 @@ class PassGraphs:
     def __call__(
         self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
     ) -> tuple[Tensor, ...] | None:
-        """Return the model's outputs; None where no graph fits the pass."""
+        """Return the model's outputs; None where no graph fits the pass, or none pays."""
+        num_rows = batch.tokens_R.shape[0]
         if batch.seq_lens_B.shape[0] > MAX_SEQUENCES:
             return None
         for fitting in self._passes:
-            if fitting.num_rows >= batch.tokens_R.shape[0]:
-                return fitting(batch, block_tables_BM, hidden_RD)
+            if fitting.num_rows >= num_rows:
+                pays = num_rows >= fitting.least_rows
+                return fitting(batch, block_tables_BM, hidden_RD) if pays else None
         return None
 
 
 class _Pass:
-    """The graph of one number of rows; the last ones may be padding."""
+    """The graph of one number of rows; the last ones may be padding.
+
+    Attributes:
+        least_rows: rows from which on the graph is faster than its kernels one by one.
+    """
 
     def __init__(
         self,
@@ -579,6 +590,23 @@ class _Pass:
             self._hidden_RD = hidden_1D.new_zeros(num_rows, hidden_1D.shape[1])
         self._outputs: tuple[Tensor, ...] = ()
         self._replay = capture(self._run)
+        self.least_rows = 0
+        if num_rows > ALWAYS_PAYS and not self._is_bound_by_launches():
+            self.least_rows = int((1 - MOST_PADDING) * num_rows)
+
+    def _is_bound_by_launches(self) -> bool:
+        """Whether the host takes longer to launch the kernels than the device to run them."""
+        if not self._tables_BM.is_cuda:
+            return True
+        seconds: list[float] = []
+        for run, waits in ((self._run, False), (self._replay, True)):
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            run()
+            if waits:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start_s)
+        return seconds[0] > seconds[1]
 
     @torch.inference_mode()
     def _run(self) -> None:

@@ -18,6 +18,7 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.config.checks import require
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FEATURES_KEPT, FeatureRings
+from peagle.engine.graph_runner import TOKEN_BUCKETS
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
@@ -27,7 +28,7 @@ from peagle.models.target import TargetModel
 
 CPU_CACHE_GIB = 2.0
 TYPICAL_LEN = 2048
-# Private pools of the CUDA graphs and buffers of their steps.
+# Private pools of the CUDA graphs of decode steps, and buffers of these.
 GRAPH_BYTES = 512 * 2**20
 # With prefix caching the cache is at most so many times what all sequences together fill.
 _KEPT_TIMES = 4
@@ -169,7 +170,8 @@ def make_memory_plan(
     budget = int((CPU_CACHE_GIB if config.kv_cache_gib is None else config.kv_cache_gib) * 2**30)
     if (card := free_and_total(target.device)) is not None:
         free, total = card
-        usable, reserved = int(total * config.gpu_memory_utilization), peak_bytes + GRAPH_BYTES
+        usable = int(total * config.gpu_memory_utilization)
+        reserved = peak_bytes + graph_bytes(peak_bytes, config)
         left = max(0, usable - (total - free) - reserved - block_bytes)
         budget = left if config.kv_cache_gib is None else min(left, budget)
     num_blocks = config.num_kv_blocks
@@ -200,6 +202,15 @@ def make_memory_plan(
     )
     _check(plan, config)
     return plan
+
+
+def graph_bytes(peak_bytes: int, config: EngineConfig) -> int:
+    """Return the bytes for graphs: of decode steps, and of the largest pass that is captured.
+
+    That pass takes at most its share, by tokens, of the peak of all passes.
+    """
+    share = min(1.0, TOKEN_BUCKETS[-1] / config.max_num_batched_tokens)
+    return GRAPH_BYTES + int(share * peak_bytes)
 
 
 def run_largest_passes(
