@@ -122,7 +122,7 @@ def largest_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
         watch(engine.drafting.proposer.readings, "run", "drafter")
     sizes = {"num_drafts": engine.num_speculative_tokens, "num_resuming": 0, **options}
     run_largest_passes(engine.runner, engine.drafting, engine._features, engine.config, **sizes)
-    assert len(engine.sampler._free_slots) == engine.config.max_num_seqs
+    assert len(engine.sampler.slots._free) == engine.config.max_num_seqs
     return rows
 
 

@@ -178,8 +178,8 @@ def test_counts_are_those_of_prompt_and_output_after_any_step() -> None:
         append(batch, result)
     assert any(r.num_output_tokens > 6 for r in batch), "drafts should have been accepted"
     for request in batch:
-        slot = sampler._slot_of[request.seq_id]
-        counts = sampler._counts
+        slot = sampler.slots.of(request)
+        counts = sampler.slots.counts
         assert counts is not None
         expected = [request.output_token_ids.count(token) for token in range(VOCAB)]
         assert counts.outputs_SV[slot].tolist() == expected
@@ -190,14 +190,14 @@ def test_slots_are_for_penalties_only_and_are_given_back() -> None:
     sampler = make_sampler(max_num_seqs=2)
     plain = [Request(i, SamplingParams(temperature=1.0, min_p=0.1), i) for i in range(5)]
     run_step(sampler, plain)
-    assert sampler._counts is None
+    assert sampler.slots.counts is None
     for i in range(10, 40, 2):
         pair = [Request(i, PENALTY, i), plain[0], Request(i + 1, PENALTY, i)]
         assert len(list(simulate(sampler, pair, seed=i, num_steps=3))) == 3
         for request in pair:
             sampler.release(request)
             sampler.release(request)  # of no effect
-    assert sorted(sampler._free_slots) == [0, 1]
+    assert sorted(sampler.slots._free) == [0, 1]
     with pytest.raises(AssertionError, match="not released"):
         run_step(sampler, [Request(i, PENALTY, i) for i in range(3)])
 
@@ -223,7 +223,7 @@ def test_tensors_are_built_once_a_composition(monkeypatch: pytest.MonkeyPatch) -
     assert now.all_greedy and now.seeds_B.tolist() == [0, 1, 2]
     # Those of others, as drafting asks for, neither disturb what is kept nor take a slot.
     others = sampler.tensors([batch[2], Request(9, PENALTY, 7)])
-    assert others.seeds_B.tolist() == [2, 7] and 9 not in sampler._slot_of
+    assert others.seeds_B.tolist() == [2, 7] and 9 not in sampler.slots._slot_of
     run_step(sampler, batch)
     assert built == [3, 2, 2, 3]
 

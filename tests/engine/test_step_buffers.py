@@ -17,7 +17,7 @@ from peagle.engine.sequence import Sequence
 pytest.importorskip("triton", reason="needs triton")
 
 from peagle.engine.decode_step import StepBuffers, StepRows, StepSizes
-from peagle.kernels.upload import upload
+from peagle.kernels.upload import upload_ints
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, K, WIDTH, STOP_IDS, VOCAB = 5, 3, 12, 4, 100
@@ -37,10 +37,10 @@ def sleep(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_an_upload() -> None:
     device = torch.device("cuda")
-    upload([1], device)  # allocates
+    upload_ints([1], device)  # allocates
     sleep(device)
     event = torch.cuda.Event()
-    found = [upload([value] * 1000, device) for value in range(1, 6)]
+    found = [upload_ints([value] * 1000, device) for value in range(1, 6)]
     event.record()
     assert not event.query(), "the host has waited for a copy"
     torch.cuda.synchronize()

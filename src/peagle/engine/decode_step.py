@@ -31,7 +31,7 @@ from peagle.kernels.draft_choice_triton import (
 )
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState
 from peagle.kernels.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
-from peagle.kernels.upload import upload
+from peagle.kernels.upload import upload, upload_ints
 from peagle.kernels.verify_triton import (
     SequenceSampling,
     SyntheticAcceptance,
@@ -180,14 +180,14 @@ class StepBuffers:
         """
         values = [self._values(sequence, vocab_size) for sequence in rows.values()]
         ints, floats = [list(column) for column in zip(*values, strict=True)]
-        rows_N = upload(list(rows), self._device)
-        ints_NF = upload(ints, self._device)
+        rows_N = upload_ints(list(rows), self._device)
+        ints_NF = upload_ints(ints, self._device)
         widths = len(_INTS), self.sizes.num_stop_ids, max(self.num_drafts, 1)
         fields_NF, stop_ids_NE, drafts_NK = ints_NF.split(widths, dim=1)
         self._ints_FB[:, rows_N] = fields_NF.T
         self._stop_ids_BE[rows_N] = stop_ids_NE
         self._drafts_of(self.num_drafts)[rows_N] = drafts_NK
-        self._floats_FB[:, rows_N] = upload(floats, self._device, torch.float32).T
+        self._floats_FB[:, rows_N] = upload(torch.tensor(floats), self._device).T
 
     def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
         """Return a row's integers (its fields, stop ids and drafts) and its other numbers."""
@@ -221,13 +221,13 @@ class StepBuffers:
     @torch.inference_mode()
     def add_blocks(self, entries: SequenceOf[tuple[int, int, int]]) -> None:
         """Write (row, index, block) into the tables."""
-        rows_N, indices_N, blocks_N = upload(entries, self._device).unbind(1)
+        rows_N, indices_N, blocks_N = upload_ints(entries, self._device).unbind(1)
         self._tables_BM[rows_N, indices_N] = blocks_N
 
     @torch.inference_mode()
     def move(self, moves: Mapping[int, int]) -> None:
         """Copy rows to others, from: to; the row that was left is as it was."""
-        from_N, to_N = upload(list(moves.items()), self._device).unbind(1)
+        from_N, to_N = upload_ints(list(moves.items()), self._device).unbind(1)
         for fields_FB in (self._ints_FB, self._floats_FB):
             fields_FB[:, to_N] = fields_FB[:, from_N]
         for rows_BX in (self._stop_ids_BE, self._tables_BM, self._drafts_of(self.num_drafts)):

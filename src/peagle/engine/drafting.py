@@ -26,7 +26,7 @@ from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
-from peagle.kernels.upload import upload
+from peagle.kernels.upload import upload_ints
 from peagle.models.checkpoint import load_drafter, read_head_config, trained_length
 from peagle.models.drafter import Drafter
 from peagle.models.quantize import quantize_head
@@ -345,7 +345,7 @@ class HeadDrafting(Drafting):
         device = done.features_TA.device
 
         def ints(values: Iterable[int]) -> Tensor:
-            return upload(list(values), device)
+            return upload_ints(list(values), device)
 
         batch, features_TA = done.batch, done.features_TA
         tokens_T, positions_T, num_pass_rows = batch.tokens_R, batch.positions_R, len(features_TA)

@@ -28,7 +28,7 @@ from peagle.attention import Passes
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
-from peagle.engine.sampler import has_penalties
+from peagle.engine.rules import has_penalties
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes

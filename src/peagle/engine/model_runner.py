@@ -19,7 +19,7 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.kernels.batches import TargetBatch, slot_mapping
 from peagle.kernels.logprobs import token_logprobs
-from peagle.kernels.upload import upload
+from peagle.kernels.upload import upload_ints
 from peagle.models.target import TargetModel
 
 # Prompt rows whose logits exist at the same time.
@@ -161,7 +161,7 @@ class ModelRunner:
             row += length
 
     def _ints(self, values: list[int]) -> Tensor:
-        return upload(values, self.device)
+        return upload_ints(values, self.device)
 
 
 def target_passes(target: TargetModel, backend: AttentionBackend) -> Passes:
@@ -183,4 +183,4 @@ def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tenso
     """
     width = max(len(s.block_table) for s in sequences)
     tables = [(s.block_table + (s.block_table[:1] or [0]) * width)[:width] for s in sequences]
-    return upload(tables, device)
+    return upload_ints(tables, device)

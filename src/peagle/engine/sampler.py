@@ -1,7 +1,7 @@
 """Turns the target's logits into tokens, by the sampling parameters of every request.
 
 Shapes: B sequences, K most drafts of a sequence, J = K + 1, R packed target rows (k_b + 1 of each
-sequence), V vocabulary, A sets of allowed ids, N entries of a sparse rule.
+sequence), V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,18 +13,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from peagle.engine.rules import CountSlots, build_rules, without_reached_minimum
 from peagle.engine.sequence import Sequence
 from peagle.kernels.logits import process_logits
-from peagle.kernels.logits_rules import (
-    AllowedTokens,
-    BadWords,
-    LogitBias,
-    LogitsRules,
-    MinTokens,
-    TokenCounts,
-    VerificationRows,
-    context_tails,
-)
+from peagle.kernels.logits_rules import LogitsRules, VerificationRows, context_tails
 from peagle.kernels.logprobs import TokenLogprobs, token_logprobs
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
@@ -65,10 +57,13 @@ class _Batch:
 
 
 class Sampler:
-    """Processes logits, verifies drafts, reports log-probabilities; keeps the counts of penalties.
+    """Processes logits, verifies drafts, reports log-probabilities.
 
     Args:
         max_num_seqs: most sequences between their first step and their release.
+
+    Attributes:
+        slots: the token counts of penalties, which captured steps share.
     """
 
     def __init__(
@@ -80,15 +75,12 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self._max_num_seqs = max_num_seqs
+        self.slots = CountSlots(max_num_seqs, vocab_size, device)
         self._synthetic_rates_K: Tensor | None = None
         if (rates := synthetic_acceptance_rates) is not None:
             # In single precision, as the kernels of a captured step read them.
             self._synthetic_rates_K = torch.tensor(rates, dtype=torch.float32, device=device)
         self._batch: _Batch | None = None
-        self._counts: TokenCounts | None = None
-        self._free_slots = list(range(max_num_seqs))
-        self._slot_of: dict[int, int] = {}
 
     @torch.inference_mode()
     def tensors(self, sequences: SequenceOf[Sequence]) -> SamplingTensors:
@@ -118,22 +110,21 @@ class Sampler:
         seq_ids = [s.seq_id for s in sequences]
         batch = self._batch
         if batch is None or batch.seq_ids != seq_ids:
-            slots = [self._slot(s) if has_penalties(s) else -1 for s in sequences]
             batch = self._batch = _Batch(
                 seq_ids,
                 self._sampling(sequences),
-                build_rules(sequences, slots, self.vocab_size, self.device),
+                build_rules(sequences, self.slots, self.vocab_size, self.device),
                 any(s.params.logprobs is not None for s in sequences),
             )
-        if batch.rules is not None and batch.rules.min_tokens is not None:
-            batch.rules = _without_reached_minimum(batch.rules, sequences)
+        if batch.rules is not None:
+            batch.rules = without_reached_minimum(batch.rules, sequences)
         sampling = self._current(batch, sequences)
         rows = self._rows(batch, sequences, num_drafted, sampling, len(logits_RV))
         processed_RV = logits_RV
         if batch.rules is not None or masks_RV is not None:
             rules = batch.rules or LogitsRules()
             processed_RV = process_logits(
-                logits_RV, rows, rules, sampling.temperature_B, self._counts, masks_RV
+                logits_RV, rows, rules, sampling.temperature_B, self.slots.counts, masks_RV
             )
         # Greedy verification has no use for q.
         draft_probs_BKV = None if sampling.all_greedy else self._draft_probs(sequences, num_drafted)
@@ -163,9 +154,7 @@ class Sampler:
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that finished, was cancelled or preempted; it may come back."""
-        slot = self._slot_of.pop(sequence.seq_id, None)
-        if slot is not None:
-            self._free_slots.append(slot)
+        if self.slots.release(sequence):
             self._batch = None
 
     def _current(self, batch: _Batch, sequences: SequenceOf[Sequence]) -> SamplingTensors:
@@ -182,20 +171,6 @@ class Sampler:
             num_outputs_B=self._ints([s.num_output_tokens for s in sequences]),
             all_greedy=all(p.is_greedy for p in params),
         )
-
-    def _slot(self, sequence: Sequence) -> int:
-        """The count slot of a sequence; a new one starts with all its tokens so far."""
-        slot = self._slot_of.get(sequence.seq_id)
-        if slot is not None:
-            return slot
-        if self._counts is None:
-            self._counts = TokenCounts(self._max_num_seqs, self.vocab_size, self.device)
-        assert self._free_slots, "more sequences hold counts than may run: one was not released"
-        slot = self._slot_of[sequence.seq_id] = self._free_slots.pop()
-        self._counts.start(slot, self._ints(sequence.prompt_token_ids))
-        output_N = self._ints(sequence.output_token_ids)
-        self._counts.add(torch.full_like(output_N, slot), output_N)
-        return slot
 
     def _rows(
         self,
@@ -243,12 +218,12 @@ class Sampler:
 
     def _count(self, rules: LogitsRules, rows: VerificationRows, verified: Verified) -> None:
         """Add the emitted tokens to the counts."""
-        assert self._counts is not None and rules.count_slots_B is not None
+        assert self.slots.counts is not None and rules.count_slots_B is not None
         last_B1 = verified.num_accepted_B.unsqueeze(1)
         tokens_BJ = torch.nn.functional.pad(rows.drafts_BK, (0, 1))
         tokens_BJ = tokens_BJ.scatter(1, last_B1, verified.next_tokens_B.unsqueeze(1))
         slots_BJ = rules.count_slots_B.unsqueeze(1).expand_as(tokens_BJ)
-        self._counts.add(slots_BJ, tokens_BJ, rows.columns_J <= last_B1)
+        self.slots.counts.add(slots_BJ, tokens_BJ, rows.columns_J <= last_B1)
 
     def _logprobs(
         self,
@@ -289,112 +264,3 @@ def _broken(logits_RV: Tensor, rows: VerificationRows, num_accepted_B: Tensor) -
     broken_R = ~logits_RV.amax(-1).isfinite()
     taken_BJ = rows.columns_J <= num_accepted_B.unsqueeze(1)
     return (broken_R[rows.rows_BJ] & taken_BJ).any(-1).long()
-
-
-def _without_reached_minimum(
-    rules: LogitsRules, sequences: SequenceOf[Sequence]
-) -> LogitsRules | None:
-    """The rules less min_tokens if that bans nothing any more: for good, as output only grows."""
-    if any(s.num_output_tokens < s.params.min_tokens for s in sequences):
-        return rules
-    rules = replace(rules, min_tokens=None)
-    return None if rules.is_empty else rules
-
-
-def has_penalties(sequence: Sequence) -> bool:
-    """Whether the request needs token counts."""
-    params = sequence.params
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return penalties != (1, 0, 0)
-
-
-def build_rules(
-    sequences: SequenceOf[Sequence],
-    count_slots: SequenceOf[int],
-    vocab_size: int,
-    device: torch.device,
-) -> LogitsRules | None:
-    """The rules of a batch, whose bad words are token ids; None if no request asks for any.
-
-    `count_slots` has the slot of each sequence in the token counts, below 0 for none.
-    """
-    params = [s.params for s in sequences]
-
-    def numbers(values: list[float], neutral: float) -> Tensor | None:
-        if all(value == neutral for value in values):
-            return None
-        return torch.tensor(values, dtype=torch.float64, device=device)
-
-    rules = LogitsRules(
-        repetition_penalty_B=numbers([p.repetition_penalty for p in params], 1),
-        presence_penalty_B=numbers([p.presence_penalty for p in params], 0),
-        frequency_penalty_B=numbers([p.frequency_penalty for p in params], 0),
-        count_slots_B=_ints(count_slots, device) if max(count_slots) >= 0 else None,
-        # Greedy rows are not filtered: a batch of them has no use for the two.
-        min_p_B=numbers([0 if p.is_greedy else p.min_p for p in params], 0),
-        typical_p_B=numbers([1 if p.is_greedy else p.typical_p for p in params], 1),
-        bias=_bias(sequences, device),
-        allowed=_allowed(sequences, vocab_size, device),
-        bad_words=_bad_words(sequences, device),
-        min_tokens=_min_tokens(sequences, device),
-    )
-    return None if rules.is_empty else rules
-
-
-def _ints(values: SequenceOf[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _bias(sequences: SequenceOf[Sequence], device: torch.device) -> LogitBias | None:
-    entries = [
-        (row, token, value)
-        for row, sequence in enumerate(sequences)
-        for token, value in sequence.params.logit_bias
-    ]
-    if not entries:
-        return None
-    rows, tokens, values = zip(*entries, strict=True)
-    values_N = torch.tensor(values, dtype=torch.float64, device=device)
-    return LogitBias(_ints(rows, device), _ints(tokens, device), values_N)
-
-
-def _allowed(
-    sequences: SequenceOf[Sequence], vocab_size: int, device: torch.device
-) -> AllowedTokens | None:
-    index_of: dict[tuple[int, ...], int] = {}
-    index = [
-        -1 if ids is None else index_of.setdefault(ids, len(index_of))
-        for ids in (s.params.allowed_token_ids for s in sequences)
-    ]
-    if not index_of:
-        return None
-    mask_AV = torch.zeros(len(index_of), vocab_size, dtype=torch.bool)
-    for ids, row in index_of.items():
-        mask_AV[row, list(ids)] = True
-    return AllowedTokens(mask_AV.to(device), _ints(index, device))
-
-
-def _bad_words(sequences: SequenceOf[Sequence], device: torch.device) -> BadWords | None:
-    if not any(s.params.bad_words for s in sequences):
-        return None
-    words: list[list[tuple[int, ...]]] = []
-    for sequence in sequences:
-        words.append([])
-        for word in sequence.params.bad_words:
-            assert not isinstance(word, str), "bad words are encoded when a request comes in"
-            words[-1].append(word)
-    return BadWords.build(words, device)
-
-
-def _min_tokens(sequences: SequenceOf[Sequence], device: torch.device) -> MinTokens | None:
-    entries = [
-        (row, token)
-        for row, sequence in enumerate(sequences)
-        if sequence.params.min_tokens > sequence.num_output_tokens
-        for token in sorted(sequence.stop_token_ids)
-    ]
-    if not entries:
-        return None
-    rows, tokens = zip(*entries, strict=True)
-    least_B = _ints([s.params.min_tokens for s in sequences], device)
-    return MinTokens(least_B, _ints(rows, device), _ints(tokens, device))

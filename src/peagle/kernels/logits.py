@@ -1,4 +1,4 @@
-"""Logits processing of packed verification rows: masks, bias, penalties, min-p and typical-p.
+"""Logits processing of verification rows: masks, bias, penalties, min-p and typical-p.
 
 Row j of a sequence predicts the token after its drafts 0..j-1, so every rule counts those drafts
 as if they were output: row j is then what plain decoding gives in that context, and verification of
@@ -14,11 +14,12 @@ A row that step 1 leaves without a token keeps one: the most likely by the raw l
 grammar and allowed ids permit (the grammar alone where they share none; of all where the grammar
 permits none), whatever bias, bad words and minimum length say. The later steps always leave a
 token. So nothing outside the grammar is ever left, but in a row of which it permits nothing: one
-behind a draft that it refuses, which is never reached. Nothing here waits for the device, but for
-the two checks inside `probs_from_logits` in step 3. Logits may be -inf, never +inf or NaN.
+behind a draft that it refuses, which is never reached. Nothing here waits for the device. Logits
+may be -inf, never +inf or NaN.
 
-Shapes: B sequences, R packed rows (k_b + 1 of each sequence), J = K + 1 columns of the widest
-sequence, K most drafts, V vocabulary, S count slots, N entries of a sparse rule, W prefix tokens.
+Shapes: B sequences, R rows (packed or padded, see `kernels.logits_rules`), J = K + 1 columns of the
+widest sequence, K most drafts, V vocabulary, S count slots, N entries of a sparse rule, W prefix
+tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from peagle.kernels.logits_rules import (
     TokenCounts,
     VerificationRows,
 )
-from peagle.kernels.sampling import at_least_float32, probs_from_logits
+from peagle.kernels.sampling import at_least_float32, tempered_probs
 
 
 def process_logits(
@@ -210,11 +211,9 @@ def apply_probability_filters(
     stay keep their bits.
     """
     logits_NV = at_least_float32(logits_NV)
-    all_k_N = torch.zeros_like(temperature_N, dtype=torch.int64)
-    all_p_N = torch.ones_like(temperature_N)
     for mask, limit_N in ((min_p_mask, min_p_N), (typical_p_mask, typical_p_N)):
         if limit_N is not None:
-            probs_NV = probs_from_logits(logits_NV, temperature_N, all_k_N, all_p_N)
+            probs_NV = tempered_probs(logits_NV, temperature_N)
             keep_NV = mask(probs_NV, limit_N) | (temperature_N == 0).unsqueeze(1)
             logits_NV = logits_NV.masked_fill(~keep_NV, -torch.inf)
     return logits_NV

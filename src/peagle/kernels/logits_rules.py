@@ -1,8 +1,8 @@
-"""What `kernels.logits` works on: the rules of a batch, its packed rows, its token counts.
+"""What `kernels.logits` works on: the rules of a batch, its rows, its token counts.
 
-Shapes: B sequences, R packed rows (k_b + 1 of each sequence), J = K + 1 columns of the widest
-sequence, K most drafts, V vocabulary, S count slots, A sets of allowed ids, N entries of a sparse
-rule, W prefix tokens.
+Shapes: B sequences, R rows (packed, k_b + 1 of each sequence, or padded, J of each), J = K + 1
+columns of the widest sequence, K most drafts, V vocabulary, S count slots, A sets of allowed ids, N
+entries of a sparse rule, W prefix tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from peagle.kernels.upload import upload_ints
 
 NO_TOKEN = -1
 ANY_TOKEN = -2
@@ -85,6 +87,23 @@ class VerificationRows:
         return self.columns_J, self.rows_BJ[sequences_N], exists_NJ
 
 
+@dataclass(frozen=True)
+class PaddedRows(VerificationRows):
+    """J rows for every sequence; what stands in those past its own means nothing."""
+
+    @cached_property
+    def first_row_B(self) -> Tensor:
+        """b * J."""
+        width = self.max_drafts + 1
+        return torch.arange(0, self.num_rows, width, device=self.num_drafts_B.device)
+
+    @cached_property
+    def sequences_R(self) -> Tensor:
+        """r // J."""
+        rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
+        return rows_R // (self.max_drafts + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class LogitBias:
     """values_N (finite or -inf) to add to the logits of tokens_N in sequences_N, int64.
@@ -131,9 +150,9 @@ class BadWords:
         width = max((len(word) for _, word in flat), default=1) - 1
         prefixes = [[ANY_TOKEN] * (width + 1 - len(word)) + word[:-1] for _, word in flat]
         return cls(
-            torch.tensor([index for index, _ in flat], dtype=torch.int64, device=device),
-            torch.tensor(prefixes, dtype=torch.int64, device=device).view(len(flat), width),
-            torch.tensor([word[-1] for _, word in flat], dtype=torch.int64, device=device),
+            upload_ints([index for index, _ in flat], device),
+            upload_ints(prefixes, device).view(len(flat), width),
+            upload_ints([word[-1] for _, word in flat], device),
         )
 
     @property
@@ -226,4 +245,11 @@ def context_tails(
     """
     ends = [list(context[max(0, len(context) - width) :]) for context in contexts]
     padded = [[NO_TOKEN] * (width - len(end)) + end for end in ends]
-    return torch.tensor(padded, dtype=torch.int64, device=device).view(len(contexts), width)
+    return upload_ints(padded, device).view(len(contexts), width)
+
+
+def shift_tails(tails_BW: Tensor, emitted_BJ: Tensor) -> Tensor:
+    """Return the tails behind the emitted tokens, of which each row has NO_TOKEN past its end."""
+    num_emitted_B1 = (emitted_BJ != NO_TOKEN).sum(1, keepdim=True)
+    columns_W = torch.arange(tails_BW.shape[1], device=tails_BW.device)
+    return torch.cat([tails_BW, emitted_BJ], 1).gather(1, num_emitted_B1 + columns_W)

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, by the raw logits: before bias, masks, penalties and temperature.
 
-Shapes: N rows, V vocabulary, P most likely tokens.
+Shapes: N rows, V vocabulary, P most likely tokens, X = 2 + 2P columns of a table.
 """
 
 from __future__ import annotations
@@ -77,24 +77,40 @@ def token_logprobs(
     assert len(logits_NV) == len(token_ids) == len(num_top)
     if not token_ids:
         return []
+    tokens_N = torch.tensor(token_ids, dtype=torch.int64, device=logits_NV.device)
+    table = logprob_table(logits_NV, tokens_N, max(num_top)).tolist()
+    return list(map(read_logprobs, table, token_ids, num_top))
+
+
+def logprob_table(logits_NV: Tensor, tokens_N: Tensor, num_top: int) -> Tensor:
+    """What `token_logprobs` finds, as numbers on the device; does not wait for it.
+
+    Returns float64 [N, X]: the log-probability of the row's token, its rank, the ids of the
+    min(num_top, V) most likely tokens, and their log-probabilities.
+    """
     logits_NV = at_least_float32(logits_NV)
     logprobs_NV = logits_NV.log_softmax(-1)
-    tokens_N1 = torch.tensor(token_ids, dtype=torch.int64, device=logits_NV.device).unsqueeze(1)
-    logprobs = logprobs_NV.gather(1, tokens_N1).squeeze(1).tolist()
+    tokens_N1 = tokens_N.unsqueeze(1)
     greater_NV = logits_NV > logits_NV.gather(1, tokens_N1)
-    ranks = (greater_NV.sum(-1) + 1).tolist()
-    ids_NP, top_NP = _most_likely(logprobs_NV, min(max(num_top), logits_NV.shape[1]))
-    columns = zip(ids_NP.tolist(), top_NP.tolist(), num_top, strict=True)
-    tops = [list(zip(ids[:n], values[:n], strict=True)) for ids, values, n in columns]
-    return [TokenLogprobs(*row) for row in zip(token_ids, logprobs, ranks, tops, strict=True)]
+    ranks_N1 = greater_NV.sum(-1, keepdim=True) + 1
+    ids_NP, top_NP = _most_likely(logprobs_NV, min(num_top, logits_NV.shape[1]))
+    columns = logprobs_NV.gather(1, tokens_N1), ranks_N1, ids_NP, top_NP
+    return torch.cat([column.double() for column in columns], 1)
+
+
+def read_logprobs(row: Sequence[float], token_id: int, num_top: int) -> TokenLogprobs:
+    """Read a row of `logprob_table` on the host, of which the first num_top tokens count."""
+    logprob, rank, *tops = row
+    ids, values = tops[: len(tops) // 2], tops[len(tops) // 2 :]
+    top = list(zip(map(int, ids[:num_top]), values[:num_top], strict=True))
+    return TokenLogprobs(token_id, logprob, int(rank), top)
 
 
 def _most_likely(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return ids and values [N, P] of the greatest values; of equal ones the lower id comes first.
 
-    topk alone leaves open which of equal values it takes.
+    topk alone leaves open which of equal values it takes. Does not wait for the device.
     """
-    num_rows = values_NV.shape[0]
     if count == 0:
         nothing_N0 = values_NV[:, :0]
         return nothing_N0.long(), nothing_N0
@@ -103,7 +119,9 @@ def _most_likely(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     above_NV, ties_NV = values_NV > last_N1, values_NV == last_N1
     room_N1 = count - above_NV.sum(-1, keepdim=True)
     taken_NV = above_NV | (ties_NV & (ties_NV.cumsum(-1, dtype=torch.int32) <= room_N1))
-    ids_NP = taken_NV.nonzero()[:, 1].view(num_rows, count)
+    # Of numbers that fall from left to right, topk takes the first: no two are equal.
+    falling_V = torch.arange(values_NV.shape[1], 0, -1, dtype=torch.int32, device=values_NV.device)
+    ids_NP = torch.where(taken_NV, falling_V, 0).topk(count, dim=-1).indices
     # The ids ascend, so a stable sort keeps the lower of equal ones first.
     top_NP, order_NP = values_NV.gather(1, ids_NP).sort(dim=-1, descending=True, stable=True)
     return ids_NP.gather(1, order_NP), top_NP

@@ -29,11 +29,7 @@ def probs_from_logits(
     """
     logits_NV = at_least_float32(logits_NV)
     greedy_N = temperature_N == 0
-    # Shifted and clamped, so that no temperature, however small or large, makes inf / inf.
-    limits = torch.finfo(logits_NV.dtype)
-    scale_N1 = torch.where(greedy_N, 1.0, temperature_N).to(logits_NV.dtype).unsqueeze(1)
-    shifted_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
-    probs_NV = torch.softmax(shifted_NV / scale_N1.clamp(limits.tiny, limits.max), dim=-1)
+    probs_NV = tempered_probs(logits_NV, temperature_N)
     cut_N = (top_k_N > 0) | (top_p_N < 1)
     if bool(cut_N.any()):
         # The other rows stay as they are to the last bit: batch-mates must not change a request.
@@ -42,6 +38,18 @@ def probs_from_logits(
         best_NV = torch.zeros_like(probs_NV).scatter_(1, logits_NV.argmax(-1, keepdim=True), 1.0)
         probs_NV = torch.where(greedy_N.unsqueeze(1), best_NV, probs_NV)
     return probs_NV
+
+
+def tempered_probs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """softmax(logits / temperature), of the logits themselves where the temperature is 0.
+
+    Does not wait for the device. Returns [N, V] in the type of the logits.
+    """
+    # Shifted and clamped, so that no temperature, however small or large, makes inf / inf.
+    limits = torch.finfo(logits_NV.dtype)
+    scale_N = torch.where(temperature_N == 0, 1.0, temperature_N).to(logits_NV.dtype)
+    shifted_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
+    return torch.softmax(shifted_NV / scale_N.clamp(limits.tiny, limits.max).unsqueeze(1), dim=-1)
 
 
 def at_least_float32(logits_NV: Tensor) -> Tensor:

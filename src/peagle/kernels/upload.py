@@ -1,19 +1,31 @@
-"""Values of the host on a device, without a wait for the work that the device has."""
+"""Tensors that the host sends to the device without waiting for it.
+
+A copy from ordinary memory waits until the device has done all that was launched before. These
+copies go through pinned memory, which torch keeps until they are done.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return a tensor of (nested) numbers on a device.
+def upload(values: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor of the host on the device."""
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
-    The copy to a GPU starts from pinned memory, so that the host goes on at once. Torch keeps that
-    memory until the copy is done.
-    """
-    tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return tensor.to(device, non_blocking=True)
+
+def upload_ints(
+    values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str
+) -> Tensor:
+    """Return integers as int64 on the device."""
+    return upload(torch.tensor(values, dtype=torch.int64), device)
+
+
+def upload_floats(values: Sequence[float], device: torch.device | str) -> Tensor:
+    """Return numbers as float64 on the device."""
+    return upload(torch.tensor(values, dtype=torch.float64), device)

@@ -23,7 +23,7 @@ from peagle.config import DraftSampling
 from peagle.kernels.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights
-from peagle.kernels.upload import upload
+from peagle.kernels.upload import upload_ints
 from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
 
@@ -253,7 +253,7 @@ class EagerDraft:
         self.num_drafts = max(lens)
         drafting = [b for b, k in enumerate(lens) if k]
         self._order = sorted(drafting, key=lambda b: -lens[b])
-        self._order_N = upload(self._order, self._device)
+        self._order_N = upload_ints(self._order, self._device)
         shape = len(lens), self.num_drafts
         self._tokens_BK = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._probs_BKV: Tensor | None = None
@@ -268,11 +268,11 @@ class EagerDraft:
             step.tokens_T,
             step.positions_T,
             step.start_loc,
-            upload(step.num_rows, self._device) - 1,
+            upload_ints(step.num_rows, self._device) - 1,
             step.next_tokens_B,
             step.block_tables_BM,
             block_size=own.caches[0].block_size,
-            num_mask_slots_B=upload(num_mask_slots, self._device),
+            num_mask_slots_B=upload_ints(num_mask_slots, self._device),
             max_drafts=self.num_drafts,
             mask_token_id=own.drafter.config.mask_token_id or 0,
             max_model_len=own.max_model_len,
