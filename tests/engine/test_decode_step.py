@@ -153,6 +153,46 @@ def arrivals_change_nothing(target: Path, head: Path, device: str, max_tokens: i
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
 
 
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize("device", ["cpu"])
+def test_rules_under_the_interpreter(
+    target_folder: Path, head_folders: Callable[..., Path], device: str
+) -> None:
+    rules_stay_in_the_graphs(target_folder, head_folders(parallel=True), device, max_tokens=6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_rules(target_folder: Path, head_folders: Callable[..., Path], device: str) -> None:
+    rules_stay_in_the_graphs(target_folder, head_folders(parallel=True), device, max_tokens=14)
+
+
+def rules_stay_in_the_graphs(target: Path, head: Path, device: str, max_tokens: int) -> None:
+    """Requests of all kinds together give what each gives alone without graphs."""
+    greedy, sampled = (replace(one, max_tokens=max_tokens) for one in (GREEDY, SAMPLED))
+    plain = make(target, None, device, eager=True)
+    first = plain.generate([PROMPTS[1]], greedy)[0].token_ids
+    params = [
+        replace(greedy, repetition_penalty=1.5, frequency_penalty=0.4, logprobs=2),
+        replace(sampled, bad_words=((first[1],), tuple(first[2:4])), typical_p=0.9),
+        replace(greedy, min_tokens=4, stop_token_ids=(first[1],), logprobs=0),
+        replace(sampled, logit_bias={first[0]: -3.0, 77: 2.5}, presence_penalty=0.3),
+        replace(sampled, logprobs=1),
+        replace(greedy, allowed_token_ids=tuple(range(40, 90))),
+        greedy,
+    ]
+    expected = [plain.generate([PROMPTS[1]], one)[0] for one in params]
+    llm = make(target, head, device, eager=False)
+    found = llm.generate([PROMPTS[1]] * len(params), params)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        for got, wanted in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert (got.token_id, got.rank) == (wanted.token_id, wanted.rank)
+            assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+            assert [t for t, _ in got.top] == [t for t, _ in wanted.top]
+    assert llm.engine.stats.eager_steps == {}
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_graphs_give_the_same(

@@ -290,15 +290,15 @@ def sequence_with(**changes: Any) -> Sequence:
         (None, {"params": replace(PLAIN, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3)}),
         (None, {"stop_token_ids": frozenset(range(8))}),
         ("stop_token_ids", {"stop_token_ids": frozenset(range(9))}),
-        ("typical_p", {"params": replace(PLAIN, typical_p=0.5, temperature=1.0)}),
-        ("penalties", {"params": replace(PLAIN, repetition_penalty=1.1)}),
-        ("penalties", {"params": replace(PLAIN, presence_penalty=0.1, logprobs=2)}),
-        ("penalties", {"params": replace(PLAIN, frequency_penalty=0.1)}),
-        ("logit_bias", {"params": replace(PLAIN, logit_bias={3: 1.0})}),
-        ("bad_words", {"params": replace(PLAIN, bad_words=((3,),))}),
-        ("allowed_token_ids", {"params": replace(PLAIN, allowed_token_ids=(3,))}),
-        ("logprobs", {"params": replace(PLAIN, logprobs=0)}),
-        ("min_tokens", {"params": replace(PLAIN, min_tokens=2)}),
+        (None, {"params": replace(PLAIN, typical_p=0.5, temperature=1.0)}),
+        (None, {"params": replace(PLAIN, repetition_penalty=1.1)}),
+        (None, {"params": replace(PLAIN, presence_penalty=0.1, logprobs=2)}),
+        (None, {"params": replace(PLAIN, frequency_penalty=0.1)}),
+        (None, {"params": replace(PLAIN, logit_bias={3: 1.0})}),
+        (None, {"params": replace(PLAIN, bad_words=((3,),))}),
+        (None, {"params": replace(PLAIN, allowed_token_ids=(3,))}),
+        (None, {"params": replace(PLAIN, logprobs=0)}),
+        (None, {"params": replace(PLAIN, min_tokens=2)}),
         ("grammar", {"grammar": object()}),
         ("drawn_drafts", {"draft_probs_KV": torch.zeros(1, 4)}),
     ],
@@ -311,7 +311,8 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
         raise AssertionError("nothing is captured")
 
     buffers: Any = None
-    graphs = GraphRunner(buffers, never, 4, 100, depth, never)
+    rules: Any = None
+    graphs = GraphRunner(buffers, never, 4, 100, depth, never, rules)
     assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
     missed = sequence_with()
     missed.pending_features = FeatureRing(torch.zeros(2, 3), 0)

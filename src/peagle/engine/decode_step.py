@@ -21,6 +21,7 @@ from peagle.attention.triton_backend import TritonAttention
 from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
+from peagle.engine.step_rules import StepRules
 from peagle.kernels.batches import DraftBatch, PackedBatch, TargetBatch
 from peagle.kernels.batches_triton import build_target_batch, expand_draft_batch, gather_features
 from peagle.kernels.draft_choice_triton import (
@@ -187,7 +188,8 @@ class StepBuffers:
         self._ints_FB[:, rows_N] = fields_NF.T
         self._stop_ids_BE[rows_N] = stop_ids_NE
         self._drafts_of(self.num_drafts)[rows_N] = drafts_NK
-        self._floats_FB[:, rows_N] = upload(torch.tensor(floats), self._device).T
+        floats_NF = torch.tensor(floats, dtype=torch.float32)
+        self._floats_FB[:, rows_N] = upload(floats_NF, self._device).T
 
     def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
         """Return a row's integers (its fields, stop ids and drafts) and its other numbers."""
@@ -350,6 +352,19 @@ class DecodeStep:
             None if greedy else self.rows.sampling,
             self.rows.state.num_outputs_B,
             self.scratch,
+        )
+
+    def apply(self, rules: StepRules) -> None:
+        """Replace the target's own tokens where requests have rules; not a part to capture."""
+        own = self.rows
+        rules.apply(
+            self.hidden_TH,
+            self.batch.query_start_loc,
+            own.drafts_BK,
+            own.state,
+            own.sampling,
+            self.running_B,
+            self.scratch.tokens_R,
         )
 
     @torch.inference_mode()

@@ -453,7 +453,8 @@ class LLMEngine:
             self._fail_broken(sequence)
             self._settle(sequence)
             return
-        self._emit(sequence, report.new_token_ids, report.num_drafted, report.num_accepted, [])
+        drafts = report.num_drafted, report.num_accepted
+        self._emit(sequence, report.new_token_ids, *drafts, report.logprobs)
         if sequence.num_speculative_tokens:
             sequence.drafts = report.drafts
             if sequence.pending_features is not None:  # drafting pauses: the step kept the feature

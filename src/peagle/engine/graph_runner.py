@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,11 +28,11 @@ from peagle.attention import Passes
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
-from peagle.engine.rules import has_penalties
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
 from peagle.kernels.batches import PADDING_SLOT, PackedBatch, TargetBatch
+from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -40,6 +40,7 @@ from peagle.speculation.proposers import HeadProposer
 
 if TYPE_CHECKING:
     from peagle.engine.decode_step import DecodeStep, StepBuffers
+    from peagle.engine.step_rules import PendingLogprobs, StepRules
 
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
@@ -130,6 +131,7 @@ def make_graph_runner(
     On a GPU this makes all graphs, and gives `runner` and the proposer those of short passes.
     """
     from peagle.engine.decode_step import DecodeStep, StepBuffers, StepSizes
+    from peagle.engine.step_rules import StepRules
 
     target, max_model_len = runner.target, runner.max_model_len
     table_width = -(-max_model_len // runner.block_size)
@@ -164,6 +166,7 @@ def make_graph_runner(
         target.vocab_size,
         depth,
         capture,
+        StepRules(target.compute_logits, runner.sampler.slots, target.vocab_size, target.device),
         None if features.rows_SCA is None else features,
     )
     if target.device.type == "cuda":
@@ -185,12 +188,14 @@ class RowReport:
         num_drafted, num_accepted: drafts that were verified, and those accepted.
         new_token_ids: the accepted drafts and the target's own token, before stop conditions.
         drafts: drafts for the next step.
+        logprobs: of the new tokens, where the request wants them.
     """
 
     num_drafted: int
     num_accepted: int
     new_token_ids: list[int]
     drafts: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def read_report(row: list[int], num_drafts: int) -> RowReport:
@@ -207,11 +212,13 @@ class Flight:
     Attributes:
         sequences: the sequence of each row; None for an empty row.
         report_RX: the report, on the host once `done` has happened.
-        done: None on a CPU, where the report is there at once.
+        logprobs: the same for log-probabilities; None where nobody wants any.
+        done: None on a CPU, where all is there at once.
     """
 
     sequences: SequenceOf[Sequence | None]
     report_RX: Tensor
+    logprobs: PendingLogprobs | None
     done: torch.cuda.Event | None
 
 
@@ -231,19 +238,22 @@ class _Graph:
             torch.empty(shape, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(2)
         ]
 
-    def launch(self, sequences: SequenceOf[Sequence | None]) -> Flight:
+    def launch(self, sequences: SequenceOf[Sequence | None], rules: StepRules) -> Flight:
         self._run_target()
         greedy = all(s.params.is_greedy for s in sequences if s is not None)
         self._find_own_tokens[greedy]()
+        if rules.is_needed:
+            self._step.apply(rules)
         self._finish()
+        logprobs = rules.after(self._step.out) if rules.is_needed else None
         report_RX = self._reports[0]
         self._reports.reverse()
         report_RX.copy_(self._step.report_RX, non_blocking=True)
         if not self._is_cuda:
-            return Flight(sequences, report_RX, None)
+            return Flight(sequences, report_RX, logprobs, None)
         done = torch.cuda.Event()
         done.record()
-        return Flight(sequences, report_RX, done)
+        return Flight(sequences, report_RX, logprobs, done)
 
 
 class GraphRunner:
@@ -254,6 +264,7 @@ class GraphRunner:
         make_step: makes the step of (rows, K).
         depth: K for a number of sequences that run together.
         capture: makes the graphs; no sequence is active, so that no KV is written.
+        rules: what requests ask for beside temperature, top-k, top-p and min-p.
         features: takes the features of steps without drafts, where drafting may pause.
 
     Attributes:
@@ -268,6 +279,7 @@ class GraphRunner:
         vocab_size: int,
         depth: Callable[[int], int],
         capture: Capturer,
+        rules: StepRules,
         features: FeatureRings | None = None,
     ) -> None:
         self._buffers = buffers
@@ -277,6 +289,7 @@ class GraphRunner:
         self._vocab_size = vocab_size
         self._depth = depth
         self._capture = capture
+        self._rules = rules
         self._features = features
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._size = 0, 0  # of the step launched last
@@ -293,8 +306,8 @@ class GraphRunner:
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         """Return why no graph can run these sequences; None: one can.
 
-        It is the name of a rule that only the sampler applies, "too_many_sequences", or
-        "missed_features" where the head reads features first that it has missed.
+        It is what a request asks for, "too_many_sequences", or "missed_features" where the head
+        reads features first that it has missed.
         """
         most = self._buckets[-1]
         if len(sequences) > most:
@@ -310,7 +323,7 @@ class GraphRunner:
         keeps_features = self._features is not None and not self._depth(len(sequences))
         if not keeps_features and any(s.pending_features is not None for s in sequences):
             return "missed_features"
-        return next(filter(None, map(_rule_of_sampler, sequences)), None)
+        return next(filter(None, map(_obstacle_of, sequences)), None)
 
     def is_tight(self, num_sequences: int) -> bool:
         """Return whether the step launched last is the one for so many sequences."""
@@ -343,6 +356,7 @@ class GraphRunner:
                     ring = self._features.open(sequence.seq_id, sequence.num_computed_tokens)
                     sequence.pending_features = ring
         self._seat(sequences, num_rows)
+        self._rules.set_rows(self._sequences[:num_rows], num_drafts)
         return self.go_on()
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:
@@ -380,7 +394,7 @@ class GraphRunner:
                 self._num_blocks[row] = len(blocks)
         if new:
             self._buffers.add_blocks(new)
-        return self._graph_of(self._size).launch(self._sequences[:num_rows])
+        return self._graph_of(self._size).launch(self._sequences[:num_rows], self._rules)
 
     def clear(self) -> None:
         """Forget the sequences: something else has changed them, and they join anew."""
@@ -394,7 +408,11 @@ class GraphRunner:
         if flight.done is not None:
             self.times.setdefault(len(rows), StepTimes()).add(times)
         num_drafts = flight.report_RX.shape[1] // 2 - 2
-        return [read_report(row, num_drafts) for row in rows]
+        reports = [read_report(row, num_drafts) for row in rows]
+        if flight.logprobs is not None:
+            found = flight.logprobs.read([report.new_token_ids for report in reports])
+            reports = [replace(r, logprobs=of or []) for r, of in zip(reports, found, strict=True)]
+        return reports
 
     def _graph_of(self, size: tuple[int, int]) -> _Graph:
         if size not in self._graphs:
@@ -402,21 +420,12 @@ class GraphRunner:
         return self._graphs[size]
 
 
-def _rule_of_sampler(sequence: Sequence) -> str | None:
-    """Return the first rule of a request that only the sampler applies."""
-    params = sequence.params
+def _obstacle_of(sequence: Sequence) -> str | None:
+    """Return what a request asks for that no graph can do, if there is something."""
     rules = {
-        "typical_p": params.typical_p < 1,
-        "penalties": has_penalties(sequence),
-        "logit_bias": params.logit_bias,
-        "bad_words": params.bad_words,
-        "allowed_token_ids": params.allowed_token_ids is not None,
-        "logprobs": params.logprobs is not None,
         "grammar": sequence.grammar is not None,
         "drawn_drafts": sequence.draft_probs_KV is not None,
         "stop_token_ids": len(sequence.stop_token_ids) > MAX_STOP_IDS,
-        # Until then the sampler forbids the stop ids.
-        "min_tokens": sequence.num_output_tokens < params.min_tokens,
     }
     return next((name for name, applies in rules.items() if applies), None)
 
