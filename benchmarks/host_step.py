@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Sequence as SequenceOf
 from statistics import median
+from typing import Any
 
 from common import run_guarded
 
@@ -48,13 +49,13 @@ class MadeUpSteps:
     def needs_results(self, sequences: SequenceOf[Sequence]) -> bool:
         return False
 
-    def launch(self, sequences: SequenceOf[Sequence]) -> MadeUpSteps:
+    def launch(self, sequences: SequenceOf[Sequence], meanwhile: None) -> MadeUpSteps:
         self._sequences = list(sequences)
         return self
 
     def clear(self) -> None: ...
 
-    def go_on(self) -> MadeUpSteps:
+    def go_on(self, meanwhile: None) -> MadeUpSteps:
         return self
 
     @property
@@ -92,7 +93,8 @@ def main() -> None:
     while any(s.is_prefilling for s in engine.scheduler.running) or engine.scheduler.waiting:
         requests.step()
     steps = MadeUpSteps(text, args.k)
-    engine._pipeline = Pipeline(steps, engine.scheduler, engine._take)  # type: ignore[arg-type]
+    parts: Any = steps, engine.scheduler, engine._take, engine._prepare_grammars
+    engine._pipeline = Pipeline(*parts)
     tokens, seconds = 0, list[float]()
     for number in range(args.steps + 5):
         start = time.perf_counter()

@@ -142,7 +142,8 @@ def make_steps_up(llm: Any, counters: Counters) -> None:
 
     tokens = llm.tokenizer(load_prompt_set("humaneval", 1)[0].text * 8)["input_ids"]
     steps: Any = PacedSteps(tokens, llm.engine.num_speculative_tokens)
-    llm.engine._pipeline = Pipeline(steps, llm.engine.scheduler, llm.engine._take)
+    engine = llm.engine
+    engine._pipeline = Pipeline(steps, engine.scheduler, engine._take, engine._prepare_grammars)
 
 
 # ---- the measurement -----------------------------------------------------------------------------

@@ -253,7 +253,7 @@ class FakeGraphs:
     def _bucket(self, num_sequences: int) -> int:
         return next(size for size in self._buckets if size >= num_sequences)
 
-    def launch(self, sequences: list[Sequence]) -> Flight:
+    def launch(self, sequences: list[Sequence], meanwhile: None) -> Flight:
         assert len(self._unread) <= 1, "one step may be in flight"
         in_flight = {s for flight in self._unread for s in flight.sequences}
         for sequence in sequences:
@@ -268,7 +268,7 @@ class FakeGraphs:
         assert not self._unread, "the host does not know yet where they stand"
         self._rows = {}
 
-    def go_on(self) -> Flight:
+    def go_on(self, meanwhile: None) -> Flight:
         assert len(self._unread) == 1, "one step is in flight"
         return self._launch()
 

@@ -17,6 +17,8 @@ import pytest
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.config import StructuredOutput
+from peagle.engine.grammar import GrammarState
 
 pytest.importorskip("triton")
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
@@ -97,15 +99,19 @@ def test_a_step_under_the_interpreter(
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 def test_a_seed_gives_the_output_of_plain_decoding_under_the_interpreter() -> None:
     """With the bundled head, whose drafts often pass."""
-    prompts = ["def fibonacci(n):"] * 2
+    prompts = ["def fibonacci(n):"] * 3
     params = [replace(SAMPLED, max_tokens=8, seed=1), replace(GREEDY, max_tokens=8)]
+    letters = StructuredOutput("regex", "[^0-9]{4,40}")
+    params.append(replace(params[1], structured_output=letters, ignore_eos=False))
     build = partial(make, Path(BUNDLED_TARGET), device="cpu", max_num_seqs=2)
     plain = build(None, eager=True).generate(prompts, params)
     steps = build(Path(BUNDLED_PEAGLE), eager=False)
     found = steps.generate(prompts, params)
     assert steps.engine._pipeline is not None
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
-    assert 0 < found[0].stats.num_accepted_tokens < found[0].stats.num_draft_tokens
+    for output in (found[0], found[2]):
+        assert 0 < output.stats.num_accepted_tokens < output.stats.num_draft_tokens
+    assert steps.stats.eager_steps == {}
 
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
@@ -161,6 +167,48 @@ def test_rules_under_the_interpreter(
     rules_stay_in_the_graphs(target_folder, head_folders(parallel=True), device, max_tokens=6)
 
 
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+def test_a_slow_grammar_sits_out_steps(
+    target_folder: Path, head_folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its neighbour goes on, and neither's output changes."""
+    words = StructuredOutput("regex", "[a-f]{9}")
+    params = [replace(GREEDY, max_tokens=6)] * 2
+    params[1] = replace(params[1], structured_output=words, ignore_eos=False, logprobs=0)
+    plain = make(target_folder, None, "cpu", eager=True)
+    expected = [plain.generate([PROMPTS[0]], one)[0].token_ids for one in params]
+    llm = make(target_folder, head_folders(parallel=True), "cpu", eager=False, max_num_seqs=2)
+    engine, grammars, num_out = llm.engine, list[GrammarState](), 0
+    pipeline: Any = engine._pipeline
+    prepare, read = pipeline._prepare, pipeline._read
+
+    def prepare_slowly() -> None:
+        """Of every second step the grammar's masks are late."""
+        for grammar in grammars:
+            grammar.is_busy = False
+        prepare()
+        for sequence in engine.scheduler.running:
+            grammar, count = sequence.grammar, sequence.num_output_tokens
+            if grammar is not None and count % 2 and count not in late:
+                late.append(count)
+                grammar.is_busy = True
+                grammars.append(grammar)
+
+    def read_counting(flight: Any) -> None:
+        nonlocal num_out
+        num_out += flight.sequences.count(None)
+        read(flight)
+
+    late: list[int] = []
+    monkeypatch.setattr(pipeline, "_prepare", prepare_slowly)
+    monkeypatch.setattr(engine, "_prepare_grammars", prepare_slowly)
+    monkeypatch.setattr(pipeline, "_read", read_counting)
+    found = llm.generate([PROMPTS[0]] * 2, params)
+    assert [output.token_ids for output in found] == expected
+    assert num_out >= len(late) > 1
+    assert engine.stats.eager_steps == {}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
 def test_rules(target_folder: Path, head_folders: Callable[..., Path], device: str) -> None:
@@ -180,6 +228,18 @@ def rules_stay_in_the_graphs(target: Path, head: Path, device: str, max_tokens: 
         replace(sampled, logprobs=1),
         replace(greedy, allowed_token_ids=tuple(range(40, 90))),
         greedy,
+        replace(
+            sampled,
+            structured_output=StructuredOutput("regex", "[a-f]{2}[0-9]+x"),
+            frequency_penalty=0.2,
+            ignore_eos=False,
+        ),
+        replace(
+            greedy,
+            structured_output=StructuredOutput("regex", "north|nose|south"),
+            logprobs=1,
+            ignore_eos=False,
+        ),
     ]
     expected = [plain.generate([PROMPTS[1]], one)[0] for one in params]
     llm = make(target, head, device, eager=False)

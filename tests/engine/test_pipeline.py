@@ -299,7 +299,7 @@ def sequence_with(**changes: Any) -> Sequence:
         (None, {"params": replace(PLAIN, allowed_token_ids=(3,))}),
         (None, {"params": replace(PLAIN, logprobs=0)}),
         (None, {"params": replace(PLAIN, min_tokens=2)}),
-        ("grammar", {"grammar": object()}),
+        (None, {"grammar": object()}),
         ("drawn_drafts", {"draft_probs_KV": torch.zeros(1, 4)}),
     ],
 )

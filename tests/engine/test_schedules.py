@@ -123,7 +123,7 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     if kind.has_graphs:
         head = fake.drafting.proposer
         graphs: Any = FakeGraphs(fake.runner, head, config.max_num_seqs, MAX_MODEL_LEN)
-        fake._pipeline = Pipeline(graphs, engine.scheduler, engine._take)
+        fake._pipeline = Pipeline(graphs, engine.scheduler, engine._take, engine._prepare_grammars)
     return engine
 
 

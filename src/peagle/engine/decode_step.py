@@ -354,6 +354,11 @@ class DecodeStep:
             self.scratch,
         )
 
+    @torch.inference_mode()
+    def sit_out(self, rows: list[int]) -> None:
+        """Leave rows as they are in this step, but for their drafts, which are dropped."""
+        self.running_B[upload_ints(rows, self.running_B.device)] = 0
+
     def apply(self, rules: StepRules) -> None:
         """Replace the target's own tokens where requests have rules; not a part to capture."""
         own = self.rows

@@ -142,7 +142,7 @@ class LLMEngine:
                 features=self._features,
                 max_draft_len=self.max_draft_len,
             )
-            self._pipeline = Pipeline(graphs, self.scheduler, self._take)
+            self._pipeline = Pipeline(graphs, self.scheduler, self._take, self._prepare_grammars)
         self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)

@@ -238,8 +238,16 @@ class _Graph:
             torch.empty(shape, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(2)
         ]
 
-    def launch(self, sequences: SequenceOf[Sequence | None], rules: StepRules) -> Flight:
+    def launch(
+        self,
+        sequences: SequenceOf[Sequence | None],
+        rules: StepRules,
+        meanwhile: Callable[[], None] | None,
+    ) -> Flight:
         self._run_target()
+        if meanwhile is not None:
+            meanwhile()
+            sequences = self._without_waiting(sequences)
         greedy = all(s.params.is_greedy for s in sequences if s is not None)
         self._find_own_tokens[greedy]()
         if rules.is_needed:
@@ -254,6 +262,19 @@ class _Graph:
         done = torch.cuda.Event()
         done.record()
         return Flight(sequences, report_RX, logprobs, done)
+
+    def _without_waiting(self, sequences: SequenceOf[Sequence | None]) -> list[Sequence | None]:
+        """Let the sequences sit this step out whose grammars are not ready."""
+        waiting = {
+            row: s
+            for row, s in enumerate(sequences)
+            if s is not None and s.waits_for_grammar and not s.is_finished
+        }
+        if waiting:
+            self._step.sit_out(list(waiting))
+            for sequence in waiting.values():
+                sequence.drafts = []
+        return [None if row in waiting else s for row, s in enumerate(sequences)]
 
 
 class GraphRunner:
@@ -341,11 +362,17 @@ class GraphRunner:
         num_drafts = self._size_for(len(sequences))[1]
         return self._features is not None and self._size[1] > 0 == num_drafts
 
-    def launch(self, sequences: SequenceOf[Sequence]) -> Flight:
+    def launch(
+        self, sequences: SequenceOf[Sequence], meanwhile: Callable[[], None] | None = None
+    ) -> Flight:
         """Launch a step of these sequences.
 
         Those of the step before go on in its state, which may be in flight; others join as the host
         knows them. Sequences that ended on the device do nothing.
+
+        Args:
+            meanwhile: called while the target runs, before anything is verified; behind it the
+                masks of grammars are there. A sequence whose grammar is not ready sits out.
         """
         num_rows, num_drafts = self._size = self._size_for(len(sequences))
         if num_drafts != self._buffers.num_drafts:
@@ -357,7 +384,7 @@ class GraphRunner:
                     sequence.pending_features = ring
         self._seat(sequences, num_rows)
         self._rules.set_rows(self._sequences[:num_rows], num_drafts)
-        return self.go_on()
+        return self.go_on(meanwhile)
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:
         """Give each sequence a row below `num_rows`; empty the rows of those that left."""
@@ -383,7 +410,7 @@ class GraphRunner:
         if written:
             self._buffers.write(written, self._vocab_size)
 
-    def go_on(self) -> Flight:
+    def go_on(self, meanwhile: Callable[[], None] | None = None) -> Flight:
         """Launch the next step of the same sequences, whose blocks may have grown."""
         new: list[tuple[int, int, int]] = []
         num_rows = self._size[0]
@@ -394,7 +421,8 @@ class GraphRunner:
                 self._num_blocks[row] = len(blocks)
         if new:
             self._buffers.add_blocks(new)
-        return self._graph_of(self._size).launch(self._sequences[:num_rows], self._rules)
+        graph = self._graph_of(self._size)
+        return graph.launch(self._sequences[:num_rows], self._rules, meanwhile)
 
     def clear(self) -> None:
         """Forget the sequences: something else has changed them, and they join anew."""
@@ -423,7 +451,6 @@ class GraphRunner:
 def _obstacle_of(sequence: Sequence) -> str | None:
     """Return what a request asks for that no graph can do, if there is something."""
     rules = {
-        "grammar": sequence.grammar is not None,
         "drawn_drafts": sequence.draft_probs_KV is not None,
         "stop_token_ids": len(sequence.stop_token_ids) > MAX_STOP_IDS,
     }
@@ -435,6 +462,7 @@ class Pipeline:
 
     Args:
         take: called with each sequence and what a step did for it.
+        prepare: finds the masks of grammars, for the drafts that the host knows.
     """
 
     def __init__(
@@ -442,11 +470,14 @@ class Pipeline:
         runner: GraphRunner,
         scheduler: Scheduler,
         take: Callable[[Sequence, RowReport], None],
+        prepare: Callable[[], None],
     ) -> None:
         self.runner = runner
         self._scheduler = scheduler
         self._take = take
+        self._prepare = prepare
         self._flight: Flight | None = None
+        self._has_grammars = False
         self._version: int | None = None  # of the scheduler, at the last launch; None: others wait
 
     def launch(self, sequences: SequenceOf[Sequence]) -> None:
@@ -456,12 +487,32 @@ class Pipeline:
             sequences = [s for s in sequences if not s.is_finished]
             if not sequences:
                 return
-        flight, self._flight = self._flight, self.runner.launch(sequences)
         # Sequences whose prompts still run join as soon as they can.
         alone = len(sequences) == len(self._scheduler.running)
         self._version = self._scheduler.version if alone else None
-        if flight is not None:
-            self._read(flight)
+        self._has_grammars = any(s.grammar is not None for s in sequences)
+        self._launch(partial(self.runner.launch, sequences))
+
+    def _launch(self, launch: Callable[[Callable[[], None] | None], Flight]) -> None:
+        """Launch a step and take the results of the last.
+
+        Masks of grammars follow from these results: then they are taken while the target runs.
+        """
+        flight = self._flight
+
+        def take_results() -> None:
+            if flight is not None:
+                self._read(flight)
+
+        def take_results_and_prepare() -> None:
+            take_results()
+            self._prepare()
+
+        if self._has_grammars:
+            self._flight = launch(take_results_and_prepare)
+        else:
+            self._flight = launch(None)
+            take_results()
 
     def go_on(self) -> bool:
         """Launch the next step, then take the results of the last; return false if that cannot be.
@@ -477,8 +528,7 @@ class Pipeline:
         unfinished = [s for s in flight.sequences if s is not None and not s.is_finished]
         if not self.runner.is_tight(len(unfinished)) or not self._scheduler.reserve(unfinished):
             return False
-        self._flight = self.runner.go_on()
-        self._read(flight)
+        self._launch(self.runner.go_on)
         return True
 
     def drain(self) -> None:

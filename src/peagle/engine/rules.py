@@ -71,10 +71,14 @@ def has_penalties(sequence: Sequence) -> bool:
 
 
 def has_rules(sequence: Sequence) -> bool:
-    """Return whether `build_rules` finds a rule in the request, min-p aside."""
+    """Return whether the request has a grammar, or `build_rules` finds a rule in it.
+
+    Min-p alone is none.
+    """
     params = sequence.params
     return bool(
-        has_penalties(sequence)
+        sequence.grammar is not None
+        or has_penalties(sequence)
         or params.logit_bias
         or params.bad_words
         or params.allowed_token_ids is not None

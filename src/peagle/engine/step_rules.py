@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from peagle.engine.grammar.compiler import full_bitmask, unpack
 from peagle.engine.rules import (
     CountSlots,
     build_rules,
@@ -37,7 +38,7 @@ from peagle.kernels.logits_rules import (
 )
 from peagle.kernels.logprobs import TokenLogprobs, logprob_table, read_logprobs
 from peagle.kernels.step_state import StepRecord, StepState
-from peagle.kernels.upload import upload_ints
+from peagle.kernels.upload import upload, upload_ints
 from peagle.kernels.verify_triton import SequenceSampling, VerifyScratch, own_tokens
 
 
@@ -130,6 +131,7 @@ class _Batch:
         rows: the step's row of each of the N.
         num_top: most likely tokens that each of the P wants.
         rules: of the M; None without any.
+        has_grammars: whether some of the M have one.
         rows_N: `rows` on the device.
         start_loc_B: first of the R rows of each sequence, by its row in the step.
         scratch: for the M * J rows.
@@ -142,6 +144,7 @@ class _Batch:
     rows: list[int]
     num_top: list[int]
     rules: LogitsRules | None
+    has_grammars: bool
     rows_N: Tensor
     start_loc_B: Tensor
     scratch: VerifyScratch
@@ -179,7 +182,7 @@ class StepRules:
     def is_needed(self) -> bool:
         """Whether a sequence of the step has rules or wants log-probabilities."""
         batch = self._batch
-        return batch is not None and (batch.rules is not None or bool(batch.num_top))
+        return batch is not None and bool(batch.rules or batch.has_grammars or batch.num_top)
 
     @torch.inference_mode()
     def set_rows(self, sequences: SequenceOf[Sequence | None], num_drafts: int) -> None:
@@ -225,6 +228,7 @@ class StepRules:
             rows=rows,
             num_top=[n for _, _, s in members if (n := s.params.logprobs) is not None],
             rules=rules,
+            has_grammars=any(s.grammar is not None for s in ruled),
             rows_N=upload_ints(rows, device),
             start_loc_B=upload_ints(start_loc, device),
             scratch=VerifyScratch.allocate(len(ruled) * columns, self._vocab_size, device),
@@ -243,6 +247,8 @@ class StepRules:
         tokens_R: Tensor,
     ) -> None:
         """Replace the target's own tokens in the rows of sequences with rules.
+
+        The masks of grammars must be prepared by then.
 
         Args:
             hidden_TH: the target's hidden states.
@@ -268,7 +274,7 @@ class StepRules:
         raw_RV = self._compute_logits(hidden_TH[at_NJ.flatten()])
         if batch.num_top:
             batch.raw_RV = raw_RV[-len(batch.num_top) * batch.num_columns :]
-        if (rules := batch.rules) is None:
+        if batch.rules is None and not batch.has_grammars:
             return
         num_ruled = len(batch.ruled)
         at_R, is_row_MJ = at_NJ[:num_ruled].flatten(), is_row_NJ[:num_ruled]
@@ -281,7 +287,14 @@ class StepRules:
             None if batch.tails is None else batch.tails.tails_MW,
         )
         temperature_M = sampling.temperature_B[rows_M]
-        processed_RV = process_logits(raw_RV, rows, rules, temperature_M, self._slots.counts)
+        processed_RV = process_logits(
+            raw_RV,
+            rows,
+            batch.rules or LogitsRules(),
+            temperature_M,
+            self._slots.counts,
+            self._grammar_masks(batch),
+        )
         all_greedy = all(s.params.is_greedy for s in batch.ruled)
         own_tokens(
             processed_RV,
@@ -297,6 +310,21 @@ class StepRules:
         # Padding adds 0, so that it may share a row with others.
         change_R = torch.where(is_row_MJ.flatten(), own_R - tokens_R[at_R], 0)
         tokens_R.index_add_(0, at_R, change_R)
+
+    def _grammar_masks(self, batch: _Batch) -> Tensor | None:
+        """Return what grammars permit in the rows of the M sequences, bool; None without grammars.
+
+        Rows behind a draft that a grammar refuses permit everything: no token is taken from them.
+        """
+        if not batch.has_grammars:
+            return None
+        packed_RW = full_bitmask(len(batch.ruled) * batch.num_columns, self._vocab_size)
+        packed_MJW = packed_RW.view(len(batch.ruled), batch.num_columns, -1)
+        for allowed_JW, sequence in zip(packed_MJW, batch.ruled, strict=True):
+            if sequence.grammar is not None and (masks := sequence.grammar.prepared) is not None:
+                prepared_JW = masks.bitmask_RW[: batch.num_columns]
+                allowed_JW[: len(prepared_JW)] = prepared_JW
+        return unpack(upload(packed_RW, self._device), self._vocab_size)
 
     @torch.inference_mode()
     def after(self, out: StepRecord) -> PendingLogprobs | None:
