@@ -292,7 +292,7 @@ some_requests = st.integers(1, 5).flatmap(lambda n: st.tuples(*(requests_(i) for
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(some_requests.map(without_grammar), st.integers(0, 3), st.integers(0, 2**31))
 def test_mixed_rules_and_schedules(
     device: str, requests: list[Request], num_empty: int, seed: int
