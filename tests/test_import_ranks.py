@@ -149,17 +149,21 @@ def circle(package: Path) -> list[str]:
     return []
 
 
+# Modules of engine/ that are imported lazily themselves.
+OF_STEPS = ("decode_step", "step_rules")
+
+
 def is_triton_file(path: str) -> bool:
     is_kernel = path.startswith("kernels/") and path.endswith(("_triton.py", "_gluon.py"))
-    return is_kernel or path == "engine/decode_step.py"
+    return is_kernel or path in [f"engine/{name}.py" for name in OF_STEPS]
 
 
 def triton_at_load(package: Path) -> list[str]:
     """Imports of triton, or of a `*_triton` or `*_gluon` module, that run when a module is loaded.
 
     Such imports belong into functions, since triton exists on few machines. Only the files
-    `kernels/*_triton.py`, `kernels/*_gluon.py` and `engine/decode_step.py`, themselves imported
-    lazily, may have them at the top.
+    `kernels/*_triton.py`, `kernels/*_gluon.py` and those of OF_STEPS, themselves imported lazily,
+    may have them at the top.
     """
     return [
         f"{path}:{item.line} imports {item.name} when it is loaded: move that into a function"
@@ -172,7 +176,7 @@ def triton_at_load(package: Path) -> list[str]:
             or (
                 item.name.startswith(f"{package.name}.")
                 and any(
-                    part.endswith(("_triton", "_gluon")) or part == "decode_step"
+                    part.endswith(("_triton", "_gluon")) or part in OF_STEPS
                     for part in item.name.split(".")
                 )
             )

@@ -5,6 +5,7 @@ The match of drafts is the captured one. On a CPU the kernels run under Triton's
 
 from __future__ import annotations
 
+import math
 import random
 from copy import copy
 from dataclasses import dataclass, field
@@ -15,18 +16,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from peagle.config import SamplingParams
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
 from tests.engine.sampling_reference import VOCAB, Request, Rows, draft, step
-from tests.engine.test_sampler import requests_
+from tests.engine.test_sampler import STOP, requests_
 from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from peagle.engine import step_rules
 from peagle.engine.rules import CountSlots, has_rules
 from peagle.engine.step_rules import StepRules
 from peagle.kernels.verify_triton import SequenceSampling, match_drafts
@@ -288,9 +292,283 @@ some_requests = st.integers(1, 5).flatmap(lambda n: st.tuples(*(requests_(i) for
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(some_requests.map(without_grammar), st.integers(0, 3), st.integers(0, 2**31))
 def test_mixed_rules_and_schedules(
     device: str, requests: list[Request], num_empty: int, seed: int
 ) -> None:
     simulate(World(requests, len(requests) + num_empty, device), seed, num_steps=5)
+
+
+# --- what lies on the device ----------------------------------------------------------------------
+
+PENALTY = SamplingParams(frequency_penalty=1.5, repetition_penalty=1.4)
+
+
+def words_after(seed: int) -> SamplingParams:
+    """Greedy, with so many bad words of two and three tokens that most contexts end in a prefix."""
+    dice = random.Random(seed)
+    lengths = [2] * 20 + [3] * (60 if seed % 2 else 0)
+    words = [[dice.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    return SamplingParams(bad_words=words)  # pyright: ignore
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_bad_words_follow_the_tokens_that_the_host_has_not_read(device: str, seed: int) -> None:
+    requests = [Request(i, words_after(seed + i), i, drafting="argmax") for i in range(3)]
+    simulate(World(requests, 3, device), seed, num_steps=8)
+
+
+@pytest.mark.parametrize("seed", range(0, 12, 2))
+def test_longer_words_join_shorter_ones_in_flight(seed: int) -> None:
+    """The tails of a sequence in flight are kept, though others need wider ones, or narrower."""
+    requests = [Request(i, words_after(i), i, drafting="argmax") for i in (seed, seed + 1)]
+    world = World(requests, 2)
+    pair, other = world.pairs
+    for rows in ([pair, None], [pair, other], [None, pair], [other, pair], [pair, None]):
+        if other not in rows:
+            other.catch_up()
+        world.set_rows(rows, 3)
+        world.captured(rows, 3)
+    assert len(pair.true.output_token_ids) > len(pair.known.output_token_ids)
+
+
+def test_tails_are_those_of_the_host_behind_an_eager_step() -> None:
+    """Though the same sequences stand in the same rows."""
+    pair = World([Request(0, words_after(1), 5, drafting="argmax")], 1)
+    for _ in range(4):
+        pair.set_rows([*pair.pairs], 2)
+        pair.captured([*pair.pairs], 2)
+        pair.pairs[0].catch_up()
+        pair.eagerly(pair.pairs, 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_some_have_rules_and_others_want_logprobs(seed: int) -> None:
+    banning = {"logit_bias": {2: -math.inf, 5: 2.0}}
+    requests = [
+        Request(i, SamplingParams(temperature=0.7, **params), i, drafting="argmax")
+        for i, params in enumerate(({"logprobs": 2}, banning, {"logprobs": 0, **banning}, {}))
+    ]
+    simulate(World(requests, 5), seed, num_steps=6)
+
+
+def test_a_released_sequence_counts_in_its_new_slot() -> None:
+    world = World([Request(i, PENALTY, i, drafting="argmax") for i in range(2)], 2)
+    first, second = world.pairs
+    world.set_rows([first, None], 2)
+    world.captured([first, None], 2)
+    first.catch_up()
+    world.eager.release(first.true)
+    world.eagerly([second], 0)  # takes the slot
+    world.set_rows([first, None], 2)
+    world.captured([first, None], 2)
+    world.check_counts(second.true)
+
+
+def test_a_sequence_that_has_ended_changes_nothing() -> None:
+    params = SamplingParams(frequency_penalty=1.5, bad_words=[[1, 2]], logprobs=1)  # pyright: ignore
+    requests = [Request(i, params, i, output_token_ids=[i, 1]) for i in range(2)]
+    world = World(requests, 2)
+    taken = world.step = Step([*world.pairs], 2, "cpu")
+    world.set_rows([*world.pairs], 2)
+    before = counts_of(world.eager.slots, requests[1])
+    given = taken.tensors()
+    given["running_B"][1] = 0
+    # An ended sequence has no rows: its first is that of the next, or behind the last.
+    given["start_loc"][1:] = given["start_loc"][1]
+    given["hidden_TH"][-1] = 0
+    world.rules.apply(**given)
+    assert given["tokens_R"].tolist() == [*taken.own[0], *[UNTOUCHED] * 5]
+    out = taken.matched(given)
+    pending = world.rules.after(out)
+    assert pending is not None
+    found = pending.read(out.emitted_BJ.tolist())
+    assert [one.token_id for one in found[0] or []] == taken.own[0] and found[1] == []
+    assert counts_of(world.eager.slots, requests[1]) == before
+    assert sum(counts_of(world.eager.slots, requests[0])) == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_broken_logits_give_no_token(value: float, temperature: float) -> None:
+    """Also where a rule forbids the tokens that are broken, and only in the rows that are."""
+    params = SamplingParams(
+        temperature=temperature,
+        allowed_token_ids=[1, 2],
+        frequency_penalty=0.5,
+        typical_p=0.9,
+        logprobs=2,
+    )
+    world = World([Request(i, params, i) for i in range(2)], 2)
+    taken = world.step = Step([*world.pairs], 0, "cpu")
+    every = [value] * VOCAB if value == -torch.inf else [0.0] * (VOCAB - 1) + [value]
+    taken.logits_TV[0] = torch.tensor(every)
+    world.set_rows([*world.pairs], 0)
+    given = taken.tensors()
+    world.rules.apply(**given)
+    assert given["tokens_R"].tolist() == [NO_TOKEN, *taken.own[1]]
+    out = taken.matched(given)
+    pending = world.rules.after(out)
+    assert pending is not None
+    found = pending.read(out.emitted_BJ.tolist())
+    assert found[0] == [] and len(found[1] or []) == 1
+    assert counts_of(world.eager.slots, world.pairs[0].true) == [0] * VOCAB
+
+
+# --- when it works --------------------------------------------------------------------------------
+
+
+def test_a_minimum_that_the_host_knows_to_be_reached_is_dropped() -> None:
+    params = SamplingParams(min_tokens=3)
+    world = World([Request(0, params, 0, stop_token_ids=STOP)], 1)
+    world.set_rows([*world.pairs], 0)
+    for num_outputs in range(6):
+        assert world.rules.is_needed == (num_outputs <= 3)
+        if world.rules.is_needed:
+            world.captured([*world.pairs], 0)
+    assert not STOP & {*world.pairs[0].true.output_token_ids[:3]}
+    world.set_rows([*world.pairs], 0)
+    assert not world.rules.is_needed
+
+
+def test_requests_that_the_graphs_serve_need_nothing() -> None:
+    stop = {"stop_token_ids": STOP}
+    plain = [
+        Request(0, SamplingParams(), 0),
+        Request(1, SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.2), 0),
+        Request(2, SamplingParams(typical_p=0.5), 0),
+        Request(3, SamplingParams(min_tokens=2), 0),
+        Request(4, SamplingParams(min_tokens=2), 0, output_token_ids=[1, 1], **stop),
+    ]
+    rules = StepRules(lambda hidden: hidden, CountSlots(8, VOCAB, CPU), VOCAB, CPU)
+    assert not rules.is_needed
+    rules.set_rows([None, *plain], 3)  # pyright: ignore
+    assert not rules.is_needed
+    for asks in (
+        SamplingParams(temperature=0.5, typical_p=0.5),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(logit_bias={3: 1.0}),
+        SamplingParams(bad_words=[[1]]),  # pyright: ignore
+        SamplingParams(allowed_token_ids=[1]),
+        SamplingParams(min_tokens=1),
+        SamplingParams(logprobs=0),
+    ):
+        rules.set_rows([*plain, Request(9, asks, 0, **stop)], 3)  # pyright: ignore
+        assert rules.is_needed, asks
+        rules.set_rows([*plain], 3)  # pyright: ignore
+        assert not rules.is_needed
+
+
+def test_rules_are_built_once_for_rows_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    build = step_rules.build_rules
+    monkeypatch.setattr(
+        step_rules, "build_rules", lambda of, *rest: built.append(len(of)) or build(of, *rest)
+    )
+    asks = [Request(i, PENALTY, i) for i in range(2)]
+    plain = [Request(i, SamplingParams(), i) for i in range(5, 8)]
+    rules = StepRules(lambda hidden: hidden, CountSlots(8, VOCAB, CPU), VOCAB, CPU)
+    rows: list[Any]
+    for rows in ([None, *asks], [plain[0], *asks], [plain[1], *asks, plain[2]], [*asks], [asks[0]]):
+        rules.set_rows(rows, 3)
+    rules.set_rows([asks[0]], 2)
+    assert built == [2, 2, 1, 1]
+
+
+WAITING = (
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique",
+    "aten::_unique2",
+    "aten::bincount",
+)
+
+
+class NoWaits(TorchDispatchMode):
+    """Fails at what would wait for a GPU: data on the host, sizes that depend on data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split(".")[0]
+        assert name not in WAITING, name
+        if name == "aten::repeat_interleave":
+            assert (kwargs or {}).get("output_size") is not None, name
+        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            of = [one.dtype for one in args[1] if one is not None]
+            assert not {torch.bool, torch.uint8} & set(of), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    """Of the kernels no more than the arguments: the interpreter reads all of them."""
+    requests = every_rule(temperature)
+    world = World(requests, 4)
+    monkeypatch.setattr(step_rules, "own_tokens", lambda *_: None)
+    rows = [*world.pairs, None]
+    world.set_rows(rows, 3)
+    taken = world.step = Step(rows, 3, "cpu")
+    given = taken.tensors()
+    with NoWaits():
+        world.rules.apply(**given)
+    out = taken.matched(given)
+    with NoWaits():
+        assert world.rules.after(out) is not None
+    # Were anything found at all?
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaits():
+        bool(given["tokens_R"].any())
+    with pytest.raises(AssertionError, match="index"), NoWaits():
+        given["tokens_R"][given["tokens_R"] > 0]
+
+
+def every_rule(temperature: float) -> list[Request]:
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.01,
+        typical_p=0.9,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        logit_bias={1: 2.0, 3: -math.inf},
+        bad_words=[[1, 2, 3], [5]],  # pyright: ignore
+        allowed_token_ids=[0, 1, 2, 4, 5, 6],
+        min_tokens=50,
+        logprobs=3,
+    )
+    return [
+        Request(i, params, i, drafting="argmax", stop_token_ids=STOP, output_token_ids=[4, 1, 2])
+        for i in range(3)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_step_on_a_card_waits_for_nothing(temperature: float) -> None:
+    """Nor does a change of the rows."""
+    world = World(every_rule(temperature), 4, "cuda")
+    rows = [*world.pairs, None]
+    for shift in range(3):
+        rows = [*rows[shift:], *rows[:shift]]
+        taken = world.step = Step(rows, 3, "cuda")
+        given = taken.tensors()
+        logits_TV = taken.logits_TV.cuda()
+        world.rules._compute_logits = lambda hidden: logits_TV[hidden.squeeze(1).long()]  # noqa: B023
+        if not shift:  # what is made once may wait
+            world.set_rows(rows, 3)
+            world.rules.apply(**given)
+            given = taken.tensors()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            world.set_rows(rows, 3)
+            world.rules.apply(**given)
+            pending = world.rules.after(taken.matched(given))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert pending is not None

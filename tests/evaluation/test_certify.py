@@ -129,7 +129,7 @@ def test_a_fault_in_verification_is_found_and_named(
 def test_features_that_fail_are_named(
     certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.engine.sampler._min_tokens", lambda *_: None)
+    monkeypatch.setattr("peagle.engine.rules._min_tokens", lambda *_: None)
     right = sampler.token_logprobs
     monkeypatch.setattr(sampler, "token_logprobs", lambda rows, *rest: right(rows / 1.01, *rest))
     certificate = certify(slice(0), samples=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
@@ -27,14 +27,17 @@ from peagle.kernels.logits import (
     typical_p_mask,
 )
 from peagle.kernels.logits_rules import (
+    NO_TOKEN,
     AllowedTokens,
     BadWords,
     LogitBias,
     LogitsRules,
     MinTokens,
+    PaddedRows,
     TokenCounts,
     VerificationRows,
     context_tails,
+    shift_tails,
 )
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights
@@ -255,6 +258,20 @@ def test_equals_the_references_with_a_growing_context(batch: list[Request], seed
 def test_one_shot_equals_one_position_at_a_time(batch: list[Request], seed: int) -> None:
     logits = logits_for(batch, seed)
     assert torch.equal(process(batch, logits), one_at_a_time(batch, logits))
+
+
+@given(batches, seeds)
+def test_padded_rows_equal_packed_ones(batch: list[Request], seed: int) -> None:
+    """To the last bit, whatever stands in the padding."""
+    rows, rules, counts = rows_of(batch), rules_of(batch), counts_of(batch)
+    temperature, logits = floats([r.temperature for r in batch]), logits_for(batch, seed)
+    width = rows.max_drafts + 1
+    at = [b * width + j for b, r in enumerate(batch) for j in range(len(r.drafts) + 1)]
+    spread = torch.full((len(batch) * width, VOCAB), torch.nan, dtype=logits.dtype)
+    spread[at] = logits
+    padded = replace(PaddedRows(**vars(rows)), num_rows=len(spread))
+    found = process_logits(spread, padded, rules, temperature, counts)[at]
+    assert torch.equal(found, process_logits(logits, rows, rules, temperature, counts))
 
 
 @settings(deadline=None, max_examples=100)
@@ -500,3 +517,9 @@ def test_verification_of_processed_rows_is_distributed_as_plain_decoding() -> No
             p = p_one * p_two
             error = abs(seen[one, two] / num - p)
             assert error <= 5 * math.sqrt(p * (1 - p) / num), (one, two)
+
+
+def test_tails_move_by_what_each_sequence_emits() -> None:
+    tails = ints([NO_TOKEN, 1, 2] * 3).view(3, 3)
+    emitted = ints([5, 6, NO_TOKEN, NO_TOKEN] + [5, 6, 7, 8] + [NO_TOKEN] * 4).view(3, 4)
+    assert shift_tails(tails, emitted).tolist() == [[2, 5, 6], [6, 7, 8], [NO_TOKEN, 1, 2]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 def upload(values: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor of the host on the device."""
-    if torch.device(device).type != "cuda":
+    if torch.device(device).type != "cuda" or not values.numel():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
