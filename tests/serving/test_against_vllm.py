@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     """The scripts as modules, by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(FOLDER), *sys.path])
-        names = ("against_vllm", "traffic", "comparison")
+        names = ("against_vllm", "contenders", "traffic", "comparison")
         yield SimpleNamespace(**{name: __import__(name) for name in names})
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(ROOT / "benchmarks")):
@@ -189,7 +190,7 @@ def test_loads(scripts: SimpleNamespace) -> None:
 
 def test_both_servers_are_asked_for_the_same(scripts: SimpleNamespace, model: Path) -> None:
     """Our command line takes ours; a configuration that both have is the same, key by key."""
-    against = scripts.against_vllm
+    against = scripts.contenders
     args = arguments(scripts, "run", "--model", model)
     installation = VllmInstallation(Path("python"), "0.26.0")
     for name in (*against.VARIANTS, "peagle/k3", "peagle/k5", "peagle/eagle3-k3"):
@@ -221,7 +222,7 @@ def test_both_servers_are_asked_for_the_same(scripts: SimpleNamespace, model: Pa
 
 
 def test_a_head_has_the_same_rates_at_every_k(scripts: SimpleNamespace, model: Path) -> None:
-    against = scripts.against_vllm
+    against = scripts.contenders
     args = arguments(scripts, "run", "--model", model, "--al", "3.94", "--eagle3-al", "2.65")
 
     def rates(name: str) -> list[float]:
@@ -328,6 +329,7 @@ def test_arrivals_follow_vllms_closed_loop(scripts: SimpleNamespace) -> None:
 # ---- runs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_is_prepared_once(tmp_path: Path) -> None:
     words = ("prepare", "--model", tmp_path / "tiny", "--shape", "tiny", "--device", "cpu")
     for _ in range(2):
@@ -339,6 +341,7 @@ def test_a_model_is_prepared_once(tmp_path: Path) -> None:
     assert {"target/tokenizer.json", "peagle/config.json", "eagle3/model.safetensors"} <= names
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu(stand_in: Path, model: Path, tmp_path: Path) -> None:
     """`peagle serve` is real, vLLM's client is a stand-in."""
     results = tmp_path / "results.jsonl"
@@ -374,6 +377,30 @@ def test_a_server_that_does_not_start(stand_in: Path, model: Path, tmp_path: Pat
     log = tmp_path / "logs" / "vllm-plain.log"
     assert done.stderr == f"error: vllm/plain: it is not ready; {log} says why\n"
     assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_a_run_that_is_cut_off_leaves_no_server(
+    stand_in: Path, model: Path, tmp_path: Path
+) -> None:
+    words = ["run", "--model", model, "--vllm-python", stand_in, "--logs", tmp_path / "logs"]
+    words += ["--variants", "vllm/plain", "--loads", "2/2:c1", "--results", tmp_path / "r.jsonl"]
+    # The stand-in's server cannot do without the guard.
+    words += ["--vllm-args", "--middleware peagle.serving.vllm_guard.Guard"]
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "FAKE_VLLM_LOAD_S": "3600"},
+        stdout=subprocess.DEVNULL,
+    )
+    log = tmp_path / "logs" / "vllm-plain.log"
+    try:
+        end = time.monotonic() + 240
+        while not (log.exists() and "ready" in log.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(120) == 143
+    finally:
+        process.kill()
+    assert log.read_text().splitlines()[-2:] == ["asked to end", "ended in order"]
 
 
 @pytest.mark.parametrize(
