@@ -84,6 +84,18 @@ def speculative(name: str, folder: str | None, k: int, **options: Any) -> Specul
     return SpeculativeConfig(model=folder, num_speculative_tokens=k, **options)
 
 
+def acceptance_rates(acceptance_length: float, k: int) -> list[float]:
+    """P(at least i drafts pass) = p^i with 1 + p + ... + p^K = the acceptance length."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        if 1 + sum(p**i for i in range(1, k + 1)) < acceptance_length:
+            low = p
+        else:
+            high = p
+    return [low**i for i in range(1, k + 1)]
+
+
 def start(args: argparse.Namespace) -> TargetModel:
     """Set the threads and load the target."""
     quiet_libraries()

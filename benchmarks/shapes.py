@@ -254,9 +254,11 @@ def random_weight(format: Format, size: tuple[int, ...], device: torch.device) -
     return PackedWeight(data.to(torch.float8_e4m3fn), "fp8", scale, block=(128, 128))
 
 
-def make_head(target: TargetModel, shape: Shape, method: str, folder: Path) -> None:
-    """Write a head with random weights, once."""
-    config = target.model.config
+def make_head(
+    shape: Shape, method: str, folder: Path, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Write a head with random weights, once; the weights are made on a device."""
+    config = make_config(shape)
     parallel = method == "peagle"
     drafter_config = DrafterConfig(
         hidden_size=config.hidden_size,
@@ -268,17 +270,17 @@ def make_head(target: TargetModel, shape: Shape, method: str, folder: Path) -> N
         vocab_size=config.vocab_size,
         draft_vocab_size=shape.draft_vocab_size,
         target_hidden_size=config.hidden_size,
-        aux_layer_ids=default_aux_layer_ids(target.num_layers),
+        aux_layer_ids=default_aux_layer_ids(config.num_hidden_layers),
         mask_token_id=1 if parallel else None,
         max_position_embeddings=config.max_position_embeddings,
     )
     written = folder / "config.json"
-    if written.is_file() and json.loads(written.read_text())["dtype"] == _name(target.dtype):
+    if written.is_file() and json.loads(written.read_text())["dtype"] == _name(dtype):
         return
     torch.manual_seed(1)
-    with target.device:
+    with device:
         drafter = Drafter(drafter_config)
-    save_drafter(folder, drafter.to(target.dtype))
+    save_drafter(folder, drafter.to(dtype))
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

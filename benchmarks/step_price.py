@@ -102,8 +102,9 @@ def main() -> None:
     words = range(shape.config["vocab_size"])
     prompts = [source.choices(words, k=args.context) for _ in range(most)]
     with tempfile.TemporaryDirectory() as name:
-        target = make_target(shape, Path(name), resolve_dtype("auto", device), device)
-        make_head(target, shape, "peagle", Path(name, "head"))
+        dtype = resolve_dtype("auto", device)
+        target = make_target(shape, Path(name), dtype, device)
+        make_head(shape, "peagle", Path(name, "head"), dtype, device)
         machine = EngineMachine(
             *(target, str(Path(name, "head")), acceptance, grid.ks, prompts),
             context=args.context,

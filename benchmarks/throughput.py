@@ -32,7 +32,7 @@ from typing import Any, get_args  # noqa: E402
 
 import torch  # noqa: E402
 from checkpoints import write_checkpoint  # noqa: E402
-from common import run_guarded  # noqa: E402
+from common import acceptance_rates, run_guarded  # noqa: E402
 from shapes import SHAPES, make_head, make_target  # noqa: E402
 
 from peagle import LLM, SamplingParams  # noqa: E402
@@ -155,18 +155,6 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--profile cannot be written: {error}.") from None
 
 
-def acceptance_rates(acceptance_length: float, k: int) -> list[float]:
-    """P(at least i drafts pass) = p^i with 1 + p + ... + p^K = the acceptance length."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        if 1 + sum(p**i for i in range(1, k + 1)) < acceptance_length:
-            low = p
-        else:
-            high = p
-    return [low**i for i in range(1, k + 1)]
-
-
 def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
     """The engine that users get, on random weights."""
     device = resolve_device(args.device)
@@ -186,7 +174,7 @@ def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
     speculative = None
     if rates is not None:
         head = base.parent / f"{base.name}-{args.method}" if args.checkpoint else base / args.method
-        make_head(target, shape, args.method, head)
+        make_head(shape, args.method, head, dtype, device)
         speculative = {
             "model": str(head),
             "num_speculative_tokens": args.k,

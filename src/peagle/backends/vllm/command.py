@@ -102,7 +102,7 @@ def vllm_command(launch: VllmLaunch, installation: VllmInstallation) -> VllmComm
     """
     launch = with_head(launch)
     arguments = engine_arguments(launch, installation) | _server_arguments(launch, installation)
-    argv = [str(installation.python), "-m", MODULE, *_as_flags(arguments), *launch.extra]
+    argv = [str(installation.python), "-m", MODULE, *as_flags(arguments), *launch.extra]
     return VllmCommand(tuple(argv), environment(launch, installation))
 
 
@@ -152,7 +152,8 @@ def _server_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dic
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _as_flags(arguments: Mapping[str, Any]) -> list[str]:
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments of vLLM as words of its command line."""
     flags = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")

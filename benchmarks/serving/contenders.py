@@ -1,0 +1,179 @@
+"""The servers of a comparison: what each serves, how it is started, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from traffic import NAME, ServerError
+
+from peagle.backends.vllm.command import MODULE, as_flags, engine_arguments, environment
+from peagle.backends.vllm.installation import VllmInstallation
+from peagle.backends.vllm.launch import VllmLaunch, with_head
+from peagle.client.counters import DraftCounts, read_counters
+from peagle.config import SpeculativeConfig
+from peagle.errors import UserError
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+VARIANTS = (
+    *("vllm/k3", "vllm/k5", "vllm/k7", "vllm/eagle3-k3", "vllm/plain"),
+    *("peagle/by-load", "peagle/k7", "peagle/plain"),
+)
+END_S = 30.0
+# The rates of acceptance of a head do not depend on K; its length does. These are the K of --al.
+K_OF_AL = {"peagle": 7, "eagle3": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A server: `side` is peagle or vllm, `head` peagle, eagle3 or None, `k` its drafts."""
+
+    side: str
+    head: str | None
+    k: int
+    is_scheduled: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read a name like vllm/eagle3-k3.
+
+        Raises:
+            UserError: there is no such server.
+        """
+        found = re.fullmatch(r"(peagle|vllm)/(?:(plain)|(by-load)|(eagle3-)?k([1-9]\d?))", text)
+        if found is None or (found[1] == "vllm" and found[3]):
+            raise UserError(f"No server {text!r}; there are {', '.join(VARIANTS)}, and other K.")
+        if found[2]:
+            return cls(found[1], None, 0)
+        if found[3]:
+            return cls(found[1], "peagle", K_OF_AL["peagle"], is_scheduled=True)
+        return cls(found[1], "eagle3" if found[4] else "peagle", int(found[5]))
+
+
+def speculation(variant: Variant, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The speculative configuration, in the form that both servers take; None decodes plainly."""
+    if variant.head is None:
+        return None
+    sys.path.append(str(BENCHMARKS))
+    from common import acceptance_rates
+
+    length = args.al if variant.head == "peagle" else args.eagle3_al
+    first = acceptance_rates(length, K_OF_AL[variant.head])[0]
+    config: dict[str, Any] = {
+        "method": "eagle3",
+        "model": str(args.model / variant.head),
+        "num_speculative_tokens": variant.k,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [first**i for i in range(1, variant.k + 1)],
+    }
+    if variant.is_scheduled:
+        config["num_speculative_tokens_per_batch_size"] = args.schedule
+    return config
+
+
+def peagle_command(
+    variant: Variant, args: argparse.Namespace, port: int
+) -> tuple[list[str], dict[str, str]]:
+    """The command line of `peagle serve` from this checkout, and its variables."""
+    config = speculation(variant, args)
+    drafting = ["--speculative-config", json.dumps(config)] if config else ["--no-speculation"]
+    argv = [
+        *(sys.executable, "-m", "peagle", "serve", str(args.model / "target"), *drafting),
+        *("--served-model-name", NAME, "--port", str(port), "--no-prefix-caching"),
+        *("--max-num-seqs", str(args.max_num_seqs), "--max-model-len", str(args.max_model_len)),
+        *shlex.split(args.peagle_args),
+    ]
+    # Keys and settings of the user's own would make it another server.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
+    paths = [str(BENCHMARKS.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return argv, kept | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def vllm_command(
+    variant: Variant, args: argparse.Namespace, port: int, installation: VllmInstallation
+) -> tuple[list[str], dict[str, str]]:
+    """The command line of vLLM's server, without peagle's guard before it, and its variables."""
+    config = speculation(variant, args)
+    launch = with_head(
+        VllmLaunch(
+            target=str(args.model / "target"),
+            speculative=None if config is None else SpeculativeConfig.parse(config),
+            served_model_name=NAME,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            enable_prefix_caching=False,
+        )
+    )
+    arguments = engine_arguments(launch, installation) | {"host": "127.0.0.1", "port": port}
+    argv = [str(installation.python), "-m", MODULE, *as_flags(arguments)]
+    return argv + shlex.split(args.vllm_args), os.environ | environment(launch, installation)
+
+
+@contextmanager
+def serving(
+    argv: list[str], variables: dict[str, str], log: Path, health: str, start_s: float
+) -> Iterator[None]:
+    """Run a server until the block ends, its engines included.
+
+    Raises:
+        ServerError: it ended, or was not ready in time.
+    """
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            argv,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + start_s
+        while not answers(health):
+            if process.poll() is not None or time.monotonic() > end:
+                raise ServerError(f"it is not ready; {log} says why")
+            time.sleep(0.25)
+        yield
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what is left of it holds memory of the card
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers with status 200."""
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
+
+
+def drafts(url: str) -> DraftCounts | None:
+    """Return a server's counters of drafts, None where it has none.
+
+    Raises:
+        ServerError: it does not answer.
+    """
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+            return read_counters(answer.read().decode(), NAME).drafts
+    except OSError as error:
+        raise ServerError(f"its /metrics does not answer: {error}") from None
