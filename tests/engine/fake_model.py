@@ -234,6 +234,7 @@ class FakeGraphs:
         self.starts: list[int] = []  # how many sequences
         self.num_launches = self.num_reads = 0
         self.times: dict[int, Any] = {}
+        self.num_drafts, self.step_s = 3, None
 
     def obstacle(self, sequences: list[Sequence]) -> str | None:
         is_missing = any(s.pending_features is not None for s in sequences)

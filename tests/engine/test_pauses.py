@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
-from peagle.engine.drafting import RESUME_AFTER, DepthPolicy
+from peagle.engine.depth import RESUME_AFTER, ScheduledDepth
 from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
 from peagle.engine.graph_runner import graph_sizes
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
@@ -35,7 +35,7 @@ def scheduled(config: dict[str, Any] | None, schedule: Any = SCHEDULE) -> dict[s
 @given(loads=st.lists(st.integers(0, 6), max_size=60))
 def test_drafting_stops_at_once_and_resumes_after_a_while(loads: list[int]) -> None:
     scheduled = (7, 7, 3, 3, 0, 2, 0)  # by load; not even monotone
-    policy = DepthPolicy(scheduled.__getitem__)
+    policy = ScheduledDepth(scheduled.__getitem__)
     for now, load in enumerate(loads):
         policy.observe(load)
         seen = loads[: now + 1]
@@ -49,9 +49,10 @@ def test_drafting_stops_at_once_and_resumes_after_a_while(loads: list[int]) -> N
 
 def test_every_bucket_has_a_graph_without_drafts_if_one_has() -> None:
     depths = (0, 7, 7, 0, 0, 0, 0, 0, 0)
-    assert graph_sizes(8, depths.__getitem__) == [(1, 0), (1, 7), (2, 0), (2, 7), (4, 0), (8, 0)]
-    assert graph_sizes(4, lambda n: 3) == [(1, 3), (2, 3), (4, 3)]
-    assert graph_sizes(2, lambda n: 0) == [(1, 0), (2, 0)]
+    possible = ScheduledDepth(depths.__getitem__).possible
+    assert graph_sizes(8, possible) == [(1, 0), (1, 7), (2, 0), (2, 7), (4, 0), (8, 0)]
+    assert graph_sizes(4, lambda n: {3}) == [(1, 3), (2, 3), (4, 3)]
+    assert graph_sizes(2, lambda n: {0}) == [(1, 0), (2, 0)]
 
 
 # ---- the engine that launches kernel by kernel ----------------------------------------------
@@ -69,7 +70,7 @@ def test_prompts_are_shared_while_nobody_drafts(
     assert llm.engine.stats.num_cached_tokens >= len(PROMPTS[3]) - 8
     expected = watch_drafts(fresh)
     drive(fresh, [PROMPTS[3]], GREEDY)
-    llm.engine._depth = DepthPolicy(lambda n: K)
+    llm.engine._depth = ScheduledDepth(lambda n: K)
     found = watch_drafts(llm)
     drive(llm, [PROMPTS[3]], GREEDY)
     assert found == expected, "what it shares is whole"
@@ -104,7 +105,7 @@ def test_captured_steps_keep_features_and_resume(
 ) -> None:
     graphs = "peagle.engine.engine.runs_as_graphs"
     monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
-    monkeypatch.setattr("peagle.engine.drafting.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
     options["device"] = device
     params = [replace(GREEDY, max_tokens=n) for n in (11, 4)]

@@ -29,7 +29,8 @@ from hypothesis.stateful import (
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.drafting import DepthPolicy, Drafting, HeadDrafting
+from peagle.engine.depth import ScheduledDepth
+from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.graph_runner import Pipeline
 from peagle.engine.scheduler import Schedule, Scheduler
@@ -108,7 +109,7 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     fake.runner, fake.sampler = FakeRunner(*size, kind.has_drawn_drafts), FakeSampler()
     if kind.has_head:
         fake.num_speculative_tokens = K
-        fake._depth = DepthPolicy(kind.depths.__getitem__)
+        fake._depth = ScheduledDepth(kind.depths.__getitem__)
         fake.max_draft_len = kind.max_draft_len
         fake._features = FeatureRings()
         fake.drafting = HeadDrafting(
@@ -279,7 +280,7 @@ class Schedules(RuleBasedStateMachine):
     def pause_drafting(self, times: int) -> None:
         """Holes in the drafter's KV."""
         fake: Any = self.engine
-        depth, fake._depth = fake._depth, DepthPolicy(lambda n: 0)
+        depth, fake._depth = fake._depth, ScheduledDepth(lambda n: 0)
         self.step(times)
         fake._depth = depth
 

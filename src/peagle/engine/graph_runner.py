@@ -13,7 +13,7 @@ Shapes: B rows of a graph, K drafts, T tokens, D drafter width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import gt
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from peagle.attention import Passes
 from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.engine.depth import DepthPolicy
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.sampler import has_penalties
@@ -46,6 +47,7 @@ MAX_GRAPH_ROWS = 256
 TOKEN_BUCKETS = (32, 128, 256, 512)
 MAX_SEQUENCES = 16
 _WARM_UPS = 2
+_TIMED_STEPS = 4
 
 # Makes a function that replays what another one launches on the device.
 Capturer = Callable[[Callable[[], None]], Callable[[], None]]
@@ -71,16 +73,18 @@ def buckets(max_num_seqs: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def graph_sizes(max_num_seqs: int, depth: Callable[[int], int]) -> list[tuple[int, int]]:
-    """Return (rows, K) of the graphs, where n sequences draft `depth(n)` tokens each.
+def graph_sizes(
+    max_num_seqs: int, possible: Callable[[int], Collection[int]]
+) -> list[tuple[int, int]]:
+    """Return (rows, K) of the graphs; `possible` is `DepthPolicy.possible`.
 
-    Where `depth` is 0 for some number of sequences, `DepthPolicy` may make it 0 for every number.
+    Where K may be 0 for some number of sequences, a pause may make it 0 for every number.
     """
     found: list[tuple[int, int]] = []
     smaller = 0
-    pause = {0} & {depth(n) for n in range(1, max_num_seqs + 1)}
+    pause = {0}.intersection(*[set().union(*map(possible, range(1, max_num_seqs + 1)))])
     for size in buckets(max_num_seqs):
-        depths = pause | {depth(n) for n in range(smaller + 1, size + 1)}
+        depths = pause.union(*map(possible, range(smaller + 1, size + 1)))
         found += [(size, k) for k in sorted(depths)]
         smaller = size
     return found
@@ -90,10 +94,10 @@ def accelerate(
     target: TargetModel,
     drafter: Drafter | None,
     max_num_seqs: int,
-    depth: Callable[[int], int],
+    depth: DepthPolicy,
 ) -> None:
     """Fuse and compile the modules that the graphs run."""
-    sizes = graph_sizes(max_num_seqs, depth)
+    sizes = graph_sizes(max_num_seqs, depth.possible)
     accelerate_target(target, [rows * (k + 1) for rows, k in sizes])
     sizes = [(rows, k) for rows, k in sizes if k]
     if drafter is None or not sizes:
@@ -115,7 +119,7 @@ def make_graph_runner(
     max_num_seqs: int,
     synthetic_rates: tuple[float, ...] | None,
     *,
-    depth: Callable[[int], int],
+    depth: DepthPolicy,
     features: FeatureRings,
     max_draft_len: int,
 ) -> GraphRunner:
@@ -235,12 +239,13 @@ class GraphRunner:
 
     Args:
         make_step: makes the step of (rows, K), greedy or not.
-        depth: K for a number of sequences that run together.
+        depth: K of each step.
         capture: makes the graphs; no sequence is active, so that no KV is written.
         features: takes the features of steps without drafts, where drafting may pause.
 
     Attributes:
         times: device times of the steps, by the rows of the graph.
+        step_s: seconds on the device of the step that was read last; None where nothing stamps it.
     """
 
     def __init__(
@@ -248,12 +253,12 @@ class GraphRunner:
         make_step: Callable[[tuple[int, int], bool], DecodeStep],
         max_num_seqs: int,
         vocab_size: int,
-        depth: Callable[[int], int],
+        depth: DepthPolicy,
         capture: Capturer,
         features: FeatureRings | None = None,
     ) -> None:
         self._make_step = make_step
-        self._sizes = graph_sizes(max_num_seqs, depth)
+        self._sizes = graph_sizes(max_num_seqs, depth.possible)
         self._buckets = buckets(max_num_seqs)
         self._vocab_size = vocab_size
         self._depth = depth
@@ -265,12 +270,35 @@ class GraphRunner:
         self._graph: _Graph | None = None
         self._has_warned = False
         self.times: dict[int, StepTimes] = {}
+        self.step_s: float | None = None
 
     def capture_all(self) -> None:
         """Make all graphs now, the largest first: the others then fit into its memory."""
         for size in reversed(self._sizes):
             for greedy in (True, False):
                 self._graph_of(size, greedy)
+
+    def time_step(self, rows: int, num_drafts: int) -> float:
+        """Return the seconds of a greedy step of (rows, K) on the device: the fastest of a few.
+
+        No sequence is active, so that no KV is written.
+        """
+        graph = self._graph_of((rows, num_drafts), greedy=True)
+        seconds: list[float] = []
+        for _ in range(_TIMED_STEPS):
+            flight = graph.launch(())
+            assert flight.done is not None, "a GPU alone stamps its steps"
+            self.read(flight)
+            assert self.step_s is not None
+            seconds.append(self.step_s)
+        self.times.clear()
+        return min(seconds)
+
+    @property
+    def num_drafts(self) -> int:
+        """K of the steps that were started last."""
+        assert self._graph is not None, "nothing was started"
+        return self._graph.size[1]
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         """Return why no graph can run these sequences; None: one can.
@@ -335,7 +363,7 @@ class GraphRunner:
             flight.done.synchronize()
         *rows, times = flight.report_RX.tolist()
         if flight.done is not None:
-            self.times.setdefault(len(rows), StepTimes()).add(times)
+            self.step_s = self.times.setdefault(len(rows), StepTimes()).add(times)
         num_drafts = flight.report_RX.shape[1] // 2 - 2
         return [read_report(row, num_drafts) for row in rows[: len(flight.sequences)]]
 
