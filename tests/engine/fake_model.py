@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from peagle.engine.depth import DepthPolicy
 from peagle.engine.graph_runner import RowReport, buckets
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.scheduler import Chunk
@@ -223,33 +224,44 @@ class FakeGraphs:
     """
 
     def __init__(
-        self, runner: FakeRunner, head: FakeProposer, max_num_seqs: int, max_model_len: int
+        self,
+        runner: FakeRunner,
+        head: FakeProposer,
+        max_num_seqs: int,
+        max_model_len: int,
+        depth: DepthPolicy,
     ) -> None:
-        self._runner, self._head = runner, head
+        self._runner, self._head, self._depth = runner, head, depth
         self._buckets = buckets(max_num_seqs)
         self._max_model_len = max_model_len
         self._rows: list[Row] = []
         self._unread: list[Flight] = []
-        self._size = 0
+        self._size = (0, 0)
         self.starts: list[int] = []  # how many sequences
         self.num_launches = self.num_reads = 0
         self.times: dict[int, Any] = {}
-        self.num_drafts, self.step_s = 3, None
+        self.step_s = None
 
     def obstacle(self, sequences: list[Sequence]) -> str | None:
         is_missing = any(s.pending_features is not None for s in sequences)
         return "missed_features" if is_missing else None
 
     def is_tight(self, num_sequences: int) -> bool:
-        return self._bucket(num_sequences) == self._size
+        return self._sizes(num_sequences) == self._size
 
-    def _bucket(self, num_sequences: int) -> int:
-        return next(size for size in self._buckets if size >= num_sequences)
+    @property
+    def num_drafts(self) -> int:
+        return self._size[1]
+
+    def _sizes(self, num_sequences: int) -> tuple[int, int]:
+        rows = next(size for size in self._buckets if size >= num_sequences)
+        return rows, self._depth(num_sequences)
 
     def start(self, sequences: list[Sequence]) -> Flight:
         assert not self._unread, "the host does not know yet where they stand"
-        self._rows = [Row(s, list(s.token_ids), list(s.drafts), []) for s in sequences]
-        self._size = self._bucket(len(sequences))
+        self._size = self._sizes(len(sequences))
+        k = self._size[1]
+        self._rows = [Row(s, list(s.token_ids), s.drafts[:k], []) for s in sequences]
         self.starts.append(len(sequences))
         return self._launch()
 
@@ -291,7 +303,7 @@ class FakeGraphs:
             or not sequence.stop_token_ids.isdisjoint(new)
         )
         room = self._max_model_len - len(row.tokens)
-        k = max(0, min(sequence.num_speculative_tokens, room))
+        k = max(0, min(sequence.num_speculative_tokens, room, self._size[1]))
         for j in range(1, k):  # mask slots
             self._head.kv[self._runner.slot(row.table, first + len(new) - 1 + j)] = MASK
         row.drafts = _draft(tuple(row.tokens), k)

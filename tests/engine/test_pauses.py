@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from peagle import LLM, SamplingParams
 from peagle.engine.depth import RESUME_AFTER, ScheduledDepth
 from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
-from peagle.engine.graph_runner import graph_sizes
+from peagle.engine.graph_runner import GraphRunner, graph_sizes
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -128,6 +128,34 @@ def test_captured_steps_keep_features_and_resume(
     # One pass closes the gap that four captured steps and more have left.
     assert len(found) == 1
     assert found == {text: expected[text] for text in found}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_captured_steps_choose_k_and_change_no_output(
+    target_folder: Path, heads: dict[bool, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = "peagle.engine.engine.runs_as_graphs"
+    monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 1)
+    # Drafts of two sequences are dear, and those of one cheap.
+    monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, k: rows + 0.01 * k * rows**8)
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
+    options["device"] = device
+    params = [
+        replace(GREEDY, max_tokens=11),
+        replace(GREEDY, max_tokens=4, temperature=0.8, seed=11),
+    ]
+    fixed = {"model": str(heads[True]), "num_speculative_tokens": 3}
+    whole = LLM(target_folder, speculative_config=fixed, enforce_eager=True, **options)
+    expected = whole.generate(PROMPTS[:2], params)
+
+    llm = LLM(target_folder, speculative_config=scheduled(fixed, "auto"), **options)
+    found = llm.generate(PROMPTS[:2], params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    steps = llm.engine.stats.decode_steps
+    assert {0, 3} <= set(steps) <= {0, 1, 3}
+    # A step gives what it accepts and one token more; the prompt's pass gave the first.
+    assert sum(steps.values()) == 10 - found[0].stats.num_accepted_tokens
 
 
 # ---- K by load ------------------------------------------------------------------------------
