@@ -22,11 +22,14 @@ MARGIN = 0.01
 # The share of first drafts that are accepted, before there is a record: a good head's.
 PRIOR = 0.8
 # How many drafts the prior counts for, and how many the latest ones do.
-PRIOR_DRAFTS, LATEST_DRAFTS = 16, 512
+PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
 # Steps after which a position that is not drafted any more has lost two thirds of its record.
-FORGOTTEN_STEPS = 3000
+FORGOTTEN_STEPS = 4000
 # The latest steps of which the mean tells what contexts add to a step.
-LATEST_STEPS = 16
+LATEST_STEPS = 8
+# By how much an entry of the table may be wrong until its K ran for so many steps at its rows, and
+# the share of a step's error that corrects it meanwhile.
+DOUBT, TRUSTED_STEPS, CORRECTION = 0.2, 12, 0.3
 
 
 class DepthPolicy:
@@ -161,8 +164,11 @@ class AcceptanceRecord:
 class StepCosts:
     """Seconds of a step, from a table and from the steps that run.
 
-    A step takes what the table says of its rows and K, and the same again for each sequence: its
-    context, which is read once whatever K is. The latest steps tell how much that is.
+    A step takes what the table says of its rows and K, and as much again as its contexts, which are
+    read once whatever K is: the latest steps tell how much, by the sequence. Where another K ran at
+    the same rows before, the contexts are the same, and the first steps of a K correct the table.
+    Until then an entry may be wrong by DOUBT, and counts for so much less: a K that might pay is
+    tried once.
 
     Args:
         table: seconds by (rows, K), for every K at the same rows.
@@ -171,23 +177,31 @@ class StepCosts:
     def __init__(self, table: Mapping[tuple[int, int], float]) -> None:
         self._table = dict(table)
         self._rows = sorted({rows for rows, _ in table})
+        self._num_run = dict.fromkeys(table, 0)
         self._per_sequence_s = 0.0
 
     def __call__(self, num_sequences: int, k: int) -> float:
-        table_s = self._of_table(num_sequences, k)
+        rows = self._rows_of(num_sequences)
+        share = max(1.0, num_sequences / rows)
+        table_s = self._table[rows, k] * share
+        if self._num_run[rows, k] < TRUSTED_STEPS:
+            table_s *= 1 - DOUBT
         return max(table_s + num_sequences * self._per_sequence_s, table_s / 2)
 
-    def _of_table(self, num_sequences: int, k: int) -> float:
-        at = bisect_left(self._rows, num_sequences)
-        if at < len(self._rows):
-            return self._table[self._rows[at], k]
-        most = self._rows[-1]
-        return self._table[most, k] * num_sequences / most
+    def _rows_of(self, num_sequences: int) -> int:
+        return self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
 
     def add(self, num_sequences: int, k: int, seconds: float) -> None:
         """Count a step."""
-        beyond_s = (seconds - self._of_table(num_sequences, k)) / num_sequences
-        self._per_sequence_s += (beyond_s - self._per_sequence_s) / LATEST_STEPS
+        rows = self._rows_of(num_sequences)
+        share = max(1.0, num_sequences / rows)
+        beyond_s = seconds - self._table[rows, k] * share - num_sequences * self._per_sequence_s
+        others = (n for (r, other), n in self._num_run.items() if r == rows and other != k)
+        if self._num_run[rows, k] < TRUSTED_STEPS <= max(others, default=0):
+            self._table[rows, k] += CORRECTION * beyond_s / share
+        else:
+            self._per_sequence_s += beyond_s / num_sequences / LATEST_STEPS
+        self._num_run[rows, k] += 1
 
 
 class AutomaticDepth(DepthPolicy):
