@@ -259,6 +259,7 @@ class Schedules(RuleBasedStateMachine):
             old = before.pop(output.sequence.seq_id)
             assert output.sequence.token_ids == old + output.new_token_ids
             assert output.new_token_ids
+            assert output.num_drafted <= output.sequence.num_speculative_tokens
         for sequence in self.sequences:
             if sequence.seq_id in before:
                 assert sequence.token_ids == before[sequence.seq_id], "output without a report"
