@@ -82,7 +82,7 @@ def graph_sizes(
     """
     found: list[tuple[int, int]] = []
     smaller = 0
-    pause = {0}.intersection(*[set().union(*map(possible, range(1, max_num_seqs + 1)))])
+    pause = {0} & set[int]().union(*map(possible, range(1, max_num_seqs + 1)))
     for size in buckets(max_num_seqs):
         depths = pause.union(*map(possible, range(smaller + 1, size + 1)))
         found += [(size, k) for k in sorted(depths)]
