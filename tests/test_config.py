@@ -211,10 +211,17 @@ def test_without_a_schedule_k_is_k() -> None:
     assert [parse({"1": 3}).tokens_for(size) for size in (1, 2)] == [3, 3]
 
 
+def test_the_engine_may_choose_k() -> None:
+    config = parse("auto", k=5)
+    assert config.num_speculative_tokens_per_batch_size == "auto"
+    assert {config.tokens_for(size) for size in (1, 1000)} == {5}, "where it does not"
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ([], "expected ranges of batch sizes with their K, like [[1, 16, 7], [17, 64, 4]]"),
+        ([], 'batch sizes with their K, like [[1, 16, 7], [17, 64, 4]], or "auto"'),
+        ("automatic", "is 'automatic'; expected ranges"),
         (5, "is 5; expected ranges"),
         ([[1, 4]], "is [[1, 4]]; expected ranges"),
         ([[1, 4, "5"]], "expected ranges"),
@@ -232,6 +239,11 @@ def test_schedules_that_are_refused(schedule: Any, expected: str) -> None:
         parse(schedule)
     assert str(caught.value).startswith("num_speculative_tokens_per_batch_size is ")
     assert expected in str(caught.value)
+
+
+def test_prompt_lookup_has_one_k() -> None:
+    with pytest.raises(UserError, match="is 'auto'; expected ranges or none with method \"ngram\""):
+        SpeculativeConfig(method="ngram", num_speculative_tokens_per_batch_size="auto")
 
 
 # ---- synthetic acceptance ---------------------------------------------------------------------

@@ -46,6 +46,12 @@ def test_refused(gpu, change, message):
         check_launch(replace(LAUNCH, **change), gpu)
 
 
+def test_k_by_itself_is_not_of_vllm(gpu):
+    config = replace(EAGLE3, num_speculative_tokens_per_batch_size="auto")
+    with pytest.raises(UserError, match="vLLM does not choose K by the load"):
+        check_launch(VllmLaunch(str(BUNDLED_TARGET), config), gpu)
+
+
 def test_a_schedule_is_fine_for_heads_that_draft_one_by_one(gpu):
     config = replace(EAGLE3, num_speculative_tokens_per_batch_size=((1, 2, 3),))
     assert check_launch(VllmLaunch(str(BUNDLED_TARGET), config), gpu) == ()

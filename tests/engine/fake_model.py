@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from peagle.engine.depth import DepthPolicy
 from peagle.engine.graph_runner import RowReport, buckets
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.scheduler import Chunk
@@ -215,6 +216,7 @@ def _row(sequence: Sequence) -> Row:
 
 @dataclass(eq=False)
 class Flight:
+    num_drafts: int
     sequences: list[Sequence]
     reports: list[Any]
 
@@ -228,17 +230,23 @@ class FakeGraphs:
     """
 
     def __init__(
-        self, runner: FakeRunner, head: FakeProposer, max_num_seqs: int, max_model_len: int
+        self,
+        runner: FakeRunner,
+        head: FakeProposer,
+        max_num_seqs: int,
+        max_model_len: int,
+        depth: DepthPolicy,
     ) -> None:
-        self._runner, self._head = runner, head
+        self._runner, self._head, self._depth = runner, head, depth
         self._buckets = buckets(max_num_seqs)
         self._max_model_len = max_model_len
         self._rows: dict[Sequence, Row] = {}
         self._unread: list[Flight] = []
-        self._size = 0
+        self._size = (0, 0)
         self.launches: list[int] = []  # how many sequences, for each time that they were given
         self.num_launches = self.num_reads = 0
         self.times: dict[int, Any] = {}
+        self.last_read: tuple[int, None] = (0, None)
 
     def obstacle(self, sequences: list[Sequence]) -> str | None:
         is_missing = any(s.pending_features is not None for s in sequences)
@@ -248,10 +256,11 @@ class FakeGraphs:
         return False
 
     def is_tight(self, num_sequences: int) -> bool:
-        return self._bucket(num_sequences) == self._size
+        return self._sizes(num_sequences) == self._size
 
-    def _bucket(self, num_sequences: int) -> int:
-        return next(size for size in self._buckets if size >= num_sequences)
+    def _sizes(self, num_sequences: int) -> tuple[int, int]:
+        rows = next(size for size in self._buckets if size >= num_sequences)
+        return rows, self._depth(num_sequences)
 
     def launch(self, sequences: list[Sequence], meanwhile: None) -> Flight:
         assert len(self._unread) <= 1, "one step may be in flight"
@@ -259,8 +268,10 @@ class FakeGraphs:
         for sequence in sequences:
             if sequence not in self._rows:
                 assert sequence not in in_flight, "the host does not know yet where it stands"
+        self._size = self._sizes(len(sequences))
         self._rows = {s: self._rows.get(s) or _row(s) for s in sequences}
-        self._size = self._bucket(len(sequences))
+        for row in self._rows.values():
+            row.drafts = row.drafts[: self._size[1]]
         self.launches.append(len(sequences))
         return self._launch()
 
@@ -275,6 +286,7 @@ class FakeGraphs:
     def read(self, flight: Flight) -> list[Any]:
         assert self._unread.pop(0) is flight, "steps are read once, and in their order"
         self.num_reads += 1
+        self.last_read = flight.num_drafts, None
         return flight.reports
 
     def _launch(self) -> Flight:
@@ -283,7 +295,7 @@ class FakeGraphs:
             row.table = list(sequence.block_table) or row.table
         # Of a sequence that has ended there is no report.
         reports = [None if row.has_ended else self._step(row) for row in self._rows.values()]
-        self._unread.append(Flight(list(self._rows), reports))
+        self._unread.append(Flight(self._size[1], list(self._rows), reports))
         return self._unread[-1]
 
     def _step(self, row: Row) -> RowReport:
@@ -306,7 +318,7 @@ class FakeGraphs:
             or not sequence.stop_token_ids.isdisjoint(new)
         )
         room = self._max_model_len - len(row.tokens)
-        k = max(0, min(sequence.num_speculative_tokens, room))
+        k = max(0, min(sequence.num_speculative_tokens, room, self._size[1]))
         for j in range(1, k):  # mask slots
             self._head.kv[self._runner.slot(row.table, first + len(new) - 1 + j)] = MASK
         row.drafts = _draft(tuple(row.tokens), k)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
-from peagle.engine.drafting import RESUME_AFTER, DepthPolicy
+from peagle.engine.depth import RESUME_AFTER, ScheduledDepth
 from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
-from peagle.engine.graph_runner import graph_sizes
+from peagle.engine.graph_runner import GraphRunner, graph_sizes
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -35,7 +35,7 @@ def scheduled(config: dict[str, Any] | None, schedule: Any = SCHEDULE) -> dict[s
 @given(loads=st.lists(st.integers(0, 6), max_size=60))
 def test_drafting_stops_at_once_and_resumes_after_a_while(loads: list[int]) -> None:
     scheduled = (7, 7, 3, 3, 0, 2, 0)  # by load; not even monotone
-    policy = DepthPolicy(scheduled.__getitem__)
+    policy = ScheduledDepth(scheduled.__getitem__)
     for now, load in enumerate(loads):
         policy.observe(load)
         seen = loads[: now + 1]
@@ -49,9 +49,10 @@ def test_drafting_stops_at_once_and_resumes_after_a_while(loads: list[int]) -> N
 
 def test_every_bucket_has_a_graph_without_drafts_if_one_has() -> None:
     depths = (0, 7, 7, 0, 0, 0, 0, 0, 0)
-    assert graph_sizes(8, depths.__getitem__) == [(1, 0), (1, 7), (2, 0), (2, 7), (4, 0), (8, 0)]
-    assert graph_sizes(4, lambda n: 3) == [(1, 3), (2, 3), (4, 3)]
-    assert graph_sizes(2, lambda n: 0) == [(1, 0), (2, 0)]
+    possible = ScheduledDepth(depths.__getitem__).possible
+    assert graph_sizes(8, possible) == [(1, 0), (1, 7), (2, 0), (2, 7), (4, 0), (8, 0)]
+    assert graph_sizes(4, lambda n: {3}) == [(1, 3), (2, 3), (4, 3)]
+    assert graph_sizes(2, lambda n: {0}) == [(1, 0), (2, 0)]
 
 
 # ---- the engine that launches kernel by kernel ----------------------------------------------
@@ -69,7 +70,7 @@ def test_prompts_are_shared_while_nobody_drafts(
     assert llm.engine.stats.num_cached_tokens >= len(PROMPTS[3]) - 8
     expected = watch_drafts(fresh)
     drive(fresh, [PROMPTS[3]], GREEDY)
-    llm.engine._depth = DepthPolicy(lambda n: K)
+    llm.engine._depth = ScheduledDepth(lambda n: K)
     found = watch_drafts(llm)
     drive(llm, [PROMPTS[3]], GREEDY)
     assert found == expected, "what it shares is whole"
@@ -104,7 +105,7 @@ def test_captured_steps_keep_features_and_resume(
 ) -> None:
     graphs = "peagle.engine.engine.runs_as_graphs"
     monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
-    monkeypatch.setattr("peagle.engine.drafting.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
     options["device"] = device
     params = [replace(GREEDY, max_tokens=n) for n in (11, 4)]
@@ -127,6 +128,34 @@ def test_captured_steps_keep_features_and_resume(
     # One pass closes the gap that four captured steps and more have left.
     assert len(found) == 1
     assert found == {text: expected[text] for text in found}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_captured_steps_choose_k_and_change_no_output(
+    target_folder: Path, heads: dict[bool, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = "peagle.engine.engine.runs_as_graphs"
+    monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 1)
+    # Drafts of two sequences are dear, and those of one cheap.
+    monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, k: rows + 0.01 * k * rows**8)
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
+    options["device"] = device
+    params = [
+        replace(GREEDY, max_tokens=11),
+        replace(GREEDY, max_tokens=4, temperature=0.8, seed=11),
+    ]
+    fixed = {"model": str(heads[True]), "num_speculative_tokens": 3}
+    whole = LLM(target_folder, speculative_config=fixed, enforce_eager=True, **options)
+    expected = whole.generate(PROMPTS[:2], params)
+
+    llm = LLM(target_folder, speculative_config=scheduled(fixed, "auto"), **options)
+    found = llm.generate(PROMPTS[:2], params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    steps = llm.engine.stats.decode_steps
+    assert {0, 3} <= set(steps) <= {0, 1, 3}
+    # A step gives what it accepts and one token more; the prompt's pass gave the first.
+    assert sum(steps.values()) == 10 - found[0].stats.num_accepted_tokens
 
 
 # ---- K by load ------------------------------------------------------------------------------

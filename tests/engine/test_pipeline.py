@@ -15,6 +15,7 @@ import torch
 
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence
+from peagle.engine.depth import ScheduledDepth
 from peagle.engine.features import FeatureRing
 from peagle.engine.graph_runner import GraphRunner, Pipeline, RowReport, read_report
 from peagle.engine.outputs import StepOutput, StreamChunk
@@ -304,15 +305,12 @@ def sequence_with(**changes: Any) -> Sequence:
     ],
 )
 def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]) -> None:
-    def depth(num_sequences: int) -> int:
-        return 0
-
     def never(*_: Any) -> Any:
         raise AssertionError("nothing is captured")
 
-    buffers: Any = None
-    rules: Any = None
-    graphs = GraphRunner(buffers, never, 4, 100, depth, never, rules)
+    nothing: Any = None
+    depth = ScheduledDepth(lambda n: 0)
+    graphs = GraphRunner(nothing, never, 4, 100, depth, never, nothing)
     assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
     missed = sequence_with()
     missed.pending_features = FeatureRing(torch.zeros(2, 3), 0)

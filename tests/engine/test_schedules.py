@@ -29,7 +29,8 @@ from hypothesis.stateful import (
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.drafting import DepthPolicy, Drafting, HeadDrafting
+from peagle.engine.depth import AutomaticDepth, ScheduledDepth
+from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.graph_runner import Pipeline
 from peagle.engine.scheduler import Schedule, Scheduler
@@ -53,6 +54,7 @@ class Kind:
     depths: tuple[int, ...] = (K,) * 5  # by how many run
     has_graphs: bool = False
     has_drawn_drafts: bool = False
+    chooses_k: bool = False
 
 
 KINDS = {
@@ -61,8 +63,10 @@ KINDS = {
     "small holes": Kind(features_kept=4),
     "plain": Kind(has_head=False),
     "K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0)),
+    "K by itself": Kind(features_kept=6, chooses_k=True),
     "mostly no drafts": Kind(depths=(K, K, 0, 0, 0)),
     "graphs": Kind(depths=(K,) * 9, has_graphs=True),
+    "graphs, K by itself": Kind(has_graphs=True, chooses_k=True),
     "drawn drafts": Kind(features_kept=4, has_drawn_drafts=True),
     "drawn drafts, K by load": Kind(depths=(K, K, 0, 2, 0), has_drawn_drafts=True),
 }
@@ -108,7 +112,10 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     fake.runner, fake.sampler = FakeRunner(*size, kind.has_drawn_drafts), FakeSampler()
     if kind.has_head:
         fake.num_speculative_tokens = K
-        fake._depth = DepthPolicy(kind.depths.__getitem__)
+        fake._depth = ScheduledDepth(kind.depths.__getitem__)
+        if kind.chooses_k:
+            # The fake graphs keep no features, so that drafting never pauses.
+            fake._depth = restless_depth((3, 1, 3, 1) if kind.has_graphs else (3, 0, 1, 0))
         fake.max_draft_len = kind.max_draft_len
         fake._features = FeatureRings()
         fake.drafting = HeadDrafting(
@@ -122,9 +129,17 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         engine.scheduler.num_lookahead_slots = (3 if kind.has_graphs else 2) * (K + 1)
     if kind.has_graphs:
         head = fake.drafting.proposer
-        graphs: Any = FakeGraphs(fake.runner, head, config.max_num_seqs, MAX_MODEL_LEN)
+        sizes = config.max_num_seqs, MAX_MODEL_LEN
+        graphs: Any = FakeGraphs(fake.runner, head, *sizes, engine._depth)
         fake._pipeline = Pipeline(graphs, engine.scheduler, engine._take, engine._prepare_grammars)
     return engine
+
+
+def restless_depth(cheapest: tuple[int, ...]) -> AutomaticDepth:
+    """K by costs of which each number of sequences has its own cheapest, so that it changes."""
+    depth = AutomaticDepth(K)
+    depth.measure(range(1, 5), lambda rows, k: 1 if k == cheapest[rows - 1] else 9)
+    return depth
 
 
 _ALONE: dict[tuple[Kind, tuple[int, ...], str], list[int]] = {}
@@ -244,6 +259,7 @@ class Schedules(RuleBasedStateMachine):
             old = before.pop(output.sequence.seq_id)
             assert output.sequence.token_ids == old + output.new_token_ids
             assert output.new_token_ids
+            assert output.num_drafted <= output.sequence.num_speculative_tokens
         for sequence in self.sequences:
             if sequence.seq_id in before:
                 assert sequence.token_ids == before[sequence.seq_id], "output without a report"
@@ -279,7 +295,7 @@ class Schedules(RuleBasedStateMachine):
     def pause_drafting(self, times: int) -> None:
         """Holes in the drafter's KV."""
         fake: Any = self.engine
-        depth, fake._depth = fake._depth, DepthPolicy(lambda n: 0)
+        depth, fake._depth = fake._depth, ScheduledDepth(lambda n: 0)
         self.step(times)
         fake._depth = depth
 
@@ -362,6 +378,7 @@ def run_machine(
 ) -> None:
     monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", kind.features_kept)
     monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 4)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
     machine = type("Machine", (Schedules,), {"kind": kind})
     run_state_machine_as_test(
         machine,
@@ -381,6 +398,34 @@ def run_machine(
 @pytest.mark.parametrize("name", KINDS)
 def test_schedules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_machine(KINDS[name], monkeypatch, NUM_SCHEDULES // len(KINDS))
+
+
+@pytest.mark.parametrize(
+    ("name", "ks"), [("K by itself", {0, 1, 3}), ("graphs, K by itself", {1, 3})]
+)
+def test_k_by_itself_changes_in_these_schedules(
+    name: str, ks: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    engine = make_engine(KINDS[name], EngineConfig(num_kv_blocks=80, block_size=4))
+    record, told = engine._depth.record, []
+
+    def watched(k: int, accepted: list[int], seconds: float | None) -> None:
+        told.append((k, len(accepted), sum(accepted)))
+        record(k, accepted, seconds)
+
+    monkeypatch.setattr(engine._depth, "record", watched)
+    for index, tokens in enumerate((4, 12, 20, 30)):
+        engine.add_request([index] * 3, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+    stats = engine.stats
+    assert set(stats.decode_steps) == {k for k, *_ in told} == ks
+    assert sum(stats.decode_steps.values()) == len(told)
+    # The passes of the four prompts gave a token each. An output may end at an accepted draft.
+    surplus = sum(count + accepted for _, count, accepted in told) - (stats.num_output_tokens - 4)
+    assert 0 <= surplus <= 4
+    assert any(accepted for *_, accepted in told)
 
 
 # ---- the machine notices what it is there for --------------------------------------------------

@@ -42,13 +42,21 @@ def test_the_trained_depth_bounds_the_default() -> None:
 )
 def test_it_is_read_in_every_style(tmp_path: Path, keys: dict[str, object], k: int) -> None:
     folder = head_config(tmp_path / "head", **keys)
-    assert with_depth(SpeculativeConfig(model=str(folder)), folder).num_drafts == k
+    for schedule in (None, "auto"):
+        given = SpeculativeConfig(model=str(folder), num_speculative_tokens_per_batch_size=schedule)
+        found = with_depth(given, folder)
+        assert found.num_drafts == k
+        assert found.num_speculative_tokens_per_batch_size == "auto"
+        assert with_depth(found, folder) == found
 
 
 def test_what_is_given_stays(tmp_path: Path) -> None:
     folder = head_config(tmp_path, speculative_tokens=2)
     for config in (
         SpeculativeConfig(model="head", num_speculative_tokens=5),
+        SpeculativeConfig(
+            model="head", num_speculative_tokens=5, num_speculative_tokens_per_batch_size="auto"
+        ),
         SpeculativeConfig(model="head", num_speculative_tokens_per_batch_size=((1, 8, 7),)),
         SpeculativeConfig(model="head", synthetic_acceptance_rates=(0.5,) * 7),
         SpeculativeConfig(method="ngram"),
@@ -66,10 +74,11 @@ def test_every_engine_drafts_so_many() -> None:
 
 def test_it_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ["serve", TARGET, "--draft", HEAD, "--show-config"]
-    for more, expected in (([], 6), (["-k", "3"], 3)):
+    for more, k, schedule in (([], 6, "auto"), (["-k", "3"], 3, None)):
         assert run([*command, *more]) == 0
-        shown = json.loads(capsys.readouterr().out)["speculative"]["num_speculative_tokens"]
-        assert shown == expected
+        shown = json.loads(capsys.readouterr().out)["speculative"]
+        assert shown["num_speculative_tokens"] == k
+        assert shown["num_speculative_tokens_per_batch_size"] == schedule
 
 
 def test_vllm_is_told_the_same() -> None:
@@ -80,6 +89,7 @@ def test_vllm_is_told_the_same() -> None:
     found = speculative_json(launch)
     assert found is not None
     assert found["num_speculative_tokens"] == 6
+    assert "num_speculative_tokens_per_batch_size" not in found
 
 
 WHOLE = ("is a whole model (Qwen3ForCausalLM), not a draft head", "peagle train", "--method ngram")

@@ -192,7 +192,8 @@ def test_autoscaler_reads_a_metric_that_is_there():
     assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
 
     sizes = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
-    own: dict[str, Any] = {"speculation": SpeculationStats(), "step_times": {}, "eager_steps": {}}
+    own: dict[str, Any] = {"speculation": SpeculationStats()}
+    own |= {name: {} for name in ("step_times", "eager_steps", "decode_steps")}
     metrics = Metrics("m")
     metrics.record_engine(0, EngineStats(**{**sizes, **own, "num_kv_blocks": 1, "num_waiting": 3}))
     name = rule["seriesQuery"].partition("{")[0]

@@ -134,6 +134,18 @@ def test_eager_steps_by_reason_go_on_over_a_restart():
     assert counts == {"grammar": 6, "penalties": 1}
 
 
+def test_decode_steps_by_k_go_on_over_a_restart():
+    metrics = Metrics("m")
+    metrics.record_engine(0, replace(snapshot(), decode_steps={7: 3, 0: 1}))
+    metrics.engine_restarted(0)
+    metrics.record_engine(0, replace(snapshot(2), decode_steps={7: 2}))
+    counts = {
+        k: value(metrics, "decode_steps_total", engine="0", num_speculative_tokens=k)
+        for k in ("0", "7")
+    }
+    assert counts == {"0": 1, "7": 5}
+
+
 def test_accepted_tokens_are_counted_per_position():
     metrics = Metrics("m")
     metrics.record_engine(0, snapshot(accepted=[3, 1, 0, 2, 0]))

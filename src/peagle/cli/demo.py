@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -100,7 +101,11 @@ def demo(
 
     # Before the view, which would paint over the progress of a download.
     folder = resolve_model(target, given.value("revision"))
-    configurations = {kind: with_local_head(one) for kind, one in configurations.items()}
+    # K is the same for all, and on every machine.
+    configurations = {
+        kind: replace(with_local_head(one), num_speculative_tokens_per_batch_size=None)
+        for kind, one in configurations.items()
+    }
     console = make_console(no_color)
     view = make_view(console, output_format)
     with view.loading():

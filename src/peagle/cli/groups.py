@@ -34,7 +34,8 @@ SPECULATION = group(
     """
     -k, --num-speculative-tokens INT
         Number of draft tokens in a step, K. [default: what the head was trained for, at
-        most 7; 7 if the head does not name it]
+        most 7, or 7 if the head does not name it; where one engine generates or serves on a
+        GPU, K follows the load up to that]
     --no-speculation = no_speculation
         Decode without drafts.
     --method TEXT

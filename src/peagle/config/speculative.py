@@ -27,6 +27,7 @@ Quantization = Literal["fp8", "int8", "int4"]
 
 MAX_SPECULATIVE_TOKENS = 64
 DEFAULT_DEPTH = 7  # K where neither the user nor the head sets it
+AUTO = "auto"  # in place of a schedule of K
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
 # engine does the same.
@@ -77,8 +78,11 @@ class SpeculativeConfig:
             together, ascending, like ((1, 16, 7), (17, 64, 0)): a busy card pays for every token
             that it verifies. K = 0 stops drafting (`engine.drafting.DepthPolicy` says when).
             Numbers between two ranges have the K of the one before; K is never above
-            num_speculative_tokens. None: K is always the same. A sampled request with a seed and
-            drawn drafts keeps its own K, so that its output does not depend on the load.
+            num_speculative_tokens. A sampled request with a seed and drawn drafts keeps its own K,
+            so that its output does not depend on the load. "auto": where steps run as CUDA graphs
+            the engine chooses K itself (`engine.depth.AutomaticDepth`), and elsewhere K is always
+            the same. None: K is always the same; where a head is named and num_speculative_tokens
+            is None too, "auto" (`models.head_json`).
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
@@ -105,7 +109,9 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     num_speculative_tokens: int | None = None
-    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
+    num_speculative_tokens_per_batch_size: (
+        tuple[tuple[int, int, int], ...] | Literal["auto"] | None
+    ) = None
     parallel_drafting: bool | None = None
     draft_sampling: DraftSampling = "argmax"
     prompt_lookup_max: int = 4
@@ -150,13 +156,16 @@ class SpeculativeConfig:
 
     def _check_schedule(self, schedule: object) -> None:
         name = "num_speculative_tokens_per_batch_size"
+        if schedule == AUTO:
+            require(self.method != "ngram", name, schedule, 'ranges or none with method "ngram"')
+            return
         ranges: Any = schedule
         if isinstance(schedule, Mapping):
             ranges = [_range(sizes, k) for sizes, k in schedule.items()]
         ok = isinstance(ranges, list | tuple) and bool(ranges)
         ok = ok and all(isinstance(r, list | tuple) and len(r) == 3 for r in ranges)
         ok = ok and all(is_int(number) for r in ranges for number in r)
-        expected = "ranges of batch sizes with their K, like [[1, 16, 7], [17, 64, 4]]"
+        expected = 'ranges of batch sizes with their K, like [[1, 16, 7], [17, 64, 4]], or "auto"'
         require(ok, name, schedule, expected)
         ok = all(1 <= first <= last and k >= 0 for first, last, k in ranges)
         require(ok, name, schedule, "batch sizes from 1, last not below first, and K of at least 0")
@@ -170,9 +179,10 @@ class SpeculativeConfig:
         return self.num_speculative_tokens or DEFAULT_DEPTH
 
     def tokens_for(self, batch_size: int) -> int:
-        """Return K for a number of sequences that run together."""
+        """Return K for a number of sequences that run together; the greatest K for "auto"."""
         k = most = self.num_drafts
-        for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
+        schedule = self.num_speculative_tokens_per_batch_size or ()
+        for first, _, scheduled in () if schedule == AUTO else schedule:
             if first <= batch_size:
                 k = min(scheduled, most)
         return k

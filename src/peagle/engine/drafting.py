@@ -8,7 +8,7 @@ drafter's context begins behind it. Attention never reads a hole.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -39,7 +39,6 @@ from peagle.speculation import (
     TargetStep,
 )
 
-RESUME_AFTER = 8
 # From so many positions on that no draft needs, a pass of their own pays.
 READ_APART_FROM = 256
 
@@ -102,38 +101,6 @@ def make_drafting(
     )
     vocab_size = sampler.vocab_size
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
-
-
-class DepthPolicy:
-    """K of a step: what is scheduled for a number of sequences, and 0 for a while after a 0.
-
-    Drafting stops at once where 0 is scheduled. It begins again when drafts were scheduled at
-    RESUME_AFTER steps in a row, or when no sequence runs any more: resuming costs a pass over what
-    the drafter has missed, which a load that swings around a border would pay again and again.
-    Between other K a change costs nothing and comes at once.
-    """
-
-    def __init__(self, scheduled: Callable[[int], int]) -> None:
-        self._scheduled = scheduled
-        self._num_calm = RESUME_AFTER
-
-    def __call__(self, num_sequences: int) -> int:
-        """Return K for so many sequences at this step."""
-        return self._scheduled(num_sequences) if self._num_calm >= RESUME_AFTER else 0
-
-    def most_resuming(self, max_num_seqs: int) -> int:
-        """Return how many sequences at most resume drafting together; 0 where K is never 0."""
-        depths = [self(n) for n in range(1, max_num_seqs + 1)]
-        return 0 if all(depths) else max((n for n, k in enumerate(depths, 1) if k), default=1)
-
-    def observe(self, num_sequences: int) -> None:
-        """Count a step that begins with so many running sequences."""
-        if not num_sequences:
-            self._num_calm = RESUME_AFTER
-        elif self._scheduled(num_sequences):
-            self._num_calm += 1
-        else:
-            self._num_calm = 0
 
 
 class Drafting:

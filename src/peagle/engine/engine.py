@@ -12,13 +12,15 @@ from dataclasses import replace
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.drafting import DepthPolicy, HeadDrafting, load_head, make_drafting
+from peagle.engine.depth import AutomaticDepth, make_depth
+from peagle.engine.drafting import HeadDrafting, load_head, make_drafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
 from peagle.engine.graph_runner import (
     Pipeline,
     RowReport,
     accelerate,
+    buckets,
     make_graph_runner,
     runs_as_graphs,
 )
@@ -78,7 +80,6 @@ class LLMEngine:
         self.speculative = speculative
         self.max_model_len = _max_model_len(target, config)
         self.num_speculative_tokens = speculative.num_drafts if speculative else 0
-        self._depth = DepthPolicy(speculative.tokens_for if speculative else lambda _: 0)
         drafter = load_head(target, speculative)
         self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
         # Positions up to which the drafter's KV matters; without a head none does.
@@ -87,6 +88,8 @@ class LLMEngine:
             longest = speculative.max_model_len or drafter.config.max_position_embeddings
             self.max_draft_len = min(longest, self.max_model_len)
         is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
+        trained = drafter.config.trained_depth if drafter else None
+        self._depth = make_depth(speculative, trained, is_captured=is_pipelined)
         if is_pipelined and target.device.type == "cuda":
             accelerate(target, drafter, config.max_num_seqs, self._depth)
         num_resuming = self._depth.most_resuming(config.max_num_seqs) if drafter else 0
@@ -142,11 +145,14 @@ class LLMEngine:
                 features=self._features,
                 max_draft_len=self.max_draft_len,
             )
+            if isinstance(self._depth, AutomaticDepth):
+                self._depth.measure(buckets(config.max_num_seqs), graphs.time_step)
             self._pipeline = Pipeline(graphs, self.scheduler, self._take, self._prepare_grammars)
         self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._eager_steps: Counter[str] = Counter()
+        self._decode_steps: Counter[int] = Counter()
         self.eos_token_ids = target.eos_token_ids()
         self._num_requests = 0
 
@@ -341,7 +347,7 @@ class LLMEngine:
         outputs = self._outputs = []
         self._counts["num_steps"] += 1
         if self._pipeline is not None and self._pipeline.go_on():
-            self.scheduler.prompt_budget.gave()
+            self._count_read(self._pipeline)
         elif self.scheduler.has_unfinished:
             self._schedule_and_run()
         return outputs
@@ -382,8 +388,7 @@ class LLMEngine:
                 pipeline.launch(sequences)
             else:
                 pipeline.drain()
-            if self._outputs:
-                budget.gave()
+            self._count_read(pipeline)
         budget.ran(num_prompt_tokens)
         if is_launched:
             return
@@ -393,8 +398,24 @@ class LLMEngine:
             return
         if obstacle is not None:
             self._eager_steps[obstacle] += 1
+        k, num_before = self._depth(len(sequences)), len(self._outputs)
         self._run([Chunk(s, 1, len(s.drafts)) for s in sequences])
         budget.gave()
+        self._record(k, self._outputs[num_before:], None)
+
+    def _count_read(self, pipeline: Pipeline) -> None:
+        """Count the step whose results were taken, if it brought tokens."""
+        if self._outputs:
+            self.scheduler.prompt_budget.gave()
+            k, seconds = pipeline.runner.last_read
+            self._record(k, self._outputs, seconds)
+
+    def _record(self, k: int, outputs: list[StepOutput], seconds: float | None) -> None:
+        """Count a decode step of depth k by its outputs; K follows from such steps."""
+        accepted = [output.num_accepted for output in outputs if output.new_token_ids]
+        if accepted:
+            self._decode_steps[k] += 1
+            self._depth.record(k, accepted, seconds)
 
     def _prepare_grammars(self) -> None:
         """Find the tokens that grammars allow next; end sequences whose grammar took too long."""
@@ -553,6 +574,7 @@ class LLMEngine:
             speculation=self.speculation_stats.copy(),
             step_times={rows: replace(times) for rows, times in step_times.items()},
             eager_steps=dict(self._eager_steps),
+            decode_steps=dict(self._decode_steps),
             **self._counts,
         )
 

@@ -13,9 +13,10 @@ Shapes: B rows of a graph, K drafts, T tokens, D drafter width.
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from peagle.attention import Passes
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine.depth import DepthPolicy
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.scheduler import Scheduler
@@ -53,6 +55,7 @@ ALWAYS_PAYS = 512
 MOST_PADDING = 0.1
 MAX_SEQUENCES = 16
 _WARM_UPS = 2
+_TIMED_STEPS = 4
 
 # Makes a function that replays what another one launches on the device.
 Capturer = Callable[[Callable[[], None]], Callable[[], None]]
@@ -78,16 +81,18 @@ def buckets(max_num_seqs: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def graph_sizes(max_num_seqs: int, depth: Callable[[int], int]) -> list[tuple[int, int]]:
-    """Return (rows, K) of the graphs, where n sequences draft `depth(n)` tokens each.
+def graph_sizes(
+    max_num_seqs: int, possible: Callable[[int], Collection[int]]
+) -> list[tuple[int, int]]:
+    """Return (rows, K) of the graphs; `possible` is `DepthPolicy.possible`.
 
-    Where `depth` is 0 for some number of sequences, `DepthPolicy` may make it 0 for every number.
+    Where K may be 0 for some number of sequences, a pause may make it 0 for every number.
     """
     found: list[tuple[int, int]] = []
     smaller = 0
-    pause = {0} & {depth(n) for n in range(1, max_num_seqs + 1)}
+    pause = {0} & set[int]().union(*map(possible, range(1, max_num_seqs + 1)))
     for size in buckets(max_num_seqs):
-        depths = pause | {depth(n) for n in range(smaller + 1, size + 1)}
+        depths = pause.union(*map(possible, range(smaller + 1, size + 1)))
         found += [(size, k) for k in sorted(depths)]
         smaller = size
     return found
@@ -97,10 +102,10 @@ def accelerate(
     target: TargetModel,
     drafter: Drafter | None,
     max_num_seqs: int,
-    depth: Callable[[int], int],
+    depth: DepthPolicy,
 ) -> None:
     """Fuse and compile the modules that the graphs run."""
-    sizes = graph_sizes(max_num_seqs, depth)
+    sizes = graph_sizes(max_num_seqs, depth.possible)
     accelerate_target(target, [rows * (k + 1) for rows, k in sizes])
     sizes = [(rows, k) for rows, k in sizes if k]
     if drafter is None or not sizes:
@@ -122,7 +127,7 @@ def make_graph_runner(
     max_num_seqs: int,
     synthetic_rates: tuple[float, ...] | None,
     *,
-    depth: Callable[[int], int],
+    depth: DepthPolicy,
     features: FeatureRings,
     max_draft_len: int,
 ) -> GraphRunner:
@@ -146,7 +151,7 @@ def make_graph_runner(
         synthetic_rates=synthetic_rates,
     )
     buffers = StepBuffers(sizes, target.device)
-    most_rows = max(rows * (k + 1) for rows, k in graph_sizes(max_num_seqs, depth))
+    most_rows = max(rows * (k + 1) for rows, k in graph_sizes(max_num_seqs, depth.possible))
 
     def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
         return DecodeStep(
@@ -210,12 +215,14 @@ class Flight:
     """A step that was launched.
 
     Attributes:
+        num_drafts: K.
         sequences: the sequence of each row; None for an empty row.
         report_RX: the report, on the host once `done` has happened.
         logprobs: the same for log-probabilities; None where nobody wants any.
         done: None on a CPU, where all is there at once.
     """
 
+    num_drafts: int
     sequences: SequenceOf[Sequence | None]
     report_RX: Tensor
     logprobs: PendingLogprobs | None
@@ -258,10 +265,10 @@ class _Graph:
         self._reports.reverse()
         report_RX.copy_(self._step.report_RX, non_blocking=True)
         if not self._is_cuda:
-            return Flight(sequences, report_RX, logprobs, None)
+            return Flight(self._step.num_drafts, sequences, report_RX, logprobs, None)
         done = torch.cuda.Event()
         done.record()
-        return Flight(sequences, report_RX, logprobs, done)
+        return Flight(self._step.num_drafts, sequences, report_RX, logprobs, done)
 
     def _without_waiting(self, sequences: SequenceOf[Sequence | None]) -> list[Sequence | None]:
         """Let the sequences sit this step out whose grammars are not ready."""
@@ -283,13 +290,15 @@ class GraphRunner:
     Args:
         buffers: state of the sequences.
         make_step: makes the step of (rows, K).
-        depth: K for a number of sequences that run together.
+        depth: K of each step.
         capture: makes the graphs; no sequence is active, so that no KV is written.
         rules: what requests ask for beside temperature, top-k, top-p and min-p.
         features: takes the features of steps without drafts, where drafting may pause.
 
     Attributes:
         times: device times of the steps, by the rows of the graph.
+        last_read: K of the step that was read last, and its seconds on the device; None where
+            nothing stamps it.
     """
 
     def __init__(
@@ -298,14 +307,14 @@ class GraphRunner:
         make_step: Callable[[int, int], DecodeStep],
         max_num_seqs: int,
         vocab_size: int,
-        depth: Callable[[int], int],
+        depth: DepthPolicy,
         capture: Capturer,
         rules: StepRules,
         features: FeatureRings | None = None,
     ) -> None:
         self._buffers = buffers
         self._make_step = make_step
-        self._sizes = graph_sizes(max_num_seqs, depth)
+        self._sizes = graph_sizes(max_num_seqs, depth.possible)
         self._buckets = buckets(max_num_seqs)
         self._vocab_size = vocab_size
         self._depth = depth
@@ -318,11 +327,39 @@ class GraphRunner:
         self._num_blocks = [0] * self._buckets[-1]  # of each row, those that the device knows
         self._has_warned = False
         self.times: dict[int, StepTimes] = {}
+        self.last_read: tuple[int, float | None] = (0, None)
 
     def capture_all(self) -> None:
         """Make all graphs now, the largest first: the others then fit into its memory."""
         for size in reversed(self._sizes):
             self._graph_of(size)
+
+    def time_step(self, num_rows: int, num_drafts: int) -> float:
+        """Return the seconds of a step of (rows, K) on the device: the fastest of a few.
+
+        Made-up sequences of random tokens run, for which a mixture reads about as many experts as
+        for real ones. They write to KV block 0, so this is for the time before requests come.
+        """
+        dice, params = random.Random(0), SamplingParams(max_tokens=1 << 20)
+        sequences: list[Sequence] = []
+        for row in range(num_rows):
+            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(num_drafts + 1))
+            sequences.append(
+                Sequence(row, [token], params, row, frozenset(), num_speculative_tokens=num_drafts)
+            )
+            sequences[-1].drafts = drafts
+        self._size = num_rows, num_drafts
+        self._buffers.switch(num_drafts)
+        self._seat(sequences, num_rows)
+        seconds: list[float] = []
+        for _ in range(_TIMED_STEPS):
+            self.read(self.go_on())
+            _, step_s = self.last_read
+            assert step_s is not None, "a GPU alone stamps its steps"
+            seconds.append(step_s)
+        self.clear()
+        self.times.clear()
+        return min(seconds)
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         """Return why no graph can run these sequences; None: one can.
@@ -433,8 +470,10 @@ class GraphRunner:
         if flight.done is not None:
             flight.done.synchronize()
         *rows, times = flight.report_RX.tolist()
+        seconds = None
         if flight.done is not None:
-            self.times.setdefault(len(rows), StepTimes()).add(times)
+            seconds = self.times.setdefault(len(rows), StepTimes()).add(times)
+        self.last_read = flight.num_drafts, seconds
         num_drafts = flight.report_RX.shape[1] // 2 - 2
         reports = [read_report(row, num_drafts) for row in rows]
         if flight.logprobs is not None:

@@ -95,13 +95,14 @@ class StepTimes:
     verify: float = 0.0
     draft: float = 0.0
 
-    def add(self, stamps: Sequence[int]) -> None:
-        """Count a step from the nanoseconds at its start and at the end of each part."""
+    def add(self, stamps: Sequence[int]) -> float:
+        """Count a step from the nanoseconds at its start and at each part's end; return seconds."""
         start, target, verify, draft = stamps[:4]
         self.num_steps += 1
         self.target += (target - start) * 1e-9
         self.verify += (verify - target) * 1e-9
         self.draft += (draft - verify) * 1e-9
+        return (draft - start) * 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class EngineStats:
         step_times: times of the steps that ran as CUDA graphs, by the rows of the graph.
         eager_steps: decode steps that no CUDA graph could run, where there are graphs, by the first
             reason (`GraphRunner.obstacle`).
+        decode_steps: decode steps by K, that of the batch.
     """
 
     num_waiting: int
@@ -135,3 +137,4 @@ class EngineStats:
     speculation: SpeculationStats
     step_times: dict[int, StepTimes]
     eager_steps: dict[str, int] = field(default_factory=dict)
+    decode_steps: dict[int, int] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.config import DEFAULT_DEPTH, SpeculativeConfig
+from peagle.config.speculative import AUTO
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
 
@@ -82,18 +83,21 @@ def trained_depth(data: Mapping[str, Any]) -> Any:
 def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConfig:
     """Return the configuration with K filled in from the head in `folder` where none was given.
 
-    A schedule of K, or synthetic rates, give K themselves. A file that cannot be read changes
-    nothing: whatever loads the head says what is wrong with it.
+    K is then automatic up to what the head was trained for. A schedule of K, or synthetic rates,
+    give K themselves. A file that cannot be read changes nothing: whatever loads the head says
+    what is wrong with it.
     """
-    schedule, rates = (
-        config.num_speculative_tokens_per_batch_size,
-        config.synthetic_acceptance_rates,
-    )
-    if config.model is None or (config.num_speculative_tokens, schedule, rates) != (None,) * 3:
+    schedule = config.num_speculative_tokens_per_batch_size
+    is_open = schedule in (None, AUTO) and config.synthetic_acceptance_rates is None
+    if config.model is None or config.num_speculative_tokens is not None or not is_open:
         return config
     try:
         depth = trained_depth(read_json(Path(folder) / "config.json"))
     except (OSError, ValueError, AttributeError, CheckpointError):
         depth = None
     is_depth = type(depth) is int and depth >= 1
-    return replace(config, num_speculative_tokens=default_depth(depth if is_depth else None))
+    return replace(
+        config,
+        num_speculative_tokens=default_depth(depth if is_depth else None),
+        num_speculative_tokens_per_batch_size=AUTO,
+    )

@@ -460,10 +460,18 @@ def pooled(engines: list[LLMEngine]) -> EngineStats:
     totals: dict[str, Any] = {
         f.name: sum(getattr(stats, f.name) for stats in every)
         for f in fields(EngineStats)
-        if f.name not in ("speculation", "step_times", "eager_steps")
+        if f.name not in ("speculation", "step_times", "eager_steps", "decode_steps")
     }
     eager_steps: Counter[str] = Counter()
+    decode_steps: Counter[int] = Counter()
     for stats in every:
         eager_steps.update(stats.eager_steps)
+        decode_steps.update(stats.decode_steps)
     speculation = SpeculationStats.pooled(stats.speculation for stats in every)
-    return EngineStats(**totals, speculation=speculation, step_times={}, eager_steps=eager_steps)
+    return EngineStats(
+        **totals,
+        speculation=speculation,
+        step_times={},
+        eager_steps=eager_steps,
+        decode_steps=decode_steps,
+    )

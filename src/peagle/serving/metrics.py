@@ -243,6 +243,8 @@ class Metrics:
         per_pos = family(counter, name, text, "engine", "position")
         text = "Decode steps that no CUDA graph could run."
         eager = family(counter, "eager_steps", text, "engine", "reason")
+        text = "Decode steps, by the tokens that a request drafts in them, K."
+        steps = family(counter, "decode_steps", text, "engine", "num_speculative_tokens")
         text = "Outputs that ended by themselves."
         success = family(counter, "request_success", text, "engine", "finished_reason")
         histograms = {
@@ -263,12 +265,23 @@ class Metrics:
                 per_pos.add_metric([*labels, str(position)], value)
             for reason, count in at.eager_steps().items():
                 eager.add_metric([*labels, reason], count)
+            for k, count in sorted(at.decode_steps().items()):
+                steps.add_metric([*labels, str(k)], count)
             for reason, count in at.num_finished.items():
                 success.add_metric([*labels, reason], count)
             for name, histogram in at.histograms.items():
                 histograms[name].add_metric(labels, histogram.buckets(), histogram.sum)
         yield from (build, *gauges.values(), beat, hangs, oldest)
-        yield from (*totals, per_pos, eager, restarts, success, failure, *histograms.values())
+        yield from (
+            *totals,
+            per_pos,
+            eager,
+            steps,
+            restarts,
+            success,
+            failure,
+            *histograms.values(),
+        )
 
     def _at(self, engine: int) -> _Engine:
         found = self._engines.get(engine)
@@ -300,10 +313,12 @@ class _Engine:
         self._ended: list[int] = []  # the totals of processes that are gone
         self._totals: list[int] = []
         self._ended_eager: Counter[str] = Counter()
+        self._ended_steps: Counter[int] = Counter()
 
     def restart(self) -> None:
         self._ended = self._sums()
         self._ended_eager = self.eager_steps()
+        self._ended_steps = self.decode_steps()
         self.stats = None
         self.num_restarts += 1
 
@@ -319,6 +334,10 @@ class _Engine:
     def eager_steps(self) -> Counter[str]:
         """Return the steps that no graph could run, by the reason."""
         return self._ended_eager + Counter(self.stats.eager_steps if self.stats else {})
+
+    def decode_steps(self) -> Counter[int]:
+        """Return the decode steps by K."""
+        return self._ended_steps + Counter(self.stats.decode_steps if self.stats else {})
 
     def _sums(self) -> list[int]:
         now = [0] * len(_TOTALS)

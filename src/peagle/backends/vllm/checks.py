@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.backends.vllm.installation import VllmInstallation, advisory_note, version_note
 from peagle.backends.vllm.launch import VllmLaunch, flag_name, read_head, with_head
+from peagle.config.speculative import AUTO
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
 
@@ -108,6 +109,11 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
         raise UserError(
             f"quantization of the head is {config.quantization!r}; vLLM gets the head as it is "
             "stored. Leave --draft-quantization out."
+        )
+    if config.num_speculative_tokens_per_batch_size == AUTO:
+        raise UserError(
+            'num_speculative_tokens_per_batch_size is "auto"; vLLM does not choose K by the load. '
+            "Leave it out."
         )
     if not launch.is_parallel:
         if launch.pipeline_parallel_size > 1 and config.method == "eagle3":

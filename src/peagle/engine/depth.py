@@ -1,0 +1,278 @@
+"""K of a step: the number of tokens that each sequence drafts, by a schedule or by the load.
+
+For drafts that are an argmax no output depends on K, so K may change at every step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from peagle.config import SpeculativeConfig
+from peagle.config.speculative import AUTO
+
+# Steps with drafts scheduled after which drafting resumes; what a pause costs, in plain steps.
+RESUME_AFTER = 8
+# What another change of K costs, in plain steps: some copies, and drafts that are dropped.
+CHANGE_COSTS = 0.25
+# Gains up to this share of a step are left: estimates are no better.
+MARGIN = 0.01
+
+# The share of first drafts that are accepted, before there is a record: a good head's.
+PRIOR = 0.8
+# How many drafts the prior counts for, and how many the latest ones do.
+PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
+# Steps after which a position that is not drafted any more has lost two thirds of its record.
+FORGOTTEN_STEPS = 4000
+# The latest steps of which the mean tells what contexts add to a step.
+LATEST_STEPS = 8
+# By how much an entry of the table may be wrong until its K ran for so many steps at its rows, and
+# the share of a step's error that corrects it meanwhile.
+DOUBT, TRUSTED_STEPS, CORRECTION = 0.2, 12, 0.3
+
+
+class DepthPolicy:
+    """K of a step by the number of sequences that run."""
+
+    def __call__(self, num_sequences: int) -> int:
+        """Return K for so many sequences at this step."""
+        raise NotImplementedError
+
+    def possible(self, num_sequences: int) -> set[int]:
+        """Return every K that steps of so many sequences may have, short of a pause."""
+        raise NotImplementedError
+
+    def observe(self, num_sequences: int) -> None:
+        """Count a step that begins with so many running sequences."""
+        raise NotImplementedError
+
+    def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
+        """Learn from a decode step of depth k; a fixed K learns nothing.
+
+        Args:
+            accepted: number of accepted drafts of each sequence.
+            seconds: time of the step on the device; None where it is not known.
+        """
+
+    def most_resuming(self, max_num_seqs: int) -> int:
+        """Return how many sequences at most resume drafting together; 0 where K is never 0."""
+        every = [self.possible(n) for n in range(1, max_num_seqs + 1)]
+        if not any(0 in depths for depths in every):
+            return 0
+        return max((n for n, depths in enumerate(every, 1) if any(depths)), default=1)
+
+
+class ScheduledDepth(DepthPolicy):
+    """What is scheduled for a number of sequences, and 0 for a while after a 0.
+
+    Drafting stops at once where 0 is scheduled. It begins again when drafts were scheduled at
+    RESUME_AFTER steps in a row, or when no sequence runs any more: resuming costs a pass over what
+    the drafter has missed, which a load that swings around a border would pay again and again.
+    Between other K a change costs little and comes at once.
+    """
+
+    def __init__(self, scheduled: Callable[[int], int]) -> None:
+        self._scheduled = scheduled
+        self._num_calm = RESUME_AFTER
+
+    def __call__(self, num_sequences: int) -> int:
+        return self._scheduled(num_sequences) if self._num_calm >= RESUME_AFTER else 0
+
+    def possible(self, num_sequences: int) -> set[int]:
+        return {self._scheduled(num_sequences)}
+
+    def observe(self, num_sequences: int) -> None:
+        if not num_sequences:
+            self._num_calm = RESUME_AFTER
+        elif self._scheduled(num_sequences):
+            self._num_calm += 1
+        else:
+            self._num_calm = 0
+
+
+def make_depth(
+    speculative: SpeculativeConfig | None, trained_depth: int | None, *, is_captured: bool
+) -> DepthPolicy:
+    """Return how K is chosen.
+
+    Args:
+        trained_depth: K that the head was trained for; None where it is not known.
+        is_captured: steps run as CUDA graphs, which draft an argmax.
+    """
+    if speculative is None:
+        return ScheduledDepth(lambda _: 0)
+    if is_captured and speculative.num_speculative_tokens_per_batch_size == AUTO:
+        most = speculative.num_drafts
+        return AutomaticDepth(most if trained_depth is None else min(most, trained_depth))
+    return ScheduledDepth(speculative.tokens_for)
+
+
+def candidates(most: int) -> tuple[int, ...]:
+    """Return the K to choose from: 0, 1, 3, 7, ... below `most`, and `most`.
+
+    rows * (K + 1) then takes few values, and products are tuned for each of these.
+    """
+    depths = {0, most}
+    k = 1
+    while k < most:
+        depths.add(k)
+        k = 2 * k + 1
+    return tuple(sorted(depths))
+
+
+class AcceptanceRecord:
+    """How many tokens a step brings a sequence at each K, by the latest steps.
+
+    c_i is the share of sequences that accept draft i among those that accepted the i - 1 before it
+    in a step that could have had it; a step brings 1 + c_1 + c_1 c_2 + ... + c_1 ... c_K tokens. A
+    sequence that drafts less than K by itself counts as one that accepts no more. With few tries
+    c_i is like c_{i-1}, and c_1 like PRIOR. So a change of the first drafts, which are always
+    tried, is one of the deeper ones too. A record that nothing is added to fades over thousands of
+    steps: a K that has not paid for long is tried again, unless it could not pay with the prior.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._tried, self._passed = [0.0] * most, [0.0] * most
+
+    def add(self, num_offered: int, accepted: Sequence[int]) -> None:
+        """Count a step in which sequences could accept up to `num_offered` drafts."""
+        counts = Counter(accepted)
+        num_reaching = len(accepted)
+        for i in range(len(self._tried)):
+            num_passing = num_reaching - counts[i]
+            if i < num_offered and num_reaching:
+                kept = LATEST_DRAFTS / (LATEST_DRAFTS + num_reaching)
+                self._tried[i] = self._tried[i] * kept + num_reaching
+                self._passed[i] = self._passed[i] * kept + num_passing
+            else:
+                self._tried[i] *= 1 - 1 / FORGOTTEN_STEPS
+                self._passed[i] *= 1 - 1 / FORGOTTEN_STEPS
+            num_reaching = num_passing
+
+    def tokens(self, k: int) -> float:
+        """Return the tokens of a sequence in a step of depth k."""
+        total = chain = 1.0
+        share = PRIOR
+        for tried, passed in zip(self._tried[:k], self._passed[:k], strict=True):
+            share = (passed + share * PRIOR_DRAFTS) / (tried + PRIOR_DRAFTS)
+            chain *= share
+            total += chain
+        return total
+
+
+class StepCosts:
+    """Seconds of a step, from a table and from the steps that run.
+
+    A step takes what the table says of its rows and K, and as much again as its contexts, which are
+    read once whatever K is: the latest steps tell how much, by the sequence. Where another K ran at
+    the same rows before, the contexts are the same, and the first steps of a K correct the table.
+    Until then an entry may be wrong by DOUBT, and counts for so much less: a K that might pay is
+    tried once.
+
+    Args:
+        table: seconds by (rows, K), for every K at the same rows.
+    """
+
+    def __init__(self, table: Mapping[tuple[int, int], float]) -> None:
+        self._table = dict(table)
+        self._rows = sorted({rows for rows, _ in table})
+        self._num_run = dict.fromkeys(table, 0)
+        self._per_sequence_s = 0.0
+
+    def __call__(self, num_sequences: int, k: int) -> float:
+        rows = self._rows_of(num_sequences)
+        share = max(1.0, num_sequences / rows)
+        table_s = self._table[rows, k] * share
+        if self._num_run[rows, k] < TRUSTED_STEPS:
+            table_s *= 1 - DOUBT
+        return max(table_s + num_sequences * self._per_sequence_s, table_s / 2)
+
+    def _rows_of(self, num_sequences: int) -> int:
+        return self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
+
+    def add(self, num_sequences: int, k: int, seconds: float) -> None:
+        """Count a step."""
+        rows = self._rows_of(num_sequences)
+        share = max(1.0, num_sequences / rows)
+        beyond_s = seconds - self._table[rows, k] * share - num_sequences * self._per_sequence_s
+        others = (n for (r, other), n in self._num_run.items() if r == rows and other != k)
+        if self._num_run[rows, k] < TRUSTED_STEPS <= max(others, default=0):
+            self._table[rows, k] += CORRECTION * beyond_s / share
+        else:
+            self._per_sequence_s += beyond_s / num_sequences / LATEST_STEPS
+        self._num_run[rows, k] += 1
+
+
+class AutomaticDepth(DepthPolicy):
+    """The K that brings most tokens a second at the present load, by what steps cost and bring.
+
+    At each step another K would have gained or lost time for the same tokens. K changes when the
+    gains of another one have added up to what the change costs: at once where that gains much, and
+    not for small gains or short ones. A change from or to 0 costs most, because the drafter has to
+    read what it missed. With nothing running a change is free.
+
+    Passes over prompts do not matter to it. They come before the pass that decodes, and a request
+    needs them once: with a greater K more prompts a second want their passes, too.
+
+    Args:
+        most: the greatest K.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._candidates = candidates(most)
+        self._costs: StepCosts | None = None
+        self._acceptance = AcceptanceRecord(most)
+        self._k = most
+        self._k_of_drafts = most  # of the step that made the drafts that are verified next
+        self._is_idle = True
+        self._gains = dict.fromkeys(self._candidates, 0.0)  # in plain steps
+
+    def measure(self, rows: Iterable[int], time_step: Callable[[int, int], float]) -> None:
+        """Measure the table of costs; K is `most` until then.
+
+        Args:
+            time_step: runs steps of (rows, K) and returns the seconds of one.
+        """
+        sizes = [(num_rows, k) for num_rows in rows for k in self._candidates]
+        self._costs = StepCosts({size: time_step(*size) for size in sizes})
+
+    def __call__(self, num_sequences: int) -> int:
+        return self._k
+
+    def possible(self, num_sequences: int) -> set[int]:
+        return set(self._candidates)
+
+    def observe(self, num_sequences: int) -> None:
+        costs = self._costs
+        if costs is None:
+            return
+        load = max(num_sequences, 1)
+        step_s = {k: costs(load, k) for k in self._candidates}
+        speed = {k: self._acceptance.tokens(k) / step_s[k] for k in self._candidates}
+        ready = list(self._candidates)
+        if num_sequences and not self._is_idle:
+            now = self._k
+            for k in self._candidates:
+                gain = (1 - speed[now] / speed[k] - MARGIN) * step_s[now] / step_s[0]
+                self._gains[k] = max(0.0, self._gains[k] + gain)
+            ready = [k for k in self._candidates if self._gains[k] >= self._price(k)]
+        if ready:
+            self._change(max(ready, key=speed.__getitem__))
+        self._is_idle = not num_sequences
+
+    def _price(self, k: int) -> float:
+        """Return what a change to k costs, in plain steps."""
+        return CHANGE_COSTS if k and self._k else RESUME_AFTER
+
+    def _change(self, k: int) -> None:
+        self._k = k
+        self._gains = dict.fromkeys(self._candidates, 0.0)
+
+    def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
+        if not accepted:
+            return
+        self._acceptance.add(min(k, self._k_of_drafts), accepted)
+        self._k_of_drafts = k
+        if seconds is not None and self._costs is not None:
+            self._costs.add(len(accepted), k, seconds)

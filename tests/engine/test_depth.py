@@ -1,0 +1,386 @@
+"""K by itself: against the best fixed K, on a simulated card and drafts that pass at random.
+
+What steps cost here is a plausible shape, not a measurement: flat up to some 300 tokens, where
+arithmetic begins to limit a pass, then by the token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.config import SpeculativeConfig
+from peagle.engine.depth import (
+    DOUBT,
+    PRIOR,
+    PRIOR_DRAFTS,
+    TRUSTED_STEPS,
+    AcceptanceRecord,
+    AutomaticDepth,
+    ScheduledDepth,
+    StepCosts,
+    candidates,
+    make_depth,
+)
+from peagle.engine.graph_runner import buckets, graph_sizes
+
+MOST = 7
+KS = candidates(MOST)
+ROWS = buckets(256)
+LOADS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+# The share of each draft that passes where those before it did.
+HEADS = {
+    "great": (0.93,) * MOST,
+    "good": (0.85, 0.82, 0.8, 0.78, 0.76, 0.75, 0.74),
+    "middling": (0.7, 0.65, 0.6, 0.6, 0.55, 0.5, 0.5),
+    "bad": (0.3,) * MOST,
+    "broken": (0.03,) * MOST,
+}
+
+
+def step_s(rows: int, k: int) -> float:
+    """Seconds of a step."""
+    drafting = 0.8e-3 + 4e-6 * rows * k if k else 0.0
+    return 6.3e-3 + 20e-6 * max(0, rows * (k + 1) - 300) + drafting
+
+
+def rows_of(load: int) -> int:
+    return next(rows for rows in ROWS if rows >= load)
+
+
+def tokens_of(shares: Sequence[float], k: int) -> float:
+    total = chain = 1.0
+    for share in shares[:k]:
+        chain *= share
+        total += chain
+    return total
+
+
+@dataclass
+class Card:
+    """Steps of a policy, or of a fixed K. A change of K costs an idle moment, a resumption more."""
+
+    policy: AutomaticDepth | ScheduledDepth
+    shares: tuple[float, ...] = HEADS["good"]
+    context_s: float = 0.0  # of each sequence
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    seconds: float = 0.0
+    num_tokens: float = 0.0  # expected ones: what the draws of a run bring is luck
+    ks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, AutomaticDepth):
+            self.policy.measure(ROWS, step_s)
+        self.policy.observe(0)
+
+    def step(self, load: int) -> list[int]:
+        """Returns the tokens of each sequence."""
+        self.policy.observe(load)
+        k = self.policy(load)
+        before = self.ks[-1] if self.ks else k
+        self.ks.append(k)
+        device_s = step_s(rows_of(load), k) + load * self.context_s
+        self.seconds += device_s + 1.5e-3 * (k != before) + 30e-3 * (k > before == 0)
+        accepted = [self._accepted(min(k, before)) for _ in range(load)]
+        self.policy.record(k, accepted, device_s)
+        self.num_tokens += load * tokens_of(self.shares, min(k, before))
+        return [1 + count for count in accepted]
+
+    def _accepted(self, most: int) -> int:
+        count = 0
+        while count < most and self.rng.random() < self.shares[count]:
+            count += 1
+        return count
+
+    def speed(self, load: int, k: int) -> float:
+        """Tokens a second of a fixed K, in the long run."""
+        seconds = step_s(rows_of(load), k) + load * self.context_s
+        return load * tokens_of(self.shares, k) / seconds
+
+    def best(self, load: int) -> float:
+        return max(self.speed(load, k) for k in KS)
+
+    def run(self, load: int, steps: int) -> float:
+        """Tokens a second over some steps."""
+        before = self.num_tokens, self.seconds
+        for _ in range(steps):
+            self.step(load)
+        return (self.num_tokens - before[0]) / (self.seconds - before[1])
+
+    def steps_until_good(self, load: int, most: int) -> int:
+        """Steps until a K is chosen that is within 2% of the best."""
+        for number in range(most):
+            if self.speed(load, self.policy(load)) > 0.98 * self.best(load):
+                return number
+            self.step(load)
+        return most
+
+
+# ---- against every fixed K ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("load", LOADS)
+def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str) -> None:
+    card = Card(AutomaticDepth(MOST), HEADS[head])
+    found = card.run(load, 3000)
+    assert found >= 0.98 * card.best(load)
+    assert found >= 0.98 * card.speed(load, 0)
+
+
+@pytest.mark.parametrize("error", [-0.1, 0.1])
+@pytest.mark.parametrize("load", [8, 64, 128, 256])
+@pytest.mark.parametrize("head", ["good", "bad"])
+def test_a_table_that_is_wrong_is_corrected(head: str, load: int, error: float) -> None:
+    """Steps with drafts take longer than at the start, or less long."""
+    card = Card(AutomaticDepth(MOST), HEADS[head])
+    card.policy.measure(ROWS, lambda rows, k: step_s(rows, k) * (1 + error * (k > 0)))
+    card.run(load, 500)
+    found = card.run(load, 1000)
+    assert found >= 0.98 * card.best(load)
+    assert found >= 0.98 * card.speed(load, 0)
+
+
+@pytest.mark.parametrize("load", [16, 64, 128])
+def test_long_contexts_make_deeper_drafts_pay(load: int) -> None:
+    """They are read once, whatever K is; the table knows nothing of them."""
+    card = Card(AutomaticDepth(MOST), context_s=0.3e-3)
+    assert card.run(load, 2000) >= 0.98 * card.best(load)
+    short = Card(AutomaticDepth(MOST))
+    short.run(load, 2000)
+    assert card.ks[-1] >= short.ks[-1]
+
+
+@pytest.mark.parametrize("prompt_s", [2e-3, 25e-3])
+@pytest.mark.parametrize("in_flight", [8, 64, 256])
+@pytest.mark.parametrize("head", ["good", "bad"])
+def test_prompts_in_flight(head: str, in_flight: int, prompt_s: float) -> None:
+    """Each request that ends makes way for a prompt, whose passes come between the steps."""
+
+    def run(policy: AutomaticDepth | ScheduledDepth) -> float:
+        card = Card(policy, HEADS[head])
+        rng = random.Random(1)
+        left = [rng.randrange(1, 200) for _ in range(in_flight)]
+        for _ in range(1500):
+            left = [n - new for n, new in zip(left, card.step(in_flight), strict=True)]
+            card.seconds += prompt_s * sum(n <= 0 for n in left)
+            left = [n if n > 0 else 200 for n in left]
+        return card.num_tokens / card.seconds
+
+    fixed = [run(ScheduledDepth(lambda _, k=k: k)) for k in KS]
+    found = run(AutomaticDepth(MOST))
+    assert found >= 0.98 * max(fixed)
+    assert found >= 0.98 * fixed[0]
+
+
+# ---- changes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["great", "good", "bad"])
+@pytest.mark.parametrize("loads", [(1, 256, 1), (4, 64, 4), (256, 16, 192), (32, 128, 8)])
+def test_settles_after_the_load_changes(loads: tuple[int, ...], head: str) -> None:
+    card = Card(AutomaticDepth(MOST), HEADS[head])
+    card.run(loads[0], 300)
+    for load in loads[1:]:
+        assert card.steps_until_good(load, 120) < 120
+        assert card.run(load, 1500) >= 0.97 * card.best(load)
+
+
+def test_drafts_deeply_again_when_the_load_falls() -> None:
+    card = Card(AutomaticDepth(MOST))
+    card.run(256, 500)
+    assert card.ks[-1] == 0
+    assert card.steps_until_good(4, 40) < 40
+    card.run(4, 200)
+    assert card.ks[-1] == MOST
+
+
+def test_an_idle_moment_makes_a_change_free() -> None:
+    card = Card(AutomaticDepth(MOST))
+    card.run(256, 300)
+    assert card.policy(1) == 0
+    card.policy.observe(0)
+    assert card.policy(1) == MOST
+    card.policy.observe(256)  # all at once
+    assert card.policy(256) == 0
+
+
+@pytest.mark.parametrize(("load", "most"), [(1, 20_000), (16, 20_000), (64, 20_000)])
+def test_finds_out_that_drafts_pass_again(load: int, most: int) -> None:
+    card = Card(AutomaticDepth(MOST), HEADS["broken"])
+    card.run(load, 3000)
+    assert card.ks[-1] == 0
+    card.shares = HEADS["good"]
+    assert card.steps_until_good(load, most) < most
+
+
+def test_follows_acceptance_while_it_drafts() -> None:
+    card = Card(AutomaticDepth(MOST), HEADS["bad"])
+    card.run(64, 1000)
+    assert card.ks[-1] < MOST
+    card.shares = HEADS["great"]
+    assert card.steps_until_good(64, 300) < 300
+    card.shares = HEADS["bad"]
+    assert card.steps_until_good(64, 300) < 300
+
+
+@pytest.mark.parametrize("period", [5, 20, 100])
+@pytest.mark.parametrize("loads", [(150, 256), (48, 72), (1, 256)])
+def test_a_load_that_swings_costs_little(loads: tuple[int, int], period: int) -> None:
+    card = Card(AutomaticDepth(MOST))
+    fixed = [Card(ScheduledDepth(lambda _, k=k: k)) for k in KS]
+    best = {load: card.best(load) for load in loads}
+
+    def efficiency(one: Card) -> float:
+        """The least time for the tokens that it brought, over its own time."""
+        least_s = 0.0
+        for number in range(1000):
+            load = loads[number // period % 2]
+            least_s += sum(one.step(load)) / best[load]
+        return least_s / one.seconds
+
+    assert efficiency(card) >= 0.95 * max(map(efficiency, fixed))
+
+
+# ---- whatever it is told --------------------------------------------------------------------
+
+
+@given(data=st.data(), most=st.integers(1, 9))
+def test_k_is_always_a_candidate(data: st.DataObject, most: int) -> None:
+    policy = AutomaticDepth(most)
+    assert policy(3) == most, "until costs are known"
+    costs = st.floats(1e-6, 1e3)
+    policy.measure([1, 4], lambda rows, k: data.draw(costs))
+    for _ in range(data.draw(st.integers(1, 30))):
+        load = data.draw(st.integers(0, 9))
+        policy.observe(load)
+        k = policy(load)
+        assert k in candidates(most) and 0 <= k <= most
+        assert {policy(n) for n in range(1, 9)} == {k}, "one K within a step"
+        accepted = data.draw(st.lists(st.integers(0, k), max_size=load))
+        seconds = data.draw(st.none() | costs)
+        policy.record(k, accepted, seconds)
+
+
+def test_the_same_observations_give_the_same_choices() -> None:
+    first, second = (Card(AutomaticDepth(MOST), HEADS["middling"]) for _ in range(2))
+    for card in (first, second):
+        for load in (3, 200, 17, 90):
+            card.run(load, 100)
+    assert first.ks == second.ks
+    assert len(set(first.ks)) > 1
+
+
+# ---- the parts ------------------------------------------------------------------------------
+
+
+def test_candidates_share_their_sizes() -> None:
+    assert candidates(7) == (0, 1, 3, 7)
+    assert candidates(5) == (0, 1, 3, 5)
+    assert candidates(1) == (0, 1)
+    sizes = graph_sizes(32, AutomaticDepth(7).possible)
+    assert sizes == [(rows, k) for rows in buckets(32) for k in (0, 1, 3, 7)]
+    assert AutomaticDepth(7).most_resuming(32) == 32
+
+
+def test_acceptance_is_what_was_seen() -> None:
+    record = AcceptanceRecord(3)
+    assert record.tokens(3) == pytest.approx(1 + PRIOR + PRIOR**2 + PRIOR**3)
+    for _ in range(100):
+        record.add(2, [0, 1, 2, 2] * 8)
+    # Of 4 sequences 3 accept the first draft, 2 of these the second; the third is like the second.
+    first, second = 3 / 4, 2 / 3
+    assert record.tokens(1) == pytest.approx(1 + first, abs=0.01)
+    assert record.tokens(2) == pytest.approx(1 + first + first * second, abs=0.01)
+    third = first * second * second
+    assert record.tokens(3) == pytest.approx(1 + first + first * second + third, abs=0.01)
+
+
+def test_deeper_drafts_follow_the_first_one() -> None:
+    record = AcceptanceRecord(3)
+    for _ in range(100):
+        record.add(3, [3, 3, 0, 1] * 8)
+    for _ in range(100):
+        record.add(1, [0] * 31 + [1])
+    assert record.tokens(3) < 1.15
+
+
+def test_a_record_fades_to_the_prior() -> None:
+    record = AcceptanceRecord(2)
+    for _ in range(50):
+        record.add(2, [0] * 32)
+    assert record.tokens(2) < 1.05
+    for _ in range(40_000):
+        record.add(0, [0] * 32)
+    assert record.tokens(2) == pytest.approx(1 + PRIOR + PRIOR**2, abs=0.01)
+
+
+def test_a_record_of_few_counts_little() -> None:
+    record = AcceptanceRecord(1)
+    record.add(1, [0])
+    assert record.tokens(1) == pytest.approx(1 + PRIOR * PRIOR_DRAFTS / (PRIOR_DRAFTS + 1))
+
+
+TABLE = {(2, 0): 1.0, (2, 3): 1.5, (8, 0): 2.0, (8, 3): 4.0}
+
+
+def test_costs_are_those_of_the_next_larger_graph_less_a_doubt() -> None:
+    costs, left = StepCosts(TABLE), 1 - DOUBT
+    found = [costs(n, 3) for n in (1, 2, 3, 8, 16)]
+    assert found == pytest.approx([1.5 * left, 1.5 * left, 4 * left, 4 * left, 8 * left])
+    for _ in range(TRUSTED_STEPS):
+        costs.add(8, 3, 4.0)
+    assert (costs(8, 3), costs(16, 3)) == (4.0, 8.0)
+    assert costs(8, 0) == 2.0 * left
+
+
+def test_contexts_cost_the_same_at_each_k() -> None:
+    costs, left = StepCosts(TABLE), 1 - DOUBT
+    for _ in range(200):
+        costs.add(6, 0, 2.0 + 6 * 0.5)
+    assert costs(6, 3) == pytest.approx(4.0 * left + 6 * 0.5)
+    assert costs(1, 0) == pytest.approx(1.0 * left + 0.5)
+    for _ in range(200):
+        costs.add(6, 0, 0.1)
+    assert costs(6, 0) == 1.0, "never less than half of the table"
+
+
+def test_the_first_steps_of_another_k_correct_its_entry() -> None:
+    costs = StepCosts(TABLE)
+    for _ in range(200):
+        costs.add(8, 0, 2.0 + 8 * 0.5)
+    for _ in range(TRUSTED_STEPS):
+        costs.add(8, 3, 5.0 + 8 * 0.5)
+    assert costs(8, 3) == pytest.approx(9.0, rel=0.01)
+    assert costs(8, 0) == pytest.approx(6.0, rel=0.01)
+    for _ in range(200):  # later steps tell of contexts
+        costs.add(8, 3, 5.0 + 8 * 1.0)
+    assert costs(8, 3) == pytest.approx(13.0, rel=0.01)
+    assert costs(8, 0) == pytest.approx(10.0, rel=0.01)
+
+
+# ---- who gets it ----------------------------------------------------------------------------
+
+
+def test_which_configurations_choose_k() -> None:
+    auto = SpeculativeConfig(
+        model="head", num_speculative_tokens=7, num_speculative_tokens_per_batch_size="auto"
+    )
+    depth = make_depth(auto, None, is_captured=True)
+    assert isinstance(depth, AutomaticDepth) and depth.possible(1) == {0, 1, 3, 7}
+    assert make_depth(auto, 4, is_captured=True).possible(9) == {0, 1, 3, 4}
+    assert make_depth(auto, 4, is_captured=False).possible(9) == {7}
+    fixed = SpeculativeConfig(model="head", num_speculative_tokens=5)
+    assert make_depth(fixed, 7, is_captured=True).possible(3) == {5}
+    schedule = SpeculativeConfig(
+        model="head", num_speculative_tokens_per_batch_size=((1, 4, 5), (5, 9, 0))
+    )
+    scheduled = make_depth(schedule, 7, is_captured=True)
+    assert (scheduled.possible(4), scheduled.possible(5)) == ({5}, {0})
+    assert scheduled.most_resuming(8) == 4
+    assert make_depth(None, None, is_captured=True).possible(3) == {0}
