@@ -37,7 +37,8 @@ class Request:
     prompt_token_ids: list[int] = field(default_factory=lambda: [3, 1, 3])
     stop_token_ids: frozenset[int] = frozenset()
     drafting: str = "none"
-    grammar: bool = False
+    is_constrained: bool = False  # by a grammar
+    grammar: None = None  # no state of the engine's
     output_token_ids: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     draft_probs_KV: Tensor | None = None
@@ -66,7 +67,7 @@ def target_row(request: Request, context: Sequence[int]) -> list[float]:
 
 def permitted(request: Request, context: Sequence[int]) -> set[int]:
     """What the grammar permits after some output."""
-    if not request.grammar:
+    if not request.is_constrained:
         return set(range(VOCAB))
     return set(_dice("grammar", request, context).sample(range(VOCAB), 3))
 

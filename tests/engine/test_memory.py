@@ -368,7 +368,7 @@ def test_the_table_of_a_card(card: Card) -> None:
         "  longest context      40,960 tokens",
         "  requests at once     7 of 40,960, 16 of 2,048 tokens (max_num_seqs 16)",
     ]
-    card(9 * GIB + 512 * MIB, 80 * GIB)
+    card(9 * GIB + 768 * MIB, 80 * GIB)
     plan = plan_of(peak_bytes=512 * MIB)
     assert "target weights       1000 B" in str(plan)
     assert "drafter" not in str(plan)

@@ -154,8 +154,8 @@ def test_captured_steps_choose_k_and_change_no_output(
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     steps = llm.engine.stats.decode_steps
     assert {0, 3} <= set(steps) <= {0, 1, 3}
-    # A step gives what it accepts and one token more; the prompt's pass gave the first.
-    assert sum(steps.values()) == 10 - found[0].stats.num_accepted_tokens
+    # A step gives what it accepts and one token more.
+    assert sum(steps.values()) == 11 - found[0].stats.num_accepted_tokens
 
 
 # ---- K by load ------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def run_step(sampler: Sampler, batch: list[Any]) -> tuple[list[Rows], SampledSte
     rows = [Rows.of(request, k) for request, k in zip(batch, num_drafted, strict=True)]
     logits, masks = packed(rows)
     before = logits.clone()
-    masked = any(request.grammar for request in batch)
+    masked = any(request.is_constrained for request in batch)
     result = sampler.sample(logits, batch, num_drafted, masks if masked else None)
     assert torch.equal(logits, before)
     return rows, result
@@ -276,7 +276,7 @@ def test_low_precision_logits(dtype: torch.dtype) -> None:
         typical_p=0.5,
     )
     sampler = make_sampler()
-    batch = [Request(i, params, i, drafting="probabilistic", grammar=True) for i in range(4)]
+    batch = [Request(i, params, i, drafting="probabilistic", is_constrained=True) for i in range(4)]
     for _ in range(5):
         num_drafted = [draft(request) for request in batch]
         logits, masks = packed([Rows.of(r, k) for r, k in zip(batch, num_drafted, strict=True)])

@@ -282,7 +282,7 @@ def simulate(world: World, seed: int, num_steps: int) -> None:
 
 def without_grammar(requests: tuple[Request, ...]) -> list[Request]:
     for request in requests:
-        request.grammar = False
+        request.is_constrained = False
         if request.drafting != "none":
             request.drafting = "argmax"
     return list(requests)

@@ -14,8 +14,8 @@ from peagle.config.speculative import AUTO
 
 # Steps with drafts scheduled after which drafting resumes; what a pause costs, in plain steps.
 RESUME_AFTER = 8
-# What another change of K costs, in plain steps: some copies, and drafts that are dropped.
-CHANGE_COSTS = 0.25
+# What another change of K costs, in plain steps: drafts that are dropped, or not there yet.
+CHANGE_COSTS = 1.0
 # Gains up to this share of a step are left: estimates are no better.
 MARGIN = 0.01
 
