@@ -20,7 +20,8 @@ from typing import Any
 from common import run_guarded
 
 from peagle.config import SamplingParams
-from peagle.engine.graph_runner import Pipeline, RowReport
+from peagle.engine.graph_runner import RowReport
+from peagle.engine.pipeline import Pipeline
 from peagle.engine.sequence import Sequence
 from peagle.environment import environment
 from peagle.evaluation.prompts import load_prompt_set

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from peagle import LLM, SamplingParams
 from peagle.attention import Passes
-from peagle.engine import graph_runner
-from peagle.engine.graph_runner import PassGraphs, make_capturer
+from peagle.engine import pass_graphs
+from peagle.engine.capture import make_capturer
+from peagle.engine.pass_graphs import PassGraphs
 from peagle.kernels.batches import PackedBatch
 from tests.engine.engines import drive, watch_drafts
 
@@ -37,8 +38,8 @@ PROMPTS = [list(range(20, 20 + length)) for length in (1, 21, 4, 8, 5)]
 
 @pytest.fixture
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_runner, "TOKEN_BUCKETS", (4, 8, 16))
-    monkeypatch.setattr(graph_runner, "MAX_SEQUENCES", 4)
+    monkeypatch.setattr(pass_graphs, "TOKEN_BUCKETS", (4, 8, 16))
+    monkeypatch.setattr(pass_graphs, "MAX_SEQUENCES", 4)
     monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 6)
 
 

@@ -17,8 +17,9 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.engine import LLMEngine, Sequence
 from peagle.engine.depth import ScheduledDepth
 from peagle.engine.features import FeatureRing
-from peagle.engine.graph_runner import GraphRunner, Pipeline, RowReport, read_report
+from peagle.engine.graph_runner import GraphRunner, RowReport, read_report
 from peagle.engine.outputs import StepOutput, StreamChunk
+from peagle.engine.pipeline import Pipeline
 from peagle.engine.requests import Requests
 from tests.conftest import byte_tokenizer
 from tests.engine.test_schedules import KINDS, make_engine

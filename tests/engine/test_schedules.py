@@ -32,7 +32,7 @@ from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, ScheduledDepth
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FeatureRings
-from peagle.engine.graph_runner import Pipeline
+from peagle.engine.pipeline import Pipeline
 from peagle.engine.scheduler import Schedule, Scheduler
 from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep

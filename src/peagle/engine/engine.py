@@ -17,7 +17,6 @@ from peagle.engine.drafting import HeadDrafting, load_head, make_drafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
 from peagle.engine.graph_runner import (
-    Pipeline,
     RowReport,
     accelerate,
     buckets,
@@ -33,6 +32,7 @@ from peagle.engine.memory_plan import (
 )
 from peagle.engine.model_runner import ModelRunner, TargetPass
 from peagle.engine.outputs import StepOutput
+from peagle.engine.pipeline import Pipeline
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
@@ -155,6 +155,7 @@ class LLMEngine:
         self._decode_steps: Counter[int] = Counter()
         self.eos_token_ids = target.eos_token_ids()
         self._num_requests = 0
+        self._is_checking = False
 
     def _plan_memory(
         self, drafter: Drafter | None, num_lookahead_slots: int, num_resuming: int
@@ -304,11 +305,13 @@ class LLMEngine:
         counts, drafts = dict(self._counts), self.speculation_stats.copy()
         number, params = self._num_requests, SamplingParams(max_tokens=1, seed=0)
         self._num_requests = -1  # no request has this number, by which the sampler knows its batch
+        self._is_checking = True
         with self.blocks.borrowed(self.blocks.blocks_for(1 + self.scheduler.num_lookahead_slots)):
             self.add_request([0], params, cache_salt=_CHECK_SALT)
             while self.has_unfinished:
                 self.step()
         self._counts, self.speculation_stats, self._num_requests = counts, drafts, number
+        self._is_checking = False
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
@@ -413,7 +416,7 @@ class LLMEngine:
     def _record(self, k: int, outputs: list[StepOutput], seconds: float | None) -> None:
         """Count a decode step of depth k by its outputs; K follows from such steps."""
         accepted = [output.num_accepted for output in outputs if output.new_token_ids]
-        if accepted:
+        if accepted and not self._is_checking:
             self._decode_steps[k] += 1
             self._depth.record(k, accepted, seconds)
 

@@ -1,20 +1,14 @@
-"""CUDA graphs: decode steps, and passes over few tokens.
+"""Decode steps as CUDA graphs: which sequences stand in which rows, launches, results.
 
-Graphs decode with one step in flight while the host reads the step before. The host knows each
-sequence as it was before the step in flight, and reserves KV blocks for that step and the next. A
-sequence that gets freed blocks writes them later on the same stream. Sequences join and leave
-between two steps without a wait: the host writes their rows on that stream.
+Sequences join and leave between two steps without a wait: the host writes their rows on the stream
+of the steps. A sequence that gets freed blocks writes them later on the same stream.
 
-Prompts, and steps that decode graphs cannot run, have graphs of their own where they are short: the
-GPU computes a few hundred tokens in less time than the host needs to launch the kernels one by one.
-
-Shapes: B rows of a graph, K drafts, T tokens, D drafter width.
+Shapes: B rows of a graph, K drafts, J = K + 1.
 """
 
 from __future__ import annotations
 
 import random
-import time
 import warnings
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
@@ -25,15 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from peagle.attention import Passes
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine.capture import Capturer, make_capturer
 from peagle.engine.depth import DepthPolicy
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
-from peagle.engine.scheduler import Scheduler
-from peagle.engine.sequence import Sequence, SequenceStatus
+from peagle.engine.pass_graphs import PassGraphs
+from peagle.engine.sequence import Sequence
 from peagle.engine.stats import StepTimes
-from peagle.kernels.batches import PADDING_SLOT, PackedBatch, TargetBatch
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
@@ -47,18 +40,7 @@ if TYPE_CHECKING:
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
 MAX_GRAPH_ROWS = 256
-# Tokens of the passes that have graphs.
-TOKEN_BUCKETS = (32, 128, 256, 512, 1024, 2048)
-# Larger passes run as graphs where launching their kernels takes longer than running them, or where
-# they have no more than this share of padding.
-ALWAYS_PAYS = 512
-MOST_PADDING = 0.1
-MAX_SEQUENCES = 16
-_WARM_UPS = 2
 _TIMED_STEPS = 4
-
-# Makes a function that replays what another one launches on the device.
-Capturer = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def runs_as_graphs(
@@ -494,245 +476,3 @@ def _obstacle_of(sequence: Sequence) -> str | None:
         "stop_token_ids": len(sequence.stop_token_ids) > MAX_STOP_IDS,
     }
     return next((name for name, applies in rules.items() if applies), None)
-
-
-class Pipeline:
-    """Decides when a step may be launched before the last one is read.
-
-    Args:
-        take: called with each sequence and what a step did for it.
-        prepare: finds the masks of grammars, for the drafts that the host knows.
-    """
-
-    def __init__(
-        self,
-        runner: GraphRunner,
-        scheduler: Scheduler,
-        take: Callable[[Sequence, RowReport], None],
-        prepare: Callable[[], None],
-    ) -> None:
-        self.runner = runner
-        self._scheduler = scheduler
-        self._take = take
-        self._prepare = prepare
-        self._flight: Flight | None = None
-        self._has_grammars = False
-        self._version: int | None = None  # of the scheduler, at the last launch; None: others wait
-
-    def launch(self, sequences: SequenceOf[Sequence]) -> None:
-        """Launch a step of these sequences, then take the results of the one in flight."""
-        if self._flight is not None and self.runner.needs_results(sequences):
-            self.drain()
-            sequences = [s for s in sequences if not s.is_finished]
-            if not sequences:
-                return
-        # Sequences whose prompts still run join as soon as they can.
-        alone = len(sequences) == len(self._scheduler.running)
-        self._version = self._scheduler.version if alone else None
-        self._has_grammars = any(s.grammar is not None for s in sequences)
-        self._launch(partial(self.runner.launch, sequences))
-
-    def _launch(self, launch: Callable[[Callable[[], None] | None], Flight]) -> None:
-        """Launch a step and take the results of the last.
-
-        Masks of grammars follow from these results: then they are taken while the target runs.
-        """
-        flight = self._flight
-
-        def take_results() -> None:
-            if flight is not None:
-                self._read(flight)
-
-        def take_results_and_prepare() -> None:
-            take_results()
-            self._prepare()
-
-        if self._has_grammars:
-            self._flight = launch(take_results_and_prepare)
-        else:
-            self._flight = launch(None)
-            take_results()
-
-    def go_on(self) -> bool:
-        """Launch the next step, then take the results of the last; return false if that cannot be.
-
-        It cannot where a sequence came, was stopped or changed, where K changes, or where blocks
-        run out: the scheduler decides then. The device knows the sequences that ended by
-        themselves: the others go on, unless a waiting sequence can take the place or a smaller
-        graph would do.
-        """
-        flight = self._flight
-        if flight is None or self._version != self._scheduler.version:
-            return False
-        unfinished = [s for s in flight.sequences if s is not None and not s.is_finished]
-        if not self.runner.is_tight(len(unfinished)) or not self._scheduler.reserve(unfinished):
-            return False
-        self._launch(self.runner.go_on)
-        return True
-
-    def drain(self) -> None:
-        """Take the results of the step in flight, if there is one; the sequences then join anew."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._read(flight)
-        self.runner.clear()
-
-    def _read(self, flight: Flight) -> None:
-        num_ended = num_left = 0
-        for sequence, report in zip(flight.sequences, self.runner.read(flight), strict=True):
-            # One that was preempted meanwhile computes the same again.
-            if sequence is not None and sequence.status is SequenceStatus.RUNNING:
-                self._take(sequence, report)
-                num_ended += sequence.is_finished
-                num_left += not sequence.is_finished
-        can_stay = num_left and not self._scheduler.waiting and self.runner.is_tight(num_left)
-        if can_stay and self._version is not None:
-            self._version += num_ended  # each end counts as a change
-
-
-class _Capture:
-    """Captures CUDA graphs that share one memory pool, because only one of them runs at a time.
-
-    The caller holds the tensors that outlive a run.
-    """
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return the replay of `run`, which first runs a few times to compile and warm up."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            run()
-        return graph.replay
-
-
-def make_capturer(device: torch.device) -> Capturer:
-    """Return what captures graphs on a GPU; on a CPU, for tests, functions replay themselves."""
-    return _Capture() if device.type == "cuda" else lambda run: run
-
-
-class PassGraphs:
-    """Runs passes over inputs that it copies into fixed buffers, a graph a number of rows.
-
-    The next graph that runs, of this or of a decode step, overwrites the outputs.
-
-    Args:
-        passes: the model, with an attention backend that reads nothing on the host.
-        capture: makes the graphs; capturing writes no KV.
-        table_width: blocks of the longest sequence.
-        hidden_1D: a tensor with the type and width of the hidden states that the model reads; None
-            for a model that reads none.
-    """
-
-    def __init__(
-        self,
-        passes: Passes,
-        capture: Capturer,
-        table_width: int,
-        block_size: int,
-        device: torch.device,
-        hidden_1D: Tensor | None = None,
-    ) -> None:
-        launched = Passes(passes.run, passes.backend)
-        self._passes = [
-            _Pass(launched, capture, size, table_width, block_size, device, hidden_1D)
-            for size in reversed(TOKEN_BUCKETS)
-        ][::-1]
-
-    def __call__(
-        self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
-    ) -> tuple[Tensor, ...] | None:
-        """Return the model's outputs; None where no graph fits the pass, or none pays."""
-        num_rows = batch.tokens_R.shape[0]
-        if batch.seq_lens_B.shape[0] > MAX_SEQUENCES:
-            return None
-        for fitting in self._passes:
-            if fitting.num_rows >= num_rows:
-                pays = num_rows >= fitting.least_rows
-                return fitting(batch, block_tables_BM, hidden_RD) if pays else None
-        return None
-
-
-class _Pass:
-    """The graph of one number of rows; the last ones may be padding.
-
-    Attributes:
-        least_rows: rows from which on the graph is faster than its kernels one by one.
-    """
-
-    def __init__(
-        self,
-        passes: Passes,
-        capture: Capturer,
-        num_rows: int,
-        table_width: int,
-        block_size: int,
-        device: torch.device,
-        hidden_1D: Tensor | None,
-    ) -> None:
-        self.num_rows = num_rows
-        self._passes = passes
-        self._batch = TargetBatch.allocate(MAX_SEQUENCES, num_rows, device)
-        self._batch.slots_R.fill_(PADDING_SLOT)
-        self._tables_BM = torch.zeros(MAX_SEQUENCES, table_width, dtype=torch.int64, device=device)
-        self._max_seq_len = table_width * block_size
-        self._hidden_RD = None
-        if hidden_1D is not None:
-            self._hidden_RD = hidden_1D.new_zeros(num_rows, hidden_1D.shape[1])
-        self._outputs: tuple[Tensor, ...] = ()
-        self._replay = capture(self._run)
-        self.least_rows = 0
-        if num_rows > ALWAYS_PAYS and not self._is_bound_by_launches():
-            self.least_rows = int((1 - MOST_PADDING) * num_rows)
-
-    def _is_bound_by_launches(self) -> bool:
-        """Whether the host takes longer to launch the kernels than the device to run them."""
-        if not self._tables_BM.is_cuda:
-            return True
-        seconds: list[float] = []
-        for run, waits in ((self._run, False), (self._replay, True)):
-            torch.cuda.synchronize()
-            start_s = time.perf_counter()
-            run()
-            if waits:
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start_s)
-        return seconds[0] > seconds[1]
-
-    @torch.inference_mode()
-    def _run(self) -> None:
-        self._outputs = self._passes(
-            self._batch,
-            self._tables_BM,
-            self._hidden_RD,
-            max_query_len=self.num_rows,
-            max_seq_len=self._max_seq_len,
-        )
-
-    @torch.inference_mode()
-    def __call__(
-        self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        own, count = self._batch, batch.tokens_R.shape[0]
-        num_seqs, width = block_tables_BM.shape
-        for buffer, values, padding in (
-            (own.tokens_R, batch.tokens_R, 0),
-            (own.positions_R, batch.positions_R, 0),
-            (own.slots_R, batch.slots_R, PADDING_SLOT),
-            (own.query_start_loc, batch.query_start_loc, count),
-            (own.seq_lens_B, batch.seq_lens_B, 0),
-        ):
-            buffer[: values.shape[0]].copy_(values)
-            buffer[values.shape[0] :].fill_(padding)
-        self._tables_BM[:num_seqs, :width].copy_(block_tables_BM)
-        if self._hidden_RD is not None and hidden_RD is not None:
-            self._hidden_RD[:count].copy_(hidden_RD)
-        self._replay()
-        return tuple(output[:count] for output in self._outputs)

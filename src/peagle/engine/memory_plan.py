@@ -18,8 +18,8 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.config.checks import require
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FEATURES_KEPT, FeatureRings
-from peagle.engine.graph_runner import TOKEN_BUCKETS
 from peagle.engine.model_runner import ModelRunner
+from peagle.engine.pass_graphs import TOKEN_BUCKETS
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.errors import UserError

@@ -1,0 +1,146 @@
+"""Passes over prompts as CUDA graphs, and passes of steps that decode graphs cannot run.
+
+The GPU computes a few hundred tokens in less time than the host needs to launch the kernels one by
+one.
+
+Shapes: B sequences, R rows of a pass, M blocks of a sequence, D drafter width.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from peagle.attention import Passes
+from peagle.engine.capture import Capturer
+from peagle.kernels.batches import PADDING_SLOT, PackedBatch, TargetBatch
+
+# Tokens of the passes that have graphs.
+TOKEN_BUCKETS = (32, 128, 256, 512, 1024, 2048)
+# Larger passes run as graphs where launching their kernels takes longer than running them, or where
+# they have no more than this share of padding.
+ALWAYS_PAYS = 512
+MOST_PADDING = 0.1
+MAX_SEQUENCES = 16
+
+
+class PassGraphs:
+    """Runs passes over inputs that it copies into fixed buffers, a graph a number of rows.
+
+    The next graph that runs, of this or of a decode step, overwrites the outputs.
+
+    Args:
+        passes: the model, with an attention backend that reads nothing on the host.
+        capture: makes the graphs; capturing writes no KV.
+        table_width: blocks of the longest sequence.
+        hidden_1D: a tensor with the type and width of the hidden states that the model reads; None
+            for a model that reads none.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        capture: Capturer,
+        table_width: int,
+        block_size: int,
+        device: torch.device,
+        hidden_1D: Tensor | None = None,
+    ) -> None:
+        launched = Passes(passes.run, passes.backend)
+        self._passes = [
+            _Pass(launched, capture, size, table_width, block_size, device, hidden_1D)
+            for size in reversed(TOKEN_BUCKETS)
+        ][::-1]
+
+    def __call__(
+        self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
+    ) -> tuple[Tensor, ...] | None:
+        """Return the model's outputs; None where no graph fits the pass, or none pays."""
+        num_rows = batch.tokens_R.shape[0]
+        if batch.seq_lens_B.shape[0] > MAX_SEQUENCES:
+            return None
+        for fitting in self._passes:
+            if fitting.num_rows >= num_rows:
+                pays = num_rows >= fitting.least_rows
+                return fitting(batch, block_tables_BM, hidden_RD) if pays else None
+        return None
+
+
+class _Pass:
+    """The graph of one number of rows; the last ones may be padding.
+
+    Attributes:
+        least_rows: rows from which on the graph is faster than its kernels one by one.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        capture: Capturer,
+        num_rows: int,
+        table_width: int,
+        block_size: int,
+        device: torch.device,
+        hidden_1D: Tensor | None,
+    ) -> None:
+        self.num_rows = num_rows
+        self._passes = passes
+        self._batch = TargetBatch.allocate(MAX_SEQUENCES, num_rows, device)
+        self._batch.slots_R.fill_(PADDING_SLOT)
+        self._tables_BM = torch.zeros(MAX_SEQUENCES, table_width, dtype=torch.int64, device=device)
+        self._max_seq_len = table_width * block_size
+        self._hidden_RD = None
+        if hidden_1D is not None:
+            self._hidden_RD = hidden_1D.new_zeros(num_rows, hidden_1D.shape[1])
+        self._outputs: tuple[Tensor, ...] = ()
+        self._replay = capture(self._run)
+        self.least_rows = 0
+        if num_rows > ALWAYS_PAYS and not self._is_bound_by_launches():
+            self.least_rows = int((1 - MOST_PADDING) * num_rows)
+
+    def _is_bound_by_launches(self) -> bool:
+        """Whether the host takes longer to launch the kernels than the device to run them."""
+        if not self._tables_BM.is_cuda:
+            return True
+        seconds: list[float] = []
+        for run, waits in ((self._run, False), (self._replay, True)):
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            run()
+            if waits:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start_s)
+        return seconds[0] > seconds[1]
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        self._outputs = self._passes(
+            self._batch,
+            self._tables_BM,
+            self._hidden_RD,
+            max_query_len=self.num_rows,
+            max_seq_len=self._max_seq_len,
+        )
+
+    @torch.inference_mode()
+    def __call__(
+        self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        own, count = self._batch, batch.tokens_R.shape[0]
+        num_seqs, width = block_tables_BM.shape
+        for buffer, values, padding in (
+            (own.tokens_R, batch.tokens_R, 0),
+            (own.positions_R, batch.positions_R, 0),
+            (own.slots_R, batch.slots_R, PADDING_SLOT),
+            (own.query_start_loc, batch.query_start_loc, count),
+            (own.seq_lens_B, batch.seq_lens_B, 0),
+        ):
+            buffer[: values.shape[0]].copy_(values)
+            buffer[values.shape[0] :].fill_(padding)
+        self._tables_BM[:num_seqs, :width].copy_(block_tables_BM)
+        if self._hidden_RD is not None and hidden_RD is not None:
+            self._hidden_RD[:count].copy_(hidden_RD)
+        self._replay()
+        return tuple(output[:count] for output in self._outputs)

@@ -1,0 +1,109 @@
+"""One decode step in flight while the host reads the step before.
+
+The host knows each sequence as it was before the step in flight, and reserves KV blocks for that
+step and the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+
+from peagle.engine.graph_runner import Flight, GraphRunner, RowReport
+from peagle.engine.scheduler import Scheduler
+from peagle.engine.sequence import Sequence, SequenceStatus
+
+
+class Pipeline:
+    """Decides when a step may be launched before the last one is read.
+
+    Args:
+        take: called with each sequence and what a step did for it.
+        prepare: finds the masks of grammars, for the drafts that the host knows.
+    """
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        scheduler: Scheduler,
+        take: Callable[[Sequence, RowReport], None],
+        prepare: Callable[[], None],
+    ) -> None:
+        self.runner = runner
+        self._scheduler = scheduler
+        self._take = take
+        self._prepare = prepare
+        self._flight: Flight | None = None
+        self._has_grammars = False
+        self._version: int | None = None  # of the scheduler, at the last launch; None: others wait
+
+    def launch(self, sequences: SequenceOf[Sequence]) -> None:
+        """Launch a step of these sequences, then take the results of the one in flight."""
+        if self._flight is not None and self.runner.needs_results(sequences):
+            self.drain()
+            sequences = [s for s in sequences if not s.is_finished]
+            if not sequences:
+                return
+        # Sequences whose prompts still run join as soon as they can.
+        alone = len(sequences) == len(self._scheduler.running)
+        self._version = self._scheduler.version if alone else None
+        self._has_grammars = any(s.grammar is not None for s in sequences)
+        self._launch(partial(self.runner.launch, sequences))
+
+    def _launch(self, launch: Callable[[Callable[[], None] | None], Flight]) -> None:
+        """Launch a step and take the results of the last.
+
+        Masks of grammars follow from these results: then they are taken while the target runs.
+        """
+        flight = self._flight
+
+        def take_results() -> None:
+            if flight is not None:
+                self._read(flight)
+
+        def take_results_and_prepare() -> None:
+            take_results()
+            self._prepare()
+
+        if self._has_grammars:
+            self._flight = launch(take_results_and_prepare)
+        else:
+            self._flight = launch(None)
+            take_results()
+
+    def go_on(self) -> bool:
+        """Launch the next step, then take the results of the last; return false if that cannot be.
+
+        It cannot where a sequence came, was stopped or changed, where K changes, or where blocks
+        run out: the scheduler decides then. The device knows the sequences that ended by
+        themselves: the others go on, unless a waiting sequence can take the place or a smaller
+        graph would do.
+        """
+        flight = self._flight
+        if flight is None or self._version != self._scheduler.version:
+            return False
+        unfinished = [s for s in flight.sequences if s is not None and not s.is_finished]
+        if not self.runner.is_tight(len(unfinished)) or not self._scheduler.reserve(unfinished):
+            return False
+        self._launch(self.runner.go_on)
+        return True
+
+    def drain(self) -> None:
+        """Take the results of the step in flight, if there is one; the sequences then join anew."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._read(flight)
+        self.runner.clear()
+
+    def _read(self, flight: Flight) -> None:
+        num_ended = num_left = 0
+        for sequence, report in zip(flight.sequences, self.runner.read(flight), strict=True):
+            # One that was preempted meanwhile computes the same again.
+            if sequence is not None and sequence.status is SequenceStatus.RUNNING:
+                self._take(sequence, report)
+                num_ended += sequence.is_finished
+                num_left += not sequence.is_finished
+        can_stay = num_left and not self._scheduler.waiting and self.runner.is_tight(num_left)
+        if can_stay and self._version is not None:
+            self._version += num_ended  # each end counts as a change
