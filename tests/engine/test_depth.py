@@ -27,7 +27,7 @@ from peagle.engine.depth import (
     candidates,
     make_depth,
 )
-from peagle.engine.graph_runner import buckets, graph_sizes
+from peagle.engine.graph_runner import buckets, graph_sizes, target_rows
 
 MOST = 7
 KS = candidates(MOST)
@@ -277,6 +277,21 @@ def test_the_same_observations_give_the_same_choices() -> None:
 
 
 # ---- the parts ------------------------------------------------------------------------------
+
+
+def test_few_numbers_of_target_rows_are_compiled() -> None:
+    sizes = graph_sizes(64, AutomaticDepth(7).possible)
+    found = target_rows(sizes)
+    assert set(found) == set(sizes)
+    assert sorted({n for n in found.values() if n <= 128}) == [1, 2, 4, 8, 16, 32, 64, 128]
+    for (rows, k), num_rows in found.items():
+        least = rows * (k + 1)
+        assert least <= num_rows < 2 * least
+        assert num_rows == least or (k < 7 and least <= 128)
+    # One K at the same rows has its own size.
+    assert target_rows([(1, 0), (24, 0), (40, 0)]) == {(1, 0): 1, (24, 0): 24, (40, 0): 40}
+    assert target_rows([(3, 4), (24, 0)]) == {(3, 4): 15, (24, 0): 24}
+    assert target_rows([(3, 4), (3, 1), (9, 1)]) == {(3, 4): 15, (3, 1): 8, (9, 1): 18}
 
 
 def test_candidates_share_their_sizes() -> None:

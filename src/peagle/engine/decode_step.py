@@ -3,8 +3,8 @@
 Everything that changes from step to step lies in buffers, so that CUDA graphs can hold the parts of
 a step: no size depends on data, and the host reads nothing. All steps work on the first rows of the
 same buffers, whatever their size. Shapes: B rows of a step, one a sequence (some may be empty), K
-most drafts, J = K + 1, T = B * J target rows, S drafter slots, M blocks a sequence, E stop ids a
-sequence, F fields of a row, N rows that the host writes.
+most drafts, J = K + 1, T target rows (B * J, or some more), S drafter slots, M blocks a sequence, E
+stop ids a sequence, F fields of a row, N rows that the host writes.
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ class DecodeStep:
         target: the target, its KV caches set.
         proposer: the head with its KV caches; None decodes plainly.
         num_seqs, num_drafts: B and K; K is 0 without a head.
+        num_rows: T, at least B * (K + 1).
         most_rows: T of the largest step.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
             later; None keeps none. With rings there is no drafter, and one row a sequence.
@@ -280,6 +281,7 @@ class DecodeStep:
         buffers: StepBuffers,
         num_seqs: int,
         num_drafts: int,
+        num_rows: int,
         *,
         most_rows: int,
         kept_SCA: Tensor | None = None,
@@ -294,7 +296,6 @@ class DecodeStep:
         self._passes = target_passes(target, TritonAttention())
         self._most_rows = most_rows
         most = own.drafts_BK.shape[1]
-        num_rows = num_seqs * (num_drafts + 1)
         self.batch = TargetBatch.allocate(num_seqs, num_rows, device)
         self.scratch = VerifyScratch.allocate(num_rows, target.vocab_size, device)
         self.out = StepRecord.allocate(num_seqs, most, device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,7 @@ from peagle.engine.pass_graphs import PassGraphs
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import StepTimes
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.models.acceleration import accelerate_drafter, accelerate_target
+from peagle.models.acceleration import MAX_FIXED_ROWS, accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
@@ -80,6 +80,25 @@ def graph_sizes(
     return found
 
 
+def target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Return T of each (rows, K): rows * (K + 1), or a little more.
+
+    Each T of up to MAX_FIXED_ROWS is compiled for, which takes seconds. So where several K may run
+    at the same rows, only the greatest has a T of its own. The others are padded to one of those,
+    or to a power of two.
+    """
+    sizes = set(sizes)
+    greatest = {rows: max(k for r, k in sizes if r == rows) for rows, _ in sizes}
+    own = {rows * (k + 1) for rows, k in greatest.items()}
+    powers = {1 << i for i in range(MAX_FIXED_ROWS.bit_length())}
+    counts: dict[tuple[int, int], int] = {}
+    for rows, k in sizes:
+        least = rows * (k + 1)
+        is_padded = k < greatest[rows] and least <= MAX_FIXED_ROWS
+        counts[rows, k] = min(n for n in own | powers if n >= least) if is_padded else least
+    return counts
+
+
 def accelerate(
     target: TargetModel,
     drafter: Drafter | None,
@@ -87,18 +106,20 @@ def accelerate(
     depth: DepthPolicy,
 ) -> None:
     """Fuse and compile the modules that the graphs run."""
-    sizes = graph_sizes(max_num_seqs, depth.possible)
-    accelerate_target(target, [rows * (k + 1) for rows, k in sizes])
-    sizes = [(rows, k) for rows, k in sizes if k]
+    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
+    accelerate_target(target, set(num_rows.values()))
+    # A head is small: only for the greatest K at the same rows it is compiled for its sizes.
+    greatest = {rows: max(k for r, k in num_rows if r == rows) for rows, _ in num_rows}
+    sizes = [(rows, k) for rows, k in greatest.items() if k]
     if drafter is None or not sizes:
         return
-    target_rows = [rows * (k + 1) for rows, k in sizes]
+    verified = [num_rows[size] for size in sizes]
     all_drafts, single = [rows * k for rows, k in sizes], [rows for rows, _ in sizes]
     parallel = drafter.config.is_parallel
     accelerate_drafter(
         drafter,
-        [2 * drafts for drafts in all_drafts] if parallel else [*target_rows, *single],
-        num_feature_rows=target_rows,
+        [2 * drafts for drafts in all_drafts] if parallel else [*verified, *single],
+        num_feature_rows=verified,
         num_logit_rows=all_drafts if parallel else single,
     )
 
@@ -133,7 +154,8 @@ def make_graph_runner(
         synthetic_rates=synthetic_rates,
     )
     buffers = StepBuffers(sizes, target.device)
-    most_rows = max(rows * (k + 1) for rows, k in graph_sizes(max_num_seqs, depth.possible))
+    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
+    most_rows = max(num_rows.values())
 
     def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
         return DecodeStep(
@@ -142,6 +164,7 @@ def make_graph_runner(
             buffers,
             num_seqs,
             num_drafts,
+            num_rows.get((num_seqs, num_drafts), num_seqs * (num_drafts + 1)),
             most_rows=most_rows,
             kept_SCA=None if num_drafts else features.rows_SCA,
         )
