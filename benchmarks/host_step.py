@@ -34,12 +34,16 @@ class MadeUpSteps:
     Args:
         text: tokens that outputs are made of.
         num_drafts: K.
+
+    Attributes:
+        last_read: K and no time.
     """
 
     def __init__(self, text: list[int], num_drafts: int) -> None:
         self._text, self._num_drafts = text, num_drafts
         self._random = random.Random(0)
         self._sequences: list[Sequence] = []
+        self.last_read: tuple[int, None] = (num_drafts, None)
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         return None

@@ -11,7 +11,7 @@ import pytest
 
 from peagle import LLM, SamplingParams
 from peagle.engine import Sequence, SpeculationStats
-from peagle.engine.drafting import DepthPolicy
+from peagle.engine.depth import ScheduledDepth
 from tests.engine.engines import (
     PROMPTS,
     K,
@@ -60,7 +60,7 @@ def switch_off(llm: LLM, first: int, last: int) -> Callable[[int, list[Sequence]
 
     def switch(step: int, sequences: list[Sequence]) -> None:
         if step in (first, last):
-            llm.engine._depth = DepthPolicy(lambda n: 0 if step == first else K)
+            llm.engine._depth = ScheduledDepth(lambda n: 0 if step == first else K)
 
     return switch
 
