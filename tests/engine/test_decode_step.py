@@ -249,6 +249,10 @@ def rules_stay_in_the_graphs(target: Path, head: Path, device: str, max_tokens: 
     ]
     expected = [plain.generate([PROMPTS[1]], one)[0] for one in params]
     llm = make(target, head, device, eager=False)
+    pipeline, free = llm.engine._pipeline, len(llm.engine.sampler.slots._free)
+    assert pipeline is not None
+    pipeline.runner.warm_up_rules(llm.engine.sampler.release)  # as on a card at the start
+    assert len(llm.engine.sampler.slots._free) == free
     found = llm.generate([PROMPTS[1]] * len(params), params)
     for one, other in zip(found, expected, strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)

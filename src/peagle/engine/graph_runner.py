@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -181,6 +181,7 @@ def make_graph_runner(
     )
     if target.device.type == "cuda":
         graphs.capture_all()
+        graphs.warm_up_rules(runner.sampler.release)
         sizes = capture, table_width, runner.block_size, target.device
         runner.passes.graphs = PassGraphs(runner.passes, *sizes)
         if proposer is not None:
@@ -340,31 +341,53 @@ class GraphRunner:
             self._graph_of(size)
 
     def time_step(self, num_rows: int, num_drafts: int) -> float:
-        """Return the seconds of a step of (rows, K) on the device: the fastest of a few.
-
-        Made-up sequences of random tokens run, for which a mixture reads about as many experts as
-        for real ones. They write to KV block 0, so this is for the time before requests come.
-        """
-        dice, params = random.Random(0), SamplingParams(max_tokens=1 << 20)
-        sequences: list[Sequence] = []
-        for row in range(num_rows):
-            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(num_drafts + 1))
-            sequences.append(
-                Sequence(row, [token], params, row, frozenset(), num_speculative_tokens=num_drafts)
-            )
-            sequences[-1].drafts = drafts
-        self._size = num_rows, num_drafts
-        self._buffers.switch(num_drafts)
-        self._seat(sequences, num_rows)
-        seconds: list[float] = []
-        for _ in range(_TIMED_STEPS):
-            self.read(self.go_on())
+        """Return the seconds of a greedy step of (rows, K) on the device: the fastest of a few."""
+        params, seconds = SamplingParams(max_tokens=1 << 20), list[float]()
+        for _ in self._make_up(num_rows, num_drafts, params, _TIMED_STEPS):
             _, step_s = self.last_read
             assert step_s is not None, "a GPU alone stamps its steps"
             seconds.append(step_s)
-        self.clear()
-        self.times.clear()
         return min(seconds)
+
+    def warm_up_rules(self, release: Callable[[Sequence], None]) -> None:
+        """Compile what rules and log-probabilities launch, before a request has to wait for it.
+
+        Args:
+            release: takes back what the sampler keeps for a sequence.
+        """
+        params = SamplingParams(
+            max_tokens=1 << 20, temperature=1.0, frequency_penalty=0.1, typical_p=0.9, logprobs=1
+        )
+        for rows in self._buckets:
+            most = max(k for size, k in self._sizes if size == rows)
+            for sequences in self._make_up(rows, most, params, 1):
+                for sequence in sequences:
+                    release(sequence)
+
+    def _make_up(
+        self, num_rows: int, num_drafts: int, params: SamplingParams, num_steps: int
+    ) -> Iterator[list[Sequence]]:
+        """Run steps of made-up sequences; yield these after each step.
+
+        Their tokens are random, so that a mixture reads about as many experts as for real ones.
+        They write to KV block 0: this is for the time before requests come.
+        """
+        dice, sequences = random.Random(0), list[Sequence]()
+        for row in range(num_rows):
+            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(num_drafts + 1))
+            made_up = Sequence(row, [token], params, row, frozenset())
+            made_up.num_speculative_tokens, made_up.drafts = num_drafts, drafts
+            sequences.append(made_up)
+        self._size = num_rows, num_drafts
+        self._buffers.switch(num_drafts)
+        self._seat(sequences, num_rows)
+        self._rules.set_rows(sequences, num_drafts)
+        for _ in range(num_steps):
+            self.read(self.go_on())
+            yield sequences
+        self.clear()
+        self._rules.set_rows([], 0)
+        self.times.clear()
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         """Return why no graph can run these sequences; None: one can.
