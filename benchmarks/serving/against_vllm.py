@@ -38,6 +38,7 @@ from contenders import (
     serving,
     vllm_command,
 )
+from script import check_positive, run_guarded
 from traffic import Client, Load, ServerError, num_requests, requests
 
 from peagle.backends.vllm.installation import find_vllm
@@ -141,9 +142,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 def check_values(args: argparse.Namespace) -> None:
     """Refuse values that measure nothing, or that would end a run in its middle."""
-    for name, value in vars(args).items():
-        if isinstance(value, int | float) and name != "seed" and not value > 0:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
+    check_positive(args)
     for limit in args.goodput.split():
         if not re.fullmatch(r"(ttft|tpot|e2el):\d+(\.\d+)?", limit):
             raise UserError(
@@ -256,8 +255,4 @@ def arrivals_of(load: Load, rows: list[Row], args: argparse.Namespace) -> float 
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_guarded(main)

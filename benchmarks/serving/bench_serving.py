@@ -26,8 +26,9 @@ import importlib
 import json
 import sys
 
+from script import check_positive, run_guarded
+
 from peagle.environment import environment
-from peagle.errors import UserError
 
 EXPERIMENTS = (
     *("soak", "overhead", "cancel", "kill", "hang", "drain", "slow", "latency", "fuzz", "abuse"),
@@ -46,7 +47,7 @@ def main() -> int:
         options.add_argument("--threads", type=int, default=1, help="CPU threads of an engine (1)")
         module.add_options(options)
     args = parser.parse_args()
-    _check(args)
+    check_positive(args)
     figures, missed = modules[args.experiment].run(args)
     result = {
         "experiment": args.experiment,
@@ -60,21 +61,5 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse numbers that measure nothing."""
-    for name, value in vars(args).items():
-        if (
-            isinstance(value, int | float)
-            and value is not False
-            and name != "seed"
-            and not value > 0
-        ):
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_guarded(main)
