@@ -96,18 +96,17 @@ def test_rings_of_a_reserved_store_are_handed_out_and_taken_back() -> None:
 
 NO_INTERPRETER = os.environ.get("TRITON_INTERPRET") != "1"
 INTERPRETED = pytest.mark.skipif(NO_INTERPRETER, reason="needs the interpreter")
+CAPTURED: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.usefixtures("graphs_everywhere")
 @pytest.mark.parametrize("device", DEVICES)
 def test_captured_steps_keep_features_and_resume(
     target_folder: Path, heads: dict[bool, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs = "peagle.engine.engine.runs_as_graphs"
-    monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
     monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
-    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
-    options["device"] = device
+    options = {**CAPTURED, "device": device}
     params = [replace(GREEDY, max_tokens=n) for n in (11, 4)]
     config = {"model": str(heads[True]), "num_speculative_tokens": 3}
     whole = LLM(target_folder, speculative_config=config, enforce_eager=True, **options)
@@ -130,17 +129,15 @@ def test_captured_steps_keep_features_and_resume(
     assert found == {text: expected[text] for text in found}
 
 
+@pytest.mark.usefixtures("graphs_everywhere")
 @pytest.mark.parametrize("device", DEVICES)
 def test_captured_steps_choose_k_and_change_no_output(
     target_folder: Path, heads: dict[bool, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs = "peagle.engine.engine.runs_as_graphs"
-    monkeypatch.setattr(graphs, lambda *parts: not parts[1].enforce_eager)
     monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 1)
     # Drafts of two sequences are dear, and those of one cheap.
     monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, k: rows + 0.01 * k * rows**8)
-    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
-    options["device"] = device
+    options = {**CAPTURED, "device": device}
     params = [
         replace(GREEDY, max_tokens=11),
         replace(GREEDY, max_tokens=4, temperature=0.8, seed=11),

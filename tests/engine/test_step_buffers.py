@@ -53,6 +53,7 @@ def test_the_host_does_not_wait_for_an_upload() -> None:
 def make_buffers(device: torch.device, rates: tuple[float, ...] | None = None) -> StepBuffers:
     sizes = StepSizes(
         num_seqs=ROWS,
+        num_rows=ROWS,
         table_width=WIDTH,
         num_stop_ids=STOP_IDS,
         block_size=4,
@@ -250,6 +251,6 @@ def test_outputs_of_a_pass_are_kept(device: torch.device) -> None:
     buffers = make_buffers(device)
     for count in (5, 3):
         outputs = [torch.randn(count, width, device=device) for width in (4, 6)]
-        kept = buffers.keep(count, 5, outputs)
+        kept = buffers.keep(outputs)
         assert all(one.equal(other) for one, other in zip(kept, outputs, strict=True))
-    assert kept[0].data_ptr() == buffers.keep(1, 5, [o[:1] for o in outputs])[0].data_ptr()
+    assert kept[0].data_ptr() == buffers.keep([o[:1] for o in outputs])[0].data_ptr()

@@ -68,6 +68,7 @@ class StepSizes:
     """Sizes of the buffers; lengths as in `StepLimits`, rates as in `SpeculativeConfig`."""
 
     num_seqs: int  # rows of the largest step
+    num_rows: int  # T of the largest step
     table_width: int  # M
     num_stop_ids: int  # E
     block_size: int
@@ -235,19 +236,15 @@ class StepBuffers:
         for rows_BX in (self._stop_ids_BE, self._tables_BM, self._drafts_of(self.num_drafts)):
             rows_BX[to_N] = rows_BX[from_N]
 
-    def keep(self, num_rows: int, most_rows: int, outputs: SequenceOf[Tensor]) -> list[Tensor]:
-        """Copy a pass's outputs to where other parts of the step read them; return the copies.
+    def keep(self, outputs: SequenceOf[Tensor]) -> list[Tensor]:
+        """Copy a pass's outputs, T rows each, to where other parts of the step read them.
 
-        Args:
-            num_rows: rows of these outputs.
-            most_rows: rows of the largest step.
-            outputs: hidden states, features.
+        Return the copies. The buffers get their widths and types from the first pass.
         """
         if not self._outputs:
-            self._outputs = tuple(
-                output.new_zeros(most_rows, *output.shape[1:]) for output in outputs
-            )
-        kept = [buffer[:num_rows] for buffer in self._outputs]
+            most = self.sizes.num_rows
+            self._outputs = tuple(output.new_zeros(most, output.shape[1]) for output in outputs)
+        kept = [buffer[: len(outputs[0])] for buffer in self._outputs]
         for buffer, output in zip(kept, outputs, strict=True):
             buffer.copy_(output)
         return kept
@@ -264,7 +261,6 @@ class DecodeStep:
         proposer: the head with its KV caches; None decodes plainly.
         num_seqs, num_drafts: B and K; K is 0 without a head.
         num_rows: T, at least B * (K + 1).
-        most_rows: T of the largest step.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
             later; None keeps none. With rings there is no drafter, and one row a sequence.
 
@@ -283,7 +279,6 @@ class DecodeStep:
         num_drafts: int,
         num_rows: int,
         *,
-        most_rows: int,
         kept_SCA: Tensor | None = None,
     ) -> None:
         device = target.device
@@ -294,7 +289,6 @@ class DecodeStep:
         self.kept_SCA = kept_SCA
         self._proposer = proposer
         self._passes = target_passes(target, TritonAttention())
-        self._most_rows = most_rows
         most = own.drafts_BK.shape[1]
         self.batch = TargetBatch.allocate(num_seqs, num_rows, device)
         self.scratch = VerifyScratch.allocate(num_rows, target.vocab_size, device)
@@ -324,14 +318,13 @@ class DecodeStep:
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
         )
-        num_rows = batch.tokens_R.shape[0]
         outputs = self._passes(
             batch,
             own.block_tables_BM,
             max_query_len=self.num_drafts + 1,
             max_seq_len=sizes.max_model_len,
         )
-        self.hidden_TH, self._features_TA = self.buffers.keep(num_rows, self._most_rows, outputs)
+        self.hidden_TH, self._features_TA = self.buffers.keep(outputs)
         if self.kept_SCA is not None:
             self._keep(self._features_TA, self.kept_SCA)
         stamp(self._times, 1)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
@@ -493,7 +494,7 @@ class LLMEngine:
         new: list[int],
         num_drafted: int,
         num_accepted: int,
-        logprobs: list[TokenLogprobs],
+        logprobs: Iterable[TokenLogprobs],
     ) -> None:
         """Append verified tokens up to where the sequence ends."""
         sequence.num_computed_tokens += num_accepted
@@ -501,11 +502,11 @@ class LLMEngine:
             stats.record(num_drafted, num_accepted)
         rejected = sequence.drafts[num_accepted:num_drafted]
         kept = sequence.append(new, self.max_model_len)
-        logprobs = logprobs[: len(kept)]
-        sequence.logprobs += logprobs
+        kept_logprobs = list(islice(logprobs, len(kept)))
+        sequence.logprobs += kept_logprobs
         self._counts["num_output_tokens"] += len(kept)
         accepted = min(num_accepted, len(kept))
-        step = StepOutput(sequence, kept, accepted, num_drafted, logprobs, rejected)
+        step = StepOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected)
         self._outputs.append(step)
 
     def _fail(self, sequence: Sequence, code: str, error: str) -> None:

@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,14 @@ def graph_sizes(
     return found
 
 
+def greatest_depths(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return the greatest K of each number of rows, of (rows, K)."""
+    greatest: dict[int, int] = {}
+    for rows, k in sizes:
+        greatest[rows] = max(k, greatest.get(rows, 0))
+    return greatest
+
+
 def target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """Return T of each (rows, K): rows * (K + 1), or a little more.
 
@@ -88,7 +96,7 @@ def target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     or to a power of two.
     """
     sizes = set(sizes)
-    greatest = {rows: max(k for r, k in sizes if r == rows) for rows, _ in sizes}
+    greatest = greatest_depths(sizes)
     own = {rows * (k + 1) for rows, k in greatest.items()}
     powers = {1 << i for i in range(MAX_FIXED_ROWS.bit_length())}
     counts: dict[tuple[int, int], int] = {}
@@ -109,8 +117,7 @@ def accelerate(
     num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
     accelerate_target(target, set(num_rows.values()))
     # A head is small: only for the greatest K at the same rows it is compiled for its sizes.
-    greatest = {rows: max(k for r, k in num_rows if r == rows) for rows, _ in num_rows}
-    sizes = [(rows, k) for rows, k in greatest.items() if k]
+    sizes = [(rows, k) for rows, k in greatest_depths(num_rows).items() if k]
     if drafter is None or not sizes:
         return
     verified = [num_rows[size] for size in sizes]
@@ -144,8 +151,10 @@ def make_graph_runner(
     target, max_model_len = runner.target, runner.max_model_len
     table_width = -(-max_model_len // runner.block_size)
     capture = make_capturer(target.device)
+    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
     sizes = StepSizes(
         buckets(max_num_seqs)[-1],
+        max(num_rows.values()),
         table_width=table_width,
         num_stop_ids=MAX_STOP_IDS,
         block_size=runner.block_size,
@@ -154,8 +163,6 @@ def make_graph_runner(
         synthetic_rates=synthetic_rates,
     )
     buffers = StepBuffers(sizes, target.device)
-    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
-    most_rows = max(num_rows.values())
 
     def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
         return DecodeStep(
@@ -165,7 +172,6 @@ def make_graph_runner(
             num_seqs,
             num_drafts,
             num_rows.get((num_seqs, num_drafts), num_seqs * (num_drafts + 1)),
-            most_rows=most_rows,
             kept_SCA=None if num_drafts else features.rows_SCA,
         )
 
@@ -182,12 +188,12 @@ def make_graph_runner(
     if target.device.type == "cuda":
         graphs.capture_all()
         graphs.warm_up_rules(runner.sampler.release)
-        sizes = capture, table_width, runner.block_size, target.device
-        runner.passes.graphs = PassGraphs(runner.passes, *sizes)
+        shape = capture, table_width, runner.block_size, target.device
+        runner.passes.graphs = PassGraphs(runner.passes, *shape)
         if proposer is not None:
             hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)
             for passes in (proposer.passes, proposer.readings):
-                passes.graphs = PassGraphs(passes, *sizes, hidden_1D)
+                passes.graphs = PassGraphs(passes, *shape, hidden_1D)
     return graphs
 
 
@@ -206,7 +212,7 @@ class RowReport:
     num_accepted: int
     new_token_ids: list[int]
     drafts: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: SequenceOf[TokenLogprobs] = ()
 
 
 def read_report(row: list[int], num_drafts: int) -> RowReport:
@@ -358,8 +364,7 @@ class GraphRunner:
         params = SamplingParams(
             max_tokens=1 << 20, temperature=1.0, frequency_penalty=0.1, typical_p=0.9, logprobs=1
         )
-        for rows in self._buckets:
-            most = max(k for size, k in self._sizes if size == rows)
+        for rows, most in greatest_depths(self._sizes).items():
             for sequences in self._make_up(rows, most, params, 1):
                 for sequence in sequences:
                     release(sequence)
@@ -386,7 +391,6 @@ class GraphRunner:
             self.read(self.go_on())
             yield sequences
         self.clear()
-        self._rules.set_rows([], 0)
         self.times.clear()
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
@@ -492,6 +496,7 @@ class GraphRunner:
     def clear(self) -> None:
         """Forget the sequences: something else has changed them, and they join anew."""
         self._seat([], 0)
+        self._rules.set_rows([], 0)
 
     def read(self, flight: Flight) -> list[RowReport]:
         """Wait for a step and return its report, a row a sequence."""
@@ -506,7 +511,7 @@ class GraphRunner:
         reports = [read_report(row, num_drafts) for row in rows]
         if flight.logprobs is not None:
             found = flight.logprobs.read([report.new_token_ids for report in reports])
-            reports = [replace(r, logprobs=of or []) for r, of in zip(reports, found, strict=True)]
+            reports = [replace(r, logprobs=of or ()) for r, of in zip(reports, found, strict=True)]
         return reports
 
     def _graph_of(self, size: tuple[int, int]) -> _Graph:
@@ -517,8 +522,6 @@ class GraphRunner:
 
 def _obstacle_of(sequence: Sequence) -> str | None:
     """Return what a request asks for that no graph can do, if there is something."""
-    rules = {
-        "drawn_drafts": sequence.draft_probs_KV is not None,
-        "stop_token_ids": len(sequence.stop_token_ids) > MAX_STOP_IDS,
-    }
-    return next((name for name, applies in rules.items() if applies), None)
+    if sequence.draft_probs_KV is not None:
+        return "drawn_drafts"
+    return "stop_token_ids" if len(sequence.stop_token_ids) > MAX_STOP_IDS else None

@@ -58,19 +58,15 @@ class Pipeline:
         """
         flight = self._flight
 
-        def take_results() -> None:
-            if flight is not None:
-                self._read(flight)
-
-        def take_results_and_prepare() -> None:
-            take_results()
+        def meanwhile() -> None:
+            self._read(flight)
             self._prepare()
 
         if self._has_grammars:
-            self._flight = launch(take_results_and_prepare)
+            self._flight = launch(meanwhile)
         else:
             self._flight = launch(None)
-            take_results()
+            self._read(flight)
 
     def go_on(self) -> bool:
         """Launch the next step, then take the results of the last; return false if that cannot be.
@@ -92,11 +88,13 @@ class Pipeline:
     def drain(self) -> None:
         """Take the results of the step in flight, if there is one; the sequences then join anew."""
         flight, self._flight = self._flight, None
-        if flight is not None:
-            self._read(flight)
+        self._read(flight)
         self.runner.clear()
 
-    def _read(self, flight: Flight) -> None:
+    def _read(self, flight: Flight | None) -> None:
+        """Take the results of a step, if there is one."""
+        if flight is None:
+            return
         num_ended = num_left = 0
         for sequence, report in zip(flight.sequences, self.runner.read(flight), strict=True):
             # One that was preempted meanwhile computes the same again.

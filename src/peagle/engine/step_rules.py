@@ -127,6 +127,7 @@ class _Batch:
     """The N sequences that ask for something: first the M with rules, last the P.
 
     Attributes:
+        num_columns: J.
         ruled: the M sequences.
         rows: the step's row of each of the N.
         num_top: most likely tokens that each of the P wants.
