@@ -76,7 +76,7 @@ class SpeculativeConfig:
             for, at most 7, once the head is found (`models.head_json`); else 7.
         num_speculative_tokens_per_batch_size: (first, last, K) for numbers of sequences that run
             together, ascending, like ((1, 16, 7), (17, 64, 0)): a busy card pays for every token
-            that it verifies. K = 0 stops drafting (`engine.drafting.DepthPolicy` says when).
+            that it verifies. K = 0 stops drafting (`engine.depth.ScheduledDepth` says when).
             Numbers between two ranges have the K of the one before; K is never above
             num_speculative_tokens. A sampled request with a seed and drawn drafts keeps its own K,
             so that its output does not depend on the load. "auto": where steps run as CUDA graphs

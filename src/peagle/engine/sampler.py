@@ -18,6 +18,7 @@ from peagle.engine.sequence import Sequence
 from peagle.kernels.logits import process_logits
 from peagle.kernels.logits_rules import LogitsRules, VerificationRows, context_tails
 from peagle.kernels.logprobs import TokenLogprobs, token_logprobs
+from peagle.kernels.upload import upload_floats, upload_ints
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
 
@@ -249,11 +250,11 @@ class Sampler:
         ]
 
     def _ints(self, values: SequenceOf[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload_ints(values, self.device)
 
     def _floats(self, values: list[float]) -> Tensor:
         # In double precision, so that host and device agree on which temperature is 0.
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
+        return upload_floats(values, self.device)
 
 
 def _broken(logits_RV: Tensor, rows: VerificationRows, num_accepted_B: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.sampling import at_least_float32
+from peagle.kernels.upload import upload_ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def token_logprobs(
     assert len(logits_NV) == len(token_ids) == len(num_top)
     if not token_ids:
         return []
-    tokens_N = torch.tensor(token_ids, dtype=torch.int64, device=logits_NV.device)
+    tokens_N = upload_ints(token_ids, logits_NV.device)
     table = logprob_table(logits_NV, tokens_N, max(num_top)).tolist()
     return list(map(read_logprobs, table, token_ids, num_top))
 
