@@ -36,11 +36,17 @@ def make(
     *,
     eager: bool,
     window: int | None = None,
+    schedule: list[list[int]] | None = None,
     **options: Any,
 ) -> LLM:
     config = None
     if head is not None:
-        config = {"model": str(head), "num_speculative_tokens": 3, "draft_window": window}
+        config = {
+            "model": str(head),
+            "num_speculative_tokens": 3,
+            "num_speculative_tokens_per_batch_size": schedule,
+            "draft_window": window,
+        }
     options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 4, **options}
     return LLM(
         folder,
@@ -137,11 +143,11 @@ def arrivals_change_nothing(target: Path, head: Path, device: str, max_tokens: i
     expected = [
         alone.generate([prompt], every[i % 2])[0].token_ids for i, prompt in enumerate(PROMPTS)
     ]
-    llm = make(target, head, device, eager=False, max_num_batched_tokens=8)
-    engine: Any = llm.engine
     # No pause in it: drafting would resume by a step of its own.
-    depths = {1: 3, 2: 1, 3: 2, 4: 3}
-    engine._depth._scheduled = engine._pipeline.runner._depth._scheduled = depths.__getitem__
+    schedule = [[1, 1, 3], [2, 2, 1], [3, 3, 2], [4, 4, 3]]
+    build = partial(make, target, head, device, eager=False, schedule=schedule)
+    llm = build(max_num_batched_tokens=8)
+    engine: Any = llm.engine
     sequences = [engine.add_request(PROMPTS[0], every[0])]
     engine.step()
     for i, prompt in enumerate(PROMPTS[1:], 1):

@@ -132,7 +132,8 @@ def _banned(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -> Te
     def ban(sequences_N: Tensor, tokens_N: Tensor, hit_NJ: Tensor) -> None:
         _, rows_NJ, exists_NJ = rows.of(sequences_N)
         slots_NJ = rows_NJ * vocab_size + tokens_N.unsqueeze(1)
-        banned_Z[torch.where(hit_NJ & exists_NJ, slots_NJ, num_rows * vocab_size)] = True
+        slots_NJ = torch.where(hit_NJ & exists_NJ, slots_NJ, num_rows * vocab_size)
+        banned_Z.index_fill_(0, slots_NJ.flatten(), True)
 
     if (words := rules.bad_words) is not None:
         ban(words.sequences_N, words.last_N, _prefix_matches(words, rows))
