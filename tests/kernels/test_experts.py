@@ -23,6 +23,7 @@ from peagle.kernels.experts import (
     run_experts,
     run_experts_reference,
     uses_library,
+    weighted_sum,
 )
 from peagle.kernels.packed_linear import packed_linear
 from peagle.kernels.packed_weights import (
@@ -281,9 +282,23 @@ def test_the_library_multiplies_many_rows(format: str, gate: Gate, device: str) 
     many = 5 * (1024 if format == "mxfp4" else 256)
     assert uses_library(x, experts.gate_up, many) == (device == "cuda")
     assert not uses_library(x, experts.gate_up, many - 1)
-    y = experts_of_many(x, index.view(-1), experts, 2).view(45, 2, 64)
-    found = (y * weights[:, :, None]).sum(1)
+    found = weighted_sum(experts_of_many(x, index.view(-1), experts, 2), weights)
     check(found, run_experts_reference(x, index, weights, experts))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "n"), [(1, 8, 2048), (3, 4, 700), (17, 1, 6), (0, 2, 8)]
+)
+def test_sums_of_a_token_are_weighted(
+    tokens: int, chosen: int, n: int, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(3)
+    y_SN = torch.randn(tokens * chosen, n).to(device, dtype)
+    weight_TC = torch.rand(chosen, tokens).to(device, dtype).T  # not contiguous
+    expected = torch.einsum("tcn,tc->tn", y_SN.view(tokens, chosen, n).double(), weight_TC.double())
+    torch.testing.assert_close(weighted_sum(y_SN, weight_TC), expected.to(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -35,6 +35,7 @@ _LEAST_INPUTS = 512  # of a share of a sum
 _MANY = {"mxfp4": 1024}
 _MANY_OTHERS = 256
 _FINISHED = 1024  # outputs that one program finishes
+_SUMMED = 512  # outputs of a token that one program sums
 _MAX_PLANNED = 4096  # assignments that one program orders
 
 
@@ -170,7 +171,7 @@ def run_experts(
 ) -> Tensor:
     """Compute the weighted sum of the chosen experts' outputs in Triton, [T, H].
 
-    A compiler sees the operator `peagle::experts`, and fuses the sum with what follows.
+    A compiler sees the operator `peagle::experts`.
 
     Args:
         x_TH: the tokens' states.
@@ -179,9 +180,10 @@ def run_experts(
         experts: the weights of the layer.
     """
     up, down, gate = experts.gate_up, experts.down, experts.gate
-    y_SH = torch.ops.peagle.experts(
+    return torch.ops.peagle.experts(
         x_TH,
         index_TC,
+        weight_TC,
         [up.data, down.data],
         [up.scale, down.scale],
         [up.zero, down.zero],
@@ -189,8 +191,6 @@ def run_experts(
         [*layout_of(up), *layout_of(down), ACTIVATIONS.index(gate.activation)],
         [gate.alpha, gate.limit],
     )
-    y_TCH = y_SH.view(*index_TC.shape, -1).float() * weight_TC.float().unsqueeze(-1)
-    return y_TCH.sum(1).to(x_TH.dtype)
 
 
 def layout_of(weight: PackedWeight) -> list[int]:
@@ -210,12 +210,13 @@ def make_weight(
 @torch.library.custom_op(
     "peagle::experts",
     mutates_args=(),
-    schema="(Tensor x, Tensor index, Tensor[] data, Tensor?[] scale, Tensor?[] zero, "
-    "Tensor?[] bias, int[] layout, float[] gate) -> Tensor",
+    schema="(Tensor x, Tensor index, Tensor weight, Tensor[] data, Tensor?[] scale, "
+    "Tensor?[] zero, Tensor?[] bias, int[] layout, float[] gate) -> Tensor",
 )
 def _experts(
     x: Tensor,
     index: Tensor,
+    weight: Tensor,
     data: list[Tensor],
     scale: list[Tensor | None],
     zero: list[Tensor | None],
@@ -231,7 +232,7 @@ def _experts(
     index_S = index.reshape(-1)
     if uses_library(x, up, index_S.numel()):
         experts = ExpertWeights(up, down, Gate(kind, *gate), *bias)
-        return experts_of_many(x, index_S, experts, chosen)
+        return weighted_sum(experts_of_many(x, index_S, experts, chosen), weight)
     up_config, down_config = (
         choose_config(index_S.numel(), num_experts, w, registers=can_use_registers(x, w))
         for w in (up, down)
@@ -244,16 +245,18 @@ def _experts(
         x, up, bias[0], Gate(kind, *gate),
         index_S=index_S, plan=plans.get(up_config.block_m), chosen=chosen, config=up_config,
     )  # fmt: skip
-    return grouped_product(
+    y_SH = grouped_product(
         inner_SI, down, bias[1],
         index_S=index_S, plan=plans.get(down_config.block_m), config=down_config,
     )  # fmt: skip
+    return weighted_sum(y_SH, weight)
 
 
 @_experts.register_fake
 def _(
     x: Tensor,
     index: Tensor,
+    weight: Tensor,
     data: list[Tensor],
     scale: list[Tensor | None],
     zero: list[Tensor | None],
@@ -262,7 +265,7 @@ def _(
     gate: list[float],
 ) -> Tensor:
     down = make_weight(data[1], scale[1], zero[1], layout[4:8])
-    return x.new_empty(index.numel(), down.num_outputs)
+    return x.new_empty(index.shape[0], down.num_outputs)
 
 
 def run_experts_reference(
@@ -399,6 +402,27 @@ def _finish(
         HAS_PLACE=place_S is not None,
         num_warps=4,
     )
+    return out
+
+
+def weighted_sum(y_SN: Tensor, weight_TC: Tensor) -> Tensor:
+    """Compute the sum over the experts of each token in float32, [T, N]."""
+    from peagle.kernels import experts_triton
+
+    (num_tokens, chosen), n = weight_TC.shape, y_SN.shape[1]
+    out = y_SN.new_empty(num_tokens, n)
+    if num_tokens:
+        launch(
+            experts_triton.weighted_sum_kernel,
+            (num_tokens, -(-n // _SUMMED)),
+            out,
+            y_SN,
+            weight_TC.contiguous(),
+            n,
+            BLOCK=_SUMMED,
+            CHOSEN=chosen,
+            num_warps=2,
+        )
     return out
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of `kernels.experts`: the plan of the tiles, and the grouped product.
+"""Triton kernels of `kernels.experts`: the plan of the tiles, the grouped product, the sum.
 
 Shapes: T tokens, C experts chosen for each, S = T * C assignments of tokens to experts, E experts.
 An assignment's number is token * C + place.
@@ -350,3 +350,25 @@ def finish_kernel(
         out = _gated(out, up, alpha, limit, GATE)
     place = tl.load(place_ptr + s).to(tl.int64) if HAS_PLACE else s
     tl.store(out_ptr + place * num_columns + n, out.to(DTYPE), mask=is_output)
+
+
+@triton.jit
+def weighted_sum_kernel(
+    out_ptr,  # [T, N], contiguous
+    y_ptr,  # [T, CHOSEN, N], contiguous
+    weight_ptr,  # [T, CHOSEN], contiguous
+    num_columns,  # N
+    BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    """out[t] = the sum over c of weight[t, c] * y[t, c], of BLOCK outputs of one t."""
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_output = n < num_columns
+    y_ptrs = y_ptr + t * CHOSEN * num_columns + n
+    out = tl.zeros([BLOCK], tl.float32)
+    for c in tl.static_range(CHOSEN):
+        weight = tl.load(weight_ptr + t * CHOSEN + c).to(tl.float32)
+        y = tl.load(y_ptrs + c * num_columns, mask=is_output, other=0.0)
+        out += weight * y.to(tl.float32)
+    tl.store(out_ptr + t * num_columns + n, out.to(out_ptr.dtype.element_ty), mask=is_output)
