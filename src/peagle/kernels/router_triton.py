@@ -5,13 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_LOWEST = tl.constexpr(-(2**31))  # below the key of every number
+
 
 @triton.jit
-def _largest(logits_ptr, expert, num_experts):
-    """Logits of experts; one that is no number counts as the largest, none as the smallest."""
-    logit = tl.load(logits_ptr + expert, mask=expert < num_experts, other=-float("inf"))
-    logit = logit.to(tl.float32)
-    return tl.where(logit != logit, float("inf"), logit)
+def _sort_key(number):
+    """An integer for each float32, in the order of the numbers."""
+    bits = (number + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -26,16 +27,20 @@ def choose_experts_kernel(
 ):
     """The experts of one token, which have the largest logits, and their shares of the softmax.
 
-    The place of an expert is the number of those before it, so that nothing waits for a maximum.
+    A logit that is no number counts as the largest. Of equal logits the first is chosen first.
     """
     token = tl.program_id(0).to(tl.int64)
-    logits_ptr += token * num_experts
     e = tl.arange(0, EXPERTS)
-    logit = _largest(logits_ptr, e, num_experts)
-    other = _largest(logits_ptr, e, num_experts)[None, :]
-    own = logit[:, None]
-    is_before = (other > own) | ((other == own) & (e[None, :] < e[:, None]))
-    place = tl.sum(is_before.to(tl.int32), 1)
+    is_expert = e < num_experts
+    logits_ptrs = logits_ptr + token * num_experts + e
+    logit = tl.load(logits_ptrs, mask=is_expert, other=-float("inf")).to(tl.float32)
+    logit = tl.where(logit != logit, float("inf"), logit)
+    place = tl.full([EXPERTS], EXPERTS, tl.int32)
+    key = tl.where(is_expert, _sort_key(logit), _LOWEST)
+    for c in range(num_chosen):
+        is_next = e == tl.argmax(key, 0)
+        place = tl.where(is_next, c, place)
+        key = tl.where(is_next, _LOWEST, key)
     is_chosen = place < num_chosen
     share = tl.exp(logit - tl.max(logit, 0))
     total = tl.sum(tl.where(is_chosen, share, 0.0) if AMONG_CHOSEN else share, 0)
