@@ -3,7 +3,7 @@
 The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits.
 
 Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card experts`,
-`... caches` or `... verification`.
+`... unpacking`, `... caches` or `... verification`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from peagle.kernels import (
     experts_triton,
     kv_write_triton,
     mxfp4_gluon,
+    packed_weights_triton,
     paged_attention_triton,
     rejection_triton,
     verify_triton,
@@ -92,6 +93,27 @@ def compile_grouped(
     pointers["zero_ptr"] = "*u8" if format == "int4" else pointers["scale_ptr"]
     loose = ("num_rows", "max_tiles", "chosen", "alpha", "limit")
     return compile_kernel(kernel, source, pointers, constants, options, loose)
+
+
+def unpacked(format: str) -> dict[str, Any]:
+    """`unpack_kernel`."""
+    constants: dict[str, Any] = {
+        "ROWS": 32,
+        "STEP": 128,
+        "STEPS": 2,
+        "FORMAT": FORMATS.index(format),
+        "SCALE_ROWS": 128 if format == "fp8" else 1,
+        "SCALE_K": SCALE_K.get(format, 4096),
+        "HAS_ZERO": format == "int4",
+        "EVEN_K": False,
+        "ASM": True,
+    }
+    scale = "*i32" if format == "mxfp4" else "*fp32"
+    pointers = {"out_ptr": "*bf16", "data_ptr": DATA[format], "scale_ptr": scale}
+    pointers["zero_ptr"] = "*u8" if format == "int4" else scale
+    kernel = packed_weights_triton.unpack_kernel
+    options = {"num_warps": 4}
+    return compile_kernel(kernel, ASTSource, pointers, constants, options, ("num_rows",))
 
 
 def attention(capability: int, cache: str, head_dim: int, queries: int) -> dict[str, Any]:
@@ -170,6 +192,11 @@ def compile_kernel(
     return {"shared": compiled.metadata.shared, "mma": "mma" in compiled.asm["ptx"]}
 
 
+def unpacking() -> dict[str, dict[str, Any]]:
+    """Unpacking of every format."""
+    return {format: unpacked(format) for format in FORMATS[1:]}
+
+
 def experts() -> dict[str, dict[str, Any]]:
     """Products of experts in every format."""
     found = {
@@ -238,5 +265,10 @@ def verification() -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    of_kind = {"experts": experts, "caches": caches, "verification": verification}
+    of_kind = {
+        "experts": experts,
+        "unpacking": unpacking,
+        "caches": caches,
+        "verification": verification,
+    }
     print(json.dumps(of_kind[sys.argv[1]]()))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from peagle.kernels.packed_linear import MAX_ROWS, packed_linear
 from peagle.kernels.unpacking import unpack
-from tests.kernels.devices import DEVICES
+from tests.kernels.devices import DEVICES, compile_for_card
 from tests.kernels.test_experts import FORMATS, check, make_weight
 
 pytest.importorskip("triton", reason="needs triton")
@@ -23,6 +23,10 @@ def test_unpacks_as_the_reference(k: int, format: str, device: str) -> None:
     weight = make_weight(format, 3, 72, k, device=device, dtype=dtype)
     assert torch.equal(unpack(weight, dtype), weight.unpack(dtype))
     assert torch.equal(unpack(weight.expert(1), dtype), weight.expert(1).unpack(dtype))
+
+
+def test_unpacking_compiles_for_a_card() -> None:
+    assert set(compile_for_card("unpacking")) == {"fp8", "int8", "int4", "mxfp4"}
 
 
 @pytest.mark.parametrize("device", DEVICES)

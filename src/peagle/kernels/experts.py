@@ -195,16 +195,16 @@ def run_experts(
 
 def layout_of(weight: PackedWeight) -> list[int]:
     """Return what an operator needs beside the tensors of a weight."""
-    return [FORMATS.index(weight.format), *weight.block, weight.padded]
+    return [FORMATS.index(weight.format), *weight.block, *weight.padded]
 
 
 def make_weight(
     data: Tensor, scale: Tensor | None, zero: Tensor | None, layout: list[int]
 ) -> PackedWeight:
     """Make the weight whose `layout_of` is given."""
-    kind, rows, inputs, padded = layout
+    kind, rows, inputs, *padded = layout
     format: Any = FORMATS[kind]
-    return PackedWeight(data, format, scale, zero, (rows, inputs), padded)
+    return PackedWeight(data, format, scale, zero, (rows, inputs), (padded[0], padded[1]))
 
 
 @torch.library.custom_op(
@@ -224,8 +224,8 @@ def _experts(
     gate: list[float],
 ) -> Tensor:
     *layouts, activation = layout
-    up = make_weight(data[0], scale[0], zero[0], layouts[:4])
-    down = make_weight(data[1], scale[1], zero[1], layouts[4:])
+    up = make_weight(data[0], scale[0], zero[0], layouts[:5])
+    down = make_weight(data[1], scale[1], zero[1], layouts[5:])
     kind: Any = ACTIVATIONS[activation]
     (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
@@ -261,7 +261,7 @@ def _(
     layout: list[int],
     gate: list[float],
 ) -> Tensor:
-    down = make_weight(data[1], scale[1], zero[1], layout[4:8])
+    down = make_weight(data[1], scale[1], zero[1], layout[5:10])
     return x.new_empty(index.numel(), down.num_outputs)
 
 
@@ -447,7 +447,6 @@ def grouped_product(
         mode, tiles = 1, count
     else:
         mode, tiles = 2, (plan.numel() - count) // 3
-    stored = weight.stored
     scales = out if scale is None else scale
     is_shared = scale is None or (inputs >= k and weight.format != "mxfp4")
     assert is_shared or inputs % cut.step == 0
@@ -466,7 +465,7 @@ def grouped_product(
         out if plan is None else plan,
         out if plan is None else plan[count:],
         out if index_S is None else index_S,
-        stored,
+        data,
         scales,
         scales if zero is None else zero,
         out if bias is None else bias,
@@ -480,7 +479,7 @@ def grouped_product(
         tiles,
         chosen,
         x.stride(0),
-        0 if index_S is None else stored.stride(0),
+        0 if index_S is None else data.stride(0),
         weight.row_stride,
         0 if index_S is None or scale is None else scale.stride(0),
         0 if scale is None else scale.stride(-2),

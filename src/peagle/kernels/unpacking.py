@@ -21,13 +21,14 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Compute `PackedWeight.unpack` of a weight [E, N, K] or [N, K]."""
     from peagle.kernels import packed_weights_triton
 
-    scale, zero, stored, k = weight.scale, weight.zero, weight.stored, weight.num_inputs
+    scale, zero, stored, k = weight.scale, weight.zero, weight.data, weight.num_inputs
     if scale is None:
-        return weight.data.to(dtype)
+        return stored.to(dtype)
     assert zero is None or zero.stride() == scale.stride()
     n, (rows, inputs), experts = weight.num_outputs, weight.block, scale.shape[:-2]
     out = torch.empty(*experts, n, k, dtype=dtype, device=stored.device)
     step = 128 if weight.format == "mxfp4" else shared_inputs(weight, 128)
+    is_whole = weight.format != "fp8" or step % 64 == 0  # tiles, which the assembly unpacks
     launch(
         packed_weights_triton.unpack_kernel,
         (-(-n // _TILE_ROWS), -(-k // _TILE_INPUTS), *(experts or (1,))),
@@ -50,7 +51,7 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         SCALE_K=min(inputs, k),
         HAS_ZERO=zero is not None,
         EVEN_K=k % _TILE_INPUTS == 0,
-        ASM=has_assembly(stored.device) and dtype == torch.bfloat16,
+        ASM=has_assembly(stored.device) and dtype == torch.bfloat16 and is_whole,
         num_warps=4,
     )
     return out
