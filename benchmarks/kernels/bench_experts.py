@@ -120,7 +120,7 @@ IN_REGISTERS: list[tuple[Kind, int, int, int]] = [
 
 def candidates(layer: Layer, tokens: int, quick: bool) -> list[GroupedConfig]:
     """Cuts to try; tiles of about as many rows as an expert has on average. Of tiled formats the
-    first alone is Triton's, which reads their words one number at a time.
+    first alone is Triton's.
     """
     step = 32 if layer.format == "mxfp4" else 128
     one, two = 128 // step, 256 // step

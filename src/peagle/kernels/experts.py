@@ -25,7 +25,12 @@ from torch import Tensor
 from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch, power_of_two
 from peagle.kernels.packed_weights import FORMATS, FOUR_BIT_FORMATS, STEP, PackedWeight
 from peagle.kernels.paged_attention import DeviceLimits
-from peagle.kernels.unpacking import has_assembly, shared_inputs, unpack
+from peagle.kernels.unpacking import (
+    can_use_assembly,
+    has_assembly,
+    shared_inputs,
+    unpack,
+)
 
 Kind = Literal["xw", "wx", "registers", "warpgroup"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
@@ -546,7 +551,7 @@ def grouped_product(
         STAGES=stages,
         HAS_ZERO=zero is not None,
         EVEN_K=k % (cut.step * cut.steps) == 0,
-        ASM=has_assembly(x.device) and x.dtype == torch.bfloat16 and not weight.is_tiled,
+        ASM=can_use_assembly(weight, cut.step, x.dtype) and weight.format != "mxfp4",
         WX=cut.kind == "wx",
         num_stages=stages,
     )

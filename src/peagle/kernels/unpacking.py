@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.launch import launch
-from peagle.kernels.packed_weights import FORMATS, PackedWeight
+from peagle.kernels.packed_weights import FORMATS, TILE, PackedWeight
 
 # Four bytes or more for each thread, as the assembly needs them.
 _TILE_ROWS, _TILE_INPUTS = 32, 256
@@ -28,7 +28,6 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     n, (rows, inputs), experts = weight.num_outputs, weight.block, scale.shape[:-2]
     out = torch.empty(*experts, n, k, dtype=dtype, device=stored.device)
     step = 128 if weight.format == "mxfp4" else shared_inputs(weight, 128)
-    is_whole = weight.format != "fp8" or step % 64 == 0  # tiles, which the assembly unpacks
     launch(
         packed_weights_triton.unpack_kernel,
         (-(-n // _TILE_ROWS), -(-k // _TILE_INPUTS), *(experts or (1,))),
@@ -51,10 +50,16 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         SCALE_K=min(inputs, k),
         HAS_ZERO=zero is not None,
         EVEN_K=k % _TILE_INPUTS == 0,
-        ASM=has_assembly(stored.device) and dtype == torch.bfloat16 and is_whole,
+        ASM=can_use_assembly(weight, step, dtype),
         num_warps=4,
     )
     return out
+
+
+def can_use_assembly(weight: PackedWeight, step: int, dtype: torch.dtype) -> bool:
+    """Return whether assembly unpacks steps of so many inputs: of "fp8" whole tiles alone."""
+    is_whole = weight.format != "fp8" or step % TILE[1] == 0
+    return is_whole and dtype == torch.bfloat16 and has_assembly(weight.data.device)
 
 
 def shared_inputs(weight: PackedWeight, most: int) -> int:
