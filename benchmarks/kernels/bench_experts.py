@@ -110,11 +110,14 @@ IN_REGISTERS: list[tuple[Kind, int, int, int]] = [
     ("warpgroup", 16, 64, 4),
     ("warpgroup", 32, 32, 4),
     ("warpgroup", 32, 64, 4),
+    ("warpgroup", 32, 64, 8),
     ("warpgroup", 64, 32, 4),
     ("warpgroup", 64, 64, 4),
     ("warpgroup", 64, 64, 8),
+    ("warpgroup", 64, 128, 16),
     ("warpgroup", 128, 32, 4),
     ("warpgroup", 128, 64, 8),
+    ("warpgroup", 128, 128, 16),
 ]
 
 

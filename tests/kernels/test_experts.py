@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ from peagle.kernels.packed_weights import (
     pack_int8,
     pack_mxfp4,
 )
-from tests.kernels.devices import DEVICES, compile_for_card
+from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
+from tests.kernels.gluon_in_torch import launcher_of
 
 pytest.importorskip("triton", reason="needs triton")
 FP8 = ["fp8", "fp8 128", "fp8 channel", "fp8 tensor"]
@@ -265,6 +267,39 @@ def test_products_in_registers_equal_the_reference(
     found = grouped_product(x, weight.expert(0), bias[0], gate, config=config)
     alone = torch.zeros(tokens, dtype=torch.int64, device="cuda")
     check(found, grouped_product_reference(x.double(), *exact, gate, alone))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize(
+    "config",
+    [
+        GroupedConfig(8, 32, 32, 1, 1, 3, kind="registers", split_k=3),
+        GroupedConfig(32, 64, 32, 1, 4, 2, kind="warpgroup"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gate", [*GATES, Gate("silu")], ids=str)
+@pytest.mark.parametrize("format", [*FP8[1:], "mxfp4"])
+def test_products_in_registers_say_what_the_reference_says(
+    monkeypatch: pytest.MonkeyPatch, format: str, gate: Gate | None, config: GroupedConfig
+) -> None:
+    torch.manual_seed(1)
+    kind: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16}
+    weight = make_weight(format, 4, 152, 416, **kind)
+    bias, x = torch.randn(4, 152).to(**kind), torch.randn(9, 416).to(**kind)
+    index = torch.randint(3, (18,))  # no token goes to the last
+    plan = plan_tiles(index, 4, config.block_m)
+    in_torch = launcher_of("peagle.kernels.packed_gluon", "packed_kernel")
+    monkeypatch.setattr("peagle.kernels.experts.launch", in_torch)
+    exact = PackedWeight(weight.unpack(torch.float64)), bias.double()
+    found = grouped_product(
+        x, weight, bias, gate, index_S=index, plan=plan, chosen=2, config=config
+    )
+    check(found, grouped_product_reference(x.double(), *exact, gate, index))
+    found = grouped_product(x[:1], weight, bias, gate, index_S=index[:1], config=config)
+    check(found, grouped_product_reference(x[:1].double(), *exact, gate, index[:1]))
+    found = grouped_product(x, weight.expert(0), bias[0], gate, config=config)
+    check(found, grouped_product_reference(x.double(), *exact, gate, index[:9] * 0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
