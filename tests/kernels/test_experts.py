@@ -20,6 +20,7 @@ from peagle.kernels.experts import (
     fitting_stages,
     grouped_product,
     grouped_product_reference,
+    max_registers,
     max_tiles,
     plan_tiles,
     run_experts,
@@ -447,6 +448,18 @@ def test_configurations_fit_into_a_card(
         stage = config.block_m * inputs * dtype.itemsize + 2 * config.block_n * weight_bytes
         assert stages * stage <= shared_bytes
         assert stages == config.num_stages or (stages + 1) * stage > shared_bytes
+
+
+@pytest.mark.parametrize("format", ["fp8 128", "fp8 channel", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 65, 128, 129, 512])
+def test_a_linear_layer_is_cut_for_its_rows(rows: int, format: str) -> None:
+    weight = make_weight(format, 2048, 4096, device="cpu", dtype=torch.bfloat16)
+    config = choose_config(rows, 1, weight, registers=True)
+    assert config.block_m >= min(rows, 128), "a second tile would read the weight again"
+    tiles = -(-rows // config.block_m) * 2048 // (2 * config.block_n)
+    assert tiles * config.split_k >= 128, "as many programs as an H100 has multiprocessors"
+    threads = 32 * config.num_warps
+    assert all(max_registers(config, parts) * threads <= 1 << 16 for parts in (False, True))
 
 
 def test_kernels_compile_for_a_card() -> None:
