@@ -529,7 +529,7 @@ def grouped_product(
 
         launch(
             packed_gluon.packed_kernel,
-            grid,
+            grid[::-1] if mode == 0 else grid,
             *tensors,
             *sizes,
             gate.alpha,

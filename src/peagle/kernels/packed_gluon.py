@@ -262,9 +262,11 @@ def packed_kernel(
     x_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, BLOCK_M, STEP], gl.NVMMASharedLayout(128, 16, 2)
     )
-    tile = gl.program_id(1)
-    tile_n = gl.program_id(0) // SPLIT_K
-    split = gl.program_id(0) % SPLIT_K
+    # Tiles of one weight come first, so that they read its rows at the same time.
+    TILES: gl.constexpr = 0 if MODE == 0 else 1
+    tile = gl.program_id(TILES)
+    tile_n = gl.program_id(1 - TILES) // SPLIT_K
+    split = gl.program_id(1 - TILES) % SPLIT_K
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
     if MODE == 0:
         expert = tile * 0
@@ -341,7 +343,7 @@ def packed_kernel(
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
     if SPLIT_K > 1:
         SIZE: gl.constexpr = 2 * BLOCK_N * BLOCK_M
-        tile += tile_n * gl.num_programs(1)
+        tile += tile_n * gl.num_programs(TILES)
         partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * SIZE)
         partial_ptrs += n[:, None] * BLOCK_M + m[None, :]
         gl.store(partial_ptrs + split * SIZE, acc)
