@@ -115,9 +115,12 @@ IN_REGISTERS: list[tuple[Kind, int, int, int]] = [
     ("warpgroup", 64, 64, 4),
     ("warpgroup", 64, 64, 8),
     ("warpgroup", 64, 128, 16),
+    ("ahead", 64, 32, 4),
+    ("ahead", 64, 64, 8),
     ("warpgroup", 128, 32, 4),
     ("warpgroup", 128, 64, 8),
     ("warpgroup", 128, 128, 16),
+    ("ahead", 128, 64, 8),
 ]
 
 
@@ -158,14 +161,14 @@ def candidates(layer: Layer, tokens: int, quick: bool) -> list[GroupedConfig]:
         found = found[:1] + [
             GroupedConfig(block_m, block_n, step, 1, warps, 3, split, kind)
             for kind, block_m, block_n, warps in IN_REGISTERS
-            if m <= 2 * block_m <= 4 * m
+            if m <= 2 * block_m <= 4 * m and (kind != "ahead" or layer.format == "fp8")
             for split in (1, 2, 4, 8)
             if split == 1 or (programs * split < 3000 and layer.k >= 256 * split)
         ]
     itemsize = {"plain": 2.0, "mxfp4": 0.5, "int4": 0.5}.get(layer.format, 1.0)
 
     def fits(config: GroupedConfig) -> bool:
-        if config.kind in ("registers", "warpgroup"):
+        if config.kind not in ("xw", "wx"):
             return True
         inputs = config.step * config.steps
         stage = inputs * (2 * config.block_n * itemsize + config.block_m * 2)

@@ -48,6 +48,7 @@ IN_REGISTERS = {
     "warpgroup m32": GroupedConfig(32, 32, 128, 1, 4, 3, kind="warpgroup"),
     "warpgroup m64": GroupedConfig(64, 32, 128, 1, 4, 3, kind="warpgroup"),
     "warpgroup m128": GroupedConfig(128, 64, 128, 1, 8, 3, kind="warpgroup"),
+    "warpgroup ahead": GroupedConfig(128, 64, 128, 1, 8, 3, kind="ahead"),
 }
 
 
@@ -93,7 +94,8 @@ def in_registers(
         "FORMAT": FORMATS.index(format),
         "SCALE_ROWS": 128 if format == "fp8" else 1,
         "SCALE_K": scale_k,
-        "WGMMA": config.kind == "warpgroup",
+        "WGMMA": config.kind != "registers",
+        "AHEAD": config.kind == "ahead",
     }
     has_parts = format == "fp8" and scale_k > 0
     options = {"num_warps": config.num_warps, "maxnreg": max_registers(config, has_parts)}
@@ -246,8 +248,9 @@ def experts() -> dict[str, dict[str, Any]]:
             ("fp8", 128, 0, 1),
             ("fp8", 0, 0, 0),
         ):
-            needs = in_registers(format, scale_k, gate, mode, config)
-            found[f"{format} {scale_k} {name} {gate} {mode}"] = needs
+            if format == "fp8" or config.kind != "ahead":
+                needs = in_registers(format, scale_k, gate, mode, config)
+                found[f"{format} {scale_k} {name} {gate} {mode}"] = needs
     return found
 
 

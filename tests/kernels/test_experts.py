@@ -199,6 +199,11 @@ CONFIGS = [
     GroupedConfig(16, 16, 32, 1, 4, 2, split_k=4),
     GroupedConfig(8, 16, 32, 1, 1, 3, split_k=2, kind="wx"),
 ]
+IN_REGISTERS = [
+    *(("mxfp4", gate) for gate in (*GATES, Gate("silu"))),
+    *((format, Gate("silu")) for format in FP8[1:]),
+    ("fp8 128", None),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -236,23 +241,19 @@ def test_grouped_product_equals_the_reference(
         GroupedConfig(32, 64, 32, 1, 4, 3, kind="warpgroup", split_k=3),
         GroupedConfig(64, 32, 32, 1, 4, 3, kind="warpgroup"),
         GroupedConfig(128, 64, 32, 1, 8, 2, kind="warpgroup"),
+        GroupedConfig(128, 64, 32, 1, 8, 3, kind="ahead"),
+        GroupedConfig(64, 64, 32, 1, 8, 3, kind="ahead", split_k=3),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("format", "gate"),
-    [
-        *(("mxfp4", gate) for gate in (*GATES, Gate("silu"))),
-        *((format, Gate("silu")) for format in FP8[1:]),
-        ("fp8 128", None),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("format", "gate"), IN_REGISTERS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 129])
 @pytest.mark.parametrize("k", [96, 256, 2880])
 def test_products_in_registers_equal_the_reference(
     format: str, config: GroupedConfig, gate: Gate | None, tokens: int, k: int
 ) -> None:
+    if format == "mxfp4" and config.kind == "ahead":
+        pytest.skip("of fp8 alone")
     torch.manual_seed(1)
     weight = make_weight(format, 5, 152, k, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(5, 152).to("cuda", torch.bfloat16)
@@ -276,14 +277,16 @@ def test_products_in_registers_equal_the_reference(
     [
         GroupedConfig(8, 32, 32, 1, 1, 3, kind="registers", split_k=3),
         GroupedConfig(32, 64, 32, 1, 4, 2, kind="warpgroup"),
+        GroupedConfig(32, 64, 32, 1, 4, 3, kind="ahead", split_k=2),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("gate", [*GATES, Gate("silu")], ids=str)
-@pytest.mark.parametrize("format", [*FP8[1:], "mxfp4"])
+@pytest.mark.parametrize(("format", "gate"), IN_REGISTERS, ids=str)
 def test_products_in_registers_say_what_the_reference_says(
     monkeypatch: pytest.MonkeyPatch, format: str, gate: Gate | None, config: GroupedConfig
 ) -> None:
+    if format == "mxfp4" and config.kind == "ahead":
+        pytest.skip("of fp8 alone")
     torch.manual_seed(1)
     kind: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16}
     weight = make_weight(format, 4, 152, 416, **kind)
@@ -465,7 +468,7 @@ def test_a_linear_layer_is_cut_for_its_rows(rows: int, format: str) -> None:
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
     found = compile_for_card("experts")
-    assert len(found) == 3 * 5 + 4 * 5
+    assert len(found) == 3 * 5 + 4 * 5 + 3
     for name, needs in found.items():
         assert needs["mma"] and needs["shared"] <= 227 * 1024, name
         if "registers" in name or "warpgroup" in name:

@@ -32,7 +32,7 @@ from peagle.kernels.unpacking import (
     unpack,
 )
 
-Kind = Literal["xw", "wx", "registers", "warpgroup"]
+Kind = Literal["xw", "wx", "registers", "warpgroup", "ahead"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 _LEAST_INPUTS = 512  # of a share of a sum
@@ -101,7 +101,8 @@ class GroupedConfig:
         kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T. "registers" and "warpgroup" do
             the latter with tiled formats in bfloat16 through `packed_gluon`, to which `step` and
             `steps` mean nothing and which takes two stages or more; "warpgroup" by wgmma, where
-            four warps take 64 rows of the weight or more.
+            four warps take 64 rows of the weight or more. "ahead" is "warpgroup" for "fp8" alone,
+            where a thread unpacks for the next product while the matrix unit multiplies.
     """
 
     block_m: int
@@ -124,7 +125,7 @@ def choose_config(
     Args:
         num_assignments, num_experts: S and E.
         weight: of one product.
-        registers: the kinds "registers" and "warpgroup" are possible.
+        registers: the kinds of `packed_gluon` are possible.
     """
     touched = min(num_experts, max(num_assignments, 1))
     rows = num_assignments / touched
@@ -147,7 +148,8 @@ def choose_config(
             config = GroupedConfig(64, 32, step, 1, 4, 3, kind="warpgroup")
         else:
             enough = 128  # one of 8 warps fills a multiprocessor
-            config = GroupedConfig(128, 64, step, 1, 8, 3, kind="warpgroup")
+            kind = "warpgroup" if weight.format == "mxfp4" else "ahead"
+            config = GroupedConfig(128, 64, step, 1, 8, 3, kind=kind)
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
@@ -174,7 +176,7 @@ def uses_library(x: Tensor, weight: PackedWeight, num_assignments: int) -> bool:
 
 
 def can_use_registers(x: Tensor, weight: PackedWeight) -> bool:
-    """Return whether the kinds "registers" and "warpgroup" can multiply these.
+    """Return whether the kinds of `packed_gluon` can multiply these.
 
     Scales of "fp8" must be for all inputs or for whole steps, and x must lie as copies of 16 bytes
     take it.
@@ -524,7 +526,7 @@ def grouped_product(
         "num_warps": cut.num_warps,
     }
     grid = (columns * cut.split_k, tiles)
-    if cut.kind in ("registers", "warpgroup"):
+    if cut.kind not in ("xw", "wx"):
         from peagle.kernels import packed_gluon
 
         launch(
@@ -536,7 +538,8 @@ def grouped_product(
             gate.limit,
             **options,
             STAGES=cut.num_stages,
-            WGMMA=cut.kind == "warpgroup",
+            WGMMA=cut.kind != "registers",
+            AHEAD=cut.kind == "ahead",
             maxnreg=max_registers(cut, weight.format == "fp8" and not is_shared),
         )
         return out
@@ -577,7 +580,8 @@ def max_registers(cut: GroupedConfig, has_parts: bool) -> int:
         has_parts: sums of `STEP` inputs are scaled before they are added.
     """
     sums = cut.block_m * (2 if has_parts else 1)
-    sums_and_numbers = 2 * cut.block_n * (sums + 64) // (32 * cut.num_warps)
+    numbers = 128 if cut.kind == "ahead" else 64
+    sums_and_numbers = 2 * cut.block_n * (sums + numbers) // (32 * cut.num_warps)
     enough = 128 if sums_and_numbers <= 72 else 168 if sums_and_numbers <= 96 else 255
     return min(enough, _REGISTERS // (32 * cut.num_warps))
 
