@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from shapes import Shape, make_config, make_tokenizer, random_weight
+from shapes import Shape, make_config, make_tokenizer, random_fp8
 from torch import Tensor, nn
 
 from peagle.models.packed_layers import experts_of
@@ -96,10 +96,9 @@ def _tensors(
 
 
 def _linear(name: str, size: tuple[int, int], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    weight = random_weight("fp8", size, device)
-    assert weight.scale is not None
-    yield f"{name}.weight", weight.data
-    yield f"{name}.weight_scale_inv", weight.scale.contiguous()
+    q, scale = random_fp8(size, device)
+    yield f"{name}.weight", q
+    yield f"{name}.weight_scale_inv", scale
 
 
 def _experts(

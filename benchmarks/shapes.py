@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from peagle.kernels.experts import ExpertWeights, Gate
-from peagle.kernels.packed_weights import TILE, Format, PackedWeight
+from peagle.kernels.packed_weights import STEP, TILE, Format, PackedWeight, make_fp8
 from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.packed_layers import (
@@ -235,23 +235,29 @@ def random_weight(format: Format, size: tuple[int, ...], device: torch.device) -
     *_, n, k = size
     lead = size[:-2]
     if format == "mxfp4":  # all bits are numbers
-        tiles = (*lead, -(-n // TILE[0]), -(-k // TILE[1]), TILE[0], TILE[1] // 2)
+        tiles = (*lead, -(-n // TILE[0]), -(-k // STEP), *TILE)
         data = torch.randint(256, tiles, dtype=torch.uint8, device=device)
         scales = torch.randint(119, 122, (*lead, -(-k // 128), n, 4), device=device)
         words = scales.to(torch.uint8).view(torch.int32).squeeze(-1).mT
-        return PackedWeight(data, "mxfp4", words, None, (1, 32), -k % TILE[1])
+        return PackedWeight(data, "mxfp4", words, None, (1, 32), (-n % TILE[0], -k % STEP))
     if format == "int4":
         data = torch.randint(256, (*lead, n, k // 2), dtype=torch.uint8, device=device)
         scale = torch.rand(*lead, -(-k // 128), n, device=device).mT * 0.008
         return PackedWeight(data, "int4", scale, block=(1, 128))
+    if format == "fp8":
+        return make_fp8(*random_fp8(size, device), (128, 128))
     data = torch.empty(size, dtype=torch.bfloat16, device=device).normal_()
     if format == "plain":
         return PackedWeight(data.mul_(0.02))
-    if format == "int8":
-        scale = torch.rand(*lead, n, 1, device=device) * 0.001
-        return PackedWeight(data.mul_(40).to(torch.int8), "int8", scale, block=(1, k))
-    scale = torch.rand(*lead, -(-n // 128), -(-k // 128), device=device) * 0.04
-    return PackedWeight(data.to(torch.float8_e4m3fn), "fp8", scale, block=(128, 128))
+    scale = torch.rand(*lead, n, 1, device=device) * 0.001
+    return PackedWeight(data.mul_(40).to(torch.int8), "int8", scale, block=(1, k))
+
+
+def random_fp8(size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random e4m3 numbers, [..., N, K], and scales of blocks of 128 x 128, as published."""
+    *lead, n, k = size
+    q = torch.empty(size, dtype=torch.bfloat16, device=device).normal_().to(torch.float8_e4m3fn)
+    return q, torch.rand(*lead, -(-n // 128), -(-k // 128), device=device) * 0.04
 
 
 def make_head(

@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.environment import environment
 from peagle.kernels.experts import (
     Gate,
     GroupedConfig,
+    Kind,
     can_use_registers,
     choose_config,
     grouped_product,
@@ -38,6 +40,7 @@ from peagle.kernels.experts import (
     plan_tiles,
 )
 from peagle.kernels.packed_weights import Format
+from peagle.kernels.unpacking import unpack
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shapes import random_weight
@@ -97,10 +100,34 @@ LAYERS = [
     Layer("qwen3-8b-down", "fp8", 1, 1, 4096, 12_288),
     Layer("qwen3-8b-qkv", "fp8", 1, 1, 6144, 4096),
 ]
+# Kinds, rows of x, half of the rows of the weight, and warps.
+IN_REGISTERS: list[tuple[Kind, int, int, int]] = [
+    ("registers", 8, 32, 2),
+    ("registers", 8, 64, 4),
+    ("registers", 16, 32, 2),
+    ("registers", 16, 64, 4),
+    ("registers", 32, 64, 4),
+    ("warpgroup", 16, 64, 4),
+    ("warpgroup", 32, 32, 4),
+    ("warpgroup", 32, 64, 4),
+    ("warpgroup", 32, 64, 8),
+    ("warpgroup", 64, 32, 4),
+    ("warpgroup", 64, 64, 4),
+    ("warpgroup", 64, 64, 8),
+    ("warpgroup", 64, 128, 16),
+    ("ahead", 64, 32, 4),
+    ("ahead", 64, 64, 8),
+    ("warpgroup", 128, 32, 4),
+    ("warpgroup", 128, 64, 8),
+    ("warpgroup", 128, 128, 16),
+    ("ahead", 128, 64, 8),
+]
 
 
 def candidates(layer: Layer, tokens: int, quick: bool) -> list[GroupedConfig]:
-    """Cuts to try; tiles of about as many rows as an expert has on average."""
+    """Cuts to try; tiles of about as many rows as an expert has on average. Of tiled formats the
+    first alone is Triton's.
+    """
     step = 32 if layer.format == "mxfp4" else 128
     one, two = 128 // step, 256 // step
     rows = layer.rows(tokens)
@@ -130,23 +157,18 @@ def candidates(layer: Layer, tokens: int, quick: bool) -> list[GroupedConfig]:
         ]
         if layer.is_dense:
             found += [replace(c, split_k=s) for c in found[-4:] for s in (2, 4, 8)]
-    if layer.format == "mxfp4":
-        found = found[:1]
-        for block_m in {min(m, 64), min(2 * m, 64)}:
-            for block_n, warps in ((64, 4), (128, 4) if m >= 32 else (32, 2)):
-                for split in (1, 2, 4):
-                    if split < 3 or programs * split < 3000:
-                        cut = (block_m, block_n, 32, 1, warps, 3, split)
-                        found.append(GroupedConfig(*cut, "registers"))
-        for block_m in {max(m, 16), 2 * m, 4 * m}:
-            for block_n, warps in ((64, 8), (64, 4), (32, 4)):
-                for split in (1, 2) if programs < 3000 and block_m <= 128 else (1,):
-                    cut = (min(block_m, 128), block_n, 32, 1, warps, 3, split)
-                    found.append(GroupedConfig(*cut, "warpgroup"))
+    if layer.format in ("fp8", "mxfp4"):
+        found = found[:1] + [
+            GroupedConfig(block_m, block_n, step, 1, warps, 3, split, kind)
+            for kind, block_m, block_n, warps in IN_REGISTERS
+            if m <= 2 * block_m <= 4 * m and (kind != "ahead" or layer.format == "fp8")
+            for split in (1, 2, 4, 8)
+            if split == 1 or (programs * split < 3000 and layer.k >= 256 * split)
+        ]
     itemsize = {"plain": 2.0, "mxfp4": 0.5, "int4": 0.5}.get(layer.format, 1.0)
 
     def fits(config: GroupedConfig) -> bool:
-        if config.kind in ("registers", "warpgroup"):
+        if config.kind not in ("xw", "wx"):
             return True
         inputs = config.step * config.steps
         stage = inputs * (2 * config.block_n * itemsize + config.block_m * 2)
@@ -203,6 +225,11 @@ class Problem:
             self.x, self.weight, self.bias, gate,
             index_S=index, plan=plan, chosen=self.chosen, config=config,
         )  # fmt: skip
+
+    def run_library(self, routing: int) -> Tensor:
+        """The product of a dense layer over its unpacked weight."""
+        weight = unpack(self.weight.expert(routing % self.weight.num_experts), DTYPE)
+        return F.linear(self.x, weight)
 
     @cached_property
     def expected(self) -> Tensor:
@@ -283,6 +310,9 @@ def measure(layer: Layer, tokens: int, args: argparse.Namespace) -> dict[str, An
             tried[label(config)] = microseconds(calls)
         except Exception as error:
             print(f"left out {layer.label} {tokens} {label(config)}: {str(error)[:150]}")
+    if layer.is_dense and layer.format != "plain":
+        calls = [lambda i=i: problem.run_library(i) for i in range(ROUTINGS)]
+        tried["unpacked, by the library"] = microseconds(calls)
     ranking = sorted(tried, key=lambda name: tried[name])
     floor = problem.floor_us
     best, us = ranking[0], tried.get(label(choice), float("nan"))

@@ -3,13 +3,16 @@
 The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits.
 
 Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card experts`,
-`... caches` or `... verification`.
+`... unpacking`, `... caches` or `... verification`.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -23,11 +26,13 @@ from peagle.kernels import (
     draw_triton,
     experts_triton,
     kv_write_triton,
-    mxfp4_gluon,
+    packed_gluon,
+    packed_weights_triton,
     paged_attention_triton,
     rejection_triton,
     verify_triton,
 )
+from peagle.kernels.experts import GroupedConfig, max_registers
 from peagle.kernels.packed_weights import FORMATS
 from peagle.kernels.paged_attention import AttentionShape, DeviceLimits, choose_config
 from peagle.kernels.random import Purpose
@@ -35,6 +40,16 @@ from peagle.kernels.random import Purpose
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DATA = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8", "int4": "*u8", "mxfp4": "*u8"}
 SCALE_K = {"fp8": 128, "int4": 128, "mxfp4": 32}
+
+# As `experts.choose_config` has them.
+IN_REGISTERS = {
+    "registers m8": GroupedConfig(8, 32, 128, 1, 2, 3, kind="registers"),
+    "registers m16": GroupedConfig(16, 64, 128, 1, 4, 3, kind="registers"),
+    "warpgroup m32": GroupedConfig(32, 32, 128, 1, 4, 3, kind="warpgroup"),
+    "warpgroup m64": GroupedConfig(64, 32, 128, 1, 4, 3, kind="warpgroup"),
+    "warpgroup m128": GroupedConfig(128, 64, 128, 1, 8, 3, kind="warpgroup"),
+    "warpgroup ahead": GroupedConfig(128, 64, 128, 1, 8, 3, kind="ahead"),
+}
 
 
 def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
@@ -63,22 +78,29 @@ def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
     return compile_grouped(experts_triton.grouped_kernel, ASTSource, format, constants, options)
 
 
-def in_registers(gate: int, mode: int, block_m: int, num_warps: int) -> dict[str, Any]:
-    """`mxfp4_kernel`; with eight warps of the kind "warpgroup", else of "registers"."""
+def in_registers(
+    format: str, scale_k: int, gate: int, mode: int, config: GroupedConfig
+) -> dict[str, Any]:
+    """`packed_kernel`; `scale_k` is 0 where all inputs share a scale."""
     constants = {
-        "BLOCK_M": block_m,
-        "BLOCK_N": 16 * num_warps if num_warps < 8 else 64,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
         "SPLIT_K": 2 if mode == 1 else 1,
         "GATE": gate,
         "HAS_BIAS": True,
         "EVEN_N": False,
         "MODE": mode,
-        "STAGES": 3,
-        "WGMMA": num_warps == 8,
+        "STAGES": config.num_stages,
+        "FORMAT": FORMATS.index(format),
+        "SCALE_ROWS": 128 if format == "fp8" else 1,
+        "SCALE_K": scale_k,
+        "WGMMA": config.kind != "registers",
+        "AHEAD": config.kind == "ahead",
     }
-    options = {"num_warps": num_warps, "maxnreg": 168}
-    kernel = mxfp4_gluon.mxfp4_kernel
-    return compile_grouped(kernel, GluonASTSource, "mxfp4", constants, options)
+    has_parts = format == "fp8" and scale_k > 0
+    options = {"num_warps": config.num_warps, "maxnreg": max_registers(config, has_parts)}
+    kernel = packed_gluon.packed_kernel
+    return compile_grouped(kernel, GluonASTSource, format, constants, options)
 
 
 def compile_grouped(
@@ -92,6 +114,27 @@ def compile_grouped(
     pointers["zero_ptr"] = "*u8" if format == "int4" else pointers["scale_ptr"]
     loose = ("num_rows", "max_tiles", "chosen", "alpha", "limit")
     return compile_kernel(kernel, source, pointers, constants, options, loose)
+
+
+def unpacked(format: str) -> dict[str, Any]:
+    """`unpack_kernel`."""
+    constants: dict[str, Any] = {
+        "ROWS": 32,
+        "STEP": 128,
+        "STEPS": 2,
+        "FORMAT": FORMATS.index(format),
+        "SCALE_ROWS": 128 if format == "fp8" else 1,
+        "SCALE_K": SCALE_K.get(format, 4096),
+        "HAS_ZERO": format == "int4",
+        "EVEN_K": False,
+        "ASM": True,
+    }
+    scale = "*i32" if format == "mxfp4" else "*fp32"
+    pointers = {"out_ptr": "*bf16", "data_ptr": DATA[format], "scale_ptr": scale}
+    pointers["zero_ptr"] = "*u8" if format == "int4" else scale
+    kernel = packed_weights_triton.unpack_kernel
+    options = {"num_warps": 4}
+    return compile_kernel(kernel, ASTSource, pointers, constants, options, ("num_rows",))
 
 
 def attention(capability: int, cache: str, head_dim: int, queries: int) -> dict[str, Any]:
@@ -167,7 +210,28 @@ def compile_kernel(
     )
     target = GPUTarget("cuda", capability, 32)
     compiled: Any = triton.compile(ast, target=target, options=options)
-    return {"shared": compiled.metadata.shared, "mma": "mma" in compiled.asm["ptx"]}
+    ptx = compiled.asm["ptx"]
+    return {
+        "shared": compiled.metadata.shared,
+        "mma": "mma" in ptx,
+        "wgmma": "wgmma.mma" in ptx,
+        "stack": stack_bytes(compiled.asm["cubin"]),
+    }
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Local memory of a thread: what does not fit into its registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", usage)[-1])
+
+
+def unpacking() -> dict[str, dict[str, Any]]:
+    """Unpacking of every format."""
+    return {format: unpacked(format) for format in FORMATS[1:]}
 
 
 def experts() -> dict[str, dict[str, Any]]:
@@ -177,8 +241,16 @@ def experts() -> dict[str, dict[str, Any]]:
         for format in FORMATS
         for gate, mode, wx in ((1, 2, True), (0, 1, True), (0, 0, False))
     }
-    for cut in ((2, 2, 8, 2), (0, 1, 16, 4), (3, 0, 32, 8), (2, 2, 64, 8), (0, 2, 128, 8)):
-        found[f"in registers {cut}"] = in_registers(*cut)
+    for name, config in IN_REGISTERS.items():
+        for format, scale_k, gate, mode in (
+            ("mxfp4", 32, 2, 2),
+            ("fp8", 128, 1, 2),
+            ("fp8", 128, 0, 1),
+            ("fp8", 0, 0, 0),
+        ):
+            if format == "fp8" or config.kind != "ahead":
+                needs = in_registers(format, scale_k, gate, mode, config)
+                found[f"{format} {scale_k} {name} {gate} {mode}"] = needs
     return found
 
 
@@ -238,5 +310,10 @@ def verification() -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    of_kind = {"experts": experts, "caches": caches, "verification": verification}
+    of_kind = {
+        "experts": experts,
+        "unpacking": unpacking,
+        "caches": caches,
+        "verification": verification,
+    }
     print(json.dumps(of_kind[sys.argv[1]]()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from peagle.kernels.experts import (
     ExpertWeights,
     Gate,
     GroupedConfig,
+    can_use_registers,
     choose_config,
     experts_of_many,
     fitting_stages,
     grouped_product,
     grouped_product_reference,
+    max_registers,
     max_tiles,
     plan_tiles,
     run_experts,
@@ -28,6 +31,7 @@ from peagle.kernels.experts import (
 from peagle.kernels.packed_linear import packed_linear
 from peagle.kernels.packed_weights import (
     PackedWeight,
+    make_fp8,
     make_int4,
     make_mxfp4,
     pack_fp8,
@@ -35,10 +39,12 @@ from peagle.kernels.packed_weights import (
     pack_int8,
     pack_mxfp4,
 )
-from tests.kernels.devices import DEVICES, compile_for_card
+from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
+from tests.kernels.gluon_in_torch import launcher_of
 
 pytest.importorskip("triton", reason="needs triton")
-FORMATS = ["plain", "fp8", "fp8 channel", "fp8 tensor", "int8", "int4", "int4 zeros", "mxfp4"]
+FP8 = ["fp8", "fp8 128", "fp8 channel", "fp8 tensor"]
+FORMATS = ["plain", *FP8, "int8", "int4", "int4 zeros", "mxfp4"]
 GATES = [
     None,
     Gate("clamped", 1.702, 0.4),
@@ -52,6 +58,7 @@ def make_weight(format: str, *shape: int, device: str, dtype: torch.dtype) -> Pa
         return PackedWeight(weight.to(device, dtype))
     packed = {
         "fp8": lambda: pack_fp8(weight, (32, 32)),
+        "fp8 128": lambda: pack_fp8(weight, (128, 128)),
         "fp8 channel": lambda: pack_fp8(weight, (1, shape[-1])),
         "fp8 tensor": lambda: pack_fp8(weight, (shape[-2], shape[-1])),
         "int8": lambda: pack_int8(weight, (1, shape[-1])),
@@ -91,6 +98,53 @@ def test_unpacks_what_the_format_says() -> None:
     assert torch.equal(found, torch.cat([(q_16 - 8) / 2, (q_16 - 8) * 2]))
     found = make_int4(q, halves, zero, 32).unpack(torch.float32)[0]
     assert torch.equal(found, torch.cat([(q_16 - 3) / 2, (q_16 - 15) * 2]))
+
+
+def test_fp8_unpacks_to_the_plain_numbers() -> None:
+    """Every number of e4m3, and rows and inputs that fill no tile."""
+    torch.manual_seed(0)
+    every = torch.arange(256, dtype=torch.uint8).view(2, 128).view(torch.float8_e4m3fn)
+    found = make_fp8(every, torch.full((1, 1), 0.5), (2, 128)).unpack(torch.float32)
+    assert torch.equal(found.nan_to_num(-1), (every.float() / 2).nan_to_num(-1))
+    for n, k in ((1, 1), (64, 128), (70, 17), (200, 300)):
+        q = torch.randn(3, n, k).to(torch.float8_e4m3fn)
+        weight = make_fp8(q, torch.full((3, 1, 1), 2.0), (n, k))
+        assert (weight.num_outputs, weight.num_inputs) == (n, k)
+        assert weight.data.shape[1:] == (-(-n // 64), 2 * -(-k // 128), 64, 64)
+        assert torch.equal(weight.unpack(torch.float32), q.float() * 2)
+
+
+def test_threads_find_what_the_matrix_unit_wants_of_them() -> None:
+    """The operand of 16 inputs has in thread t of a row the inputs 2t, 2t + 1, 8 + 2t and 9 + 2t;
+    instructions of the kernels make them of a word.
+    """
+    torch.manual_seed(0)
+    q = (torch.randn(70, 300) * 0.1).to(torch.float8_e4m3fn)
+    weight = make_fp8(q, torch.ones(1, 1), (70, 300))
+    word = weight.data.view(torch.int32).long() & 0xFFFFFFFF  # rows of tiles, tiles, rows, words
+    first = word & 0x87F087F0
+    last = (word << 4 & 0x80F080F0) | (word >> 4 & 0x07000700)
+    pairs = torch.stack([first, last], -1).to(torch.int32).view(torch.bfloat16)
+    numbers = pairs * torch.tensor(0x7B80, dtype=torch.int16).view(torch.bfloat16)
+    for row, k, thread in ((0, 0, 0), (5, 16, 1), (63, 112, 3), (69, 272, 2), (17, 288, 1)):
+        inputs = [k + 2 * thread + i for i in (0, 1, 8, 9)]
+        place = row // 64, k // 64, row % 64, 4 * thread + k // 16 % 4
+        assert torch.equal(numbers[place].float(), q[row, inputs].float())
+
+
+@pytest.mark.parametrize("format", FORMATS[1:])
+@pytest.mark.parametrize(("n", "other"), [(70, 45), (128, 64), (128, 128)])
+def test_rows_of_weights_can_be_joined(format: str, n: int, other: int) -> None:
+    torch.manual_seed(1)
+    kind = {"device": "cpu", "dtype": torch.float32}
+    weights = [make_weight(format, rows, 160, **kind) for rows in (n, other)]
+    joined = PackedWeight.concatenate(weights)
+    expected = torch.cat([w.unpack(torch.float32) for w in weights])
+    assert (joined.num_outputs, joined.num_inputs) == expected.shape
+    assert torch.equal(joined.unpack(torch.float32), expected)
+    stacked = PackedWeight.stack([joined, joined])
+    flipped = stacked.with_rows(lambda rows: rows.flip(1))
+    assert torch.equal(flipped.expert(1).unpack(torch.float32), expected.flip(0))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +200,11 @@ CONFIGS = [
     GroupedConfig(16, 16, 32, 1, 4, 2, split_k=4),
     GroupedConfig(8, 16, 32, 1, 1, 3, split_k=2, kind="wx"),
 ]
+IN_REGISTERS = [
+    *(("mxfp4", gate) for gate in (*GATES, Gate("silu"))),
+    *((format, Gate("silu")) for format in FP8[1:]),
+    ("fp8 128", None),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -183,19 +242,24 @@ def test_grouped_product_equals_the_reference(
         GroupedConfig(32, 64, 32, 1, 4, 3, kind="warpgroup", split_k=3),
         GroupedConfig(64, 32, 32, 1, 4, 3, kind="warpgroup"),
         GroupedConfig(128, 64, 32, 1, 8, 2, kind="warpgroup"),
+        GroupedConfig(128, 64, 32, 1, 8, 3, kind="ahead"),
+        GroupedConfig(64, 64, 32, 1, 8, 3, kind="ahead", split_k=3),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("gate", [*GATES, Gate("silu")], ids=str)
+@pytest.mark.parametrize(("format", "gate"), IN_REGISTERS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 129])
 @pytest.mark.parametrize("k", [96, 256, 2880])
 def test_products_in_registers_equal_the_reference(
-    config: GroupedConfig, gate: Gate | None, tokens: int, k: int
+    format: str, config: GroupedConfig, gate: Gate | None, tokens: int, k: int
 ) -> None:
+    if format == "mxfp4" and config.kind == "ahead":
+        pytest.skip("of fp8 alone")
     torch.manual_seed(1)
-    weight = make_weight("mxfp4", 5, 88, k, device="cuda", dtype=torch.bfloat16)
-    bias = torch.randn(5, 88).to("cuda", torch.bfloat16)
+    weight = make_weight(format, 5, 152, k, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(5, 152).to("cuda", torch.bfloat16)
     x = torch.randn(tokens, k).to("cuda", torch.bfloat16)
+    assert can_use_registers(x, weight) == (torch.cuda.get_device_capability()[0] == 9)
     index = torch.randint(4, (2 * tokens,), device="cuda")
     exact = PackedWeight(weight.unpack(torch.float64)), bias.double()
     for plan in (None, plan_tiles(index, 5, config.block_m)):
@@ -206,6 +270,41 @@ def test_products_in_registers_equal_the_reference(
     found = grouped_product(x, weight.expert(0), bias[0], gate, config=config)
     alone = torch.zeros(tokens, dtype=torch.int64, device="cuda")
     check(found, grouped_product_reference(x.double(), *exact, gate, alone))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize(
+    "config",
+    [
+        GroupedConfig(8, 32, 32, 1, 1, 3, kind="registers", split_k=3),
+        GroupedConfig(32, 64, 32, 1, 4, 2, kind="warpgroup"),
+        GroupedConfig(32, 64, 32, 1, 4, 3, kind="ahead", split_k=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("format", "gate"), IN_REGISTERS, ids=str)
+def test_products_in_registers_say_what_the_reference_says(
+    monkeypatch: pytest.MonkeyPatch, format: str, gate: Gate | None, config: GroupedConfig
+) -> None:
+    if format == "mxfp4" and config.kind == "ahead":
+        pytest.skip("of fp8 alone")
+    torch.manual_seed(1)
+    kind: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16}
+    weight = make_weight(format, 4, 152, 416, **kind)
+    bias, x = torch.randn(4, 152).to(**kind), torch.randn(9, 416).to(**kind)
+    index = torch.randint(3, (18,))  # no token goes to the last
+    plan = plan_tiles(index, 4, config.block_m)
+    in_torch = launcher_of("peagle.kernels.packed_gluon", "packed_kernel")
+    monkeypatch.setattr("peagle.kernels.experts.launch", in_torch)
+    exact = PackedWeight(weight.unpack(torch.float64)), bias.double()
+    found = grouped_product(
+        x, weight, bias, gate, index_S=index, plan=plan, chosen=2, config=config
+    )
+    check(found, grouped_product_reference(x.double(), *exact, gate, index))
+    found = grouped_product(x[:1], weight, bias, gate, index_S=index[:1], config=config)
+    check(found, grouped_product_reference(x[:1].double(), *exact, gate, index[:1]))
+    found = grouped_product(x, weight.expert(0), bias[0], gate, config=config)
+    check(found, grouped_product_reference(x.double(), *exact, gate, index[:9] * 0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -225,7 +324,7 @@ def test_one_weight_is_a_linear_layer(rows: int, k: int, format: str, device: st
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("format", ["plain", "mxfp4"])
+@pytest.mark.parametrize("format", ["plain", "fp8 128", "mxfp4"])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (1, 4), (3, 2), (17, 4), (129, 2)])
 @pytest.mark.parametrize("routing", ["random", "one expert"])
 def test_experts_equal_the_reference(
@@ -369,9 +468,24 @@ def test_configurations_fit_into_a_card(
         assert stages == config.num_stages or (stages + 1) * stage > shared_bytes
 
 
+@pytest.mark.parametrize("format", ["fp8 128", "fp8 channel", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 65, 128, 129, 512])
+def test_a_linear_layer_is_cut_for_its_rows(rows: int, format: str) -> None:
+    weight = make_weight(format, 2048, 4096, device="cpu", dtype=torch.bfloat16)
+    config = choose_config(rows, 1, weight, registers=True)
+    assert config.block_m >= min(rows, 128), "a second tile would read the weight again"
+    tiles = -(-rows // config.block_m) * 2048 // (2 * config.block_n)
+    assert tiles * config.split_k >= 128, "as many programs as an H100 has multiprocessors"
+    threads = 32 * config.num_warps
+    assert all(max_registers(config, parts) * threads <= 1 << 16 for parts in (False, True))
+
+
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
     found = compile_for_card("experts")
-    assert len(found) == 3 * 5 + 5
+    assert len(found) == 3 * 5 + 4 * 5 + 3
     for name, needs in found.items():
         assert needs["mma"] and needs["shared"] <= 227 * 1024, name
+        if "registers" in name or "warpgroup" in name:
+            assert needs["stack"] == 0, f"{name} has too few registers"
+            assert needs["wgmma"] == ("warpgroup" in name), name

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from peagle.kernels.packed_linear import MAX_ROWS, packed_linear
+from peagle.kernels.packed_linear import MAX_ROWS, MAX_ROWS_IN_REGISTERS, packed_linear
 from peagle.kernels.unpacking import unpack
-from tests.kernels.devices import DEVICES
+from tests.kernels.devices import DEVICES, compile_for_card
 from tests.kernels.test_experts import FORMATS, check, make_weight
 
 pytest.importorskip("triton", reason="needs triton")
@@ -25,9 +25,15 @@ def test_unpacks_as_the_reference(k: int, format: str, device: str) -> None:
     assert torch.equal(unpack(weight.expert(1), dtype), weight.expert(1).unpack(dtype))
 
 
+def test_unpacking_compiles_for_a_card() -> None:
+    assert set(compile_for_card("unpacking")) == {"fp8", "int8", "int4", "mxfp4"}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("format", ["fp8", "int4 zeros", "mxfp4"])
-@pytest.mark.parametrize("rows", [0, 1, 3, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("format", ["fp8", "fp8 128", "int4 zeros", "mxfp4"])
+@pytest.mark.parametrize(
+    "rows", [0, 1, 3, *(m + i for m in (MAX_ROWS, MAX_ROWS_IN_REGISTERS) for i in (0, 1))]
+)
 def test_few_and_many_rows(rows: int, format: str, device: str) -> None:
     torch.manual_seed(rows)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16

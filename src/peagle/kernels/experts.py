@@ -23,17 +23,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch, power_of_two
-from peagle.kernels.packed_weights import FORMATS, FOUR_BIT_FORMATS, PackedWeight
+from peagle.kernels.packed_weights import FORMATS, FOUR_BIT_FORMATS, STEP, PackedWeight
 from peagle.kernels.paged_attention import DeviceLimits
-from peagle.kernels.unpacking import has_assembly, shared_inputs, unpack
+from peagle.kernels.unpacking import (
+    can_use_assembly,
+    has_assembly,
+    shared_inputs,
+    unpack,
+)
 
-Kind = Literal["xw", "wx", "registers", "warpgroup"]
+Kind = Literal["xw", "wx", "registers", "warpgroup", "ahead"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 _LEAST_INPUTS = 512  # of a share of a sum
 # Assignments of an expert on average, from which on the library multiplies.
-_MANY = {"mxfp4": 1024}
-_MANY_OTHERS = 256
+_MANY = 256
+_MANY_IN_REGISTERS = 1024
+_REGISTERS = 1 << 16  # of a multiprocessor
+_ALIGNED = 16  # bytes of a copy, and what Triton looks for in a number
 _FINISHED = 1024  # outputs that one program finishes
 _SUMMED = 512  # outputs of a token that one program sums
 _MAX_PLANNED = 4096  # assignments that one program orders
@@ -93,9 +100,10 @@ class GroupedConfig:
         num_warps, num_stages: Triton's.
         split_k: programs that share the sum over K of one tile.
         kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T. "registers" and "warpgroup" do
-            the latter with "mxfp4" in bfloat16 through `mxfp4_gluon`, to which `steps` means
-            nothing and which takes two stages or more; "warpgroup" by wgmma, where four warps take
-            64 rows of the weight or more.
+            the latter with tiled formats in bfloat16 through `packed_gluon`, to which `step` and
+            `steps` mean nothing and which takes two stages or more; "warpgroup" by wgmma, where
+            four warps take 64 rows of the weight or more. "ahead" is "warpgroup" for "fp8" alone,
+            where a thread unpacks for the next product while the matrix unit multiplies.
     """
 
     block_m: int
@@ -113,10 +121,12 @@ def choose_config(
 ) -> GroupedConfig:
     """Choose a configuration from shapes alone, as `bench_experts.py` found them on an H100.
 
+    Those of "fp8" in registers follow "mxfp4" and the registers that they need; none is measured.
+
     Args:
         num_assignments, num_experts: S and E.
         weight: of one product.
-        registers: the kinds "registers" and "warpgroup" are possible.
+        registers: the kinds of `packed_gluon` are possible.
     """
     touched = min(num_experts, max(num_assignments, 1))
     rows = num_assignments / touched
@@ -126,16 +136,21 @@ def choose_config(
     if registers:
         enough = 600
         # Tokens are not spread evenly: more than one tile of an expert reads its weight again.
-        if rows <= 5:
+        most = (8, 16, 32, 64) if num_experts == 1 else (5, 12, 24, 96)
+        if rows <= most[0]:
             config = GroupedConfig(8, 32, step, 1, 2, 3, kind="registers")
-        elif rows <= 12:
+        elif rows <= most[1]:
             config = GroupedConfig(16, 64, step, 1, 4, 3, kind="registers")
-        elif rows <= 24:
-            config = GroupedConfig(32, 64, step, 1, 4, 3, kind="warpgroup")
-        elif rows <= 96:
+        elif rows <= most[2]:
+            block_n = 64 if weight.format == "mxfp4" else 32
+            config = GroupedConfig(32, block_n, step, 1, 4, 3, kind="warpgroup")
+        elif rows <= most[3]:
+            enough = 256
             config = GroupedConfig(64, 32, step, 1, 4, 3, kind="warpgroup")
         else:
-            config = GroupedConfig(128, 64, step, 1, 8, 3, kind="warpgroup")
+            enough = 128  # one of 8 warps fills a multiprocessor
+            kind = "warpgroup" if weight.format == "mxfp4" else "ahead"
+            config = GroupedConfig(128, 64, step, 1, 8, 3, kind=kind)
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
@@ -157,13 +172,25 @@ def choose_config(
 def uses_library(x: Tensor, weight: PackedWeight, num_assignments: int) -> bool:
     """Return whether a layer's experts are multiplied by the library: many rows in bfloat16."""
     is_fit = x.dtype == torch.bfloat16 and has_assembly(x.device)
-    many = _MANY.get(weight.format, _MANY_OTHERS)
+    many = _MANY_IN_REGISTERS if can_use_registers(x, weight) else _MANY
     return is_fit and num_assignments >= many * weight.num_experts
 
 
 def can_use_registers(x: Tensor, weight: PackedWeight) -> bool:
-    """Return whether the kinds "registers" and "warpgroup" can multiply these."""
-    return weight.format == "mxfp4" and x.dtype == torch.bfloat16 and _has_gluon(x.device)
+    """Return whether the kinds of `packed_gluon` can multiply these.
+
+    Scales of "fp8" must be for all inputs or for whole steps, and x must lie as copies of 16 bytes
+    take it.
+    """
+    inputs, k = weight.block[1], weight.num_inputs
+    has_steps = weight.format == "mxfp4" or inputs >= k or inputs % STEP == 0
+    return (
+        weight.is_tiled
+        and has_steps
+        and x.dtype == torch.bfloat16
+        and _has_gluon(x.device)
+        and k % _ALIGNED == x.stride(0) % _ALIGNED == x.data_ptr() % _ALIGNED == 0
+    )
 
 
 def run_experts(
@@ -195,16 +222,16 @@ def run_experts(
 
 def layout_of(weight: PackedWeight) -> list[int]:
     """Return what an operator needs beside the tensors of a weight."""
-    return [FORMATS.index(weight.format), *weight.block, weight.padded]
+    return [FORMATS.index(weight.format), *weight.block, *weight.padded]
 
 
 def make_weight(
     data: Tensor, scale: Tensor | None, zero: Tensor | None, layout: list[int]
 ) -> PackedWeight:
     """Make the weight whose `layout_of` is given."""
-    kind, rows, inputs, padded = layout
+    kind, rows, inputs, *padded = layout
     format: Any = FORMATS[kind]
-    return PackedWeight(data, format, scale, zero, (rows, inputs), padded)
+    return PackedWeight(data, format, scale, zero, (rows, inputs), (padded[0], padded[1]))
 
 
 @torch.library.custom_op(
@@ -225,8 +252,8 @@ def _experts(
     gate: list[float],
 ) -> Tensor:
     *layouts, activation = layout
-    up = make_weight(data[0], scale[0], zero[0], layouts[:4])
-    down = make_weight(data[1], scale[1], zero[1], layouts[4:])
+    up = make_weight(data[0], scale[0], zero[0], layouts[:5])
+    down = make_weight(data[1], scale[1], zero[1], layouts[5:])
     kind: Any = ACTIVATIONS[activation]
     (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
@@ -264,7 +291,7 @@ def _(
     layout: list[int],
     gate: list[float],
 ) -> Tensor:
-    down = make_weight(data[1], scale[1], zero[1], layout[4:8])
+    down = make_weight(data[1], scale[1], zero[1], layout[5:10])
     return x.new_empty(index.shape[0], down.num_outputs)
 
 
@@ -471,7 +498,6 @@ def grouped_product(
         mode, tiles = 1, count
     else:
         mode, tiles = 2, (plan.numel() - count) // 3
-    stored = weight.stored
     scales = out if scale is None else scale
     is_shared = scale is None or (inputs >= k and weight.format != "mxfp4")
     assert is_shared or inputs % cut.step == 0
@@ -490,7 +516,7 @@ def grouped_product(
         out if plan is None else plan,
         out if plan is None else plan[count:],
         out if index_S is None else index_S,
-        stored,
+        data,
         scales,
         scales if zero is None else zero,
         out if bias is None else bias,
@@ -504,7 +530,7 @@ def grouped_product(
         tiles,
         chosen,
         x.stride(0),
-        0 if index_S is None else stored.stride(0),
+        0 if index_S is None else data.stride(0),
         weight.row_stride,
         0 if index_S is None or scale is None else scale.stride(0),
         0 if scale is None else scale.stride(-2),
@@ -518,16 +544,28 @@ def grouped_product(
         "HAS_BIAS": bias is not None,
         "EVEN_N": n % (cut.block_n * (1 if activation else 2)) == 0,
         "MODE": mode,
+        "FORMAT": FORMATS.index(weight.format),
+        "SCALE_ROWS": 0 if rows >= weight.num_outputs else rows,
+        "SCALE_K": 0 if is_shared else inputs,
         "num_warps": cut.num_warps,
     }
     grid = (columns * cut.split_k, tiles)
-    if cut.kind in ("registers", "warpgroup"):
-        from peagle.kernels import mxfp4_gluon
+    if cut.kind not in ("xw", "wx"):
+        from peagle.kernels import packed_gluon
 
-        options |= {"STAGES": cut.num_stages, "WGMMA": cut.kind == "warpgroup"}
-        options["maxnreg"] = _max_registers(cut)
-        kernel = mxfp4_gluon.mxfp4_kernel
-        launch(kernel, grid, *tensors, *sizes, gate.alpha, gate.limit, **options)
+        launch(
+            packed_gluon.packed_kernel,
+            grid[::-1] if mode == 0 else grid,
+            *tensors,
+            *sizes,
+            gate.alpha,
+            gate.limit,
+            **options,
+            STAGES=cut.num_stages,
+            WGMMA=cut.kind != "registers",
+            AHEAD=cut.kind == "ahead",
+            maxnreg=max_registers(cut, weight.format == "fp8" and not is_shared),
+        )
         return out
     stages = fitting_stages(cut, x, weight, DeviceLimits.of(x.device).shared_bytes)
     launch(
@@ -541,12 +579,9 @@ def grouped_product(
         STEP=cut.step,
         STEPS=cut.steps,
         STAGES=stages,
-        FORMAT=FORMATS.index(weight.format),
-        SCALE_ROWS=0 if rows >= weight.num_outputs else rows,
-        SCALE_K=0 if is_shared else inputs,
         HAS_ZERO=zero is not None,
         EVEN_K=k % (cut.step * cut.steps) == 0,
-        ASM=has_assembly(x.device) and x.dtype == torch.bfloat16 and not weight.is_tiled,
+        ASM=can_use_assembly(weight, cut.step, x.dtype) and weight.format != "mxfp4",
         WX=cut.kind == "wx",
         num_stages=stages,
     )
@@ -561,10 +596,18 @@ def fitting_stages(cut: GroupedConfig, x: Tensor, weight: PackedWeight, shared_b
     return max(1, min(cut.num_stages, shared_bytes // stage))
 
 
-def _max_registers(cut: GroupedConfig) -> int:
-    """Return the registers of a thread: as few as do with little spilling."""
-    sums_and_numbers = 2 * cut.block_n * (cut.block_m + 64) // (32 * cut.num_warps)
-    return 128 if sums_and_numbers <= 72 else 168 if sums_and_numbers <= 96 else 255
+def max_registers(cut: GroupedConfig, has_parts: bool) -> int:
+    """Return the registers of a thread: as few as do with little spilling.
+
+    Args:
+        cut: of `packed_gluon`.
+        has_parts: sums of `STEP` inputs are scaled before they are added.
+    """
+    sums = cut.block_m * (2 if has_parts else 1)
+    numbers = 128 if cut.kind == "ahead" else 64
+    sums_and_numbers = 2 * cut.block_n * (sums + numbers) // (32 * cut.num_warps)
+    enough = 128 if sums_and_numbers <= 72 else 168 if sums_and_numbers <= 96 else 255
+    return min(enough, _REGISTERS // (32 * cut.num_warps))
 
 
 def grouped_product_reference(
@@ -580,5 +623,6 @@ def grouped_product_reference(
 
 @cache
 def _has_gluon(device: torch.device) -> bool:
-    """Return whether Gluon is there, and a card whose products it may use."""
-    return has_assembly(device) and find_spec("triton.experimental.gluon") is not None
+    """Return whether Gluon is there, and a card with wgmma: of compute capability 9."""
+    is_fit = has_assembly(device) and torch.cuda.get_device_capability(device)[0] == 9
+    return is_fit and find_spec("triton.experimental.gluon") is not None

@@ -12,11 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.experts import grouped_product, layout_of, make_weight
+from peagle.kernels.experts import (
+    can_use_registers,
+    grouped_product,
+    layout_of,
+    make_weight,
+)
 from peagle.kernels.packed_weights import PackedWeight
 from peagle.kernels.unpacking import unpack
 
-MAX_ROWS = 128  # that are multiplied with packed weights
+# Rows that are multiplied with packed weights, at most.
+MAX_ROWS = 128
+MAX_ROWS_IN_REGISTERS = 512
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
@@ -56,7 +63,7 @@ def _packed_linear(
     layout: list[int],
 ) -> Tensor:
     weight = make_weight(data, scale, zero, layout)
-    if x.shape[0] > MAX_ROWS:
+    if x.shape[0] > (MAX_ROWS_IN_REGISTERS if can_use_registers(x, weight) else MAX_ROWS):
         return F.linear(x, unpack(weight, x.dtype), bias)
     return grouped_product(x, weight, bias)
 

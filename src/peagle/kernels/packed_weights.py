@@ -6,19 +6,24 @@
 "int4" holds q from 0 to 15. "mxfp4" holds e2m1 numbers, and scales 2^(s - 127) of 32 inputs (the
 Microscaling Formats specification of the Open Compute Project, version 1.0).
 
-The two 4-bit formats put four pairs of numbers into a word so that a kernel takes two numbers at a
+"int4", "mxfp4" and "fp8" put pairs of numbers into a word so that a kernel takes two numbers at a
 time into the halves of a register. The first number of a pair is in the low half of the word, the
-second, in the same bits, in the high half.
+second, in the same bits, in the high half. `_MOVES` has the bits.
 
 "int4" has pair i in bits 4i to 4i + 3. Of 32 inputs, word w has inputs 4w to 4w + 3 in the pairs 0
 and 1, and 16 + 4w to 16 + 4w + 3 in the pairs 2 and 3.
 
 "mxfp4" has sign and magnitude of the pairs 0, 1 and 2 at the bits where bfloat16 has them, 15 and 8
-to 6, shifted to the right by 0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10. Its bytes lie in
-tiles of 64 rows and 128 inputs (`TILE`), which programs read whole: memory gives pieces of single
-rows more slowly. Of the 16 words of a row, word 4t + g has in pair i the inputs 2t and 2t + 1 of
-the i-th 8 of the g-th 32. So the 16 bytes of words 4t to 4t + 3 are what the matrix unit takes from
-thread t of four.
+to 6, shifted to the right by 0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10.
+
+"fp8" has pair 0 at the bits where bfloat16 has it, 15 and 10 to 4. Of pair 1 the sign and the low
+four bits, 11 and 3 to 0, are shifted to the right by 4, and the others, 14 to 12, to the left by 4.
+
+The bytes of the last two lie in tiles of 64 rows of 64 bytes (`TILE`), which programs read whole:
+memory gives pieces of single rows more slowly. The 16 bytes of words 4t to 4t + 3 of a row are what
+the matrix unit takes from thread t of four. Of 128 inputs of "mxfp4", word 4t + g has in pair i the
+inputs 2t and 2t + 1 of the i-th 8 of the g-th 32; of 64 inputs of "fp8", word 4t + g has in pair i
+those of the i-th 8 of the g-th 16. Inputs are filled up with zeros to multiples of 128.
 
 Shapes: E experts (left out of dense layers), N outputs, K inputs.
 """
@@ -36,15 +41,23 @@ from torch import Tensor
 Format = Literal["plain", "fp8", "int8", "int4", "mxfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 FOUR_BIT_FORMATS = ("int4", "mxfp4")
-TILE = (64, 128)  # rows and inputs of a tile of "mxfp4", 4,096 bytes that lie together
+TILED_FORMATS = ("fp8", "mxfp4")
+TILE = (64, 64)  # rows and bytes of each of a tile, 4,096 bytes that lie together
+STEP = 128  # inputs that kernels of tiled formats take at once
 _SHRINKS = tuple(1 - 0.02 * i for i in range(21))
 MX_INPUTS = 32  # inputs of one scale of "mxfp4"
 MAX_MX_SCALE = 128  # times 2, more than any layer needs: kernels rely on it; 255 is no number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of each pair, the bits of the half word that hold a number's bits 3 to 0.
-_BITS: dict[str, Sequence[Sequence[int]]] = {
-    "int4": [range(4 * pair + 3, 4 * pair - 1, -1) for pair in range(4)],
-    "mxfp4": [(15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10)],
+# Of each pair, the bits of a number by masks, and how far each goes to the left in the half word.
+_MOVES: dict[str, Sequence[Sequence[tuple[int, int]]]] = {
+    "int4": [[(0xF, 4 * pair)] for pair in range(4)],
+    "mxfp4": [
+        [(0x8, 12), (0x7, 6)],
+        [(0x8, 9), (0x7, 3)],
+        [(0x8, 6), (0x7, 0)],
+        [(0xC, 11), (0x3, 10)],
+    ],
+    "fp8": [[(0x80, 8), (0x7F, 4)], [(0x80, 4), (0x70, 8), (0xF, 0)]],
 }
 
 
@@ -53,14 +66,14 @@ class PackedWeight:
     """The weight of a linear layer, or of all experts of a layer.
 
     Attributes:
-        data: [E, N, K], or uint8 [E, N, K / 2] of "int4"; rows contiguous. Of "mxfp4" uint8
-            [E, N / 64, K / 128, 64, 64], rounded up.
+        data: [E, N, K], or uint8 [E, N, K / 2] of "int4"; rows contiguous. Of tiled formats uint8
+            [E, rows of tiles, tiles of a row, 64, 64].
         format: how `data` is read.
         scale: float32 [E, N / rows, K / inputs], rounded up; None for "plain". Of "mxfp4" int32
             [E, N, K / 128], rounded up: s of four times 32 inputs, the first in the low byte.
         zero: uint8, with the shape and the strides of the scale, for "int4"; None: 8 everywhere.
         block: rows and inputs that share a scale.
-        padded: inputs that fill up the last tile of "mxfp4".
+        padded: outputs and inputs that fill up the last tiles.
     """
 
     data: Tensor
@@ -68,35 +81,32 @@ class PackedWeight:
     scale: Tensor | None = None
     zero: Tensor | None = None
     block: tuple[int, int] = (1, 1)
-    padded: int = 0
+    padded: tuple[int, int] = (0, 0)
 
     @property
     def num_outputs(self) -> int:
         """N."""
-        return (self.data if self.scale is None or not self.is_tiled else self.scale).shape[-2]
+        if self.is_tiled:
+            return self.data.shape[-4] * TILE[0] - self.padded[0]
+        return self.data.shape[-2]
 
     @property
     def num_inputs(self) -> int:
         """K."""
+        per_byte = 2 if self.format in FOUR_BIT_FORMATS else 1
         if self.is_tiled:
-            return self.data.shape[-3] * TILE[1] - self.padded
-        return self.data.shape[-1] * (2 if self.format in FOUR_BIT_FORMATS else 1)
+            return self.data.shape[-3] * TILE[1] * per_byte - self.padded[1]
+        return self.data.shape[-1] * per_byte
 
     @property
     def is_tiled(self) -> bool:
         """Whether `data` lies in tiles."""
-        return self.format == "mxfp4"
+        return self.format in TILED_FORMATS
 
     @property
     def row_stride(self) -> int:
         """Numbers of `data` from a row to the next, or from a tile of rows to the next."""
         return self.data.stride(-4 if self.is_tiled else -2)
-
-    @property
-    def stored(self) -> Tensor:
-        """`data` in the type in which kernels read it: FP8 as its bytes."""
-        is_fp8 = self.data.dtype == torch.float8_e4m3fn
-        return self.data.view(torch.uint8) if is_fp8 else self.data
 
     @property
     def num_bytes(self) -> int:
@@ -122,32 +132,42 @@ class PackedWeight:
         weight = self._rowwise()
         if not self.is_tiled:
             return weight._each(order)
-        rows = _from_tiles(self.data)[..., : self.num_outputs, :]
-        return replace(weight._each(order, keeps_data=True), data=_to_tiles(order(rows)))
+        data = _to_tiles(order(self._rows()))
+        return replace(weight._each(order, keeps_data=True), data=data)
 
     @staticmethod
     def stack(weights: Sequence[PackedWeight]) -> PackedWeight:
         """Put weights [N, K] of one format and block together, [E, N, K]."""
         first = weights[0]
         assert all((w.format, w.block) == (first.format, first.block) for w in weights)
-        return first._joined(weights, lambda tensors: torch.stack(tensors))
+        return first._joined(weights, torch.stack)
 
     @staticmethod
     def concatenate(weights: Sequence[PackedWeight]) -> PackedWeight:
         """Put the rows of weights [N, K] of one format behind each other."""
         inputs = {w.block[1] if w.scale is not None else 0 for w in weights}
-        assert len({w.format for w in weights}) == len(inputs) == 1 and not weights[0].is_tiled
+        assert len({w.format for w in weights}) == len(inputs) == 1
         rows = {w.block[0] for w in weights}
-        if len(rows) > 1 or any(w.data.shape[0] % w.block[0] for w in weights):
+        if len(rows) > 1 or any(w.num_outputs % w.block[0] for w in weights):
             weights = [w._rowwise() for w in weights]
-        return weights[0]._joined(weights, lambda tensors: torch.cat(tensors))
+        first = weights[0]
+        if not first.is_tiled:
+            return first._joined(weights, torch.cat)
+        outputs = sum(w.num_outputs for w in weights)
+        data = _to_tiles(torch.cat([w._rows() for w in weights]))
+        joined = first._joined(weights, torch.cat, keeps_data=True)
+        return replace(joined, data=data, padded=(-outputs % TILE[0], first.padded[1]))
+
+    def _rows(self) -> Tensor:
+        """The bytes of rows of a tiled format out of their tiles, [E, N, bytes]."""
+        return _from_tiles(self.data)[..., : self.num_outputs, :]
 
     def _rowwise(self) -> PackedWeight:
         """The same weight with scales of single rows."""
         rows, inputs = self.block
         if self.scale is None or rows == 1:
             return self
-        spread = self.scale.repeat_interleave(rows, -2)[..., : self.data.shape[-2], :]
+        spread = self.scale.repeat_interleave(rows, -2)[..., : self.num_outputs, :]
         return replace(self, scale=spread, block=(1, inputs))
 
     def _each(
@@ -160,13 +180,17 @@ class PackedWeight:
         return replace(self, data=data, scale=changed(self.scale), zero=changed(self.zero))
 
     def _joined(
-        self, weights: Sequence[PackedWeight], join: Callable[[list[Tensor]], Tensor]
+        self,
+        weights: Sequence[PackedWeight],
+        join: Callable[[list[Tensor]], Tensor],
+        *,
+        keeps_data: bool = False,
     ) -> PackedWeight:
         def joined(name: str) -> Tensor | None:
             tensors = [getattr(w, name) for w in weights]
             return None if tensors[0] is None else _kept_strides(join(tensors), tensors[0])
 
-        data = join([w.data for w in weights])
+        data = self.data if keeps_data else join([w.data for w in weights])
         return replace(self, data=data, scale=joined("scale"), zero=joined("zero"))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
@@ -177,10 +201,12 @@ class PackedWeight:
         if self.format == "mxfp4":
             exponents = scale.contiguous().view(torch.uint8).float() - 127
             scale = torch.exp2(exponents)
-            rows = _from_tiles(self.data)[..., : self.num_outputs, :]
-            q = _from_words(rows, "mxfp4")[..., : self.num_inputs].long()
+            q = _from_words(self._rows(), "mxfp4")[..., : self.num_inputs].long()
             values = torch.tensor(_E2M1, device=q.device)[q & 7]
             values = torch.where(q < 8, values, -values)
+        elif self.format == "fp8":
+            q = _from_words(self._rows(), "fp8")[..., : self.num_inputs]
+            values = q.view(torch.float8_e4m3fn).float()
         elif self.format == "int4":
             zero = 8 if self.zero is None else self._spread(self.zero.float())
             values = _from_words(self.data, "int4").float() - zero
@@ -207,8 +233,8 @@ def _in_words(q: Tensor, format: Format) -> Tensor:
     if format == "int4":  # of 32: halves, words, pairs of a half, places
         words = q.unflatten(-1, (-1, 2, 4, 2, 2)).transpose(-4, -3)
         return words.flatten(-3, -2).flatten(-4, -3)
-    # of 128: groups of 32, pairs, threads, places
-    words = q.unflatten(-1, (-1, 4, 4, 4, 2)).movedim(-2, -4)
+    # of tiles: groups, pairs, threads, places
+    words = q.unflatten(-1, (-1, 4, len(_MOVES[format]), 4, 2)).movedim(-2, -4)
     return words.flatten(-5, -3)
 
 
@@ -221,34 +247,32 @@ def _in_order(words: Tensor, format: Format) -> Tensor:
 
 
 def _to_words(q: Tensor, format: Format) -> Tensor:
-    """Put 4-bit numbers, uint8 [..., K], into words, as uint8 [..., K / 2]."""
+    """Put the bits of numbers, uint8 [..., K], into words, as uint8 [..., bytes]."""
     numbers = _in_words(q, format)
-    words = torch.zeros(numbers.shape[:-2], dtype=torch.int64, device=q.device)
-    for pair, bits in enumerate(_BITS[format]):
-        for place in (0, 1):
-            number = numbers[..., pair, place]
-            for i, bit in enumerate(bits):
-                words |= (number >> (3 - i) & 1).long() << (bit + 16 * place)
-    return words.to(torch.int32).view(torch.uint8)
+    *words, _, places = numbers.shape
+    halves = torch.zeros(*words, places, dtype=torch.int16, device=q.device)
+    for pair, moves in enumerate(_MOVES[format]):
+        for mask, left in moves:
+            halves |= (numbers[..., pair, :] & mask).to(torch.int16) << left
+    return halves.flatten(-2).view(torch.uint8)
 
 
 def _from_words(data: Tensor, format: Format) -> Tensor:
     """Undo `_to_words`."""
-    words = data.contiguous().view(torch.int32)
-    q = torch.zeros(*words.shape, 4, 2, dtype=torch.uint8, device=data.device)
-    for pair, bits in enumerate(_BITS[format]):
-        for place in (0, 1):
-            for i, bit in enumerate(bits):
-                found = (words >> (bit + 16 * place) & 1).to(torch.uint8) << (3 - i)
-                q[..., pair, place] |= found
+    halves = data.contiguous().view(torch.int16).unflatten(-1, (-1, 2))
+    *words, places = halves.shape
+    q = torch.zeros(*words, len(_MOVES[format]), places, dtype=torch.uint8, device=data.device)
+    for pair, moves in enumerate(_MOVES[format]):
+        for mask, left in moves:
+            q[..., pair, :] |= (halves >> left & mask).to(torch.uint8)
     return _in_order(q, format)
 
 
 def _to_tiles(rows: Tensor) -> Tensor:
-    """Put bytes [..., N, K / 2], K a multiple of 128, into tiles [..., N / 64, K / 128, 64, 64];
-    N is rounded up.
+    """Put the bytes of rows, [..., N, bytes], into tiles [..., N / 64, bytes / 64, 64, 64]; N is
+    rounded up.
     """
-    height, width = TILE[0], TILE[1] // 2
+    height, width = TILE
     padded = F.pad(rows, (0, 0, 0, -rows.shape[-2] % height))
     tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
     return tiles.transpose(-3, -2).contiguous()
@@ -257,6 +281,14 @@ def _to_tiles(rows: Tensor) -> Tensor:
 def _from_tiles(data: Tensor) -> Tensor:
     """Undo `_to_tiles`, but for what it rounded up."""
     return data.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
+def _make_tiled(q: Tensor, format: Format, scale: Tensor, block: tuple[int, int]) -> PackedWeight:
+    """Arrange the bits of numbers, uint8 [..., N, K], in tiles."""
+    n, k = q.shape[-2:]
+    padded = -n % TILE[0], -k % STEP
+    data = _to_tiles(_to_words(F.pad(q, (0, padded[1])), format))
+    return PackedWeight(data, format, scale, None, block, padded)
 
 
 def make_mxfp4(q: Tensor, scale: Tensor) -> PackedWeight:
@@ -270,9 +302,18 @@ def make_mxfp4(q: Tensor, scale: Tensor) -> PackedWeight:
     # 2^-127 becomes 2^-126, which is as small, and groups that are not there get 1.
     padded = F.pad(scale.clamp(min=1), (0, -scale.shape[-1] % 4), value=127).contiguous()
     words = padded.view(torch.int32).mT.contiguous().mT  # those of the same inputs lie together
-    missing = -q.shape[-1] % TILE[1]
-    data = _to_tiles(_to_words(F.pad(q, (0, missing)), "mxfp4"))
-    return PackedWeight(data, "mxfp4", words, None, (1, MX_INPUTS), missing)
+    return _make_tiled(q, "mxfp4", words, (1, MX_INPUTS))
+
+
+def make_fp8(q: Tensor, scale: Tensor, block: tuple[int, int]) -> PackedWeight:
+    """Arrange e4m3 numbers as kernels read them.
+
+    Args:
+        q: float8_e4m3fn [..., N, K].
+        scale: [..., N / rows, K / inputs], rounded up.
+        block: rows and inputs that share a scale.
+    """
+    return _make_tiled(q.contiguous().view(torch.uint8), "fp8", scale.float(), block)
 
 
 def make_int4(q: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> PackedWeight:
@@ -303,7 +344,7 @@ def pack_mxfp4(weight: Tensor) -> PackedWeight:
 def pack_fp8(weight: Tensor, block: tuple[int, int]) -> PackedWeight:
     """Quantise [..., N, K] to "fp8" with a float32 scale for each block."""
     q, scale = _scaled(weight, block, torch.finfo(torch.float8_e4m3fn).max)
-    return PackedWeight(q.to(torch.float8_e4m3fn), "fp8", scale, block=block)
+    return make_fp8(q.to(torch.float8_e4m3fn), scale, block)
 
 
 def pack_int8(weight: Tensor, block: tuple[int, int]) -> PackedWeight:

@@ -1,7 +1,7 @@
 """Tiles of packed weights in Triton: they are loaded as stored, and unpacked in registers.
 
-The reference is `PackedWeight.unpack`; `packed_weights` says how words of 4-bit numbers are laid
-out. The caller applies the scales.
+The reference is `PackedWeight.unpack`; `packed_weights` says how words are laid out. The caller
+applies the scales.
 
 In bfloat16 on a card, a word is unpacked at once, two numbers a register. Numbers of e4m3 and e2m1
 have the exponent and the mantissa of a small bfloat16, and one product moves the exponent to its
@@ -18,22 +18,20 @@ FP8 = tl.constexpr(1)
 INT8 = tl.constexpr(2)
 INT4 = tl.constexpr(3)
 MXFP4 = tl.constexpr(4)
-TILE_BYTES = tl.constexpr(4096)  # of 64 rows and 128 inputs
+TILE_BYTES = tl.constexpr(4096)  # of 64 rows of 64 bytes
 
+# The pairs 0 and 1 of a word.
 _FP8_ASM = tl.constexpr(
     """{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, 0, $2, 0x5040;
-    prmt.b32 b, 0, $2, 0x7060;
-    shr.b32 c, a, 4;
-    shr.b32 d, b, 4;
-    and.b32 c, c, 0x07f007f0;
-    and.b32 d, d, 0x07f007f0;
-    lop3.b32 a, a, 0x80008000, c, 0xea;
-    lop3.b32 b, b, 0x80008000, d, 0xea;
-    mov.b32 c, 0x7b807b80;
-    mul.bf16x2 $0, a, c;
-    mul.bf16x2 $1, b, c;
+    .reg .b32 a, b, c, f;
+    mov.b32 f, 0x7b807b80;
+    and.b32 a, $2, 0x87f087f0;
+    shl.b32 b, $2, 4;
+    shr.b32 c, $2, 4;
+    and.b32 b, b, 0x80f080f0;
+    lop3.b32 b, c, 0x07000700, b, 0xea;
+    mul.bf16x2 $0, a, f;
+    mul.bf16x2 $1, b, f;
     }"""
 )
 _INT8_ASM = tl.constexpr(
@@ -105,7 +103,7 @@ _MXFP4_LAST_ASM = tl.constexpr(
 def row_offsets(row, stride_row, FORMAT: tl.constexpr):
     """Where the first number of rows is; see `PackedWeight.row_stride`."""
     row = row.to(tl.int64)
-    if FORMAT == MXFP4:
+    if FORMAT == MXFP4 or FORMAT == FP8:  # noqa: SIM109 - Triton has no `in`
         offs = row // 64 * stride_row + row % 64 * 64
     else:
         offs = row * stride_row
@@ -114,7 +112,7 @@ def row_offsets(row, stride_row, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_tiles(
-    row_ptrs,  # [ROWS, 1], at the first number of the rows, of uint8 in a 4-bit format
+    row_ptrs,  # [ROWS, 1], at the first number of the rows, of uint8 in words
     shared,  # int32 [ROWS]: zeros of "int4", or words of `PackedWeight.scale` of "mxfp4"
     k,
     num_k,
@@ -126,25 +124,39 @@ def load_tiles(
 ):
     """Inputs k to k + STEP. In a 4-bit format the first and the last 16 of each 32 are two tiles,
     [ROWS, STEP / 2]; else one tile [ROWS, STEP] is given twice. With ASM the numbers of "mxfp4" are
-    those of 128 inputs, in the order of the bytes.
+    those of 128 inputs, in the order of the bytes, and STEP is a multiple of 64 for "fp8".
     """
-    if FORMAT < INT4:
+    if FORMAT == FP8:
+        if ASM:
+            i = tl.arange(0, STEP)[None, :]
+            packed = tl.load(
+                row_ptrs + (k // 64 + i // 64) * TILE_BYTES + i % 64,
+                mask=k + i // 64 * 64 < num_k,
+                eviction_policy="evict_first",
+            )
+            numbers = tl.inline_asm_elementwise(
+                _FP8_ASM, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+            # rows, tiles, threads, groups, pairs, places
+            ROWS: tl.constexpr = numbers.shape[0]
+            words = numbers.reshape([ROWS * (STEP // 64), 4, 4, 2, 2])
+            first = words.permute([0, 2, 3, 1, 4]).reshape([ROWS, STEP])
+        else:
+            first = _select_fp8(row_ptrs, k, num_k, STEP).to(DTYPE)
+        last = first
+    elif FORMAT < INT4:
         packed = _load(row_ptrs, k, num_k, STEP, EVEN_K)
         if FORMAT == PLAIN:
             first = packed.to(DTYPE)
         elif ASM:
             first = tl.inline_asm_elementwise(
-                _FP8_ASM if FORMAT == FP8 else _INT8_ASM,
+                _INT8_ASM,
                 "=r,=r,r",
                 [packed],
                 dtype=tl.bfloat16,
                 is_pure=True,
                 pack=4,
             )
-        elif FORMAT == FP8:
-            q = packed.to(tl.int32)
-            bits = ((q & 0x80) << 24) | ((q & 0x7F) << 20)
-            first = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
         else:
             first = packed.to(DTYPE)
         last = first
@@ -160,7 +172,8 @@ def load_tiles(
                 _INT4_LAST_ASM, "=r,=r,r,r,r,r,r", [packed, twice], tl.bfloat16, True, 4
             )
         else:
-            packed = tl.load(row_ptrs + k // 128 * TILE_BYTES + tl.arange(0, 64)[None, :])
+            i = tl.arange(0, 64)[None, :]
+            packed = tl.load(row_ptrs + k // 128 * TILE_BYTES + i, mask=k + i * 0 < num_k)
             first = tl.inline_asm_elementwise(
                 _MXFP4_FIRST_ASM, "=r,=r,r", [packed], tl.bfloat16, True, 4
             )
@@ -181,6 +194,18 @@ def _load(row_ptrs, first, end, SIZE: tl.constexpr, IS_EVEN: tl.constexpr):
     else:
         tile = tl.load(row_ptrs + offs, mask=offs < end, other=0, eviction_policy="evict_first")
     return tile
+
+
+@triton.jit
+def _select_fp8(row_ptrs, k, num_k, STEP: tl.constexpr):
+    """A tile of "fp8", in float32: every number out of its half of a word."""
+    i = k + tl.arange(0, STEP)[None, :]
+    offs = i // 64 * (TILE_BYTES // 2) + i % 8 // 2 * 8 + i // 16 % 4 * 2 + i % 2
+    half_ptrs = row_ptrs.to(tl.pointer_type(tl.int16))
+    half = tl.load(half_ptrs + offs, mask=i < num_k, other=0).to(tl.int32)
+    last = (half << 4 & 0x80F0) | (half >> 4 & 0x0700)
+    bits = tl.where(i % 16 < 8, half & 0x87F0, last) << 16
+    return bits.to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit

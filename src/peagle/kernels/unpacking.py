@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.launch import launch
-from peagle.kernels.packed_weights import FORMATS, PackedWeight
+from peagle.kernels.packed_weights import FORMATS, TILE, PackedWeight
 
 # Four bytes or more for each thread, as the assembly needs them.
 _TILE_ROWS, _TILE_INPUTS = 32, 256
@@ -21,9 +21,9 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Compute `PackedWeight.unpack` of a weight [E, N, K] or [N, K]."""
     from peagle.kernels import packed_weights_triton
 
-    scale, zero, stored, k = weight.scale, weight.zero, weight.stored, weight.num_inputs
+    scale, zero, stored, k = weight.scale, weight.zero, weight.data, weight.num_inputs
     if scale is None:
-        return weight.data.to(dtype)
+        return stored.to(dtype)
     assert zero is None or zero.stride() == scale.stride()
     n, (rows, inputs), experts = weight.num_outputs, weight.block, scale.shape[:-2]
     out = torch.empty(*experts, n, k, dtype=dtype, device=stored.device)
@@ -50,10 +50,16 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         SCALE_K=min(inputs, k),
         HAS_ZERO=zero is not None,
         EVEN_K=k % _TILE_INPUTS == 0,
-        ASM=has_assembly(stored.device) and dtype == torch.bfloat16,
+        ASM=can_use_assembly(weight, step, dtype),
         num_warps=4,
     )
     return out
+
+
+def can_use_assembly(weight: PackedWeight, step: int, dtype: torch.dtype) -> bool:
+    """Return whether assembly unpacks steps of so many inputs: of "fp8" whole tiles alone."""
+    is_whole = weight.format != "fp8" or step % TILE[1] == 0
+    return is_whole and dtype == torch.bfloat16 and has_assembly(weight.data.device)
 
 
 def shared_inputs(weight: PackedWeight, most: int) -> int:

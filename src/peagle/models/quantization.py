@@ -26,6 +26,7 @@ from peagle.errors import CheckpointError
 from peagle.kernels.packed_weights import (
     MAX_MX_SCALE,
     PackedWeight,
+    make_fp8,
     make_int4,
     make_mxfp4,
 )
@@ -115,8 +116,9 @@ def read_linear(
         )
     given = quantization.get("weight_block_size") or _block_structure(quantization)
     scale, block = _blocks_of(scale, name, shape, given)
-    format = "int8" if weight.dtype == torch.int8 else "fp8"
-    return PackedLinearWeight(PackedWeight(weight, format, scale, block=block))
+    if weight.dtype == torch.int8:
+        return PackedLinearWeight(PackedWeight(weight, "int8", scale, block=block))
+    return PackedLinearWeight(make_fp8(weight, scale, block))
 
 
 def read_mxfp4(blocks: Tensor, scales: Tensor, name: str) -> PackedWeight:
