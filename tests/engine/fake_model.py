@@ -248,6 +248,10 @@ class FakeGraphs:
         self.times: dict[int, Any] = {}
         self.last_read: tuple[int, None] = (0, None)
 
+    @property
+    def draws(self) -> bool:
+        return self._runner.has_drawn_drafts
+
     def obstacle(self, sequences: list[Sequence]) -> str | None:
         is_missing = any(s.pending_features is not None for s in sequences)
         return "missed_features" if is_missing else None

@@ -36,11 +36,13 @@ def make(
     *,
     eager: bool,
     window: int | None = None,
+    speculative: dict[str, Any] | None = None,
     **options: Any,
 ) -> LLM:
     config = None
     if head is not None:
         config = {"model": str(head), "num_speculative_tokens": 3, "draft_window": window}
+        config |= speculative or {}
     options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 4, **options}
     return LLM(
         folder,
@@ -206,6 +208,56 @@ def test_a_slow_grammar_sits_out_steps(
     assert [output.token_ids for output in found] == expected
     assert num_out >= len(late) > 1
     assert engine.stats.eager_steps == {}
+
+
+# ---- drawn drafts ---------------------------------------------------------------------------
+
+DRAWS = {"draft_sampling": "probabilistic"}
+# By drawn drafts a seed gives other outputs than by argmax drafts: each has its own.
+DRAWN = [
+    replace(SAMPLED, top_k=0, top_p=1.0, min_p=0.0, seed=1),
+    replace(SAMPLED, seed=2),
+    GREEDY,
+    replace(SAMPLED, top_p=0.8, temperature=1.4, seed=3, num_speculative_tokens=2),
+    replace(SAMPLED, min_p=0.1, top_k=5, seed=4),
+]
+
+
+def drawn_drafts_give_the_same(
+    target: Path, head: Path, device: str, max_tokens: int, **options: Any
+) -> None:
+    """Requests that join and leave give what each gives alone without graphs."""
+    params = [replace(one, max_tokens=max_tokens + i) for i, one in enumerate(DRAWN)]
+    build = partial(make, target, head, device, speculative=DRAWS)
+    eager = build(eager=True)
+    wanted = [eager.generate([prompt], one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
+    llm = build(eager=False, **options)
+    found = llm.generate(PROMPTS, params)
+    assert [(o.token_ids, o.stats) for o in found] == [(o.token_ids, o.stats) for o in wanted]
+    assert llm.engine.stats.eager_steps == {}
+    passed = llm.stats.speculation
+    assert 0 < passed.num_accepted_tokens < passed.num_draft_tokens
+    plain = make(target, None, device, eager=True).generate(PROMPTS, params)
+    assert [o.token_ids for o in plain] != [o.token_ids for o in wanted], "drafts are drawn"
+
+
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize("parallel", [True, False])
+def test_drawn_drafts_under_the_interpreter(
+    target_folder: Path, head_folders: Callable[..., Path], parallel: bool
+) -> None:
+    head = head_folders(parallel=parallel, draft_vocab_size=200)
+    drawn_drafts_give_the_same(target_folder, head, "cpu", max_tokens=6, max_num_seqs=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_drawn_drafts(
+    target_folder: Path, head_folders: Callable[..., Path], device: str, parallel: bool
+) -> None:
+    head = head_folders(parallel=parallel, draft_vocab_size=200)
+    drawn_drafts_give_the_same(target_folder, head, device, max_tokens=20)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,7 +303,7 @@ def sequence_with(**changes: Any) -> Sequence:
         (None, {"params": replace(PLAIN, logprobs=0)}),
         (None, {"params": replace(PLAIN, min_tokens=2)}),
         (None, {"grammar": object()}),
-        ("drawn_drafts", {"draft_probs_KV": torch.zeros(1, 4)}),
+        (None, {"draft_probs_KV": torch.zeros(1, 4)}),
     ],
 )
 def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]) -> None:
@@ -311,7 +312,8 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
 
     nothing: Any = None
     depth = ScheduledDepth(lambda n: 0)
-    graphs = GraphRunner(nothing, never, 4, 100, depth, never, nothing)
+    buffers: Any = SimpleNamespace(drawn=None)
+    graphs = GraphRunner(buffers, never, 4, 100, depth, never, nothing)
     assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
     missed = sequence_with()
     missed.pending_features = FeatureRing(torch.zeros(2, 3), 0)

@@ -85,6 +85,15 @@ class Pipeline:
         self._launch(self.runner.go_on)
         return True
 
+    def must_drain(self) -> bool:
+        """Return whether the results in flight must be taken before the scheduler decides.
+
+        A sequence that loses its blocks keeps its drafts. Where they are drawn the host must know
+        them, as their q on the device is that of the latest ones.
+        """
+        in_flight = self._flight is not None
+        return in_flight and self.runner.draws and self._scheduler.may_preempt()
+
     def drain(self) -> None:
         """Take the results of the step in flight, if there is one; the sequences then join anew."""
         flight, self._flight = self._flight, None
