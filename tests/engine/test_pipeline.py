@@ -328,7 +328,8 @@ def test_eager_steps_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(steps.device, "obstacle", lambda sequences: "grammar")
     steps.add(1)
     while steps.engine.has_unfinished:
-        steps.step()
+        outputs = steps.engine.step()
+        assert len({output.sequence for output in outputs}) == len(outputs), "one output a step"
     # The steps that were launched before brought two tokens, and each eager one brings one.
     assert steps.engine.stats.eager_steps == {"grammar": 7}
     assert steps.device.launches == [2]

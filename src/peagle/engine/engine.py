@@ -396,11 +396,13 @@ class LLMEngine:
     def _decode(self, sequences: list[Sequence], num_prompt_tokens: int) -> None:
         """Run a decode step, as a graph where one can; so many prompt tokens run before it.
 
-        A graph is launched behind the step in flight, and the results of that one are taken.
+        A graph is launched behind the step in flight, and the results of that one are taken. Where
+        none can run, a step in flight is all of this step, so that no sequence has two outputs.
         """
         budget, pipeline, obstacle = self.scheduler.prompt_budget, self._pipeline, None
-        is_launched = False
+        is_launched = was_in_flight = False
         if pipeline is not None:
+            was_in_flight = pipeline.is_in_flight
             obstacle = pipeline.runner.obstacle(sequences)
             is_launched = bool(sequences) and obstacle is None
             if is_launched:
@@ -409,9 +411,8 @@ class LLMEngine:
                 pipeline.drain()
             self._count_read(pipeline)
         budget.ran(num_prompt_tokens)
-        if is_launched:
+        if is_launched or was_in_flight:
             return
-        sequences = [s for s in sequences if not s.is_finished]
         if not sequences:
             budget.pause()
             return
