@@ -224,40 +224,90 @@ DRAWN = [
 
 
 def drawn_drafts_give_the_same(
-    target: Path, head: Path, device: str, max_tokens: int, **options: Any
-) -> None:
-    """Requests that join and leave give what each gives alone without graphs."""
-    params = [replace(one, max_tokens=max_tokens + i) for i, one in enumerate(DRAWN)]
-    build = partial(make, target, head, device, speculative=DRAWS)
-    eager = build(eager=True)
-    wanted = [eager.generate([prompt], one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
-    llm = build(eager=False, **options)
+    target: Path,
+    head: Path,
+    device: str,
+    params: list[SamplingParams],
+    speculative: dict[str, Any] | None = None,
+    **options: Any,
+) -> LLM:
+    """Requests together give what each gives alone without graphs; return their engine."""
+    alone = make(target, head, device, eager=True, speculative=DRAWS)
+    wanted = [alone.generate([prompt], one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
+    llm = make(
+        target, head, device, eager=False, speculative=DRAWS | (speculative or {}), **options
+    )
     found = llm.generate(PROMPTS, params)
-    assert [(o.token_ids, o.stats) for o in found] == [(o.token_ids, o.stats) for o in wanted]
-    assert llm.engine.stats.eager_steps == {}
+    assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
+    for one, other, params_of in zip(found, wanted, params, strict=True):
+        # K follows the load where no output depends on it.
+        assert one.stats == other.stats or (speculative and params_of.is_greedy)
+    argmax = make(target, head, device, eager=True).generate(PROMPTS, params)
+    assert [o.token_ids for o in argmax] != [o.token_ids for o in wanted], "drafts are drawn"
     passed = llm.stats.speculation
     assert 0 < passed.num_accepted_tokens < passed.num_draft_tokens
-    plain = make(target, None, device, eager=True).generate(PROMPTS, params)
-    assert [o.token_ids for o in plain] != [o.token_ids for o in wanted], "drafts are drawn"
+    assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+    return llm
+
+
+def lasting(params: list[SamplingParams], max_tokens: int) -> list[SamplingParams]:
+    """The same requests, which end one after another."""
+    return [replace(one, max_tokens=max_tokens + i) for i, one in enumerate(params)]
+
+
+DRAWN_CASES = {
+    "joins and leaves": (DRAWN, {"max_num_seqs": 3}),
+    "preemption": (DRAWN, {"num_kv_blocks": 19, "max_num_batched_tokens": 7}),
+    "steps without graphs": (
+        [*DRAWN[:4], replace(DRAWN[4], stop_token_ids=tuple(range(230, 240)), max_tokens=3)],
+        {},
+    ),
+    "K by load": (
+        DRAWN,
+        {"speculative": {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 9, 1]]}},
+    ),
+    "rules": (
+        [
+            replace(DRAWN[0], repetition_penalty=1.5, frequency_penalty=0.4, logprobs=2),
+            replace(DRAWN[1], typical_p=0.9, bad_words=((9,), (200, 31))),
+            replace(DRAWN[2], logit_bias={77: 2.5, 12: -3.0}),
+            replace(DRAWN[3], logprobs=1),
+            replace(DRAWN[4], allowed_token_ids=tuple(range(40, 90)), presence_penalty=0.3),
+        ],
+        {},
+    ),
+}
+
+
+def check_drawn_drafts(
+    target: Path, heads: Callable[..., Path], device: str, parallel: bool, case: str, length: int
+) -> None:
+    head = heads(parallel=parallel, draft_vocab_size=200)
+    params, options = DRAWN_CASES[case]
+    llm = drawn_drafts_give_the_same(target, head, device, lasting(params, length), **options)
+    reasons = {"steps without graphs": {"stop_token_ids"}, "K by load": {"kept_k"}}
+    assert set(llm.engine.stats.eager_steps) == reasons.get(case, set())
+    assert bool(llm.stats.num_preemptions) == (case == "preemption")
 
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(
+    ("case", "parallel"), [*((case, True) for case in DRAWN_CASES), ("joins and leaves", False)]
+)
 def test_drawn_drafts_under_the_interpreter(
-    target_folder: Path, head_folders: Callable[..., Path], parallel: bool
+    target_folder: Path, head_folders: Callable[..., Path], case: str, parallel: bool
 ) -> None:
-    head = head_folders(parallel=parallel, draft_vocab_size=200)
-    drawn_drafts_give_the_same(target_folder, head, "cpu", max_tokens=6, max_num_seqs=3)
+    check_drawn_drafts(target_folder, head_folders, "cpu", parallel, case, length=6)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", DRAWN_CASES)
 @pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_drawn_drafts(
-    target_folder: Path, head_folders: Callable[..., Path], device: str, parallel: bool
+    target_folder: Path, head_folders: Callable[..., Path], device: str, parallel: bool, case: str
 ) -> None:
-    head = head_folders(parallel=parallel, draft_vocab_size=200)
-    drawn_drafts_give_the_same(target_folder, head, device, max_tokens=20)
+    check_drawn_drafts(target_folder, head_folders, device, parallel, case, length=16)
 
 
 @pytest.mark.gpu
