@@ -322,6 +322,30 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
         assert graphs.obstacle([sequence_with()] * 5) == "too_many_sequences"
 
 
+@pytest.mark.parametrize(
+    ("reason", "drawn", "changes"),
+    [
+        (None, object(), {}),
+        (None, object(), {"params": replace(PLAIN, seed=1)}),
+        (None, object(), {"params": replace(PLAIN, temperature=0.7)}),
+        ("kept_k", object(), {"params": replace(PLAIN, seed=1, temperature=0.7)}),
+        (None, None, {"params": replace(PLAIN, seed=1, temperature=0.7)}),
+    ],
+)
+def test_drawn_drafts_of_a_seed_keep_a_step_out_of_the_graphs(
+    reason: str | None, drawn: Any, changes: dict[str, Any]
+) -> None:
+    """Where K is less than theirs."""
+    unused: Any = None
+    buffers: Any = SimpleNamespace(drawn=drawn)
+    for k in (1, 2):
+        depth = ScheduledDepth(lambda n, k=k: k)
+        graphs = GraphRunner(buffers, unused, 4, 100, depth, unused, unused)
+        sequence = sequence_with(**changes)
+        sequence.num_speculative_tokens = 2
+        assert graphs.obstacle([sequence]) == (reason if k == 1 else None)
+
+
 def test_eager_steps_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = started([9, 9])
     assert steps.engine.stats.eager_steps == {}
