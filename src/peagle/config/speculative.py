@@ -81,8 +81,8 @@ class SpeculativeConfig:
             num_speculative_tokens. A sampled request with a seed and drawn drafts keeps its own K,
             so that its output does not depend on the load. "auto": where steps run as CUDA graphs
             and drafts are an argmax the engine chooses K itself (`engine.depth.AutomaticDepth`),
-            and elsewhere K is always the same. None: K is always the same; where a head is named and num_speculative_tokens
-            is None too, "auto" (`models.head_json`).
+            and elsewhere K is always the same. None: K is always the same; where a head is named
+            and num_speculative_tokens is None too, "auto" (`models.head_json`).
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
