@@ -150,7 +150,7 @@ def circle(package: Path) -> list[str]:
 
 
 # Modules of engine/ that are imported lazily themselves.
-OF_STEPS = ("decode_step", "step_rules")
+OF_STEPS = ("decode_step", "drawn_drafts", "step_rules")
 
 
 def is_triton_file(path: str) -> bool:

@@ -84,10 +84,7 @@ class FakeRunner:
             positions += range(start, start + len(rows))
             start_loc.append(len(tokens))
             if chunk.samples:
-                emitted = _verify(sequence, contexts[len(rows) - len(drafts) - 1 :], drafts)
-                if self.has_drawn_drafts and not sequence.params.is_greedy:
-                    rejected = drafts[len(emitted) - 1 : len(emitted)]
-                    emitted[-1] = (emitted[-1] + sum(rejected)) % VOCAB
+                emitted = self.verify(sequence, contexts[len(rows) - len(drafts) - 1 :], drafts)
                 accepted.append(len(emitted) - 1)
                 new.append(emitted)
         return TargetPass(
@@ -98,6 +95,16 @@ class FakeRunner:
             block_tables_BM=block_tables([chunk.sequence for chunk in chunks], CPU),
             sampled=_sampled(accepted, new),
         )
+
+    def verify(
+        self, sequence: Sequence, contexts: list[tuple[int, ...]], drafts: list[int]
+    ) -> list[int]:
+        """The emitted tokens, with a context for each draft and one behind them."""
+        emitted = _verify(sequence, contexts, drafts)
+        if self.has_drawn_drafts and not sequence.params.is_greedy:
+            rejected = drafts[len(emitted) - 1 : len(emitted)]
+            emitted[-1] = (emitted[-1] + sum(rejected)) % VOCAB
+        return emitted
 
     def _context(self, sequence: Sequence, position: int) -> tuple[int, ...]:
         table = sequence.block_table
@@ -248,6 +255,10 @@ class FakeGraphs:
         self.times: dict[int, Any] = {}
         self.last_read: tuple[int, None] = (0, None)
 
+    @property
+    def draws(self) -> bool:
+        return self._runner.has_drawn_drafts
+
     def obstacle(self, sequences: list[Sequence]) -> str | None:
         is_missing = any(s.pending_features is not None for s in sequences)
         return "missed_features" if is_missing else None
@@ -304,7 +315,7 @@ class FakeGraphs:
         for position, token in enumerate(rows, first):
             self._runner.kv[self._runner.slot(row.table, position)] = token
         contexts = [(*row.tokens, *drafts[:j]) for j in range(len(rows))]
-        new = _verify(sequence, contexts, drafts)
+        new = self._runner.verify(sequence, contexts, drafts)
         row.tokens += new
         if sequence.num_speculative_tokens:
             for p in range(first, first + len(new)):

@@ -19,6 +19,7 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
 from peagle.engine.grammar import GrammarState
+from peagle.engine.pipeline import Pipeline
 
 pytest.importorskip("triton")
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,17 +37,13 @@ def make(
     *,
     eager: bool,
     window: int | None = None,
-    schedule: list[list[int]] | None = None,
+    speculative: dict[str, Any] | None = None,
     **options: Any,
 ) -> LLM:
     config = None
     if head is not None:
-        config = {
-            "model": str(head),
-            "num_speculative_tokens": 3,
-            "num_speculative_tokens_per_batch_size": schedule,
-            "draft_window": window,
-        }
+        config = {"model": str(head), "num_speculative_tokens": 3, "draft_window": window}
+        config |= speculative or {}
     options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 4, **options}
     return LLM(
         folder,
@@ -144,8 +141,10 @@ def arrivals_change_nothing(target: Path, head: Path, device: str, max_tokens: i
         alone.generate([prompt], every[i % 2])[0].token_ids for i, prompt in enumerate(PROMPTS)
     ]
     # No pause in it: drafting would resume by a step of its own.
-    schedule = [[1, 1, 3], [2, 2, 1], [3, 3, 2], [4, 4, 3]]
-    build = partial(make, target, head, device, eager=False, schedule=schedule)
+    schedule = {
+        "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 3, 2], [4, 4, 3]]
+    }
+    build = partial(make, target, head, device, eager=False, speculative=schedule)
     llm = build(max_num_batched_tokens=8)
     engine: Any = llm.engine
     sequences = [engine.add_request(PROMPTS[0], every[0])]
@@ -212,6 +211,134 @@ def test_a_slow_grammar_sits_out_steps(
     assert [output.token_ids for output in found] == expected
     assert num_out >= len(late) > 1
     assert engine.stats.eager_steps == {}
+
+
+# ---- drawn drafts ---------------------------------------------------------------------------
+
+DRAWS = {"draft_sampling": "probabilistic"}
+# By drawn drafts a seed gives other outputs than by argmax drafts: each has its own.
+DRAWN = [
+    replace(SAMPLED, min_p=0.1, top_k=5, seed=1),
+    replace(SAMPLED, seed=2),
+    GREEDY,
+    replace(SAMPLED, top_p=0.8, temperature=1.4, seed=3, num_speculative_tokens=2),
+    # Without a cut every q that is lost changes the output.
+    replace(SAMPLED, top_k=0, top_p=1.0, min_p=0.0, seed=4),
+]
+
+
+def drawn_drafts_give_the_same(
+    target: Path,
+    head: Path,
+    device: str,
+    params: list[SamplingParams],
+    speculative: dict[str, Any] | None = None,
+    **options: Any,
+) -> LLM:
+    """Requests together give what each gives alone without graphs; return their engine."""
+    alone = make(target, head, device, eager=True, speculative=DRAWS)
+    wanted = [alone.generate([prompt], one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
+    llm = make(
+        target, head, device, eager=False, speculative=DRAWS | (speculative or {}), **options
+    )
+    found = llm.generate(PROMPTS, params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
+    for one, other, params_of in zip(found, wanted, params, strict=True):
+        # K follows the load where no output depends on it.
+        assert one.stats == other.stats or (speculative and params_of.is_greedy)
+    argmax = make(target, head, device, eager=True).generate(PROMPTS, params)
+    assert [o.token_ids for o in argmax] != [o.token_ids for o in wanted], "drafts are drawn"
+    passed = llm.stats.speculation
+    assert 0 < passed.num_accepted_tokens < passed.num_draft_tokens
+    assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+    return llm
+
+
+def lasting(params: list[SamplingParams], max_tokens: int) -> list[SamplingParams]:
+    """The same requests, which end one after another."""
+    return [
+        replace(one, max_tokens=max_tokens + i, ignore_eos=True) for i, one in enumerate(params)
+    ]
+
+
+DRAWN_CASES = {
+    "joins and leaves": (DRAWN, {"max_num_seqs": 3}),
+    "steps without graphs": (
+        [*DRAWN[:4], replace(DRAWN[4], stop_token_ids=tuple(range(230, 240)), max_tokens=3)],
+        {},
+    ),
+    "K by load": (
+        DRAWN,
+        {"speculative": {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 9, 1]]}},
+    ),
+    "rules": (
+        [
+            replace(DRAWN[0], repetition_penalty=1.5, frequency_penalty=0.4, logprobs=2),
+            replace(DRAWN[1], typical_p=0.9, bad_words=((9,), (200, 31))),
+            replace(DRAWN[2], logit_bias={77: 2.5, 12: -3.0}),
+            replace(DRAWN[3], logprobs=1),
+            replace(DRAWN[4], allowed_token_ids=tuple(range(40, 90)), presence_penalty=0.3),
+        ],
+        {},
+    ),
+}
+
+
+def check_drawn_drafts(
+    target: Path, heads: Callable[..., Path], device: str, parallel: bool, case: str, length: int
+) -> None:
+    head = heads(parallel=parallel, draft_vocab_size=200)
+    params, options = DRAWN_CASES[case]
+    llm = drawn_drafts_give_the_same(target, head, device, lasting(params, length), **options)
+    reasons = {"steps without graphs": {"stop_token_ids"}, "K by load": {"kept_k"}}
+    assert set(llm.engine.stats.eager_steps) == reasons.get(case, set())
+
+
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize(
+    ("case", "parallel"), [*((case, True) for case in DRAWN_CASES), ("joins and leaves", False)]
+)
+def test_drawn_drafts_under_the_interpreter(
+    target_folder: Path, head_folders: Callable[..., Path], case: str, parallel: bool
+) -> None:
+    check_drawn_drafts(target_folder, head_folders, "cpu", parallel, case, length=6)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize("fault", [False, True], ids=["", "planted fault"])
+def test_preemption_keeps_drawn_drafts_under_the_interpreter(
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    fault: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of higher priority come while a step is in flight."""
+    head = head_folders(parallel=True, draft_vocab_size=200)
+    if fault:
+        monkeypatch.setattr(Pipeline, "must_drain", lambda pipeline: False)
+    build = partial(make, target_folder, head, "cpu", speculative=DRAWS)
+    params = replace(DRAWN[-1], max_tokens=14, ignore_eos=True)
+    wanted = build(eager=True).generate([PROMPTS[3]], params)[0].token_ids
+    engine = build(eager=False, max_num_seqs=1).engine
+    sequence = engine.add_request(PROMPTS[3], params, priority=1)
+    for _ in range(3):
+        for _ in range(3):
+            engine.step()
+        engine.add_request(PROMPTS[2], replace(GREEDY, max_tokens=1))
+    while engine.has_unfinished:
+        engine.step()
+    assert sequence.num_preemptions > 1
+    assert (sequence.output_token_ids == wanted) is not fault
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DRAWN_CASES)
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_drawn_drafts(
+    target_folder: Path, head_folders: Callable[..., Path], device: str, parallel: bool, case: str
+) -> None:
+    check_drawn_drafts(target_folder, head_folders, device, parallel, case, length=16)
 
 
 @pytest.mark.gpu

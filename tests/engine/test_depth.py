@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -390,6 +390,8 @@ def test_which_configurations_choose_k() -> None:
     assert isinstance(depth, AutomaticDepth) and depth.possible(1) == {0, 1, 3, 7}
     assert make_depth(auto, 4, is_captured=True).possible(9) == {0, 1, 3, 4}
     assert make_depth(auto, 4, is_captured=False).possible(9) == {7}
+    drawn = replace(auto, draft_sampling="probabilistic")
+    assert make_depth(drawn, 4, is_captured=True).possible(9) == {7}
     fixed = SpeculativeConfig(model="head", num_speculative_tokens=5)
     assert make_depth(fixed, 7, is_captured=True).possible(3) == {5}
     schedule = SpeculativeConfig(

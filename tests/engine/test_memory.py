@@ -214,6 +214,9 @@ def test_what_a_card_has_left(card: Card) -> None:
     assert plan.reserved_bytes == (1536 + 768) * MIB + GRAPH_BYTES == 2816 * MIB
     assert plan.block_bytes == plan.target_block_bytes == TARGET_BLOCK
     assert plan.budget_bytes == (60 - 20) * GIB - 2816 * MIB - TARGET_BLOCK
+    drawing = plan_of(EngineConfig(gpu_memory_utilization=0.75), kept_bytes=57 * MIB)
+    assert drawing.reserved_bytes == plan.reserved_bytes + 57 * MIB
+    assert drawing.budget_bytes == plan.budget_bytes - 57 * MIB
     assert plan.num_blocks == plan.budget_bytes // TARGET_BLOCK
     assert (plan.device, plan.free_bytes, plan.total_bytes) == (CARD, 60 * GIB, 80 * GIB)
     assert plan.usable_bytes == 60 * GIB

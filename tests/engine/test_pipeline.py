@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,7 +303,7 @@ def sequence_with(**changes: Any) -> Sequence:
         (None, {"params": replace(PLAIN, logprobs=0)}),
         (None, {"params": replace(PLAIN, min_tokens=2)}),
         (None, {"grammar": object()}),
-        ("drawn_drafts", {"draft_probs_KV": torch.zeros(1, 4)}),
+        (None, {"draft_probs_KV": torch.zeros(1, 4)}),
     ],
 )
 def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]) -> None:
@@ -311,7 +312,8 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
 
     nothing: Any = None
     depth = ScheduledDepth(lambda n: 0)
-    graphs = GraphRunner(nothing, never, 4, 100, depth, never, nothing)
+    buffers: Any = SimpleNamespace(drawn=None)
+    graphs = GraphRunner(buffers, never, 4, 100, depth, never, nothing)
     assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
     missed = sequence_with()
     missed.pending_features = FeatureRing(torch.zeros(2, 3), 0)
@@ -320,13 +322,38 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
         assert graphs.obstacle([sequence_with()] * 5) == "too_many_sequences"
 
 
+@pytest.mark.parametrize(
+    ("reason", "drawn", "changes"),
+    [
+        (None, object(), {}),
+        (None, object(), {"params": replace(PLAIN, seed=1)}),
+        (None, object(), {"params": replace(PLAIN, temperature=0.7)}),
+        ("kept_k", object(), {"params": replace(PLAIN, seed=1, temperature=0.7)}),
+        (None, None, {"params": replace(PLAIN, seed=1, temperature=0.7)}),
+    ],
+)
+def test_drawn_drafts_of_a_seed_keep_a_step_out_of_the_graphs(
+    reason: str | None, drawn: Any, changes: dict[str, Any]
+) -> None:
+    """Where K is less than theirs."""
+    unused: Any = None
+    buffers: Any = SimpleNamespace(drawn=drawn)
+    for k in (1, 2):
+        depth = ScheduledDepth(lambda n, k=k: k)
+        graphs = GraphRunner(buffers, unused, 4, 100, depth, unused, unused)
+        sequence = sequence_with(**changes)
+        sequence.num_speculative_tokens = 2
+        assert graphs.obstacle([sequence]) == (reason if k == 1 else None)
+
+
 def test_eager_steps_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = started([9, 9])
     assert steps.engine.stats.eager_steps == {}
     monkeypatch.setattr(steps.device, "obstacle", lambda sequences: "grammar")
     steps.add(1)
     while steps.engine.has_unfinished:
-        steps.step()
+        outputs = steps.engine.step()
+        assert len({output.sequence for output in outputs}) == len(outputs), "one output a step"
     # The steps that were launched before brought two tokens, and each eager one brings one.
     assert steps.engine.stats.eager_steps == {"grammar": 7}
     assert steps.device.launches == [2]

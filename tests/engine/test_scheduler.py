@@ -71,6 +71,23 @@ def prefills(scheduler: Scheduler) -> list[list[tuple[int, int]]]:
     return found
 
 
+def test_a_plan_that_preempts_is_announced() -> None:
+    """Where blocks end, and where a request of higher priority waits; never without either."""
+    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2)
+    assert not scheduler.may_preempt()
+    scheduler.add(make_sequence(0, 6, 9))
+    scheduler.add(make_sequence(1, 3, 9))
+    found = list[tuple[bool, bool]]()
+    while scheduler.has_unfinished:
+        is_announced = scheduler.may_preempt()
+        found.append((is_announced, bool(run(scheduler).preempted)))
+    assert set(found) == {(False, False), (True, True)}
+    scheduler.add(make_sequence(2, 3, 9, priority=1))
+    run(scheduler)
+    scheduler.add(make_sequence(3, 3, 9))
+    assert scheduler.may_preempt()
+
+
 def test_prompts_share_a_pass_and_are_cut_at_the_budget() -> None:
     scheduler = make_scheduler(num_blocks=40, max_num_seqs=9, budget=16)
     for i, length in enumerate([6, 12, 1, 20]):

@@ -67,6 +67,7 @@ KINDS = {
     "mostly no drafts": Kind(depths=(K, K, 0, 0, 0)),
     "graphs": Kind(depths=(K,) * 9, has_graphs=True),
     "graphs, K by itself": Kind(has_graphs=True, chooses_k=True),
+    "graphs, drawn drafts": Kind(depths=(K,) * 9, has_graphs=True, has_drawn_drafts=True),
     "drawn drafts": Kind(features_kept=4, has_drawn_drafts=True),
     "drawn drafts, K by load": Kind(depths=(K, K, 0, 2, 0), has_drawn_drafts=True),
 }

@@ -13,10 +13,14 @@ import torch
 
 from peagle.config import SamplingParams
 from peagle.engine.sequence import Sequence
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+from tests.conftest import make_drafter
 
 pytest.importorskip("triton", reason="needs triton")
 
 from peagle.engine.decode_step import StepBuffers, StepRows, StepSizes
+from peagle.engine.drawn_drafts import DrawnDrafts
 from peagle.kernels.upload import upload_ints
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -254,3 +258,55 @@ def test_outputs_of_a_pass_are_kept(device: torch.device) -> None:
         kept = buffers.keep(outputs)
         assert all(one.equal(other) for one, other in zip(kept, outputs, strict=True))
     assert kept[0].data_ptr() == buffers.keep([o[:1] for o in outputs])[0].data_ptr()
+
+
+# ---- drawn drafts ---------------------------------------------------------------------------
+
+
+def make_head(target: TargetModel, device: torch.device, draft_vocab_size: int) -> Drafter:
+    return make_drafter(target, draft_vocab_size=draft_vocab_size).to(device)
+
+
+def random_probs(head: Drafter, num_drafts: int, seed: int) -> Any:
+    """q in the target vocabulary, of what the head can draft."""
+    generator = torch.Generator().manual_seed(seed)
+    probs_KV = torch.zeros(num_drafts, head.config.vocab_size)
+    ids = head.target_ids().cpu()
+    probs_KV[:, ids] = torch.rand(num_drafts, len(ids), generator=generator).softmax(-1)
+    return probs_KV.to(head.fc.weight.device)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_probabilities_come_and_go_with_a_sequence(
+    target: TargetModel, device: torch.device, share: float
+) -> None:
+    """To the last bit, through moves and changes of K; drafts without any have q = 0."""
+    head = make_head(target, device, int(share * target.vocab_size))
+    buffers = StepBuffers(make_buffers(device).sizes, device, DrawnDrafts(head, ROWS, K))
+    buffers.switch(K)
+    drawn, rng = buffers.drawn, random.Random(0)
+    assert drawn is not None
+    sequences = {row: make_sequence(row, rng) for row in range(4)}
+    wanted = [random_probs(head, num_drafts, 9) for num_drafts in (K, K + 2, 1)]
+    for row, probs_KV in enumerate(wanted):
+        sequences[row].draft_probs_KV = probs_KV
+    buffers.write(sequences, VOCAB)
+    buffers.move({1: 4})
+    buffers.write({1: None}, VOCAB)
+    buffers.switch(1)
+    buffers.switch(K)
+    assert drawn.read(0).equal(wanted[0])
+    assert drawn.read(4).equal(wanted[1][:K])
+    assert drawn.read(2)[:1].equal(wanted[2]) and not drawn.read(2)[1:].any()
+    assert not drawn.read(1).any() and not drawn.read(3).any()
+
+
+def test_steps_without_drafts_have_no_probabilities(
+    target: TargetModel, device: torch.device
+) -> None:
+    head = make_head(target, device, 20)
+    buffers = StepBuffers(make_buffers(device).sizes, device, DrawnDrafts(head, ROWS, K))
+    probs = buffers.rows(2, 2).draft_probs
+    assert probs is not None and probs.probs_BKD.shape == (2, 2, 20)
+    assert buffers.rows(2, 0).draft_probs is None
+    assert make_buffers(device).rows(2, 2).draft_probs is None

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from peagle.kernels import (
+    draft_draw_triton,
     draw_triton,
     experts_triton,
     kv_write_triton,
@@ -266,7 +267,7 @@ def caches() -> dict[str, dict[str, Any]]:
 
 
 def verification() -> dict[str, dict[str, Any]]:
-    """Kernels that verify drafts, of bfloat16 logits."""
+    """Kernels that verify and draw drafts, of bfloat16 logits."""
     # Tensors of a step are int64 but for these.
     kernels = (
         draw_triton.weigh_kernel,
@@ -275,6 +276,7 @@ def verification() -> dict[str, dict[str, Any]]:
         verify_triton.match_kernel,
         rejection_triton.weigh_rejected_kernel,
         rejection_triton.draw_rejected_kernel,
+        draft_draw_triton.keep_draws_kernel,
     )
     names = {name for kernel in kernels for name in kernel.arg_names}
     types = {name: "*i64" for name in names if name.endswith("_ptr")}
@@ -301,11 +303,13 @@ def verification() -> dict[str, dict[str, Any]]:
             found[f"match {given} {synthetic}"] = compiled(
                 verify_triton.match_kernel, 4, GIVEN=given, SYNTHETIC=synthetic
             )
-    for kernel in kernels[4:]:
+    for kernel in kernels[4:6]:
         for has_index in (False, True):
             found[f"{kernel.__name__} {has_index}"] = compiled(
-                kernel, 4, HAS_INDEX=has_index, SYNTHETIC=False
+                kernel, 4, HAS_INDEX=has_index, REPLACES=True
             )
+    for has_map in (False, True):
+        found[f"keep draws {has_map}"] = compiled(kernels[6], 4, HAS_MAP=has_map)
     return found
 
 

@@ -335,7 +335,7 @@ def test_own_tokens_of_all_rows(greedy: bool, device: str) -> None:
 
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
-    assert len(compile_for_card("verification")) == 3 + 4 + 4
+    assert len(compile_for_card("verification")) == 3 + 4 + 4 + 2
 
 
 # ---- synthetic acceptance -------------------------------------------------------------------

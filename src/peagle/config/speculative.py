@@ -80,9 +80,9 @@ class SpeculativeConfig:
             Numbers between two ranges have the K of the one before; K is never above
             num_speculative_tokens. A sampled request with a seed and drawn drafts keeps its own K,
             so that its output does not depend on the load. "auto": where steps run as CUDA graphs
-            the engine chooses K itself (`engine.depth.AutomaticDepth`), and elsewhere K is always
-            the same. None: K is always the same; where a head is named and num_speculative_tokens
-            is None too, "auto" (`models.head_json`).
+            and drafts are an argmax the engine chooses K itself (`engine.depth.AutomaticDepth`),
+            and elsewhere K is always the same. None: K is always the same; where a head is named
+            and num_speculative_tokens is None too, "auto" (`models.head_json`).
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from peagle.attention import Passes
 from peagle.attention.triton_backend import TritonAttention
+from peagle.engine.drawn_drafts import DrawnDrafts
 from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
@@ -30,6 +31,8 @@ from peagle.kernels.draft_choice_triton import (
     choose_drafts,
     plan_chain,
 )
+from peagle.kernels.draft_draw_triton import DrawScratch, draw_drafts
+from peagle.kernels.rejection_triton import DraftProbs, reject_drafts
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState
 from peagle.kernels.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
 from peagle.kernels.upload import upload, upload_ints
@@ -84,6 +87,7 @@ class StepRows:
     Attributes:
         synthetic: acceptance set for measurements; None for the real one.
         drafts_BK: drafts that the next step verifies; one column where K is 0.
+        draft_probs: q of these drafts; None where drafts are an argmax, or K is 0.
         block_tables_BM: KV blocks, int64.
         active_B: 1 for rows that are sequences, else 0; int64.
         context_starts_B: first drafter slot that attention may read.
@@ -95,6 +99,7 @@ class StepRows:
     sampling: SequenceSampling
     synthetic: SyntheticAcceptance | None
     drafts_BK: Tensor
+    draft_probs: DraftProbs | None
     block_tables_BM: Tensor
     active_B: Tensor
     context_starts_B: Tensor
@@ -106,12 +111,18 @@ class StepBuffers:
 
     Steps of different K keep their drafts apart; `switch` takes them along.
 
+    Args:
+        drawn: where drafts are drawn.
+
     Attributes:
         num_drafts: K of the steps that run now.
     """
 
-    def __init__(self, sizes: StepSizes, device: torch.device) -> None:
+    def __init__(
+        self, sizes: StepSizes, device: torch.device, drawn: DrawnDrafts | None = None
+    ) -> None:
         self.sizes = sizes
+        self.drawn = drawn
         self.num_drafts = 0
         self._device = device
         batch, types = sizes.num_seqs, {"dtype": torch.int64, "device": device}
@@ -130,6 +141,7 @@ class StepBuffers:
         ints = dict(zip(_INTS, self._ints_FB[:, :num_seqs], strict=True))
         floats = dict(zip(_FLOATS, self._floats_FB[:, :num_seqs], strict=True))
         sizes, seeds_B, rates_K = self.sizes, ints["seeds"], self._rates_K
+        drawn = self.drawn if num_drafts else None
         return StepRows(
             state=StepState(*(ints[name] for name in _INTS[:5])),
             limits=StepLimits(
@@ -149,6 +161,7 @@ class StepBuffers:
             ),
             synthetic=rates_K if rates_K is None else SyntheticAcceptance(rates_K, seeds_B),
             drafts_BK=self._drafts_of(num_drafts)[:num_seqs],
+            draft_probs=None if drawn is None else drawn.rows(num_seqs, num_drafts),
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],
             context_starts_B=ints["context_starts"],
@@ -191,6 +204,8 @@ class StepBuffers:
         self._drafts_of(self.num_drafts)[rows_N] = drafts_NK
         floats_NF = torch.tensor(floats, dtype=torch.float32)
         self._floats_FB[:, rows_N] = upload(floats_NF, self._device).T
+        if self.drawn is not None:
+            self.drawn.write(rows_N, rows)
 
     def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
         """Return a row's integers (its fields, stop ids and drafts) and its other numbers."""
@@ -235,6 +250,8 @@ class StepBuffers:
             fields_FB[:, to_N] = fields_FB[:, from_N]
         for rows_BX in (self._stop_ids_BE, self._tables_BM, self._drafts_of(self.num_drafts)):
             rows_BX[to_N] = rows_BX[from_N]
+        if self.drawn is not None:
+            self.drawn.move(from_N, to_N)
 
     def keep(self, outputs: SequenceOf[Tensor]) -> list[Tensor]:
         """Copy a pass's outputs, T rows each, to where other parts of the step read them.
@@ -336,16 +353,47 @@ class DecodeStep:
         slots_T = slots_T.masked_fill(batch.sequences_R < 0, NO_SLOT)
         kept_SCA[slots_T, batch.positions_R % capacity] = features_TA
 
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn: greedy sequences then take the way of the others."""
+        return self.rows.draft_probs is not None
+
     @torch.inference_mode()
     def find_own_tokens(self, *, greedy: bool) -> None:
-        """Find the target's own token of each row: the argmax, or also draws."""
+        """Find the target's own token of each row: the argmax, or also draws.
+
+        Where drafts are drawn this rejects them too.
+        """
+        assert not (greedy and self.draws), "only draws leave what the rejection reads"
+        logits_TV = self.target.compute_logits(self.hidden_TH)
         own_tokens(
-            self.target.compute_logits(self.hidden_TH),
+            logits_TV,
             self.batch.sequences_R,
             self.batch.query_start_loc,
             None if greedy else self.rows.sampling,
             self.rows.state.num_outputs_B,
             self.scratch,
+        )
+        if self.draws:
+            self._reject(logits_TV, self.batch.query_start_loc, self.running_B, self.scratch)
+
+    def _reject(
+        self, logits_RV: Tensor, start_loc: Tensor, active_B: Tensor, scratch: VerifyScratch
+    ) -> None:
+        """Count the drawn drafts that pass, and replace the own token behind them."""
+        own = self.rows
+        assert own.draft_probs is not None, "drafts are drawn"
+        reject_drafts(
+            logits_RV,
+            start_loc,
+            own.drafts_BK,
+            active_B,
+            own.state,
+            scratch,
+            self.out.num_accepted_B,
+            sampling=own.sampling,
+            draft_probs=own.draft_probs,
+            replaces=own.synthetic is None,
         )
 
     @torch.inference_mode()
@@ -364,6 +412,7 @@ class DecodeStep:
             own.sampling,
             self.running_B,
             self.scratch.tokens_R,
+            self._reject if self.draws else None,
         )
 
     @torch.inference_mode()
@@ -379,6 +428,7 @@ class DecodeStep:
             own.limits,
             self.out,
             synthetic=own.synthetic,
+            given=self.draws,
         )
         stamp(self._times, 2)
         if self._proposer is not None:
@@ -389,7 +439,7 @@ class DecodeStep:
 
 
 class CapturedDraft:
-    """A `DraftExecutor` of argmax drafts over the rows of a step, all of one size."""
+    """A `DraftExecutor` over the rows of a step, all of one size: argmax drafts, or drawn ones."""
 
     def __init__(self, step: DecodeStep, proposer: HeadProposer) -> None:
         drafter, device = proposer.drafter, step.running_B.device
@@ -407,8 +457,11 @@ class CapturedDraft:
             self._num_mask_slots_B = torch.zeros_like(self._num_mask_slots_B)
             self._chain = ChainBuffers.allocate(num_seqs, k, device)
         self._hidden_SD = self._h_shared_D.new_zeros(num_slots, config.hidden_size)
-        num_rows = num_seqs * k if config.is_parallel else num_seqs
-        self._scratch = ChoiceScratch.allocate(num_rows, config.draft_vocab_size, device)
+        columns, vocab_size = k if config.is_parallel else 1, config.draft_vocab_size
+        if step.draws:
+            self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
+        else:
+            self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
         drafter.reserve_positions(sizes.max_model_len + 2 * k)
 
     def first_batch(self) -> DraftBatch:
@@ -453,6 +506,20 @@ class CapturedDraft:
         return done_SD
 
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
+        own, d2t = self._step.rows, self._drafter.d2t
+        columns = slice(first, first + hidden_NJD.shape[1])
         logits_RV = self._drafter.compute_logits(hidden_NJD.flatten(0, 1))
-        out_BJ = self._step.rows.drafts_BK[:, first : first + hidden_NJD.shape[1]]
-        choose_drafts(logits_RV, self._drafter.d2t, self._scratch, out_BJ)
+        drafts_BJ = own.drafts_BK[:, columns]
+        if own.draft_probs is None:
+            choose_drafts(logits_RV, d2t, self._choices, drafts_BJ)
+            return
+        draw_drafts(
+            logits_RV,
+            d2t,
+            own.sampling,
+            own.state.num_outputs_B,
+            self._draws,
+            drafts_BJ,
+            own.draft_probs.probs_BKD[:, columns],
+            first=first,
+        )

@@ -98,11 +98,13 @@ def make_depth(
 
     Args:
         trained_depth: K that the head was trained for; None where it is not known.
-        is_captured: steps run as CUDA graphs, which draft an argmax.
+        is_captured: steps run as CUDA graphs.
     """
     if speculative is None:
         return ScheduledDepth(lambda _: 0)
-    if is_captured and speculative.num_speculative_tokens_per_batch_size == AUTO:
+    # K may change the output of drawn drafts.
+    is_free = is_captured and speculative.draft_sampling == "argmax"
+    if is_free and speculative.num_speculative_tokens_per_batch_size == AUTO:
         most = speculative.num_drafts
         return AutomaticDepth(most if trained_depth is None else min(most, trained_depth))
     return ScheduledDepth(speculative.tokens_for)

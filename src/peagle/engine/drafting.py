@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend
-from peagle.config import SpeculativeConfig
+from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import DraftGrammar, prepare
@@ -101,6 +101,14 @@ def make_drafting(
     )
     vocab_size = sampler.vocab_size
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
+
+
+def keeps_k(params: SamplingParams) -> bool:
+    """Return whether a request keeps its K under load if drafts are drawn.
+
+    Its output depends on them: with a seed it must not depend on the load as well.
+    """
+    return not params.is_greedy and params.seed is not None
 
 
 class Drafting:
@@ -237,11 +245,9 @@ class HeadDrafting(Drafting):
             constraint.finish()
 
     def most_drafts_of(self, sequence: Sequence) -> int:
-        params = sequence.params
-        # Output depends on drawn drafts: with a seed it must not depend on the load as well.
-        is_drawn = self.proposer.draft_sampling != "argmax" and not params.is_greedy
-        keeps_k = is_drawn and params.seed is not None
-        return MAX_SPECULATIVE_TOKENS if keeps_k else self.most_drafts
+        draws = self.proposer.draft_sampling != "argmax"
+        keeps = draws and keeps_k(sequence.params)
+        return MAX_SPECULATIVE_TOKENS if keeps else self.most_drafts
 
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor

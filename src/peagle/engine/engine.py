@@ -27,6 +27,7 @@ from peagle.engine.graph_runner import (
 from peagle.engine.memory_plan import (
     MemoryPlan,
     drafter_kv_shapes,
+    drawn_bytes,
     make_memory_plan,
     measure_peak,
     run_largest_passes,
@@ -120,7 +121,12 @@ class LLMEngine:
         # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
         # with a step in flight the K + 1 tokens that it may bring.
         num_lookahead_slots = (3 if is_pipelined else 2) * (self.num_speculative_tokens + 1)
-        self.memory_plan = self._plan_memory(drafter, num_lookahead_slots, num_resuming)
+        kept_bytes = 0
+        if is_pipelined and drafter and speculative and speculative.draft_sampling != "argmax":
+            num_rows = buckets(config.max_num_seqs)[-1]
+            kept_bytes = drawn_bytes(drafter, num_rows, self.num_speculative_tokens)
+        sizes = num_lookahead_slots, num_resuming, kept_bytes
+        self.memory_plan = self._plan_memory(drafter, *sizes)
         self._make_caches(drafter, self.memory_plan.num_blocks)
         self.scheduler = Scheduler(
             BlockManager(
@@ -159,7 +165,11 @@ class LLMEngine:
         self._is_checking = False
 
     def _plan_memory(
-        self, drafter: Drafter | None, num_lookahead_slots: int, num_resuming: int
+        self,
+        drafter: Drafter | None,
+        num_lookahead_slots: int,
+        num_resuming: int,
+        kept_bytes: int,
     ) -> MemoryPlan:
         """Measure the largest passes on a GPU, and give the KV cache what remains."""
         target = self.target
@@ -189,6 +199,7 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             num_lookahead_slots=num_lookahead_slots,
             peak_bytes=peak_bytes,
+            kept_bytes=kept_bytes,
         )
 
     def _make_caches(self, drafter: Drafter | None, num_blocks: int) -> None:
@@ -350,8 +361,12 @@ class LLMEngine:
         self._depth.observe(len(self.scheduler.running))
         outputs = self._outputs = []
         self._counts["num_steps"] += 1
-        if self._pipeline is not None and self._pipeline.go_on():
-            self._count_read(self._pipeline)
+        pipeline = self._pipeline
+        if pipeline is not None and pipeline.go_on():
+            self._count_read(pipeline)
+        elif pipeline is not None and pipeline.must_drain():
+            pipeline.drain()
+            self._count_read(pipeline)
         elif self.scheduler.has_unfinished:
             self._schedule_and_run()
         return outputs
@@ -381,11 +396,13 @@ class LLMEngine:
     def _decode(self, sequences: list[Sequence], num_prompt_tokens: int) -> None:
         """Run a decode step, as a graph where one can; so many prompt tokens run before it.
 
-        A graph is launched behind the step in flight, and the results of that one are taken.
+        A graph is launched behind the step in flight, and the results of that one are taken. Where
+        none can run, a step in flight is all of this step, so that no sequence has two outputs.
         """
         budget, pipeline, obstacle = self.scheduler.prompt_budget, self._pipeline, None
-        is_launched = False
+        is_launched = was_in_flight = False
         if pipeline is not None:
+            was_in_flight = pipeline.is_in_flight
             obstacle = pipeline.runner.obstacle(sequences)
             is_launched = bool(sequences) and obstacle is None
             if is_launched:
@@ -394,9 +411,8 @@ class LLMEngine:
                 pipeline.drain()
             self._count_read(pipeline)
         budget.ran(num_prompt_tokens)
-        if is_launched:
+        if is_launched or was_in_flight:
             return
-        sequences = [s for s in sequences if not s.is_finished]
         if not sequences:
             budget.pause()
             return

@@ -22,10 +22,11 @@ from torch import Tensor
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.capture import Capturer, make_capturer
 from peagle.engine.depth import DepthPolicy
+from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.pass_graphs import PassGraphs
-from peagle.engine.sequence import Sequence
+from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.acceleration import MAX_FIXED_ROWS, accelerate_drafter, accelerate_target
@@ -49,10 +50,8 @@ def runs_as_graphs(
     speculative: SpeculativeConfig | None,
     drafter: Drafter | None,
 ) -> bool:
-    """Return whether decode steps run as CUDA graphs: plain ones, and argmax drafts of a head."""
-    can_draft = speculative is None or (
-        drafter is not None and speculative.draft_sampling == "argmax"
-    )
+    """Return whether decode steps run as CUDA graphs: plain ones, and those with a head."""
+    can_draft = speculative is None or drafter is not None
     return device.type == "cuda" and not config.enforce_eager and can_draft
 
 
@@ -146,6 +145,7 @@ def make_graph_runner(
     On a GPU this makes all graphs, and gives `runner` and the proposer those of short passes.
     """
     from peagle.engine.decode_step import DecodeStep, StepBuffers, StepSizes
+    from peagle.engine.drawn_drafts import DrawnDrafts
     from peagle.engine.step_rules import StepRules
 
     target, max_model_len = runner.target, runner.max_model_len
@@ -162,7 +162,10 @@ def make_graph_runner(
         max_draft_len=max_draft_len,
         synthetic_rates=synthetic_rates,
     )
-    buffers = StepBuffers(sizes, target.device)
+    drawn, most_drafts = None, max(k for _, k in num_rows)
+    if proposer is not None and proposer.draft_sampling != "argmax":
+        drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, most_drafts)
+    buffers = StepBuffers(sizes, target.device, drawn)
 
     def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
         return DecodeStep(
@@ -249,7 +252,7 @@ class _Graph:
         self._run_target = capture(step.run_target)
         self._find_own_tokens = {
             greedy: capture(partial(step.find_own_tokens, greedy=greedy))
-            for greedy in (True, False)
+            for greedy in ((False,) if step.draws else (True, False))
         }
         self._finish = capture(step.finish)
         shape, self._is_cuda = step.report_RX.shape, step.report_RX.is_cuda
@@ -267,7 +270,8 @@ class _Graph:
         if meanwhile is not None:
             meanwhile()
             sequences = self._without_waiting(sequences)
-        greedy = all(s.params.is_greedy for s in sequences if s is not None)
+        all_greedy = all(s.params.is_greedy for s in sequences if s is not None)
+        greedy = all_greedy and not self._step.draws
         self._find_own_tokens[greedy]()
         if rules.is_needed:
             self._step.apply(rules)
@@ -341,6 +345,11 @@ class GraphRunner:
         self.times: dict[int, StepTimes] = {}
         self.last_read: tuple[int, float | None] = (0, None)
 
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn."""
+        return self._buffers.drawn is not None
+
     def capture_all(self) -> None:
         """Make all graphs now, the largest first: the others then fit into its memory."""
         for size in reversed(self._sizes):
@@ -396,8 +405,9 @@ class GraphRunner:
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         """Return why no graph can run these sequences; None: one can.
 
-        It is what a request asks for, "too_many_sequences", or "missed_features" where the head
-        reads features first that it has missed.
+        It is what a request asks for, "too_many_sequences", "missed_features" where the head reads
+        features first that it has missed, or "kept_k" where drafts are drawn for a request that
+        keeps a greater K than the step has.
         """
         most = self._buckets[-1]
         if len(sequences) > most:
@@ -413,7 +423,12 @@ class GraphRunner:
         keeps_features = self._features is not None and not self._depth(len(sequences))
         if not keeps_features and any(s.pending_features is not None for s in sequences):
             return "missed_features"
-        return next(filter(None, map(_obstacle_of, sequences)), None)
+        if self.draws:
+            k = self._depth(len(sequences))
+            if any(keeps_k(s.params) and s.num_speculative_tokens > k for s in sequences):
+                return "kept_k"
+        has_many = any(len(s.stop_token_ids) > MAX_STOP_IDS for s in sequences)
+        return "stop_token_ids" if has_many else None
 
     def is_tight(self, num_sequences: int) -> bool:
         """Return whether the step launched last is the one for so many sequences."""
@@ -456,12 +471,19 @@ class GraphRunner:
         return self.go_on(meanwhile)
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:
-        """Give each sequence a row below `num_rows`; empty the rows of those that left."""
-        seats, staying = self._sequences, set(sequences)
+        """Give each sequence a row below `num_rows`; empty the rows of those that left.
+
+        Where drafts are drawn, their q joins and leaves with a sequence. The q that leaves belongs
+        to the drafts of the step in flight: one that was preempted does not get these, and its
+        drafts count as not drawn.
+        """
+        seats, staying, drawn = self._sequences, set(sequences), self._buffers.drawn
         written: dict[int, Sequence | None] = {}
         for row, sequence in enumerate(seats):
             if sequence is not None and sequence not in staying:
                 seats[row] = written[row] = None
+                if drawn is not None and sequence.status is SequenceStatus.RUNNING:
+                    sequence.draft_probs_KV = drawn.read(row)
         free = [row for row in range(num_rows) if seats[row] is None]
         moves = {row: free.pop(0) for row in range(num_rows, len(seats)) if seats[row] is not None}
         for old, new in moves.items():
@@ -478,6 +500,9 @@ class GraphRunner:
                 self._num_blocks[row] = 0
         if written:
             self._buffers.write(written, self._vocab_size)
+        for sequence in written.values():
+            if sequence is not None:
+                sequence.draft_probs_KV = None
 
     def go_on(self, meanwhile: Callable[[], None] | None = None) -> Flight:
         """Launch the next step of the same sequences, whose blocks may have grown."""
@@ -518,10 +543,3 @@ class GraphRunner:
         if size not in self._graphs:
             self._graphs[size] = _Graph(self._make_step(*size), self._capture)
         return self._graphs[size]
-
-
-def _obstacle_of(sequence: Sequence) -> str | None:
-    """Return what a request asks for that no graph can do, if there is something."""
-    if sequence.draft_probs_KV is not None:
-        return "drawn_drafts"
-    return "stop_token_ids" if len(sequence.stop_token_ids) > MAX_STOP_IDS else None

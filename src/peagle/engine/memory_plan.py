@@ -143,15 +143,16 @@ def make_memory_plan(
     max_model_len: int,
     num_lookahead_slots: int,
     peak_bytes: int,
+    kept_bytes: int = 0,
 ) -> MemoryPlan:
     """Choose the number of KV blocks: what memory allows, at most what can be of use.
 
     All sequences together fill so many; with prefix caching a few times as many keep what was. On
     a GPU the KV blocks may take, and at most `kv_cache_gib`,
 
-        total * gpu_memory_utilization - (total - free) - peak - graphs - one block of scrap
+        total * gpu_memory_utilization - (total - free) - peak - graphs - kept - one block of scrap
 
-    where the peak is that of `measure_peak`.
+    where the peak is that of `measure_peak`, and what is kept of drawn drafts (`drawn_bytes`).
 
     Raises:
         UserError: not one request fits, or `num_kv_blocks` of them do not fit the GPU.
@@ -171,7 +172,7 @@ def make_memory_plan(
     if (card := free_and_total(target.device)) is not None:
         free, total = card
         usable = int(total * config.gpu_memory_utilization)
-        reserved = peak_bytes + graph_bytes(peak_bytes, config)
+        reserved = peak_bytes + graph_bytes(peak_bytes, config) + kept_bytes
         left = max(0, usable - (total - free) - reserved - block_bytes)
         budget = left if config.kv_cache_gib is None else min(left, budget)
     num_blocks = config.num_kv_blocks
@@ -202,6 +203,11 @@ def make_memory_plan(
     )
     _check(plan, config)
     return plan
+
+
+def drawn_bytes(drafter: Drafter, num_seqs: int, num_drafts: int) -> int:
+    """Return the bytes that captured steps keep of drawn drafts, see `DrawnDrafts`."""
+    return num_seqs * num_drafts * drafter.config.draft_vocab_size * torch.float32.itemsize
 
 
 def graph_bytes(peak_bytes: int, config: EngineConfig) -> int:

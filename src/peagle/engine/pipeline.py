@@ -38,6 +38,11 @@ class Pipeline:
         self._has_grammars = False
         self._version: int | None = None  # of the scheduler, at the last launch; None: others wait
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step was launched whose results are not taken yet."""
+        return self._flight is not None
+
     def launch(self, sequences: SequenceOf[Sequence]) -> None:
         """Launch a step of these sequences, then take the results of the one in flight."""
         if self._flight is not None and self.runner.needs_results(sequences):
@@ -84,6 +89,14 @@ class Pipeline:
             return False
         self._launch(self.runner.go_on)
         return True
+
+    def must_drain(self) -> bool:
+        """Return whether the results in flight must be taken before the scheduler decides.
+
+        A sequence that loses its blocks keeps its drafts. Where they are drawn the host must know
+        them, as their q on the device is that of the latest ones.
+        """
+        return self.is_in_flight and self.runner.draws and self._scheduler.may_preempt()
 
     def drain(self) -> None:
         """Take the results of the step in flight, if there is one; the sequences then join anew."""

@@ -112,6 +112,14 @@ class Scheduler:
         """Give running sequences the blocks of their next step without preemption."""
         return all(self.blocks.extend(s, self._slots(len(s))) for s in sequences)
 
+    def may_preempt(self) -> bool:
+        """Return whether the next plan may take the blocks of a running sequence."""
+        if not self.running:
+            return False
+        if self.waiting and self.waiting[0].priority < self.running[-1].priority:
+            return True
+        return not self.reserve(s for s in self.running if not s.is_prefilling)
+
     def _decode(self, plan: Schedule) -> None:
         for sequence in list(self.running):
             is_running = sequence.status is SequenceStatus.RUNNING

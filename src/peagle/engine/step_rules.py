@@ -246,6 +246,7 @@ class StepRules:
         sampling: SequenceSampling,
         running_B: Tensor,
         tokens_R: Tensor,
+        reject: Callable[[Tensor, Tensor, Tensor, VerifyScratch], None] | None = None,
     ) -> None:
         """Replace the target's own tokens in the rows of sequences with rules.
 
@@ -260,6 +261,9 @@ class StepRules:
             sampling: how each sequence samples; min-p is taken from the rules instead.
             running_B: not 0 for sequences that run.
             tokens_R: int64 [T], changed in place; NO_TOKEN where the raw logits are broken.
+            reject: rejects drawn drafts, see `DecodeStep`: called with logits of rows, the first
+                row of each sequence, which sequences run there, and what was found of the rows.
+                None: no draft was drawn.
         """
         batch = self._batch
         assert batch is not None, "no sequence asks for anything"
@@ -296,7 +300,7 @@ class StepRules:
             self._slots.counts,
             self._grammar_masks(batch),
         )
-        all_greedy = all(s.params.is_greedy for s in batch.ruled)
+        all_greedy = reject is None and all(s.params.is_greedy for s in batch.ruled)
         own_tokens(
             processed_RV,
             torch.where(is_row_MJ, rows_M.unsqueeze(1), -1).flatten(),
@@ -307,7 +311,11 @@ class StepRules:
         )
         # Rules may hide that the logits mean nothing.
         is_broken_R = ~raw_RV.amax(-1).isfinite()
-        own_R = torch.where(is_broken_R, NO_TOKEN, batch.scratch.tokens_R)
+        own_R = batch.scratch.tokens_R.masked_fill_(is_broken_R, NO_TOKEN)
+        if reject is not None:
+            runs_B = torch.zeros_like(running_B)
+            runs_B[rows_M] = running_B[rows_M]
+            reject(processed_RV, batch.start_loc_B, runs_B, batch.scratch)
         # Padding adds 0, so that it may share a row with others.
         change_R = torch.where(is_row_MJ.flatten(), own_R - tokens_R[at_R], 0)
         tokens_R.index_add_(0, at_R, change_R)

@@ -1,8 +1,8 @@
 """Verification of drawn drafts in a captured decode step: rejection sampling.
 
 The reference is `speculation.verification.verify` with `draft_probs_BKV`. `verify_triton` draws the
-target's own token of each row; what is added here are drafts that pass by p / q, and the token that
-replaces a rejected one.
+target's own token of each row, then `reject_drafts` counts the drafts that pass by p / q and
+replaces the token behind them, and `verify_triton.match_drafts` takes its count.
 
 Shapes: B sequences, K most drafts, R packed rows, V vocabulary, D draft vocabulary, C chunks of a
 row.
@@ -21,7 +21,7 @@ from peagle.kernels.launch import launch
 from peagle.kernels.random import Purpose
 from peagle.kernels.random_triton import uniform
 from peagle.kernels.search_triton import is_kept, temperature_rate, weights_of
-from peagle.kernels.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
 from peagle.kernels.verify_triton import (
     SequenceSampling,
     SyntheticAcceptance,
@@ -32,6 +32,7 @@ from peagle.kernels.verify_triton import (
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,9 @@ class DraftProbs:
     """q of drafts that were drawn, in the draft vocabulary.
 
     Attributes:
-        probs_BKD: float32, contiguous; 0 for a draft that was not drawn. Not read at or above a
-            sequence's number of drafts, nor of sequences of temperature 0.
+        probs_BKD: float32, the distributions of a sequence one behind the other; 0 for a draft that
+            was not drawn. Not read at or above a sequence's number of drafts, nor of sequences of
+            temperature 0.
         draft_index_V: int32, draft id of each target id, -1 for ids that cannot be drafted; None
             where both vocabularies are one.
     """
@@ -90,6 +92,7 @@ def weigh_rejected_kernel(
     total_ptr,
     tokens_ptr,
     q_ptr,
+    q_stride,
     index_ptr,
     draft_vocab,
     weights_ptr,
@@ -103,7 +106,8 @@ def weigh_rejected_kernel(
 ):
     """a of a sequence, and the weight of max(p - q, 0) in one chunk of row a.
 
-    The weight is 0 where no draft was rejected that was drawn.
+    The weight is 0 where no draft was rejected that was drawn. Where the target's own token is
+    NO_TOKEN its logits mean nothing, and no draft passes.
     """
     b = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -124,22 +128,23 @@ def weigh_rejected_kernel(
         index = x
         if HAS_INDEX:
             index = tl.load(index_ptr + x, mask=drafted, other=-1).to(tl.int64)
-        at = (b * max_drafts + j).to(tl.int64) * draft_vocab + index
+        at = b.to(tl.int64) * q_stride + j * draft_vocab + index
         q = tl.load(q_ptr + at, mask=drafted & (index >= 0), other=0.0)
         is_drawn = tl.where(temperature == 0, 0.0, q) > 0
         u = uniform(tl.load(seeds_ptr + b) + j * 0, tl.load(num_outputs_ptr + b) + j, _ACCEPT)
         passes = u * q.to(tl.float64) < p.to(tl.float64)
-        matches = x == tl.load(tokens_ptr + rows, mask=drafted, other=0)
-        accepted = drafted & tl.where(is_drawn, passes, matches)
+        own = tl.load(tokens_ptr + rows, mask=drafted, other=_NO_TOKEN)
+        is_sound = drafted & (own != _NO_TOKEN)
+        accepted = is_sound & tl.where(is_drawn, passes, x == own)
         num_accepted = tl.min(tl.where(accepted, COLUMNS, j))
         if chunk == 0:
             tl.store(accepted_ptr + b, num_accepted.to(tl.int64))
         weight = tl.full((), 0.0, tl.float64)
-        if tl.max(tl.where(drafted & is_drawn & (j == num_accepted), 1, 0)) > 0:
+        if tl.max(tl.where(is_sound & is_drawn & (j == num_accepted), 1, 0)) > 0:
             row = first_row + num_accepted
             leftover = _leftover(
                 logits_ptr + row * row_stride,
-                q_ptr + (b * max_drafts + num_accepted).to(tl.int64) * draft_vocab,
+                q_ptr + b.to(tl.int64) * q_stride + num_accepted * draft_vocab,
                 index_ptr,
                 chunk * CHUNK + tl.arange(0, CHUNK),
                 vocab_size,
@@ -151,7 +156,7 @@ def weigh_rejected_kernel(
                 HAS_INDEX,
             )
             weight = tl.sum(leftover.to(tl.float64))
-        tl.store(weights_ptr + b * num_chunks + chunk, weight)
+        tl.store(weights_ptr + first_row * num_chunks + chunk, weight)
 
 
 @triton.jit
@@ -171,6 +176,7 @@ def draw_rejected_kernel(
     total_ptr,
     tokens_ptr,
     q_ptr,
+    q_stride,
     index_ptr,
     draft_vocab,
     weights_ptr,
@@ -178,28 +184,29 @@ def draw_rejected_kernel(
     accepted_ptr,
     max_drafts,
     HAS_INDEX: tl.constexpr,
-    SYNTHETIC: tl.constexpr,
+    REPLACES: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Replace the token of row a by a draw from max(p - q, 0), where a drawn draft was rejected."""
     b = tl.program_id(0)
     if tl.load(active_ptr + b) != 0:
+        first_row = tl.load(start_loc_ptr + b)
         c = tl.arange(0, CHUNKS)
-        sums = tl.load(weights_ptr + b * num_chunks + c, mask=c < num_chunks, other=0.0)
+        sums = tl.load(weights_ptr + first_row * num_chunks + c, mask=c < num_chunks, other=0.0)
         total = tl.sum(sums)
         # p = q to the last bit leaves nothing over: then the draw from p stays, as in the
         # reference. NaN compares as false.
         if total > 0:
             num_accepted = tl.load(accepted_ptr + b)
-            row = tl.load(start_loc_ptr + b) + num_accepted
+            row = first_row + num_accepted
             position = tl.load(num_outputs_ptr + b) + num_accepted
             target = uniform(tl.load(seeds_ptr + b), position, _SAMPLE) * total
             chunk, before = pick(sums, c, target)
             v = chunk * CHUNK + tl.arange(0, CHUNK)
             leftover = _leftover(
                 logits_ptr + row * row_stride,
-                q_ptr + (b * max_drafts + num_accepted) * draft_vocab,
+                q_ptr + b.to(tl.int64) * q_stride + num_accepted * draft_vocab,
                 index_ptr,
                 v,
                 vocab_size,
@@ -211,10 +218,82 @@ def draw_rejected_kernel(
                 HAS_INDEX,
             )
             token, _before = pick(leftover, v, target - before)
-            is_real = num_accepted >= 0
-            if SYNTHETIC:
-                is_real = num_accepted < 0  # never, unknown to the compiler
-            tl.store(tokens_ptr + row, token.to(tl.int64), mask=is_real)
+            is_wanted = num_accepted >= 0
+            if not REPLACES:
+                is_wanted = num_accepted < 0  # never, unknown to the compiler
+            tl.store(tokens_ptr + row, token.to(tl.int64), mask=is_wanted)
+
+
+def reject_drafts(
+    logits_RV: Tensor,
+    start_loc: Tensor,
+    drafts_BK: Tensor,
+    active_B: Tensor,
+    state: StepState,
+    scratch: VerifyScratch,
+    num_accepted_B: Tensor,
+    *,
+    sampling: SequenceSampling,
+    draft_probs: DraftProbs,
+    replaces: bool = True,
+) -> None:
+    """num_accepted_B = the drafts that pass; replace the target's own token behind them.
+
+    Draft x passes with min(1, p(x) / q(x)); the first rejected position is drawn from
+    norm(max(p - q, 0)). A draft that was not drawn passes where it equals the target's own token.
+    Two launches.
+
+    Args:
+        logits_RV: as `own_tokens` got them.
+        start_loc: first row of each active sequence.
+        drafts_BK: as many of them as `state.num_drafts_B` says.
+        active_B: bool or integers; the others keep what `num_accepted_B` holds.
+        state: before the step.
+        scratch: what `own_tokens` found with this `sampling`; its tokens change.
+        num_accepted_B: int64.
+        replaces: whether the token behind a rejected draft is replaced.
+    """
+    rows, q_BKD, index_V = scratch.rows, draft_probs.probs_BKD, draft_probs.draft_index_V
+    assert q_BKD.stride()[1:] == (q_BKD.shape[2], 1), "kernels step over whole rows"
+    num_seqs, max_drafts = drafts_BK.shape
+    # The draws are done with the weights of their rows: those of its first row are a sequence's.
+    num_chunks = scratch.weights_RC.shape[1]
+    arguments = (
+        logits_RV,
+        logits_RV.stride(0),
+        logits_RV.shape[1],
+        start_loc,
+        active_B,
+        sampling.temperature_B,
+        sampling.seeds_B,
+        state.num_outputs_B,
+        state.num_drafts_B,
+        rows.max_R,
+        rows.threshold_R,
+        rows.last_tie_R,
+        rows.total_R,
+        scratch.tokens_R,
+        q_BKD,
+        q_BKD.stride(0),
+        drafts_BK if index_V is None else index_V,
+        q_BKD.shape[2],
+        scratch.weights_RC,
+        num_chunks,
+        num_accepted_B,
+        max_drafts,
+    )
+    sizes = {"HAS_INDEX": index_V is not None, "CHUNK": draw_chunk(logits_RV.shape[1])}
+    columns = triton.next_power_of_2(max_drafts + 1)
+    grid = (num_seqs, num_chunks)
+    launch(weigh_rejected_kernel, grid, *arguments, drafts_BK, COLUMNS=columns, **sizes)
+    launch(
+        draw_rejected_kernel,
+        (num_seqs,),
+        *arguments,
+        REPLACES=replaces,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        **sizes,
+    )
 
 
 def verify_drawn(
@@ -232,53 +311,22 @@ def verify_drawn(
     draft_probs: DraftProbs,
     synthetic: SyntheticAcceptance | None = None,
 ) -> None:
-    """Accept draft x with min(1, p(x) / q(x)), emit one token behind, advance the state.
+    """Verify drawn drafts: `own_tokens`, `reject_drafts`, then `match_drafts`. Seven launches.
 
-    The first rejected position is drawn from norm(max(p - q, 0)). After the last draft, and for
-    drafts that were not drawn, all is as in `verify_triton.verify_drafts`, as are the other
-    arguments. Seven launches.
+    The arguments are those of `verify_triton.verify_drafts`.
     """
-    rows, q_BKD, index_V = scratch.rows, draft_probs.probs_BKD, draft_probs.draft_index_V
-    assert q_BKD.is_contiguous(), "kernels step over whole rows"
     own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
-    num_seqs, max_drafts = drafts_BK.shape
-    # The draws are done with the weights of their rows, of which there is one a sequence at least.
-    num_rows, num_chunks = scratch.weights_RC.shape
-    assert num_rows >= num_seqs, "a row for every sequence"
-    arguments = (
+    reject_drafts(
         logits_RV,
-        logits_RV.stride(0),
-        logits_RV.shape[1],
         start_loc,
+        drafts_BK,
         active_B,
-        sampling.temperature_B,
-        sampling.seeds_B,
-        state.num_outputs_B,
-        state.num_drafts_B,
-        rows.max_R,
-        rows.threshold_R,
-        rows.last_tie_R,
-        rows.total_R,
-        scratch.tokens_R,
-        q_BKD,
-        drafts_BK if index_V is None else index_V,
-        q_BKD.shape[-1],
-        scratch.weights_RC,
-        num_chunks,
+        state,
+        scratch,
         out.num_accepted_B,
-        max_drafts,
-    )
-    sizes = {"HAS_INDEX": index_V is not None, "CHUNK": draw_chunk(logits_RV.shape[1])}
-    columns = triton.next_power_of_2(max_drafts + 1)
-    grid = (num_seqs, num_chunks)
-    launch(weigh_rejected_kernel, grid, *arguments, drafts_BK, COLUMNS=columns, **sizes)
-    launch(
-        draw_rejected_kernel,
-        (num_seqs,),
-        *arguments,
-        SYNTHETIC=synthetic is not None,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        **sizes,
+        sampling=sampling,
+        draft_probs=draft_probs,
+        replaces=synthetic is None,
     )
     batch = start_loc, drafts_BK, active_B
     match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic, given=True)
