@@ -34,7 +34,6 @@ DEVICES = [
 PROMPT = (1, 1, 3, 1, 3, 3, 3)
 COUNTS = {"cpu": 192, "cuda": 4000}
 ASKED: dict[str, dict[str, Any]] = {
-    "plain": {},
     "cuts": {"top_k": 4, "top_p": 0.9, "min_p": 0.02},
     "rules": {"repetition_penalty": 1.7, "frequency_penalty": 0.9, "logit_bias": {1: 1.0}},
     "grammar": {"structured_output": REGEX, "ignore_eos": False},
@@ -90,7 +89,7 @@ def test_outputs_have_the_references_distribution(world: World, asked: str, devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("asked", ["plain", "rules"])
+@pytest.mark.parametrize("asked", ["rules"])
 def test_a_wrong_rule_is_noticed(
     world: World, asked: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
