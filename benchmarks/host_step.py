@@ -39,6 +39,8 @@ class MadeUpSteps:
         last_read: K and no time.
     """
 
+    draws = False
+
     def __init__(self, text: list[int], num_drafts: int) -> None:
         self._text, self._num_drafts = text, num_drafts
         self._random = random.Random(0)

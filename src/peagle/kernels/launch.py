@@ -32,7 +32,8 @@ def arrivals(device: torch.device) -> Tensor:
             "a kernel that counts arrivals is first launched while a CUDA graph is captured; "
             "launch it once before"
         )
-    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+    with torch.inference_mode(False):  # whoever asks first, all may change them
+        return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
 def power_of_two(number: int) -> int:
