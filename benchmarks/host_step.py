@@ -36,6 +36,7 @@ class MadeUpSteps:
         num_drafts: K.
 
     Attributes:
+        draws: whether drafts are drawn.
         last_read: K and no time.
     """
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels import skinny_linear as module
+from peagle.kernels.launch import arrivals
 from peagle.kernels.skinny_linear import (
     SkinnyConfig,
     skinny_linear,
@@ -129,6 +130,14 @@ def test_a_split_sum_is_the_same_every_time(device: str) -> None:
         skinny_linear(x[:, :100], weight[:, :100], config=config),  # shares of nothing
         skinny_linear(x[:, :100], weight[:, :100], config=config),
     )
+
+
+def test_counters_first_made_in_inference_mode_may_change_outside() -> None:
+    arrivals.cache_clear()
+    with torch.inference_mode():
+        counters = arrivals(torch.device("cpu"))
+    counters[0] = 1
+    counters[0] = 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
