@@ -20,10 +20,11 @@ pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels import rejection_triton
 from peagle.kernels.draft_draw_triton import DrawScratch, draw_drafts
-from peagle.kernels.rejection_triton import DraftProbs, reject_drafts, verify_drawn
+from peagle.kernels.rejection_triton import DraftProbs, reject_drafts
 from peagle.kernels.verify_triton import SequenceSampling, VerifyScratch, own_tokens
+from tests.kernels import drawn_verification
+from tests.kernels.drawn_verification import verify_drawn
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -171,7 +172,7 @@ def test_outputs_have_the_distribution_of_the_target(
         def keep(*given: Any, **named: Any) -> None:
             reject_drafts(*given, **{**named, "replaces": False})
 
-        monkeypatch.setattr(rejection_triton, "reject_drafts", keep)
+        monkeypatch.setattr(drawn_verification, "reject_drafts", keep)
     if fault.startswith("verifies"):
         kept = DraftProbs
 

@@ -31,7 +31,8 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from peagle.kernels import verify_triton
-from peagle.kernels.rejection_triton import DraftProbs, verify_drawn
+from peagle.kernels.rejection_triton import DraftProbs
+from tests.kernels.drawn_verification import verify_drawn
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -21,13 +21,10 @@ from peagle.kernels.launch import launch
 from peagle.kernels.random import Purpose
 from peagle.kernels.random_triton import uniform
 from peagle.kernels.search_triton import is_kept, temperature_rate, weights_of
-from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
+from peagle.kernels.step_state import NO_TOKEN, StepState
 from peagle.kernels.verify_triton import (
     SequenceSampling,
-    SyntheticAcceptance,
     VerifyScratch,
-    match_drafts,
-    own_tokens,
 )
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
@@ -294,39 +291,3 @@ def reject_drafts(
         CHUNKS=triton.next_power_of_2(num_chunks),
         **sizes,
     )
-
-
-def verify_drawn(
-    logits_RV: Tensor,
-    sequences_R: Tensor,
-    start_loc: Tensor,
-    drafts_BK: Tensor,
-    active_B: Tensor,
-    state: StepState,
-    limits: StepLimits,
-    scratch: VerifyScratch,
-    out: StepRecord,
-    *,
-    sampling: SequenceSampling,
-    draft_probs: DraftProbs,
-    synthetic: SyntheticAcceptance | None = None,
-) -> None:
-    """Verify drawn drafts: `own_tokens`, `reject_drafts`, then `match_drafts`. Seven launches.
-
-    The arguments are those of `verify_triton.verify_drafts`.
-    """
-    own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
-    reject_drafts(
-        logits_RV,
-        start_loc,
-        drafts_BK,
-        active_B,
-        state,
-        scratch,
-        out.num_accepted_B,
-        sampling=sampling,
-        draft_probs=draft_probs,
-        replaces=synthetic is None,
-    )
-    batch = start_loc, drafts_BK, active_B
-    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic, given=True)

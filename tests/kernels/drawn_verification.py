@@ -1,0 +1,51 @@
+"""Verification of drawn drafts in one call: parts that a captured decode step runs one by one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from peagle.kernels.rejection_triton import DraftProbs, reject_drafts
+from peagle.kernels.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.verify_triton import (
+    SequenceSampling,
+    SyntheticAcceptance,
+    VerifyScratch,
+    match_drafts,
+    own_tokens,
+)
+
+
+def verify_drawn(
+    logits_RV: Tensor,
+    sequences_R: Tensor,
+    start_loc: Tensor,
+    drafts_BK: Tensor,
+    active_B: Tensor,
+    state: StepState,
+    limits: StepLimits,
+    scratch: VerifyScratch,
+    out: StepRecord,
+    *,
+    sampling: SequenceSampling,
+    draft_probs: DraftProbs,
+    synthetic: SyntheticAcceptance | None = None,
+) -> None:
+    """Verify drawn drafts: `own_tokens`, `reject_drafts`, then `match_drafts`. Seven launches.
+
+    The arguments are those of `verify_triton.verify_drafts`.
+    """
+    own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
+    reject_drafts(
+        logits_RV,
+        start_loc,
+        drafts_BK,
+        active_B,
+        state,
+        scratch,
+        out.num_accepted_B,
+        sampling=sampling,
+        draft_probs=draft_probs,
+        replaces=synthetic is None,
+    )
+    batch = start_loc, drafts_BK, active_B
+    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic, given=True)
