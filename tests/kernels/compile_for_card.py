@@ -72,7 +72,7 @@ def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
         "EVEN_N": True,
         "EVEN_K": format != "mxfp4",
         "MODE": mode,
-        "ASM": format != "mxfp4",
+        "ASM": format not in ("fp8", "mxfp4"),
         "WX": wx,
     }
     options = {"num_warps": 2 if wx else 4, "num_stages": 3}
@@ -128,7 +128,7 @@ def unpacked(format: str) -> dict[str, Any]:
         "SCALE_K": SCALE_K.get(format, 4096),
         "HAS_ZERO": format == "int4",
         "EVEN_K": False,
-        "ASM": True,
+        "ASM": format != "fp8",
     }
     scale = "*i32" if format == "mxfp4" else "*fp32"
     pointers = {"out_ptr": "*bf16", "data_ptr": DATA[format], "scale_ptr": scale}

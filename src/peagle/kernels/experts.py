@@ -581,7 +581,7 @@ def grouped_product(
         STAGES=stages,
         HAS_ZERO=zero is not None,
         EVEN_K=k % (cut.step * cut.steps) == 0,
-        ASM=can_use_assembly(weight, cut.step, x.dtype) and weight.format != "mxfp4",
+        ASM=can_use_assembly(weight, x.dtype) and weight.format != "mxfp4",
         WX=cut.kind == "wx",
         num_stages=stages,
     )

@@ -21,19 +21,6 @@ MXFP4 = tl.constexpr(4)
 TILE_BYTES = tl.constexpr(4096)  # of 64 rows of 64 bytes
 
 # The pairs 0 and 1 of a word.
-_FP8_ASM = tl.constexpr(
-    """{
-    .reg .b32 a, b, c, f;
-    mov.b32 f, 0x7b807b80;
-    and.b32 a, $2, 0x87f087f0;
-    shl.b32 b, $2, 4;
-    shr.b32 c, $2, 4;
-    and.b32 b, b, 0x80f080f0;
-    lop3.b32 b, c, 0x07000700, b, 0xea;
-    mul.bf16x2 $0, a, f;
-    mul.bf16x2 $1, b, f;
-    }"""
-)
 _INT8_ASM = tl.constexpr(
     """{
     .reg .b32 a, b, c, d;
@@ -124,25 +111,10 @@ def load_tiles(
 ):
     """Inputs k to k + STEP. In a 4-bit format the first and the last 16 of each 32 are two tiles,
     [ROWS, STEP / 2]; else one tile [ROWS, STEP] is given twice. With ASM the numbers of "mxfp4" are
-    those of 128 inputs, in the order of the bytes, and STEP is a multiple of 64 for "fp8".
+    those of 128 inputs, in the order of the bytes.
     """
     if FORMAT == FP8:
-        if ASM:
-            i = tl.arange(0, STEP)[None, :]
-            packed = tl.load(
-                row_ptrs + (k // 64 + i // 64) * TILE_BYTES + i % 64,
-                mask=k + i // 64 * 64 < num_k,
-                eviction_policy="evict_first",
-            )
-            numbers = tl.inline_asm_elementwise(
-                _FP8_ASM, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
-            )
-            # rows, tiles, threads, groups, pairs, places
-            ROWS: tl.constexpr = numbers.shape[0]
-            words = numbers.reshape([ROWS * (STEP // 64), 4, 4, 2, 2])
-            first = words.permute([0, 2, 3, 1, 4]).reshape([ROWS, STEP])
-        else:
-            first = _select_fp8(row_ptrs, k, num_k, STEP).to(DTYPE)
+        first = _select_fp8(row_ptrs, k, num_k, STEP).to(DTYPE)
         last = first
     elif FORMAT < INT4:
         packed = _load(row_ptrs, k, num_k, STEP, EVEN_K)
@@ -198,14 +170,27 @@ def _load(row_ptrs, first, end, SIZE: tl.constexpr, IS_EVEN: tl.constexpr):
 
 @triton.jit
 def _select_fp8(row_ptrs, k, num_k, STEP: tl.constexpr):
-    """A tile of "fp8", in float32: every number out of its half of a word."""
-    i = k + tl.arange(0, STEP)[None, :]
-    offs = i // 64 * (TILE_BYTES // 2) + i % 8 // 2 * 8 + i // 16 % 4 * 2 + i % 2
-    half_ptrs = row_ptrs.to(tl.pointer_type(tl.int16))
-    half = tl.load(half_ptrs + offs, mask=i < num_k, other=0).to(tl.int32)
-    last = (half << 4 & 0x80F0) | (half >> 4 & 0x0700)
-    bits = tl.where(i % 16 < 8, half & 0x87F0, last) << 16
-    return bits.to(tl.float32, bitcast=True) * 2.0**120
+    """A tile of "fp8", in float32: four numbers out of each word."""
+    # Assembly that takes four bytes at once is wrong here: it reads registers in the order of the
+    # layout, which the product chooses.
+    i = tl.arange(0, STEP // 4)[None, :]
+    group = k // 16 + i // 4
+    offs = group // 4 * (TILE_BYTES // 4) + i % 4 * 4 + group % 4
+    word_ptrs = row_ptrs.to(tl.pointer_type(tl.uint32))
+    words = tl.load(word_ptrs + offs, mask=group * 16 < num_k, other=0)
+    others = (words << 4 & 0x80F080F0) | (words >> 4 & 0x07000700)
+    ROWS: tl.constexpr = words.shape[0]
+    GROUPS: tl.constexpr = STEP // 16
+    first = _pairs_fp8(words & 0x87F087F0).reshape([ROWS, GROUPS, 8])
+    last = _pairs_fp8(others).reshape([ROWS, GROUPS, 8])
+    return tl.join(first, last).permute([0, 1, 3, 2]).reshape([ROWS, STEP]) * 2.0**120
+
+
+@triton.jit
+def _pairs_fp8(words):
+    """The two bfloat16 numbers of each word, in float32, [..., 2]."""
+    low, high = words << 16, words & 0xFFFF0000
+    return tl.join(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.launch import launch
-from peagle.kernels.packed_weights import FORMATS, TILE, PackedWeight
+from peagle.kernels.packed_weights import FORMATS, PackedWeight
 
 # Four bytes or more for each thread, as the assembly needs them.
 _TILE_ROWS, _TILE_INPUTS = 32, 256
@@ -50,16 +50,16 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         SCALE_K=min(inputs, k),
         HAS_ZERO=zero is not None,
         EVEN_K=k % _TILE_INPUTS == 0,
-        ASM=can_use_assembly(weight, step, dtype),
+        ASM=can_use_assembly(weight, dtype),
         num_warps=4,
     )
     return out
 
 
-def can_use_assembly(weight: PackedWeight, step: int, dtype: torch.dtype) -> bool:
-    """Return whether assembly unpacks steps of so many inputs: of "fp8" whole tiles alone."""
-    is_whole = weight.format != "fp8" or step % TILE[1] == 0
-    return is_whole and dtype == torch.bfloat16 and has_assembly(weight.data.device)
+def can_use_assembly(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    """Return whether assembly unpacks a weight to a type; of "fp8" it does not."""
+    is_fit = weight.format != "fp8" and dtype == torch.bfloat16
+    return is_fit and has_assembly(weight.data.device)
 
 
 def shared_inputs(weight: PackedWeight, most: int) -> int:
