@@ -115,12 +115,9 @@ IN_REGISTERS: list[tuple[Kind, int, int, int]] = [
     ("warpgroup", 64, 64, 4),
     ("warpgroup", 64, 64, 8),
     ("warpgroup", 64, 128, 16),
-    ("ahead", 64, 32, 4),
-    ("ahead", 64, 64, 8),
     ("warpgroup", 128, 32, 4),
     ("warpgroup", 128, 64, 8),
     ("warpgroup", 128, 128, 16),
-    ("ahead", 128, 64, 8),
 ]
 
 
@@ -161,7 +158,7 @@ def candidates(layer: Layer, tokens: int, quick: bool) -> list[GroupedConfig]:
         found = found[:1] + [
             GroupedConfig(block_m, block_n, step, 1, warps, 3, split, kind)
             for kind, block_m, block_n, warps in IN_REGISTERS
-            if m <= 2 * block_m <= 4 * m and (kind != "ahead" or layer.format == "fp8")
+            if m <= 2 * block_m <= 4 * m
             for split in (1, 2, 4, 8)
             if split == 1 or (programs * split < 3000 and layer.k >= 256 * split)
         ]

@@ -49,7 +49,6 @@ IN_REGISTERS = {
     "warpgroup m32": GroupedConfig(32, 32, 128, 1, 4, 3, kind="warpgroup"),
     "warpgroup m64": GroupedConfig(64, 32, 128, 1, 4, 3, kind="warpgroup"),
     "warpgroup m128": GroupedConfig(128, 64, 128, 1, 8, 3, kind="warpgroup"),
-    "warpgroup ahead": GroupedConfig(128, 64, 128, 1, 8, 3, kind="ahead"),
 }
 
 
@@ -95,8 +94,7 @@ def in_registers(
         "FORMAT": FORMATS.index(format),
         "SCALE_ROWS": 128 if format == "fp8" else 1,
         "SCALE_K": scale_k,
-        "WGMMA": config.kind != "registers",
-        "AHEAD": config.kind == "ahead",
+        "WGMMA": config.kind == "warpgroup",
     }
     has_parts = format == "fp8" and scale_k > 0
     options = {"num_warps": config.num_warps, "maxnreg": max_registers(config, has_parts)}
@@ -249,9 +247,8 @@ def experts() -> dict[str, dict[str, Any]]:
             ("fp8", 128, 0, 1),
             ("fp8", 0, 0, 0),
         ):
-            if format == "fp8" or config.kind != "ahead":
-                needs = in_registers(format, scale_k, gate, mode, config)
-                found[f"{format} {scale_k} {name} {gate} {mode}"] = needs
+            needs = in_registers(format, scale_k, gate, mode, config)
+            found[f"{format} {scale_k} {name} {gate} {mode}"] = needs
     return found
 
 

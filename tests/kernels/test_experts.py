@@ -242,8 +242,7 @@ def test_grouped_product_equals_the_reference(
         GroupedConfig(32, 64, 32, 1, 4, 3, kind="warpgroup", split_k=3),
         GroupedConfig(64, 32, 32, 1, 4, 3, kind="warpgroup"),
         GroupedConfig(128, 64, 32, 1, 8, 2, kind="warpgroup"),
-        GroupedConfig(128, 64, 32, 1, 8, 3, kind="ahead"),
-        GroupedConfig(64, 64, 32, 1, 8, 3, kind="ahead", split_k=3),
+        GroupedConfig(64, 64, 32, 1, 8, 3, kind="warpgroup", split_k=3),
     ],
     ids=str,
 )
@@ -253,8 +252,6 @@ def test_grouped_product_equals_the_reference(
 def test_products_in_registers_equal_the_reference(
     format: str, config: GroupedConfig, gate: Gate | None, tokens: int, k: int
 ) -> None:
-    if format == "mxfp4" and config.kind == "ahead":
-        pytest.skip("of fp8 alone")
     torch.manual_seed(1)
     weight = make_weight(format, 5, 152, k, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(5, 152).to("cuda", torch.bfloat16)
@@ -278,7 +275,6 @@ def test_products_in_registers_equal_the_reference(
     [
         GroupedConfig(8, 32, 32, 1, 1, 3, kind="registers", split_k=3),
         GroupedConfig(32, 64, 32, 1, 4, 2, kind="warpgroup"),
-        GroupedConfig(32, 64, 32, 1, 4, 3, kind="ahead", split_k=2),
     ],
     ids=str,
 )
@@ -286,8 +282,6 @@ def test_products_in_registers_equal_the_reference(
 def test_products_in_registers_say_what_the_reference_says(
     monkeypatch: pytest.MonkeyPatch, format: str, gate: Gate | None, config: GroupedConfig
 ) -> None:
-    if format == "mxfp4" and config.kind == "ahead":
-        pytest.skip("of fp8 alone")
     torch.manual_seed(1)
     kind: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16}
     weight = make_weight(format, 4, 152, 416, **kind)
@@ -473,7 +467,8 @@ def test_configurations_fit_into_a_card(
 def test_a_linear_layer_is_cut_for_its_rows(rows: int, format: str) -> None:
     weight = make_weight(format, 2048, 4096, device="cpu", dtype=torch.bfloat16)
     config = choose_config(rows, 1, weight, registers=True)
-    assert config.block_m >= min(rows, 128), "a second tile would read the weight again"
+    most = 1 if rows <= 32 else 4
+    assert -(-min(rows, 256) // config.block_m) <= most, "every tile reads the weight once more"
     tiles = -(-rows // config.block_m) * 2048 // (2 * config.block_n)
     assert tiles * config.split_k >= 128, "as many programs as an H100 has multiprocessors"
     threads = 32 * config.num_warps
@@ -483,7 +478,7 @@ def test_a_linear_layer_is_cut_for_its_rows(rows: int, format: str) -> None:
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
     found = compile_for_card("experts")
-    assert len(found) == 3 * 5 + 4 * 5 + 3
+    assert len(found) == 3 * 5 + 4 * 5
     for name, needs in found.items():
         assert needs["mma"] and needs["shared"] <= 227 * 1024, name
         if "registers" in name or "warpgroup" in name:

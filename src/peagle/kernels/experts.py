@@ -32,7 +32,7 @@ from peagle.kernels.unpacking import (
     unpack,
 )
 
-Kind = Literal["xw", "wx", "registers", "warpgroup", "ahead"]
+Kind = Literal["xw", "wx", "registers", "warpgroup"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 _LEAST_INPUTS = 512  # of a share of a sum
@@ -102,8 +102,7 @@ class GroupedConfig:
         kind: "xw" multiplies x W^T in the matrix unit, "wx" W x^T. "registers" and "warpgroup" do
             the latter with tiled formats in bfloat16 through `packed_gluon`, to which `step` and
             `steps` mean nothing and which takes two stages or more; "warpgroup" by wgmma, where
-            four warps take 64 rows of the weight or more. "ahead" is "warpgroup" for "fp8" alone,
-            where a thread unpacks for the next product while the matrix unit multiplies.
+            four warps take 64 rows of the weight or more.
     """
 
     block_m: int
@@ -121,8 +120,6 @@ def choose_config(
 ) -> GroupedConfig:
     """Choose a configuration from shapes alone, as `bench_experts.py` found them on an H100.
 
-    Those of "fp8" in registers follow "mxfp4" and the registers that they need; none is measured.
-
     Args:
         num_assignments, num_experts: S and E.
         weight: of one product.
@@ -134,23 +131,23 @@ def choose_config(
     one, two = max(128 // step, 1), max(256 // step, 1)
     enough = 190  # programs that keep the memory busy
     if registers:
-        enough = 600
-        # Tokens are not spread evenly: more than one tile of an expert reads its weight again.
-        most = (8, 16, 32, 64) if num_experts == 1 else (5, 12, 24, 96)
+        enough, is_fp8 = 600, weight.format == "fp8"
+        # Tokens are not spread evenly: more than one tile of an expert reads its weight again. The
+        # tiles of a linear layer's rows read the same weight at the same time.
+        most = (8, 16, 64, 256) if num_experts == 1 else (5, 12, 40 if is_fp8 else 24, 96)
         if rows <= most[0]:
             config = GroupedConfig(8, 32, step, 1, 2, 3, kind="registers")
         elif rows <= most[1]:
             config = GroupedConfig(16, 64, step, 1, 4, 3, kind="registers")
         elif rows <= most[2]:
-            block_n = 64 if weight.format == "mxfp4" else 32
-            config = GroupedConfig(32, block_n, step, 1, 4, 3, kind="warpgroup")
+            enough = 256 if is_fp8 else enough
+            config = GroupedConfig(32, 32 if is_fp8 else 64, step, 1, 4, 3, kind="warpgroup")
         elif rows <= most[3]:
             enough = 256
             config = GroupedConfig(64, 32, step, 1, 4, 3, kind="warpgroup")
         else:
             enough = 128  # one of 8 warps fills a multiprocessor
-            kind = "warpgroup" if weight.format == "mxfp4" else "ahead"
-            config = GroupedConfig(128, 64, step, 1, 8, 3, kind=kind)
+            config = GroupedConfig(128, 64, step, 1, 8, 3, kind="warpgroup")
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
@@ -562,8 +559,7 @@ def grouped_product(
             gate.limit,
             **options,
             STAGES=cut.num_stages,
-            WGMMA=cut.kind != "registers",
-            AHEAD=cut.kind == "ahead",
+            WGMMA=cut.kind == "warpgroup",
             maxnreg=max_registers(cut, weight.format == "fp8" and not is_shared),
         )
         return out
@@ -604,8 +600,7 @@ def max_registers(cut: GroupedConfig, has_parts: bool) -> int:
         has_parts: sums of `STEP` inputs are scaled before they are added.
     """
     sums = cut.block_m * (2 if has_parts else 1)
-    numbers = 128 if cut.kind == "ahead" else 64
-    sums_and_numbers = 2 * cut.block_n * (sums + numbers) // (32 * cut.num_warps)
+    sums_and_numbers = 2 * cut.block_n * (sums + 64) // (32 * cut.num_warps)
     enough = 128 if sums_and_numbers <= 72 else 168 if sums_and_numbers <= 96 else 255
     return min(enough, _REGISTERS // (32 * cut.num_warps))
 

@@ -245,7 +245,6 @@ def packed_kernel(
     SCALE_ROWS: gl.constexpr,  # rows that share a scale; 0: all
     SCALE_K: gl.constexpr,  # inputs that share a scale; 0: all
     WGMMA: gl.constexpr,
-    AHEAD: gl.constexpr,  # with WGMMA: unpack "fp8" for the next product during one
 ):
     """As `experts_triton.grouped_kernel`."""
     if WGMMA:
@@ -313,9 +312,6 @@ def packed_kernel(
     words = _load_words(word_ptrs, first, FORMAT, WORDS)
     if SCALE_K > 0:
         scale = _load_scales(scale_ptrs, first, stride_scale_k, STORED_K)
-    if AHEAD:
-        operand = _fp8_operand(words, A)
-        words = _load_words(word_ptrs, gl.minimum(first + STEP, num_k - 1), FORMAT, WORDS)
     stage = 0
     for k in range(begin, end, STEP):
         async_copy.wait_group(STAGES - 2)
@@ -325,24 +321,11 @@ def packed_kernel(
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         _copy_x(x_tiles.index(free), x_ptrs, is_row, k + (STAGES - 1) * STEP, end, X)
         later = gl.minimum(k + STEP, end - 1)
-        if not AHEAD:
-            next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
+        next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
         if SCALE_K > 0:
             next_scale = _load_scales(scale_ptrs, later, stride_scale_k, STORED_K)
         x_tile = x_tiles.index(stage)
-        if AHEAD:
-            x = x_tile.permute([1, 0])
-            product = warpgroup_mma(operand, x, acc, use_acc=SCALE_K == 0, is_async=True)
-            next_operand = operand
-            next_words = words
-            if k + STEP < end:  # without a condition ptxas does the same, but behind the wait
-                next_operand = _fp8_operand(words, A)
-                later = gl.minimum(k + 2 * STEP, end - 1)
-                next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
-            part, _ = warpgroup_mma_wait(0, deps=[product, operand])
-            acc = acc + part * scale[:, None] if SCALE_K > 0 else part
-            operand = next_operand
-        elif FORMAT == MXFP4:
+        if FORMAT == MXFP4:
             operand = _mxfp4_operand(words, scale, WORDS, A)
             acc = _add_product(acc, operand, x_tile, B, WGMMA, False)
         elif SCALE_K > 0:

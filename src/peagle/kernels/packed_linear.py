@@ -23,7 +23,7 @@ from peagle.kernels.unpacking import unpack
 
 # Rows that are multiplied with packed weights, at most.
 MAX_ROWS = 128
-MAX_ROWS_IN_REGISTERS = 512
+MAX_ROWS_IN_REGISTERS = 256
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
