@@ -151,7 +151,7 @@ def attention(capability: int, cache: str, head_dim: int, queries: int) -> dict[
         "BLOCK_D": head_dim,
         "BLOCK_M": chosen.block_m,
         "BLOCK_N": chosen.block_n,
-        "B2": 1 if is_step else 4,
+        "B2": 1 if is_step else 128,
         "SEARCH": not is_step,
         "IS_SPLIT": chosen.num_splits > 1,
         "COMBINE_STAGES": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from peagle.kernels.paged_attention import (
     DeviceLimits,
     QueryTiles,
     choose_config,
+    paged_attention,
     writes_new,
 )
 
@@ -124,3 +126,24 @@ def test_ragged_tiles_cover_every_query(seed: int) -> None:
 def test_who_writes_keys(batch: int, queries: int, tokens: int, expected: bool) -> None:
     shape = shape_of(num_sequences=batch, max_query_len=queries, num_tokens=tokens)
     assert writes_new(shape, choose_config(shape, H100)) == expected
+
+
+def test_ragged_batches_of_many_sizes_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel compiles for seconds, and the requests of its batch wait for that."""
+    constants: list[dict[str, Any]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **options: constants.append(options)
+
+    kernels = pytest.importorskip("peagle.kernels.paged_attention_triton")
+    monkeypatch.setattr(kernels, "attend_kernel", Recorder())
+    cache = torch.zeros(4, 16, 2, 64)
+    for lens in ([300, 400], [40] * 5 + [700], [33 + i for i in range(17)], [60, 90] * 50):
+        starts = torch.tensor([0, *lens]).cumsum(0)
+        tables = torch.zeros(len(lens), 64, dtype=torch.int64)
+        paged_attention(
+            torch.zeros(sum(lens), 4, 64), cache, cache, starts, torch.tensor(lens), tables,
+            max_query_len=max(lens), scaling=1.0,
+        )  # fmt: skip
+    assert all(options == constants[0] for options in constants)
