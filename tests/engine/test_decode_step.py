@@ -111,6 +111,26 @@ def test_a_seed_gives_the_output_of_plain_decoding_under_the_interpreter() -> No
 
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+def test_a_rehearsal_leaves_no_trace(
+    target_folder: Path, head_folders: Callable[..., Path]
+) -> None:
+    """It runs a pass of the most prompt tokens, and one of the most sequences."""
+    build = partial(make, device="cpu", max_num_seqs=2, max_num_batched_tokens=40)
+    head = head_folders(parallel=True)
+    expected = build(target_folder, head, eager=True).generate(PROMPTS[:2], GREEDY)
+    steps = build(target_folder, head, eager=False)
+    engine, passes = steps.engine, list[int]()
+    before, free = engine.stats, list(engine.blocks._free)
+    engine.on_pass = passes.append
+    engine.rehearse()
+    assert max(passes) >= 18 and engine.stats == before
+    assert list(engine.blocks._free) == free and not engine.blocks._published
+    assert [o.token_ids for o in steps.generate(PROMPTS[:2], GREEDY)] == [
+        o.token_ids for o in expected
+    ]
+
+
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize("device", ["cpu"])
 def test_arrivals_under_the_interpreter(
     target_folder: Path,

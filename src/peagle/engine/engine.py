@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ from peagle.engine.memory_plan import (
 )
 from peagle.engine.model_runner import ModelRunner, TargetPass
 from peagle.engine.outputs import StepOutput
+from peagle.engine.pass_graphs import MAX_SEQUENCES
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
@@ -55,6 +57,8 @@ _COUNTERS = (
     "num_output_tokens",
 )
 _CHECK_SALT = b"peagle self-check"
+# Made-up prompts: some that fill a pass together, and more short ones than a graph takes.
+_LONG_PROMPTS, _SHORT_PROMPTS, _SHORT_TOKENS = 5, MAX_SEQUENCES + 1, 64
 # Wait between two looks at grammars, while all sequences wait for theirs.
 _GRAMMAR_WAIT_S = 0.002
 
@@ -313,17 +317,46 @@ class LLMEngine:
 
     def check(self) -> None:
         """Compute one token and forget it: neither counters, seeds nor cached prefixes change."""
+        self._run_and_forget([1])
+
+    def rehearse(self) -> None:
+        """Run made-up prompts and forget them, so that no request waits while their passes compile.
+
+        Of two passes one has as many prompt tokens as a step may have, one has many short prompts.
+        Without CUDA graphs nothing is compiled, and nothing runs.
+        """
+        if self._pipeline is None:
+            return
+        slots = self.blocks.num_blocks * self.config.block_size - self.scheduler.num_lookahead_slots
+        longest = min(self.max_model_len, slots) - 2
+        long = min(self.config.max_num_batched_tokens // _LONG_PROMPTS + 1, longest)
+        num_short = min(_SHORT_PROMPTS, self.config.max_num_seqs)
+        short = min(_SHORT_TOKENS, longest)
+        if short > 0:
+            self._run_and_forget([long] * _LONG_PROMPTS)
+            self._run_and_forget([short] * num_short)
+        self.scheduler.prompt_budget.forget()  # these measurements include compilation
+        self._pipeline.runner.times.clear()
+
+    def _run_and_forget(self, prompt_lens: list[int]) -> None:
+        """Give made-up prompts of these lengths one token each, and leave no trace of them."""
         assert not self.has_unfinished
         counts, drafts = dict(self._counts), self.speculation_stats.copy()
-        number, params = self._num_requests, SamplingParams(max_tokens=1, seed=0)
-        self._num_requests = -1  # no request has this number, by which the sampler knows its batch
+        eager, number = self._eager_steps.copy(), self._num_requests
+        params, dice = SamplingParams(max_tokens=1, seed=0), random.Random(0)
+        # No request has these numbers, by which the sampler knows its batch.
+        self._num_requests = -len(prompt_lens)
         self._is_checking = True
-        with self.blocks.borrowed(self.blocks.blocks_for(1 + self.scheduler.num_lookahead_slots)):
-            self.add_request([0], params, cache_salt=_CHECK_SALT)
+        lookahead = self.scheduler.num_lookahead_slots
+        num_blocks = sum(self.blocks.blocks_for(length + lookahead) for length in prompt_lens)
+        with self.blocks.borrowed(num_blocks):
+            for length in prompt_lens:  # of unlike tokens: none reuses the blocks of another
+                tokens = dice.choices(range(self.target.vocab_size), k=length)
+                self.add_request(tokens, params, cache_salt=_CHECK_SALT)
             while self.has_unfinished:
                 self.step()
         self._counts, self.speculation_stats, self._num_requests = counts, drafts, number
-        self._is_checking = False
+        self._eager_steps, self._is_checking = eager, False
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
@@ -548,7 +581,7 @@ class LLMEngine:
     def _publish(self, sequence: Sequence) -> None:
         """Publish the blocks in which all slots are settled, the drafter's too."""
         # Behind a hole the drafter's KV is not what others would compute.
-        if sequence.error is not None or sequence.drafter_start:
+        if self._is_checking or sequence.error is not None or sequence.drafter_start:
             return
         settled = min(sequence.num_computed_tokens, len(sequence) - 1)
         if sequence.num_drafter_tokens < self.max_draft_len:

@@ -79,6 +79,12 @@ class PromptBudget:
                 self._token_s.append(added_s / self._num_tokens)
         self._last_s, self._num_tokens = now_s, 0
 
+    def forget(self) -> None:
+        """Drop all measurements."""
+        self._step_s.clear()
+        self._token_s.clear()
+        self.pause()
+
     def pause(self) -> None:
         """Nothing decodes: the time to the next tokens is nobody's latency."""
         self._last_s, self._num_tokens = None, 0

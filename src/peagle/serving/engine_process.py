@@ -274,7 +274,7 @@ def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -
     configure_logging(spec.log_format)
     try:
         worker = EngineWorker(_load(spec, heartbeat), spec, connection, heartbeat)
-        worker.check()  # the first step makes what later ones find made
+        worker.rehearse()
         start = time.monotonic()
         worker.check()
         heartbeat.loaded(time.monotonic() - start)
@@ -394,6 +394,13 @@ class EngineWorker(EngineLoop):
         threading.Thread(target=self._receive, name="peagle-orders", daemon=True).start()
         self._send([], always=True)
         self.run()
+
+    def rehearse(self) -> None:
+        """Let each engine make what its first steps would make; no request may run."""
+        for llm in self._llms.values():
+            with self._heartbeat.step():
+                llm.engine.rehearse()
+                llm.engine.check()
 
     def check(self) -> None:
         """Compute one token with each engine; no request may run."""
