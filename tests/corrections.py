@@ -24,7 +24,7 @@ def random_correction(
     with torch.no_grad():
         correction.slots.normal_()
         correction.down.weight.normal_()
-    return correction
+    return correction.requires_grad_(False)
 
 
 def add_correction(head: Path) -> Path:
