@@ -64,7 +64,8 @@ def test_it_drafts_better_than_the_head_alone(
         speculative = {"model": str(head), "num_speculative_tokens": 4, "correction": correction}
         llm = LLM(target_folder, speculative_config=speculative, max_num_seqs=48)
         outputs = llm.generate(
-            [row["prompt_token_ids"] for row in rows], SamplingParams(max_tokens=24, ignore_eos=True)
+            [row["prompt_token_ids"] for row in rows],
+            SamplingParams(max_tokens=24, ignore_eos=True),
         )
         assert [o.token_ids for o in outputs] == [row["response_token_ids"] for row in rows]
         served = llm.engine.stats.speculation.acceptance_length
