@@ -251,8 +251,8 @@ def _refuse_unexpected(folder: Path, names: list[str]) -> None:
         shown = ", ".join(map(repr, names[:_SHOWN_NAMES])) + ", ..." * (len(names) > _SHOWN_NAMES)
         raise UserError(
             f"The draft head {str(folder)!r} holds {shown}, no part of a head as peagle loads it "
-            f"({len(names)} in all); expected {', '.join(_TEXTS)}, {CORRECTION_NAME} and the head's "
-            "safetensors, with no folders. Move the rest away, or push a copy without it."
+            f"({len(names)} in all); expected {', '.join(_TEXTS)}, {CORRECTION_NAME} and the "
+            "head's safetensors, with no folders. Move the rest away, or push a copy without it."
         )
 
 

@@ -271,7 +271,6 @@ class Trainer:
 
     def _probe(self) -> StepProbe:
         return StepProbe(
-            self.trained,
             self.masters,
             self.optimizers,
             self.inputs,
@@ -442,7 +441,8 @@ class Trainer:
     def _correction_facts(self) -> dict[str, Any]:
         """The correction's shape and the head that it is for."""
         own = self.config.correction
-        return own.model_dump(mode="json", exclude={"on"}) | {"head": self._corrected_head}
+        shape = own.model_dump(mode="json", include={"rank", "width", "survival"})
+        return shape | {"head": self._corrected_head}
 
     def _provenance(self) -> dict[str, Any]:
         """The origin of the run, read before it starts: commit and files may change during it."""
