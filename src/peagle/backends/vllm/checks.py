@@ -160,7 +160,7 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
             f"the head was trained on texts of up to {longest} tokens; vLLM lets it look back "
             "over more, and accepts far fewer drafts there. peagle's own engine keeps it to them"
         )
-    if (Path(folder) / CORRECTION_NAME).is_file():
+    if config.correction and (Path(folder) / CORRECTION_NAME).is_file():
         yield "the head has a correction, which vLLM does not read: it drafts without"
     size = launch.speculative_options.get("draft_tensor_parallel_size")
     size = launch.tensor_parallel_size if size is None else size
