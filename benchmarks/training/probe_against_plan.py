@@ -128,7 +128,6 @@ class Run:
 
     def probe(self) -> StepProbe:
         return StepProbe(
-            self.drafter,
             self.masters,
             self.optimizers,
             self.inputs,

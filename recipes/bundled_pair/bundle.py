@@ -111,7 +111,8 @@ def main() -> None:
         if not (pair / name / "head").is_dir():
             print(f"no {title} head in {pair}")
             continue
-        copy(pair / name / "head", BUNDLED / name, ("config.json", "model.safetensors"))
+        files = ("config.json", "model.safetensors", "correction.st")
+        copy(pair / name / "head", BUNDLED / name, files)
         record = json.loads((pair / name / "train.json").read_text())
         text = head_card(f"{title} head of the bundled code model", record, figures.get(name, []))
         (BUNDLED / name / "README.md").write_text(text)

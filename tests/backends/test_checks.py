@@ -68,7 +68,7 @@ def test_model_runner_v2(gpu, monkeypatch, value):
 
 
 def test_on_a_cpu(cpu):
-    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE))
+    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE), correction=False)
     plain = VllmLaunch(str(BUNDLED_TARGET))
     (note,) = check_launch(replace(plain, speculative=drafted, max_model_len=768), cpu)
     assert "samples wrongly" in note
@@ -78,6 +78,13 @@ def test_on_a_cpu(cpu):
     synthetic = replace(drafted, synthetic_acceptance_rates=(0.5, 0.4, 0.3, 0.2))
     with pytest.raises(UserError, match="vLLM refuses on a CPU"):
         check_launch(replace(plain, speculative=synthetic), cpu)
+
+
+def test_a_correction_that_vllm_does_not_read_is_told(gpu):
+    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE))
+    launch = VllmLaunch(str(BUNDLED_TARGET), drafted, max_model_len=768)
+    (note,) = check_launch(launch, gpu)
+    assert "a correction, which vLLM does not read" in note
 
 
 def test_options_of_later_versions(gpu):
@@ -97,7 +104,7 @@ def test_depth_beyond_training_is_told(gpu):
 
 @pytest.mark.parametrize(("served", "is_told"), [(None, True), (769, True), (768, False)])
 def test_lengths_beyond_training_are_told(gpu, served, is_told):
-    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE))
+    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE), correction=False)
     launch = VllmLaunch(str(BUNDLED_TARGET), drafted, max_model_len=served)
     notes = check_launch(launch, gpu)
     assert len(notes) == is_told

@@ -115,6 +115,16 @@ def test_text_progress_names_everything(
         (["CONFIG", "--output", "CONFIG"], "cannot be written: Not a directory"),
         (["CONFIG", "--output", "/proc/none"], "cannot be written: "),
         (["CONFIG", "--resume"], "no checkpoint to resume from"),
+        (
+            ["CONFIG", "--correction-on", "none"],
+            "none' is not there; expected a folder with config.json",
+        ),
+        (["CONFIG", "--set", "correction.rank=0"], "correction.rank is 0"),
+        (
+            ["CONFIG", "--correction-on", ".", "--set", "method.name=eagle3"],
+            "method.name 'eagle3' and method.depth 3; expected 'peagle' and at least 2",
+        ),
+        (["CONFIG", "--correction-on", ".", "--plan"], "--plan is of training a head"),
         (["CONFIG", "--set", "run.device=tpu9"], "tpu9"),
         ([], "Missing argument"),
     ],
@@ -126,6 +136,28 @@ def test_mistakes_exit_with_2(
     assert (done.status, done.out) == (2, "")
     told = done.err.splitlines()[-1 if arguments else 0]
     assert told.startswith("peagle: error: ") and message in told
+
+
+def test_a_correction_goes_beside_its_head(peagle: Peagle, config: Path) -> None:
+    root = config.parent
+    assert peagle("train", config).status == 0
+    options = ("--correction-on", root / "run" / "head", "--set", "correction.steps=4")
+    done = peagle("train", config, *options, "--format", "json")
+    assert (done.status, done.err) == (0, "")
+    reports = [json.loads(line) for line in done.out.splitlines()]
+    kinds = ["validation", "train", "train", "validation", "result"]
+    assert [report["kind"] for report in reports] == kinds
+    assert reports[0]["step"] == 0, "the head by itself comes first"
+    assert Path(reports[-1]["head"]) == root / "run" / "head"
+    files = sorted(path.name for path in (root / "run" / "correction").iterdir())
+    assert files == ["checkpoint", "metrics.jsonl", "train.json"]
+    kept = (root / "run" / "head" / "correction.st").exists()
+    assert kept == (reports[-1]["best"]["step"] > 0)
+    done = peagle("train", config, *options, "--output", root / "other")
+    assert done.status == 0, done.err
+    assert "correction: " in done.err and "4 steps on cpu" in done.err
+    assert (root / "other" / "correction" / "train.json").is_file()
+    assert "correction of step" in done.out or "no correction written" in done.out
 
 
 @pytest.mark.parametrize("wrong", ["data.validation=none.jsonl", "target=none"])

@@ -45,6 +45,7 @@ LIMITS = {
     "eval": ["--limit", "1", "--max-new-tokens", "4"],
     "train": [
         *("--set", "optimizer.steps=2"),
+        *("--set", "correction.steps=2"),
         *("--set", "run.validate_every=1"),
         *("--set", "data.batch_tokens=1024"),
         *("--set", "data.max_length=512"),

@@ -20,6 +20,7 @@ from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
 from peagle.engine.grammar import GrammarState
 from peagle.engine.pipeline import Pipeline
+from tests.corrections import add_correction
 
 pytest.importorskip("triton")
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
@@ -70,8 +71,14 @@ def outputs(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[Any
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize(
-    ("parallel", "window", "kv"),
-    [(True, None, "auto"), (False, None, "auto"), (True, 3, "auto"), (True, None, "fp8")],
+    ("parallel", "window", "kv", "corrected"),
+    [
+        (True, None, "auto", False),
+        (True, None, "auto", True),
+        (False, None, "auto", False),
+        (True, 3, "auto", False),
+        (True, None, "fp8", False),
+    ],
 )
 def test_a_step_under_the_interpreter(
     target_folder: Path,
@@ -79,9 +86,12 @@ def test_a_step_under_the_interpreter(
     parallel: bool,
     window: int | None,
     kv: str,
+    corrected: bool,
 ) -> None:
     build = partial(make, kv_cache_dtype=kv)
     head = head_folders(parallel=parallel)
+    if corrected:
+        add_correction(head)
     params = [GREEDY, replace(SAMPLED, max_tokens=3)]
     params = [replace(one, max_tokens=4) for one in params]
     eager = build(target_folder, head, "cpu", eager=True, window=window)
@@ -305,9 +315,11 @@ DRAWN_CASES = {
 
 
 def check_drawn_drafts(
-    target: Path, heads: Callable[..., Path], device: str, parallel: bool, case: str, length: int
+    target: Path, heads: Callable[..., Path], device: str, kind: str, case: str, length: int
 ) -> None:
-    head = heads(parallel=parallel, draft_vocab_size=200)
+    head = heads(parallel=kind != "eagle3", draft_vocab_size=200)
+    if kind == "corrected":
+        add_correction(head)
     params, options = DRAWN_CASES[case]
     llm = drawn_drafts_give_the_same(target, head, device, lasting(params, length), **options)
     reasons = {"steps without graphs": {"stop_token_ids"}, "K by load": {"kept_k"}}
@@ -316,12 +328,19 @@ def check_drawn_drafts(
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize(
-    ("case", "parallel"), [*((case, True) for case in DRAWN_CASES), ("joins and leaves", False)]
+    ("case", "kind"),
+    [
+        *((case, "peagle") for case in DRAWN_CASES),
+        ("joins and leaves", "eagle3"),
+        ("joins and leaves", "corrected"),
+    ],
 )
 def test_drawn_drafts_under_the_interpreter(
-    target_folder: Path, head_folders: Callable[..., Path], case: str, parallel: bool
+    target_folder: Path, head_folders: Callable[..., Path], case: str, kind: str
 ) -> None:
-    check_drawn_drafts(target_folder, head_folders, "cpu", parallel, case, length=6)
+    # A corrected head draws its drafts one after another.
+    length = 3 if kind == "corrected" else 6
+    check_drawn_drafts(target_folder, head_folders, "cpu", kind, case, length)
 
 
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
@@ -354,11 +373,11 @@ def test_preemption_keeps_drawn_drafts_under_the_interpreter(
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", DRAWN_CASES)
 @pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("kind", ["peagle", "eagle3", "corrected"])
 def test_drawn_drafts(
-    target_folder: Path, head_folders: Callable[..., Path], device: str, parallel: bool, case: str
+    target_folder: Path, head_folders: Callable[..., Path], device: str, kind: str, case: str
 ) -> None:
-    check_drawn_drafts(target_folder, head_folders, device, parallel, case, length=16)
+    check_drawn_drafts(target_folder, head_folders, device, kind, case, length=16)
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.checkpoint import save_drafter
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter
+from tests.corrections import add_correction
 from tests.engine.feature_reference import (
     JSON,
     REGEX,
@@ -83,6 +84,8 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 WAYS = ("plain", "eagle3", "peagle")
+# A corrected head chooses column by column, as one does for a grammar.
+CASES = [*itertools.product(FEATURES, WAYS), ("together", "corrected"), ("regex", "corrected")]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "prompts in chunks": {"max_num_batched_tokens": 3},
@@ -134,15 +137,15 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = make_folder(tmp_path_factory.mktemp("target"))
     target = TargetModel.load(folder, dtype=torch.float64)
-    heads = {way: tmp_path_factory.mktemp(way) for way in ("eagle3", "peagle")}
+    heads = {way: tmp_path_factory.mktemp(way) for way in ("eagle3", "peagle", "corrected")}
     sizes: dict[str, Any] = {"num_layers": 1, "draft_vocab_size": 7}
     for seed, (way, head) in enumerate(heads.items(), start=4):
-        save_drafter(head, make_drafter(target, parallel=way == "peagle", seed=seed, **sizes))
+        save_drafter(head, make_drafter(target, parallel=way != "eagle3", seed=seed, **sizes))
+    add_correction(heads["corrected"])
     return World(target, Reference(folder), heads)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("feature", "way"), CASES)
 def test_greedy_output_is_the_references(world: World, feature: str, way: str) -> None:
     k, shape = 3, {"max_tokens": 16, "temperature": 0.0}
     asked, ignored = (make_params({**f, **shape}) for f in FEATURES[feature])
@@ -187,16 +190,15 @@ def sample(
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("feature", "way"), CASES)
 def test_sampled_outputs_have_the_references_distribution(
     world: World, feature: str, way: str
 ) -> None:
     shape = {"max_tokens": 3, "temperature": 0.8}
     asked, ignored = (make_params(f, **shape) for f in FEATURES[feature])
     # Every feature meets both ways of sampling drafts, and so does every head.
-    turn = (list(FEATURES).index(feature) + WAYS.index(way)) % 2
-    draft_sampling = ("argmax", "probabilistic")[turn]
+    turn = CASES.index((feature, way)) % 2
+    draft_sampling = ("argmax", "probabilistic")[turn or way == "corrected"]
     outputs = [output for (output,) in sample(world, way, draft_sampling, asked, feature)]
     assert fit(outputs, world.reference.joint(asked, PROMPT)) > 1e-3
     assert fit(outputs, world.reference.joint(ignored, PROMPT)) < 1e-4

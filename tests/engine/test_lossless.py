@@ -22,6 +22,7 @@ from peagle.kernels.batches import slot_mapping
 from peagle.models.checkpoint import save_drafter
 from peagle.models.target import TargetModel
 from tests.conftest import CONFIGS, make_drafter, make_target_folder
+from tests.corrections import add_correction
 from tests.engine.engines import assert_idle, config_of, know_the_answer
 
 PROMPTS = [[5, 9, 200, 31], [17] * 40, [3], list(range(20, 95)), [8, 8, 9, 9, 8, 8, 9, 9, 8, 8]]
@@ -86,11 +87,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def own_heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    """A P-EAGLE head (True) and an EAGLE-3 head (False) of the target."""
+    """A P-EAGLE head (True), with a correction, and an EAGLE-3 head (False) of the target."""
     found = {}
     for parallel in (True, False):
         found[parallel] = str(tmp_path_factory.mktemp("head"))
         save_drafter(found[parallel], make_drafter(load_target(folder), parallel=parallel))
+    add_correction(Path(found[True]))
     return found
 
 
@@ -101,12 +103,24 @@ def test_plain_output_equals_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "k"), [(True, 1), (True, 2), (True, 7), (False, 1), (False, 5)]
+    ("parallel", "k", "correction"),
+    [
+        (True, 1, False),
+        (True, 2, False),
+        (True, 7, False),
+        (True, 7, True),
+        (False, 1, False),
+        (False, 5, False),
+    ],
 )
 def test_drafted_output_equals_transformers(
-    folder: Path, own_heads: dict[bool, str], parallel: bool, k: int
+    folder: Path, own_heads: dict[bool, str], parallel: bool, k: int, correction: bool
 ) -> None:
-    config = {"model": own_heads[parallel], "num_speculative_tokens": k}
+    config = {
+        "model": own_heads[parallel],
+        "num_speculative_tokens": k,
+        "correction": correction,
+    }
     # As drafted (nearly all wrong), and with drafts accepted and rejected at every position.
     for right_share in (0.0, 0.8):
         outputs = engine_outputs(folder, config, right_share=right_share)

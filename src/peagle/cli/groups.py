@@ -52,6 +52,8 @@ SPECULATION = group(
     --draft-window INT
         Number of tokens that a head attends to when it drafts; 0 is all of them. [default:
         the longest training text if the head names it, else all]
+    --no-correction = speculative.correction
+        Draft without the correction that lies beside the head.
     --speculative-config JSON = speculative_config
         Speculative configuration in vLLM's form, in place of the options above.
     """,

@@ -35,6 +35,9 @@ peagle train head.toml --resume
 # Train for longer; the learning rate is then that of a run of 4,000 steps
 peagle train head.toml --resume --set optimizer.steps=4000
 
+# A correction of that head, fitted in minutes on the same data and kept beside it
+peagle train head.toml --correction-on out/head
+
 # On both GPUs of a machine: each takes half of the rows of every batch
 torchrun --nproc-per-node 2 -m peagle train head.toml
 
@@ -52,6 +55,12 @@ def train(
         False,
         "--resume",
         help="Continue from the output folder's checkpoint; only optimizer.steps may differ.",
+    ),
+    correction_on: str | None = typer.Option(
+        None,
+        metavar="HEAD",
+        help="Fit a correction of this head's drafts instead, and write it beside the head.",
+        show_default=False,
     ),
     output: Path | None = typer.Option(None, help="Output folder, instead of the one in the file."),
     overrides: list[str] | None = typer.Option(
@@ -76,7 +85,8 @@ def train(
     """Train a P-EAGLE or EAGLE-3 draft head on responses that the target generated.
 
     Writes to the output folder: head/ (vLLM style; the best one where there is validation data),
-    checkpoint/ (to resume from), metrics.jsonl and train.json.
+    checkpoint/ (to resume from), metrics.jsonl and train.json. With --correction-on the head stays
+    as it is and gets correction.st beside it; the rest goes to correction/ in the output folder.
     """
     from peagle.config import require_writable_folder
     from peagle.training.config import TrainConfig
@@ -84,10 +94,13 @@ def train(
     _check_plan_options(plan, gpu_memory_gib, gpus, tokens_per_s)
 
     def read() -> TrainConfig:
-        run = TrainConfig.read(config, overrides or [])
-        if output is not None:
-            run = run.model_copy(update={"output": output.absolute()})
+        run = TrainConfig.read(config, overrides or [], output=output, correction_on=correction_on)
         run.check_paths()
+        if plan and run.correction.on is not None:
+            raise UserError(
+                f"--plan is of training a head; a correction of {str(run.correction.on)!r} is "
+                "asked for, which takes minutes. Leave one of them out."
+            )
         if not plan:
             require_writable_folder(run.output, "The output folder")
         return run
@@ -159,7 +172,7 @@ def _train(
             raise SystemExit(INTERRUPTED) from None
         print(f"peagle: {stopped}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    head = plan.output / "head"
+    head = plan.head_folder
     if not processes.is_first:
         return None
     if as_json:
@@ -172,9 +185,10 @@ def _facts(trainer: Trainer) -> Iterator[str]:
     """Yield a line each for the size of the run, its warm start, memory and vocabulary."""
     plan, count = trainer.config, trainer.processes.world_size
     places = str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
-    parameters = sum(p.numel() for p in trainer.drafter.parameters())
+    parameters = sum(p.numel() for p in trainer.trained.parameters())
+    kind = "correction" if plan.correction.on is not None else f"{plan.method.name} head"
     yield (
-        f"{plan.method.name} head: {parameters / 1e6:.2f}M parameters, "
+        f"{kind}: {parameters / 1e6:.2f}M parameters, "
         f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
         f"{plan.optimizer.steps} steps on {places}"
     )
@@ -250,14 +264,17 @@ def result_text(record: dict[str, Any], folder: str) -> str:
     if record["stop_reason"] == "patience":
         patience = record["config"]["run"]["patience"]
         lines.append(f"stopped at step {record['steps']}: no better head in {patience} validations")
-    which = "head"
+    which = kind = "correction" if "correction" in record else "head"
     if best is not None:
         how = f"temperature {best['temperature']:g}" if best["temperature"] else "greedy"
         which = (
-            f"head of step {best['step']} (acceptance length {best['acceptance_length']:.2f} as "
+            f"{kind} of step {best['step']} (acceptance length {best['acceptance_length']:.2f} as "
             f"served, K={best['k']}, {how})"
         )
-    lines.append(f"{which} written to {folder} after {record['seconds']:.0f} s")
+    if kind == "correction" and best is not None and not best["step"]:
+        lines.append(f"no correction written to {folder}: none drafts better than the head alone")
+    else:
+        lines.append(f"{which} written to {folder} after {record['seconds']:.0f} s")
     return "\n".join(lines)
 
 

@@ -56,6 +56,7 @@ _CHECKS = {
     ),
     "quantization": choice_of(None, *get_args(Quantization)),
     "check_target": BOOLEAN,
+    "correction": BOOLEAN,
     "max_model_len": whole(1, optional=True),
     "draft_window": FieldCheck(
         whole(0, optional=True).accepts, "a whole number, 0 for no window, or none"
@@ -90,6 +91,8 @@ class SpeculativeConfig:
         quantization: type that the weights of the head's layers get when they are loaded; None
             takes them as they are stored.
         check_target: refuse a head whose fingerprint names another target.
+        correction: use the correction that lies beside the head, if there is one (`peagle train
+            --correction-on`): each draft then knows the one before it.
         max_model_len: positions up to which a head drafts; longer sequences go on without drafts.
             None takes the length that the head was trained for.
         draft_window: how many tokens a position of the head attends to, itself and those before
@@ -118,6 +121,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 1
     quantization: Quantization | None = None
     check_target: bool = True
+    correction: bool = True
     max_model_len: int | None = None
     draft_window: int | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None

@@ -110,7 +110,9 @@ class EngineServing:
             "model": str(self.head),
             "num_speculative_tokens": self.num_drafts,
             "check_target": False,
-            "draft_window": 0,  # as the forward pass of training, and as vLLM
+            # As the forward pass of training, and as vLLM.
+            "draft_window": 0,
+            "correction": False,
         }
         llm = LLM(model=self.target, speculative_config=speculative)
         prompts = [question.token_ids for question in questions]

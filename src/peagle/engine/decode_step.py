@@ -25,6 +25,7 @@ from peagle.engine.sequence import Sequence
 from peagle.engine.step_rules import StepRules
 from peagle.kernels.batches import DraftBatch, PackedBatch, TargetBatch
 from peagle.kernels.batches_triton import build_target_batch, expand_draft_batch, gather_features
+from peagle.kernels.correction_triton import correct_logits
 from peagle.kernels.draft_choice_triton import (
     ChainBuffers,
     ChoiceScratch,
@@ -457,7 +458,8 @@ class CapturedDraft:
             self._num_mask_slots_B = torch.zeros_like(self._num_mask_slots_B)
             self._chain = ChainBuffers.allocate(num_seqs, k, device)
         self._hidden_SD = self._h_shared_D.new_zeros(num_slots, config.hidden_size)
-        columns, vocab_size = k if config.is_parallel else 1, config.draft_vocab_size
+        all_at_once = config.is_parallel and drafter.correction is None
+        columns, vocab_size = k if all_at_once else 1, config.draft_vocab_size
         if step.draws:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
         else:
@@ -506,9 +508,29 @@ class CapturedDraft:
         return done_SD
 
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
+        drafter, num_columns = self._drafter, hidden_NJD.shape[1]
+        logits_RV = drafter.compute_logits(hidden_NJD.flatten(0, 1))
+        correction = drafter.correction
+        if correction is None:
+            self._put(logits_RV, slice(first, first + num_columns))
+            return
+        states_NJW = correction.start(drafter.normed(hidden_NJD))
+        logits_NJV = logits_RV.unflatten(0, (-1, num_columns))
+        for j in range(num_columns):
+            if j:
+                correct_logits(
+                    logits_NJV[:, j],
+                    states_NJW[:, j],
+                    self._step.rows.drafts_BK[:, first + j - 1],
+                    correction.tokens_VW,
+                    correction.down_rW,
+                    correction.weight_Vr,
+                )
+            self._put(logits_NJV[:, j], slice(first + j, first + j + 1))
+
+    def _put(self, logits_RV: Tensor, columns: slice) -> None:
+        """Choose the drafts of some columns from their logits."""
         own, d2t = self._step.rows, self._drafter.d2t
-        columns = slice(first, first + hidden_NJD.shape[1])
-        logits_RV = self._drafter.compute_logits(hidden_NJD.flatten(0, 1))
         drafts_BJ = own.drafts_BK[:, columns]
         if own.draft_probs is None:
             choose_drafts(logits_RV, d2t, self._choices, drafts_BJ)
@@ -521,5 +543,5 @@ class CapturedDraft:
             self._draws,
             drafts_BJ,
             own.draft_probs.probs_BKD[:, columns],
-            first=first,
+            first=columns.start,
         )

@@ -27,7 +27,12 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
 from peagle.kernels.upload import upload_ints
-from peagle.models.checkpoint import load_drafter, read_head_config, trained_length
+from peagle.models.checkpoint import (
+    load_correction,
+    load_drafter,
+    read_head_config,
+    trained_length,
+)
 from peagle.models.drafter import Drafter
 from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
@@ -48,7 +53,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
 
     Raises:
         UserError: parallel_drafting contradicts the kind of head.
-        CheckpointError: the head does not fit the target.
+        CheckpointError: the head does not fit the target, or its correction does not fit the head.
     """
     if speculative is None or speculative.model is None:
         return None
@@ -68,6 +73,8 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             stacklevel=4,
         )
     drafter = load_drafter(speculative.model, target, check_target=speculative.check_target)
+    if speculative.correction:
+        drafter.correction = load_correction(speculative.model, drafter)
     if speculative.quantization is not None:
         quantize_head(drafter, speculative.quantization, unpack=target.device.type != "cuda")
     window = speculative.draft_window

@@ -115,7 +115,7 @@ def weights_digest(folder: str | Path) -> str:
     if not folder:
         return ""
     digest = hashlib.sha256()
-    for pattern in ("config.json", "*.safetensors"):
+    for pattern in ("config.json", "*.safetensors", "correction.st"):
         for file in sorted(Path(folder).glob(pattern)):
             with file.open("rb") as data:
                 digest.update(hashlib.file_digest(data, "sha256").digest())

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from peagle.errors import CheckpointError
 from peagle.models.architectures import SUPPORTED_ROPE_TYPES
+from peagle.models.correction import DraftCorrection
 
 _SIZES = (
     "hidden_size",
@@ -356,6 +357,8 @@ class Drafter(nn.Module):
         self.register_buffer("t2d", kept if pruned else None)
         # How far back a position looks when it drafts, itself included; None: to the beginning.
         self.window: int | None = None
+        # Not part of the state either: it has a file of its own (`checkpoint.correction`).
+        self.correction: DraftCorrection | None = None
         # Outside the module tree: a table of constants, not part of the checkpoint.
         self._rope: tuple[Tensor, Tensor] | None = None
         self._num_positions = config.max_position_embeddings
@@ -415,7 +418,11 @@ class Drafter(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """lm_head(norm(hidden)) of what `forward` returned: [..., D] to [..., DV]."""
-        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+        return self.lm_head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return norm(hidden) of what `forward` returned, [..., D]: what lm_head reads."""
+        return hidden if self.config.norm_output else self.norm(hidden)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Return the target ids of draft ids: id + d2t[id]."""

@@ -43,6 +43,7 @@ FETCHED = [
     "generation_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
+    "correction.st",  # of a draft head
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

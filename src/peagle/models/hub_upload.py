@@ -42,7 +42,7 @@ from peagle.models.hub import (
 
 # Errors of the network, the disk, answers that no hub gives, and the library's own of an upload.
 _FAILURES = (HTTPError, OSError, ValueError, KeyError, TypeError, RuntimeError)
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", "correction.st")
 _SHOWN_NAMES = 4
 
 

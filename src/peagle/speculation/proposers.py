@@ -315,21 +315,29 @@ class EagerDraft:
         return done_SD
 
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
-        logits_NJV = self._proposer.drafter.compute_logits(hidden_NJD)
+        drafter, constraint = self._proposer.drafter, self._step.constraint
+        logits_NJV = drafter.compute_logits(hidden_NJD)
         sequences_N = self._still_drafting(first)
-        constraint = self._step.constraint
-        if constraint is None:
+        correction = drafter.correction
+        if constraint is None and correction is None:
             self._put(logits_NJV, sequences_N, first)
             return
-        # What may come next depends on what was chosen before it: one column at a time.
+        states_NJW = None
+        if correction is not None:
+            states_NJW = correction.start(drafter.normed(hidden_NJD))
+        # What may or should come next depends on what was chosen before it: one column at a time.
         for j in range(logits_NJV.shape[1]):
-            logits_N1V = logits_NJV[:, j : j + 1]
-            mask_BV = constraint.mask(self._device)
+            logits_NV = logits_NJV[:, j]
+            if correction is not None and states_NJW is not None and j:
+                tokens_N = self._tokens_BK[sequences_N, first + j - 1]
+                logits_NV = correction.add(logits_NV, states_NJW[:, j], tokens_N)
+            mask_BV = None if constraint is None else constraint.mask(self._device)
             if mask_BV is not None:
-                mask_N1V = mask_BV[sequences_N][:, self._proposer.target_ids].unsqueeze(1)
-                logits_N1V = logits_N1V.masked_fill(~mask_N1V, -torch.inf)
-            self._put(logits_N1V, sequences_N, first + j)
-            constraint.advance(self._tokens_BK[:, first + j].tolist())
+                mask_NV = mask_BV[sequences_N][:, self._proposer.target_ids]
+                logits_NV = logits_NV.masked_fill(~mask_NV, -torch.inf)
+            self._put(logits_NV.unsqueeze(1), sequences_N, first + j)
+            if constraint is not None:
+                constraint.advance(self._tokens_BK[:, first + j].tolist())
 
     def drafts(self) -> Drafts:
         """The drafts chosen, cut where the constraint ends them."""

@@ -12,6 +12,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
+from peagle.models.checkpoint import load_drafter
+from peagle.models.correction import Correction
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target import TargetModel, default_aux_layer_ids
 from peagle.models.target_facts import TargetFacts, TargetSizes
@@ -24,10 +26,13 @@ MASK_TOKEN = "<|mask|>"
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A head before its first step, and what it started from (None: from random weights)."""
+    """A head before its first step, what it started from (None: from random weights), and what is
+    trained in its place (None: the head itself).
+    """
 
     drafter: Drafter
     warm_start: WarmStart | None
+    correction: Correction | None = None
 
 
 def build(
@@ -36,7 +41,8 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
     dataset: ResponseDataset,
 ) -> Built:
-    """A head: the one that `head.init` names to start from, else a fresh one.
+    """A head: the one that `head.init` names to start from, else a fresh one; or the frozen head
+    that `correction.on` names, with a fresh correction.
 
     Fresh means random layers, embeddings and lm_head from the target. Geometry that the
     configuration leaves out is the target's. The draft vocabulary is the most frequent tokens of
@@ -47,8 +53,11 @@ def build(
     target has no layers here to make them, it is random, and the caller starts it from stored ones.
 
     Raises:
-        UserError: the geometry does not work out, or the head to start from is not usable.
+        UserError: the geometry does not work out, or the head to start from or to correct is not
+            usable.
     """
+    if config.correction.on is not None:
+        return _corrected(config.correction.on, config, target)
     mask_token_id = _mask_token_id(config, target, tokenizer)
     if config.head.init is not None:
         return _warm(config.head.init, config, target, tokenizer, dataset, mask_token_id)
@@ -75,6 +84,26 @@ def planned_shape(
         return _fresh_shape(config, target, mask_token_id)
     init = InitHead.shape_of(config.head.init, target)
     return init.shape(config.head, config.method.depth, mask_token_id)
+
+
+def _corrected(folder: Path, config: TrainConfig, target: TargetFacts) -> Built:
+    """The head in `folder`, frozen, and a correction whose term is 0."""
+    drafter = load_drafter(folder, target, dtype=torch.promote_types(target.dtype, torch.float32))
+    if not drafter.config.is_parallel:
+        raise UserError(
+            f"correction.on is {str(folder)!r}, an EAGLE-3 head, whose drafts see each other; "
+            "expected a P-EAGLE head."
+        )
+    _reserve(drafter, config)
+    own = config.correction
+    correction = Correction(
+        drafter.config.hidden_size,
+        rank=own.rank,
+        width=own.width,
+        num_slots=config.method.depth - 1,
+    )
+    correction.reset(config.run.seed)
+    return Built(drafter, None, correction.to(target.device, drafter.fc.weight.dtype))
 
 
 def _warm(
@@ -104,10 +133,14 @@ def _warm(
 
 def _ready(drafter: Drafter, config: TrainConfig, target: TargetFacts) -> Drafter:
     """Move the head to the device and give it angles for the longest row."""
-    data = config.data
-    drafter.reserve_positions(max(data.max_length, data.batch_tokens) + config.method.depth)
+    _reserve(drafter, config)
     drafter.embed_tokens.requires_grad_(not config.head.freeze_embeddings)
     return drafter.to(target.device)
+
+
+def _reserve(drafter: Drafter, config: TrainConfig) -> None:
+    data = config.data
+    drafter.reserve_positions(max(data.max_length, data.batch_tokens) + config.method.depth)
 
 
 def _fresh_shape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic import (
 )
 
 from peagle.bundled import Role, expand_bundled
-from peagle.config import require_folder
+from peagle.config import require_folder, require_writable_folder
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
@@ -164,6 +165,30 @@ class MethodSection(_Section):
         return facts
 
 
+class CorrectionSection(_Section):
+    """A correction of a frozen head (`models.correction`), fitted in place of training a head.
+
+    The learning rate falls linearly to zero, without decay of weights, as in [optimizer]. The loss
+    is KL(target || draft), and a slot counts by how often drafts get there.
+
+    Attributes:
+        on: folder of the head; none trains a head, whatever else is set here. The correction is
+            written beside the head.
+        rank, width: r and W of the term; a slot reads r numbers of each token of the draft
+            vocabulary.
+        steps: optimizer steps, minutes.
+        learning_rate: the highest.
+        survival: weight of a slot relative to the slot before it.
+    """
+
+    on: Annotated[Path | None, _model("draft")] = None
+    rank: int = Field(64, ge=1)
+    width: int = Field(256, ge=1)
+    steps: int = Field(1100, ge=1)
+    learning_rate: float = Field(3e-3, gt=0)
+    survival: float = Field(0.7, gt=0, le=1)
+
+
 class OptimizerSection(_Section):
     """Linear warm-up, then linear decay to zero.
 
@@ -259,6 +284,7 @@ class TrainConfig(_Section):
     Attributes:
         target: folder of the target model; "bundled" is the bundled code model.
         output: folder that receives the head, the checkpoint to resume from and the records.
+        optimizer: of a head; a correction has its steps and rate in its own table.
     """
 
     format_version: int = FORMAT_VERSION
@@ -267,8 +293,28 @@ class TrainConfig(_Section):
     head: HeadSection = HeadSection()  # type: ignore[call-arg]
     data: DataSection
     method: MethodSection = MethodSection()  # type: ignore[call-arg]
+    correction: CorrectionSection = CorrectionSection()  # type: ignore[call-arg]
     optimizer: OptimizerSection
     run: RunSection = RunSection()  # type: ignore[call-arg]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _optimize_correction(cls, data: Any) -> Any:
+        """Where a correction is fitted, [optimizer] and the loss are its own."""
+        given = data.get("correction") if isinstance(data, dict) else None
+        if not isinstance(given, dict) or given.get("on") is None:
+            return data
+        try:
+            own = CorrectionSection.model_validate(given)
+        except ValidationError:
+            return data  # the section says what is wrong with it
+        optimizer = {"steps": own.steps, "learning_rate": own.learning_rate, "betas": (0.9, 0.999)}
+        method = dict(data.get("method") or {})
+        depth = method.get("depth", MethodSection.model_fields["depth"].default)
+        if type(depth) is int and depth > 0:
+            # The first slot is not corrected.
+            method["depth_weights"] = (0.0, *(own.survival**slot for slot in range(depth - 1)))
+        return {**data, "optimizer": optimizer, "method": method | {"loss": "kl"}}
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -280,6 +326,7 @@ class TrainConfig(_Section):
         if self.data.batch_tokens < self.data.length_multiple:
             raise ValueError("data.batch_tokens must hold at least one row of data.length_multiple")
         self._check_selection()
+        self._check_correction()
         if self.method.name == "eagle3":
             for name in ("segments", "recompute_layers"):
                 if (value := getattr(self.run, name)) not in ("auto", False):
@@ -288,6 +335,15 @@ class TrainConfig(_Section):
                         "elements only: leave it out"
                     )
         return self
+
+    def _check_correction(self) -> None:
+        on, method = self.correction.on, self.method
+        if on is not None and (method.name != "peagle" or method.depth < 2):
+            raise ValueError(
+                f"correction.on is {str(on)!r} with method.name {method.name!r} and method.depth "
+                f"{method.depth}; expected 'peagle' and at least 2: only the drafts of one pass do "
+                "not see each other"
+            )
 
     def _check_selection(self) -> None:
         run, depth = self.run, self.method.depth
@@ -305,11 +361,24 @@ class TrainConfig(_Section):
                 f"run.patience is {run.patience}, but there is no data.validation to judge heads by"
             )
 
+    @property
+    def head_folder(self) -> Path:
+        """Where the head is that the run writes, or writes a correction for."""
+        return self.correction.on or self.output / "head"
+
     @classmethod
-    def read(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    def read(
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        output: Path | None = None,
+        correction_on: str | None = None,
+    ) -> TrainConfig:
         """Read a TOML file; relative paths in it are relative to its folder.
 
-        `overrides`, "section.key=value" in TOML's notation, go over the file.
+        `overrides`, "section.key=value" in TOML's notation, go over the file. So do `output` and
+        `correction_on` (`correction.on`), which are relative to the working directory.
 
         Raises:
             UserError: the file is missing, not TOML, or a key or value is not understood.
@@ -323,6 +392,11 @@ class TrainConfig(_Section):
             raise UserError(f"{str(path)!r} is not TOML: {error}.") from None
         for override in overrides:
             _put(data, override)
+        if output is not None:
+            data["output"] = str(output.absolute())
+        if correction_on is not None:
+            head = Path(expand_bundled(correction_on, "draft")).absolute()
+            _put(data, f"correction.on={json.dumps(str(head))}")
         try:
             config = cls.model_validate(data)
         except ValidationError as error:
@@ -338,6 +412,9 @@ class TrainConfig(_Section):
         require_folder(self.target, "The target model")
         if self.head.init is not None:
             require_folder(self.head.init, "head.init:")
+        if self.correction.on is not None:
+            require_folder(self.correction.on, "The head to correct")
+            require_writable_folder(self.correction.on, "The head to correct")
         data = self.data
         if not data.train.is_file():
             raise UserError(
@@ -362,6 +439,11 @@ class TrainConfig(_Section):
         update = {"target": folder / self.target, "output": folder / self.output, "data": data}
         if self.head.init is not None:
             update["head"] = self.head.model_copy(update={"init": folder / self.head.init})
+        if self.correction.on is not None:
+            update["correction"] = self.correction.model_copy(
+                update={"on": folder / self.correction.on}
+            )
+            update["output"] = folder / self.output / "correction"
         return self.model_copy(update=update)
 
 

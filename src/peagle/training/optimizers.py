@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from peagle.models.drafter import Drafter
 from peagle.training.config import OptimizerSection
 from peagle.training.distributed import Processes
 
@@ -26,19 +25,19 @@ from peagle.training.distributed import Processes
 class Masters:
     """The weights that the optimizers update: float32 copies of the head's, or the head's own.
 
-    The head comes with its first weights in float32 or wider, and computes in `dtype`; where that
-    is the type of its weights nothing is copied.
+    The head, or the correction of one, comes with its first weights in float32 or wider, and
+    computes in `dtype`; where that is the type of its weights nothing is copied.
     """
 
-    def __init__(self, drafter: Drafter, dtype: torch.dtype) -> None:
-        self.drafter = drafter
-        own = dict(drafter.named_parameters())
+    def __init__(self, head: nn.Module, dtype: torch.dtype) -> None:
+        self.head = head
+        own = dict(head.named_parameters())
         self._copies: dict[str, nn.Parameter] = {}
-        if dtype != drafter.fc.weight.dtype:
+        if dtype != next(iter(own.values())).dtype:
             for name, parameter in own.items():
                 if parameter.requires_grad:
                     self._copies[name] = nn.Parameter(parameter.detach().clone())
-            drafter.to(dtype)
+            head.to(dtype)
             for name, master in self._copies.items():
                 own[name].grad_dtype = master.dtype
         self._own = own
@@ -54,7 +53,7 @@ class Masters:
 
         Call `publish` after writing to them.
         """
-        return {**self.drafter.state_dict(), **{n: p.detach() for n, p in self._copies.items()}}
+        return {**self.head.state_dict(), **{n: p.detach() for n, p in self._copies.items()}}
 
     def collect(self) -> list[Tensor]:
         """Hand the head's gradients to the masters; returns the masters that have one."""
@@ -77,11 +76,11 @@ class Masters:
             parameter.grad = None
 
 
-def build_masters(drafter: Drafter, dtype: torch.dtype, processes: Processes) -> Masters:
+def build_masters(head: nn.Module, dtype: torch.dtype, processes: Processes) -> Masters:
     """The masters of a head, divided among the processes where there are several."""
     if processes.world_size == 1:
-        return Masters(drafter, dtype)
-    return ShardedMasters(drafter, dtype, processes)
+        return Masters(head, dtype)
+    return ShardedMasters(head, dtype, processes)
 
 
 class ShardedMasters(Masters):
@@ -98,28 +97,28 @@ class ShardedMasters(Masters):
     processes, not averaged: the loss has one denominator for the rows of all.
 
     Args:
-        drafter: the head, with its first weights in float32 or wider; every process continues
+        head: with its first weights in float32 or wider; every process continues
             with those of the first one.
         dtype: in which the head computes.
         processes: at least two.
     """
 
-    def __init__(self, drafter: Drafter, dtype: torch.dtype, processes: Processes) -> None:
-        self.drafter = drafter
+    def __init__(self, head: nn.Module, dtype: torch.dtype, processes: Processes) -> None:
+        self.head = head
         self._processes = processes
-        self._own = dict(drafter.named_parameters())
-        wide = drafter.fc.weight.dtype
+        self._own = dict(head.named_parameters())
+        first = next(iter(self._own.values()))
+        wide = first.dtype
         blocks: dict[str, dict[str, nn.Parameter]] = {}
         for name, parameter in self._own.items():
             if parameter.requires_grad:
                 blocks.setdefault(_block_of(name), {})[name] = parameter
         self._root = _Root([_Block(list(block.values())) for block in blocks.values()])
-        drafter.to(dtype)
+        head.to(dtype)
         for parameter in self._own.values():
             if parameter.requires_grad and dtype != wide:
                 parameter.grad_dtype = wide
-        device = drafter.fc.weight.device
-        mesh = init_device_mesh(device.type, (processes.world_size,))
+        mesh = init_device_mesh(first.device.type, (processes.world_size,))
         policy = MixedPrecisionPolicy(dtype if dtype != wide else None, reduce_dtype=wide)
         for block in (*self._root.blocks, self._root):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

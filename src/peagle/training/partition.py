@@ -141,6 +141,26 @@ def two_pass_backward(
     return loss + first_loss.detach()
 
 
+def frozen_backward(
+    drafter: Drafter,
+    batch: Batch,
+    states: TargetStates,
+    layout: PartitionLayout,
+    loss_of: Callable[[Graded], Tensor],
+    *,
+    method: TrainingMethod,
+) -> Tensor:
+    """`two_pass_backward` where nothing of the head is trained: gradients end at its outputs."""
+    with torch.no_grad():
+        parts = list(partitioned_graded(drafter, batch, states, layout, method))
+    total = torch.zeros((), device=layout.context.anchors.device)
+    for graded in parts:
+        loss = loss_of(graded)
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
 def partitioned_graded(
     drafter: Drafter,
     batch: Batch,

@@ -19,7 +19,13 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
-from peagle.models.checkpoint import HeadFormat, format_of, read_head_config, trained_length
+from peagle.models.checkpoint import (
+    CORRECTION_NAME,
+    HeadFormat,
+    format_of,
+    read_head_config,
+    trained_length,
+)
 from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.formats import verifier_of
 from peagle.models.checkpoint.weights import (
@@ -199,7 +205,8 @@ def _check_entries(folder: Path) -> None:
                 f"{str(entry)!r} looks like a secret by its name. Nothing is pushed while it is in "
                 "the folder: move it away."
             )
-        if not entry.is_file() or (entry.name not in _TEXTS and entry.suffix != ".safetensors"):
+        is_weights = entry.suffix == ".safetensors" or entry.name == CORRECTION_NAME
+        if not entry.is_file() or (entry.name not in _TEXTS and not is_weights):
             unexpected.append(entry.name)
         elif entry.name in _TEXTS:
             _check_text(entry)
@@ -220,7 +227,9 @@ def _check_text(path: Path) -> None:
 
 
 def _published_files(folder: Path) -> tuple[str, ...]:
-    """The texts, and the safetensors files that loading the head reads; others are refused."""
+    """The texts, the correction, and the safetensors files that loading the head reads; others are
+    refused.
+    """
     if (folder / WEIGHTS_NAME).is_file():
         weights = {WEIGHTS_NAME}
         if (folder / INDEX_NAME).is_file():
@@ -232,7 +241,8 @@ def _published_files(folder: Path) -> tuple[str, ...]:
     found = {path.name for path in folder.iterdir()}
     # Files of that name hold another layout: loading from a hub leaves them out.
     others = {name for name in weights if name.startswith("consolidated")}
-    _refuse_unexpected(folder, sorted(others | (found - weights - set(_TEXTS))))
+    expected = {*weights, *_TEXTS, CORRECTION_NAME}
+    _refuse_unexpected(folder, sorted(others | (found - expected)))
     return tuple(sorted(found))
 
 
@@ -241,8 +251,8 @@ def _refuse_unexpected(folder: Path, names: list[str]) -> None:
         shown = ", ".join(map(repr, names[:_SHOWN_NAMES])) + ", ..." * (len(names) > _SHOWN_NAMES)
         raise UserError(
             f"The draft head {str(folder)!r} holds {shown}, no part of a head as peagle loads it "
-            f"({len(names)} in all); expected {', '.join(_TEXTS)} and the head's safetensors, with "
-            "no folders. Move the rest away, or push a copy without it."
+            f"({len(names)} in all); expected {', '.join(_TEXTS)}, {CORRECTION_NAME} and the "
+            "head's safetensors, with no folders. Move the rest away, or push a copy without it."
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peagle.data.batches import Batch
 from peagle.data.features import TargetStates
+from peagle.models.correction import Correction
 from peagle.models.drafter import Drafter
 from peagle.models.target_facts import TargetFacts
 from peagle.training.chunked_loss import (
@@ -24,7 +25,12 @@ from peagle.training.chunked_loss import (
 )
 from peagle.training.config import MethodSection
 from peagle.training.distributed import ALONE, Processes
-from peagle.training.partition import PartitionLayout, partitioned_graded, two_pass_backward
+from peagle.training.partition import (
+    PartitionLayout,
+    frozen_backward,
+    partitioned_graded,
+    two_pass_backward,
+)
 from peagle.training.training_methods import Graded, Selected, TrainingMethod, eagle3_graded
 
 # ---- grading --------------------------------------------------------------------------------
@@ -59,6 +65,8 @@ class Objective:
             projected: with 32,000 of 152,000 tokens that is a fifth of the work.
         temperature: say how likely the target is to draw each draft at this temperature; without
             gradients, with the whole vocabulary. 0 does not.
+        correction: grade the head with it, each draft corrected by the response's token before it:
+            acceptance asks for no other, since a draft counts only where those before it pass.
     """
 
     def __init__(
@@ -70,9 +78,11 @@ class Objective:
         *,
         whole_vocabulary: bool = True,
         temperature: float = 0.0,
+        correction: Correction | None = None,
     ) -> None:
         assert whole_vocabulary or not temperature
         self.drafter = drafter
+        self.correction = correction
         self.temperature = temperature
         self.loss = DraftLoss(section.loss, section.tv_share)
         config = drafter.config
@@ -94,7 +104,7 @@ class Objective:
         """Weight of elements by their depth."""
         return self._weights_K[depth_M]
 
-    def grade(self, graded: Graded, states: TargetStates) -> Grade:
+    def grade(self, graded: Graded, batch: Batch, states: TargetStates) -> Grade:
         """Grade elements by what the target says where their token is predicted."""
         target_rows = states.hidden_BNH.flatten(0, 1)
 
@@ -111,9 +121,11 @@ class Objective:
             draft_ids=self.draft_ids,
             chunk_rows=self.chunk_rows,
         )
-        hidden_MD = graded.hidden_MD
-        if not drafter.config.norm_output:
-            hidden_MD = drafter.norm(hidden_MD)
+        hidden_MD = drafter.normed(graded.hidden_MD)
+        if self.correction is not None:
+            at = graded.selected
+            token_M = batch.tokens_BN[at.row, at.anchor + at.depth + 1]
+            hidden_MD = self.correction(hidden_MD, drafter.embed_tokens(token_M), at.depth)
         if self.temperature:
             loss, *judged = judged_loss(
                 hidden_MD, drafter.lm_head.weight, projection, self.temperature
@@ -154,7 +166,7 @@ class GradedElements:
 
 
 class TrainingStep:
-    """Computes gradients and grades of a head.
+    """Computes gradients and grades of a head, or of a correction on a frozen one.
 
     `training` and `validation` say how elements are graded, `segments` is S of the two-pass
     partition, and `processes` share the rows of a batch.
@@ -200,7 +212,7 @@ class TrainingStep:
             counts_K = (batch.deepest_BN.unsqueeze(-1) >= depths_K).sum((0, 1))
             weight = self._weight((self.training.weights(depths_K) * counts_K).sum())
             graded = eagle3_graded(self.drafter, batch, states, self.method)
-            loss = self._graded_loss(graded, states, weight, parts)
+            loss = self._graded_loss(graded, batch, states, weight, parts)
             loss.backward()
         else:
             layout = batch.layout or self.lay_out(batch, generator)
@@ -208,21 +220,22 @@ class TrainingStep:
             # One denominator for all segments, known before the first.
             weights = [self.training.weights(part.depth).sum() for part in layout.graded]
             weight = self._weight(torch.stack(weights).sum())
-            loss = two_pass_backward(
-                self.drafter,
-                batch,
-                states,
-                layout,
-                lambda graded: self._graded_loss(graded, states, weight, parts),
-                method=self.method,
-            )
+
+            def loss_of(graded: Graded) -> Tensor:
+                return self._graded_loss(graded, batch, states, weight, parts)
+
+            run = (self.drafter, batch, states, layout)
+            if self.training.correction is None:
+                loss = two_pass_backward(*run, loss_of, method=self.method)
+            else:
+                loss = frozen_backward(*run, loss_of, method=self.method)
         return _joined(parts, self.processes.sum(loss.detach()))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, states: TargetStates) -> GradedElements:
         """Grade every element of a batch, over the target's whole vocabulary."""
         parts = [
-            (graded.selected, self.validation.grade(graded, states))
+            (graded.selected, self.validation.grade(graded, batch, states))
             for graded in self._everything(batch, states)
         ]
         loss = torch.stack([grade.loss for _, grade in parts]).sum()
@@ -252,9 +265,9 @@ class TrainingStep:
         return self.processes.sum(own).clamp_min(1)
 
     def _graded_loss(
-        self, graded: Graded, states: TargetStates, weight: Tensor, parts: Parts
+        self, graded: Graded, batch: Batch, states: TargetStates, weight: Tensor, parts: Parts
     ) -> Tensor:
-        grade = self.training.grade(graded, states)
+        grade = self.training.grade(graded, batch, states)
         parts.append((graded.selected, grade))
         return grade.loss / weight
 

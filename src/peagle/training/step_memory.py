@@ -538,14 +538,13 @@ class StepProbe:
 
     def __init__(
         self,
-        drafter: Drafter,
         masters: Masters,
         optimizers: list[Optimizer],
         inputs: Inputs,
         batch: Batch,
         build_step: Callable[[int, bool], TrainingStep],
     ) -> None:
-        self._drafter, self._masters, self._optimizers = drafter, masters, optimizers
+        self._masters, self._optimizers = masters, optimizers
         self._inputs, self._batch, self._build_step = inputs, batch, build_step
 
     def __enter__(self) -> StepProbe:
@@ -575,7 +574,7 @@ class StepProbe:
                 peak = self._run(self._build_step(segments, recompute))
         except torch.OutOfMemoryError:
             peak = None
-        self._drafter.zero_grad(set_to_none=True)
+        self._masters.head.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         return None if peak is None else max(peak, self._optimizer_peak)
 
@@ -590,5 +589,5 @@ class StepProbe:
         ahead = [map_tensors(waiting, torch.clone) for _ in range(AHEAD)]
         step.backward(batch, states, generator)
         del ahead
-        self._drafter.zero_grad(set_to_none=True)
+        self._masters.head.zero_grad(set_to_none=True)
         return torch.cuda.max_memory_allocated(self._inputs.device)

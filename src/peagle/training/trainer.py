@@ -20,7 +20,13 @@ from peagle.data.features import TargetStates
 from peagle.engine.placement import resolve_dtype
 from peagle.environment import environment
 from peagle.errors import UserError
-from peagle.models.checkpoint import LENGTH_KEY, save_drafter, write_json
+from peagle.models.checkpoint import (
+    LENGTH_KEY,
+    head_identity,
+    save_correction,
+    save_drafter,
+    write_json,
+)
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetShape
 from peagle.training.config import TrainConfig
@@ -53,6 +59,7 @@ from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919
 _RECORD_NAME = "train.json"
+_CORRECTION_FACTS = ("peagle", "commit", "command", "data_sha256", "steps")
 
 
 class TrainingStopped(Exception):
@@ -63,7 +70,7 @@ class TrainingStopped(Exception):
 
 
 class Trainer:
-    """Trains one head.
+    """Trains one head, or where `correction.on` names one, the correction of that head.
 
     The loss has one denominator for the whole batch; all randomness is a function of (seed, step),
     so a resumed run takes the very steps that an uninterrupted one would have taken. All processes
@@ -108,9 +115,15 @@ class Trainer:
         begin("making the head")
         built = self.inputs.build_head()
         self.drafter, self.warm_start = built.drafter, built.warm_start
+        self.correction = built.correction
+        if config.correction.on is not None:
+            self._corrected_head = head_identity(config.correction.on, self.drafter.config)
         self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
         precision = resolve_dtype(run.precision, self.device)
-        self.masters = build_masters(self.drafter, precision, processes)
+        self.trained = self.correction or self.drafter
+        self.masters = build_masters(self.trained, precision, processes)
+        if self.correction is not None:
+            self.drafter.to(precision)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
         self.memory = self._choose_memory(budget)
         self._step = self._build_step(self.memory.segments, self.memory.recompute, processes)
@@ -170,6 +183,8 @@ class Trainer:
         _, compiled = kernels_of(config, self.device)
         self._begin(f"step {self.step + 1} of {steps}" + (", compiling" if compiled else ""))
         stop = self.step if self.selection.exhausted else steps
+        if self.correction is not None and self.step == 0:
+            self._select()
         source = self.inputs.source(self._batch_at)
         for batch, states in source.range(self.step, stop):
             outcome, norm = self._train_step(batch, states)
@@ -256,7 +271,6 @@ class Trainer:
 
     def _probe(self) -> StepProbe:
         return StepProbe(
-            self.drafter,
             self.masters,
             self.optimizers,
             self.inputs,
@@ -280,6 +294,7 @@ class Trainer:
                 run.loss_chunk_rows,
                 whole_vocabulary=whole,
                 temperature=run.validation_temperature if whole else 0.0,
+                correction=self.correction,
             )
             for whole in (False, True)
         )
@@ -298,13 +313,18 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.optimizer.steps
 
     def _select(self) -> None:
-        """Validate, and keep the head if it is the best so far."""
+        """Validate, and keep the head if it is the best so far.
+
+        Before its first step a correction changes nothing: the figures are the head's own, which
+        a correction that is kept must beat.
+        """
         if self.validation is not None:
             self._begin(f"validating step {self.step}")
         if (report := self.validate()) is not None:
             if self.selection.consider(report):
                 report = replace(report, is_best=True)
-                self._save_head()
+                if self.step:
+                    self._save_head()
             self._publish(report)
 
     def _train_step(self, batch: Batch, states: TargetStates) -> tuple[GradedElements, Tensor]:
@@ -346,17 +366,22 @@ class Trainer:
             self._save_head()
 
     def _save_head(self) -> None:
-        folder, dtype = self.config.output / "head", self.config.run.save_dtype
+        folder, dtype = self.config.head_folder, getattr(torch, self.config.run.save_dtype)
         longest = self.dataset.longest
         record, fingerprint = self._record(), TargetFingerprint.of(self.target)
 
         def save() -> None:
+            if self.correction is not None:
+                facts = {name: record[name] for name in _CORRECTION_FACTS}
+                head = self._corrected_head
+                save_correction(folder, self.correction, head, dtype=dtype, record=facts)
+                return
             save_drafter(
                 folder,
                 self.drafter,
                 fingerprint=fingerprint,
                 extra={LENGTH_KEY: longest},
-                dtype=getattr(torch, dtype),
+                dtype=dtype,
             )
             write_json(folder / _RECORD_NAME, record)
 
@@ -402,7 +427,8 @@ class Trainer:
     def _facts(self) -> dict[str, Any]:
         """Facts that a resumed run must share with its checkpoint."""
         config = self.config
-        return {
+        facts = {"correction": self._correction_facts()} if self.correction is not None else {}
+        return facts | {
             "method": config.method.facts(),
             "head": config.head.model_dump(mode="json"),
             "optimizer": config.optimizer.model_dump(mode="json"),
@@ -412,6 +438,12 @@ class Trainer:
             "warm_start": self.warm_start.sha256 if self.warm_start else None,
         }
 
+    def _correction_facts(self) -> dict[str, Any]:
+        """The correction's shape and the head that it is for."""
+        own = self.config.correction
+        shape = own.model_dump(mode="json", include={"rank", "width", "survival"})
+        return shape | {"head": self._corrected_head}
+
     def _provenance(self) -> dict[str, Any]:
         """The origin of the run, read before it starts: commit and files may change during it."""
         config, data = self.config, self.config.data
@@ -419,7 +451,9 @@ class Trainer:
         if data.validation is not None and self.validation is not None:
             sets["validation"] = data_facts(data.validation, self.validation)
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
-        return {
+        paths["correction"] = True
+        facts = {"correction": self._correction_facts()} if self.correction is not None else {}
+        return facts | {
             **environment(self.device),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "config": config.model_dump(mode="json", exclude=paths),
@@ -439,7 +473,7 @@ class Trainer:
         self.seconds = self._before + time.perf_counter() - self._started
         return {
             **self._origin,
-            "parameters": sum(p.numel() for p in self.drafter.parameters()),
+            "parameters": sum(p.numel() for p in self.trained.parameters()),
             "steps": self.step,
             "planned_steps": planned,
             "epochs": self.step / self.stream.steps_per_epoch,
@@ -461,7 +495,7 @@ class Trainer:
         """Write the record of the run, beside the head and with it."""
         record = self._record()
         if self.processes.is_first:
-            for folder in (self.config.output, self.config.output / "head"):
-                if folder.is_dir():
-                    write_json(folder / _RECORD_NAME, record)
+            write_json(self.config.output / _RECORD_NAME, record)
+            if self.correction is None and self.config.head_folder.is_dir():
+                write_json(self.config.head_folder / _RECORD_NAME, record)
         return record

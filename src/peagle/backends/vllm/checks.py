@@ -144,7 +144,7 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
 
 def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str) -> Iterator[str]:
     """Refuse a head that does not fit the launch, or its target as far as that is here."""
-    from peagle.models.checkpoint import trained_length
+    from peagle.models.checkpoint import CORRECTION_NAME, trained_length
 
     config = launch.speculative
     assert config is not None
@@ -160,6 +160,8 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
             f"the head was trained on texts of up to {longest} tokens; vLLM lets it look back "
             "over more, and accepts far fewer drafts there. peagle's own engine keeps it to them"
         )
+    if config.correction and (Path(folder) / CORRECTION_NAME).is_file():
+        yield "the head has a correction, which vLLM does not read: it drafts without"
     size = launch.speculative_options.get("draft_tensor_parallel_size")
     size = launch.tensor_parallel_size if size is None else size
     if head.num_attention_heads % size:

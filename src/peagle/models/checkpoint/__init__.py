@@ -1,10 +1,16 @@
 """Draft heads on disk, in the vLLM and the speculators style.
 
 `formats` reads and writes config.json; `weights` reads and checks tensors; `head` puts both
-together; `convert` goes from one style to the other.
+together; `correction` is the file beside them; `convert` goes from one style to the other.
 """
 
 from peagle.models.checkpoint.convert import Conversion, convert_head
+from peagle.models.checkpoint.correction import (
+    CORRECTION_NAME,
+    head_identity,
+    load_correction,
+    save_correction,
+)
 from peagle.models.checkpoint.files import write_json
 from peagle.models.checkpoint.formats import (
     FORMATS,
@@ -19,6 +25,7 @@ from peagle.models.checkpoint.head import load_drafter, read_head_config, save_d
 from peagle.models.checkpoint.weights import split_tensors
 
 __all__ = [
+    "CORRECTION_NAME",
     "FORMATS",
     "LENGTH_KEY",
     "Conversion",
@@ -27,8 +34,11 @@ __all__ = [
     "config_to_json",
     "convert_head",
     "format_of",
+    "head_identity",
+    "load_correction",
     "load_drafter",
     "read_head_config",
+    "save_correction",
     "save_drafter",
     "split_tensors",
     "trained_length",

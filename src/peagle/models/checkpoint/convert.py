@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peagle.errors import UserError
+from peagle.models.checkpoint.correction import CORRECTION_NAME
 from peagle.models.checkpoint.formats import HeadFormat, format_of, verifier_of
 from peagle.models.checkpoint.head import read_head_config, read_head_json, write_head
 from peagle.models.checkpoint.weights import check_tensors, read_tensors
@@ -80,7 +82,7 @@ def convert_head(
     """Write the head in `source` to `destination` in the given style.
 
     Tensors keep their bits, type and order of rows; `midlayer.` becomes `layers.0.`, and shards
-    become one file.
+    become one file. A correction goes with its head.
 
     Args:
         source: a head in either style.
@@ -104,6 +106,12 @@ def convert_head(
     name = verifier_of(facts).get("name_or_path")
     notes = _notes(config, format, name)
     write_head(destination, config, facts, tensors, format)
+    if (correction := source / CORRECTION_NAME).is_file():
+        shutil.copyfile(correction, destination / CORRECTION_NAME)
+        notes.append(
+            f"{CORRECTION_NAME} is beside the head: peagle reads it, vLLM and the speculators "
+            "package draft without the correction"
+        )
     return Conversion(
         source=str(source),
         source_format=format_of(data),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
+from peagle.models.checkpoint.correction import CORRECTION_NAME
 from peagle.models.checkpoint.files import read_object, write_json
 from peagle.models.checkpoint.formats import (
     HeadFormat,
@@ -75,6 +76,8 @@ def write_head(
 ) -> None:
     """Write a head with all its facts, in place of an earlier head in the folder.
 
+    The correction of an earlier head goes: it fits no other.
+
     Raises:
         UserError: it could not be written, for want of space or of permission.
     """
@@ -85,6 +88,7 @@ def write_head(
         temporary = write_tensors(folder, tensors)
         write_json(folder / CONFIG_NAME, data)
         replace_weights(folder, temporary)
+        (folder / CORRECTION_NAME).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The head {str(folder)!r} could not be written: {error}.") from None
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +21,7 @@ from peagle.models.drafter import Drafter, DrafterConfig
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_HASHED_ROWS = 4  # of each tensor
 _MAP_TYPES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8)}
 
 
@@ -172,17 +176,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], str]:
     Raises:
         CheckpointError: there are none, a shard is missing, or a file is not readable.
     """
-    source = folder / WEIGHTS_NAME
-    listed: dict[str, str] = {}
-    if source.is_file():
-        files = [source]
-    elif (source := folder / INDEX_NAME).is_file():
-        listed = read_weight_map(source)
-        files = [folder / name for name in sorted(set(listed.values()))]
-    else:
-        source, files = folder, sorted(folder.glob("*.safetensors"))
-    if not files:
-        _refuse_without_weights(folder)
+    source, files, listed = _weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, value in _read_file(file, source):
@@ -194,17 +188,67 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], str]:
     return tensors, str(source)
 
 
+def head_digest(folder: Path) -> str:
+    """Return a hash of some rows of every tensor of a head, as they are stored.
+
+    Both styles of a head have the same one: the maps of the vocabulary, which one of them may leave
+    out, have no part in it.
+
+    Raises:
+        CheckpointError: as `read_tensors`.
+    """
+    source, files, _ = _weight_files(folder)
+    parts: dict[str, bytes] = {}
+    for file in files:
+        with _opened(file, source) as reader:
+            for name in set(reader.keys()) - set(_MAP_TYPES):
+                rows = reader.get_slice(name)
+                shape = rows.get_shape()
+                count = shape[0] if len(shape) > 1 else 1
+                chosen = sorted(
+                    {i * (count - 1) // (_HASHED_ROWS - 1) for i in range(_HASHED_ROWS)}
+                )
+                some = [rows[i : i + 1] if len(shape) > 1 else rows[:] for i in chosen]
+                parts[_canonical(name)] = torch.cat(some).view(torch.uint8).numpy().tobytes()
+    digest = hashlib.sha256()
+    for name, part in sorted(parts.items()):
+        digest.update(name.encode() + b"=" + part)
+    return digest.hexdigest()
+
+
+def _weight_files(folder: Path) -> tuple[Path, list[Path], dict[str, str]]:
+    """Return what to name in messages, the files of a head, and the tensors that an index lists."""
+    source = folder / WEIGHTS_NAME
+    listed: dict[str, str] = {}
+    if source.is_file():
+        files = [source]
+    elif (source := folder / INDEX_NAME).is_file():
+        listed = read_weight_map(source)
+        files = [folder / name for name in sorted(set(listed.values()))]
+    else:
+        source, files = folder, sorted(folder.glob("*.safetensors"))
+    if not files:
+        _refuse_without_weights(folder)
+    return source, files, listed
+
+
 def _canonical(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def _read_file(file: Path, source: Path) -> Iterator[tuple[str, Tensor]]:
+    with _opened(file, source) as reader:
+        for name in reader.keys():  # noqa: SIM118 (not a mapping)
+            yield _canonical(name), reader.get_tensor(name)
+
+
+@contextmanager
+def _opened(file: Path, source: Path) -> Iterator[Any]:
     if not file.is_file():
         raise CheckpointError(f"{str(source)!r} names {file.name!r}, which is not there.")
     try:
         with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (not a mapping)
-                yield _canonical(name), reader.get_tensor(name)
+            yield reader
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{str(file)!r} is not readable as safetensors: {error}.") from None
 

@@ -1,0 +1,119 @@
+"""The corrected logits of one slot, in place.
+
+The reference is `models.correction.DraftCorrection.add`.
+
+Shapes: N rows (one a sequence), W width of the term, r its rank, V target and DV draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.launch import launch, power_of_two
+
+_ROWS = 16  # of a program: the smallest that matrix units multiply
+_TOKENS = 128
+_WIDTH = 64
+
+
+@triton.jit
+def _correct_kernel(
+    logits_ptr,
+    logits_stride,
+    states_ptr,
+    states_stride,
+    drafts_ptr,
+    drafts_stride,
+    tokens_ptr,
+    down_ptr,
+    weight_ptr,
+    num_rows,
+    num_ids,
+    vocab_size,
+    width,
+    rank,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    r = tl.arange(0, RANK)
+    is_row, is_token, is_rank = n < num_rows, v < vocab_size, r < rank
+    # Any token will do where the logits mean nothing.
+    draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
+    draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
+    term = tl.zeros((ROWS, RANK), dtype=tl.float32)
+    for first in range(0, width, WIDTH):
+        w = first + tl.arange(0, WIDTH)
+        inside = is_row[:, None] & (w < width)[None, :]
+        state = tl.load(
+            states_ptr + n.to(tl.int64)[:, None] * states_stride + w[None, :], mask=inside, other=0
+        )
+        token = tl.load(tokens_ptr + draft[:, None] * width + w[None, :], mask=inside, other=0)
+        inner = state.to(tl.float32) + token.to(tl.float32)
+        inner = inner / (1 + tl.exp(-inner))
+        down = tl.load(
+            down_ptr + r[None, :] * width + w[:, None],
+            mask=is_rank[None, :] & (w < width)[:, None],
+            other=0,
+        )
+        term = tl.dot(inner.to(down.dtype), down, term, input_precision="ieee")
+    weight = tl.load(
+        weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None],
+        mask=is_token[None, :] & is_rank[:, None],
+        other=0,
+    )
+    added = tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+    at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
+    inside = is_row[:, None] & is_token[None, :]
+    logits = tl.load(at, mask=inside, other=0)
+    tl.store(at, (logits.to(tl.float32) + added).to(logits.dtype), mask=inside)
+
+
+def correct_logits(
+    logits_NV: Tensor,
+    states_NW: Tensor,
+    drafts_N: Tensor,
+    tokens_VW: Tensor,
+    down_rW: Tensor,
+    weight_Vr: Tensor,
+) -> None:
+    """logits += weight @ down @ silu(states + tokens[drafts]), in place. One launch.
+
+    Args:
+        logits_NV: the head's own of a slot, [N, DV], any stride between rows.
+        states_NW: of the slot, any stride between rows.
+        drafts_N: int64, drafted by the slot before, target ids, any stride.
+        tokens_VW, down_rW, weight_Vr: see `DraftCorrection`.
+    """
+    num_rows, vocab_size = logits_NV.shape
+    rank, width = down_rW.shape
+    assert logits_NV.stride(1) == states_NW.stride(1) == 1, "kernels step over whole rows"
+    assert tokens_VW.is_contiguous() and down_rW.is_contiguous() and weight_Vr.is_contiguous()
+    launch(
+        _correct_kernel,
+        (triton.cdiv(num_rows, _ROWS), triton.cdiv(vocab_size, _TOKENS)),
+        logits_NV,
+        logits_NV.stride(0),
+        states_NW,
+        states_NW.stride(0),
+        drafts_N,
+        drafts_N.stride(0),
+        tokens_VW,
+        down_rW,
+        weight_Vr,
+        num_rows,
+        len(tokens_VW),
+        vocab_size,
+        width,
+        rank,
+        ROWS=_ROWS,
+        TOKENS=_TOKENS,
+        WIDTH=_WIDTH,
+        RANK=max(16, power_of_two(rank)),
+        num_warps=4,
+    )

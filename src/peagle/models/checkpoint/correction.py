@@ -1,0 +1,142 @@
+"""The file of a correction, beside its head.
+
+`correction.st` holds safetensors. Its name does not end in .safetensors, because vLLM reads every
+file that does, and refuses a head with tensors that it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from peagle.errors import CheckpointError, UserError
+from peagle.models.checkpoint.files import object_at, save_tensors
+from peagle.models.checkpoint.weights import head_digest
+from peagle.models.correction import Correction, DraftCorrection
+from peagle.models.drafter import Drafter, DrafterConfig
+
+CORRECTION_NAME = "correction.st"
+FORMAT_VERSION = 1
+_KEY = "peagle_correction"  # of the file's metadata
+_SIZES = ("hidden_size", "vocab_size", "draft_vocab_size")
+
+
+def head_identity(folder: str | Path, config: DrafterConfig) -> dict[str, Any]:
+    """Return what ties a correction to the head in `folder`: its sizes and its `head_digest`.
+
+    Raises:
+        CheckpointError: the head has no readable weights.
+    """
+    return {**{name: getattr(config, name) for name in _SIZES}, "sha256": head_digest(Path(folder))}
+
+
+def save_correction(
+    folder: str | Path,
+    correction: Correction,
+    head: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the correction of the head in `folder` beside it, in place of an earlier one.
+
+    Args:
+        head: `head_identity` of the head that it was fitted on.
+        dtype: type of the stored weights.
+        record: where the correction comes from.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    path = Path(folder) / CORRECTION_NAME
+    facts = {"format_version": FORMAT_VERSION, "head": dict(head), "record": dict(record or {})}
+    tensors = {
+        name: value.detach().to(dtype).cpu().contiguous()
+        for name, value in correction.state_dict().items()
+    }
+    temporary = path.with_name(path.name + ".part")
+    try:
+        save_tensors(temporary, tensors, {_KEY: json.dumps(facts)})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"The correction {str(path)!r} could not be written: {error}.") from None
+
+
+def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | None:
+    """Return the correction beside the head in `folder`, ready for `drafter`; None without one.
+
+    Raises:
+        CheckpointError: it is another head's, of other sizes, or not readable.
+    """
+    path = Path(folder) / CORRECTION_NAME
+    if not path.is_file():
+        return None
+    remedy = (
+        "Fit it again with `peagle train --correction-on`, move it away, or set "
+        '"correction": false in the speculative configuration.'
+    )
+    if not drafter.config.is_parallel:
+        raise CheckpointError(
+            f"{str(path)!r} lies beside an EAGLE-3 head, whose drafts see each other; expected a "
+            f"P-EAGLE head. {remedy}"
+        )
+    tensors, facts = _read(path)
+    version = facts.get("format_version")
+    if type(version) is not int or version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{str(path)!r}: format_version is {version!r}; this peagle reads up to "
+            f"{FORMAT_VERSION}. Upgrade peagle."
+        )
+    correction = _shaped(tensors, path)
+    own, fitted = head_identity(folder, drafter.config), object_at(facts, "head")
+    for name, value in own.items():
+        if fitted.get(name) != value:
+            raise CheckpointError(
+                f"{str(path)!r} was fitted on a head with {name} {fitted.get(name)!r}; the head "
+                f"beside it has {value!r}. {remedy}"
+            )
+    correction.load_state_dict(tensors)
+    weight = drafter.lm_head.weight
+    correction.to(weight.device, weight.dtype)
+    return DraftCorrection(correction, drafter.embed_tokens.weight, weight)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safe_open(path, framework="pt") as reader:
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+            facts = json.loads((reader.metadata() or {}).get(_KEY, "null"))
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{str(path)!r} is not readable as safetensors: {error}.") from None
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"{str(path)!r} does not say which head it corrects ({_KEY}).")
+    return tensors, facts
+
+
+def _shaped(tensors: Mapping[str, Tensor], path: Path) -> Correction:
+    """Return an empty correction of the shape of the tensors.
+
+    Raises:
+        CheckpointError: they do not fit together, or hold values that are not finite.
+    """
+    down, up, slots = (tensors.get(name) for name in ("down.weight", "up.weight", "slots"))
+    found = {name: tuple(value.shape) for name, value in tensors.items()}
+    if down is None or up is None or slots is None or {down.dim(), up.dim(), slots.dim()} != {2}:
+        raise CheckpointError(f"{str(path)!r} holds {found}; expected the tensors of a correction.")
+    rank, width = down.shape
+    correction = Correction(up.shape[0], rank=rank, width=width, num_slots=len(slots))
+    expected = {name: tuple(value.shape) for name, value in correction.state_dict().items()}
+    if found != expected:
+        raise CheckpointError(f"{str(path)!r} holds {found}; expected {expected}.")
+    for name, value in tensors.items():
+        if not value.is_floating_point() or not bool(value.isfinite().all()):
+            raise CheckpointError(f"{str(path)!r}: {name} holds values that are no finite numbers.")
+    return correction

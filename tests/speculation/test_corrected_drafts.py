@@ -1,0 +1,136 @@
+"""Drafts with a correction, against a loop over sequences and slots by the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.models.correction import DraftCorrection
+from peagle.models.target import TargetModel
+from peagle.speculation.proposers import EagerDraft, HeadProposer
+from tests.corrections import random_correction
+from tests.speculation.test_proposers import K, make_proposer, prompt_step
+
+PROMPTS = [[5, 9, 200], [17], [31, 31, 8, 2, 90, 41]]
+
+
+class Corrected:
+    """A proposer with a random correction, and what its slots see."""
+
+    def __init__(self, target: TargetModel, step: Any, **options: Any) -> None:
+        self.proposer: HeadProposer = make_proposer(target, True, step, **options)
+        self.drafter = self.proposer.drafter
+        self.correction = random_correction(self.drafter.config.hidden_size).double()
+        weights = self.drafter.embed_tokens.weight, self.drafter.lm_head.weight
+        self.drafter.correction = DraftCorrection(self.correction, *weights)
+
+    def logits(self, normed_D: Tensor, slot: int, before: int) -> Tensor:
+        """Of one slot, [V], -inf outside of the draft vocabulary."""
+        own, head = self.correction, self.drafter
+        residual = torch.zeros_like(normed_D)
+        if slot:
+            e = head.embed_tokens.weight[before]
+            e = e / e.square().mean().sqrt()
+            p = own.slots[min(slot, len(own.slots)) - 1]
+            inner = own.states.weight @ normed_D + own.tokens.weight @ e + p
+            residual = own.up.weight @ own.down.weight @ (inner * inner.sigmoid())
+        full = torch.full((head.config.vocab_size,), -torch.inf, dtype=torch.float64)
+        full[head.target_ids()] = head.lm_head.weight @ (normed_D + residual)
+        return full
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The normed states of the slots of each choice."""
+    found: list[Tensor] = []
+    choose = EagerDraft.choose
+
+    def watching(self: EagerDraft, hidden_NJD: Tensor, first: int) -> None:
+        found.append(self._proposer.drafter.normed(hidden_NJD))
+        choose(self, hidden_NJD, first)
+
+    monkeypatch.setattr(EagerDraft, "choose", watching)
+    return found
+
+
+@pytest.mark.parametrize("draft_vocab_size", [320, 100])
+@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
+def test_every_draft_knows_the_one_before(
+    target: TargetModel, seen: list[Tensor], draft_vocab_size: int, draft_sampling: str
+) -> None:
+    lens = [K, 2, K]
+    step = prompt_step(target, PROMPTS, [0.9, 0.0, 1.4], [3, 4, 5], k=lens)
+    options = {"draft_vocab_size": draft_vocab_size, "draft_sampling": draft_sampling}
+    made = Corrected(target, step, **options)
+    with torch.inference_mode():
+        drafts = made.proposer.propose(step)
+    order = [0, 2, 1]  # those with the most drafts come first
+    differs = 0
+    for row, b in enumerate(order):
+        for slot in range(lens[b]):
+            before = int(drafts.tokens_BK[b, slot - 1]) if slot else 0
+            logits_V = made.logits(seen[0][row, slot], slot, before)
+            token, greedy = int(drafts.tokens_BK[b, slot]), int(logits_V.argmax())
+            differs += greedy != int(made.logits(seen[0][row, slot], 0, 0).argmax())
+            temperature = [0.9, 0.0, 1.4][b]
+            if draft_sampling == "argmax" or not temperature:
+                assert token == greedy
+            else:
+                assert drafts.probs_BKV is not None
+                expected_V = (logits_V / temperature).softmax(-1)
+                torch.testing.assert_close(drafts.probs_BKV[b, slot], expected_V)
+                assert expected_V[token] > 0
+    assert differs > 3, "the correction changes drafts"
+
+
+class OnlyAfter:
+    """Allows the token after the last one, and those far from it."""
+
+    def __init__(self, count: int, vocab_size: int) -> None:
+        self.lens = [K] * count
+        self.allowed = torch.ones(count, vocab_size, dtype=torch.bool)
+        self.masks: list[Tensor] = []
+
+    def mask(self, device: torch.device) -> Tensor:
+        self.masks.append(self.allowed.clone())
+        return self.masks[-1]
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        for row, token in enumerate(tokens):
+            self.allowed[row, token % 7 :: 7] = False
+
+
+def test_a_grammar_masks_corrected_logits(target: TargetModel, seen: list[Tensor]) -> None:
+    grammar = OnlyAfter(len(PROMPTS), target.vocab_size)
+    step = replace(prompt_step(target, PROMPTS), constraint=grammar)
+    made = Corrected(target, step, draft_vocab_size=100)
+    with torch.inference_mode():
+        drafts = made.proposer.propose(step).tokens_BK
+    for b in range(len(PROMPTS)):
+        for slot in range(K):
+            logits_V = made.logits(seen[0][b, slot], slot, int(drafts[b, slot - 1]))
+            logits_V[~grammar.masks[slot][b]] = -torch.inf
+            assert int(drafts[b, slot]) == int(logits_V.argmax())
+
+
+def test_a_head_without_one_drafts_as_before(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One choice of all columns, from the head's own logits."""
+    columns: list[int] = []
+    put = EagerDraft._put
+
+    def watching(self: EagerDraft, logits_NJV: Tensor, *rest: Any) -> None:
+        columns.append(logits_NJV.shape[1])
+        put(self, logits_NJV, *rest)
+
+    monkeypatch.setattr(EagerDraft, "_put", watching)
+    step = prompt_step(target, PROMPTS)
+    with torch.inference_mode():
+        make_proposer(target, True, step).propose(step)
+    assert columns == [K]
