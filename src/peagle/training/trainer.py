@@ -427,8 +427,7 @@ class Trainer:
     def _facts(self) -> dict[str, Any]:
         """Facts that a resumed run must share with its checkpoint."""
         config = self.config
-        facts = {"correction": self._correction_facts()} if self.correction is not None else {}
-        return facts | {
+        return self._correction_facts() | {
             "method": config.method.facts(),
             "head": config.head.model_dump(mode="json"),
             "optimizer": config.optimizer.model_dump(mode="json"),
@@ -439,10 +438,12 @@ class Trainer:
         }
 
     def _correction_facts(self) -> dict[str, Any]:
-        """The correction's shape and the head that it is for."""
+        """The correction's shape and the head that it is for; nothing where a head is trained."""
+        if self.correction is None:
+            return {}
         own = self.config.correction
         shape = own.model_dump(mode="json", include={"rank", "width", "survival"})
-        return shape | {"head": self._corrected_head}
+        return {"correction": shape | {"head": self._corrected_head}}
 
     def _provenance(self) -> dict[str, Any]:
         """The origin of the run, read before it starts: commit and files may change during it."""
@@ -452,8 +453,7 @@ class Trainer:
             sets["validation"] = data_facts(data.validation, self.validation)
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
         paths["correction"] = True
-        facts = {"correction": self._correction_facts()} if self.correction is not None else {}
-        return facts | {
+        return self._correction_facts() | {
             **environment(self.device),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "config": config.model_dump(mode="json", exclude=paths),
