@@ -313,7 +313,7 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
     nothing: Any = None
     depth = ScheduledDepth(lambda n: 0)
     buffers: Any = SimpleNamespace(drawn=None)
-    graphs = GraphRunner(buffers, never, 4, 100, depth, never, nothing)
+    graphs = GraphRunner(buffers, never, 4, 100, depth, never, nothing, None, nothing)
     assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
     missed = sequence_with()
     missed.pending_features = FeatureRing(torch.zeros(2, 3), 0)
@@ -340,7 +340,7 @@ def test_drawn_drafts_of_a_seed_keep_a_step_out_of_the_graphs(
     buffers: Any = SimpleNamespace(drawn=drawn)
     for k in (1, 2):
         depth = ScheduledDepth(lambda n, k=k: k)
-        graphs = GraphRunner(buffers, unused, 4, 100, depth, unused, unused)
+        graphs = GraphRunner(buffers, unused, 4, 100, depth, unused, unused, None, unused)
         sequence = sequence_with(**changes)
         sequence.num_speculative_tokens = 2
         assert graphs.obstacle([sequence]) == (reason if k == 1 else None)

@@ -272,7 +272,8 @@ class DecodeStep:
     """The parts of a step over the first rows of the buffers, in their order.
 
     `run_target`, `find_own_tokens`, `finish`: each can be captured, and what runs between them may
-    change the target's own tokens.
+    change the target's own tokens. In place of `run_target`, a pass that computes more rows can run
+    between its two halves, `begin` and `take`.
 
     Args:
         target: the target, its KV caches set.
@@ -322,6 +323,19 @@ class DecodeStep:
     @torch.inference_mode()
     def run_target(self) -> None:
         """Run the target over the newest tokens and the drafts."""
+        self.begin()
+        self.take(
+            self._passes(
+                self.batch,
+                self.rows.block_tables_BM,
+                max_query_len=self.num_drafts + 1,
+                max_seq_len=self.buffers.sizes.max_model_len,
+            )
+        )
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """Make the batch of the newest tokens and the drafts."""
         own, batch, sizes = self.rows, self.batch, self.buffers.sizes
         state = own.state
         begin_step(own.active_B, state, self.running_B, self._num_drafted_B, self._times)
@@ -336,12 +350,10 @@ class DecodeStep:
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
         )
-        outputs = self._passes(
-            batch,
-            own.block_tables_BM,
-            max_query_len=self.num_drafts + 1,
-            max_seq_len=sizes.max_model_len,
-        )
+
+    @torch.inference_mode()
+    def take(self, outputs: SequenceOf[Tensor]) -> None:
+        """Keep what the target gives for the batch: hidden states and features, T rows each."""
         self.hidden_TH, self._features_TA = self.buffers.keep(outputs)
         if self.kept_SCA is not None:
             self._keep(self._features_TA, self.kept_SCA)

@@ -9,7 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
@@ -38,7 +42,7 @@ from peagle.engine.outputs import StepOutput
 from peagle.engine.pass_graphs import MAX_SEQUENCES
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.sampler import Sampler
-from peagle.engine.scheduler import Chunk, Scheduler
+from peagle.engine.scheduler import Chunk, Schedule, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import EngineStats, SpeculationStats
 from peagle.errors import UserError
@@ -46,6 +50,9 @@ from peagle.kernels.logprobs import TokenLogprobs
 from peagle.kernels.random import derive_seed
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
+
+if TYPE_CHECKING:
+    from peagle.engine.decode_step import DecodeStep
 
 _COUNTERS = (
     "num_steps",
@@ -420,17 +427,32 @@ class LLMEngine:
                 self._counts["num_prompt_tokens"] += sequence.num_prompt_tokens
                 self._counts["num_cached_tokens"] += sequence.num_cached_tokens or 0
         decoding = [chunk.sequence for chunk in plan.decode]
-        if plan.prefill:
+        # Where the pass over a prompt's end samples nothing, the sequence decodes at once.
+        every = decoding + [c.sequence for c in plan.prefill if _ends_prompt(c)]
+        if is_mixed := self._can_mix(plan, every):
+            decoding = every
+        elif plan.prefill:
             self._run(plan.prefill)
-            # Where the pass over a prompt's end samples nothing, the sequence decodes at once.
             decoding += filter(_starts_to_decode, (chunk.sequence for chunk in plan.prefill))
-        self._decode(decoding, sum(chunk.num_tokens for chunk in plan.prefill))
+        self._decode(decoding, plan.prefill, is_mixed=is_mixed)
 
-    def _decode(self, sequences: list[Sequence], num_prompt_tokens: int) -> None:
-        """Run a decode step, as a graph where one can; so many prompt tokens run before it.
+    def _can_mix(self, plan: Schedule, decoding: list[Sequence]) -> bool:
+        """Return whether prompts can run in the target's pass of the sequences that decode."""
+        if self._pipeline is None or not (plan.prefill and plan.decode):
+            return False
+        prompts = [chunk.sequence for chunk in plan.prefill]
+        are_plain = not any(s.needs_every_token or s.grammar is not None for s in prompts)
+        return are_plain and self._pipeline.runner.can_mix(decoding)
+
+    def _decode(self, sequences: list[Sequence], prompts: list[Chunk], *, is_mixed: bool) -> None:
+        """Run a decode step, as a graph where one can.
 
         A graph is launched behind the step in flight, and the results of that one are taken. Where
         none can run, a step in flight is all of this step, so that no sequence has two outputs.
+
+        Args:
+            prompts: chunks that ran before it, or that run in its pass.
+            is_mixed: they run in its pass; then a graph can run.
         """
         budget, pipeline, obstacle = self.scheduler.prompt_budget, self._pipeline, None
         is_launched = was_in_flight = False
@@ -439,11 +461,12 @@ class LLMEngine:
             obstacle = pipeline.runner.obstacle(sequences)
             is_launched = bool(sequences) and obstacle is None
             if is_launched:
-                pipeline.launch(sequences)
+                run_target = partial(self._run_mixed, pipeline, prompts) if is_mixed else None
+                pipeline.launch(sequences, run_target)
             else:
                 pipeline.drain()
             self._count_read(pipeline)
-        budget.ran(num_prompt_tokens)
+        budget.ran(sum(chunk.num_tokens for chunk in prompts))
         if is_launched or was_in_flight:
             return
         if not sequences:
@@ -481,10 +504,16 @@ class LLMEngine:
                 self._fail(sequence, "grammar_too_slow", grammar.slow_text)
                 self._settle(sequence)
 
-    def _run(self, chunks: list[Chunk]) -> None:
+    def _run_mixed(self, pipeline: Pipeline, prompts: list[Chunk], step: DecodeStep) -> None:
+        """Run the target over a step and prompts, and let the head read these."""
+        self._run(prompts, partial(pipeline.runner.mixed_pass, step))
+
+    def _run(
+        self, chunks: list[Chunk], passes: Callable[..., tuple[Tensor, ...]] | None = None
+    ) -> None:
         if self.on_pass is not None:
             self.on_pass(sum(chunk.num_tokens + chunk.num_drafts for chunk in chunks))
-        done = self.runner.run(chunks)
+        done = self.runner.run(chunks, passes)
         self._append(done)
         if self.drafting is not None:
             self.drafting.most_drafts = self._depth(len(self.scheduler.running))
@@ -646,6 +675,13 @@ def _max_model_len(target: TargetModel, config: EngineConfig) -> int:
             f"max_model_len is {given}; the target's positions end at {limit}. Ask for no more."
         )
     return given or limit
+
+
+def _ends_prompt(chunk: Chunk) -> bool:
+    """Whether a chunk is the last of a prompt whose pass samples nothing."""
+    sequence = chunk.sequence
+    end = sequence.num_computed_tokens + chunk.num_tokens
+    return end == sequence.prefill_end and not sequence.samples_prompt
 
 
 def _starts_to_decode(sequence: Sequence) -> bool:

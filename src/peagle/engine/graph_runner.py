@@ -25,7 +25,7 @@ from peagle.engine.depth import DepthPolicy
 from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner
-from peagle.engine.pass_graphs import PassGraphs
+from peagle.engine.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS, PassGraphs
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
 from peagle.kernels.logprobs import TokenLogprobs
@@ -36,11 +36,16 @@ from peagle.speculation.proposers import HeadProposer
 
 if TYPE_CHECKING:
     from peagle.engine.decode_step import DecodeStep, StepBuffers
+    from peagle.engine.mixed_pass import MixedPass
     from peagle.engine.step_rules import PendingLogprobs, StepRules
 
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
 MAX_GRAPH_ROWS = 256
+# Passes over steps and prompts have graphs for more rows than this.
+_LEAST_MIXED = 32
+# Sequences with longer contexts decode in a pass of their own, whose attention splits contexts.
+_MAX_MIXED_CONTEXT = 4096
 _TIMED_STEPS = 4
 
 
@@ -146,6 +151,7 @@ def make_graph_runner(
     """
     from peagle.engine.decode_step import DecodeStep, StepBuffers, StepSizes
     from peagle.engine.drawn_drafts import DrawnDrafts
+    from peagle.engine.mixed_pass import MixedPass
     from peagle.engine.step_rules import StepRules
 
     target, max_model_len = runner.target, runner.max_model_len
@@ -187,12 +193,20 @@ def make_graph_runner(
         capture,
         StepRules(target.compute_logits, runner.sampler.slots, target.vocab_size, target.device),
         None if features.rows_SCA is None else features,
+        MixedPass(runner.passes),
     )
     if target.device.type == "cuda":
         graphs.capture_all()
         graphs.warm_up_rules(runner.sampler.release)
         shape = capture, table_width, runner.block_size, target.device
         runner.passes.graphs = PassGraphs(runner.passes, *shape)
+        mixed = graphs.mixed_pass.passes
+        mixed.graphs = PassGraphs(
+            mixed,
+            *shape,
+            token_buckets=[n for n in TOKEN_BUCKETS if n > _LEAST_MIXED],
+            max_sequences=sizes.num_seqs + 1 + MAX_SEQUENCES,
+        )
         if proposer is not None:
             hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)
             for passes in (proposer.passes, proposer.readings):
@@ -235,6 +249,7 @@ class Flight:
         report_RX: the report, on the host once `done` has happened.
         logprobs: the same for log-probabilities; None where nobody wants any.
         done: None on a CPU, where all is there at once.
+        has_prompts: the target's pass computed prompts too: its time is not that of a step.
     """
 
     num_drafts: int
@@ -242,6 +257,7 @@ class Flight:
     report_RX: Tensor
     logprobs: PendingLogprobs | None
     done: torch.cuda.Event | None
+    has_prompts: bool = False
 
 
 class _Graph:
@@ -265,8 +281,12 @@ class _Graph:
         sequences: SequenceOf[Sequence | None],
         rules: StepRules,
         meanwhile: Callable[[], None] | None,
+        run_target: Callable[[DecodeStep], None] | None,
     ) -> Flight:
-        self._run_target()
+        if run_target is None:
+            self._run_target()
+        else:
+            run_target(self._step)
         if meanwhile is not None:
             meanwhile()
             sequences = self._without_waiting(sequences)
@@ -280,11 +300,12 @@ class _Graph:
         report_RX = self._reports[0]
         self._reports.reverse()
         report_RX.copy_(self._step.report_RX, non_blocking=True)
-        if not self._is_cuda:
-            return Flight(self._step.num_drafts, sequences, report_RX, logprobs, None)
-        done = torch.cuda.Event()
-        done.record()
-        return Flight(self._step.num_drafts, sequences, report_RX, logprobs, done)
+        done = None
+        if self._is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        has_prompts = run_target is not None
+        return Flight(self._step.num_drafts, sequences, report_RX, logprobs, done, has_prompts)
 
     def _without_waiting(self, sequences: SequenceOf[Sequence | None]) -> list[Sequence | None]:
         """Let the sequences sit this step out whose grammars are not ready."""
@@ -312,6 +333,7 @@ class GraphRunner:
         features: takes the features of steps without drafts, where drafting may pause.
 
     Attributes:
+        mixed_pass: runs the target over a step and prompts.
         times: device times of the steps, by the rows of the graph.
         last_read: K of the step that was read last, and its seconds on the device; None where
             nothing stamps it.
@@ -326,8 +348,10 @@ class GraphRunner:
         depth: DepthPolicy,
         capture: Capturer,
         rules: StepRules,
-        features: FeatureRings | None = None,
+        features: FeatureRings | None,
+        mixed_pass: MixedPass,
     ) -> None:
+        self.mixed_pass = mixed_pass
         self._buffers = buffers
         self._make_step = make_step
         self._sizes = graph_sizes(max_num_seqs, depth.possible)
@@ -430,6 +454,12 @@ class GraphRunner:
         has_many = any(len(s.stop_token_ids) > MAX_STOP_IDS for s in sequences)
         return "stop_token_ids" if has_many else None
 
+    def can_mix(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Return whether the target's pass of a step of these sequences may compute prompts too."""
+        pauses = self._features is not None and not self._depth(len(sequences))
+        is_short = all(len(sequence) <= _MAX_MIXED_CONTEXT for sequence in sequences)
+        return is_short and not pauses and self.obstacle(sequences) is None
+
     def is_tight(self, num_sequences: int) -> bool:
         """Return whether the step launched last is the one for so many sequences."""
         return self._size_for(num_sequences) == self._size
@@ -447,7 +477,10 @@ class GraphRunner:
         return self._features is not None and self._size[1] > 0 == num_drafts
 
     def launch(
-        self, sequences: SequenceOf[Sequence], meanwhile: Callable[[], None] | None = None
+        self,
+        sequences: SequenceOf[Sequence],
+        meanwhile: Callable[[], None] | None = None,
+        run_target: Callable[[DecodeStep], None] | None = None,
     ) -> Flight:
         """Launch a step of these sequences.
 
@@ -457,6 +490,7 @@ class GraphRunner:
         Args:
             meanwhile: called while the target runs, before anything is verified; behind it the
                 masks of grammars are there. A sequence whose grammar is not ready sits out.
+            run_target: runs the target over the step and more; None runs it over the step alone.
         """
         num_rows, num_drafts = self._size = self._size_for(len(sequences))
         if num_drafts != self._buffers.num_drafts:
@@ -468,7 +502,7 @@ class GraphRunner:
                     sequence.pending_features = ring
         self._seat(sequences, num_rows)
         self._rules.set_rows(self._sequences[:num_rows], num_drafts)
-        return self.go_on(meanwhile)
+        return self.go_on(meanwhile, run_target)
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:
         """Give each sequence a row below `num_rows`; empty the rows of those that left.
@@ -504,7 +538,11 @@ class GraphRunner:
             if sequence is not None:
                 sequence.draft_probs_KV = None
 
-    def go_on(self, meanwhile: Callable[[], None] | None = None) -> Flight:
+    def go_on(
+        self,
+        meanwhile: Callable[[], None] | None = None,
+        run_target: Callable[[DecodeStep], None] | None = None,
+    ) -> Flight:
         """Launch the next step of the same sequences, whose blocks may have grown."""
         new: list[tuple[int, int, int]] = []
         num_rows = self._size[0]
@@ -516,7 +554,7 @@ class GraphRunner:
         if new:
             self._buffers.add_blocks(new)
         graph = self._graph_of(self._size)
-        return graph.launch(self._sequences[:num_rows], self._rules, meanwhile)
+        return graph.launch(self._sequences[:num_rows], self._rules, meanwhile, run_target)
 
     def clear(self) -> None:
         """Forget the sequences: something else has changed them, and they join anew."""
@@ -529,7 +567,7 @@ class GraphRunner:
             flight.done.synchronize()
         *rows, times = flight.report_RX.tolist()
         seconds = None
-        if flight.done is not None:
+        if flight.done is not None and not flight.has_prompts:
             seconds = self.times.setdefault(len(rows), StepTimes()).add(times)
         self.last_read = flight.num_drafts, seconds
         num_drafts = flight.report_RX.shape[1] // 2 - 2

@@ -5,6 +5,7 @@ Shapes: B sequences, T packed target rows, N rows that are sampled, M blocks of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate
@@ -75,8 +76,14 @@ class ModelRunner:
         self.device = target.device
 
     @torch.inference_mode()
-    def run(self, chunks: SequenceOf[Chunk]) -> TargetPass:
-        """Compute the chunks, and verify and sample where they end."""
+    def run(
+        self, chunks: SequenceOf[Chunk], passes: Callable[..., tuple[Tensor, ...]] | None = None
+    ) -> TargetPass:
+        """Compute the chunks, and verify and sample where they end.
+
+        Args:
+            passes: runs the target in place of `passes` of this runner.
+        """
         sequences = [chunk.sequence for chunk in chunks]
         first = [s.num_computed_tokens for s in sequences]
         rows = [
@@ -103,7 +110,7 @@ class ModelRunner:
             seq_lens_B=first_B + lens_B,
             sequences_R=sequences_T,
         )
-        hidden_TH, features_TA = self.passes(
+        hidden_TH, features_TA = (passes or self.passes)(
             batch,
             tables_BM,
             max_query_len=max(lens),

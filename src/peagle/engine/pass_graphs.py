@@ -9,6 +9,7 @@ Shapes: B sequences, R rows of a pass, M blocks of a sequence, D drafter width.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class PassGraphs:
         table_width: blocks of the longest sequence.
         hidden_1D: a tensor with the type and width of the hidden states that the model reads; None
             for a model that reads none.
+        token_buckets: tokens of the passes that have graphs.
+        max_sequences: most sequences of a pass that runs as a graph.
     """
 
     def __init__(
@@ -47,11 +50,16 @@ class PassGraphs:
         block_size: int,
         device: torch.device,
         hidden_1D: Tensor | None = None,
+        *,
+        token_buckets: Sequence[int] = TOKEN_BUCKETS,
+        max_sequences: int = MAX_SEQUENCES,
     ) -> None:
         launched = Passes(passes.run, passes.backend)
+        self._max_sequences = max_sequences
+        sizes = max_sequences, table_width, block_size
         self._passes = [
-            _Pass(launched, capture, size, table_width, block_size, device, hidden_1D)
-            for size in reversed(TOKEN_BUCKETS)
+            _Pass(launched, capture, num_rows, *sizes, device, hidden_1D)
+            for num_rows in reversed(token_buckets)
         ][::-1]
 
     def __call__(
@@ -59,7 +67,7 @@ class PassGraphs:
     ) -> tuple[Tensor, ...] | None:
         """Return the model's outputs; None where no graph fits the pass, or none pays."""
         num_rows = batch.tokens_R.shape[0]
-        if batch.seq_lens_B.shape[0] > MAX_SEQUENCES:
+        if batch.seq_lens_B.shape[0] > self._max_sequences:
             return None
         for fitting in self._passes:
             if fitting.num_rows >= num_rows:
@@ -80,6 +88,7 @@ class _Pass:
         passes: Passes,
         capture: Capturer,
         num_rows: int,
+        num_seqs: int,
         table_width: int,
         block_size: int,
         device: torch.device,
@@ -87,9 +96,9 @@ class _Pass:
     ) -> None:
         self.num_rows = num_rows
         self._passes = passes
-        self._batch = TargetBatch.allocate(MAX_SEQUENCES, num_rows, device)
+        self._batch = TargetBatch.allocate(num_seqs, num_rows, device)
         self._batch.slots_R.fill_(PADDING_SLOT)
-        self._tables_BM = torch.zeros(MAX_SEQUENCES, table_width, dtype=torch.int64, device=device)
+        self._tables_BM = torch.zeros(num_seqs, table_width, dtype=torch.int64, device=device)
         self._max_seq_len = table_width * block_size
         self._hidden_RD = None
         if hidden_1D is not None:

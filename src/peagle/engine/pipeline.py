@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
+from typing import TYPE_CHECKING
 
 from peagle.engine.graph_runner import Flight, GraphRunner, RowReport
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from peagle.engine.decode_step import DecodeStep
 
 
 class Pipeline:
@@ -43,8 +47,16 @@ class Pipeline:
         """Whether a step was launched whose results are not taken yet."""
         return self._flight is not None
 
-    def launch(self, sequences: SequenceOf[Sequence]) -> None:
-        """Launch a step of these sequences, then take the results of the one in flight."""
+    def launch(
+        self,
+        sequences: SequenceOf[Sequence],
+        run_target: Callable[[DecodeStep], None] | None = None,
+    ) -> None:
+        """Launch a step of these sequences, then take the results of the one in flight.
+
+        Args:
+            run_target: as of `GraphRunner.launch`; only where no results are needed before.
+        """
         if self._flight is not None and self.runner.needs_results(sequences):
             self.drain()
             sequences = [s for s in sequences if not s.is_finished]
@@ -54,7 +66,7 @@ class Pipeline:
         alone = len(sequences) == len(self._scheduler.running)
         self._version = self._scheduler.version if alone else None
         self._has_grammars = any(s.grammar is not None for s in sequences)
-        self._launch(partial(self.runner.launch, sequences))
+        self._launch(partial(self.runner.launch, sequences, run_target=run_target))
 
     def _launch(self, launch: Callable[[Callable[[], None] | None], Flight]) -> None:
         """Launch a step and take the results of the last.
