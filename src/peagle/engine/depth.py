@@ -52,7 +52,8 @@ class DepthPolicy:
 
         Args:
             accepted: number of accepted drafts of each sequence.
-            seconds: time of the step on the device; None where it is not known.
+            seconds: time of the step on the device; None where it is not known, or is also that of
+                prompts.
         """
 
     def most_resuming(self, max_num_seqs: int) -> int:
@@ -170,7 +171,7 @@ class StepCosts:
     read once whatever K is: the latest steps tell how much, by the sequence. Where another K ran at
     the same rows before, the contexts are the same, and the first steps of a K correct the table.
     Until then an entry may be wrong by DOUBT, and counts for so much less: a K that might pay is
-    tried once.
+    tried once. A step whose time is not known corrects nothing, and is a try all the same.
 
     Args:
         table: seconds by (rows, K), for every K at the same rows.
@@ -193,9 +194,14 @@ class StepCosts:
     def _rows_of(self, num_sequences: int) -> int:
         return self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
 
-    def add(self, num_sequences: int, k: int, seconds: float) -> None:
-        """Count a step."""
+    def add(self, num_sequences: int, k: int, seconds: float | None) -> None:
+        """Count a step; its time is None where it is not known."""
         rows = self._rows_of(num_sequences)
+        if seconds is not None:
+            self._correct(num_sequences, rows, k, seconds)
+        self._num_run[rows, k] += 1
+
+    def _correct(self, num_sequences: int, rows: int, k: int, seconds: float) -> None:
         share = max(1.0, num_sequences / rows)
         beyond_s = seconds - self._table[rows, k] * share - num_sequences * self._per_sequence_s
         others = (n for (r, other), n in self._num_run.items() if r == rows and other != k)
@@ -203,7 +209,6 @@ class StepCosts:
             self._table[rows, k] += CORRECTION * beyond_s / share
         else:
             self._per_sequence_s += beyond_s / num_sequences / LATEST_STEPS
-        self._num_run[rows, k] += 1
 
 
 class AutomaticDepth(DepthPolicy):
@@ -214,8 +219,8 @@ class AutomaticDepth(DepthPolicy):
     not for small gains or short ones. A change from or to 0 costs most, because the drafter has to
     read what it missed. With nothing running a change is free.
 
-    Passes over prompts do not matter to it. They come before the pass that decodes, and a request
-    needs them once: with a greater K more prompts a second want their passes, too.
+    Prompts do not matter to it. They run before the pass that decodes or in it, and a request needs
+    them once: with a greater K more prompts a second want to be computed, too.
 
     Args:
         most: the greatest K.
@@ -276,5 +281,5 @@ class AutomaticDepth(DepthPolicy):
             return
         self._acceptance.add(min(k, self._k_of_drafts), accepted)
         self._k_of_drafts = k
-        if seconds is not None and self._costs is not None:
+        if self._costs is not None:
             self._costs.add(len(accepted), k, seconds)

@@ -272,6 +272,8 @@ class HeadDrafting(Drafting):
         # pass: sequences can then share the prompt's blocks, and no hole begins before the output.
         is_decoding = chunk.samples and pass_start >= sequence.num_prompt_tokens
         kept = sequence.pending_features
+        if kept is not None and kept.first == sequence.num_computed_tokens:
+            kept = None  # of the step in whose pass this prompt runs: it begins behind the prompt
         if is_decoding and not self.most_drafts_of(sequence):
             features_NA = features_TA[row : row + max(end - pass_start, 0)]
             if len(features_NA):
@@ -284,9 +286,11 @@ class HeadDrafting(Drafting):
         if kept is not None and kept.first > first:
             first = sequence.drafter_start = kept.first
         # Captured steps keep features beyond the head's reach too.
-        kept_NA = None if kept is None else kept.get()[: max(end - kept.first, 0)]
-        self.features.release(sequence.seq_id)
-        sequence.pending_features = None
+        kept_NA = None
+        if kept is not None:
+            kept_NA = kept.get()[: max(end - kept.first, 0)]
+            self.features.release(sequence.seq_id)
+            sequence.pending_features = None
         if first >= end:
             return None
         sequence.num_drafter_tokens = end

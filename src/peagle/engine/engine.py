@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
@@ -27,6 +24,7 @@ from peagle.engine.graph_runner import (
     accelerate,
     buckets,
     make_graph_runner,
+    mixed_buckets,
     runs_as_graphs,
 )
 from peagle.engine.memory_plan import (
@@ -35,14 +33,15 @@ from peagle.engine.memory_plan import (
     drawn_bytes,
     make_memory_plan,
     measure_peak,
+    output_bytes,
     run_largest_passes,
 )
-from peagle.engine.model_runner import ModelRunner, TargetPass
+from peagle.engine.model_runner import ModelRunner, RunTarget, TargetPass
 from peagle.engine.outputs import StepOutput
 from peagle.engine.pass_graphs import MAX_SEQUENCES
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.sampler import Sampler
-from peagle.engine.scheduler import Chunk, Schedule, Scheduler
+from peagle.engine.scheduler import Chunk, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import EngineStats, SpeculationStats
 from peagle.errors import UserError
@@ -50,9 +49,6 @@ from peagle.kernels.logprobs import TokenLogprobs
 from peagle.kernels.random import derive_seed
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-
-if TYPE_CHECKING:
-    from peagle.engine.decode_step import DecodeStep
 
 _COUNTERS = (
     "num_steps",
@@ -136,6 +132,8 @@ class LLMEngine:
         if is_pipelined and drafter and speculative and speculative.draft_sampling != "argmax":
             num_rows = buckets(config.max_num_seqs)[-1]
             kept_bytes = drawn_bytes(drafter, num_rows, self.num_speculative_tokens)
+        if is_pipelined:
+            kept_bytes += output_bytes(target, drafter, sum(mixed_buckets(target)))
         sizes = num_lookahead_slots, num_resuming, kept_bytes
         self.memory_plan = self._plan_memory(drafter, *sizes)
         self._make_caches(drafter, self.memory_plan.num_blocks)
@@ -393,7 +391,7 @@ class LLMEngine:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[StepOutput]:
-        """Run one step, a pass over prompts and one over decoding sequences; return its outputs.
+        """Run one step of prompts and decoding sequences, in one pass or two; return its outputs.
 
         A sequence whose prompt is not yet computed has no output.
         """
@@ -429,20 +427,24 @@ class LLMEngine:
         decoding = [chunk.sequence for chunk in plan.decode]
         # Where the pass over a prompt's end samples nothing, the sequence decodes at once.
         every = decoding + [c.sequence for c in plan.prefill if _ends_prompt(c)]
-        if is_mixed := self._can_mix(plan, every):
+        if is_mixed := self._can_mix(plan.prefill, every):
             decoding = every
         elif plan.prefill:
             self._run(plan.prefill)
             decoding += filter(_starts_to_decode, (chunk.sequence for chunk in plan.prefill))
         self._decode(decoding, plan.prefill, is_mixed=is_mixed)
 
-    def _can_mix(self, plan: Schedule, decoding: list[Sequence]) -> bool:
-        """Return whether prompts can run in the target's pass of the sequences that decode."""
-        if self._pipeline is None or not (plan.prefill and plan.decode):
+    def _can_mix(self, prompts: list[Chunk], decoding: list[Sequence]) -> bool:
+        """Return whether prompts can run in the target's pass of the sequences that decode.
+
+        The host waits for log-probabilities of a prompt, and broken ones end its sequence at once.
+        """
+        if self._pipeline is None or not prompts:
             return False
-        prompts = [chunk.sequence for chunk in plan.prefill]
-        are_plain = not any(s.needs_every_token or s.grammar is not None for s in prompts)
-        return are_plain and self._pipeline.runner.can_mix(decoding)
+        if any(chunk.sequence.needs_every_token for chunk in prompts):
+            return False
+        num_tokens = sum(chunk.num_tokens for chunk in prompts)
+        return self._pipeline.runner.can_mix(decoding, len(prompts), num_tokens)
 
     def _decode(self, sequences: list[Sequence], prompts: list[Chunk], *, is_mixed: bool) -> None:
         """Run a decode step, as a graph where one can.
@@ -452,7 +454,7 @@ class LLMEngine:
 
         Args:
             prompts: chunks that ran before it, or that run in its pass.
-            is_mixed: they run in its pass; then a graph can run.
+            is_mixed: they run in its pass; a graph can run it then.
         """
         budget, pipeline, obstacle = self.scheduler.prompt_budget, self._pipeline, None
         is_launched = was_in_flight = False
@@ -461,8 +463,7 @@ class LLMEngine:
             obstacle = pipeline.runner.obstacle(sequences)
             is_launched = bool(sequences) and obstacle is None
             if is_launched:
-                run_target = partial(self._run_mixed, pipeline, prompts) if is_mixed else None
-                pipeline.launch(sequences, run_target)
+                pipeline.launch(sequences, partial(self._run, prompts) if is_mixed else None)
             else:
                 pipeline.drain()
             self._count_read(pipeline)
@@ -504,16 +505,11 @@ class LLMEngine:
                 self._fail(sequence, "grammar_too_slow", grammar.slow_text)
                 self._settle(sequence)
 
-    def _run_mixed(self, pipeline: Pipeline, prompts: list[Chunk], step: DecodeStep) -> None:
-        """Run the target over a step and prompts, and let the head read these."""
-        self._run(prompts, partial(pipeline.runner.mixed_pass, step))
-
-    def _run(
-        self, chunks: list[Chunk], passes: Callable[..., tuple[Tensor, ...]] | None = None
-    ) -> None:
+    def _run(self, chunks: list[Chunk], run_target: RunTarget | None = None) -> None:
+        """Compute chunks, give their sequences the new tokens, and let these be drafted for."""
         if self.on_pass is not None:
             self.on_pass(sum(chunk.num_tokens + chunk.num_drafts for chunk in chunks))
-        done = self.runner.run(chunks, passes)
+        done = self.runner.run(chunks, run_target)
         self._append(done)
         if self.drafting is not None:
             self.drafting.most_drafts = self._depth(len(self.scheduler.running))

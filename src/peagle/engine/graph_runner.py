@@ -24,8 +24,8 @@ from peagle.engine.capture import Capturer, make_capturer
 from peagle.engine.depth import DepthPolicy
 from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRings
-from peagle.engine.model_runner import ModelRunner
-from peagle.engine.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS, PassGraphs
+from peagle.engine.model_runner import ModelRunner, RunTarget
+from peagle.engine.pass_graphs import MAX_SEQUENCES, PassGraphs
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
 from peagle.kernels.logprobs import TokenLogprobs
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
 MAX_GRAPH_ROWS = 256
-# Passes over steps and prompts have graphs for more rows than this.
-_LEAST_MIXED = 32
+# Rows of the passes over a step and prompts, all of which are graphs. The read of the weights that
+# such a pass saves is a small part of a larger one.
+_MIXED_BUCKETS = (128, 256, 384, 512, 640)
 # Sequences with longer contexts decode in a pass of their own, whose attention splits contexts.
 _MAX_MIXED_CONTEXT = 4096
 _TIMED_STEPS = 4
@@ -65,6 +66,15 @@ def buckets(max_num_seqs: int) -> list[int]:
     most = min(max_num_seqs, MAX_GRAPH_ROWS)
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS, 64)]
     return [*(size for size in sizes if size < most), most]
+
+
+def mixed_buckets(target: TargetModel) -> tuple[int, ...]:
+    """Return the numbers of rows for which a pass over a step and prompts has a graph.
+
+    Weights of 4 or 8 bits are read as they are for few rows, and unpacked first for many: there a
+    step and short prompts are faster apart.
+    """
+    return _MIXED_BUCKETS if target.quantization is None else ()
 
 
 def graph_sizes(
@@ -184,6 +194,7 @@ def make_graph_runner(
             kept_SCA=None if num_drafts else features.rows_SCA,
         )
 
+    mixed_pass = MixedPass(runner.passes) if mixed_buckets(target) else None
     graphs = GraphRunner(
         buffers,
         make_step,
@@ -193,20 +204,21 @@ def make_graph_runner(
         capture,
         StepRules(target.compute_logits, runner.sampler.slots, target.vocab_size, target.device),
         None if features.rows_SCA is None else features,
-        MixedPass(runner.passes),
+        mixed_pass,
     )
     if target.device.type == "cuda":
         graphs.capture_all()
         graphs.warm_up_rules(runner.sampler.release)
         shape = capture, table_width, runner.block_size, target.device
         runner.passes.graphs = PassGraphs(runner.passes, *shape)
-        mixed = graphs.mixed_pass.passes
-        mixed.graphs = PassGraphs(
-            mixed,
-            *shape,
-            token_buckets=[n for n in TOKEN_BUCKETS if n > _LEAST_MIXED],
-            max_sequences=sizes.num_seqs + 1 + MAX_SEQUENCES,
-        )
+        if mixed_pass is not None:
+            mixed_pass.passes.graphs = PassGraphs(
+                mixed_pass.passes,
+                *shape,
+                token_buckets=mixed_buckets(target),
+                max_sequences=sizes.num_seqs + 1 + MAX_SEQUENCES,
+                always_pays=True,
+            )
         if proposer is not None:
             hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)
             for passes in (proposer.passes, proposer.readings):
@@ -265,6 +277,7 @@ class _Graph:
 
     def __init__(self, step: DecodeStep, capture: Capturer) -> None:
         self._step = step  # owns the tensors in which the graphs work
+        self.num_rows = step.batch.tokens_R.shape[0]
         self._run_target = capture(step.run_target)
         self._find_own_tokens = {
             greedy: capture(partial(step.find_own_tokens, greedy=greedy))
@@ -281,12 +294,12 @@ class _Graph:
         sequences: SequenceOf[Sequence | None],
         rules: StepRules,
         meanwhile: Callable[[], None] | None,
-        run_target: Callable[[DecodeStep], None] | None,
+        run_mixed: Callable[[DecodeStep], None] | None,
     ) -> Flight:
-        if run_target is None:
+        if run_mixed is None:
             self._run_target()
         else:
-            run_target(self._step)
+            run_mixed(self._step)
         if meanwhile is not None:
             meanwhile()
             sequences = self._without_waiting(sequences)
@@ -304,7 +317,7 @@ class _Graph:
         if self._is_cuda:
             done = torch.cuda.Event()
             done.record()
-        has_prompts = run_target is not None
+        has_prompts = run_mixed is not None
         return Flight(self._step.num_drafts, sequences, report_RX, logprobs, done, has_prompts)
 
     def _without_waiting(self, sequences: SequenceOf[Sequence | None]) -> list[Sequence | None]:
@@ -331,10 +344,10 @@ class GraphRunner:
         capture: makes the graphs; no sequence is active, so that no KV is written.
         rules: what requests ask for beside temperature, top-k, top-p and min-p.
         features: takes the features of steps without drafts, where drafting may pause.
+        mixed_pass: runs the target over a step and prompts; None where prompts run apart.
 
     Attributes:
-        mixed_pass: runs the target over a step and prompts.
-        times: device times of the steps, by the rows of the graph.
+        times: device times of the steps without prompts, by the rows of the graph.
         last_read: K of the step that was read last, and its seconds on the device; None where
             nothing stamps it.
     """
@@ -349,9 +362,9 @@ class GraphRunner:
         capture: Capturer,
         rules: StepRules,
         features: FeatureRings | None,
-        mixed_pass: MixedPass,
+        mixed_pass: MixedPass | None,
     ) -> None:
-        self.mixed_pass = mixed_pass
+        self._mixed_pass = mixed_pass
         self._buffers = buffers
         self._make_step = make_step
         self._sizes = graph_sizes(max_num_seqs, depth.possible)
@@ -454,11 +467,17 @@ class GraphRunner:
         has_many = any(len(s.stop_token_ids) > MAX_STOP_IDS for s in sequences)
         return "stop_token_ids" if has_many else None
 
-    def can_mix(self, sequences: SequenceOf[Sequence]) -> bool:
+    def can_mix(
+        self, sequences: SequenceOf[Sequence], num_prompts: int, num_prompt_tokens: int
+    ) -> bool:
         """Return whether the target's pass of a step of these sequences may compute prompts too."""
-        pauses = self._features is not None and not self._depth(len(sequences))
-        is_short = all(len(sequence) <= _MAX_MIXED_CONTEXT for sequence in sequences)
-        return is_short and not pauses and self.obstacle(sequences) is None
+        if self._mixed_pass is None or not sequences or num_prompts > MAX_SEQUENCES:
+            return False
+        if self.obstacle(sequences) is not None or self.needs_results(sequences):
+            return False
+        num_rows = self._graph_of(self._size_for(len(sequences))).num_rows
+        is_small = num_rows + num_prompt_tokens <= _MIXED_BUCKETS[-1]
+        return is_small and all(len(sequence) <= _MAX_MIXED_CONTEXT for sequence in sequences)
 
     def is_tight(self, num_sequences: int) -> bool:
         """Return whether the step launched last is the one for so many sequences."""
@@ -480,7 +499,7 @@ class GraphRunner:
         self,
         sequences: SequenceOf[Sequence],
         meanwhile: Callable[[], None] | None = None,
-        run_target: Callable[[DecodeStep], None] | None = None,
+        run_prompts: Callable[[RunTarget], None] | None = None,
     ) -> Flight:
         """Launch a step of these sequences.
 
@@ -490,7 +509,8 @@ class GraphRunner:
         Args:
             meanwhile: called while the target runs, before anything is verified; behind it the
                 masks of grammars are there. A sequence whose grammar is not ready sits out.
-            run_target: runs the target over the step and more; None runs it over the step alone.
+            run_prompts: computes prompts with the function that it gets, which runs the target over
+                this step too; only where `can_mix`. None: no prompts.
         """
         num_rows, num_drafts = self._size = self._size_for(len(sequences))
         if num_drafts != self._buffers.num_drafts:
@@ -498,11 +518,12 @@ class GraphRunner:
         if self._features is not None and not num_drafts:
             for sequence in sequences:
                 if sequence.num_speculative_tokens and sequence.pending_features is None:
-                    ring = self._features.open(sequence.seq_id, sequence.num_computed_tokens)
+                    # Where the prompt runs in this pass its end is not computed yet.
+                    ring = self._features.open(sequence.seq_id, len(sequence) - 1)
                     sequence.pending_features = ring
         self._seat(sequences, num_rows)
         self._rules.set_rows(self._sequences[:num_rows], num_drafts)
-        return self.go_on(meanwhile, run_target)
+        return self.go_on(meanwhile, run_prompts)
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:
         """Give each sequence a row below `num_rows`; empty the rows of those that left.
@@ -541,7 +562,7 @@ class GraphRunner:
     def go_on(
         self,
         meanwhile: Callable[[], None] | None = None,
-        run_target: Callable[[DecodeStep], None] | None = None,
+        run_prompts: Callable[[RunTarget], None] | None = None,
     ) -> Flight:
         """Launch the next step of the same sequences, whose blocks may have grown."""
         new: list[tuple[int, int, int]] = []
@@ -554,7 +575,15 @@ class GraphRunner:
         if new:
             self._buffers.add_blocks(new)
         graph = self._graph_of(self._size)
-        return graph.launch(self._sequences[:num_rows], self._rules, meanwhile, run_target)
+        run_mixed = None
+        if run_prompts is not None:
+            assert self._mixed_pass is not None, "`can_mix` told so"
+            mixed_pass = self._mixed_pass
+
+            def run_mixed(step: DecodeStep) -> None:
+                run_prompts(partial(mixed_pass, step))
+
+        return graph.launch(self._sequences[:num_rows], self._rules, meanwhile, run_mixed)
 
     def clear(self) -> None:
         """Forget the sequences: something else has changed them, and they join anew."""

@@ -152,7 +152,8 @@ def make_memory_plan(
 
         total * gpu_memory_utilization - (total - free) - peak - graphs - kept - one block of scrap
 
-    where the peak is that of `measure_peak`, and what is kept of drawn drafts (`drawn_bytes`).
+    where the peak is that of `measure_peak`. Kept are drawn drafts (`drawn_bytes`), and the outputs
+    of passes over steps and prompts (`output_bytes`).
 
     Raises:
         UserError: not one request fits, or `num_kv_blocks` of them do not fit the GPU.
@@ -208,6 +209,12 @@ def make_memory_plan(
 def drawn_bytes(drafter: Drafter, num_seqs: int, num_drafts: int) -> int:
     """Return the bytes that captured steps keep of drawn drafts, see `DrawnDrafts`."""
     return num_seqs * num_drafts * drafter.config.draft_vocab_size * torch.float32.itemsize
+
+
+def output_bytes(target: TargetModel, drafter: Drafter | None, num_rows: int) -> int:
+    """Return the bytes of what captured passes of so many rows give: hidden states and features."""
+    width = target.hidden_size + (0 if drafter is None else drafter.config.feature_size)
+    return num_rows * width * target.dtype.itemsize
 
 
 def graph_bytes(peak_bytes: int, config: EngineConfig) -> int:

@@ -23,6 +23,9 @@ from peagle.kernels.logprobs import token_logprobs
 from peagle.kernels.upload import upload_ints
 from peagle.models.target import TargetModel
 
+# Runs the target as `Passes.__call__` does.
+RunTarget = Callable[..., tuple[Tensor, ...]]
+
 # Prompt rows whose logits exist at the same time.
 _LOGPROB_ROWS = 512
 
@@ -76,13 +79,11 @@ class ModelRunner:
         self.device = target.device
 
     @torch.inference_mode()
-    def run(
-        self, chunks: SequenceOf[Chunk], passes: Callable[..., tuple[Tensor, ...]] | None = None
-    ) -> TargetPass:
+    def run(self, chunks: SequenceOf[Chunk], run_target: RunTarget | None = None) -> TargetPass:
         """Compute the chunks, and verify and sample where they end.
 
         Args:
-            passes: runs the target in place of `passes` of this runner.
+            run_target: stands for `passes`.
         """
         sequences = [chunk.sequence for chunk in chunks]
         first = [s.num_computed_tokens for s in sequences]
@@ -110,7 +111,7 @@ class ModelRunner:
             seq_lens_B=first_B + lens_B,
             sequences_R=sequences_T,
         )
-        hidden_TH, features_TA = (passes or self.passes)(
+        hidden_TH, features_TA = (run_target or self.passes)(
             batch,
             tables_BM,
             max_query_len=max(lens),

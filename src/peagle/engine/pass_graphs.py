@@ -40,6 +40,7 @@ class PassGraphs:
             for a model that reads none.
         token_buckets: tokens of the passes that have graphs.
         max_sequences: most sequences of a pass that runs as a graph.
+        always_pays: a graph runs every pass that fits, whatever its padding.
     """
 
     def __init__(
@@ -53,14 +54,19 @@ class PassGraphs:
         *,
         token_buckets: Sequence[int] = TOKEN_BUCKETS,
         max_sequences: int = MAX_SEQUENCES,
+        always_pays: bool = False,
     ) -> None:
         launched = Passes(passes.run, passes.backend)
+        # Of all passes, because only one of them runs at a time.
+        tables_BM = torch.zeros(max_sequences, table_width, dtype=torch.int64, device=device)
         self._max_sequences = max_sequences
-        sizes = max_sequences, table_width, block_size
         self._passes = [
-            _Pass(launched, capture, num_rows, *sizes, device, hidden_1D)
+            _Pass(launched, capture, num_rows, tables_BM, block_size, hidden_1D)
             for num_rows in reversed(token_buckets)
         ][::-1]
+        if not always_pays:
+            for one in self._passes:
+                one.find_least_rows()
 
     def __call__(
         self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
@@ -88,26 +94,27 @@ class _Pass:
         passes: Passes,
         capture: Capturer,
         num_rows: int,
-        num_seqs: int,
-        table_width: int,
+        tables_BM: Tensor,
         block_size: int,
-        device: torch.device,
         hidden_1D: Tensor | None,
     ) -> None:
         self.num_rows = num_rows
+        self.least_rows = 0
         self._passes = passes
-        self._batch = TargetBatch.allocate(num_seqs, num_rows, device)
+        self._batch = TargetBatch.allocate(len(tables_BM), num_rows, tables_BM.device)
         self._batch.slots_R.fill_(PADDING_SLOT)
-        self._tables_BM = torch.zeros(num_seqs, table_width, dtype=torch.int64, device=device)
-        self._max_seq_len = table_width * block_size
+        self._tables_BM = tables_BM
+        self._max_seq_len = tables_BM.shape[1] * block_size
         self._hidden_RD = None
         if hidden_1D is not None:
             self._hidden_RD = hidden_1D.new_zeros(num_rows, hidden_1D.shape[1])
         self._outputs: tuple[Tensor, ...] = ()
         self._replay = capture(self._keep_outputs)
-        self.least_rows = 0
-        if num_rows > ALWAYS_PAYS and not self._is_bound_by_launches():
-            self.least_rows = int((1 - MOST_PADDING) * num_rows)
+
+    def find_least_rows(self) -> None:
+        """Measure from how many rows on the graph pays."""
+        if self.num_rows > ALWAYS_PAYS and not self._is_bound_by_launches():
+            self.least_rows = int((1 - MOST_PADDING) * self.num_rows)
 
     def _is_bound_by_launches(self) -> bool:
         """Whether the host takes longer to launch the kernels than the device to run them."""

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from typing import TYPE_CHECKING
 
 from peagle.engine.graph_runner import Flight, GraphRunner, RowReport
+from peagle.engine.model_runner import RunTarget
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
-
-if TYPE_CHECKING:
-    from peagle.engine.decode_step import DecodeStep
 
 
 class Pipeline:
@@ -50,12 +47,12 @@ class Pipeline:
     def launch(
         self,
         sequences: SequenceOf[Sequence],
-        run_target: Callable[[DecodeStep], None] | None = None,
+        run_prompts: Callable[[RunTarget], None] | None = None,
     ) -> None:
         """Launch a step of these sequences, then take the results of the one in flight.
 
         Args:
-            run_target: as of `GraphRunner.launch`; only where no results are needed before.
+            run_prompts: as of `GraphRunner.launch`.
         """
         if self._flight is not None and self.runner.needs_results(sequences):
             self.drain()
@@ -66,7 +63,7 @@ class Pipeline:
         alone = len(sequences) == len(self._scheduler.running)
         self._version = self._scheduler.version if alone else None
         self._has_grammars = any(s.grammar is not None for s in sequences)
-        self._launch(partial(self.runner.launch, sequences, run_target=run_target))
+        self._launch(partial(self.runner.launch, sequences, run_prompts=run_prompts))
 
     def _launch(self, launch: Callable[[Callable[[], None] | None], Flight]) -> None:
         """Launch a step and take the results of the last.

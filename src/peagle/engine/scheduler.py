@@ -30,7 +30,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step: a pass over chunks of prompts, then one over the sequences that decode.
+    """One step: chunks of prompts, and the sequences that decode behind them or in the same pass.
 
     `admitted` sequences got their blocks, `preempted` ones lost theirs.
     """

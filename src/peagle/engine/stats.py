@@ -84,6 +84,8 @@ class SpeculationStats:
 class StepTimes:
     """Where the device spent the decode steps that ran as CUDA graphs, in seconds.
 
+    Steps whose target pass computed prompts too are left out.
+
     Attributes:
         target: the target's pass over newest and draft tokens.
         verify: acceptance, next tokens, new state.
