@@ -51,13 +51,18 @@ class MadeUpSteps:
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         return None
 
+    def can_mix(self, sequences: SequenceOf[Sequence], num_prompts: int, num_tokens: int) -> bool:
+        return False
+
     def is_tight(self, num_sequences: int) -> bool:
         return True
 
     def needs_results(self, sequences: SequenceOf[Sequence]) -> bool:
         return False
 
-    def launch(self, sequences: SequenceOf[Sequence], meanwhile: None) -> MadeUpSteps:
+    def launch(
+        self, sequences: SequenceOf[Sequence], meanwhile: None, run_prompts: None
+    ) -> MadeUpSteps:
         self._sequences = list(sequences)
         return self
 

@@ -7,6 +7,7 @@ drafter checks that each slot it may look at holds what an undisturbed run would
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import lru_cache
@@ -63,7 +64,11 @@ class FakeRunner:
         """The slot of a position; an IndexError if the sequence has no block for it."""
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def run(self, chunks: SequenceOf[Chunk]) -> TargetPass:
+    def run(
+        self, chunks: SequenceOf[Chunk], run_target: Callable[[], None] | None = None
+    ) -> TargetPass:
+        if run_target is not None:
+            run_target()
         accepted: list[int] = []
         new: list[list[int]] = []
         features: list[list[float]] = []
@@ -251,7 +256,7 @@ class FakeGraphs:
         self._unread: list[Flight] = []
         self._size = (0, 0)
         self.launches: list[int] = []  # how many sequences, for each time that they were given
-        self.num_launches = self.num_reads = 0
+        self.num_launches = self.num_reads = self.num_mixed = 0
         self.times: dict[int, Any] = {}
         self.last_read: tuple[int, None] = (0, None)
 
@@ -263,6 +268,13 @@ class FakeGraphs:
         is_missing = any(s.pending_features is not None for s in sequences)
         return "missed_features" if is_missing else None
 
+    def can_mix(
+        self, sequences: list[Sequence], num_prompts: int, num_prompt_tokens: int
+    ) -> bool:
+        """Some prompts are too many for one pass with a step."""
+        is_possible = bool(sequences) and self.obstacle(sequences) is None
+        return is_possible and num_prompt_tokens % 4 > 0
+
     def needs_results(self, sequences: list[Sequence]) -> bool:
         return False
 
@@ -273,7 +285,12 @@ class FakeGraphs:
         rows = next(size for size in self._buckets if size >= num_sequences)
         return rows, self._depth(num_sequences)
 
-    def launch(self, sequences: list[Sequence], meanwhile: None) -> Flight:
+    def launch(
+        self,
+        sequences: list[Sequence],
+        meanwhile: None,
+        run_prompts: Callable[[Callable[[], None]], None] | None = None,
+    ) -> Flight:
         assert len(self._unread) <= 1, "one step may be in flight"
         in_flight = {s for flight in self._unread for s in flight.sequences}
         for sequence in sequences:
@@ -284,7 +301,14 @@ class FakeGraphs:
         for row in self._rows.values():
             row.drafts = row.drafts[: self._size[1]]
         self.launches.append(len(sequences))
+        if run_prompts is not None:
+            before = self.num_mixed
+            run_prompts(self._run_target)
+            assert self.num_mixed == before + 1, "the target runs once, over both"
         return self._launch()
+
+    def _run_target(self) -> None:
+        self.num_mixed += 1
 
     def clear(self) -> None:
         assert not self._unread, "the host does not know yet where they stand"

@@ -207,8 +207,9 @@ def test_restarts_when_something_changes_while_a_step_is_read(
 
 
 def test_arrivals_do_not_stop_decoding() -> None:
-    """Chunks of a prompt run between launches, a step is always in flight, all get a token."""
+    """Chunks of a prompt run within steps, a step is always in flight, all get a token."""
     steps = started([20, 20], max_num_batched_tokens=6)
+    num_mixed = steps.device.num_mixed
     steps.add(3, prompt=15)
     # 14 tokens of the prompt in 3 chunks; the last token decodes behind the third.
     for goes_on, new in ((False, 0), (False, 0), (False, 0), (True, 1)):
@@ -218,6 +219,7 @@ def test_arrivals_do_not_stop_decoding() -> None:
         gained = [s.num_output_tokens - n for s, n in zip(steps.sequences, before, strict=True)]
         assert gained == [1, 1, new]
     assert steps.device.launches == [2, 2, 2, 3]
+    assert steps.device.num_mixed - num_mixed == 3
     steps.run_to_the_end()
 
 

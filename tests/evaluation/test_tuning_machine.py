@@ -53,9 +53,9 @@ def test_what_is_timed(
     def watched(llm: LLM, steps: int) -> StepCost:
         run = llm.engine.runner.run
 
-        def counting(chunks: list[Any]) -> Any:
+        def counting(chunks: list[Any], *others: Any) -> Any:
             rows.append(sum(chunk.num_tokens + chunk.num_drafts for chunk in chunks))
-            return run(chunks)
+            return run(chunks, *others)
 
         llm.engine.runner.run = counting  # type: ignore[method-assign]
         try:

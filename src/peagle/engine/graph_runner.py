@@ -24,6 +24,7 @@ from peagle.engine.capture import Capturer, make_capturer
 from peagle.engine.depth import DepthPolicy
 from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRings
+from peagle.engine.mixed_pass import MixedPass
 from peagle.engine.model_runner import ModelRunner, RunTarget
 from peagle.engine.pass_graphs import MAX_SEQUENCES, PassGraphs
 from peagle.engine.sequence import Sequence, SequenceStatus
@@ -36,7 +37,6 @@ from peagle.speculation.proposers import HeadProposer
 
 if TYPE_CHECKING:
     from peagle.engine.decode_step import DecodeStep, StepBuffers
-    from peagle.engine.mixed_pass import MixedPass
     from peagle.engine.step_rules import PendingLogprobs, StepRules
 
 MAX_STOP_IDS = 8
@@ -161,7 +161,6 @@ def make_graph_runner(
     """
     from peagle.engine.decode_step import DecodeStep, StepBuffers, StepSizes
     from peagle.engine.drawn_drafts import DrawnDrafts
-    from peagle.engine.mixed_pass import MixedPass
     from peagle.engine.step_rules import StepRules
 
     target, max_model_len = runner.target, runner.max_model_len

@@ -6,14 +6,18 @@ of the longest of these prompts.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.attention import Passes
 from peagle.attention.triton_backend import TritonAttention
-from peagle.engine.decode_step import DecodeStep
 from peagle.kernels.batches import PackedBatch
+
+if TYPE_CHECKING:
+    from peagle.engine.decode_step import DecodeStep
 
 
 class MixedPass:

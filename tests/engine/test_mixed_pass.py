@@ -1,0 +1,293 @@
+"""Prompts in the pass of a decode step: what comes out is what comes out of passes of their own.
+
+On a CPU nothing is captured. The models compute in float64 there, with torch's attention, so that
+no near-tie can hide a difference; the kernels of a step run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle import LLM, SamplingParams
+from peagle.attention import AttentionMetadata
+from peagle.attention.torch_backend import TorchAttention, TorchPreparedAttention
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.config import StructuredOutput
+from peagle.engine.graph_runner import GraphRunner
+from peagle.engine.mixed_pass import MixedPass
+from peagle.engine.pass_graphs import PassGraphs
+from peagle.engine.stats import EngineStats
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+from tests.engine.engines import watch_drafts
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("graphs_everywhere")
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not 1"
+)
+DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+HEADS = {"plain": None, "peagle": BUNDLED_PEAGLE, "eagle3": BUNDLED_EAGLE3}
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.9, top_k=40, seed=5)
+
+
+class PaddedTorchAttention(TorchAttention):
+    """The rows behind the last sequence are one more, over block 0."""
+
+    def __init__(self, **options: Any) -> None: ...
+
+    def prepare(self, metadata: AttentionMetadata) -> TorchPreparedAttention:
+        count, starts_B = metadata.slots_T.shape[0], metadata.context_starts_B
+        padding = count - metadata.query_start_loc[-1:]
+        return super().prepare(
+            replace(
+                metadata,
+                query_start_loc=F.pad(metadata.query_start_loc, (0, 1), value=count),
+                seq_lens_B=torch.cat([metadata.seq_lens_B, padding]),
+                block_tables_BM=F.pad(metadata.block_tables_BM, (0, 0, 0, 1)),
+                max_query_len=max(metadata.max_query_len, count),
+                context_starts_B=None if starts_B is None else F.pad(starts_B, (0, 1)),
+            )
+        )
+
+
+@pytest.fixture
+def in_float64(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU passes run in float64; the kernels of a step get the logits in float32."""
+    if device != "cpu":
+        return
+    for module in ("decode_step", "mixed_pass"):
+        monkeypatch.setattr(f"peagle.engine.{module}.TritonAttention", PaddedTorchAttention)
+    for owner in (TargetModel, Drafter):
+        compute = owner.compute_logits
+
+        def rounded(self: Any, hidden: Tensor, compute: Any = compute) -> Tensor:
+            return compute(self, hidden).float()
+
+        monkeypatch.setattr(owner, "compute_logits", rounded)
+
+
+def make(head: Path | None, device: str, **options: Any) -> LLM:
+    config = options.pop("speculative", {})
+    if head is not None:
+        config = {"model": str(head), "num_speculative_tokens": 3, **config}
+    dtype = "float64" if device == "cpu" else "float32"
+    sizes = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
+    options = {"dtype": dtype, **sizes, **options}
+    return LLM(
+        BUNDLED_TARGET,
+        speculative_config=config or None,
+        device=device,
+        **options,
+    )
+
+
+@dataclass
+class Run:
+    """What became of some traffic.
+
+    Attributes:
+        outputs: (tokens, log-probabilities, drafts) of each request that was not cancelled.
+        mixed: (prompts, tokens of these) of each pass over a step and prompts.
+    """
+
+    outputs: dict[int, Any]
+    stats: EngineStats
+    mixed: list[tuple[int, int]]
+    drafts: dict[tuple[int, ...], list[int]]
+
+
+def run(
+    llm: LLM,
+    arrivals: Mapping[int, list[tuple[list[int], SamplingParams]]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    mixes: bool = True,
+    cancels: Mapping[int, int] | None = None,
+) -> Run:
+    """Let requests come, and be cancelled, before steps of an engine; the first one is number 0."""
+    mixed: list[tuple[int, int]] = []
+    call = MixedPass.__call__
+
+    def watched(self: MixedPass, step: Any, batch: Any, tables: Tensor, **sizes: int) -> Any:
+        mixed.append((len(tables), len(batch.tokens_R)))
+        return call(self, step, batch, tables, **sizes)
+
+    found: dict[int, Any] = {}
+    requests, steps, number = llm.requests, 0, 0
+    last = max((*arrivals, *(cancels or {})))
+    with monkeypatch.context() as patch:
+        patch.setattr(MixedPass, "__call__", watched)
+        if not mixes:
+            patch.setattr(GraphRunner, "can_mix", lambda *sizes: False)
+        drafts = {} if llm.engine.drafting is None else watch_drafts(llm)
+        ids: dict[int, list[int]] = {}
+        while requests.has_unfinished or steps <= last:
+            for prompt, params in arrivals.get(steps, []):
+                ids[number] = requests.add(number, prompt, params)
+                number += 1
+            if cancels and steps in cancels:
+                requests.cancel(ids[cancels[steps]])
+            for chunk in requests.step():
+                if (done := chunk.output) is not None:
+                    logprobs = done.logprobs, done.prompt_logprobs
+                    found[chunk.index] = done.token_ids, logprobs, done.stats
+            steps += 1
+    stats = llm.engine.stats
+    assert stats.num_free_kv_blocks == stats.num_kv_blocks and not stats.num_running
+    return Run(found, stats, mixed, drafts)
+
+
+def assert_same(one: Run, other: Run) -> None:
+    """Tokens, accepted drafts and counters; log-probabilities up to rounding."""
+    assert one.outputs.keys() == other.outputs.keys()
+    for index, (tokens, logprobs, stats) in one.outputs.items():
+        wanted_tokens, wanted_logprobs, wanted_stats = other.outputs[index]
+        assert (tokens, stats) == (wanted_tokens, wanted_stats)
+        for ours, theirs in zip(logprobs, wanted_logprobs, strict=True):
+            assert (ours is None) == (theirs is None)
+            for got, wanted in zip(ours or [], theirs or [], strict=True):
+                assert (got is None) == (wanted is None)
+                if got is not None:
+                    assert (got.token_id, got.rank) == (wanted.token_id, wanted.rank)
+                    assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+    assert replace(one.stats, step_times={}) == replace(other.stats, step_times={})
+
+
+def traffic() -> dict[int, list[tuple[list[int], SamplingParams]]]:
+    """A long prompt in chunks, its blocks shared later, several at once, and rules of all kinds."""
+    long = [*range(300, 330)]
+    letters = StructuredOutput("regex", "[a-z]{3,20}")
+    return {
+        0: [([5, 9, 200, 31, 77], replace(GREEDY, max_tokens=20))],
+        2: [(long, SAMPLED)],
+        4: [([41, 42, 43], GREEDY), ([51, 52, 53, 54, 55, 56, 57], SAMPLED)],
+        9: [([*long[:20], 7], replace(GREEDY, logprobs=1, max_tokens=3))],
+        10: [([61, 62, 63, 64], replace(GREEDY, structured_output=letters, ignore_eos=False))],
+        12: [([71, 72, 73, 74], replace(GREEDY, prompt_logprobs=0, max_tokens=3))],
+        13: [([81, 82, 83], replace(SAMPLED, repetition_penalty=1.3)), ([9], GREEDY)],
+    }
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", HEADS)
+def test_mixed_passes_change_nothing(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_num_batched_tokens": 12}
+    cancels = {6: 3}
+    mixed = run(make(HEADS[kind], device, **options), traffic(), monkeypatch, cancels=cancels)
+    apart = make(HEADS[kind], device, **options)
+    apart_run = run(apart, traffic(), monkeypatch, mixes=False, cancels=cancels)
+    assert_same(mixed, apart_run)
+    assert mixed.drafts == apart_run.drafts
+    assert mixed.stats.eager_steps == {} and not apart_run.mixed
+    assert mixed.stats.num_cached_tokens > 0 and mixed.stats.num_cancelled == 1
+    assert len({count for count, _ in mixed.mixed}) > 1, "one prompt, and several"
+    assert sum(tokens for _, tokens in mixed.mixed) > 40, "chunks, too"
+    alone = make(None, device, enforce_eager=True)
+    every = [one for arriving in traffic().values() for one in arriving]
+    for index, (tokens, _, _) in mixed.outputs.items():
+        prompt, params = every[index]
+        assert tokens == alone.generate([prompt], params)[0].token_ids
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("device", DEVICES)
+def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed again beside those that took their blocks, their outputs included."""
+    params = [replace(GREEDY, max_tokens=20), replace(SAMPLED, max_tokens=20)]
+    arrivals = {0: [([7, 8, 9], params[0])], 1: [([7, 5, 9, 3], params[1])], 3: [([4, 4], GREEDY)]}
+    sizes = {"num_kv_blocks": 14, "enable_prefix_caching": False, "max_num_batched_tokens": 9}
+    llms = [make(BUNDLED_PEAGLE, device, **sizes) for _ in range(2)]
+    mixed = run(llms[0], arrivals, monkeypatch)
+    assert mixed.stats.num_preemptions > 0
+    assert max(tokens for _, tokens in mixed.mixed) > 4, "more than a prompt has"
+    assert_same(mixed, run(llms[1], arrivals, monkeypatch, mixes=False))
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("device", DEVICES)
+def test_prompts_mix_while_drafting_pauses(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step keeps features from the end of the prompt on, and the head reads the prompt."""
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    schedule = [[1, 1, 3], [2, 4, 0]]
+    paused = {"num_speculative_tokens_per_batch_size": schedule, "correction": False}
+    arrivals = {
+        0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=9)), ([17, 18], GREEDY)],
+        3: [([*range(300, 318)], replace(GREEDY, max_tokens=18))],
+    }
+    llms = [make(BUNDLED_PEAGLE, device, speculative=paused) for _ in range(2)]
+    mixed = run(llms[0], arrivals, monkeypatch)
+    apart = run(llms[1], arrivals, monkeypatch, mixes=False)
+    assert (1, 17) in mixed.mixed, "drafting paused then"
+    assert_same(mixed, apart)
+    assert mixed.drafts == apart.drafts != {}, "what the head reads when it resumes"
+    assert set(mixed.stats.decode_steps) == {0, 3}
+
+
+@INTERPRETED
+@pytest.mark.parametrize("device", ["cpu"])
+def test_graphs_of_mixed_passes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over fixed buffers with padding, and over KV that is poisoned where nothing was written."""
+    options = {"max_num_batched_tokens": 12, "max_num_seqs": 3}
+    arrivals = {
+        0: [([5, 9, 200, 31, 77], replace(GREEDY, max_tokens=7))],
+        2: [([*range(300, 315)], replace(SAMPLED, max_tokens=2))],
+        4: [([41, 42, 43], replace(GREEDY, max_tokens=2))],
+    }
+    llms = [make(None, device, dtype="float32", **options) for _ in range(2)]
+    engine: Any = llms[0].engine
+    passes = engine._pipeline.runner._mixed_pass.passes
+    graphs = PassGraphs(
+        passes, lambda run: run, 16, 4, torch.device(device), token_buckets=(16, 24, 32)
+    )
+    taken: Counter[bool] = Counter()
+
+    def call(*batch: Any) -> Any:
+        done = graphs(*batch)
+        taken[done is not None] += 1
+        return done
+
+    passes.graphs = call
+    for cache in llms[0].target.kv_caches:
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    mixed = run(llms[0], arrivals, monkeypatch)
+    assert_same(mixed, run(llms[1], arrivals, monkeypatch, mixes=False))
+    assert taken == {True: len(mixed.mixed)} and len(mixed.mixed) > 3
+
+
+@INTERPRETED
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("device", ["cpu"])
+def test_when_prompts_do_not_mix(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tokens, long contexts, weights that are unpacked: passes of their own, as ever."""
+    arrivals = {
+        0: [([5, 9, 200, 31, 77], replace(GREEDY, max_tokens=4))],
+        2: [([*range(300, 310)], replace(GREEDY, max_tokens=2))],
+    }
+
+    def mixed(**limits: Any) -> list[tuple[int, int]]:
+        with monkeypatch.context() as patch:
+            for name, value in limits.items():
+                patch.setattr(f"peagle.engine.graph_runner.{name}", value)
+            return run(make(None, device), arrivals, monkeypatch).mixed
+
+    assert mixed() == [(1, 4), (1, 9)]
+    assert mixed(_MIXED_BUCKETS=(8,)) == [(1, 4)]
+    assert mixed(_MAX_MIXED_CONTEXT=8) == [(1, 4)]
+    assert mixed(MAX_SEQUENCES=0) == []
+    assert mixed(mixed_buckets=lambda target: ()) == []
