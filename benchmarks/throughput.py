@@ -240,7 +240,7 @@ def measure(llm: LLM, concurrency: int, args: argparse.Namespace) -> dict[str, A
 def split(before: Any, after: Any, seconds: float) -> dict[str, float]:
     """Milliseconds of a decode step by part, over all steps, and over those of the largest graph.
 
-    `other` is all else: prompts, the host, the gaps.
+    `other` is all else: prompts and the steps with prompts in their pass, the host, the gaps.
     """
     steps: dict[int, dict[str, float]] = {}
     for rows, times in after.step_times.items():

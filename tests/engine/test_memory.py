@@ -27,6 +27,7 @@ from peagle.engine.memory_plan import (
     graph_bytes,
     make_memory_plan,
     measure_peak,
+    output_bytes,
     run_largest_passes,
     size_text,
     storage_bytes,
@@ -227,6 +228,13 @@ def test_what_a_card_has_left(card: Card) -> None:
         DRAFTER_BLOCK,
     )
     assert drafted.drafter_bytes == 500
+
+
+def test_outputs_of_graphs(target: TargetModel) -> None:
+    """Hidden states, and with a head the features of three layers."""
+    hidden = 10 * target.hidden_size * 8
+    assert output_bytes(target, None, 10) == hidden
+    assert output_bytes(target, make_drafter(target), 10) == 4 * hidden
 
 
 def test_bounds_that_users_give(card: Card) -> None:
