@@ -574,15 +574,13 @@ class GraphRunner:
         if new:
             self._buffers.add_blocks(new)
         graph = self._graph_of(self._size)
-        run_mixed = None
-        if run_prompts is not None:
-            assert self._mixed_pass is not None, "`can_mix` told so"
-            mixed_pass = self._mixed_pass
-
-            def run_mixed(step: DecodeStep) -> None:
-                run_prompts(partial(mixed_pass, step))
-
+        run_mixed = None if run_prompts is None else partial(self._run_mixed, run_prompts)
         return graph.launch(self._sequences[:num_rows], self._rules, meanwhile, run_mixed)
+
+    def _run_mixed(self, run_prompts: Callable[[RunTarget], None], step: DecodeStep) -> None:
+        """Run the target over a step and prompts."""
+        assert self._mixed_pass is not None, "`can_mix` was asked"
+        run_prompts(partial(self._mixed_pass, step))
 
     def clear(self) -> None:
         """Forget the sequences: something else has changed them, and they join anew."""

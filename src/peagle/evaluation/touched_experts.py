@@ -58,9 +58,9 @@ def recorded_passes(llm: LLM) -> Iterator[list[DecodePass]]:
     run = engine.runner.run
     with engine.without_graphs(), record_routing(engine.target) as chosen:
 
-        def recording(chunks: Sequence[Any], *others: Any) -> Any:
+        def recording(chunks: Sequence[Any], run_target: Any = None) -> Any:
             chosen.clear()
-            done = run(chunks, *others)
+            done = run(chunks, run_target)
             if all(c.num_tokens == 1 and c.sequence.num_output_tokens for c in chunks):
                 num_rows = tuple(chunk.num_tokens + chunk.num_drafts for chunk in chunks)
                 passes.append(DecodePass(num_rows, torch.stack(chosen).cpu().long()))
