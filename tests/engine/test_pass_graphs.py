@@ -18,7 +18,6 @@ from torch import Tensor
 
 from peagle import LLM, SamplingParams
 from peagle.attention import Passes
-from peagle.engine import pass_graphs
 from peagle.engine.capture import make_capturer
 from peagle.engine.pass_graphs import PassGraphs
 from peagle.kernels.batches import PackedBatch
@@ -34,13 +33,7 @@ from peagle.attention.triton_backend import TritonAttention  # noqa: E402
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPTS = [list(range(20, 20 + length)) for length in (1, 21, 4, 8, 5)]
-
-
-@pytest.fixture
-def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_graphs, "TOKEN_BUCKETS", (4, 8, 16))
-    monkeypatch.setattr(pass_graphs, "MAX_SEQUENCES", 4)
-    monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 6)
+FEW_SIZES: Any = {"token_buckets": (4, 8, 16), "max_sequences": 4}
 
 
 def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
@@ -54,7 +47,7 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
 
     def use(passes: Passes, *hidden_1D: Tensor) -> None:
         passes.backend = backend
-        graphs = PassGraphs(passes, capture, 16, 4, llm.target.device, *hidden_1D)
+        graphs = PassGraphs(passes, capture, 16, 4, llm.target.device, *hidden_1D, **FEW_SIZES)
 
         def call(batch: PackedBatch, tables_BM: Tensor, hidden: Tensor | None) -> Any:
             done = graphs(batch, tables_BM, hidden)
@@ -77,14 +70,18 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
 
 
 @needs_interpreter
-@pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize(
     ("kind", "one_launch"), [("plain", False), ("peagle", True), ("eagle3", False)]
 )
 def test_prompts_in_chunks_and_decode_steps(
-    target_folder: Path, head_folders: Callable[..., Path], kind: str, one_launch: bool
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    kind: str,
+    one_launch: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ragged chunks alone and together, with padding and without, larger ones before smaller."""
+    monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 6)
     head = None if kind == "plain" else head_folders(parallel=kind == "peagle", num_layers=1)
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 9}
     eager = make(target_folder, head, eager=True, device="cpu", **sizes)
@@ -100,7 +97,6 @@ def test_prompts_in_chunks_and_decode_steps(
 
 
 @needs_interpreter
-@pytest.mark.usefixtures("few_sizes")
 def test_the_smallest_graph_runs_and_what_does_not_fit_is_refused(target_folder: Path) -> None:
     llm = make(target_folder, None, eager=True, device="cpu")
     sizes: list[int] = []
@@ -110,7 +106,7 @@ def test_the_smallest_graph_runs_and_what_does_not_fit_is_refused(target_folder:
         return (tokens_T.clone(),)
 
     passes = Passes(run, TritonAttention())
-    passes.graphs = PassGraphs(passes, lambda run: run, 16, 4, llm.target.device)
+    passes.graphs = PassGraphs(passes, lambda run: run, 16, 4, llm.target.device, **FEW_SIZES)
 
     def taken(num_tokens: int, num_seqs: int = 1, **options: Any) -> bool:
         sizes.clear()
