@@ -212,6 +212,20 @@ def test_drafts_deeply_again_when_the_load_falls() -> None:
     assert card.ks[-1] == MOST
 
 
+@pytest.mark.parametrize("context_s", [0.3e-3, 3e-3])
+@pytest.mark.parametrize("many", [64, 128])
+def test_what_one_sequence_costs_says_little_of_many(many: int, context_s: float) -> None:
+    """A long context of one sequence is not multiplied by those of the next burst."""
+    card = Card(AutomaticDepth(MOST), context_s=2e-5)
+    card.run(many, 100)
+    card.context_s = context_s
+    card.run(1, 60)
+    card.policy.observe(0)
+    card.context_s = 2e-5
+    assert card.steps_until_good(many, 40) < 40
+    assert card.run(many, 300) >= 0.98 * card.best(many)
+
+
 def test_an_idle_moment_makes_a_change_free() -> None:
     card = Card(AutomaticDepth(MOST))
     card.run(256, 300)
@@ -369,9 +383,9 @@ def test_costs_are_those_of_the_next_larger_graph_less_a_doubt() -> None:
 def test_contexts_cost_the_same_at_each_k() -> None:
     costs, left = StepCosts(TABLE), 1 - DOUBT
     for _ in range(200):
-        costs.add(6, 0, 2.0 + 6 * 0.5)
-    assert costs(6, 3) == pytest.approx(4.0 * left + 6 * 0.5)
-    assert costs(1, 0) == pytest.approx(1.0 * left + 0.5)
+        costs.add(6, 0, 2.0 + 3.0)
+    assert costs(6, 0) == pytest.approx(5.0)
+    assert costs(6, 3) == pytest.approx(4.0 * left + 3.0)
     for _ in range(200):
         costs.add(6, 0, 0.1)
     assert costs(6, 0) == 1.0, "never less than half of the table"
@@ -380,15 +394,26 @@ def test_contexts_cost_the_same_at_each_k() -> None:
 def test_the_first_steps_of_another_k_correct_its_entry() -> None:
     costs = StepCosts(TABLE)
     for _ in range(200):
-        costs.add(8, 0, 2.0 + 8 * 0.5)
+        costs.add(8, 0, 2.0 + 4.0)
     for _ in range(TRUSTED_STEPS):
-        costs.add(8, 3, 5.0 + 8 * 0.5)
-    assert costs(8, 3) == pytest.approx(9.0, rel=0.01)
+        costs.add(8, 3, 4.6 + 4.0)
+    assert costs(8, 3) == pytest.approx(8.6, rel=0.01)
     assert costs(8, 0) == pytest.approx(6.0, rel=0.01)
     for _ in range(200):  # later steps tell of contexts
-        costs.add(8, 3, 5.0 + 8 * 1.0)
-    assert costs(8, 3) == pytest.approx(13.0, rel=0.01)
+        costs.add(8, 3, 4.6 + 8.0)
+    assert costs(8, 3) == pytest.approx(12.6, rel=0.01)
     assert costs(8, 0) == pytest.approx(10.0, rel=0.01)
+
+
+def test_an_entry_is_not_corrected_beyond_doubt() -> None:
+    """What a step takes beyond that is its contexts'."""
+    costs = StepCosts(TABLE)
+    for _ in range(TRUSTED_STEPS):
+        costs.add(8, 0, 2.0)
+    for _ in range(200):
+        costs.add(8, 3, 14.0)
+    assert costs(8, 3) == pytest.approx(14.0, rel=0.01)
+    assert costs(8, 0) == pytest.approx(2.0 + 14.0 - 4.0 * (1 + DOUBT), rel=0.01)
 
 
 # ---- who gets it ----------------------------------------------------------------------------

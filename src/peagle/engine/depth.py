@@ -27,6 +27,8 @@ PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
 FORGOTTEN_STEPS = 4000
 # The latest steps of which the mean tells what contexts add to a step.
 LATEST_STEPS = 8
+# Steps of the same rows after which that mean holds for them.
+SETTLED_STEPS = 2 * LATEST_STEPS
 # By how much an entry of the table may be wrong until its K ran for so many steps at its rows, and
 # the share of a step's error that corrects it meanwhile.
 DOUBT, TRUSTED_STEPS, CORRECTION = 0.2, 12, 0.3
@@ -168,9 +170,9 @@ class StepCosts:
     """Seconds of a step, from a table and from the steps that run.
 
     A step takes what the table says of its rows and K, and as much again as its contexts, which are
-    read once whatever K is: the latest steps tell how much, by the sequence. Where another K ran at
-    the same rows before, the contexts are the same, and the first steps of a K correct the table.
-    Until then an entry may be wrong by DOUBT, and counts for so much less: a K that might pay is
+    read once whatever K is: the latest steps tell how much. That figure belongs to the rows of
+    these steps: after SETTLED_STEPS of them it is known, and the first steps of another K correct
+    the table, by DOUBT at most. Until then an entry counts for so much less: a K that might pay is
     tried once. A step whose time is not known corrects nothing, and is a try all the same.
 
     Args:
@@ -178,10 +180,11 @@ class StepCosts:
     """
 
     def __init__(self, table: Mapping[tuple[int, int], float]) -> None:
-        self._table = dict(table)
+        self._measured, self._table = table, dict(table)
         self._rows = sorted({rows for rows, _ in table})
         self._num_run = dict.fromkeys(table, 0)
-        self._per_sequence_s = 0.0
+        self._contexts_s = 0.0
+        self._latest_rows, self._num_latest = 0, 0
 
     def __call__(self, num_sequences: int, k: int) -> float:
         rows = self._rows_of(num_sequences)
@@ -189,7 +192,7 @@ class StepCosts:
         table_s = self._table[rows, k] * share
         if self._num_run[rows, k] < TRUSTED_STEPS:
             table_s *= 1 - DOUBT
-        return max(table_s + num_sequences * self._per_sequence_s, table_s / 2)
+        return max(table_s + self._contexts_s, table_s / 2)
 
     def _rows_of(self, num_sequences: int) -> int:
         return self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
@@ -202,13 +205,20 @@ class StepCosts:
         self._num_run[rows, k] += 1
 
     def _correct(self, num_sequences: int, rows: int, k: int, seconds: float) -> None:
+        if rows != self._latest_rows:
+            self._latest_rows, self._num_latest = rows, 0
         share = max(1.0, num_sequences / rows)
-        beyond_s = seconds - self._table[rows, k] * share - num_sequences * self._per_sequence_s
+        error_s = seconds - self._table[rows, k] * share - self._contexts_s
         others = (n for (r, other), n in self._num_run.items() if r == rows and other != k)
-        if self._num_run[rows, k] < TRUSTED_STEPS <= max(others, default=0):
-            self._table[rows, k] += CORRECTION * beyond_s / share
+        is_new = self._num_run[rows, k] < TRUSTED_STEPS <= max(others, default=0)
+        if is_new and self._num_latest >= SETTLED_STEPS:
+            least_s, most_s = (c * self._measured[rows, k] for c in (1 - DOUBT, 1 + DOUBT))
+            wanted_s = self._table[rows, k] + CORRECTION * error_s / share
+            self._table[rows, k] = min(max(wanted_s, least_s), most_s)
+            self._contexts_s += (wanted_s - self._table[rows, k]) * share
         else:
-            self._per_sequence_s += beyond_s / num_sequences / LATEST_STEPS
+            self._contexts_s += error_s / LATEST_STEPS
+            self._num_latest += 1
 
 
 class AutomaticDepth(DepthPolicy):

@@ -483,8 +483,10 @@ class GraphRunner:
         return self._size_for(num_sequences) == self._size
 
     def _size_for(self, num_sequences: int) -> tuple[int, int]:
-        rows = next(size for size in self._buckets if size >= num_sequences)
-        return rows, self._depth(num_sequences)
+        return self._rows_for(num_sequences), self._depth(num_sequences)
+
+    def _rows_for(self, num_sequences: int) -> int:
+        return next(size for size in self._buckets if size >= num_sequences)
 
     def needs_results(self, sequences: SequenceOf[Sequence]) -> bool:
         """Return whether the host must read the step in flight before it launches one of these.
@@ -595,9 +597,13 @@ class GraphRunner:
         seconds = None
         if flight.done is not None and not flight.has_prompts:
             seconds = self.times.setdefault(len(rows), StepTimes()).add(times)
-        self.last_read = flight.num_drafts, seconds
         num_drafts = flight.report_RX.shape[1] // 2 - 2
         reports = [read_report(row, num_drafts) for row in rows]
+        # Sequences that ended in the step before may leave a graph larger than the others need.
+        num_active = sum(bool(report.new_token_ids) for report in reports)
+        if not num_active or self._rows_for(num_active) != len(rows):
+            seconds = None
+        self.last_read = flight.num_drafts, seconds
         if flight.logprobs is not None:
             found = flight.logprobs.read([report.new_token_ids for report in reports])
             reports = [replace(r, logprobs=of or ()) for r, of in zip(reports, found, strict=True)]
