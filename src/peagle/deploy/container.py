@@ -193,6 +193,8 @@ def _add(found: dict[str, str], name: str, value: str, typed: str) -> None:
         raise UserError(
             f"{typed!r} has no name that vLLM could know; expected one like max-model-len=8192."
         )
+    if name.startswith("spec") and "speculative-config".startswith(name):
+        name = "speculative-config"  # vLLM's parser completes names
     if name in _REFUSED:
         raise UserError(f"The option {name} of vLLM cannot be given here. {_REFUSED[name]}")
     if name in found:

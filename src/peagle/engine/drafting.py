@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend
-from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
-from peagle.engine.grammar import DraftGrammar, prepare
+from peagle.engine.grammar import DraftGrammar, GrammarState, prepare
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
@@ -33,7 +33,7 @@ from peagle.models.checkpoint import (
     read_head_config,
     trained_length,
 )
-from peagle.models.drafter import Drafter
+from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
 from peagle.speculation import (
@@ -66,6 +66,8 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             f"Set it to {head.is_parallel} or leave it out."
         )
     depth = head.trained_depth
+    if (trees := speculative.parallel_drafting_spec) is not None:
+        _check_trees(trees, speculative.model, head)
     if depth is not None and speculative.num_drafts > depth:
         warnings.warn(
             f"num_speculative_tokens is {speculative.num_drafts}, but the head "
@@ -80,6 +82,22 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     window = speculative.draft_window
     drafter.window = trained_length(facts) if window is None else window or None
     return drafter
+
+
+def _check_trees(trees: CandidateTrees, name: str, head: DrafterConfig) -> None:
+    """Refuse trees of a head that drafts one token a pass, or fewer tokens than they are deep."""
+    if not head.is_parallel:
+        raise UserError(
+            f"parallel_drafting_spec asks for candidate trees, but {name!r} is an autoregressive "
+            "EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name such a head, or "
+            "leave it out: chains."
+        )
+    depth = head.trained_depth
+    if depth is not None and trees.prediction_depth > depth:
+        raise UserError(
+            f"parallel_drafting_spec.prediction_depth is {trees.prediction_depth}; the head "
+            f"{name!r} was trained for {depth}. Ask for no more."
+        )
 
 
 def make_drafting(
@@ -105,6 +123,7 @@ def make_drafting(
         [],
         max_model_len=max_model_len,
         draft_sampling=speculative.draft_sampling,
+        trees=speculative.parallel_drafting_spec,
     )
     vocab_size = sampler.vocab_size
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
@@ -238,11 +257,14 @@ class HeadDrafting(Drafting):
         step = self._step(done, readings)
         grammars = [reading.sequence.grammar for reading in readings]
         constraint = None
-        if any(grammars):
+        if any(grammars) and self.proposer.trees is None:
             draftable = self.proposer.draft_token_ids
             constraint = DraftGrammar(grammars, self.vocab_size, draft_token_ids=draftable)
             step = replace(step, constraint=constraint)
         drafts = self.proposer.propose(step)
+        if drafts.parents_BK is not None:
+            self._plant(readings, drafts.tokens_BK, drafts.parents_BK, drafts.lens)
+            return
         tokens, probs_BKV = drafts.tokens_BK.tolist(), drafts.probs_BKV
         for row, reading in enumerate(readings):
             if reading.num_drafts:
@@ -250,6 +272,28 @@ class HeadDrafting(Drafting):
                 reading.sequence.draft_probs_KV = None if probs_BKV is None else probs_BKV[row]
         if constraint is not None:
             constraint.finish()
+
+    def _plant(
+        self, readings: list[_Reading], tokens_BN: Tensor, parents_BN: Tensor, lens: list[int]
+    ) -> None:
+        """Leave trees on their sequences, cut to the slots of the context and by grammars."""
+        tokens, parents = torch.stack((tokens_BN, parents_BN)).tolist()
+        states: list[GrammarState] = []
+        masked: list[Sequence] = []
+        for row, reading in enumerate(readings):
+            if reading.num_drafts:
+                sequence = reading.sequence
+                # The nodes of a depth share a position, but each needs a slot.
+                count = min(lens[row], self.max_model_len - len(sequence))
+                sequence.drafts = tokens[row][:count]
+                sequence.draft_parents = parents[row][:count]
+                if sequence.grammar is not None:
+                    states.append(sequence.grammar)
+                    masked.append(sequence)
+        if masked:
+            prepare(states, [s.drafts for s in masked], [s.draft_parents for s in masked])
+        for sequence, state in zip(masked, states, strict=True):
+            sequence.drafts, sequence.draft_parents = state.allowed_tree()
 
     def most_drafts_of(self, sequence: Sequence) -> int:
         draws = self.proposer.draft_sampling != "argmax"
@@ -266,6 +310,7 @@ class HeadDrafting(Drafting):
         if chunk.samples:
             k = self._num_drafts_within(sequence)
             sequence.drafts, sequence.draft_probs_KV = [], None
+            sequence.draft_parents = None
         if not sequence.num_speculative_tokens:
             return None
         # While drafting pauses the head still reads prompts, which costs little beside the target's

@@ -86,6 +86,7 @@ class LLMEngine:
         self.speculative = speculative
         self.max_model_len = _max_model_len(target, config)
         self.num_speculative_tokens = speculative.num_drafts if speculative else 0
+        trees = self._trees = speculative.parallel_drafting_spec if speculative else None
         drafter = load_head(target, speculative)
         self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
         # Positions up to which the drafter's KV matters; without a head none does.
@@ -93,7 +94,10 @@ class LLMEngine:
         if drafter is not None and speculative is not None:
             longest = speculative.max_model_len or drafter.config.max_position_embeddings
             self.max_draft_len = min(longest, self.max_model_len)
-        is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
+        has_graphs = runs_as_graphs(target.device, config, speculative, drafter)
+        # Captured steps verify chains.
+        is_pipelined = has_graphs and trees is None
+        self._obstacle = "candidate_trees" if has_graphs and trees is not None else None
         trained = drafter.config.trained_depth if drafter else None
         self._depth = make_depth(speculative, trained, is_captured=is_pipelined)
         if is_pipelined and target.device.type == "cuda":
@@ -125,6 +129,9 @@ class LLMEngine:
         # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
         # with a step in flight the K + 1 tokens that it may bring.
         num_lookahead_slots = (3 if is_pipelined else 2) * (self.num_speculative_tokens + 1)
+        # Of a tree each node takes a slot, whatever its depth.
+        if trees is not None:
+            num_lookahead_slots = max(num_lookahead_slots, trees.max_nodes + 1)
         kept_bytes = 0
         if is_pipelined and drafter and speculative and speculative.draft_sampling != "argmax":
             num_rows = buckets(config.max_num_seqs)[-1]
@@ -176,7 +183,7 @@ class LLMEngine:
         kept_bytes: int,
     ) -> MemoryPlan:
         """Measure the largest passes on a GPU, and give the KV cache what remains."""
-        target = self.target
+        target, trees = self.target, self._trees
 
         def run() -> None:
             self._make_caches(drafter, num_blocks=1)
@@ -186,6 +193,7 @@ class LLMEngine:
                 self._features,
                 self.config,
                 num_drafts=self.num_speculative_tokens,
+                num_nodes=trees.max_nodes if trees else None,
                 num_resuming=num_resuming,
             )
 
@@ -432,7 +440,8 @@ class LLMEngine:
         A graph is launched behind the step in flight, and the results of that one are taken. Where
         none can run, a step in flight is all of this step, so that no sequence has two outputs.
         """
-        budget, pipeline, obstacle = self.scheduler.prompt_budget, self._pipeline, None
+        budget, pipeline = self.scheduler.prompt_budget, self._pipeline
+        obstacle = self._obstacle
         is_launched = was_in_flight = False
         if pipeline is not None:
             was_in_flight = pipeline.is_in_flight
@@ -475,7 +484,11 @@ class LLMEngine:
         every = (*self.scheduler.running, *self.scheduler.waiting)
         constrained = [(s, s.grammar) for s in every if s.grammar is not None]
         if constrained:
-            prepare([grammar for _, grammar in constrained], [s.drafts for s, _ in constrained])
+            prepare(
+                [grammar for _, grammar in constrained],
+                [s.drafts for s, _ in constrained],
+                [s.draft_parents for s, _ in constrained],
+            )
         for sequence, grammar in constrained:
             if grammar.is_over_budget:
                 self._fail(sequence, "grammar_too_slow", grammar.slow_text)
@@ -514,6 +527,7 @@ class LLMEngine:
                         done.sampled.new_token_ids[row],
                         chunk.num_drafts,
                         done.sampled.num_accepted[row],
+                        done.sampled.rejected_token_ids[row],
                         done.sampled.logprobs[row] or [],
                     )
                 row += 1
@@ -527,8 +541,9 @@ class LLMEngine:
             self._fail_broken(sequence)
             self._settle(sequence)
             return
-        drafts = report.num_drafted, report.num_accepted
-        self._emit(sequence, report.new_token_ids, *drafts, report.logprobs)
+        drafted, accepted = report.num_drafted, report.num_accepted
+        rejected = sequence.drafts[accepted:drafted]
+        self._emit(sequence, report.new_token_ids, drafted, accepted, rejected, report.logprobs)
         if sequence.num_speculative_tokens:
             sequence.drafts = report.drafts
             if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
@@ -543,20 +558,22 @@ class LLMEngine:
         new: list[int],
         num_drafted: int,
         num_accepted: int,
+        rejected: list[int],
         logprobs: Iterable[TokenLogprobs],
     ) -> None:
         """Append verified tokens up to where the sequence ends."""
         sequence.num_computed_tokens += num_accepted
+        depth = sequence.draft_depth if num_drafted else None
         for stats in (sequence.stats, self.speculation_stats):
-            stats.record(num_drafted, num_accepted)
-        rejected = sequence.drafts[num_accepted:num_drafted]
+            stats.record(num_drafted, num_accepted, depth)
         kept = sequence.append(new, self.max_model_len)
         kept_logprobs = list(islice(logprobs, len(kept)))
         sequence.logprobs += kept_logprobs
         self._counts["num_output_tokens"] += len(kept)
         accepted = min(num_accepted, len(kept))
-        step = StepOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected)
-        self._outputs.append(step)
+        self._outputs.append(
+            StepOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected, depth)
+        )
 
     def _fail(self, sequence: Sequence, code: str, error: str) -> None:
         """End a sequence with an error; what it has output so far stands."""

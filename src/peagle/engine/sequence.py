@@ -12,6 +12,7 @@ from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.trees import row_depths
 
 
 class SequenceStatus(Enum):
@@ -50,6 +51,8 @@ class Sequence:
         pending_features: features that the drafter has not read; None if it has read all.
         drafts: tokens that the next step verifies; `draft_probs_KV` is their q, None for argmax.
             Preemption keeps them, so that it changes no output.
+        draft_parents: of drafts that are a tree the row of each one's parent, see `kernels.trees`;
+            None for a chain.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: when it was first admitted, by `time.perf_counter`.
@@ -80,6 +83,7 @@ class Sequence:
     drafter_start: int = 0
     pending_features: FeatureRing | None = None
     drafts: list[int] = field(default_factory=list)
+    draft_parents: list[int] | None = None
     draft_probs_KV: Tensor | None = None
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
@@ -121,13 +125,20 @@ class Sequence:
         return len(self.token_ids) - (not samples)
 
     @property
+    def draft_depth(self) -> int | None:
+        """Most drafts on a path of the tree that the next step verifies; None for a chain."""
+        return None if self.draft_parents is None else max(row_depths(self.draft_parents))
+
+    @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < self.prefill_end
 
     @property
     def waits_for_grammar(self) -> bool:
         """Whether the grammar's masks of the next step are still missing."""
-        return self.grammar is not None and not self.grammar.is_prepared_for(self.drafts)
+        return self.grammar is not None and not self.grammar.is_prepared_for(
+            self.drafts, self.draft_parents
+        )
 
     @property
     def needs_every_token(self) -> bool:

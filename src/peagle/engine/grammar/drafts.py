@@ -13,39 +13,50 @@ from torch import Tensor
 from peagle.engine.grammar.compiler import DraftMasks, GrammarState, full_bitmask, pack, unpack
 
 
-def prepare(states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> None:
+def prepare(
+    states: Sequence[GrammarState],
+    drafts: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int] | None] | None = None,
+) -> None:
     """Find the masks that verify each state's drafts, unless the state has them.
 
-    A state whose grammar takes long is busy when this returns, see `StepBudget`; one that has gone
-    beyond the budget is marked so.
+    `parents` says which drafts are trees, see `GrammarState.prepare`; None: all are chains. A state
+    whose grammar takes long is busy when this returns, see `StepBudget`; one that has gone beyond
+    the budget is marked so.
     """
     budget = states[0].budget
+    trees = list(zip(drafts, parents or [None] * len(drafts), strict=True))
     missing = [
-        None if state.is_prepared_for(tokens) else state
-        for state, tokens in zip(states, drafts, strict=True)
+        None if state.is_prepared_for(*tree) else state
+        for state, tree in zip(states, trees, strict=True)
     ]
-    budget.each(missing, lambda b, state: state.prepare(drafts[b]))
+    budget.each(missing, lambda b, state: state.prepare(*trees[b]))
     budget.mark_excess()
 
 
 def verification_masks(
-    states: Sequence[GrammarState | None], drafts: Sequence[Sequence[int]], vocab_size: int
+    states: Sequence[GrammarState | None],
+    drafts: Sequence[Sequence[int]],
+    vocab_size: int,
+    parents: Sequence[Sequence[int] | None] | None = None,
 ) -> Tensor | None:
     """Return the packed masks of the rows that verify drafts, int32 [R, W] on the CPU.
 
-    Row j of a sequence has the tokens allowed after its first j drafts. Rows after a stop id, and
-    those of sequences without a state, allow everything. None if no sequence has a state. Every
-    state must be prepared, and its drafts allowed.
+    Row j of a sequence has the tokens allowed after its first j drafts, in a tree (`parents`, as of
+    `prepare`) after the drafts on its path. Rows after a stop id, and those of sequences without a
+    state, allow everything. None if no sequence has a state. Every state must be prepared, and its
+    drafts allowed.
     """
     if not any(states):
         return None
     rows = []
-    for state, tokens in zip(states, drafts, strict=True):
+    shapes = parents or [None] * len(drafts)
+    for state, tokens, shape in zip(states, drafts, shapes, strict=True):
         count = len(tokens) + 1
         if state is None:
             rows.append(full_bitmask(count, vocab_size))
             continue
-        assert state.is_prepared_for(tokens) and state.prepared is not None
+        assert state.is_prepared_for(tokens, shape) and state.prepared is not None
         rows.append(state.prepared.bitmask_RW[:count])
         assert len(rows[-1]) == count, "drafts are cut when they are made"
     return torch.cat(rows)
