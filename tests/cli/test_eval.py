@@ -81,6 +81,20 @@ def test_every_method_at_every_k_and_temperature(
     assert by_key["peagle", 2, 0.0]["num_drafts"] >= by_key["peagle", 3, 0.0]["num_drafts"]
 
 
+TREES = '{"num_parallel_trees": 2, "prediction_depth": 3, "max_nodes": 6}'
+
+
+def test_trees_are_a_method_of_their_own(peagle: Peagle, pair: Pair) -> None:
+    """Heads that cannot draft them are measured with chains."""
+    options = (*pair.options, "--eagle3", pair.eagle3, *SMALL, "--no-ngram", *JSON)
+    found = peagle("eval", *options, "-k", 2, "--parallel-drafting-spec", TREES)
+    tree, eagle3 = entries_of(found)
+    assert (tree["method"], tree["k"]) == ("peagle-tree-w2-n6", 3)
+    assert (eagle3["method"], eagle3["k"]) == ("eagle3", 2)
+    assert len(tree["pooled"]["unconditional"]) == 3
+    assert tree["pooled"]["num_tokens"] == eagle3["pooled"]["num_tokens"]
+
+
 def test_the_length_of_training_reaches_the_notes(
     peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,6 +469,14 @@ def test_the_certificate_decides_the_status(
         (("--temperature", "-1"), "temperature is -1.0"),
         (("--temperature", "warm"), "expected numbers like 0,0.7"),
         (("--draft-sampling", "best"), "draft_sampling is 'best'"),
+        (("--parallel-drafting-spec", "4"), "'4' is not a JSON object"),
+        (("--parallel-drafting-spec", '{"trees": 4}'), "has the unknown key 'trees'"),
+        (("--parallel-drafting-spec", TREES, "--certify"), "chains alone"),
+        (
+            ("--parallel-drafting-spec", TREES, "--draft-sampling", "probabilistic"),
+            'expected "argmax" with parallel_drafting_spec',
+        ),
+        (("--parallel-drafting-spec", TREES, "--draft", "EAGLE3"), "no P-EAGLE head is measured"),
         (("--concurrency", "0"), "--concurrency is 0"),
         (("--method", "plain"), "Plain decoding drafts nothing"),
         (("--method", "x"), "The method is 'x'"),
@@ -479,6 +501,7 @@ def test_mistakes(
 ) -> None:
     (tmp_path / "file").write_text("")
     words = {"PEAGLE": str(pair.peagle), "peagle=PEAGLE": f"peagle={pair.peagle}"}
+    words["EAGLE3"] = str(pair.eagle3)
     words["FILE"] = str(tmp_path / "file")
     options = tuple(words.get(text, text) for text in options)
     models = () if "--endpoint" in options else pair.options
