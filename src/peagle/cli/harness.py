@@ -158,9 +158,9 @@ def named_methods(
 def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool = True) -> Models:
     """Find and load the target and the heads, and check each head before anything runs.
 
-    A method with a source and no name is named after the kind of its head. P-EAGLE heads draft
-    trees if --parallel-drafting-spec was given. Without `whole` only the ends of the target are
-    loaded, for another engine.
+    A method with a source and no name is named after the kind of its head. With
+    --parallel-drafting-spec a P-EAGLE head is two methods: chains, and trees. Without `whole` only
+    the ends of the target are loaded, for another engine.
     """
     from peagle.engine.placement import load_target
     from peagle.models.checkpoint import load_drafter
@@ -182,7 +182,11 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         target = TargetEnds.load(folder)
     trees = given.value("speculative.parallel_drafting_spec")
     shape = None if trees is None else CandidateTrees.parse(trees)
-    found = [_with_head(one, head, target, shape) for one, head in zip(methods, heads, strict=True)]
+    found = [
+        method
+        for one, head in zip(methods, heads, strict=True)
+        for method in _with_head(one, head, target, shape)
+    ]
     if shape is not None and not any(one.trees for one in found):
         raise UserError(
             "--parallel-drafting-spec asks for candidate trees, and no P-EAGLE head is measured. "
@@ -195,7 +199,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         )
     for one in found:
         try:
-            if one.folder:
+            if one.folder and one.trees is None:
                 load_drafter(one.folder, target)
         except UserError as error:
             raise UserError(f"The head of {one.name} is of no use here: {error}") from None
@@ -212,11 +216,11 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
 
 def _with_head(
     one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: CandidateTrees | None
-) -> DecodingMethod:
+) -> list[DecodingMethod]:
     from peagle.models.checkpoint import read_head_config, trained_length
 
     if folder is None:
-        return one
+        return [one]
     config, facts = read_head_config(folder, num_target_layers=target.num_layers)
     kind = "peagle" if config.is_parallel else _EAGLE3
     if one.name == _EAGLE3 != kind:
@@ -230,7 +234,9 @@ def _with_head(
         trained_length(facts),
         config.trained_depth,
     )
-    return found if trees is None or not config.is_parallel else found.with_trees(trees)
+    if trees is None or not config.is_parallel:
+        return [found]
+    return [found, found.with_trees(trees)]
 
 
 def display_name(source: str) -> str:

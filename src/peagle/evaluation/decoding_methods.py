@@ -46,7 +46,7 @@ class DecodingMethod:
         return replace(self, name=name, trees=trees)
 
     def depths(self, ks: Sequence[int]) -> Sequence[int]:
-        """Return the K to measure: those asked for, or the depth of the trees."""
+        """Return the K to measure: those asked for, or of trees their depth."""
         return ks if self.trees is None else (self.trees.prediction_depth,)
 
     def config(self, k: int, **options: Any) -> SpeculativeConfig | None:
