@@ -14,7 +14,7 @@ from peagle.kernels.trees import (
     TreePaths,
     best_first_trees,
     count_nodes,
-    move_rows,
+    move_slots,
     path_rows,
 )
 
@@ -129,7 +129,7 @@ def test_the_rows_of_a_path_come_first() -> None:
     assert path_rows(reached).tolist() == [[0, 2, 5, 1, 3, 4], [0, 1, 2, 3, 4, 5]]
 
 
-def test_rows_move_as_if_all_were_read_first() -> None:
-    cache = torch.arange(8.0).view(8, 1, 1)
-    move_rows(cache, torch.tensor([[2, 3], [6, 4]]), torch.tensor([[1, 2], [5, -1]]))
-    assert cache.flatten().tolist()[:7] == [0, 2, 3, 3, 4, 6, 6]
+def test_slots_move_as_if_all_were_read_first() -> None:
+    caches = [torch.arange(8.0).view(8, 1, 1), torch.arange(8).view(8, 1, 1)]
+    move_slots(caches, torch.tensor([[2, 3], [6, 0]]), torch.tensor([[1, 2], [5, 0]]))
+    assert [cache.flatten().tolist() for cache in caches] == [[0, 2, 3, 3, 4, 6, 6, 7]] * 2

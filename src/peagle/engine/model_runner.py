@@ -19,9 +19,9 @@ from peagle.engine.grammar import unpack, verification_masks
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
-from peagle.kernels.batches import PADDING_SLOT, TargetBatch, slot_mapping
+from peagle.kernels.batches import TargetBatch, slot_mapping
 from peagle.kernels.logprobs import token_logprobs
-from peagle.kernels.trees import TreePaths, move_rows, row_depths
+from peagle.kernels.trees import TreePaths, move_slots, row_depths
 from peagle.kernels.upload import upload_ints
 from peagle.models.target import TargetModel
 
@@ -121,8 +121,10 @@ class ModelRunner:
         )
         self._prompt_logprobs(chunks, hidden_TH, lens)
         sampled = self._sample(chunks, hidden_TH, lens, paths)
-        if sampled is not None and (order_BJ := sampled.verified.order_BJ) is not None:
-            self._move_path(batch, order_BJ, sampled.verified.num_accepted_B)
+        if paths is not None and sampled is not None:
+            verified, order_BJ = sampled.verified, sampled.verified.order_BJ
+            assert order_BJ is not None
+            self._move_path(batch, order_BJ, verified.num_accepted_B, paths.depth)
             row_T = start_loc[sequences_T] + order_BJ[sequences_T, offset_T]
             batch = replace(
                 batch, tokens_R=batch.tokens_R[row_T], positions_R=batch.positions_R[row_T]
@@ -141,21 +143,23 @@ class ModelRunner:
         depth = max(max(row_depths(tree)) for tree in trees)
         return TreePaths.of(self._ints([tree + [0] * (most - len(tree)) for tree in trees]), depth)
 
-    def _move_path(self, batch: TargetBatch, order_BJ: Tensor, num_accepted_B: Tensor) -> None:
+    def _move_path(
+        self, batch: TargetBatch, order_BJ: Tensor, num_accepted_B: Tensor, depth: int
+    ) -> None:
         """Move the target's keys and values of the accepted path to the slots of a chain.
 
-        The head's need no move: real tokens overwrite them.
+        The head's need no move: real tokens overwrite them. A path has at most `depth` nodes.
         """
-        columns_J = torch.arange(order_BJ.shape[1], device=self.device)
-        first_B1, last_B1 = (x.unsqueeze(1) for x in (batch.query_start_loc[:-1], num_accepted_B))
-        is_moved_BJ = (columns_J > 0) & (columns_J <= last_B1)
-        from_BJ, to_BJ = (
-            torch.where(is_moved_BJ, batch.slots_R[first_B1 + rows * is_moved_BJ], PADDING_SLOT)
-            for rows in (order_BJ, columns_J)
+        first_B1 = batch.query_start_loc[:-1].unsqueeze(1)
+        columns_D = torch.arange(1, depth + 1, device=self.device)
+        is_moved_BD = columns_D <= num_accepted_B.unsqueeze(1)
+        # What is not on the path stays where it is: the root's slot is copied to itself.
+        from_BD, to_BD = (
+            batch.slots_R[first_B1 + torch.where(is_moved_BD, rows, 0)]
+            for rows in (order_BJ[:, 1 : depth + 1], columns_D)
         )
-        for cache in self.target.kv_caches:
-            for x in (cache.keys, cache.values):
-                move_rows(as_bytes(x).flatten(0, 1), from_BJ, to_BJ)
+        pairs = ((cache.keys, cache.values) for cache in self.target.kv_caches)
+        move_slots((as_bytes(x).flatten(0, 1) for pair in pairs for x in pair), from_BD, to_BD)
 
     def _sample(
         self,

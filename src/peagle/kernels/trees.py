@@ -11,7 +11,7 @@ slot, N nodes of a tree, J = N + 1 rows, D most nodes on a path, T packed rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,11 +119,13 @@ class TreePaths:
         parents_BN: int64, the row of each node's parent.
         visible_BJ: int64, bit i of row j says that row i is on the path to row j, which ends it.
         depths_BJ: int64, nodes on the path; 0 for the root.
+        depth: D, known to the host.
     """
 
     parents_BN: Tensor
     visible_BJ: Tensor
     depths_BJ: Tensor
+    depth: int
 
     @classmethod
     def of(cls, parents_BN: Tensor, depth: int) -> TreePaths:
@@ -138,7 +140,7 @@ class TreePaths:
         for _ in range(depth):
             visible_BJ = own_J | visible_BJ.gather(1, parents_BJ)
             depths_BJ = is_node_J * (1 + depths_BJ.gather(1, parents_BJ))
-        return cls(parents_BN, visible_BJ, depths_BJ)
+        return cls(parents_BN, visible_BJ, depths_BJ, depth)
 
 
 def path_rows(reached_BJ: Tensor) -> Tensor:
@@ -150,13 +152,13 @@ def path_rows(reached_BJ: Tensor) -> Tensor:
     return (~reached_BJ).byte().argsort(dim=-1, stable=True)
 
 
-def move_rows(flat_XHd: Tensor, from_BJ: Tensor, to_BJ: Tensor) -> None:
-    """Copy slots of a cache, all of them read before one is written; negative ones stay away.
+def move_slots(caches: Iterable[Tensor], from_BD: Tensor, to_BD: Tensor) -> None:
+    """Copy slots within caches, all of a cache read before one is written.
 
     Args:
-        flat_XHd: the slots; the last one is scrap.
-        from_BJ, to_BJ: int64, slots.
+        caches: [slots, Hkv, d] each, of any types.
+        from_BD, to_BD: int64, slots.
     """
-    scrap = flat_XHd.shape[0] - 1
-    source, target = (torch.where(x < 0, scrap, x).flatten() for x in (from_BJ, to_BJ))
-    flat_XHd.index_copy_(0, target, flat_XHd[source])
+    source_X, target_X = from_BD.flatten(), to_BD.flatten()
+    for cache in caches:
+        cache.index_copy_(0, target_X, cache[source_X])
