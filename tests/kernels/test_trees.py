@@ -85,9 +85,13 @@ def test_children_may_depend_on_their_parent() -> None:
     """The hook: after an odd token only 0 may follow, after an even one only 1."""
     logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     asked: list[int] = []
+    levels: list[Tensor] = []
 
-    def children(column: int, tokens_BW: Tensor) -> tuple[Tensor, Tensor]:
+    def children(column: int, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Tensor]:
         asked.append(column)
+        if levels:
+            assert (tokens_BW[:, :2] == (levels[-1].gather(1, parents_BW) + 1)[:, :2] % 2).all()
+        levels.append(tokens_BW)
         tokens = ((tokens_BW + 1) % 2).unsqueeze(2).expand(-1, -1, 2)
         return torch.tensor([-0.1, -torch.inf]).expand_as(tokens), tokens
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from peagle.kernels.sampling import at_least_float32
 
-# children(column, tokens [B, W]) -> (log-probabilities, tokens), both [B, W, C]: the candidates
-# that may follow a node of that depth and token in the slot of that column.
-Children = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+# children(column, tokens, parents) -> (log-probabilities, tokens), both [B, W, C]: the candidates
+# that may follow, in the slot of that column, the W nodes of the depth before it. These have the
+# given tokens, and stand behind the given ones of the W nodes before them, both int64 [B, W].
+Children = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def best_first_trees(
@@ -60,7 +61,7 @@ def best_first_trees(
     logprobs_BKV = torch.log_softmax(at_least_float32(logits_BKV) / temperature, -1)
     tops = logprobs_BKV.nan_to_num(-torch.inf).topk(min(width, vocab_size), -1)
 
-    def of_slot(column: int, tokens_BW: Tensor) -> tuple[Tensor, Tensor]:
+    def of_slot(column: int, tokens_BW: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         shape = (*tokens_BW.shape, tops.values.shape[2])
         scores_B1C, tokens_B1C = tops.values[:, column, None], tops.indices[:, column, None]
         return scores_B1C.expand(shape), tokens_B1C.expand(shape)
@@ -71,15 +72,16 @@ def best_first_trees(
     scores_BW, tokens_BW = nothing_BW.clone(), torch.zeros_like(nothing_BW, dtype=torch.int64)
     scores_BW[:, :first] = tops.values[:, 0, :first]
     tokens_BW[:, :first] = tops.indices[:, 0, :first]
+    behind_BW = torch.zeros_like(tokens_BW)
     levels = [(scores_BW, tokens_BW, torch.full_like(tokens_BW, -1))]
     for column in range(1, num_slots):
-        logprobs_BWC, next_BWC = find(column, tokens_BW)
+        logprobs_BWC, next_BWC = find(column, tokens_BW, behind_BW)
         paths_BX = (scores_BW.unsqueeze(2) + logprobs_BWC).flatten(1)
         scores_BW, at_BW = paths_BX.topk(width, -1)
         scores_BW = torch.where((depths_B > column).unsqueeze(1), scores_BW, nothing_BW)
         tokens_BW = next_BWC.flatten(1).gather(1, at_BW)
-        parents_BW = at_BW // next_BWC.shape[2] + (column - 1) * width
-        levels.append((scores_BW, tokens_BW, parents_BW))
+        behind_BW = at_BW // next_BWC.shape[2]
+        levels.append((scores_BW, tokens_BW, behind_BW + (column - 1) * width))
 
     scores_BX, tokens_BX, parents_BX = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
     # Stable: a parent stands before its children in X, and so in the tree where they tie.
