@@ -207,6 +207,7 @@ class FakeProposer:
     ) -> None:
         self.draft_sampling = "probabilistic" if has_drawn_drafts else "argmax"
         self.trees = max_nodes or None
+        self.draft_token_ids = None
         self.block_size = block_size
         self.kv: list[Any] = [None] * (num_blocks * block_size)
 

@@ -20,12 +20,13 @@ from peagle.attention import AttentionBackend
 from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
-from peagle.engine.grammar import DraftGrammar, GrammarState, prepare
+from peagle.engine.grammar import DraftGrammar, grow_trees, prepare
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
+from peagle.kernels.sampling import at_least_float32
 from peagle.kernels.upload import upload_ints
 from peagle.models.checkpoint import (
     load_correction,
@@ -38,11 +39,13 @@ from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
 from peagle.speculation import (
     AutoregressiveProposer,
+    Drafts,
     HeadProposer,
     ParallelProposer,
     PromptLookup,
     TargetStep,
 )
+from peagle.speculation.proposers import TREE_TEMPERATURE
 
 # From so many positions on that no draft needs, a pass of their own pays.
 READ_APART_FROM = 256
@@ -240,6 +243,8 @@ class HeadDrafting(Drafting):
         self.sampler = sampler
         self.max_draft_len = max_draft_len
         self.features = features
+        draftable = proposer.draft_token_ids
+        self._draft_token_ids = None if draftable is None else torch.tensor(draftable)
         self._has_warned = False
 
     @torch.inference_mode()
@@ -263,7 +268,7 @@ class HeadDrafting(Drafting):
             step = replace(step, constraint=constraint)
         drafts = self.proposer.propose(step)
         if drafts.parents_BK is not None:
-            self._plant(readings, drafts.tokens_BK, drafts.parents_BK, drafts.lens)
+            self._plant(readings, drafts, drafts.parents_BK)
             return
         tokens, probs_BKV = drafts.tokens_BK.tolist(), drafts.probs_BKV
         for row, reading in enumerate(readings):
@@ -273,27 +278,32 @@ class HeadDrafting(Drafting):
         if constraint is not None:
             constraint.finish()
 
-    def _plant(
-        self, readings: list[_Reading], tokens_BN: Tensor, parents_BN: Tensor, lens: list[int]
-    ) -> None:
-        """Leave trees on their sequences, cut to the slots of the context and by grammars."""
-        tokens, parents = torch.stack((tokens_BN, parents_BN)).tolist()
-        states: list[GrammarState] = []
-        masked: list[Sequence] = []
-        for row, reading in enumerate(readings):
-            if reading.num_drafts:
-                sequence = reading.sequence
-                # The nodes of a depth share a position, but each needs a slot.
-                count = min(lens[row], self.max_model_len - len(sequence))
-                sequence.drafts = tokens[row][:count]
-                sequence.draft_parents = parents[row][:count]
-                if sequence.grammar is not None:
-                    states.append(sequence.grammar)
-                    masked.append(sequence)
+    def _plant(self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor) -> None:
+        """Leave trees on their sequences, cut to the slots of the context.
+
+        Under a grammar a tree grows anew, of what the grammar allows.
+        """
+        tokens, parents = torch.stack((drafts.tokens_BK, parents_BN)).tolist()
+        drawn = [(row, r) for row, r in enumerate(readings) if r.num_drafts]
+        masked = [(row, r, g) for row, r in drawn if (g := r.sequence.grammar) is not None]
         if masked:
-            prepare(states, [s.drafts for s in masked], [s.draft_parents for s in masked])
-        for sequence, state in zip(masked, states, strict=True):
-            sequence.drafts, sequence.draft_parents = state.allowed_tree()
+            assert self.proposer.trees is not None
+            grow_trees(
+                [grammar for *_, grammar in masked],
+                [at_least_float32(drafts.slot_logits[row]).cpu() for row, *_ in masked],
+                [reading.num_drafts for _, reading, _ in masked],
+                self.proposer.trees,
+                TREE_TEMPERATURE,
+                self._draft_token_ids,
+            )
+        for row, reading in drawn:
+            sequence, grammar = reading.sequence, reading.sequence.grammar
+            found = tokens[row][: drafts.lens[row]], parents[row]
+            if grammar is not None:
+                found = grammar.prepared_tree()
+            # The nodes of a depth share a position, but each needs a slot.
+            count = min(len(found[0]), self.max_model_len - len(sequence))
+            sequence.drafts, sequence.draft_parents = (some[:count] for some in found)
 
     def most_drafts_of(self, sequence: Sequence) -> int:
         draws = self.proposer.draft_sampling != "argmax"

@@ -186,7 +186,6 @@ class ModelRunner:
             [s.grammar for s in sequences],
             [s.drafts for s in sequences],
             vocab_size,
-            [s.draft_parents for s in sequences],
         )
         masks_RV = None if packed_RW is None else unpack(packed_RW.to(self.device), vocab_size)
         num_drafts = [chunk.num_drafts for chunk in sampling]

@@ -136,9 +136,7 @@ class Sequence:
     @property
     def waits_for_grammar(self) -> bool:
         """Whether the grammar's masks of the next step are still missing."""
-        return self.grammar is not None and not self.grammar.is_prepared_for(
-            self.drafts, self.draft_parents
-        )
+        return self.grammar is not None and not self.grammar.is_prepared_for(self.drafts)
 
     @property
     def needs_every_token(self) -> bool:

@@ -10,8 +10,8 @@ drafter width, K drafts, J columns of them, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Protocol
 
@@ -93,12 +93,14 @@ class Drafts:
         probs_BKV: the draft distributions in the target vocabulary; None for argmax drafts.
         parents_BK: the row of each draft's parent where drafts are trees (`kernels.trees`); None
             for chains. K is then the nodes of a tree.
+        slot_logits: logits of the slots from which a sequence's tree grew, by its number.
     """
 
     tokens_BK: Tensor
     lens: list[int]
     probs_BKV: Tensor | None = None
     parents_BK: Tensor | None = None
+    slot_logits: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class DraftExecutor(Protocol):
@@ -377,7 +379,8 @@ class EagerDraft:
         every[0, self._order_N] = self._proposer.drafter.to_target_ids(tokens_NX)
         every[1, self._order_N] = parents_NX
         lens = [count_nodes(k, w, most, logits_NKV.shape[2]) for k in self._lens]
-        return Drafts(every[0], lens, parents_BK=every[1])
+        slot_logits = dict(zip(self._order, logits_NKV, strict=True))
+        return Drafts(every[0], lens, parents_BK=every[1], slot_logits=slot_logits)
 
     def _still_drafting(self, column: int) -> Tensor:
         """The sequences that draft more than `column`."""

@@ -58,7 +58,7 @@ class DraftMasks:
 
     Row j has the tokens allowed after the first j drafts, in a tree after the drafts on its path.
     There are no rows behind a draft that is not allowed. Rows after a stop id allow everything.
-    `parents` has the row of each draft's parent where the drafts are a tree; None: a chain.
+    `parents` has the row of each draft's parent in a tree; None: a chain.
     """
 
     drafts: tuple[int, ...]
@@ -296,15 +296,11 @@ class GrammarState(Spender):
         else:
             move(0, self)
 
-    def prepare(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
+    def prepare(self, drafts: Sequence[int]) -> None:
         """Find which drafts may stand, and the masks of the rows that verify them.
 
-        The state ends where it was. Of a tree, whose drafts have the rows `parents` for parents,
-        `prepared` has the part that may stand.
+        The state ends where it was.
         """
-        if parents is not None:
-            self._prepare_tree(drafts, parents)
-            return
         bitmask_RW = full_bitmask(len(drafts) + 1, self.vocab_size)
         length = 0
         self.mask_into(bitmask_RW, 0)
@@ -316,40 +312,12 @@ class GrammarState(Spender):
         self.rollback(length)
         self.prepared = DraftMasks(tuple(drafts), bitmask_RW[: length + 1])
 
-    def _prepare_tree(self, drafts: Sequence[int], parents: Sequence[int]) -> None:
-        children: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
-        for row, parent in enumerate(parents, start=1):
-            children[parent].append(row)
-        bitmask_RW = full_bitmask(len(drafts) + 1, self.vocab_size)
-        kept = [0]
-
-        def visit(row: int) -> None:
-            self.mask_into(bitmask_RW, row)
-            for child in children[row]:
-                if self.try_advance(drafts[child - 1]):
-                    kept.append(child)
-                    visit(child)
-                    self.rollback(1)
-
-        visit(0)
-        kept.sort()
-        row_of = {old: new for new, old in enumerate(kept)}
-        self.prepared = DraftMasks(
-            tuple(drafts[row - 1] for row in kept[1:]),
-            bitmask_RW[kept],
-            tuple(row_of[parents[row - 1]] for row in kept[1:]),
-        )
-
-    def is_prepared_for(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> bool:
+    def is_prepared_for(self, drafts: Sequence[int]) -> bool:
         """Return whether the masks of these drafts are there, and the state is free."""
         prepared = self.prepared
         if self.is_busy or prepared is None:
             return False
-        own = prepared.parents
-        if own is not None and parents is not None:
-            own, parents = own[: len(drafts)], tuple(parents)
-        is_same_shape = not drafts or own == parents
-        return is_same_shape and prepared.drafts[: len(drafts)] == tuple(drafts)
+        return prepared.drafts[: len(drafts)] == tuple(drafts)
 
     def allowed(self, drafts: list[int]) -> list[int]:
         """Return the drafts up to the first that is not allowed; none without their masks."""
@@ -358,11 +326,11 @@ class GrammarState(Spender):
         assert self.prepared is not None
         return drafts[: len(self.prepared.bitmask_RW) - 1]
 
-    def allowed_tree(self) -> tuple[list[int], list[int]]:
-        """Return drafts and parents of the tree that `prepare` left; nothing while it works."""
-        if self.is_busy or self.prepared is None or self.prepared.parents is None:
+    def prepared_tree(self) -> tuple[list[int], list[int]]:
+        """Return drafts and parents of the tree that `grow_trees` left; nothing while it works."""
+        if self.is_busy or self.prepared is None:
             return [], []
-        return list(self.prepared.drafts), list(self.prepared.parents)
+        return list(self.prepared.drafts), list(self.prepared.parents or ())
 
     def _fill(self, bitmask_RW: Tensor, row: int) -> None:
         self._matcher.fill_next_token_bitmask(bitmask_RW, row)
