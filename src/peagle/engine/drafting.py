@@ -284,8 +284,8 @@ class HeadDrafting(Drafting):
         Under a grammar a tree grows anew, of what the grammar allows.
         """
         tokens, parents = torch.stack((drafts.tokens_BK, parents_BN)).tolist()
-        drawn = [(row, r) for row, r in enumerate(readings) if r.num_drafts]
-        masked = [(row, r, g) for row, r in drawn if (g := r.sequence.grammar) is not None]
+        growing = [(row, r) for row, r in enumerate(readings) if r.num_drafts]
+        masked = [(row, r, g) for row, r in growing if (g := r.sequence.grammar) is not None]
         if masked:
             assert self.proposer.trees is not None
             grow_trees(
@@ -296,7 +296,7 @@ class HeadDrafting(Drafting):
                 TREE_TEMPERATURE,
                 self._draft_token_ids,
             )
-        for row, reading in drawn:
+        for row, reading in growing:
             sequence, grammar = reading.sequence, reading.sequence.grammar
             found = tokens[row][: drafts.lens[row]], parents[row]
             if grammar is not None:

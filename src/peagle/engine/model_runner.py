@@ -183,9 +183,7 @@ class ModelRunner:
             hidden_TH = hidden_TH[self._ints(sampled_rows)]
         sequences, vocab_size = [chunk.sequence for chunk in sampling], self.target.vocab_size
         packed_RW = verification_masks(
-            [s.grammar for s in sequences],
-            [s.drafts for s in sequences],
-            vocab_size,
+            [s.grammar for s in sequences], [s.drafts for s in sequences], vocab_size
         )
         masks_RV = None if packed_RW is None else unpack(packed_RW.to(self.device), vocab_size)
         num_drafts = [chunk.num_drafts for chunk in sampling]
