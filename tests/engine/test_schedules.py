@@ -472,11 +472,9 @@ def look_into_holes(self: HeadDrafting, done: Any, readings: Any) -> TargetStep:
     return replace(STEP(self, done, readings), context_starts_B=None)
 
 
-def plant_beyond_the_context(
-    self: HeadDrafting, readings: Any, tokens: Any, parents: Any, lens: Any
-) -> None:
+def plant_beyond_the_context(self: HeadDrafting, *parts: Any) -> None:
     self.max_model_len += 99
-    PLANT(self, readings, tokens, parents, lens)
+    PLANT(self, *parts)
     self.max_model_len -= 99
 
 
