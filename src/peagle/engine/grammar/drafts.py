@@ -36,9 +36,8 @@ def verification_masks(
     """Return the packed masks of the rows that verify drafts, int32 [R, W] on the CPU.
 
     Row j of a sequence has the tokens allowed after its first j drafts, in a tree after those on
-    its path. Rows after a stop id, and
-    those of sequences without a state, allow everything. None if no sequence has a state. Every
-    state must be prepared, and its drafts allowed.
+    its path. Rows after a stop id, and those of sequences without a state, allow everything. None
+    if no sequence has a state. Every state must be prepared, and its drafts allowed.
     """
     if not any(states):
         return None
