@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from itertools import pairwise
 
@@ -17,34 +16,7 @@ from peagle.kernels.trees import (
     move_slots,
     path_rows,
 )
-
-Path = tuple[int, ...]
-
-
-def exact_tree(logits_KV: Tensor, depth: int, w: int, n: int, temperature: float) -> list[Path]:
-    """The n most probable paths, by a heap: each path brings its sibling and its first child."""
-    logprobs = torch.log_softmax(logits_KV / temperature, -1)
-    values, tokens = (x.tolist() for x in logprobs.sort(-1, descending=True))
-
-    def entry(ranks: Path) -> tuple[float, int, Path]:
-        return -sum(values[j][rank] for j, rank in enumerate(ranks)), len(ranks), ranks
-
-    heap, found = [entry((0,))], list[Path]()
-    while heap and len(found) < n:
-        *_, ranks = heapq.heappop(heap)
-        found.append(tuple(tokens[j][rank] for j, rank in enumerate(ranks)))
-        if len(ranks) < depth:
-            heapq.heappush(heap, entry((*ranks, 0)))
-        if ranks[-1] + 1 < min(w if len(ranks) == 1 else n, len(tokens[0])):
-            heapq.heappush(heap, entry((*ranks[:-1], ranks[-1] + 1)))
-    return found
-
-
-def paths_of(tokens: list[int], parents: list[int]) -> list[Path]:
-    rows: list[Path] = [()]
-    for token, parent in zip(tokens, parents, strict=True):
-        rows.append((*rows[parent], token))
-    return rows[1:]
+from tests.kernels.tree_reference import exact_tree, paths_of
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -62,7 +34,8 @@ def test_trees_are_those_of_an_exact_best_first_search(seed: int) -> None:
     found = best_first_trees(logits, torch.tensor(depths), **shape)  # type: ignore[arg-type]
     tokens, parents = (x.tolist() for x in found)
     for b, d in enumerate(depths):
-        expected = exact_tree(logits[b], d, w, n, temperature)
+        logprobs_KV = torch.log_softmax(logits[b] / temperature, -1)
+        expected = exact_tree(lambda path, of=logprobs_KV: of[len(path)], d, w, n)
         count = count_nodes(d, w, n, vocab)
         assert count == len(expected)
         assert set(paths_of(tokens[b][:count], parents[b][:count])) == set(expected)

@@ -7,10 +7,12 @@ drafter's context begins behind it. Attention never reads a hole.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -20,7 +22,7 @@ from peagle.attention import AttentionBackend
 from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
-from peagle.engine.grammar import DraftGrammar, grow_trees, prepare
+from peagle.engine.grammar import DraftGrammar, LogitsAfter, grow_trees, prepare
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
@@ -34,6 +36,7 @@ from peagle.models.checkpoint import (
     read_head_config,
     trained_length,
 )
+from peagle.models.correction import DraftCorrection
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
@@ -44,6 +47,7 @@ from peagle.speculation import (
     ParallelProposer,
     PromptLookup,
     TargetStep,
+    TreeSlots,
 )
 from peagle.speculation.proposers import TREE_TEMPERATURE
 
@@ -290,7 +294,7 @@ class HeadDrafting(Drafting):
             assert self.proposer.trees is not None
             grow_trees(
                 [grammar for *_, grammar in masked],
-                [at_least_float32(drafts.slot_logits[row]).cpu() for row, *_ in masked],
+                [self._logits_after(drafts.slots[row]) for row, *_ in masked],
                 [reading.num_drafts for _, reading, _ in masked],
                 self.proposer.trees,
                 TREE_TEMPERATURE,
@@ -304,6 +308,30 @@ class HeadDrafting(Drafting):
             # The nodes of a depth share a position, but each needs a slot.
             count = min(len(found[0]), self.max_model_len - len(sequence))
             sequence.drafts, sequence.draft_parents = (some[:count] for some in found)
+
+    def _logits_after(self, slots: TreeSlots) -> LogitsAfter:
+        """Return the logits behind a path of drafts, on the host, where grammars are."""
+        logits_KV, correction = slots.logits_KV.cpu(), self._host_correction
+        if correction is None or slots.states_KW is None:
+            return lambda path: at_least_float32(logits_KV[len(path)])
+        states_KW = slots.states_KW.cpu()
+
+        def after(path: SequenceOf[int]) -> Tensor:
+            logits_1V = logits_KV[len(path)].unsqueeze(0)
+            if path:
+                states_1W = states_KW[len(path)].unsqueeze(0)
+                logits_1V = correction.add(logits_1V, states_1W, torch.tensor([path[-1]]))
+            return at_least_float32(logits_1V[0])
+
+        return after
+
+    @cached_property
+    def _host_correction(self) -> DraftCorrection | None:
+        """The head's correction; a copy of it where the head is on a card."""
+        correction = self.proposer.drafter.correction
+        if correction is None or correction.weight_Vr.device.type == "cpu":
+            return correction
+        return copy.deepcopy(correction).cpu()
 
     def most_drafts_of(self, sequence: Sequence) -> int:
         draws = self.proposer.draft_sampling != "argmax"

@@ -84,6 +84,19 @@ class TargetStep:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeSlots:
+    """The slots of one sequence in a parallel pass.
+
+    Attributes:
+        logits_KV: the head's own, in the draft vocabulary.
+        states_KW: what `DraftCorrection.start` made of them; None for a head without a correction.
+    """
+
+    logits_KV: Tensor
+    states_KW: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Drafts:
     """Draft tokens of a batch.
 
@@ -93,14 +106,14 @@ class Drafts:
         probs_BKV: the draft distributions in the target vocabulary; None for argmax drafts.
         parents_BK: the row of each draft's parent where drafts are trees (`kernels.trees`); None
             for chains. K is then the nodes of a tree.
-        slot_logits: logits of the slots from which a sequence's tree grew, by its number.
+        slots: those from which a sequence's tree grew, by its number.
     """
 
     tokens_BK: Tensor
     lens: list[int]
     probs_BKV: Tensor | None = None
     parents_BK: Tensor | None = None
-    slot_logits: Mapping[int, Tensor] = field(default_factory=dict)
+    slots: Mapping[int, TreeSlots] = field(default_factory=dict)
 
 
 class DraftExecutor(Protocol):
@@ -330,17 +343,16 @@ class EagerDraft:
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
         drafter, constraint = self._proposer.drafter, self._step.constraint
         logits_NJV = drafter.compute_logits(hidden_NJD)
+        correction, states_NJW = drafter.correction, None
+        if correction is not None:
+            states_NJW = correction.start(drafter.normed(hidden_NJD))
         if self._proposer.trees is not None:
-            self._trees = self._grow(logits_NJV, self._proposer.trees)
+            self._trees = self._grow(logits_NJV, states_NJW, self._proposer.trees)
             return
         sequences_N = self._still_drafting(first)
-        correction = drafter.correction
         if constraint is None and correction is None:
             self._put(logits_NJV, sequences_N, first)
             return
-        states_NJW = None
-        if correction is not None:
-            states_NJW = correction.start(drafter.normed(hidden_NJD))
         # What may or should come next depends on what was chosen before it: one column at a time.
         for j in range(logits_NJV.shape[1]):
             logits_NV = logits_NJV[:, j]
@@ -364,9 +376,13 @@ class EagerDraft:
             lens = list(map(min, lens, constraint.lens))
         return Drafts(self._tokens_BK, lens, self._probs_BKV)
 
-    def _grow(self, logits_NKV: Tensor, shape: CandidateTrees) -> Drafts:
+    def _grow(self, logits_NKV: Tensor, states_NKW: Tensor | None, shape: CandidateTrees) -> Drafts:
         """Return trees over the slots of the sequences that draft."""
         w, most = shape.num_parallel_trees, shape.max_nodes
+        correction, children = self._proposer.drafter.correction, None
+        if correction is not None and states_NKW is not None:
+            ids_V = self._proposer.target_ids
+            children = correction.children(logits_NKV, states_NKW, ids_V, TREE_TEMPERATURE)
         depths_N = upload_ints([self._lens[b] for b in self._order], self._device)
         tokens_NX, parents_NX = best_first_trees(
             logits_NKV,
@@ -374,13 +390,17 @@ class EagerDraft:
             num_parallel_trees=w,
             max_nodes=most,
             temperature=TREE_TEMPERATURE,
+            children=children,
         )
         every = torch.zeros((2, len(self._lens), most), dtype=torch.int64, device=self._device)
         every[0, self._order_N] = self._proposer.drafter.to_target_ids(tokens_NX)
         every[1, self._order_N] = parents_NX
         lens = [count_nodes(k, w, most, logits_NKV.shape[2]) for k in self._lens]
-        slot_logits = dict(zip(self._order, logits_NKV, strict=True))
-        return Drafts(every[0], lens, parents_BK=every[1], slot_logits=slot_logits)
+        slots = {
+            b: TreeSlots(logits_NKV[n], None if states_NKW is None else states_NKW[n])
+            for n, b in enumerate(self._order)
+        }
+        return Drafts(every[0], lens, parents_BK=every[1], slots=slots)
 
     def _still_drafting(self, column: int) -> Tensor:
         """The sequences that draft more than `column`."""

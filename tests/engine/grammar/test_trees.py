@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar import GrammarState, grow_trees, verification_masks
+from peagle.engine.grammar import GrammarState, LogitsAfter, grow_trees, verification_masks
 from tests.engine.grammar.conftest import allowed, encode
 
 pytest.importorskip("xgrammar")
@@ -29,7 +30,7 @@ CASES = [
 
 
 def every_path(
-    state: GrammarState, logits_KV: Tensor, depth: int, w: int, ids: list[int]
+    state: GrammarState, logits_after: LogitsAfter, depth: int, w: int, ids: list[int]
 ) -> dict[Path, float]:
     """The score of each path that may be drafted, by walking all of them."""
     found: dict[Path, float] = {}
@@ -39,7 +40,7 @@ def every_path(
         if not some:
             return
         columns = torch.tensor([ids.index(token) for token in some])
-        scores = torch.log_softmax(logits_KV[len(path), columns] / TEMPERATURE, -1).tolist()
+        scores = torch.log_softmax(logits_after(path)[columns] / TEMPERATURE, -1).tolist()
         ranked = sorted(zip(scores, some, strict=True), reverse=True)
         for own, token in ranked if path else ranked[:w]:
             assert state.try_advance(token)
@@ -67,10 +68,14 @@ def test_trees_are_the_most_probable_allowed_paths(
         w = rng.randint(1, n)
         columns = ids or list(range(compiler.vocab_size))
         logits = torch.randn(depth, len(columns), generator=generator, dtype=torch.float64)
-        scores = every_path(state, logits, depth, w, columns)
+
+        def after(path: Sequence[int], logits: Tensor = logits) -> Tensor:
+            return logits[len(path)].roll(path[-1] if path else 0)
+
+        scores = every_path(state, after, depth, w, columns)
         shape = CandidateTrees(w, 1, n)
         token_ids = None if ids is None else torch.tensor(ids)
-        grow_trees([state], [logits], [depth], shape, TEMPERATURE, token_ids)
+        grow_trees([state], [after], [depth], shape, TEMPERATURE, token_ids)
         tokens, parents = state.prepared_tree()
         paths: list[Path] = [()]
         for token, parent in zip(tokens, parents, strict=True):

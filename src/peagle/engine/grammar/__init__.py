@@ -3,6 +3,7 @@
 from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, unpack
 from peagle.engine.grammar.drafts import (
     DraftGrammar,
+    LogitsAfter,
     grow_trees,
     prepare,
     verification_masks,
@@ -12,6 +13,7 @@ __all__ = [
     "DraftGrammar",
     "GrammarCompiler",
     "GrammarState",
+    "LogitsAfter",
     "grow_trees",
     "prepare",
     "unpack",

@@ -5,7 +5,7 @@ Shapes: B sequences, R packed rows (k_b + 1 of each sequence), V vocabulary, W p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.engine.grammar.compiler import DraftMasks, GrammarState, full_bitmask, pack, unpack
+
+# logits_after(path of drafts) -> [V], on the CPU: what may follow, in the slot behind that path.
+LogitsAfter = Callable[[Sequence[int]], Tensor]
 
 
 def prepare(states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> None:
@@ -55,7 +58,7 @@ def verification_masks(
 
 def grow_trees(
     states: Sequence[GrammarState],
-    logits: Sequence[Tensor],
+    logits_after: Sequence[LogitsAfter],
     depths: Sequence[int],
     shape: CandidateTrees,
     temperature: float,
@@ -68,14 +71,14 @@ def grow_trees(
     grammar takes long is busy when this returns, as after `prepare`.
 
     Args:
-        logits: [K, V] of each state, on the CPU: those of the slots of a parallel pass.
+        logits_after: of each state.
         depths: most nodes on a path of each tree.
         draft_token_ids: the id of each column of the logits; None: its number.
     """
     budget = states[0].budget
 
     def grow(b: int, state: GrammarState) -> None:
-        _grow(state, logits[b], depths[b], shape, temperature, draft_token_ids)
+        _grow(state, logits_after[b], depths[b], shape, temperature, draft_token_ids)
 
     budget.each([state if state.is_free else None for state in states], grow)
     budget.mark_excess()
@@ -83,7 +86,7 @@ def grow_trees(
 
 def _grow(
     state: GrammarState,
-    logits_KV: Tensor,
+    logits_after: LogitsAfter,
     depth: int,
     shape: CandidateTrees,
     temperature: float,
@@ -113,7 +116,7 @@ def _grow(
             most = shape.max_nodes if row else shape.num_parallel_trees
             most = min(most, int(allowed_V.sum()))
             if most:
-                logits_V = logits_KV[len(paths[row])].masked_fill(~allowed_V, -torch.inf)
+                logits_V = logits_after(paths[row]).masked_fill(~allowed_V, -torch.inf)
                 best = torch.log_softmax(logits_V / temperature, -1).topk(most)
                 ids = best.indices if draft_token_ids is None else draft_token_ids[best.indices]
                 scores = (score + best.values).tolist()
