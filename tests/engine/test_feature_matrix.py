@@ -87,6 +87,11 @@ CHAINS = ("plain", "eagle3", "peagle")
 WAYS = (*CHAINS, "trees")
 # A corrected head chooses column by column, as one does for a grammar.
 CASES = [*itertools.product(FEATURES, CHAINS), ("together", "corrected"), ("regex", "corrected")]
+TREES = [
+    *itertools.product(FEATURES, ["trees"]),
+    ("together", "corrected trees"),
+    ("regex", "corrected trees"),
+]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "prompts in chunks": {"max_num_batched_tokens": 3},
@@ -118,7 +123,7 @@ class World:
         config: dict[str, Any] | None = None
         if way != "plain":
             config = {"model": str(self.heads[way]), "draft_sampling": draft_sampling}
-            if way == "trees":
+            if way.endswith("trees"):
                 shape = {"num_parallel_trees": 3, "prediction_depth": k, "max_nodes": 2 * k + 1}
                 config["parallel_drafting_spec"] = shape
             else:
@@ -147,10 +152,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     for seed, (way, head) in enumerate(heads.items(), start=4):
         save_drafter(head, make_drafter(target, parallel=way != "eagle3", seed=seed, **sizes))
     add_correction(heads["corrected"])
-    return World(target, Reference(folder), {**heads, "trees": heads["peagle"]})
+    heads |= {"trees": heads["peagle"], "corrected trees": heads["corrected"]}
+    return World(target, Reference(folder), heads)
 
 
-@pytest.mark.parametrize(("feature", "way"), [*CASES, *itertools.product(FEATURES, ["trees"])])
+@pytest.mark.parametrize(("feature", "way"), [*CASES, *TREES])
 def test_greedy_output_is_the_references(world: World, feature: str, way: str) -> None:
     k, shape = 3, {"max_tokens": 16, "temperature": 0.0}
     asked, ignored = (make_params({**f, **shape}) for f in FEATURES[feature])
@@ -173,7 +179,9 @@ def test_greedy_output_is_the_references(world: World, feature: str, way: str) -
         assert outputs[index].finish_reason == ended(asked, output)
     if way != "plain":
         assert set(accepted) == set(range(k))
-        assert set(range(way == "trees", k)) <= set(rejected)  # a tree may hold all that may come
+        assert set(range(way.endswith("trees"), k)) <= set(
+            rejected
+        )  # a tree may hold all that may come
     # Greedy decoding takes the likeliest token, which filters keep.
     of_sampling = feature in ("plain", "min_p", "typical_p", "top_k", "top_p")
     plain = [world.reference.greedy(ignored, prompt) for prompt in PROMPTS]
