@@ -469,7 +469,6 @@ def test_the_certificate_decides_the_status(
         (("--draft-sampling", "best"), "draft_sampling is 'best'"),
         (("--parallel-drafting-spec", "4"), "'4' is not a JSON object"),
         (("--parallel-drafting-spec", '{"trees": 4}'), "has the unknown key 'trees'"),
-        (("--parallel-drafting-spec", TREES, "--certify"), "chains alone"),
         (
             ("--parallel-drafting-spec", TREES, "--draft-sampling", "probabilistic"),
             'expected "argmax" with parallel_drafting_spec',

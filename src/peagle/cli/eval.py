@@ -144,9 +144,9 @@ def eval(
             "--certify compares with transformers, which does not round keys and values; leave "
             "--kv-cache-dtype out."
         )
-    if _TREES in given and (certify or on_vllm):
-        other = "--certify" if certify else "--engine vllm"
-        raise UserError(f"{given[_TREES].source} and {other}: chains alone. Leave one of them out.")
+    if _TREES in given and on_vllm:
+        source = given[_TREES].source
+        raise UserError(f"{source} and --engine vllm: chains alone. Leave one of them out.")
     if samples is not None and not certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
     if model and not endpoint:
