@@ -58,20 +58,13 @@ def best_first_trees(
     """
     num_slots, vocab_size = logits_BKV.shape[1:]
     width = max_nodes
-    logprobs_BKV = torch.log_softmax(at_least_float32(logits_BKV) / temperature, -1)
-    tops = logprobs_BKV.nan_to_num(-torch.inf).topk(min(width, vocab_size), -1)
-
-    def of_slot(column: int, tokens_BW: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (*tokens_BW.shape, tops.values.shape[2])
-        scores_B1C, tokens_B1C = tops.values[:, column, None], tops.indices[:, column, None]
-        return scores_B1C.expand(shape), tokens_B1C.expand(shape)
-
-    find = children or of_slot
+    find = children or _of_slots(logits_BKV, width, temperature)
     first = min(num_parallel_trees, width, vocab_size)
-    nothing_BW = tops.values.new_full((len(logits_BKV), width), -torch.inf)
+    roots = _log_softmax(logits_BKV[:, 0], temperature).topk(first, -1)
+    nothing_BW = roots.values.new_full((len(logits_BKV), width), -torch.inf)
     scores_BW, tokens_BW = nothing_BW.clone(), torch.zeros_like(nothing_BW, dtype=torch.int64)
-    scores_BW[:, :first] = tops.values[:, 0, :first]
-    tokens_BW[:, :first] = tops.indices[:, 0, :first]
+    scores_BW[:, :first] = roots.values
+    tokens_BW[:, :first] = roots.indices
     behind_BW = torch.zeros_like(tokens_BW)
     levels = [(scores_BW, tokens_BW, torch.full_like(tokens_BW, -1))]
     for column in range(1, num_slots):
@@ -93,6 +86,25 @@ def best_first_trees(
     parents_BN = parents_BX.gather(1, nodes_BN)
     rows_BN = rank_BX.gather(1, parents_BN.clamp_min(0)) + 1
     return tokens_BX.gather(1, nodes_BN), torch.where(parents_BN < 0, 0, rows_BN)
+
+
+def _of_slots(logits_BKV: Tensor, count: int, temperature: float) -> Children:
+    """Return what finds the likeliest tokens of a slot, the same ones for every node."""
+    logprobs_BKV = _log_softmax(logits_BKV, temperature)
+    tops = logprobs_BKV.topk(min(count, logits_BKV.shape[2]), -1)
+
+    def find(column: int, tokens_BW: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (*tokens_BW.shape, tops.values.shape[2])
+        scores_B1C, tokens_B1C = tops.values[:, column, None], tops.indices[:, column, None]
+        return scores_B1C.expand(shape), tokens_B1C.expand(shape)
+
+    return find
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature); broken logits are of no use to a tree."""
+    logprobs = torch.log_softmax(at_least_float32(logits) / temperature, -1)
+    return logprobs.nan_to_num(-torch.inf)
 
 
 def count_nodes(depth: int, num_parallel_trees: int, max_nodes: int, vocab_size: int) -> int:
