@@ -14,7 +14,7 @@ import torch
 from peagle import SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import CandidateTrees, EngineConfig
-from peagle.engine import sampler
+from peagle.engine import model_runner, sampler
 from peagle.engine.placement import load_target
 from peagle.errors import UserError
 from peagle.evaluation.certify.matrix import Case, difference
@@ -120,6 +120,20 @@ def test_trees_are_certified(
     tested = [test for test in certificate.distribution if test.method == trees.name]
     assert {test.draft_sampling for test in tested} == {"argmax"}
     assert all(test.num_accepted_tokens <= test.num_draft_tokens for test in tested)
+
+
+def test_a_fault_of_trees_is_found_and_named(
+    certify: Callable[..., CertificateResults],
+    methods: list[DecodingMethod],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The accepted path stays where the nodes lie."""
+    monkeypatch.setattr(model_runner.ModelRunner, "_move_path", lambda *_: None)
+    trees = methods[0].with_trees(CandidateTrees(9, K, 30))
+    certificate = certify([trees], samples=0, max_new_tokens=48)
+    faults = {cell.method for cell in certificate.matrix if cell.status == "fault"}
+    assert faults == {trees.name}
+    assert any(f", {trees.name}: " in line for line in certificate.faults)
 
 
 def test_a_fault_in_verification_is_found_and_named(
