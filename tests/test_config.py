@@ -47,6 +47,14 @@ def test_the_published_ids_are_hub_ids() -> None:
     assert config.revision is None
 
 
+def trees(**changes: Any) -> dict[str, Any]:
+    shape = {"num_parallel_trees": 4, "prediction_depth": 5, "max_nodes": 16}
+    return {"parallel_drafting_spec": {**shape, **changes}}
+
+
+TREES = trees()
+
+
 @pytest.mark.parametrize(
     ("keys", "fields"),
     [
@@ -60,6 +68,8 @@ def test_the_published_ids_are_hub_ids() -> None:
             {"draft_sampling": "argmax"},
         ),
         ({"parallel_drafting_spec": None}, {}),
+        (TREES, TREES),
+        ({**TREES, "num_speculative_tokens": 5}, {**TREES, "num_speculative_tokens": 5}),
         ({"enforce_eager": True}, {}),
         ({"enforce_eager": False, "disable_padded_drafter_batch": True}, {}),
         ({"draft_tensor_parallel_size": 1, "use_local_argmax_reduction": False}, {}),
@@ -94,9 +104,23 @@ LOOKUP = {"method": "ngram", "model": None}
     [
         (
             {"parallel_drafting_spec": {"num_trees": 4, "depth": 7}},
-            "parallel_drafting_spec is {'num_trees': 4, 'depth': 7}: it asks for candidate trees",
+            "parallel_drafting_spec has the unknown key 'depth'; expected an object with the keys "
+            "num_parallel_trees, prediction_depth, max_nodes.",
         ),
-        ({"parallel_drafting_spec": False}, "parallel_drafting_spec is False"),
+        (trees(max_nodes=None), "parallel_drafting_spec.max_nodes is None; expected a whole"),
+        (
+            {"parallel_drafting_spec": {"max_nodes": 5}},
+            "parallel_drafting_spec lacks the key 'num_parallel_trees'; expected an object with",
+        ),
+        (trees(max_nodes=64), "max_nodes is 64; expected a whole number from 1 to 63"),
+        (trees(num_parallel_trees=17), "num_parallel_trees is 17; expected a whole number from 1"),
+        (trees(prediction_depth=True), "prediction_depth is True; expected a whole number from 1"),
+        ({**TREES, "draft_sampling": "probabilistic"}, 'expected "argmax" with parallel_draft'),
+        ({**TREES, "num_speculative_tokens": 4}, "num_speculative_tokens is 4; expected 5, the"),
+        ({**TREES, "parallel_drafting": False}, "parallel_drafting is False; expected true with"),
+        ({**TREES, "synthetic_acceptance_rates": [0.5] * 5}, "expected none with parallel_drafti"),
+        ({**LOOKUP, **TREES}, 'expected no parallel_drafting_spec with method "ngram"'),
+        ({"parallel_drafting_spec": False}, "parallel_drafting_spec is False; expected an object"),
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2; expected 1."),
         ({"draft_tensor_parallel_size": [1]}, "draft_tensor_parallel_size is [1]; expected 1."),
         ({"enforce_eager": "yes"}, "enforce_eager is 'yes'; expected false or true."),

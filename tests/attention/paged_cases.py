@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
+from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention, TreeMask
+from peagle.kernels.trees import row_depths
 
 FP8 = torch.float8_e4m3fn
 SCALING = 0.17
@@ -25,7 +26,8 @@ class PagedCase:
     """Sequences with `past` cached tokens and `new` ones to run, over shuffled blocks.
 
     NaN are: the scrap block, free blocks, slots beyond a context or before its start, the tables'
-    unused entries (they name the scrap block), and the rows that pad the batch.
+    unused entries (they name the scrap block), and the rows that pad the batch. `trees` has the
+    parent's row of every new token but the first of each sequence; None: chains.
     """
 
     past: list[int]
@@ -39,6 +41,7 @@ class PagedCase:
     device: str = "cpu"
     seed: int = 0
     starts: list[int] | None = None
+    trees: list[list[int]] | None = None
     padding_rows: int = 0
     padding_sequences: int = 0
     key_scale: float = 1.0
@@ -117,7 +120,33 @@ class PagedCase:
             max_query_len=max(self.new),
             max_seq_len=max(self.lens),
             context_starts_B=starts,
+            tree=self.tree_mask(rows),
         )
+
+    def paths(self, sequence: int) -> list[set[int]]:
+        """The rows that every row of a sequence sees."""
+        if self.trees is None:
+            return [set(range(row + 1)) for row in range(self.new[sequence])]
+        paths = [{0}]
+        for row, parent in enumerate(self.trees[sequence], start=1):
+            paths.append(paths[parent] | {row})
+        return paths
+
+    def positions(self, sequence: int) -> list[int]:
+        """The position of every token of a sequence, past and new."""
+        past, new = self.past[sequence], self.new[sequence]
+        depths = range(new) if self.trees is None else row_depths(self.trees[sequence])
+        return [*range(past), *(past + depth for depth in depths)]
+
+    def tree_mask(self, padding_rows: int) -> TreeMask | None:
+        if self.trees is None:
+            return None
+        every = range(len(self.new))
+        words = [sum(1 << row for row in path) for b in every for path in self.paths(b)]
+        words = [word - 2**64 if word >= 2**63 else word for word in words]
+        positions = [p for b in every for p in self.positions(b)[self.past[b] :]]
+        both = (torch.tensor([*x, *[0] * padding_rows]) for x in (words, positions))
+        return TreeMask(*(x.to(self.device) for x in both))
 
     def padded(self, x_THd: Tensor) -> Tensor:
         return torch.cat((x_THd, x_THd.new_full((self.padding_rows, *x_THd.shape[1:]), torch.nan)))

@@ -26,18 +26,15 @@ def attend_one(
     query_hd: Tensor,
     keys_SHd: Tensor,
     values_SHd: Tensor,
-    position: int,
-    window: int | None,
-    start: int,
+    seen: list[int],
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One query over the keys from `start` on: softmax(q . k * scale) v, head by head.
+    """One query over the keys that it sees: softmax(q . k * scale) v, head by head.
 
     A softcap bends the scores; a sink is one more score, for a value of zero.
     """
-    oldest = start if window is None else max(start, position - window + 1)
-    keys_SHd, values_SHd = keys_SHd[oldest : position + 1], values_SHd[oldest : position + 1]
+    keys_SHd, values_SHd = keys_SHd[seen], values_SHd[seen]
     heads = query_hd.shape[0]
     group = heads // keys_SHd.shape[1]
     out = torch.empty_like(query_hd)
@@ -57,9 +54,13 @@ def written_out(case: PagedCase, window: int | None = None, **special: Any) -> T
     rows: list[Tensor] = []
     for b, (past, new) in enumerate(zip(case.past, case.new, strict=True)):
         start = case.starts[b] if case.starts else 0
-        for position in range(past, past + new):
+        positions = case.positions(b)
+        for row, path in zip(range(new), case.paths(b), strict=True):
+            before = [*range(start, past), *(past + other for other in sorted(path))]
+            here = positions[past + row]
+            seen = [key for key in before if window is None or here - positions[key] < window]
             query_hd = case.query_THd[len(rows)]
-            rows.append(attend_one(query_hd, *case.contexts[b], position, window, start, **special))
+            rows.append(attend_one(query_hd, *case.contexts[b], seen, **special))
     return torch.stack(rows)
 
 
@@ -109,6 +110,9 @@ def cases(draw: st.DrawFn) -> PagedCase:
         seed=draw(st.integers(0, 99)),
         # A context begins at the first query at the latest.
         starts=[draw(st.integers(0, p)) for p in past] if draw(st.booleans()) else None,
+        trees=[[draw(st.integers(0, row)) for row in range(new - 1)] for _, new in sequences]
+        if draw(st.booleans())
+        else None,
     )
 
 

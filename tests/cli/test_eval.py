@@ -81,6 +81,18 @@ def test_every_method_at_every_k_and_temperature(
     assert by_key["peagle", 2, 0.0]["num_drafts"] >= by_key["peagle", 3, 0.0]["num_drafts"]
 
 
+TREES = '{"num_parallel_trees": 2, "prediction_depth": 3, "max_nodes": 6}'
+
+
+def test_trees_are_a_method_of_their_own(peagle: Peagle, pair: Pair) -> None:
+    options = (*pair.options, "--eagle3", pair.eagle3, *SMALL, "--no-ngram", *JSON)
+    entries = entries_of(peagle("eval", *options, "-k", 2, "--parallel-drafting-spec", TREES))
+    named = [("peagle", 2), ("peagle-tree-w2-n6", 3), ("eagle3", 2)]
+    assert [(one["method"], one["k"]) for one in entries] == named
+    assert [len(one["pooled"]["unconditional"]) for one in entries] == [2, 3, 2]
+    assert len({one["pooled"]["num_tokens"] for one in entries}) == 1
+
+
 def test_the_length_of_training_reaches_the_notes(
     peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,6 +467,13 @@ def test_the_certificate_decides_the_status(
         (("--temperature", "-1"), "temperature is -1.0"),
         (("--temperature", "warm"), "expected numbers like 0,0.7"),
         (("--draft-sampling", "best"), "draft_sampling is 'best'"),
+        (("--parallel-drafting-spec", "4"), "'4' is not a JSON object"),
+        (("--parallel-drafting-spec", '{"trees": 4}'), "has the unknown key 'trees'"),
+        (
+            ("--parallel-drafting-spec", TREES, "--draft-sampling", "probabilistic"),
+            'expected "argmax" with parallel_drafting_spec',
+        ),
+        (("--parallel-drafting-spec", TREES, "--draft", "EAGLE3"), "no P-EAGLE head is measured"),
         (("--concurrency", "0"), "--concurrency is 0"),
         (("--method", "plain"), "Plain decoding drafts nothing"),
         (("--method", "x"), "The method is 'x'"),
@@ -479,6 +498,7 @@ def test_mistakes(
 ) -> None:
     (tmp_path / "file").write_text("")
     words = {"PEAGLE": str(pair.peagle), "peagle=PEAGLE": f"peagle={pair.peagle}"}
+    words["EAGLE3"] = str(pair.eagle3)
     words["FILE"] = str(tmp_path / "file")
     options = tuple(words.get(text, text) for text in options)
     models = () if "--endpoint" in options else pair.options

@@ -243,7 +243,7 @@ def test_a_run_uses_what_is_shown(
         (b"[speculative]\nk = 1", "[speculative]: Unknown key 'k' in the speculative"),
         (
             b"[speculative.parallel_drafting_spec]\ntrees = 4",
-            "[speculative]: parallel_drafting_spec is {'trees': 4}: it asks for candidate trees",
+            "[speculative]: parallel_drafting_spec has the unknown key 'trees'; expected an object",
         ),
         (b"engine = 5", "engine is 5; expected a table, [engine]"),
         (b"target = 5", "target is 5; expected text"),

@@ -150,6 +150,7 @@ def test_mistakes(name: str, peagle: Peagle, starts: Callable[..., Any]) -> None
     assert not starts
 
 
+TREES = '{"num_parallel_trees": 2, "prediction_depth": 3, "max_nodes": 4}'
 VLLM = ("serve", "--engine", "vllm", "--print-command")
 
 
@@ -320,7 +321,11 @@ def test_keys_are_not_printed(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -
         (["--", "--max_num_seqs", "4"], "give it as peagle's --max-num-seqs"),
         (["--allowed-host", "a:1"], "without a port"),
         (["--draft", "nowhere/at-all"], "nowhere/at-all"),
-        (["--speculative-config", '{"parallel_drafting_spec": 3}'], "candidate trees"),
+        (
+            ["--speculative-config", '{"parallel_drafting_spec": 3}'],
+            "expected an object with the k",
+        ),
+        (["--parallel-drafting-spec", TREES], "candidate trees; vLLM drafts chains"),
     ],
 )
 def test_refused(

@@ -20,7 +20,7 @@ from peagle.deploy.container import (
     is_secret_name,
     managed_image,
 )
-from peagle.deploy.deployment import ContainerSource, Secret
+from peagle.deploy.deployment import ContainerSource, KeptSecret, Secret
 from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 from peagle.serving.sagemaker import vllm_flags
@@ -179,6 +179,9 @@ def test_options_of_vllm(pairs: list[str], line: list[str], variables: dict[str,
         (["x=1"], ["--x", "2"], "given twice"),
         (["model=a/b"], [], "argument of the command"),
         ([], ["--speculative-config", "{}"], "--draft"),
+        (['Speculative_Config={"parallel_drafting_spec": {}}'], [], "--draft"),
+        ([], ['--speculative-conf={"parallel_drafting_spec": {}}'], "--draft"),
+        ([], ["--speculative-config.parallel_drafting_spec.max_nodes", "4"], "has no name"),
         (["port=80"], [], "8080"),
         (["api-key=s"], [], "checks its callers"),
         (["hf-token=s"], [], "--pass-hf-token"),
@@ -223,6 +226,23 @@ def test_names_of_secrets(name: str, hidden: bool) -> None:
 def test_what_sagemaker_would_refuse(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         environment(a_deployment(**fields))
+
+
+@pytest.mark.parametrize("source", ["managed", "native"])
+@pytest.mark.parametrize("head", [{}, {"draft": ModelSource("hub", "a/b")}], ids=["alone", "head"])
+@pytest.mark.parametrize("name", ["SPECULATIVE_CONFIG", "spec", "Speculative_Conf"])
+def test_no_variable_carries_speculation_past_its_checks(
+    source: ContainerSource, head: dict[str, Any], name: str
+) -> None:
+    """vLLM's parser completes names. A value that the stack keeps was there before, and stays."""
+    variable = f"SM_VLLM_{name}"
+    trees = Secret('{"parallel_drafting_spec": {"max_nodes": 4}}')
+    with pytest.raises(UserError, match=f"The variable {variable} cannot be .* Use --spec"):
+        environment(a_deployment(source=source, environment={variable: trees}, **head))
+    kept = {"SM_VLLM_SPECULATIVE_CONFIG": KeptSecret("Key")}
+    assert (
+        kept.items() <= environment(a_deployment(source=source, environment=kept, **head)).items()
+    )
 
 
 def test_a_value_that_is_too_long_is_not_shown() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from peagle.deploy.memory import (
 )
 from peagle.errors import CheckpointError, UserError
 from tests.conftest import make_target_folder
+from tests.engine.engines import TREES, config_of, make_llm
 
 botocore = pytest.importorskip("botocore.session")
 
@@ -332,6 +334,22 @@ def test_the_context_is_the_models_own_unless_given():
     assert twice.draft_bytes == GIB
     # 4 KV heads on 8 GPUs: each GPU keeps one.
     assert twice.kv_bytes(8) == twice.kv_bytes(4) == twice.kv_bytes() // 4
+
+
+@pytest.mark.parametrize("way", ["peagle", "trees"])
+def test_a_whole_context_takes_what_our_engine_plans(
+    target_folder: Path, head_folders: Callable[..., Path], way: str
+):
+    """The slots that a tree needs ahead, 64 here, lie within the context too."""
+    head = head_folders()
+    config = config_of(way, {True: head}) or {}
+    if way == "trees":
+        config["parallel_drafting_spec"] = TREES | {"max_nodes": 63}
+    plan = make_llm(target_folder, config, max_model_len=128).engine.memory_plan
+    assert plan.num_lookahead_slots == (64 if way == "trees" else 12)
+    facts = facts_of_folder(target_folder), facts_of_folder(head)
+    found = memory_needed(*facts, max_model_len=128, kv_value_bytes=8, native=True)
+    assert found.kv_bytes() == plan.blocks_for(128) * plan.block_bytes
 
 
 def test_latent_attention_keeps_one_vector(tmp_path: Path):

@@ -157,7 +157,9 @@ def test_no_head_is_known(asked: SpeculationFlags) -> None:
         decided(asked, Defaults())
 
 
-TREES = '{"parallel_drafting_spec": {"trees": 4, "depth": 5}}'
+TREES = (
+    '{"parallel_drafting_spec": {"num_parallel_trees": 4, "prediction_depth": 5, "max_nodes": 16}}'
+)
 
 
 @pytest.mark.parametrize("source", ["managed", "jumpstart"])
@@ -182,7 +184,8 @@ def test_what_vllm_does_not_do(source, config: str, message: str) -> None:
     "config",
     [
         *('{"num_speculative_tokens_per_batch_size": {"1-8": 5}}', '{"check_target": false}'),
-        *(TREES, '{"nonsense": 1}', '{"max_model_len": 0}', '{"draft_sampling": "probabilistic"}'),
+        *(TREES, '{"parallel_drafting_spec": {"trees": 4}}', '{"nonsense": 1}'),
+        *('{"max_model_len": 0}', '{"draft_sampling": "probabilistic"}'),
     ],
 )
 def test_our_container_takes_what_our_engine_takes(config: str) -> None:

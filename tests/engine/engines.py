@@ -8,21 +8,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peagle import LLM, SamplingParams
 from peagle.engine import Sequence as EngineSequence
 from peagle.speculation import Drafts, TargetStep
 
 PROMPTS = [[5, 9, 200, 31], [17] * 12, [3], list(range(20, 55))]
 K = 5
+TREES = {"num_parallel_trees": 3, "prediction_depth": K, "max_nodes": 9}
 
 
 def config_of(name: str, heads: dict[bool, Path]) -> dict[str, Any] | None:
-    """A speculative configuration: plain, ngram, peagle or eagle3, maybe with a draft sampling."""
+    """A speculative configuration: plain, ngram, trees or a head's, maybe with a draft sampling."""
     kind, _, draft_sampling = name.partition(" ")
     if kind == "plain":
         return None
     if kind == "ngram":
         return {"method": "ngram", "num_speculative_tokens": K}
+    if kind == "trees":
+        return {"model": str(heads[True]), "parallel_drafting_spec": TREES}
     config = {"model": str(heads[kind == "peagle"]), "num_speculative_tokens": K}
     return {**config, "draft_sampling": draft_sampling or "argmax"}
 
@@ -43,7 +48,7 @@ def know_the_answer(
     """Replace the first drafts by the right ones, or a random share of them.
 
     Random heads are hardly ever right; this makes verification accept, and reject, at every
-    position.
+    position. Trees get random shapes too.
     """
     drafting: Any = llm.engine.drafting
     proposer, rng = drafting.proposer, random.Random(0)
@@ -52,14 +57,60 @@ def know_the_answer(
     def informed(step: TargetStep) -> Drafts:
         drafts = propose(step)
         tokens_BK = drafts.tokens_BK.clone()
+        following: list[list[int | None]] = []
         for b, history in enumerate(step.histories):
             (answer,) = (a for a in answers if a[: len(history)] == list(history))
-            for j, token in enumerate(answer[len(history) :][: min(num_right, step.num_drafts[b])]):
-                if share == 1 or rng.random() < share:
+            rest = answer[len(history) :][: min(num_right, step.num_drafts[b])]
+            following.append([t if share == 1 or rng.random() < share else None for t in rest])
+        if drafts.parents_BK is not None:
+            return replant(
+                step, drafts, lambda b, path: next(iter(following[b][len(path) :]), None)
+            )
+        for b, tokens in enumerate(following):
+            for j, token in enumerate(tokens):
+                if token is not None:
                     tokens_BK[b, j] = token
         return replace(drafts, tokens_BK=tokens_BK)
 
     proposer.propose = informed
+
+
+def replant(
+    step: TargetStep,
+    drafts: Drafts,
+    want: Callable[[int, list[int]], int | None],
+    tokens: Sequence[int] = range(100),
+) -> Drafts:
+    """Trees of random shapes and tokens that hold what is wanted after a path, until it is None.
+
+    They depend on the tokens before them alone.
+    """
+    assert drafts.parents_BK is not None
+    tokens_BK, parents_BK = drafts.tokens_BK.clone(), drafts.parents_BK.clone()
+    for b, history in enumerate(step.histories):
+        rng, count = random.Random(repr(list(history))), drafts.lens[b]
+        depths, parents, made = [0], list[int](), list[int]()
+        for row in range(count):
+            some = [
+                r
+                for r in range(row + 1)
+                if depths[r] < step.num_drafts[b] and parents.count(r) < len(tokens)
+            ]
+            parents.append(rng.choice(some[-3:] if rng.random() < 0.8 else some))
+            depths.append(depths[parents[-1]] + 1)
+            siblings = {t for t, parent in zip(made, parents) if parent == parents[-1]}
+            made.append(rng.choice([t for t in tokens if t not in siblings]))
+        row, path = 0, list[int]()
+        while (token := want(b, path)) is not None:
+            children = [r for r, parent in enumerate(parents, start=1) if parent == row]
+            if not children:
+                break
+            row = next((r for r in children if made[r - 1] == token), rng.choice(children))
+            made[row - 1] = token
+            path.append(token)
+        tokens_BK[b, :count] = torch.tensor(made, dtype=torch.int64)
+        parents_BK[b, :count] = torch.tensor(parents, dtype=torch.int64)
+    return replace(drafts, tokens_BK=tokens_BK, parents_BK=parents_BK)
 
 
 def watch_drafts(llm: LLM) -> dict[tuple[int, ...], list[int]]:
@@ -73,7 +124,7 @@ def watch_drafts(llm: LLM) -> dict[tuple[int, ...], list[int]]:
         drafts = propose(step)
         for b, history in enumerate(step.histories):
             if step.num_drafts[b]:
-                seen[tuple(history)] = drafts.tokens_BK[b, : step.num_drafts[b]].tolist()
+                seen[tuple(history)] = drafts.tokens_BK[b, : drafts.lens[b]].tolist()
         return drafts
 
     proposer.propose = watching

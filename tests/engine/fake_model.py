@@ -71,6 +71,7 @@ class FakeRunner:
             run_target()
         accepted: list[int] = []
         new: list[list[int]] = []
+        rejected: list[list[int]] = []
         features: list[list[float]] = []
         tokens: list[int] = []
         positions: list[int] = []
@@ -80,6 +81,21 @@ class FakeRunner:
             sequence = chunk.sequence
             drafts = sequence.drafts[: chunk.num_drafts]
             rows = [*sequence.token_ids[start : start + chunk.num_tokens], *drafts]
+            if drafts and sequence.draft_parents is not None:
+                path, own = self._run_tree(sequence, start, sequence.draft_parents)
+                emitted = [*(rows[row] for row in path), own]
+                rest = [row for row in range(1, len(rows)) if row not in path]
+                order = [0, *path, *rest]
+                contexts = [self._context(sequence, p) for p in range(start, start + 1 + len(path))]
+                contexts += [(-1,)] * len(rest)  # of rows that nobody may read
+                features += [[float(digest(context))] for context in contexts]
+                tokens += [rows[row] for row in order]
+                positions += range(start, start + len(rows))
+                start_loc.append(len(tokens))
+                accepted.append(len(path))
+                new.append(emitted)
+                rejected.append([rows[row] for row in rest])
+                continue
             for position, token in enumerate(rows, start):
                 self.kv[self.slot(sequence.block_table, position)] = token
             # All of them are written before any of them looks, as in a packed pass.
@@ -92,14 +108,40 @@ class FakeRunner:
                 emitted = self.verify(sequence, contexts[len(rows) - len(drafts) - 1 :], drafts)
                 accepted.append(len(emitted) - 1)
                 new.append(emitted)
+                rejected.append(drafts[len(emitted) - 1 :])
         return TargetPass(
             chunks,
             starts,
             batch=_batch(tokens, positions, start_loc),
             features_TA=torch.tensor(features, dtype=torch.float64),
             block_tables_BM=block_tables([chunk.sequence for chunk in chunks], CPU),
-            sampled=_sampled(accepted, new),
+            sampled=_sampled(accepted, new, rejected),
         )
+
+    def _run_tree(
+        self, sequence: Sequence, start: int, parents: SequenceOf[int]
+    ) -> tuple[list[int], int]:
+        """The rows of the accepted path without the root, and the token after it.
+
+        Every node has a slot of its own; those of the path end in the slots of a chain.
+        """
+        table = sequence.block_table
+        for row, token in enumerate([sequence.token_ids[start], *sequence.drafts]):
+            self.kv[self.slot(table, start + row)] = token
+        context, path = self._context(sequence, start), list[int]()
+        while True:
+            own = own_token(sequence, context)
+            at = path[-1] if path else 0
+            children = [r for r, parent in enumerate(parents, start=1) if parent == at]
+            held = {self.kv[self.slot(table, start + row)]: row for row in children}
+            assert len(held) == len(children), "siblings are alike"
+            if own not in held:
+                break
+            path.append(held[own])
+            context = (*context, own)
+        for to, row in enumerate(path, start=1):
+            self.kv[self.slot(table, start + to)] = self.kv[self.slot(table, start + row)]
+        return path, own
 
     def verify(
         self, sequence: Sequence, contexts: list[tuple[int, ...]], drafts: list[int]
@@ -124,7 +166,7 @@ def _batch(tokens: list[int], positions: list[int], start_loc: list[int]) -> Any
     )
 
 
-def _sampled(accepted: list[int], new: list[list[int]]) -> Any:
+def _sampled(accepted: list[int], new: list[list[int]], rejected: list[list[int]]) -> Any:
     verified = SimpleNamespace(
         num_accepted_B=torch.tensor(accepted),
         next_tokens_B=torch.tensor([tokens[-1] for tokens in new]),
@@ -133,6 +175,7 @@ def _sampled(accepted: list[int], new: list[list[int]]) -> Any:
         verified=verified,
         num_accepted=accepted,
         new_token_ids=new,
+        rejected_token_ids=rejected,
         sampling=None,
         logprobs=[None] * len(new),
         is_broken=[False] * len(new),
@@ -160,8 +203,16 @@ class FakeSampler:
 class FakeProposer:
     """Stands in for a head, and checks what it is given and what its slots hold."""
 
-    def __init__(self, num_blocks: int, block_size: int, has_drawn_drafts: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        has_drawn_drafts: bool = False,
+        max_nodes: int = 0,
+    ) -> None:
         self.draft_sampling = "probabilistic" if has_drawn_drafts else "argmax"
+        self.trees = max_nodes or None
+        self.draft_token_ids = None
         self.block_size = block_size
         self.kv: list[Any] = [None] * (num_blocks * block_size)
 
@@ -172,6 +223,7 @@ class FakeProposer:
     def propose(self, step: TargetStep) -> Drafts:
         starts = step.context_starts_B
         tokens: list[list[int]] = []
+        parents: list[list[int]] = []
         for b, history in enumerate(step.histories):
             first = int(step.start_loc[b])
             count = step.num_rows[b]
@@ -186,10 +238,18 @@ class FakeProposer:
             k = step.num_drafts[b]
             for j in range(1, k):
                 self.kv[self._slot(table, last + j)] = MASK
-            tokens.append(_draft(tuple(history[: last + 2]), k) if k else [])
+            chain = _draft(tuple(history[: last + 2]), k) if k else []
+            grown = _grow(chain, self.trees) if self.trees else (chain, [])
+            tokens.append(grown[0])
+            parents.append(grown[1])
         most = max(map(len, tokens))
         padded = [row + [0] * (most - len(row)) for row in tokens]
-        return Drafts(torch.tensor(padded).view(len(tokens), most), list(step.num_drafts))
+        tokens_BK = torch.tensor(padded).view(len(tokens), most)
+        if not self.trees:
+            return Drafts(tokens_BK, list(step.num_drafts))
+        rows = [row + [0] * (most - len(row)) for row in parents]
+        parents_BK = torch.tensor(rows).view(len(tokens), most)
+        return Drafts(tokens_BK, [*map(len, tokens)], parents_BK=parents_BK)
 
     def _check(self, table: list[int], history: SequenceOf[int], start: int, last: int) -> None:
         for p in range(start, last + 1):
@@ -209,6 +269,24 @@ def _draft(context: tuple[int, ...], k: int) -> list[int]:
         is_right = digest((*context, *drafts, 3)) % 4 > 0
         drafts.append(right if is_right else (right + 1) % VOCAB)
     return drafts
+
+
+def _grow(chain: list[int], max_nodes: int) -> tuple[list[int], list[int]]:
+    """A tree of nodes around a chain, in an order that follows from the chain."""
+    tokens, parents, end = list[int](), list[int](), 0
+    for depth, token in enumerate(chain):
+        siblings = [token, (token + 1) % VOCAB, (token + 4) % VOCAB]
+        turn = digest((*chain, depth)) % 3
+        siblings = siblings[turn:] + siblings[:turn]
+        left = max_nodes - len(tokens) - (len(chain) - depth - 1)
+        some = siblings[: max(1, left)]
+        if token not in some:
+            some[-1] = token
+        first = len(tokens) + 1
+        tokens += some
+        parents += [end] * len(some)
+        end = first + some.index(token)
+    return tokens[:max_nodes], parents[:max_nodes]
 
 
 @dataclass

@@ -29,6 +29,7 @@ from peagle.kernels.logprobs import TokenLogprobs
 from peagle.speculation import Drafts, TargetStep
 from peagle.speculation.proposers import DraftConstraint
 from tests.conftest import make_target_folder
+from tests.engine.engines import replant
 from tests.engine.sampling_reference import processed
 from tests.speculation.test_verification import probabilities
 
@@ -205,7 +206,7 @@ Choose = Callable[[tuple[int, ...]], int | None]
 
 
 def steer(llm: LLM, choose: Choose, share: float) -> None:
-    """Make a share of the drafts right.
+    """Make a share of the drafts right. Trees get random shapes too.
 
     Which ones depends on the tokens before them alone, so that a request's drafts are the same in
     every batch; q of such a draft is 1.
@@ -222,6 +223,10 @@ def steer(llm: LLM, choose: Choose, share: float) -> None:
         return token if token in tokens else None
 
     def steered(step: TargetStep) -> Drafts:
+        if proposer.trees is not None:
+            contexts = [tuple(history) for history in step.histories]
+            drafts, some = propose(step), sorted(tokens)
+            return replant(step, drafts, lambda b, path: right((*contexts[b], *path)), some)
         return propose(replace(step, constraint=_Steered(step, right, vocab_size)))
 
     proposer.propose = steered

@@ -25,7 +25,7 @@ from tests.engine.engines import (
 )
 
 
-@pytest.fixture(params=["plain", "peagle", "eagle3", "ngram"])
+@pytest.fixture(params=["plain", "peagle", "trees", "eagle3", "ngram"])
 def speculative(request: pytest.FixtureRequest, heads: dict[bool, Path]) -> dict[str, Any] | None:
     """Every way to decode."""
     return config_of(request.param, heads)

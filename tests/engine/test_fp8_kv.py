@@ -74,6 +74,7 @@ WAYS: dict[str, tuple[str, Options]] = {
     "plain": ("plain", {}),
     "prompt lookup": ("ngram", {}),
     "P-EAGLE": ("peagle", {}),
+    "trees": ("trees", {}),
     "EAGLE-3": ("eagle3", {}),
     "chunked prompts": ("peagle", {"max_num_batched_tokens": 7, "block_size": 4}),
     "alone": ("peagle", {"max_num_seqs": 1, "enable_prefix_caching": False}),
@@ -88,7 +89,7 @@ def test_outputs_are_those_of_a_rounded_cache_of_transformers(
 ) -> None:
     name, options = WAYS[way]
     llm = make_llm(scaled_folder, config_of(name, heads), kv_cache_dtype="fp8", **options)
-    if name in ("peagle", "eagle3"):
+    if name in ("peagle", "trees", "eagle3"):
         answers = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
         know_the_answer(llm, answers, share=0.8)
     for _ in range(2):  # the second time prompts are cached

@@ -8,8 +8,10 @@ first difference must be a near-tie.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +20,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from peagle import LLM, SamplingParams
+from peagle.attention.torch_backend import TorchPreparedAttention
+from peagle.engine import model_runner
 from peagle.kernels.batches import slot_mapping
+from peagle.kernels.logits_rules import TreeRows
+from peagle.kernels.trees import TreePaths
 from peagle.models.checkpoint import save_drafter
 from peagle.models.target import TargetModel
 from tests.conftest import CONFIGS, make_drafter, make_target_folder
 from tests.corrections import add_correction
-from tests.engine.engines import assert_idle, config_of, know_the_answer
+from tests.engine.engines import TREES, assert_idle, config_of, know_the_answer
 
 PROMPTS = [[5, 9, 200, 31], [17] * 40, [3], list(range(20, 95)), [8, 8, 9, 9, 8, 8, 9, 9, 8, 8]]
 NEW_TOKENS = 32
@@ -127,6 +133,13 @@ def test_drafted_output_equals_transformers(
         assert outputs == reference_outputs(folder), right_share
 
 
+def test_trees_equal_transformers(folder: Path, own_heads: dict[bool, str]) -> None:
+    config = {"model": own_heads[True], "parallel_drafting_spec": TREES}
+    for right_share in (0.0, 0.8):
+        outputs = engine_outputs(folder, config, right_share=right_share)
+        assert outputs == reference_outputs(folder), right_share
+
+
 def test_prompt_lookup_equals_transformers(folder: Path) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 4}
     assert engine_outputs(folder, config) == reference_outputs(folder)
@@ -193,7 +206,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["plain", "peagle", "eagle3", "ngram"])
+@pytest.mark.parametrize("way", ["plain", "peagle", "trees", "eagle3", "ngram"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_scheduling_does_not_change_output(
     target_folder: Path, heads: dict[bool, Path], way: str, name: str
@@ -212,3 +225,43 @@ def test_a_wrong_slot_is_noticed(target_folder: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("peagle.engine.model_runner.slot_mapping", off_by_one)
     assert engine_outputs(target_folder, None) != reference_outputs(target_folder)
+
+
+def positions_by_row(parents_BN: Tensor, depth: int) -> TreePaths:
+    paths = TreePaths.of(parents_BN, depth)
+    return replace(
+        paths, depths_BJ=torch.arange(paths.depths_BJ.shape[1]).expand_as(paths.depths_BJ)
+    )
+
+
+def see_all_rows_before(self: Any, tree: Any, key_rows_BS: Tensor, window: int | None) -> Tensor:
+    rows_Q = torch.arange(self.metadata.max_query_len)
+    return key_rows_BS.unsqueeze(1) <= rows_Q.unsqueeze(1)
+
+
+def accept_the_first_node(self: TreeRows, tokens_BJ: Tensor) -> Tensor:
+    reached_BJ = REACHED(self, tokens_BJ)
+    reached_BJ[:, 1] |= self.drafted_BK[:, 0] & (reached_BJ.sum(-1) == 1)
+    return reached_BJ
+
+
+REACHED = TreeRows.reached
+TREE_FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "a position is the row": (model_runner, "TreePaths", SimpleNamespace(of=positions_by_row)),
+    "siblings are seen": (TorchPreparedAttention, "_see_path", see_all_rows_before),
+    "the path is not moved": (model_runner.ModelRunner, "_move_path", lambda *_: None),
+    "a node passes unseen": (TreeRows, "reached", accept_the_first_node),
+}
+
+
+@pytest.mark.parametrize("name", TREE_FAULTS)
+def test_a_wrong_rule_for_trees_is_noticed(
+    target_folder: Path, heads: dict[bool, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, attribute, fault = TREE_FAULTS[name]
+    monkeypatch.setattr(owner, attribute, fault)
+    try:
+        outputs = engine_outputs(target_folder, config_of("trees", heads), right_share=0.8)
+    except (AssertionError, ValueError, IndexError):
+        return  # what is said is so wrong that no answer begins so
+    assert outputs != reference_outputs(target_folder)

@@ -121,7 +121,9 @@ def largest_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     if engine.max_draft_len:
         watch(engine.drafting.proposer.passes, "run", "drafter")
         watch(engine.drafting.proposer.readings, "run", "drafter")
-    sizes = {"num_drafts": engine.num_speculative_tokens, "num_resuming": 0, **options}
+    nodes = engine._trees.max_nodes if engine._trees else None
+    sizes = {"num_drafts": engine.num_speculative_tokens, "num_nodes": nodes}
+    sizes |= {"num_resuming": 0, **options}
     run_largest_passes(engine.runner, engine.drafting, engine._features, engine.config, **sizes)
     assert len(engine.sampler.slots._free) == engine.config.max_num_seqs
     return rows
@@ -138,6 +140,7 @@ SIZES = {"max_num_seqs": 3, "max_model_len": 40, "max_num_batched_tokens": 64}
         # A drafter slot a prompt token, and K - 1 mask slots for the prompt that leaves room.
         ("peagle", 5, [64 + 4, 3 * (1 + 4)]),
         ("peagle probabilistic", 5, [64 + 4, 3 * (1 + 4)]),
+        ("trees", 9, [64 + 4, 3 * (1 + 4)]),
         ("eagle3", 5, [64, *[1] * 4, 3, *[3] * 4]),
     ],
 )

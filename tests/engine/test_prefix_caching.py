@@ -88,7 +88,7 @@ def test_the_second_turn_computes_little(bundled_target: TargetModel, way: str) 
 
 # ---- many conversations, little room --------------------------------------------------------
 
-WAYS = ["plain", "eagle3", "peagle", "peagle probabilistic", "ngram"]
+WAYS = ["plain", "eagle3", "peagle", "peagle probabilistic", "trees", "ngram"]
 
 
 @pytest.mark.parametrize("way", WAYS)

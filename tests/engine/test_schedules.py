@@ -39,7 +39,7 @@ from peagle.speculation import TargetStep
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeGraphs, FakeProposer, FakeRunner, FakeSampler, digest
 
-NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "840"))
+NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "980"))
 MAX_MODEL_LEN = 48
 K = 3
 
@@ -55,6 +55,7 @@ class Kind:
     has_graphs: bool = False
     has_drawn_drafts: bool = False
     chooses_k: bool = False
+    max_nodes: int = 0  # of trees; 0: chains
 
 
 KINDS = {
@@ -62,6 +63,8 @@ KINDS = {
     "a head of short reach": Kind(max_draft_len=20, features_kept=6),
     "small holes": Kind(features_kept=4),
     "plain": Kind(has_head=False),
+    "trees": Kind(max_nodes=7),
+    "trees, K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0), max_nodes=9),
     "K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0)),
     "K by itself": Kind(features_kept=6, chooses_k=True),
     "mostly no drafts": Kind(depths=(K, K, 0, 0, 0)),
@@ -120,14 +123,15 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         fake.max_draft_len = kind.max_draft_len
         fake._features = FeatureRings()
         fake.drafting = HeadDrafting(
-            FakeProposer(*size, kind.has_drawn_drafts),  # type: ignore[arg-type]
+            FakeProposer(*size, kind.has_drawn_drafts, kind.max_nodes),  # type: ignore[arg-type]
             fake.sampler,
             fake_model.VOCAB,
             MAX_MODEL_LEN,
             kind.max_draft_len,
             fake._features,
         )
-        engine.scheduler.num_lookahead_slots = (3 if kind.has_graphs else 2) * (K + 1)
+        num_slots = (3 if kind.has_graphs else 2) * (K + 1)
+        engine.scheduler.num_lookahead_slots = max(num_slots, kind.max_nodes + 1)
     if kind.has_graphs:
         head = fake.drafting.proposer
         sizes = config.max_num_seqs, MAX_MODEL_LEN
@@ -260,7 +264,9 @@ class Schedules(RuleBasedStateMachine):
             old = before.pop(output.sequence.seq_id)
             assert output.sequence.token_ids == old + output.new_token_ids
             assert output.new_token_ids
-            assert output.num_drafted <= output.sequence.num_speculative_tokens
+            most = output.sequence.num_speculative_tokens
+            assert output.num_drafted <= (self.kind.max_nodes if self.kind.max_nodes else most)
+            assert output.num_accepted <= most
         for sequence in self.sequences:
             if sequence.seq_id in before:
                 assert sequence.token_ids == before[sequence.seq_id], "output without a report"
@@ -466,6 +472,13 @@ def look_into_holes(self: HeadDrafting, done: Any, readings: Any) -> TargetStep:
     return replace(STEP(self, done, readings), context_starts_B=None)
 
 
+def plant_beyond_the_context(self: HeadDrafting, *parts: Any) -> None:
+    self.max_model_len += 99
+    PLANT(self, *parts)
+    self.max_model_len -= 99
+
+
+PLANT = HeadDrafting._plant
 STEP = HeadDrafting._step
 FREE, RETIRE = BlockManager.free, Scheduler.retire
 FAULTS: dict[str, tuple[type, str, Any]] = {
@@ -477,17 +490,20 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "a block leaks": (Scheduler, "retire", keep_blocks),
     "holes are looked into": (HeadDrafting, "_step", look_into_holes),
     "K follows the load": (HeadDrafting, "most_drafts_of", Drafting.most_drafts_of),
+    "trees grow beyond the context": (HeadDrafting, "_plant", plant_beyond_the_context),
 }
 # Other drafts change no output.
 FAULTS_OF_DRAWN_DRAFTS = ("preemption loses the drafts", "K follows the load")
+FAULTS_OF_OTHERS = (*FAULTS_OF_DRAWN_DRAFTS, "trees grow beyond the context")
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "small holes") for name in FAULTS if name not in FAULTS_OF_DRAWN_DRAFTS),
+        *((name, "small holes") for name in FAULTS if name not in FAULTS_OF_OTHERS),
         *((name, "drawn drafts") for name in FAULTS_OF_DRAWN_DRAFTS),
         ("holes are looked into", "K by load"),
+        ("trees grow beyond the context", "trees"),
     ],
 )
 def test_a_planted_fault_is_noticed(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

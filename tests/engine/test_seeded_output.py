@@ -54,6 +54,9 @@ def make(
     config = config_of(way, heads)
     if config is not None:
         config |= {"num_speculative_tokens": k, "num_speculative_tokens_per_batch_size": schedule}
+        if way == "trees":
+            shape = {"num_parallel_trees": 2, "prediction_depth": k, "max_nodes": 2 * k}
+            config["parallel_drafting_spec"] = shape
     llm = make_llm(folder, config, **options)
     if answers and way not in ("plain", "ngram"):
         know_the_answer(llm, answers, MOST, share=0.6)
@@ -78,7 +81,7 @@ def num_by_acceptance(llm: LLM) -> tuple[int, int]:
     return stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens
 
 
-WAYS = pytest.mark.parametrize("way", ["peagle", "eagle3", "ngram"])
+WAYS = pytest.mark.parametrize("way", ["peagle", "trees", "eagle3", "ngram"])
 
 
 @WAYS

@@ -13,8 +13,8 @@ import torch
 
 from peagle import SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
-from peagle.config import EngineConfig
-from peagle.engine import sampler
+from peagle.config import CandidateTrees, EngineConfig
+from peagle.engine import model_runner, sampler
 from peagle.engine.placement import load_target
 from peagle.errors import UserError
 from peagle.evaluation.certify.matrix import Case, difference
@@ -61,10 +61,13 @@ def certify(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
 
-    def make(which: slice = slice(None), **options: Any) -> CertificateResults:
+    def make(
+        which: slice | list[DecodingMethod] = slice(None), **options: Any
+    ) -> CertificateResults:
         target = load_target(target_folder, EngineConfig(dtype="float64", device="cpu"))
         chosen = Options(**{**SMALL, "prompt_set": str(prompts), **options})
-        return run(target, target_folder, methods[which], K, chosen, {"target": "t"})
+        own = methods[which] if isinstance(which, slice) else which
+        return run(target, target_folder, own, K, chosen, {"target": "t"})
 
     return make
 
@@ -102,6 +105,35 @@ def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> No
     assert data["passed"] and data["settings"]["k"] == K and len(data["matrix"]) == len(found)
     text = certificate_text(certificate)
     assert "PASSED" in text and all(feature in text for feature in FEATURES)
+
+
+def test_trees_are_certified(
+    certify: Callable[..., CertificateResults], methods: list[DecodingMethod]
+) -> None:
+    """Of another depth than the chains, and with more nodes than these reserve slots."""
+    trees = methods[0].with_trees(CandidateTrees(3, 2, 20))
+    certificate = certify([methods[0], trees])
+    assert certificate.passed and trees.name in certificate_text(certificate)
+    cells = [cell for cell in certificate.matrix if cell.method == trees.name]
+    assert [cell.feature for cell in cells] == FEATURES
+    assert all(cell.status == "passed" for cell in cells)
+    tested = [test for test in certificate.distribution if test.method == trees.name]
+    assert {test.draft_sampling for test in tested} == {"argmax"}
+    assert all(test.num_accepted_tokens <= test.num_draft_tokens for test in tested)
+
+
+def test_a_fault_of_trees_is_found_and_named(
+    certify: Callable[..., CertificateResults],
+    methods: list[DecodingMethod],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The accepted path stays where the nodes lie."""
+    monkeypatch.setattr(model_runner.ModelRunner, "_move_path", lambda *_: None)
+    trees = methods[0].with_trees(CandidateTrees(9, K, 30))
+    certificate = certify([trees], samples=0, max_new_tokens=48)
+    faults = {cell.method for cell in certificate.matrix if cell.status == "fault"}
+    assert faults == {trees.name}
+    assert any(f", {trees.name}: " in line for line in certificate.faults)
 
 
 def test_a_fault_in_verification_is_found_and_named(

@@ -136,7 +136,9 @@ def unpacked(format: str) -> dict[str, Any]:
     return compile_kernel(kernel, ASTSource, pointers, constants, options, ("num_rows",))
 
 
-def attention(capability: int, cache: str, head_dim: int, queries: int) -> dict[str, Any]:
+def attention(
+    capability: int, cache: str, head_dim: int, queries: int, *, tree: bool = False
+) -> dict[str, Any]:
     """`attend_kernel` of a step (up to 32 queries) or a prompt, over an 8-bit cache."""
     types = (torch.bfloat16, torch.float8_e4m3fn)
     shape = AttentionShape(4, 4 * queries, queries, 32, 8, head_dim, *types)
@@ -160,13 +162,15 @@ def attention(capability: int, cache: str, head_dim: int, queries: int) -> dict[
         "LIMIT": 448.0,
         "HAS_WINDOW": True,
         "HAS_STARTS": True,
+        "HAS_TREE": tree,
         "HAS_SINKS": True,
         "HAS_SOFTCAP": True,
     }
     pointers = dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr", "sinks_ptr"), "*bf16")
     pointers |= dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
     pointers |= dict.fromkeys(("slots_ptr", "query_start_ptr", "seq_lens_ptr"), "*i64")
-    pointers |= {"starts_ptr": "*i64", "tables_ptr": "*i64", "arrivals_ptr": "*i32"}
+    pointers |= dict.fromkeys(("starts_ptr", "tables_ptr", "visible_ptr", "positions_ptr"), "*i64")
+    pointers |= {"arrivals_ptr": "*i32"}
     pointers |= dict.fromkeys(("keys_ptr", "values_ptr"), cache)
     numbers = ("score_scale", "cap_scale", "value_scale", "key_factor", "value_factor")
     pointers |= dict.fromkeys(numbers, "fp32")
@@ -260,6 +264,9 @@ def caches() -> dict[str, dict[str, Any]]:
         for head_dim, queries in ((128, 8), (512, 8), (128, 900), (512, 900)):
             needs = attention(capability, cache, head_dim, queries)
             found[f"attend {capability} {head_dim} {queries}"] = needs
+        for head_dim, queries in ((128, 16), (512, 64)):
+            needs = attention(capability, cache, head_dim, queries, tree=True)
+            found[f"attend {capability} {head_dim} {queries} tree"] = needs
     return found
 
 

@@ -31,6 +31,7 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
 from tests.conftest import CONFIGS, byte_tokenizer, make_drafter
+from tests.engine.engines import TREES, know_the_answer
 from tests.models.paging import LENS, Paged, largest_difference, make_sequences
 from tests.models.tiny import EXPERTS, LOCAL, LOCAL_GLOBAL, TEXT_SIZES, VISION, make_model
 
@@ -331,14 +332,17 @@ def test_drafting_is_lossless(probes: Callable[[str], Probe], name: str, tmp_pat
     for kind, folder in heads.items():
         drafter = make_drafter(target, parallel=kind == "parallel")
         save_drafter(folder, drafter, fingerprint=TargetFingerprint.of(target))
-    drafting = [{"method": "eagle3", "model": str(folder)} for folder in heads.values()]
-    for config in [*drafting, {"method": "ngram"}]:
-        llm = LLM(
-            model=target, speculative_config={**config, "num_speculative_tokens": 4}, block_size=4
-        )
+    depth = {"num_speculative_tokens": 4}
+    drafting = [{**depth, "model": str(folder)} for folder in heads.values()]
+    trees = {"model": str(heads["parallel"]), "parallel_drafting_spec": TREES}
+    answers = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
+    for config in [*drafting, trees, {**depth, "method": "ngram"}]:
+        llm = LLM(model=target, speculative_config=config, block_size=4)
+        if config is trees:  # with paths that pass, and others
+            know_the_answer(llm, answers, share=0.9)
         outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
         assert [output.token_ids for output in outputs] == expected, config
-        assert all(output.stats.num_drafts for output in outputs) or config["method"] == "ngram"
+        assert all(output.stats.num_drafts for output in outputs) or "method" in config
 
 
 # ---- mixtures of experts --------------------------------------------------------------------

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from peagle.config import CandidateTrees
+from peagle.engine.drafting import HeadDrafting
 from peagle.models.correction import DraftCorrection
 from peagle.models.target import TargetModel
-from peagle.speculation.proposers import EagerDraft, HeadProposer
+from peagle.speculation.proposers import TREE_TEMPERATURE, EagerDraft, HeadProposer
 from tests.corrections import random_correction
+from tests.kernels.tree_reference import Path, exact_tree, paths_of
 from tests.speculation.test_proposers import K, make_proposer, prompt_step
 
 PROMPTS = [[5, 9, 200], [17], [31, 31, 8, 2, 90, 41]]
@@ -42,6 +46,16 @@ class Corrected:
         full = torch.full((head.config.vocab_size,), -torch.inf, dtype=torch.float64)
         full[head.target_ids()] = head.lm_head.weight @ (normed_D + residual)
         return full
+
+    def logprobs(self, normed_KD: Tensor, path: Sequence[int]) -> Tensor:
+        """Of what follows in a tree, [V]: the 64 likeliest tokens by the head are corrected."""
+        slot = len(path)
+        mixed = self.logits(normed_KD[slot], 0, 0)
+        some = mixed.topk(64).indices if path else torch.arange(len(mixed))
+        if path:
+            mixed[some] = self.logits(normed_KD[slot], slot, path[-1])[some]
+        logprobs_V = (mixed / TREE_TEMPERATURE).log_softmax(-1)
+        return torch.full_like(mixed, -torch.inf).scatter(0, some, logprobs_V[some])
 
 
 @pytest.fixture
@@ -116,6 +130,56 @@ def test_a_grammar_masks_corrected_logits(target: TargetModel, seen: list[Tensor
             logits_V = made.logits(seen[0][b, slot], slot, int(drafts[b, slot - 1]))
             logits_V[~grammar.masks[slot][b]] = -torch.inf
             assert int(drafts[b, slot]) == int(logits_V.argmax())
+
+
+@pytest.mark.parametrize("draft_vocab_size", [320, 70])
+def test_the_children_of_a_tree_know_their_parent(
+    target: TargetModel, seen: list[Tensor], draft_vocab_size: int
+) -> None:
+    lens, shape = [K, 2, K], CandidateTrees(3, K, 20)
+    step = prompt_step(target, PROMPTS, k=lens)
+    made = Corrected(target, step, draft_vocab_size=draft_vocab_size, trees=shape)
+    with torch.inference_mode():
+        drafts = made.proposer.propose(step)
+    assert drafts.parents_BK is not None and drafts.lens == [20] * 3
+    alone = 0
+    for row, b in enumerate([0, 2, 1]):  # those with the most drafts come first
+        normed_KD = seen[0][row]
+        found = paths_of(drafts.tokens_BK[b].tolist(), drafts.parents_BK[b].tolist())
+        scores: dict[Path, float] = {(): 0.0}
+        for path in found:
+            own = made.logprobs(normed_KD, path[:-1])[path[-1]]
+            scores[path] = scores[path[:-1]] + float(own)
+        ordered = [scores[path] for path in found]
+        assert all(before >= after - 1e-12 for before, after in pairwise(ordered))
+        expected = exact_tree(lambda path, of=normed_KD: made.logprobs(of, path), lens[b], 3, 20)
+        assert set(found) == set(expected)
+        uncorrected = exact_tree(
+            lambda path, of=normed_KD: marginal(made, of, path), lens[b], 3, 20
+        )
+        alone += len(set(uncorrected) - set(found))
+    assert alone > 20, "the correction changes trees"
+
+
+def marginal(made: Corrected, normed_KD: Tensor, path: Sequence[int]) -> Tensor:
+    return (made.logits(normed_KD[len(path)], 0, 0) / TREE_TEMPERATURE).log_softmax(-1)
+
+
+def test_trees_under_a_grammar_know_the_parent_too(target: TargetModel, seen: list[Tensor]) -> None:
+    """`grow_trees` asks for logits behind a path; the whole vocabulary is corrected."""
+    step = prompt_step(target, PROMPTS)
+    made = Corrected(target, step, draft_vocab_size=70, trees=CandidateTrees(3, K, 7))
+    with torch.inference_mode():
+        drafts = made.proposer.propose(step)
+    unused: Any = None
+    drafting = HeadDrafting(made.proposer, unused, target.vocab_size, 256, 256, unused)
+    ids = made.drafter.target_ids()
+    for b in range(len(PROMPTS)):
+        logits_after = drafting._logits_after(drafts.slots[b])
+        for path in ([], [9], [9, 200], [9, 200, 31]):
+            before = path[-1] if path else 0
+            expected_V = made.logits(seen[0][b, len(path)], len(path), before)[ids]
+            torch.testing.assert_close(logits_after(path), expected_V)
 
 
 def test_a_head_without_one_drafts_as_before(

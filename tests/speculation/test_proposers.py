@@ -28,15 +28,15 @@ KINDS = pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle
 def make_proposer(
     target: TargetModel, parallel: bool, step: TargetStep, **options: Any
 ) -> ParallelProposer | AutoregressiveProposer:
-    draft_sampling = options.pop("draft_sampling", "argmax")
+    draft_sampling, trees = options.pop("draft_sampling", "argmax"), options.pop("trees", None)
     drafter = make_drafter(target, parallel=parallel, seed=2, **options).double()
     drafter.requires_grad_(False)
     kind = ParallelProposer if parallel else AutoregressiveProposer
     config = drafter.config
     sizes = step.block_tables_BM.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim
     caches = [LayerKVCache(*sizes, torch.float64, target.device) for _ in range(config.num_layers)]
-    backend = TorchAttention()
-    return kind(drafter, backend, caches, max_model_len=256, draft_sampling=draft_sampling)
+    ways: dict[str, Any] = {"draft_sampling": draft_sampling, "trees": trees}
+    return kind(drafter, TorchAttention(), caches, max_model_len=256, **ways)
 
 
 def prompt_step(

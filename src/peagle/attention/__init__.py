@@ -8,6 +8,7 @@ from peagle.attention.base import (
     LayerKVCache,
     Prepared,
     PreparedPaged,
+    TreeMask,
 )
 from peagle.attention.passes import Passes, Run
 from peagle.attention.torch_backend import TorchAttention
@@ -21,6 +22,7 @@ __all__ = [
     "PreparedPaged",
     "Run",
     "TorchAttention",
+    "TreeMask",
     "make_backend",
 ]
 

@@ -16,6 +16,23 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class TreeMask:
+    """Which rows of a pass see which, where the rows of a sequence are a tree.
+
+    A row sees all of the context before the pass; of the rows of the pass it sees those on its
+    path. Sliding windows count positions, which slots are not.
+
+    Attributes:
+        visible_T: int64, bit i says that a token sees row i of its sequence in this pass; no
+            sequence has more than 64 rows.
+        positions_T: int64, position of each token: that of the root plus its depth.
+    """
+
+    visible_T: Tensor
+    positions_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where the queries of one pass stand and where their keys lie; `Passes` makes it.
 
@@ -27,6 +44,7 @@ class AttentionMetadata:
         slots_T: int64, KV slot that each token writes; -1 writes nothing.
         max_query_len, max_seq_len: bounds known to the host.
         context_starts_B: int64, first visible position of each context; None shows all.
+        tree: what the queries see of each other; None: all before them.
     """
 
     query_start_loc: Tensor
@@ -36,6 +54,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     context_starts_B: Tensor | None = None
+    tree: TreeMask | None = None
 
 
 class LayerKVCache:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from peagle.attention.base import AttentionBackend, AttentionMetadata, PreparedPaged
+from peagle.attention.base import AttentionBackend, AttentionMetadata, PreparedPaged, TreeMask
 from peagle.kernels.batches import PackedBatch
 
 # run(tokens [R], positions [R], attend, hidden [R, D] or None) -> outputs, R rows each
@@ -42,6 +42,7 @@ class Passes:
         max_query_len: int,
         max_seq_len: int,
         context_starts_B: Tensor | None = None,
+        visible_R: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the model's outputs for a batch.
 
@@ -51,8 +52,9 @@ class Passes:
             hidden_RD: hidden states that the model reads; None for a model that reads none.
             max_query_len, max_seq_len: bounds of the rows and of the context of a sequence.
             context_starts_B: first visible position of each context; None shows all.
+            visible_R: which rows of its sequence a row sees (`TreeMask`); None: all before it.
         """
-        if self.graphs is not None and context_starts_B is None:
+        if self.graphs is not None and context_starts_B is None and visible_R is None:
             done = self.graphs(batch, block_tables_BM, hidden_RD)
             if done is not None:
                 return done
@@ -64,6 +66,7 @@ class Passes:
             max_query_len,
             max_seq_len,
             context_starts_B,
+            None if visible_R is None else TreeMask(visible_R, batch.positions_R),
         )
         attend = self.backend.prepare(metadata)
         return self.run(batch.tokens_R, batch.positions_R, attend, hidden_RD)

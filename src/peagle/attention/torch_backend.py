@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions, as_bytes, as_stored
+from peagle.attention.base import (
+    AttentionMetadata,
+    LayerKVCache,
+    ScoreOptions,
+    TreeMask,
+    as_bytes,
+    as_stored,
+)
 
 # A document that is longer on average gets a launch of its own, which computes nothing across
 # borders; shorter ones share a masked launch.
@@ -120,10 +127,35 @@ class TorchPreparedAttention:
         first_B = meta.seq_lens_B - meta.query_start_loc.diff()
         query_pos_BQ = first_B.unsqueeze(1) + torch.arange(meta.max_query_len, device=device)
         key_pos_S = torch.arange(meta.max_seq_len, device=device)
-        visible_BQS = _is_near(query_pos_BQ.unsqueeze(-1) - key_pos_S, sliding_window)
+        if meta.tree is not None:
+            visible_BQS = self._see_path(
+                meta.tree, key_pos_S - first_B.unsqueeze(1), sliding_window
+            )
+        else:
+            visible_BQS = _is_near(query_pos_BQ.unsqueeze(-1) - key_pos_S, sliding_window)
         if meta.context_starts_B is not None:
             visible_BQS &= key_pos_S >= meta.context_starts_B.view(-1, 1, 1)
         return visible_BQS.unsqueeze(1)
+
+    def _see_path(self, tree: TreeMask, key_rows_BS: Tensor, sliding_window: int | None) -> Tensor:
+        """Return whether a query sees a key, bool [B, Q, S].
+
+        Args:
+            key_rows_BS: row of each key in this pass, below 0 in the context before it.
+        """
+        words_BQ, query_pos_BQ = (self._pad(x_T) for x_T in (tree.visible_T, tree.positions_T))
+        in_pass_BS = key_rows_BS >= 0
+        row_BS = key_rows_BS.clamp(0, query_pos_BQ.shape[1] - 1)
+        bits_BQS = (words_BQ.unsqueeze(-1) >> row_BS.unsqueeze(1)).bitwise_and(1).bool()
+        # Keys beyond the rows of a sequence stand for none.
+        bits_BQS &= (key_rows_BS == row_BS).unsqueeze(1)
+        visible_BQS = bits_BQS | ~in_pass_BS.unsqueeze(1)
+        if sliding_window is None:
+            return visible_BQS
+        context_pos_BS = query_pos_BQ[:, :1] + key_rows_BS
+        key_pos_BS = torch.where(in_pass_BS, query_pos_BQ.gather(1, row_BS), context_pos_BS)
+        distance_BQS = query_pos_BQ.unsqueeze(-1) - key_pos_BS.unsqueeze(1)
+        return visible_BQS & (distance_BQS < sliding_window)
 
     def _pad(self, rows_THd: Tensor) -> Tensor:
         shape = (self._num_sequences, self.metadata.max_query_len, *rows_THd.shape[1:])

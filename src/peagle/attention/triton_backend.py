@@ -107,6 +107,8 @@ class TritonPreparedAttention:
             meta.block_tables_BM,
             max_query_len=meta.max_query_len,
             context_starts_B=meta.context_starts_B,
+            visible_T=None if meta.tree is None else meta.tree.visible_T,
+            positions_T=None if meta.tree is None else meta.tree.positions_T,
             config=plan.config,
             workspace=plan.workspace,
             new=new,

@@ -72,6 +72,7 @@ the others are compared with:
 _DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
 # Settings that may change when a sweep goes on: more of the same is measured, or judged otherwise.
+_TREES = "speculative.parallel_drafting_spec"
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
 _PREFIX_CACHING = group(
@@ -85,7 +86,7 @@ _PREFIX_CACHING = group(
 
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SPECULATION, "speculative.draft_sampling"),
+    *pick(groups.SPECULATION, _TREES, "speculative.draft_sampling"),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick(groups.FINER_SAMPLING, "sampling.ignore_eos"),
@@ -177,6 +178,8 @@ def bench(
             f"--engine vllm serves one K, and -k has {len(ks) or len(_DEFAULT_KS)}; give one, like "
             "-k 5."
         )
+    if on_vllm and _TREES in given:
+        raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
     if on_vllm and "vllm" in urls:
         raise UserError(
             "--engine vllm and --endpoint vllm=... have one name; give the endpoint another."
@@ -296,9 +299,12 @@ def _engine_arms(
 
     head_options = Settings(Layer(dict(given))).section("speculative")
     head_options.pop("model", None)
-    every = [(DecodingMethod(PLAIN), 0), *((one, k) for one in models.methods for k in ks)]
+    heads = [(one, k) for one in models.methods for k in one.depths(ks)]
+    every = [(DecodingMethod(PLAIN), 0), *heads]
+    # Of a method with trees they are part of its own configuration.
+    options = {n: value for n, value in head_options.items() if f"speculative.{n}" != _TREES}
     configurations = {
-        f"{one.name} K={k}": one.config(k, **head_options if one.folder else {}) for one, k in every
+        f"{one.name} K={k}": one.config(k, **options if one.folder else {}) for one, k in every
     }
     sizes = {"max_num_seqs": most_in_flight, **models.engine_options}
     note(f"building {len(every)} engines on {models.name}")

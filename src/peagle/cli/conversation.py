@@ -348,7 +348,8 @@ class _StreamedAnswer:
         """Take a chunk in and yield its text."""
         report = event.get("speculation") or {}
         if num_drafted := report.get("num_drafted"):
-            self.tally.stats.record(num_drafted, report.get("num_accepted", 0))
+            accepted, depth = report.get("num_accepted", 0), report.get("draft_depth")
+            self.tally.stats.record(num_drafted, accepted, depth)
         tokens = tuple((str(text), bool(accepted)) for text, accepted in report.get("tokens", ()))
         choices = event.get("choices") or ()
         for choice in choices:

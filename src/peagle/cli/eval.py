@@ -64,12 +64,13 @@ A certificate that the output is that of the target alone; status 1 if it is not
 """
 
 _DRAFT_SAMPLING = "speculative.draft_sampling"
+_TREES = "speculative.parallel_drafting_spec"
 _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 
 
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SPECULATION, "speculative.draft_sampling"),
+    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
     *pick(groups.SAMPLING, "sampling.seed"),
     *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
@@ -143,6 +144,9 @@ def eval(
             "--certify compares with transformers, which does not round keys and values; leave "
             "--kv-cache-dtype out."
         )
+    if _TREES in given and on_vllm:
+        source = given[_TREES].source
+        raise UserError(f"{source} and --engine vllm: chains alone. Leave one of them out.")
     if samples is not None and not certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
     if model and not endpoint:
@@ -152,8 +156,9 @@ def eval(
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     temperatures = _temperatures(temperature)
     draft_sampling = given.value(_DRAFT_SAMPLING, "argmax")
-    # Any method will do: only the draft sampling is checked.
-    SpeculativeConfig(method="ngram", draft_sampling=draft_sampling)
+    # Any head will do: only trees and draft sampling are checked.
+    head = {"model": "head", "parallel_drafting_spec": given.value(_TREES)}
+    SpeculativeConfig.parse({**head, "draft_sampling": draft_sampling})
     certificate = (
         _certificate_options(given, sets, limit, temperatures, samples) if certify else None
     )
@@ -284,7 +289,9 @@ def _engine_arms(
         sampling = {"draft_sampling": draft_sampling} if one.folder else {}
         return open_engine(models.target, one.config(k, **sampling), thinking=thinking, **options)
 
-    arms = [EvalArm(one, k, partial(opened, one, k)) for one in models.methods for k in ks]
+    arms = [
+        EvalArm(one, k, partial(opened, one, k)) for one in models.methods for k in one.depths(ks)
+    ]
     return arms, models.dtype
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from peagle.cli.flags import group
-from peagle.cli.settings import one_of, read_logit_bias, structure
+from peagle.cli.settings import one_of, read_logit_bias, read_trees, structure
 
 MODEL = group(
     "Model",
@@ -41,6 +41,9 @@ SPECULATION = group(
     --method TEXT
         Source of drafts: eagle3 (a head of either kind) or ngram (prompt lookup). [default:
         eagle3 with a head]
+    --parallel-drafting-spec JSON
+        Shape of candidate trees, in place of chains, like '{"num_parallel_trees": 8,
+        "prediction_depth": 7, "max_nodes": 16}'; P-EAGLE heads only. [default: chains]
     --draft-sampling TEXT
         Drafts at a temperature above 0: argmax or probabilistic.
     --draft-quantization TEXT = speculative.quantization
@@ -58,6 +61,7 @@ SPECULATION = group(
         Speculative configuration in vLLM's form, in place of the options above.
     """,
     section="speculative",
+    read={"--parallel-drafting-spec": read_trees},
 )
 
 SAMPLING = group(

@@ -19,7 +19,7 @@ from peagle.cli import groups
 from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import note, own_target, quiet_libraries, set_threads
-from peagle.config import SamplingParams
+from peagle.config import CandidateTrees, SamplingParams
 from peagle.config.engine import OF_TARGET
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
@@ -158,8 +158,9 @@ def named_methods(
 def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool = True) -> Models:
     """Find and load the target and the heads, and check each head before anything runs.
 
-    A method with a source and no name is named after the kind of its head. Without `whole` only the
-    ends of the target are loaded, for another engine.
+    A method with a source and no name is named after the kind of its head. With
+    --parallel-drafting-spec a P-EAGLE head is two methods: chains, and trees. Without `whole` only
+    the ends of the target are loaded, for another engine.
     """
     from peagle.engine.placement import load_target
     from peagle.models.checkpoint import load_drafter
@@ -179,7 +180,18 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         target = load_target(folder, engine)
     else:
         target = TargetEnds.load(folder)
-    found = [_with_head(one, head, target) for one, head in zip(methods, heads, strict=True)]
+    trees = given.value("speculative.parallel_drafting_spec")
+    shape = None if trees is None else CandidateTrees.parse(trees)
+    found = [
+        method
+        for one, head in zip(methods, heads, strict=True)
+        for method in _with_head(one, head, target, shape)
+    ]
+    if shape is not None and not any(one.trees for one in found):
+        raise UserError(
+            "--parallel-drafting-spec asks for candidate trees, and no P-EAGLE head is measured. "
+            "Name one with --draft, or leave it out."
+        )
     names = [one.name for one in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
@@ -187,7 +199,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         )
     for one in found:
         try:
-            if one.folder:
+            if one.folder and one.trees is None:
                 load_drafter(one.folder, target)
         except UserError as error:
             raise UserError(f"The head of {one.name} is of no use here: {error}") from None
@@ -202,24 +214,29 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
     )
 
 
-def _with_head(one: DecodingMethod, folder: Path | None, target: TargetSizes) -> DecodingMethod:
+def _with_head(
+    one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: CandidateTrees | None
+) -> list[DecodingMethod]:
     from peagle.models.checkpoint import read_head_config, trained_length
 
     if folder is None:
-        return one
+        return [one]
     config, facts = read_head_config(folder, num_target_layers=target.num_layers)
     kind = "peagle" if config.is_parallel else _EAGLE3
     if one.name == _EAGLE3 != kind:
         raise UserError(
             f"--eagle3 is {one.source!r}, a P-EAGLE head; name it with --draft, or with --method."
         )
-    return DecodingMethod(
+    found = DecodingMethod(
         one.name or kind,
         display_name(one.source),
         str(folder),
         trained_length(facts),
         config.trained_depth,
     )
+    if trees is None or not config.is_parallel:
+        return [found]
+    return [found, found.with_trees(trees)]
 
 
 def display_name(source: str) -> str:

@@ -256,6 +256,12 @@ def read_logit_bias(text: str) -> dict[int, Any]:
     return logit_bias(json_object(text, '{"42": -5}'))
 
 
+def read_trees(text: str) -> dict[str, Any]:
+    """Read the shape of candidate trees from JSON text."""
+    example = '{"num_parallel_trees": 8, "prediction_depth": 7, "max_nodes": 16}'
+    return json_object(text, example)
+
+
 def logit_bias(pairs: Mapping[str, Any]) -> dict[int, Any]:
     """Read biases from a table whose token ids are text, as in JSON and TOML."""
     if wrong := [key for key in pairs if not str(key).isdecimal()]:

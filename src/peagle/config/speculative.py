@@ -26,6 +26,7 @@ DraftSampling = Literal["argmax", "probabilistic"]
 Quantization = Literal["fp8", "int8", "int4"]
 
 MAX_SPECULATIVE_TOKENS = 64
+MAX_TREE_NODES = 63  # the newest token and the nodes of a tree are the bits of one word
 DEFAULT_DEPTH = 7  # K where neither the user nor the head sets it
 AUTO = "auto"  # in place of a schedule of K
 
@@ -40,6 +41,51 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 RUNTIME_KEYS = tuple(_WITHOUT_EFFECT)
 _DRAFT_SAMPLE_METHODS = {"greedy": "argmax", "probabilistic": "probabilistic"}
 _REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
+_TREES = "parallel_drafting_spec"
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTrees:
+    """The shape of the candidate trees that a P-EAGLE head drafts: `parallel_drafting_spec`.
+
+    Attributes:
+        num_parallel_trees: w, most distinct first tokens.
+        prediction_depth: d, most drafts on a path; at most what the head was trained for.
+        max_nodes: N, drafts that a step verifies.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    num_parallel_trees: int
+    prediction_depth: int
+    max_nodes: int
+
+    def __post_init__(self) -> None:
+        most = MAX_TREE_NODES
+        n = self.max_nodes
+        ok = is_int(n) and 1 <= n <= most
+        require(ok, f"{_TREES}.max_nodes", n, f"a whole number from 1 to {most}")
+        for name in ("num_parallel_trees", "prediction_depth"):
+            value = getattr(self, name)
+            ok = is_int(value) and 1 <= value <= n
+            require(ok, f"{_TREES}.{name}", value, f"a whole number from 1 to max_nodes ({n})")
+
+    @classmethod
+    def parse(cls, source: object) -> CandidateTrees:
+        """Read the shape from a mapping of the three attributes; UserError for anything else."""
+        names = [field.name for field in fields(cls)]
+        expected = f"an object with the keys {', '.join(names)}"
+        if isinstance(source, cls):
+            return source
+        require(isinstance(source, Mapping), _TREES, source, expected)
+        assert isinstance(source, Mapping)
+        given = set(map(str, source))
+        if given != set(names):
+            wrong = sorted(given - set(names)) or sorted(set(names) - given)
+            what = "has the unknown key" if given - set(names) else "lacks the key"
+            raise UserError(f"{_TREES} {what} {wrong[0]!r}; expected {expected}.")
+        return cls(**source)
 
 
 _CHECKS = {
@@ -85,6 +131,8 @@ class SpeculativeConfig:
             and elsewhere K is always the same. None: K is always the same; where a head is named
             and num_speculative_tokens is None too, "auto" (`models.head_json`).
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
+        parallel_drafting_spec: draft candidate trees of this shape instead of chains; K is then
+            their depth. None: chains.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
@@ -116,6 +164,7 @@ class SpeculativeConfig:
         tuple[tuple[int, int, int], ...] | Literal["auto"] | None
     ) = None
     parallel_drafting: bool | None = None
+    parallel_drafting_spec: CandidateTrees | None = None
     draft_sampling: DraftSampling = "argmax"
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
@@ -143,13 +192,28 @@ class SpeculativeConfig:
             require(ok, "model", self.model, "the folder of a draft head, or its hub id")
         else:
             self._check_lookup()
+        if self.parallel_drafting_spec is not None:
+            self._check_trees(CandidateTrees.parse(self.parallel_drafting_spec))
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.synthetic_acceptance_rates is not None:
             self._check_rates(self.synthetic_acceptance_rates)
 
+    def _check_trees(self, trees: CandidateTrees) -> None:
+        """Take the depth of the trees for K; refuse what trees do not go with."""
+        object.__setattr__(self, _TREES, trees)
+        k, depth = self.num_speculative_tokens, trees.prediction_depth
+        expected = f"{depth}, the prediction_depth of {_TREES}, or none"
+        require(k in (None, depth), "num_speculative_tokens", k, expected, "Leave it out.")
+        object.__setattr__(self, "num_speculative_tokens", depth)
+        drawn, rates = self.draft_sampling, self.synthetic_acceptance_rates
+        parallel = self.parallel_drafting
+        require(drawn == "argmax", "draft_sampling", drawn, f'"argmax" with {_TREES}')
+        require(rates is None, "synthetic_acceptance_rates", rates, f"none with {_TREES}")
+        require(parallel in (None, True), "parallel_drafting", parallel, f"true with {_TREES}")
+
     def _check_lookup(self) -> None:
-        for name in ("model", "revision", "quantization", "max_model_len", "draft_window"):
+        for name in (_TREES, "model", "revision", "quantization", "max_model_len", "draft_window"):
             value = getattr(self, name)
             require(value is None, name, value, f'no {name} with method "ngram"')
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
@@ -233,18 +297,14 @@ def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"The speculative configuration is {data!r}; expected a JSON object.")
     known = {field.name for field in fields(SpeculativeConfig)}
     vllm = {*_WITHOUT_EFFECT, "draft_sample_method", "rejection_sample_method"}
-    if unknown := sorted(set(map(str, data)) - known - vllm - {"parallel_drafting_spec"}):
+    if unknown := sorted(set(map(str, data)) - known - vllm):
         raise UserError(
             f"Unknown key {unknown[0]!r} in the speculative configuration; "
             f"known keys: {', '.join(sorted(known))}; of vLLM also {', '.join(sorted(vllm))}."
         )
     given = {key: value for key, value in data.items() if value is not None}
-    if "parallel_drafting_spec" in given:
-        raise UserError(
-            f"parallel_drafting_spec is {given['parallel_drafting_spec']!r}: it asks for candidate "
-            "trees, which this engine does not draft. Leave it out; num_speculative_tokens sets "
-            "the depth of the one chain that it drafts."
-        )
+    if _TREES in given:
+        CandidateTrees.parse(given[_TREES])
     for key, allowed in _WITHOUT_EFFECT.items():
         expected, value = " or ".join(map(json.dumps, allowed)), given.pop(key, allowed[0])
         require(value in allowed, key, value, expected, "This engine has no other: leave it out.")

@@ -42,10 +42,11 @@ _MAX_CHARACTERS = 1024
 _MAX_VARIABLES = 100
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _SECRET_NAME = re.compile(r"(^|[_-])(key|token|password|secret|credentials?)$", re.IGNORECASE)
+_SPECULATIVE_OPTION = "speculative-config"
 # Options of vLLM that users cannot set, and what to do instead.
 _REFUSED = {
     "model": "Name the model as the argument of the command.",
-    "speculative-config": "Use --speculative-config, --draft and --num-speculative-tokens.",
+    _SPECULATIVE_OPTION: "Use --speculative-config, --draft and --num-speculative-tokens.",
     "host": "SageMaker calls port 8080 of the container.",
     "port": "SageMaker calls port 8080 of the container.",
     "api-key": "SageMaker itself checks its callers.",
@@ -98,6 +99,11 @@ def environment(d: Deployment) -> dict[str, str]:
             f"The variable {twice[0]} is given with --env, and set by another option too; leave "
             "one of them out."
         )
+    for name, value in d.environment.items():
+        option = _option(name[len(PREFIX) :]) if name.upper().startswith(PREFIX) else ""
+        if option == _SPECULATIVE_OPTION and not isinstance(value, KeptSecret):
+            # Nothing would check it, and the managed container has no candidate trees.
+            raise UserError(f"The variable {name} cannot be given with --env. {_REFUSED[option]}")
     merged = {**further, **own, **d.environment}
     if d.source == "native":
         # SageMaker does not tell a container the name of its endpoint, which our metrics need.
@@ -187,8 +193,15 @@ def flags_from(pairs: list[str], words: list[str]) -> dict[str, str]:
     return found
 
 
-def _add(found: dict[str, str], name: str, value: str, typed: str) -> None:
+def _option(name: str) -> str:
+    """Return the name of an option of vLLM, whose parser completes names."""
     name = name.lower().replace("_", "-")
+    is_short = name.startswith("spec") and _SPECULATIVE_OPTION.startswith(name)
+    return _SPECULATIVE_OPTION if is_short else name
+
+
+def _add(found: dict[str, str], name: str, value: str, typed: str) -> None:
+    name = _option(name)
     if _FLAG.fullmatch(name) is None:
         raise UserError(
             f"{typed!r} has no name that vLLM could know; expected one like max-model-len=8192."

@@ -141,7 +141,7 @@ def memory_needed(
         KV = num_sequences · max_model_len · 2 · layers · heads · head_dim · kv_value_bytes
 
     A layer with a sliding window keeps num_sequences · window + in_flight_tokens tokens, if that is
-    less.
+    less. Drafts, the nodes of candidate trees too, lie within max_model_len: no KV slot is beyond.
 
     Args:
         target, draft: the facts about both models.

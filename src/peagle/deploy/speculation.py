@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from peagle.config import SpeculativeConfig
+from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
@@ -89,6 +89,8 @@ def decide(
         return None, None
     if options.num_speculative_tokens is not None:
         merged[_K] = options.num_speculative_tokens
+    elif _TREES in config and _K not in config and source == "native":
+        merged[_K] = CandidateTrees.parse(config[_TREES]).prediction_depth
     merged.setdefault("method", _DEFAULT_METHOD)
     k = merged.get(_K, 1)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:

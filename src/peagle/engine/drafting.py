@@ -7,25 +7,28 @@ drafter's context begins behind it. Attention never reads a hole.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend
-from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
-from peagle.engine.grammar import DraftGrammar, prepare
+from peagle.engine.grammar import DraftGrammar, LogitsAfter, grow_trees, prepare
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
+from peagle.kernels.sampling import at_least_float32
 from peagle.kernels.upload import upload_ints
 from peagle.models.checkpoint import (
     load_correction,
@@ -33,16 +36,20 @@ from peagle.models.checkpoint import (
     read_head_config,
     trained_length,
 )
-from peagle.models.drafter import Drafter
+from peagle.models.correction import DraftCorrection
+from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
 from peagle.speculation import (
     AutoregressiveProposer,
+    Drafts,
     HeadProposer,
     ParallelProposer,
     PromptLookup,
     TargetStep,
+    TreeSlots,
 )
+from peagle.speculation.proposers import TREE_TEMPERATURE
 
 # From so many positions on that no draft needs, a pass of their own pays.
 READ_APART_FROM = 256
@@ -66,6 +73,8 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             f"Set it to {head.is_parallel} or leave it out."
         )
     depth = head.trained_depth
+    if (trees := speculative.parallel_drafting_spec) is not None:
+        _check_trees(trees, speculative.model, head)
     if depth is not None and speculative.num_drafts > depth:
         warnings.warn(
             f"num_speculative_tokens is {speculative.num_drafts}, but the head "
@@ -80,6 +89,22 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     window = speculative.draft_window
     drafter.window = trained_length(facts) if window is None else window or None
     return drafter
+
+
+def _check_trees(trees: CandidateTrees, name: str, head: DrafterConfig) -> None:
+    """Refuse trees of a head that drafts one token a pass, or fewer tokens than they are deep."""
+    if not head.is_parallel:
+        raise UserError(
+            f"parallel_drafting_spec asks for candidate trees, but {name!r} is an autoregressive "
+            "EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name such a head, or "
+            "leave it out: chains."
+        )
+    depth = head.trained_depth
+    if depth is not None and trees.prediction_depth > depth:
+        raise UserError(
+            f"parallel_drafting_spec.prediction_depth is {trees.prediction_depth}; the head "
+            f"{name!r} was trained for {depth}. Ask for no more."
+        )
 
 
 def make_drafting(
@@ -105,6 +130,7 @@ def make_drafting(
         [],
         max_model_len=max_model_len,
         draft_sampling=speculative.draft_sampling,
+        trees=speculative.parallel_drafting_spec,
     )
     vocab_size = sampler.vocab_size
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
@@ -221,6 +247,8 @@ class HeadDrafting(Drafting):
         self.sampler = sampler
         self.max_draft_len = max_draft_len
         self.features = features
+        draftable = proposer.draft_token_ids
+        self._draft_token_ids = None if draftable is None else torch.tensor(draftable)
         self._has_warned = False
 
     @torch.inference_mode()
@@ -238,11 +266,14 @@ class HeadDrafting(Drafting):
         step = self._step(done, readings)
         grammars = [reading.sequence.grammar for reading in readings]
         constraint = None
-        if any(grammars):
+        if any(grammars) and self.proposer.trees is None:
             draftable = self.proposer.draft_token_ids
             constraint = DraftGrammar(grammars, self.vocab_size, draft_token_ids=draftable)
             step = replace(step, constraint=constraint)
         drafts = self.proposer.propose(step)
+        if drafts.parents_BK is not None:
+            self._plant(readings, drafts, drafts.parents_BK)
+            return
         tokens, probs_BKV = drafts.tokens_BK.tolist(), drafts.probs_BKV
         for row, reading in enumerate(readings):
             if reading.num_drafts:
@@ -250,6 +281,57 @@ class HeadDrafting(Drafting):
                 reading.sequence.draft_probs_KV = None if probs_BKV is None else probs_BKV[row]
         if constraint is not None:
             constraint.finish()
+
+    def _plant(self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor) -> None:
+        """Leave trees on their sequences, cut to the slots of the context.
+
+        Under a grammar a tree grows anew, of what the grammar allows.
+        """
+        tokens, parents = torch.stack((drafts.tokens_BK, parents_BN)).tolist()
+        growing = [(row, r) for row, r in enumerate(readings) if r.num_drafts]
+        masked = [(row, r, g) for row, r in growing if (g := r.sequence.grammar) is not None]
+        if masked:
+            assert self.proposer.trees is not None
+            grow_trees(
+                [grammar for *_, grammar in masked],
+                [self._logits_after(drafts.slots[row]) for row, *_ in masked],
+                [reading.num_drafts for _, reading, _ in masked],
+                self.proposer.trees,
+                TREE_TEMPERATURE,
+                self._draft_token_ids,
+            )
+        for row, reading in growing:
+            sequence, grammar = reading.sequence, reading.sequence.grammar
+            found = tokens[row][: drafts.lens[row]], parents[row]
+            if grammar is not None:
+                found = grammar.prepared_tree()
+            # The nodes of a depth share a position, but each needs a slot.
+            count = min(len(found[0]), self.max_model_len - len(sequence))
+            sequence.drafts, sequence.draft_parents = (some[:count] for some in found)
+
+    def _logits_after(self, slots: TreeSlots) -> LogitsAfter:
+        """Return the logits behind a path of drafts, on the host, where grammars are."""
+        logits_KV, correction = slots.logits_KV.cpu(), self._host_correction
+        if correction is None or slots.states_KW is None:
+            return lambda path: at_least_float32(logits_KV[len(path)])
+        states_KW = slots.states_KW.cpu()
+
+        def after(path: SequenceOf[int]) -> Tensor:
+            logits_1V = logits_KV[len(path)].unsqueeze(0)
+            if path:
+                states_1W = states_KW[len(path)].unsqueeze(0)
+                logits_1V = correction.add(logits_1V, states_1W, torch.tensor([path[-1]]))
+            return at_least_float32(logits_1V[0])
+
+        return after
+
+    @cached_property
+    def _host_correction(self) -> DraftCorrection | None:
+        """The head's correction; a copy of it where the head is on a card."""
+        correction = self.proposer.drafter.correction
+        if correction is None or correction.weight_Vr.device.type == "cpu":
+            return correction
+        return copy.deepcopy(correction).cpu()
 
     def most_drafts_of(self, sequence: Sequence) -> int:
         draws = self.proposer.draft_sampling != "argmax"
@@ -266,6 +348,7 @@ class HeadDrafting(Drafting):
         if chunk.samples:
             k = self._num_drafts_within(sequence)
             sequence.drafts, sequence.draft_probs_KV = [], None
+            sequence.draft_parents = None
         if not sequence.num_speculative_tokens:
             return None
         # While drafting pauses the head still reads prompts, which costs little beside the target's

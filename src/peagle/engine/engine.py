@@ -89,6 +89,7 @@ class LLMEngine:
         self.speculative = speculative
         self.max_model_len = _max_model_len(target, config)
         self.num_speculative_tokens = speculative.num_drafts if speculative else 0
+        trees = self._trees = speculative.parallel_drafting_spec if speculative else None
         drafter = load_head(target, speculative)
         self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
         # Positions up to which the drafter's KV matters; without a head none does.
@@ -96,7 +97,10 @@ class LLMEngine:
         if drafter is not None and speculative is not None:
             longest = speculative.max_model_len or drafter.config.max_position_embeddings
             self.max_draft_len = min(longest, self.max_model_len)
-        is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
+        has_graphs = runs_as_graphs(target.device, config, speculative, drafter)
+        # Captured steps verify chains.
+        is_pipelined = has_graphs and trees is None
+        self._obstacle = "candidate_trees" if has_graphs and trees is not None else None
         trained = drafter.config.trained_depth if drafter else None
         self._depth = make_depth(speculative, trained, is_captured=is_pipelined)
         if is_pipelined and target.device.type == "cuda":
@@ -128,6 +132,9 @@ class LLMEngine:
         # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
         # with a step in flight the K + 1 tokens that it may bring.
         num_lookahead_slots = (3 if is_pipelined else 2) * (self.num_speculative_tokens + 1)
+        # Of a tree each node takes a slot, whatever its depth.
+        if trees is not None:
+            num_lookahead_slots = max(num_lookahead_slots, trees.max_nodes + 1)
         kept_bytes = 0
         if is_pipelined and drafter and speculative and speculative.draft_sampling != "argmax":
             num_rows = buckets(config.max_num_seqs)[-1]
@@ -181,7 +188,7 @@ class LLMEngine:
         kept_bytes: int,
     ) -> MemoryPlan:
         """Measure the largest passes on a GPU, and give the KV cache what remains."""
-        target = self.target
+        target, trees = self.target, self._trees
 
         def run() -> None:
             self._make_caches(drafter, num_blocks=1)
@@ -191,6 +198,7 @@ class LLMEngine:
                 self._features,
                 self.config,
                 num_drafts=self.num_speculative_tokens,
+                num_nodes=trees.max_nodes if trees else None,
                 num_resuming=num_resuming,
             )
 
@@ -456,7 +464,8 @@ class LLMEngine:
             prompts: chunks that ran before it, or that run in its pass.
             is_mixed: they run in its pass; a graph can run it then.
         """
-        budget, pipeline, obstacle = self.scheduler.prompt_budget, self._pipeline, None
+        budget, pipeline = self.scheduler.prompt_budget, self._pipeline
+        obstacle = self._obstacle
         is_launched = was_in_flight = False
         if pipeline is not None:
             was_in_flight = pipeline.is_in_flight
@@ -539,6 +548,7 @@ class LLMEngine:
                         done.sampled.new_token_ids[row],
                         chunk.num_drafts,
                         done.sampled.num_accepted[row],
+                        done.sampled.rejected_token_ids[row],
                         done.sampled.logprobs[row] or [],
                     )
                 row += 1
@@ -552,8 +562,9 @@ class LLMEngine:
             self._fail_broken(sequence)
             self._settle(sequence)
             return
-        drafts = report.num_drafted, report.num_accepted
-        self._emit(sequence, report.new_token_ids, *drafts, report.logprobs)
+        drafted, accepted = report.num_drafted, report.num_accepted
+        rejected = sequence.drafts[accepted:drafted]
+        self._emit(sequence, report.new_token_ids, drafted, accepted, rejected, report.logprobs)
         if sequence.num_speculative_tokens:
             sequence.drafts = report.drafts
             if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
@@ -568,20 +579,22 @@ class LLMEngine:
         new: list[int],
         num_drafted: int,
         num_accepted: int,
+        rejected: list[int],
         logprobs: Iterable[TokenLogprobs],
     ) -> None:
         """Append verified tokens up to where the sequence ends."""
         sequence.num_computed_tokens += num_accepted
+        depth = sequence.draft_depth if num_drafted else None
         for stats in (sequence.stats, self.speculation_stats):
-            stats.record(num_drafted, num_accepted)
-        rejected = sequence.drafts[num_accepted:num_drafted]
+            stats.record(num_drafted, num_accepted, depth)
         kept = sequence.append(new, self.max_model_len)
         kept_logprobs = list(islice(logprobs, len(kept)))
         sequence.logprobs += kept_logprobs
         self._counts["num_output_tokens"] += len(kept)
         accepted = min(num_accepted, len(kept))
-        step = StepOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected)
-        self._outputs.append(step)
+        self._outputs.append(
+            StepOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected, depth)
+        )
 
     def _fail(self, sequence: Sequence, code: str, error: str) -> None:
         """End a sequence with an error; what it has output so far stands."""

@@ -234,16 +234,17 @@ def run_largest_passes(
     *,
     num_drafts: int,
     num_resuming: int,
+    num_nodes: int | None = None,
 ) -> None:
     """Run the largest prefill and the largest decode steps once, and drop what they compute.
 
     The peak of memory of these passes is what a GPU must keep free. The sequences ask for all
-    that takes memory: sampling, penalties, log-probabilities of the prompt, K drafts each. Where
-    drafting may pause, `num_resuming` of them have features to read. All of them share KV block 0,
-    the only one that the caches need.
+    that takes memory: sampling, penalties, log-probabilities of the prompt, K drafts each, or trees
+    of `num_nodes`. Where drafting may pause, `num_resuming` of them have features to read. All of
+    them share KV block 0, the only one that the caches need.
     """
     max_len, most = runner.max_model_len, config.max_num_seqs
-    k = max(0, min(num_drafts, max_len - 2))
+    k = max(0, min(num_drafts if num_nodes is None else num_nodes, max_len - 2))
     params = SamplingParams(
         temperature=1.0,
         top_p=0.9,
@@ -289,7 +290,10 @@ def run_largest_passes(
     for one in every:
         one.num_computed_tokens = len(one)
         one.token_ids += [0]
-        one.drafts = [0] * k
+        if num_nodes is None:
+            one.drafts = [0] * k
+        else:  # siblings, which differ
+            one.drafts, one.draft_parents = list(range(k)), [0] * k
         one.num_drafter_tokens = len(one) - 1
     run([Chunk(one, 1, k) for one in every])
     # The second step has the first one's drafts, whose probabilities take memory where they are

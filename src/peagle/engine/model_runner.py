@@ -1,25 +1,28 @@
 """Runs the target over one batch of chunks: tensors of the batch, target pass, new tokens.
 
-Shapes: B sequences, T packed target rows, N rows that are sampled, M blocks of a sequence.
+Shapes: B sequences, T packed target rows, N rows that are sampled, M blocks of a sequence, J rows
+of the largest tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend, Passes, Prepared
+from peagle.attention.base import as_bytes
 from peagle.engine.grammar import unpack, verification_masks
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.kernels.batches import TargetBatch, slot_mapping
 from peagle.kernels.logprobs import token_logprobs
+from peagle.kernels.trees import TreePaths, move_slots, row_depths
 from peagle.kernels.upload import upload_ints
 from peagle.models.target import TargetModel
 
@@ -37,7 +40,8 @@ class TargetPass:
     Attributes:
         chunks: chunks of the pass, in the order of the packed rows.
         starts: position of the first row of each chunk.
-        batch: the packed rows.
+        batch: the packed rows; where drafts are trees, first those of the newest token and of the
+            accepted drafts of each sequence, as of a chain.
         features_TA: aux features of the rows.
         block_tables_BM: KV blocks of each sequence.
         sampled: new tokens of the chunks that sample; None if none does.
@@ -99,13 +103,18 @@ class ModelRunner:
         start_loc = torch.nn.functional.pad(lens_B.cumsum(0), (1, 0))
         sequences_T = torch.repeat_interleave(lens_B, output_size=sum(lens))
         offset_T = torch.arange(sum(lens), device=self.device) - start_loc[sequences_T]
-        positions_T = first_B[sequences_T] + offset_T
+        # In a tree the nodes of one depth have one position, but each has a slot of its own.
+        slot_T = positions_T = first_B[sequences_T] + offset_T
+        paths, visible_T = self._paths(chunks), None
+        if paths is not None:
+            visible_T = paths.visible_BJ[sequences_T, offset_T]
+            positions_T = first_B[sequences_T] + paths.depths_BJ[sequences_T, offset_T]
         tables_BM = block_tables(sequences, self.device)
         batch = TargetBatch(
             tokens_R=self._ints([token for row in rows for token in row]),
             positions_R=positions_T,
             slots_R=slot_mapping(
-                tables_BM, sequences_T, positions_T, self.block_size, self.max_model_len
+                tables_BM, sequences_T, slot_T, self.block_size, self.max_model_len
             ),
             query_start_loc=start_loc,
             seq_lens_B=first_B + lens_B,
@@ -116,13 +125,56 @@ class ModelRunner:
             tables_BM,
             max_query_len=max(lens),
             max_seq_len=max(f + n for f, n in zip(first, lens, strict=True)),
+            visible_R=visible_T,
         )
         self._prompt_logprobs(chunks, hidden_TH, lens)
-        sampled = self._sample(chunks, hidden_TH, lens)
+        sampled = self._sample(chunks, hidden_TH, lens, paths)
+        if paths is not None and sampled is not None:
+            verified, order_BJ = sampled.verified, sampled.verified.order_BJ
+            assert order_BJ is not None
+            self._move_path(batch, order_BJ, verified.num_accepted_B, paths.depth)
+            row_T = start_loc[sequences_T] + order_BJ[sequences_T, offset_T]
+            batch = replace(
+                batch, tokens_R=batch.tokens_R[row_T], positions_R=batch.positions_R[row_T]
+            )
+            features_TA = features_TA[row_T]
         return TargetPass(chunks, first, batch, features_TA, tables_BM, sampled)
 
+    def _paths(self, chunks: SequenceOf[Chunk]) -> TreePaths | None:
+        """Return the paths of the rows of each chunk; None if all drafts are chains."""
+        parents = [chunk.sequence.draft_parents or () for chunk in chunks if chunk.num_drafts]
+        if not any(parents):
+            return None
+        assert all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks), "a decode step"
+        trees = [chunk.sequence.draft_parents or list(range(chunk.num_drafts)) for chunk in chunks]
+        most = max(map(len, trees))
+        depth = max(max(row_depths(tree)) for tree in trees)
+        return TreePaths.of(self._ints([tree + [0] * (most - len(tree)) for tree in trees]), depth)
+
+    def _move_path(
+        self, batch: TargetBatch, order_BJ: Tensor, num_accepted_B: Tensor, depth: int
+    ) -> None:
+        """Move the target's keys and values of the accepted path to the slots of a chain.
+
+        The head's need no move: real tokens overwrite them. A path has at most `depth` nodes.
+        """
+        first_B1 = batch.query_start_loc[:-1].unsqueeze(1)
+        columns_D = torch.arange(1, depth + 1, device=self.device)
+        is_moved_BD = columns_D <= num_accepted_B.unsqueeze(1)
+        # What is not on the path stays where it is: the root's slot is copied to itself.
+        from_BD, to_BD = (
+            batch.slots_R[first_B1 + torch.where(is_moved_BD, rows, 0)]
+            for rows in (order_BJ[:, 1 : depth + 1], columns_D)
+        )
+        pairs = ((cache.keys, cache.values) for cache in self.target.kv_caches)
+        move_slots((as_bytes(x).flatten(0, 1) for pair in pairs for x in pair), from_BD, to_BD)
+
     def _sample(
-        self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]
+        self,
+        chunks: SequenceOf[Chunk],
+        hidden_TH: Tensor,
+        lens: list[int],
+        paths: TreePaths | None,
     ) -> SampledStep | None:
         sampling = [chunk for chunk in chunks if chunk.samples]
         if not sampling:
@@ -144,7 +196,7 @@ class ModelRunner:
         masks_RV = None if packed_RW is None else unpack(packed_RW.to(self.device), vocab_size)
         num_drafts = [chunk.num_drafts for chunk in sampling]
         logits_RV = self.target.compute_logits(hidden_TH)
-        return self.sampler.sample(logits_RV, sequences, num_drafts, masks_RV)
+        return self.sampler.sample(logits_RV, sequences, num_drafts, masks_RV, paths)
 
     def _prompt_logprobs(
         self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]
@@ -168,7 +220,7 @@ class ModelRunner:
                     )
             row += length
 
-    def _ints(self, values: list[int]) -> Tensor:
+    def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return upload_ints(values, self.device)
 
 

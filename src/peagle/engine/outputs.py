@@ -24,6 +24,7 @@ class StepOutput(NamedTuple):
     num_drafted: int
     logprobs: SequenceOf[TokenLogprobs] = ()
     rejected_token_ids: SequenceOf[int] = ()
+    draft_depth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ class StreamChunk(NamedTuple):
         output_index: number of the output among those of its prompt, 0 to n - 1.
         logprobs: log-probabilities of the new tokens, if requested.
         rejected_token_ids: draft tokens that the step refused.
+        draft_depth: most drafts on a path where they were a tree; None for a chain.
     """
 
     index: int
@@ -160,3 +162,4 @@ class StreamChunk(NamedTuple):
     output_index: int = 0
     logprobs: SequenceOf[TokenLogprobs] = ()
     rejected_token_ids: SequenceOf[int] = ()
+    draft_depth: int | None = None

@@ -238,6 +238,7 @@ class Requests:
             running.output_index,
             step.logprobs[: new.num_tokens],
             step.rejected_token_ids,
+            step.draft_depth,
         )
 
     def _finished(self, running: _Output) -> RequestOutput:

@@ -16,8 +16,9 @@ from torch import Tensor
 from peagle.engine.rules import CountSlots, build_rules, without_reached_minimum
 from peagle.engine.sequence import Sequence
 from peagle.kernels.logits import process_logits
-from peagle.kernels.logits_rules import LogitsRules, VerificationRows, context_tails
+from peagle.kernels.logits_rules import LogitsRules, TreeRows, VerificationRows, context_tails
 from peagle.kernels.logprobs import TokenLogprobs, token_logprobs
+from peagle.kernels.trees import TreePaths
 from peagle.kernels.upload import upload_floats, upload_ints
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
@@ -30,6 +31,7 @@ class SampledStep:
         verified: accepted drafts and next tokens, on the device.
         num_accepted: the same counts on the host.
         new_token_ids: the emitted tokens: accepted drafts, then the target's own.
+        rejected_token_ids: the other drafts.
         sampling: with num_outputs counting the emitted tokens.
         logprobs: log-probabilities of the emitted tokens; None for sequences without the option.
         is_broken: whether a row that a token was taken from holds NaN, +inf, or -inf alone: the
@@ -39,6 +41,7 @@ class SampledStep:
     verified: Verified
     num_accepted: list[int]
     new_token_ids: list[list[int]]
+    rejected_token_ids: list[list[int]]
     sampling: SamplingTensors
     logprobs: list[list[TokenLogprobs] | None]
     is_broken: list[bool]
@@ -98,6 +101,7 @@ class Sampler:
         sequences: SequenceOf[Sequence],
         num_drafted: SequenceOf[int],
         masks_RV: Tensor | None = None,
+        paths: TreePaths | None = None,
     ) -> SampledStep:
         """Verify the drafts of every sequence and draw its next token.
 
@@ -107,6 +111,7 @@ class Sampler:
             num_drafted: k_b, how many of its drafts each sequence has in the rows; may be 0.
             masks_RV: bool, the tokens that a grammar permits, all of them for sequences without
                 one; others are never emitted. None if no sequence has a grammar.
+            paths: how the rows of a sequence relate where drafts are trees; None: they are chains.
         """
         seq_ids = [s.seq_id for s in sequences]
         batch = self._batch
@@ -120,7 +125,7 @@ class Sampler:
         if batch.rules is not None:
             batch.rules = without_reached_minimum(batch.rules, sequences)
         sampling = self._current(batch, sequences)
-        rows = self._rows(batch, sequences, num_drafted, sampling, len(logits_RV))
+        rows = self._rows(batch, sequences, num_drafted, sampling, len(logits_RV), paths)
         processed_RV = logits_RV
         if batch.rules is not None or masks_RV is not None:
             rules = batch.rules or LogitsRules()
@@ -133,21 +138,29 @@ class Sampler:
         if batch.rules is not None and batch.rules.has_penalties:
             self._count(batch.rules, rows, verified)
 
-        # One copy to the host for all three.
-        broken_B = _broken(logits_RV, rows, verified.num_accepted_B)
-        decided = torch.stack([verified.num_accepted_B, verified.next_tokens_B, broken_B])
-        num_accepted, next_tokens, is_broken = decided.tolist()
+        # One copy to the host for all of them.
+        decided = [verified.num_accepted_B, verified.next_tokens_B]
+        decided.append(_broken(logits_RV, rows, verified))
+        if verified.order_BJ is not None:
+            decided += verified.order_BJ.unbind(1)
+        num_accepted, next_tokens, is_broken, *order = torch.stack(decided).tolist()
+        order = [*zip(*order, strict=True)] or [range(k + 1) for k in num_drafted]
+        drafts = [
+            [s.drafts[row - 1] for row in rows[1 : k + 1]]
+            for s, k, rows in zip(sequences, num_drafted, order, strict=True)
+        ]
         new_token_ids = [
-            [*s.drafts[:accepted], token]
-            for s, accepted, token in zip(sequences, num_accepted, next_tokens, strict=True)
+            [*tokens[:accepted], token]
+            for tokens, accepted, token in zip(drafts, num_accepted, next_tokens, strict=True)
         ]
         num_outputs_B = sampling.num_outputs_B + verified.num_accepted_B + 1
         return SampledStep(
             verified,
             num_accepted,
             new_token_ids,
+            [tokens[a:] for tokens, a in zip(drafts, num_accepted, strict=True)],
             replace(sampling, num_outputs_B=num_outputs_B),
-            self._logprobs(logits_RV, sequences, num_drafted, new_token_ids)
+            self._logprobs(logits_RV, sequences, num_drafted, new_token_ids, order)
             if batch.wants_logprobs
             else [None] * len(sequences),
             [bool(broken) for broken in is_broken],
@@ -180,6 +193,7 @@ class Sampler:
         num_drafted: SequenceOf[int],
         sampling: SamplingTensors,
         num_rows: int,
+        paths: TreePaths | None,
     ) -> VerificationRows:
         most = max(num_drafted)
         padded = [
@@ -190,13 +204,9 @@ class Sampler:
         if words is not None and words.prefix_len > 0:
             contexts = [s.token_ids for s in sequences]
             tails_BW = context_tails(contexts, words.prefix_len, self.device)
-        return VerificationRows(
-            self._ints(padded).view(len(sequences), most),
-            self._ints(num_drafted),
-            sampling.num_outputs_B,
-            num_rows,
-            tails_BW,
-        )
+        drafts_BK = self._ints(padded).view(len(sequences), most)
+        sizes = drafts_BK, self._ints(num_drafted), sampling.num_outputs_B, num_rows, tails_BW
+        return VerificationRows(*sizes) if paths is None else TreeRows(*sizes, paths)
 
     def _draft_probs(
         self, sequences: SequenceOf[Sequence], num_drafted: SequenceOf[int]
@@ -221,7 +231,10 @@ class Sampler:
         """Add the emitted tokens to the counts."""
         assert self.slots.counts is not None and rules.count_slots_B is not None
         last_B1 = verified.num_accepted_B.unsqueeze(1)
-        tokens_BJ = torch.nn.functional.pad(rows.drafts_BK, (0, 1))
+        drafts_BK = rows.drafts_BK
+        if verified.order_BJ is not None:
+            drafts_BK = drafts_BK.gather(1, verified.order_BJ[:, 1:] - 1)
+        tokens_BJ = torch.nn.functional.pad(drafts_BK, (0, 1))
         tokens_BJ = tokens_BJ.scatter(1, last_B1, verified.next_tokens_B.unsqueeze(1))
         slots_BJ = rules.count_slots_B.unsqueeze(1).expand_as(tokens_BJ)
         self.slots.counts.add(slots_BJ, tokens_BJ, rows.columns_J <= last_B1)
@@ -232,14 +245,16 @@ class Sampler:
         sequences: SequenceOf[Sequence],
         num_drafted: SequenceOf[int],
         new_token_ids: list[list[int]],
+        order: SequenceOf[SequenceOf[int]],
     ) -> list[list[TokenLogprobs] | None]:
         rows: list[int] = []
         tokens: list[int] = []
         num_top: list[int] = []
         first = 0
-        for sequence, k, new in zip(sequences, num_drafted, new_token_ids, strict=True):
+        every = zip(sequences, num_drafted, new_token_ids, order, strict=True)
+        for sequence, k, new, own in every:
             if (count := sequence.params.logprobs) is not None:
-                rows.extend(range(first, first + len(new)))
+                rows.extend(first + row for row in own[: len(new)])
                 tokens.extend(new)
                 num_top.extend([count] * len(new))
             first += k + 1
@@ -257,11 +272,14 @@ class Sampler:
         return upload_floats(values, self.device)
 
 
-def _broken(logits_RV: Tensor, rows: VerificationRows, num_accepted_B: Tensor) -> Tensor:
+def _broken(logits_RV: Tensor, rows: VerificationRows, verified: Verified) -> Tensor:
     """1 for each sequence that took a token from a row without a finite maximum, int64 [B].
 
     A maximum is NaN where the row holds NaN. Rows behind a refused draft do not count.
     """
     broken_R = ~logits_RV.amax(-1).isfinite()
-    taken_BJ = rows.columns_J <= num_accepted_B.unsqueeze(1)
-    return (broken_R[rows.rows_BJ] & taken_BJ).any(-1).long()
+    taken_BJ = rows.columns_J <= verified.num_accepted_B.unsqueeze(1)
+    rows_BJ = rows.rows_BJ
+    if verified.order_BJ is not None:
+        rows_BJ = rows_BJ.gather(1, verified.order_BJ)
+    return (broken_R[rows_BJ] & taken_BJ).any(-1).long()

@@ -12,6 +12,7 @@ from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.trees import row_depths
 
 
 class SequenceStatus(Enum):
@@ -50,6 +51,8 @@ class Sequence:
         pending_features: features that the drafter has not read; None if it has read all.
         drafts: tokens that the next step verifies; `draft_probs_KV` is their q, None for argmax.
             Preemption keeps them, so that it changes no output.
+        draft_parents: of drafts that are a tree the row of each one's parent, see `kernels.trees`;
+            None for a chain.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: when it was first admitted, by `time.perf_counter`.
@@ -80,6 +83,7 @@ class Sequence:
     drafter_start: int = 0
     pending_features: FeatureRing | None = None
     drafts: list[int] = field(default_factory=list)
+    draft_parents: list[int] | None = None
     draft_probs_KV: Tensor | None = None
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
@@ -119,6 +123,11 @@ class Sequence:
         """Number of tokens to compute before decoding."""
         samples = self.samples_prompt and not self.num_output_tokens
         return len(self.token_ids) - (not samples)
+
+    @property
+    def draft_depth(self) -> int | None:
+        """Most drafts on a path of the tree that the next step verifies; None for a chain."""
+        return None if self.draft_parents is None else max(row_depths(self.draft_parents))
 
     @property
     def is_prefilling(self) -> bool:

@@ -11,10 +11,11 @@ class SpeculationStats:
     """Counters of speculative decoding, taken before stop conditions trim the output (as in vLLM).
 
     Attributes:
-        num_drafts: verified drafts (a draft is up to K tokens).
-        num_draft_tokens: tokens in them.
+        num_drafts: verified drafts (a draft is up to K tokens, or the tree of a step).
+        num_draft_tokens: tokens in them: verified nodes, of trees.
         num_accepted_tokens: tokens accepted.
-        num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted.
+        num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted, in a tree a
+            path to depth i + 1.
     """
 
     num_drafts: int = 0
@@ -22,16 +23,17 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
-    def record(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one verified draft."""
+    def record(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
+        """Count one verified draft; `depth` is that of a tree, None for a chain."""
         if num_drafted == 0:
             return
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         per_pos = self.num_accepted_tokens_per_pos
-        if len(per_pos) < num_drafted:
-            per_pos.extend([0] * (num_drafted - len(per_pos)))
+        most = num_drafted if depth is None else depth
+        if len(per_pos) < most:
+            per_pos.extend([0] * (most - len(per_pos)))
         for position in range(num_accepted):
             per_pos[position] += 1
 
@@ -121,7 +123,7 @@ class EngineStats:
         speculation: drafts made and accepted.
         step_times: times of the steps that ran as CUDA graphs, by the rows of the graph.
         eager_steps: decode steps that no CUDA graph could run, where there are graphs, by the first
-            reason (`GraphRunner.obstacle`).
+            reason (`GraphRunner.obstacle`); where drafts are trees all, by "candidate_trees".
         decode_steps: decode steps by K, that of the batch.
     """
 

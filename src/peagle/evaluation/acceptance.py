@@ -68,7 +68,7 @@ def _before_loop(
         if end > loop:
             break
         num_steps += 1
-        stats.record(step.num_drafted, step.num_accepted)
+        stats.record(step.num_drafted, step.num_accepted, step.draft_depth)
     return stats, num_steps
 
 
@@ -304,6 +304,7 @@ class DraftedStep:
     num_tokens: int
     num_drafted: int
     num_accepted: int
+    draft_depth: int | None
 
 
 def decode_steps(answer: Answer) -> Iterator[DraftedStep]:
@@ -316,7 +317,8 @@ def decode_steps(answer: Answer) -> Iterator[DraftedStep]:
         true = answer.stats.num_accepted_tokens - accepted if number == last else step.num_accepted
         if number:
             context = answer.num_prompt_tokens + done
-            yield DraftedStep(context, done, step.num_tokens, step.num_drafted, true)
+            counts = step.num_tokens, step.num_drafted, true
+            yield DraftedStep(context, done, *counts, step.draft_depth)
         done += step.num_tokens
         accepted += true
 
@@ -330,7 +332,7 @@ def _steps_by(
         own: dict[int, RequestCounts] = {}
         for step in decode_steps(one.answer):
             counts = own.setdefault(number_of(step), RequestCounts(one.conversation))
-            counts.stats.record(step.num_drafted, step.num_accepted)
+            counts.stats.record(step.num_drafted, step.num_accepted, step.draft_depth)
             counts.num_tokens += step.num_tokens
             counts.num_steps += 1
         for number, counts in own.items():

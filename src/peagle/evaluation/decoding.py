@@ -31,11 +31,13 @@ class DecodedStep:
     """The tokens that one step added to one output.
 
     `num_drafted` draft tokens were verified; the first `num_accepted` tokens added are drafts.
+    `draft_depth` is that of a tree of them; None for a chain.
     """
 
     num_tokens: int
     num_drafted: int
     num_accepted: int
+    draft_depth: int | None = None
 
 
 @dataclass(slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from peagle.config import SpeculativeConfig
+from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.errors import UserError
 
 PLAIN, NGRAM = "plain", "ngram"
@@ -20,6 +21,7 @@ class DecodingMethod:
     folder: str = ""  # the place where the head was found; "" before that
     trained_length: int | None = None  # tokens of the longest sequence of training, if known
     trained_depth: int | None = None  # K that the head was trained for, if known
+    trees: CandidateTrees | None = None  # shape of the trees that the head drafts; None: chains
 
     @classmethod
     def parse(cls, text: str) -> DecodingMethod:
@@ -38,6 +40,15 @@ class DecodingMethod:
             "id of a head, like peagle=./head."
         )
 
+    def with_trees(self, trees: CandidateTrees) -> DecodingMethod:
+        """Return the method with trees, under a name of their width and size."""
+        name = f"{self.name}-tree-w{trees.num_parallel_trees}-n{trees.max_nodes}"
+        return replace(self, name=name, trees=trees)
+
+    def depths(self, ks: Sequence[int]) -> Sequence[int]:
+        """Return the K to measure: those asked for, or of trees their depth."""
+        return ks if self.trees is None else (self.trees.prediction_depth,)
+
     def config(self, k: int, **options: Any) -> SpeculativeConfig | None:
         """Return how an engine drafts k tokens a step; None for plain decoding.
 
@@ -51,4 +62,5 @@ class DecodingMethod:
         if not self.source:
             return SpeculativeConfig(method="ngram", num_speculative_tokens=k)
         model = self.folder or self.source
+        options |= {} if self.trees is None else {"parallel_drafting_spec": self.trees}
         return SpeculativeConfig(model=model, num_speculative_tokens=k, **options)

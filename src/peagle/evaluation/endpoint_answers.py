@@ -116,7 +116,8 @@ def _streamed(reply: Reply) -> Answer:
                 report = event.get("speculation") or {}
                 part.num_tokens = len(report.get("tokens", ()))
                 drafted, accepted = report.get("num_drafted", 0), report.get("num_accepted", 0)
-                part.step = DecodedStep(part.num_tokens, drafted, accepted)
+                depth = report.get("draft_depth")
+                part.step = DecodedStep(part.num_tokens, drafted, accepted, depth)
             elif has_usage:
                 count = max(int(usage.get("completion_tokens") or 0), so_far)
                 part.num_tokens, so_far = count - so_far, count

@@ -219,7 +219,8 @@ class EngineBackend:
 
 def _add_chunk(answer: Answer, chunk: StreamChunk, seconds: float) -> None:
     answer.steps = answer.steps or []
-    answer.steps.append(DecodedStep(len(chunk.token_ids), chunk.num_drafted, chunk.num_accepted))
+    drafted, accepted, depth = chunk.num_drafted, chunk.num_accepted, chunk.draft_depth
+    answer.steps.append(DecodedStep(len(chunk.token_ids), drafted, accepted, depth))
     answer.chunks.append((seconds, len(chunk.token_ids)))
     answer.texts.append(chunk.text)
     if (output := chunk.output) is not None:

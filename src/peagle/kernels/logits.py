@@ -139,8 +139,8 @@ def _banned(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -> Te
         ban(words.sequences_N, words.last_N, _prefix_matches(words, rows))
     if (least := rules.min_tokens) is not None:
         missing_B = least.min_tokens_B - rows.num_outputs_B
-        columns_J = rows.of(least.sequences_N)[0]
-        short_NJ = columns_J < missing_B[least.sequences_N].unsqueeze(1)
+        before_NJ = rows.of(least.sequences_N)[0]
+        short_NJ = before_NJ < missing_B[least.sequences_N].unsqueeze(1)
         ban(least.sequences_N, least.tokens_N, short_NJ)
     return banned_Z[:-1].view(num_rows, vocab_size)
 
@@ -148,14 +148,10 @@ def _banned(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -> Te
 def _prefix_matches(words: BadWords, rows: VerificationRows) -> Tensor:
     """Return whether the context before row j ends with the word's prefix, bool [N, J]."""
     width = words.prefix_len
-    columns_J = rows.of(words.sequences_N)[0]
     if width == 0:
-        return torch.ones_like(words.last_N.unsqueeze(1) + columns_J, dtype=torch.bool)
-    assert rows.tails_BW is not None, "bad words of several tokens need the context's tail"
-    tails_BW = rows.tails_BW[:, rows.tails_BW.shape[1] - width :]
-    windows_BJW = torch.cat([tails_BW, rows.drafts_BK], 1).unfold(1, width, 1)
+        return torch.ones_like(words.last_N.unsqueeze(1) + rows.columns_J, dtype=torch.bool)
     prefixes_N1W = words.prefixes_NW.unsqueeze(1)
-    same_NJW = windows_BJW[words.sequences_N] == prefixes_N1W
+    same_NJW = rows.windows(width)[words.sequences_N] == prefixes_N1W
     return (same_NJW | (prefixes_N1W == ANY_TOKEN)).all(-1)
 
 
@@ -195,9 +191,8 @@ def apply_penalties(
 
 def _output_counts(rows: VerificationRows, counts: TokenCounts, slots_R: Tensor) -> Tensor:
     """Output tokens and drafts before each row, int32 [R, V]."""
-    before_RK = rows.columns_J[:-1] < rows.offsets_R.unsqueeze(1)
     drafts_RK = rows.drafts_BK[rows.sequences_R]
-    return counts.outputs_SV[slots_R].scatter_add_(1, drafts_RK, before_RK.int())
+    return counts.outputs_SV[slots_R].scatter_add_(1, drafts_RK, rows.before_RK.int())
 
 
 def apply_probability_filters(

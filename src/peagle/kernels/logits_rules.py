@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from peagle.kernels.trees import TreePaths
 from peagle.kernels.upload import upload_ints
 
 NO_TOKEN = -1
@@ -81,10 +82,90 @@ class VerificationRows:
         rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
         return rows_R - self.first_row_B[self.sequences_R]
 
+    @property
+    def before_RK(self) -> Tensor:
+        """Which drafts of its sequence a row stands behind, bool."""
+        return self.columns_J[:-1] < self.offsets_R.unsqueeze(1)
+
     def of(self, sequences_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return columns [J], packed rows [N, J] and whether they exist, of the sequences."""
+        """Return the drafts before each row of the sequences, broadcast to [N, J], the packed rows
+        [N, J], and whether they exist.
+        """
         exists_NJ = self.columns_J <= self.num_drafts_B[sequences_N].unsqueeze(1)
         return self.columns_J, self.rows_BJ[sequences_N], exists_NJ
+
+    def windows(self, width: int) -> Tensor:
+        """Return the last `width` tokens of the context that each row stands in, [B, J, W]."""
+        assert self.tails_BW is not None, "windows need the context's tail"
+        tails_BW = self.tails_BW[:, self.tails_BW.shape[1] - width :]
+        return torch.cat([tails_BW, self.drafts_BK], 1).unfold(1, width, 1)
+
+
+@dataclass(frozen=True)
+class TreeRows(VerificationRows):
+    """Rows whose drafts are the nodes of a tree: a row stands behind its own path alone.
+
+    Attributes:
+        paths: how the rows of each sequence relate; given.
+    """
+
+    paths: TreePaths | None = None
+
+    @property
+    def _paths(self) -> TreePaths:
+        assert self.paths is not None, "rows of trees need their paths"
+        return self.paths
+
+    @cached_property
+    def _within_R(self) -> tuple[Tensor, Tensor]:
+        """Where the tensors of the paths have a packed row."""
+        rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
+        return self.sequences_R, rows_R - self.first_row_B[self.sequences_R]
+
+    @cached_property
+    def offsets_R(self) -> Tensor:
+        """The drafts before a row: its depth."""
+        return self._paths.depths_BJ[self._within_R]
+
+    @property
+    def before_RK(self) -> Tensor:
+        visible_R1 = self._paths.visible_BJ[self._within_R].unsqueeze(1)
+        return (visible_R1 >> self.columns_J[1:]).bitwise_and(1).bool()
+
+    def of(self, sequences_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, rows_NJ, exists_NJ = super().of(sequences_N)
+        return self._paths.depths_BJ[sequences_N], rows_NJ, exists_NJ
+
+    def windows(self, width: int) -> Tensor:
+        assert self.tails_BW is not None, "windows need the context's tail"
+        tails_BW = self.tails_BW[:, self.tails_BW.shape[1] - width :]
+        tokens_BX = torch.cat([tails_BW, self.drafts_BK], 1)
+        # The root is the tail's end; before each token stands the one before it in the tail, or
+        # its parent.
+        root = width - 1
+        before_X = torch.arange(-1, root, device=tokens_BX.device).clamp_min(0)
+        before_BX = before_X.expand(len(tokens_BX), -1)
+        before_BX = torch.cat([before_BX, self._paths.parents_BN + root], 1)
+        at_BJ = (self.columns_J + root).expand(len(tokens_BX), -1)
+        found = []
+        for _ in range(width):
+            found.append(tokens_BX.gather(1, at_BJ))
+            at_BJ = before_BX.gather(1, at_BJ)
+        return torch.stack(found[::-1], -1)
+
+    def reached(self, tokens_BJ: Tensor) -> Tensor:
+        """Return which rows a descent comes to that goes to the child equal to a row's token.
+
+        Args:
+            tokens_BJ: the target's own tokens of the rows.
+
+        Returns:
+            bool [B, J]; the root is always reached.
+        """
+        accepted_BK = tokens_BJ.gather(1, self._paths.parents_BN) == self.drafts_BK
+        bits_K = 1 << self.columns_J[1:]
+        refused_B = (~(accepted_BK & self.drafted_BK) * bits_K).sum(-1)
+        return (self._paths.visible_BJ & refused_B.unsqueeze(1)) == 0
 
 
 @dataclass(frozen=True)

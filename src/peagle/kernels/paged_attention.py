@@ -218,6 +218,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     context_starts_B: Tensor | None = None,
+    visible_T: Tensor | None = None,
+    positions_T: Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     config: PagedAttentionConfig | None = None,
@@ -240,6 +242,8 @@ def paged_attention(
         max_query_len: no sequence has more queries.
         scaling, sliding_window, sinks, softcap: as `peagle.attention.Prepared`.
         context_starts_B: first visible position of each context; None: 0.
+        visible_T, positions_T: as `peagle.attention.TreeMask`, where the queries of a sequence are
+            a tree; None: they are a chain.
         key_scale, value_scale: factors on what the cache holds.
         config: default `choose_config`.
         workspace: of `Workspace.make`, to be shared by layers; default a new one.
@@ -313,6 +317,8 @@ def paged_attention(
         query_start_loc,
         seq_lens_B,
         context_starts_B if context_starts_B is not None else seq_lens_B,
+        visible_T if visible_T is not None else seq_lens_B,
+        positions_T if positions_T is not None else seq_lens_B,
         block_tables_BM,
         sinks if sinks is not None else query_THd,
         score_scale,
@@ -348,6 +354,7 @@ def paged_attention(
         LIMIT=torch.finfo(keys_NSHd.dtype).max if is_8bit else 0.0,
         HAS_WINDOW=sliding_window is not None,
         HAS_STARTS=context_starts_B is not None,
+        HAS_TREE=visible_T is not None,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
         num_warps=config.num_warps,

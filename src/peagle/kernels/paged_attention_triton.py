@@ -149,6 +149,8 @@ def attend_kernel(
     query_start_ptr,
     seq_lens_ptr,
     starts_ptr,
+    visible_ptr,  # int64 [T], as the next; looked at where HAS_TREE
+    positions_ptr,
     tables_ptr,
     sinks_ptr,
     score_scale,  # to base 2; with a softcap c: 2 log2(e) scaling / c
@@ -189,6 +191,7 @@ def attend_kernel(
     LIMIT: tl.constexpr,  # the largest number of an 8-bit cache; 0: a cache of the keys' dtype
     HAS_WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    HAS_TREE: tl.constexpr,  # the queries of a sequence are a tree, at most 64
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
@@ -227,7 +230,9 @@ def attend_kernel(
     if HAS_STARTS:
         low = tl.maximum(tl.load(starts_ptr + sequence).to(tl.int32), 0)
     if HAS_WINDOW:
-        low = tl.maximum(num_cached + first_query - window + 1, low)
+        # A row of a tree stands at its depth, which may be that of the root's first child.
+        first_position = num_cached + (0 if HAS_TREE else first_query)
+        low = tl.maximum(first_position - window + 1, low)
     high = tl.maximum(num_cached + tl.minimum(first_query + BLOCK_Q, num_queries), 0)
     first_keys = low // BLOCK_N
     num_keys = tl.maximum((high + BLOCK_N - 1) // BLOCK_N - first_keys, 0)
@@ -260,6 +265,9 @@ def attend_kernel(
     is_row = (offs_m < BLOCK_Q * GROUP) & (query < num_queries)
     mask = is_row[:, None] & in_row[None, :]
     position = num_cached + query
+    if HAS_TREE:
+        seen = tl.load(visible_ptr + query_start + query, mask=is_row, other=0)
+        position = tl.load(positions_ptr + query_start + query, mask=is_row, other=0).to(tl.int32)
     row = ((query_start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP)) + head
     out_tile = out_ptr + (row * HEAD_DIM)[:, None] + offs_d[None, :]
 
@@ -348,9 +356,20 @@ def attend_kernel(
         scores = tl.dot(q, as_read(k, q.dtype), input_precision="ieee") * score_scale
         if HAS_SOFTCAP:
             scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
-        visible = is_key[None, :] & (key[None, :] <= position[:, None])
+        key_position = key
+        if HAS_TREE:
+            key_row = key - num_cached
+            is_node = is_key & (key_row >= 0)
+            bit = tl.minimum(tl.maximum(key_row, 0), 63).to(tl.int64)
+            on_path = (seen[:, None] >> bit[None, :]) & 1
+            visible = is_key[None, :] & ((key_row < 0)[None, :] | (on_path != 0))
+            if HAS_WINDOW:
+                node = tl.load(positions_ptr + query_start + key_row, mask=is_node, other=0)
+                key_position = tl.where(is_node, node.to(tl.int32), key)
+        else:
+            visible = is_key[None, :] & (key[None, :] <= position[:, None])
         if HAS_WINDOW:
-            visible = visible & (position[:, None] - key[None, :] < window)
+            visible = visible & (position[:, None] - key_position[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
 
         risen = tl.maximum(highest, tl.max(scores, 1))

@@ -13,7 +13,8 @@ head has read and is left alone. docs/experiments.md has other forms. (Kin: the 
 DSpark and the selector of DFlash2.)
 
 Shapes: ... leading dimensions, R paths (a chain is one path), J slots, D drafter width, W width of
-the term, r its rank, V target and DV draft vocabulary.
+the term, r its rank, V target and DV draft vocabulary; of trees B sequences, P nodes of a depth, C
+candidates of a slot.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.sampling import at_least_float32
+from peagle.kernels.trees import Children
+
+CANDIDATES = 64  # of a slot of a tree: as many as a depth may hold nodes
 _ROWS_AT_ONCE = 1 << 14  # of an embedding
 
 
@@ -67,7 +72,8 @@ class DraftCorrection(nn.Module):
     """A correction made ready for drafting with its head.
 
     `start` sees the slots of a pass once; `add` then goes from one slot to the next, for any number
-    of paths at once, each with the token that it chose. No tensor is part of the head's checkpoint.
+    of paths at once, each with the token that it chose. In trees `children` goes from one depth to
+    the next. No tensor is part of the head's checkpoint.
 
     Args:
         correction: on the device and in the type of the head.
@@ -111,8 +117,46 @@ class DraftCorrection(nn.Module):
             states_RW: of the slot, from `start`.
             tokens_R: drafted by the slot before, target ids.
         """
-        term_Rr = F.silu(states_RW + self.tokens_VW[tokens_R]) @ self.down_rW.mT
-        return torch.addmm(logits_RV, term_Rr, self.weight_Vr.mT)
+        return torch.addmm(logits_RV, self._term(states_RW, tokens_R), self.weight_Vr.mT)
+
+    def children(
+        self,
+        logits_BJV: Tensor,
+        states_BJW: Tensor,
+        target_ids_V: Tensor,
+        temperature: float,
+    ) -> Children:
+        """Return what finds the candidates after the nodes of trees, for `best_first_trees`.
+
+        They are the C likeliest tokens of a slot by the head's own logits l, and alone corrected:
+
+            log p(c | x) = a_c - log(sum_c exp(a_c) + sum_other exp(l / temperature))
+            a_c = add(l, s, x)_c / temperature
+
+        Args:
+            logits_BJV: l, in the draft vocabulary.
+            states_BJW: s, of the slots, from `start`.
+            target_ids_V: the target id of every draft id.
+        """
+        scaled_BJV = at_least_float32(logits_BJV) / temperature
+        columns_BJC = scaled_BJV.topk(min(CANDIDATES, scaled_BJV.shape[2]), -1).indices
+        others_BJ = scaled_BJV.scatter(2, columns_BJC, -torch.inf).logsumexp(-1)
+
+        def find(slot: int, tokens_BP: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            columns_BC = columns_BJC[:, slot]
+            term_BPr = self._term(states_BJW[:, slot, None], target_ids_V[tokens_BP])
+            added_BPC = term_BPr @ self.weight_Vr[columns_BC].mT
+            logits_B1C = logits_BJV[:, slot].gather(1, columns_BC).unsqueeze(1)
+            scores_BPC = at_least_float32(logits_B1C + added_BPC) / temperature
+            total_BP = torch.logaddexp(scores_BPC.logsumexp(-1), others_BJ[:, slot, None])
+            logprobs_BPC = (scores_BPC - total_BP.unsqueeze(2)).nan_to_num(-torch.inf)
+            return logprobs_BPC, columns_BC.unsqueeze(1).expand(logprobs_BPC.shape)
+
+        return find
+
+    def _term(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Wo silu(s + We norm(e(x))), [..., r]."""
+        return F.silu(states + self.tokens_VW[tokens]) @ self.down_rW.mT
 
 
 def _at(slots_JW: Tensor, slot: Tensor) -> Tensor:

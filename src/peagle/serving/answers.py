@@ -176,7 +176,9 @@ def usage_of(
 def report_of(chunk: StreamChunk, text_of: Callable[[int], str]) -> dict[str, Any]:
     """Return the drafts of a step: which tokens were accepted, and which were rejected."""
     accepted = chunk.num_accepted
+    depth = {} if chunk.draft_depth is None else {"draft_depth": chunk.draft_depth}
     return {
+        **depth,
         "num_drafted": chunk.num_drafted,
         "num_accepted": accepted,
         "tokens": [[text_of(token), i < accepted] for i, token in enumerate(chunk.token_ids)],

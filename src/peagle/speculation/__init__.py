@@ -7,6 +7,7 @@ from peagle.speculation.proposers import (
     HeadProposer,
     ParallelProposer,
     TargetStep,
+    TreeSlots,
 )
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
@@ -18,6 +19,7 @@ __all__ = [
     "PromptLookup",
     "SamplingTensors",
     "TargetStep",
+    "TreeSlots",
     "Verified",
     "verify",
 ]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.kernels.logits_rules import VerificationRows
+from peagle.kernels.logits_rules import TreeRows, VerificationRows
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights
+from peagle.kernels.trees import path_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,13 @@ class Verified:
     Attributes:
         num_accepted_B: a_b, drafts accepted.
         next_tokens_B: the target's own token after them.
+        order_BJ: the rows of each sequence, those of the newest token and of the accepted drafts
+            first; None where they stand first anyway, as those of chains do.
     """
 
     num_accepted_B: Tensor
     next_tokens_B: Tensor
+    order_BJ: Tensor | None = None
 
 
 def verify(
@@ -71,6 +75,10 @@ def verify(
     (seed, output position, SAMPLE). Drafts that were not drawn (argmax, prompt lookup) are accepted
     while x_j equals draft j, which has the probability p(draft). The next token is x_a. The output
     is that of plain decoding token for token, whatever was drafted.
+
+    In a tree (`TreeRows`) x is the own token of a node's row: verification descends to the child
+    that equals x while there is one. Children of one node must differ. A chain is the tree of one
+    branch.
 
     A drawn draft x is accepted with min(1, p(x) / q(x)); the first rejected position is drawn from
     norm(max(p - q, 0)). The output has the target's distribution, and depends on q.
@@ -95,6 +103,13 @@ def verify(
         u_R = uniform(sampling.seeds_B[rows.sequences_R], position_R, Purpose.SAMPLE)
         tokens_R = sample_from_weights(probs_RV, u_R)
     tokens_BJ = tokens_R[rows.rows_BJ]
+    if isinstance(rows, TreeRows):
+        assert draft_probs_BKV is None and synthetic_rates_K is None, "trees are not drawn"
+        reached_BJ = rows.reached(tokens_BJ)
+        order_BJ = path_rows(reached_BJ)
+        num_accepted_B = reached_BJ.sum(-1) - 1
+        next_tokens_B = _at(tokens_BJ, _at(order_BJ, num_accepted_B))
+        return Verified(num_accepted_B, next_tokens_B, order_BJ)
     accepted_BK = tokens_BJ[:, :-1] == rows.drafts_BK
     q_BKV = draft_probs_BKV if rows.max_drafts > 0 else None
     if probs_RV is not None and q_BKV is not None:

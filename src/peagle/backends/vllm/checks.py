@@ -100,6 +100,11 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
                 "GPU. Leave them out."
             )
         yield "acceptance is synthetic: outputs are not what the model would say"
+    if config.parallel_drafting_spec is not None:
+        raise UserError(
+            "parallel_drafting_spec asks for candidate trees; vLLM drafts chains, of "
+            "num_speculative_tokens. Leave it out, or take --engine peagle."
+        )
     if config.draft_window:
         raise UserError(
             f"draft_window is {config.draft_window}; heads look back over all tokens in vLLM. "

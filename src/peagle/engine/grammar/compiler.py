@@ -56,12 +56,14 @@ class CompiledGrammar:
 class DraftMasks:
     """The masks that verify the drafts of a sequence.
 
-    Row j has the tokens allowed after the first j drafts; there are no rows behind a draft that is
-    not allowed. Rows after a stop id allow everything.
+    Row j has the tokens allowed after the first j drafts, in a tree after the drafts on its path.
+    There are no rows behind a draft that is not allowed. Rows after a stop id allow everything.
+    `parents` has the row of each draft's parent in a tree; None: a chain.
     """
 
     drafts: tuple[int, ...]
     bitmask_RW: Tensor
+    parents: tuple[int, ...] | None = None
 
 
 class GrammarCompiler:
@@ -323,6 +325,12 @@ class GrammarState(Spender):
             return []
         assert self.prepared is not None
         return drafts[: len(self.prepared.bitmask_RW) - 1]
+
+    def prepared_tree(self) -> tuple[list[int], list[int]]:
+        """Return drafts and parents of the tree that `grow_trees` left; nothing while it works."""
+        if self.is_busy or self.prepared is None:
+            return [], []
+        return list(self.prepared.drafts), list(self.prepared.parents or ())
 
     def _fill(self, bitmask_RW: Tensor, row: int) -> None:
         self._matcher.fill_next_token_bitmask(bitmask_RW, row)

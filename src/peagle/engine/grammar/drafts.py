@@ -5,12 +5,17 @@ Shapes: B sequences, R packed rows (k_b + 1 of each sequence), V vocabulary, W p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
 
+from peagle.config import CandidateTrees
 from peagle.engine.grammar.compiler import DraftMasks, GrammarState, full_bitmask, pack, unpack
+
+# logits_after(path of drafts) -> [V], on the CPU: what may follow, in the slot behind that path.
+LogitsAfter = Callable[[Sequence[int]], Tensor]
 
 
 def prepare(states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> None:
@@ -33,9 +38,9 @@ def verification_masks(
 ) -> Tensor | None:
     """Return the packed masks of the rows that verify drafts, int32 [R, W] on the CPU.
 
-    Row j of a sequence has the tokens allowed after its first j drafts. Rows after a stop id, and
-    those of sequences without a state, allow everything. None if no sequence has a state. Every
-    state must be prepared, and its drafts allowed.
+    Row j of a sequence has the tokens allowed after its first j drafts, in a tree after those on
+    its path. Rows after a stop id, and those of sequences without a state, allow everything. None
+    if no sequence has a state. Every state must be prepared, and its drafts allowed.
     """
     if not any(states):
         return None
@@ -49,6 +54,93 @@ def verification_masks(
         rows.append(state.prepared.bitmask_RW[:count])
         assert len(rows[-1]) == count, "drafts are cut when they are made"
     return torch.cat(rows)
+
+
+def grow_trees(
+    states: Sequence[GrammarState],
+    logits_after: Sequence[LogitsAfter],
+    depths: Sequence[int],
+    shape: CandidateTrees,
+    temperature: float,
+    draft_token_ids: Tensor | None = None,
+) -> None:
+    """Leave with each state, as `prepared`, the best tree that its grammar allows, with the masks.
+
+    The trees are those of `kernels.trees.best_first_trees`, but a node's children are the tokens
+    that the grammar allows behind its path, each with its probability among these. A state whose
+    grammar takes long is busy when this returns, as after `prepare`.
+
+    Args:
+        logits_after: of each state.
+        depths: most nodes on a path of each tree.
+        draft_token_ids: the id of each column of the logits; None: its number.
+    """
+    budget = states[0].budget
+
+    def grow(b: int, state: GrammarState) -> None:
+        _grow(state, logits_after[b], depths[b], shape, temperature, draft_token_ids)
+
+    budget.each([state if state.is_free else None for state in states], grow)
+    budget.mark_excess()
+
+
+def _grow(
+    state: GrammarState,
+    logits_after: LogitsAfter,
+    depth: int,
+    shape: CandidateTrees,
+    temperature: float,
+    draft_token_ids: Tensor | None,
+) -> None:
+    """Take the best path of the heap into the tree, and its sibling and first child into the heap.
+
+    The state ends where it was.
+    """
+    bitmask_RW = full_bitmask(shape.max_nodes + 1, state.vocab_size)
+    paths: list[list[int]] = [[]]  # the tokens on the path to each row
+    parents: list[int] = []
+    candidates: list[list[tuple[float, int]]] = []  # of each row, with their scores, best first
+    heap: list[tuple[float, int, int, int]] = []  # score, depth, row of the parent, rank
+
+    def push(row: int, rank: int) -> None:
+        if rank < len(candidates[row]):
+            heappush(heap, (-candidates[row][rank][0], len(paths[row]), row, rank))
+
+    def expand(row: int, score: float) -> None:
+        state.mask_into(bitmask_RW, row)
+        found: list[tuple[float, int]] = []
+        if len(paths[row]) < depth and not state.is_finished:
+            allowed_V = unpack(bitmask_RW[row], state.vocab_size)
+            if draft_token_ids is not None:
+                allowed_V = allowed_V[draft_token_ids]
+            most = shape.max_nodes if row else shape.num_parallel_trees
+            most = min(most, int(allowed_V.sum()))
+            if most:
+                logits_V = logits_after(paths[row]).masked_fill(~allowed_V, -torch.inf)
+                best = torch.log_softmax(logits_V / temperature, -1).topk(most)
+                ids = best.indices if draft_token_ids is None else draft_token_ids[best.indices]
+                scores = (score + best.values).tolist()
+                found = list(zip(scores, ids.tolist(), strict=True))
+        candidates.append(found)
+        push(row, 0)
+
+    expand(0, 0.0)
+    behind = 0  # tokens that the state has moved past
+    while heap and len(parents) < shape.max_nodes:
+        negative, _, parent, rank = heappop(heap)
+        push(parent, rank + 1)
+        path = [*paths[parent], candidates[parent][rank][1]]
+        state.rollback(behind)
+        behind = 0
+        for token in path:
+            behind += state.try_advance(token)
+        if behind == len(path):
+            parents.append(parent)
+            paths.append(path)
+            expand(len(parents), -negative)
+    state.rollback(behind)
+    drafts = tuple(path[-1] for path in paths[1:])
+    state.prepared = DraftMasks(drafts, bitmask_RW[: len(paths)], tuple(parents))
 
 
 class DraftGrammar:

@@ -73,15 +73,15 @@ def greedy_case(
 
 
 def features(
-    reference: TargetReference, plain: LLM, cases: Sequence[Case], k: int
+    reference: TargetReference, plain: LLM, cases: Sequence[Case], k: int, num_lookahead_slots: int
 ) -> list[Feature]:
     """Return all features of a target, with their references, for K up to `k`.
 
-    `plain` is an engine without drafts: it decodes text, and says what grammars permit.
+    `plain` is an engine without drafts: it decodes text, and says what grammars permit. A request
+    holds `num_lookahead_slots` KV slots at most beyond its tokens.
     """
     longest = max(len(case.prompt) + case.params.max_tokens for case in cases)
-    # For one sequence and a half, with the tokens that a step reserves ahead.
-    blocks = math.ceil(1.5 * (longest + 2 * (k + 1)) / 16)
+    blocks = math.ceil(1.5 * (longest + num_lookahead_slots) / 16)  # for one sequence and a half
     schedule = [[1, 1, k], [2, 2, max(1, k // 2)], [3, 64, 0]]
 
     def again(case: Case, **options: Any) -> Case:

@@ -84,8 +84,12 @@ class _Subject:
     options: Options
     watch: Callable[[str], None]
 
+    def depth(self, method: DecodingMethod) -> int:
+        """Return the largest K of a method."""
+        return max(method.depths((self.k,)))
+
     def engine(self, method: DecodingMethod, speculative: dict[str, Any], **options: Any) -> LLM:
-        config = method.config(self.k)
+        config = method.config(self.depth(method))
         if config is not None:
             config = replace(config, **speculative)
         return build(self.target, {method.name: config}, **options)[method.name]
@@ -112,7 +116,7 @@ def run(
         target: the target that our engine runs.
         folder: folder of the same target; transformers loads it once more.
         methods: methods to certify; plain decoding and prompt lookup are added.
-        k: the largest K.
+        k: the largest K of chains.
         options: extent of the tests.
         provenance: provenance of the certificate.
         watch: gets a line before each test.
@@ -134,7 +138,8 @@ def run(
         for prompt in load(options.prompt_set, options.prompts)
     ]
     in_matrix = cases[: options.matrix_prompts]
-    matrix = features(reference, plain, in_matrix, k) if in_matrix else []
+    ahead = max(2 * (k + 1), *(one.trees.max_nodes + 1 if one.trees else 0 for one in every))
+    matrix = features(reference, plain, in_matrix, k, ahead) if in_matrix else []
     return CertificateResults(
         provenance=Provenance(**provenance),
         settings={
@@ -165,13 +170,15 @@ def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> Cer
         return result.model_copy(update={"note": note})
     subject.watch(f"{feature.name}, {method.name}")
     llm = subject.engine(method, feature.speculative, **feature.engine)
-    size = feature.together or len(feature.cases)
+    most = subject.depth(method)
+    cases = [one for one in feature.cases if (one.params.num_speculative_tokens or 0) <= most]
+    size = feature.together or len(cases)
     outputs: list[RequestOutput] = []
     try:
         for _ in range(feature.rounds):
             outputs = []
-            for i in range(0, len(feature.cases), size):
-                part = feature.cases[i : i + size]
+            for i in range(0, len(cases), size):
+                part = cases[i : i + size]
                 outputs += llm.generate([c.prompt for c in part], [c.params for c in part])
     except UserError:
         raise
@@ -181,7 +188,7 @@ def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> Cer
     if feature.used and not feature.used(llm, outputs):
         return result.model_copy(update={"note": "not reached with these prompts"})
     differences, faults = [], []
-    for case, output in zip(feature.cases, outputs, strict=True):
+    for case, output in zip(cases, outputs, strict=True):
         found = difference(case, output.token_ids, subject.reference.bound)
         differences += [found] if found else []
         if found is None and case.text is not None and output.text != case.text:
@@ -209,7 +216,7 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
     ways = [
         (method, sampling)
         for method in subject.methods
-        for sampling in (options.draft_samplings if method.source else ("",))
+        for sampling in _draft_samplings(method, options)
     ]
     significance = options.alpha / max(1, len(ways) * len(cases))
     params = SamplingParams(
@@ -222,10 +229,10 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
     )
     contexts = [_context(subject, case.prompt) for case in cases]
     cells = [_exact_cells(subject, context, params) for context in contexts]
-    depths = range(1, min(subject.k, num_tokens - 1) + 1)
     for method, sampling in ways:
         speculative = {"draft_sampling": sampling} if sampling else {}
         llm = subject.engine(method, speculative, enable_prefix_caching=True, max_num_seqs=64)
+        depths = range(1, min(subject.depth(method), num_tokens - 1) + 1)
         ks = [None] if method.name == PLAIN else depths
         for number, (case, context) in enumerate(zip(cases, contexts, strict=True)):
             subject.watch(f"sampling, {method.name} {sampling}".rstrip() + f", {case.id}")
@@ -249,6 +256,13 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
             )
 
 
+def _draft_samplings(method: DecodingMethod, options: Options) -> tuple[str, ...]:
+    """Return the ways to choose drafts that a method has: trees are of the likeliest tokens."""
+    if not method.source:
+        return ("",)
+    return options.draft_samplings if method.trees is None else ("argmax",)
+
+
 def _context(subject: _Subject, prompt: list[int]) -> list[int]:
     """Return a context after which drafts are as often right as wrong: faults show most there.
 
@@ -266,13 +280,17 @@ def _context(subject: _Subject, prompt: list[int]) -> list[int]:
 
 
 def _count_drafts(answers: Sequence[Answer], num_tokens: int) -> tuple[int, int]:
-    """Count the draft tokens for the first tokens of outputs, and the accepted ones of them."""
+    """Count the draft tokens for the first tokens of outputs, and the accepted ones of them.
+
+    Of a tree those of its longest path count.
+    """
     drafted = accepted = 0
     for answer in answers:
         position = 0
         for step in answer.steps or []:
             room = max(0, num_tokens - position)
-            drafted += min(step.num_drafted, room)
+            depth = step.num_drafted if step.draft_depth is None else step.draft_depth
+            drafted += min(depth, room)
             accepted += min(step.num_accepted, room)
             position += step.num_tokens
     return drafted, accepted
@@ -296,9 +314,10 @@ def certificate_text(certificate: CertificateResults) -> str:
     """Return a certificate for a terminal or a file of text."""
     settings = ", ".join(f"{key} {value}" for key, value in certificate.settings.items())
     identity = ["Greedy outputs against transformers' own generation"]
+    width = max(12, *(len(case.method) for case in certificate.identity))
     for case in certificate.identity:
         identity.append(
-            f"  {case.method:<12} {case.num_outputs} outputs, {case.num_tokens} tokens, "
+            f"  {case.method:<{width}} {case.num_outputs} outputs, {case.num_tokens} tokens, "
             f"{case.num_accepted_tokens} from drafts: "
             f"{len(case.differences) - case.num_near_ties} faults, {case.num_near_ties} near-ties"
         )

@@ -1,0 +1,178 @@
+"""Candidate trees: which drafts of a parallel pass to verify, and how the rows of a tree relate.
+
+A tree has its root, the newest token, in row 0 and its nodes, the drafts, in the rows after it, a
+parent always before its children. A chain is the tree whose nodes have one child each.
+
+Nothing here waits for the device, and all sizes follow from shapes: a CUDA graph can hold it.
+
+Shapes: B sequences, K slots (depths), V vocabulary, W nodes kept of a depth, C candidates of a
+slot, N nodes of a tree, J = N + 1 rows, D most nodes on a path, T packed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.sampling import at_least_float32
+
+# children(column, tokens, parents) -> (log-probabilities, tokens), both [B, W, C]: the candidates
+# that may follow, in the slot of that column, the W nodes of the depth before it. These have the
+# given tokens, and stand behind the given ones of the W nodes before them, both int64 [B, W].
+Children = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def best_first_trees(
+    logits_BKV: Tensor,
+    depths_B: Tensor,
+    *,
+    num_parallel_trees: int,
+    max_nodes: int,
+    temperature: float,
+    children: Children | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the N most probable paths of drafts as a tree, most probable first.
+
+        score(x_1 .. x_j) = sum_i log softmax(logits_i / temperature)[x_i]
+
+    No path scores above its beginning, so the N best are closed under parents, and the first n
+    nodes of a tree are the tree of n nodes. Of paths of equal score the shorter comes first. The
+    paths grow depth by depth, W = N of each depth kept, which loses none of the N best: every path
+    of that depth that is left out has N better ones. A temperature below 1 makes deep paths of
+    likely tokens rank higher.
+
+    Args:
+        logits_BKV: the logits of the K slots of one parallel pass.
+        depths_B: int64, most nodes on a path of each sequence, up to K.
+        num_parallel_trees: most children of the root.
+        max_nodes: N.
+        temperature: above 0; sharpens the scores.
+        children: the candidates after each node; None takes those of the slot for every node.
+
+    Returns:
+        Token (index into V) and parent row of each node, int64 [B, N]. Where a tree can have fewer
+        than N nodes (`count_nodes`), what stands beyond them means nothing.
+    """
+    num_slots, vocab_size = logits_BKV.shape[1:]
+    width = max_nodes
+    find = children or _of_slots(logits_BKV, width, temperature)
+    first = min(num_parallel_trees, width, vocab_size)
+    roots = _log_softmax(logits_BKV[:, 0], temperature).topk(first, -1)
+    nothing_BW = roots.values.new_full((len(logits_BKV), width), -torch.inf)
+    scores_BW, tokens_BW = nothing_BW.clone(), torch.zeros_like(nothing_BW, dtype=torch.int64)
+    scores_BW[:, :first] = roots.values
+    tokens_BW[:, :first] = roots.indices
+    behind_BW = torch.zeros_like(tokens_BW)
+    levels = [(scores_BW, tokens_BW, torch.full_like(tokens_BW, -1))]
+    for column in range(1, num_slots):
+        logprobs_BWC, next_BWC = find(column, tokens_BW, behind_BW)
+        paths_BX = (scores_BW.unsqueeze(2) + logprobs_BWC).flatten(1)
+        scores_BW, at_BW = paths_BX.topk(width, -1)
+        scores_BW = torch.where((depths_B > column).unsqueeze(1), scores_BW, nothing_BW)
+        tokens_BW = next_BWC.flatten(1).gather(1, at_BW)
+        behind_BW = at_BW // next_BWC.shape[2]
+        levels.append((scores_BW, tokens_BW, behind_BW + (column - 1) * width))
+
+    scores_BX, tokens_BX, parents_BX = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
+    # Stable: a parent stands before its children in X, and so in the tree where they tie.
+    order_BX = scores_BX.sort(dim=-1, descending=True, stable=True).indices
+    rank_BX = torch.empty_like(order_BX).scatter_(
+        1, order_BX, torch.arange(order_BX.shape[1], device=order_BX.device).expand_as(order_BX)
+    )
+    nodes_BN = order_BX[:, :max_nodes]
+    parents_BN = parents_BX.gather(1, nodes_BN)
+    rows_BN = rank_BX.gather(1, parents_BN.clamp_min(0)) + 1
+    return tokens_BX.gather(1, nodes_BN), torch.where(parents_BN < 0, 0, rows_BN)
+
+
+def _of_slots(logits_BKV: Tensor, count: int, temperature: float) -> Children:
+    """Return what finds the likeliest tokens of a slot, the same ones for every node."""
+    logprobs_BKV = _log_softmax(logits_BKV, temperature)
+    tops = logprobs_BKV.topk(min(count, logits_BKV.shape[2]), -1)
+
+    def find(column: int, tokens_BW: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (*tokens_BW.shape, tops.values.shape[2])
+        scores_B1C, tokens_B1C = tops.values[:, column, None], tops.indices[:, column, None]
+        return scores_B1C.expand(shape), tokens_B1C.expand(shape)
+
+    return find
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature); broken logits are of no use to a tree."""
+    logprobs = torch.log_softmax(at_least_float32(logits) / temperature, -1)
+    return logprobs.nan_to_num(-torch.inf)
+
+
+def count_nodes(depth: int, num_parallel_trees: int, max_nodes: int, vocab_size: int) -> int:
+    """Return how many nodes a tree of `best_first_trees` has."""
+    candidates = min(max_nodes, vocab_size)
+    level = total = min(num_parallel_trees, candidates) if depth else 0
+    for _ in range(1, depth):
+        level = min(level * candidates, max_nodes)
+        total += level
+    return min(total, max_nodes)
+
+
+def row_depths(parents: Sequence[int]) -> list[int]:
+    """Return the depth of every row of a tree, that of the root, 0, first."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+@dataclass(frozen=True, slots=True)
+class TreePaths:
+    """The paths from the root to every row of a tree.
+
+    Attributes:
+        parents_BN: int64, the row of each node's parent.
+        visible_BJ: int64, bit i of row j says that row i is on the path to row j, which ends it.
+        depths_BJ: int64, nodes on the path; 0 for the root.
+        depth: D, known to the host.
+    """
+
+    parents_BN: Tensor
+    visible_BJ: Tensor
+    depths_BJ: Tensor
+    depth: int
+
+    @classmethod
+    def of(cls, parents_BN: Tensor, depth: int) -> TreePaths:
+        """Follow the parents, at most `depth` times; J may be 64 at most."""
+        num_rows = parents_BN.shape[1] + 1
+        assert num_rows <= 64, "a path is the bits of one word"
+        parents_BJ = torch.nn.functional.pad(parents_BN, (1, 0))
+        own_J = 1 << torch.arange(num_rows, device=parents_BN.device)
+        visible_BJ = own_J.expand_as(parents_BJ)
+        is_node_J = (own_J != 1).long()
+        depths_BJ = is_node_J.expand_as(parents_BJ)
+        for _ in range(depth):
+            visible_BJ = own_J | visible_BJ.gather(1, parents_BJ)
+            depths_BJ = is_node_J * (1 + depths_BJ.gather(1, parents_BJ))
+        return cls(parents_BN, visible_BJ, depths_BJ, depth)
+
+
+def path_rows(reached_BJ: Tensor) -> Tensor:
+    """Return the rows of each sequence in a new order: those on one path first, root to end.
+
+    Args:
+        reached_BJ: bool, the rows of the path. A path's rows ascend, since parents come first.
+    """
+    return (~reached_BJ).byte().argsort(dim=-1, stable=True)
+
+
+def move_slots(caches: Iterable[Tensor], from_BD: Tensor, to_BD: Tensor) -> None:
+    """Copy slots within caches, all of a cache read before one is written.
+
+    Args:
+        caches: [slots, Hkv, d] each, of any types.
+        from_BD, to_BD: int64, slots.
+    """
+    source_X, target_X = from_BD.flatten(), to_BD.flatten()
+    for cache in caches:
+        cache.index_copy_(0, target_X, cache[source_X])

@@ -1,0 +1,85 @@
+"""Candidate trees in the engine: counters, depths, and what keeps them out of the graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle import SamplingParams
+from peagle.errors import UserError
+from tests.engine.engines import PROMPTS, TREES, K, config_of, know_the_answer, make_llm
+
+GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+def test_counters_are_of_nodes_and_depths(target_folder: Path, heads: dict[bool, Path]) -> None:
+    plain = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, GREEDY)]
+    llm = make_llm(target_folder, config_of("trees", heads))
+    know_the_answer(llm, [p + o for p, o in zip(PROMPTS, plain, strict=True)], share=0.9)
+    stats, accepted, deepest = llm.stats.speculation, [0] * K, 0
+    drafted = 0
+    for chunk in llm.stream(PROMPTS, GREEDY):
+        drafted += chunk.num_drafted
+        if chunk.num_drafted:
+            assert chunk.draft_depth is not None and chunk.draft_depth <= K
+            deepest = max(deepest, chunk.draft_depth)
+            assert len(chunk.rejected_token_ids) >= chunk.num_drafted - chunk.draft_depth
+        if chunk.output is None:  # a last chunk may be cut
+            accepted = [a + (i < chunk.num_accepted) for i, a in enumerate(accepted)]
+    stats = llm.stats.speculation
+    assert stats.num_draft_tokens == drafted
+    assert len(stats.num_accepted_tokens_per_pos) == deepest == K
+    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
+    pairs = zip(stats.num_accepted_tokens_per_pos, accepted, strict=True)
+    assert all(0 <= counted - seen <= len(PROMPTS) for counted, seen in pairs)
+
+
+def test_each_request_has_its_own_depth(target_folder: Path, heads: dict[bool, Path]) -> None:
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(K + 1)]
+    params = [replace(GREEDY, num_speculative_tokens=k) for k in range(K + 1)]
+    expected = [o.token_ids for o in make_llm(target_folder).generate(prompts, GREEDY)]
+    outputs = make_llm(target_folder, config_of("trees", heads)).generate(prompts, params)
+    for k, output in enumerate(outputs):
+        assert output.token_ids == expected[k]
+        assert len(output.stats.num_accepted_tokens_per_pos) <= k
+        per_draft = output.stats.num_draft_tokens / max(1, output.stats.num_drafts)
+        # The last trees are cut to the room of the context, here far away.
+        assert per_draft == (0, TREES["num_parallel_trees"], 9, 9, 9, 9)[k]
+
+
+@pytest.mark.usefixtures("graphs_everywhere")
+def test_steps_with_trees_run_without_graphs_and_say_so(
+    target_folder: Path, heads: dict[bool, Path]
+) -> None:
+    llm = make_llm(target_folder, config_of("trees", heads))
+    llm.generate(PROMPTS, GREEDY)
+    stats = llm.stats
+    assert stats.eager_steps == {"candidate_trees": sum(stats.decode_steps.values())}
+
+
+def test_blocks_ahead_are_those_of_the_nodes(target_folder: Path, heads: dict[bool, Path]) -> None:
+    for nodes, slots in ((9, 2 * (K + 1)), (20, 21)):
+        config = config_of("trees", heads) or {}
+        config["parallel_drafting_spec"] = TREES | {"max_nodes": nodes}
+        plan = make_llm(target_folder, config).engine.memory_plan
+        assert plan.num_lookahead_slots == slots
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"parallel": False}, "is an autoregressive EAGLE-3 head; trees grow from the one pass"),
+        ({"trained_depth": 4}, "prediction_depth is 5; the head .* was trained for 4. Ask for no"),
+    ],
+)
+def test_heads_that_cannot_draft_these_trees(
+    target_folder: Path, head_folders: Callable[..., Path], head: dict[str, Any], message: str
+) -> None:
+    folder = head_folders(**{"parallel": True, **head})
+    config = {"model": str(folder), "parallel_drafting_spec": TREES}
+    with pytest.raises(UserError, match=message):
+        make_llm(target_folder, config)
