@@ -45,6 +45,7 @@ class MixedPass:
         *,
         max_query_len: int,
         max_seq_len: int,
+        visible_R: None = None,
     ) -> tuple[Tensor, ...]:
         """Give the step its rows; return the outputs of the prompts, R rows each.
 
@@ -53,6 +54,7 @@ class MixedPass:
             batch: the prompts.
             block_tables_BM: KV blocks of the prompts, [b, m].
             max_query_len, max_seq_len: of the prompts, as `Passes` takes them.
+            visible_R: of candidate trees; prompts have none.
         """
         step.begin()
         own, tables_BM = step.batch, step.rows.block_tables_BM
