@@ -249,7 +249,7 @@ REACHED = TreeRows.reached
 TREE_FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a position is the row": (model_runner, "TreePaths", SimpleNamespace(of=positions_by_row)),
     "siblings are seen": (TorchPreparedAttention, "_see_path", see_all_rows_before),
-    "the path is not moved": (model_runner.ModelRunner, "_move_path", lambda *_: None),
+    "the path is not moved": (model_runner, "move_path", lambda *_: None),
     "a node passes unseen": (TreeRows, "reached", accept_the_first_node),
 }
 

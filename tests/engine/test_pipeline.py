@@ -272,7 +272,7 @@ def test_restarts_when_blocks_run_out() -> None:
     ],
 )
 def test_reading_a_report(row: list[int], expected: RowReport) -> None:
-    assert read_report(row, 3) == expected
+    assert read_report(row, 3, 3) == expected
 
 
 # ---- steps that no graph can run ------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
 
     nothing: Any = None
     depth = ScheduledDepth(lambda n: 0)
-    buffers: Any = SimpleNamespace(drawn=None)
+    buffers: Any = SimpleNamespace(drawn=None, trees=None)
     graphs = GraphRunner(buffers, never, 4, 100, depth, never, nothing, None, nothing)
     assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
     missed = sequence_with()
@@ -339,7 +339,7 @@ def test_drawn_drafts_of_a_seed_keep_a_step_out_of_the_graphs(
 ) -> None:
     """Where K is less than theirs."""
     unused: Any = None
-    buffers: Any = SimpleNamespace(drawn=drawn)
+    buffers: Any = SimpleNamespace(drawn=drawn, trees=None)
     for k in (1, 2):
         depth = ScheduledDepth(lambda n, k=k: k)
         graphs = GraphRunner(buffers, unused, 4, 100, depth, unused, unused, None, unused)

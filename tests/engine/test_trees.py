@@ -1,4 +1,4 @@
-"""Candidate trees in the engine: counters, depths, and what keeps them out of the graphs."""
+"""Candidate trees in the engine: counters, depths, blocks ahead, heads that cannot draft them."""
 
 from __future__ import annotations
 
@@ -49,16 +49,6 @@ def test_each_request_has_its_own_depth(target_folder: Path, heads: dict[bool, P
         per_draft = output.stats.num_draft_tokens / max(1, output.stats.num_drafts)
         # The last trees are cut to the room of the context, here far away.
         assert per_draft == (0, TREES["num_parallel_trees"], 9, 9, 9, 9)[k]
-
-
-@pytest.mark.usefixtures("graphs_everywhere")
-def test_steps_with_trees_run_without_graphs_and_say_so(
-    target_folder: Path, heads: dict[bool, Path]
-) -> None:
-    llm = make_llm(target_folder, config_of("trees", heads))
-    llm.generate(PROMPTS, GREEDY)
-    stats = llm.stats
-    assert stats.eager_steps == {"candidate_trees": sum(stats.decode_steps.values())}
 
 
 def test_blocks_ahead_are_those_of_the_nodes(target_folder: Path, heads: dict[bool, Path]) -> None:

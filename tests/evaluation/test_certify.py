@@ -128,7 +128,7 @@ def test_a_fault_of_trees_is_found_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The accepted path stays where the nodes lie."""
-    monkeypatch.setattr(model_runner.ModelRunner, "_move_path", lambda *_: None)
+    monkeypatch.setattr(model_runner, "move_path", lambda *_: None)
     trees = methods[0].with_trees(CandidateTrees(9, K, 30))
     certificate = certify([trees], samples=0, max_new_tokens=48)
     faults = {cell.method for cell in certificate.matrix if cell.status == "fault"}

@@ -99,7 +99,7 @@ def test_the_host_reads_what_the_step_did(num_seqs: int, k: int, device: str) ->
         emitted, drafts = out.emitted_BJ[b].tolist(), drafts_BK[b].tolist()
         assert row == [drafted, accepted, to_come, *emitted, *drafts]
         expected = RowReport(drafted, accepted, emitted[: accepted + 1], drafts[:to_come])
-        assert read_report(row, k) == expected
+        assert read_report(row, k, k) == expected
     assert stamps[:3] == [11, 22, 33]
     assert (stamps[3] == 44) == (device == CPU)
     assert set(stamps[NUM_STAMPS:]) == {POISON}

@@ -2,9 +2,11 @@
 
 Everything that changes from step to step lies in buffers, so that CUDA graphs can hold the parts of
 a step: no size depends on data, and the host reads nothing. All steps work on the first rows of the
-same buffers, whatever their size. Shapes: B rows of a step, one a sequence (some may be empty), K
-most drafts, J = K + 1, T target rows (B * J, or some more), S drafter slots, M blocks a sequence, E
-stop ids a sequence, F fields of a row, N rows that the host writes.
+same buffers, whatever their size.
+
+Shapes: B rows of a step, one a sequence (some may be empty), K most drafts (nodes, where drafts are
+trees), J = K + 1, T target rows (B * J, or some more), S drafter slots, M blocks a sequence, E stop
+ids a sequence, F fields of a row, N rows that the host writes.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from torch import Tensor
 
 from peagle.attention import Passes
 from peagle.attention.triton_backend import TritonAttention
+from peagle.config import CandidateTrees
 from peagle.engine.drawn_drafts import DrawnDrafts
 from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
 from peagle.engine.step_rules import StepRules
+from peagle.engine.step_trees import StepTrees, num_verified
 from peagle.kernels.batches import DraftBatch, PackedBatch, TargetBatch
 from peagle.kernels.batches_triton import build_target_batch, expand_draft_batch, gather_features
 from peagle.kernels.correction_triton import correct_logits
@@ -69,7 +73,7 @@ _FLOATS = ("temperature", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of the buffers; lengths as in `StepLimits`, rates as in `SpeculativeConfig`."""
+    """Sizes of the buffers; lengths as in `StepLimits`, the rest as in `SpeculativeConfig`."""
 
     num_seqs: int  # rows of the largest step
     num_rows: int  # T of the largest step
@@ -79,6 +83,11 @@ class StepSizes:
     max_model_len: int
     max_draft_len: int
     synthetic_rates: tuple[float, ...] | None = None
+    trees: CandidateTrees | None = None
+
+    def num_columns(self, num_drafts: int) -> int:
+        """Return the columns that a step of K drafts has for them, at least one."""
+        return max(num_verified(num_drafts, self.trees), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,7 @@ class StepRows:
     Attributes:
         synthetic: acceptance set for measurements; None for the real one.
         drafts_BK: drafts that the next step verifies; one column where K is 0.
+        parents_BK: the row of each one's parent; means nothing where drafts are chains.
         draft_probs: q of these drafts; None where drafts are an argmax, or K is 0.
         block_tables_BM: KV blocks, int64.
         active_B: 1 for rows that are sequences, else 0; int64.
@@ -100,6 +110,7 @@ class StepRows:
     sampling: SequenceSampling
     synthetic: SyntheticAcceptance | None
     drafts_BK: Tensor
+    parents_BK: Tensor
     draft_probs: DraftProbs | None
     block_tables_BM: Tensor
     active_B: Tensor
@@ -132,10 +143,16 @@ class StepBuffers:
         self._stop_ids_BE = torch.full((batch, sizes.num_stop_ids), -1, **types)
         self._tables_BM = torch.zeros(batch, sizes.table_width, **types)
         self._drafts: dict[int, Tensor] = {}
+        self._parents_BN = torch.zeros(batch, sizes.trees.max_nodes if sizes.trees else 1, **types)
         self._outputs: tuple[Tensor, ...] = ()
         self._rates_K: Tensor | None = None
         if (rates := sizes.synthetic_rates) is not None:
             self._rates_K = torch.tensor(rates, dtype=torch.float32, device=device)
+
+    @property
+    def trees(self) -> CandidateTrees | None:
+        """The shape of the trees that are drafted; None: drafts are chains."""
+        return self.sizes.trees
 
     def rows(self, num_seqs: int, num_drafts: int) -> StepRows:
         """Return the first B rows, for steps of K drafts."""
@@ -162,6 +179,7 @@ class StepBuffers:
             ),
             synthetic=rates_K if rates_K is None else SyntheticAcceptance(rates_K, seeds_B),
             drafts_BK=self._drafts_of(num_drafts)[:num_seqs],
+            parents_BK=self._parents_BN[:num_seqs],
             draft_probs=None if drawn is None else drawn.rows(num_seqs, num_drafts),
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],
@@ -170,10 +188,11 @@ class StepBuffers:
         )
 
     def _drafts_of(self, num_drafts: int) -> Tensor:
-        if num_drafts not in self._drafts:
-            shape = self.sizes.num_seqs, max(num_drafts, 1)
-            self._drafts[num_drafts] = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        return self._drafts[num_drafts]
+        columns = self.sizes.num_columns(num_drafts)
+        if columns not in self._drafts:
+            shape = self.sizes.num_seqs, columns
+            self._drafts[columns] = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        return self._drafts[columns]
 
     def _int(self, name: str) -> Tensor:
         return self._ints_FB[_INTS.index(name)]
@@ -182,10 +201,11 @@ class StepBuffers:
     def switch(self, num_drafts: int) -> None:
         """Let the next step verify and make up to `num_drafts` drafts."""
         before, after = self._drafts_of(self.num_drafts), self._drafts_of(num_drafts)
-        both = min(self.num_drafts, num_drafts)
+        # A tree stays whole, whatever the depth of the next one.
+        both = min(num_verified(k, self.trees) for k in (self.num_drafts, num_drafts))
         after[:, :both] = before[:, :both]
         self.num_drafts = num_drafts
-        self._int("num_drafts").clamp_(max=num_drafts)
+        self._int("num_drafts").clamp_(max=both)
         torch.clamp(self._int("wanted_drafts"), max=num_drafts, out=self._int("num_speculative"))
 
     @torch.inference_mode()
@@ -198,24 +218,29 @@ class StepBuffers:
         ints, floats = [list(column) for column in zip(*values, strict=True)]
         rows_N = upload_ints(list(rows), self._device)
         ints_NF = upload_ints(ints, self._device)
-        widths = len(_INTS), self.sizes.num_stop_ids, max(self.num_drafts, 1)
-        fields_NF, stop_ids_NE, drafts_NK = ints_NF.split(widths, dim=1)
+        columns = self.sizes.num_columns(self.num_drafts)
+        widths = len(_INTS), self.sizes.num_stop_ids, columns, self._parents_BN.shape[1]
+        fields_NF, stop_ids_NE, drafts_NK, parents_NK = ints_NF.split(widths, dim=1)
         self._ints_FB[:, rows_N] = fields_NF.T
         self._stop_ids_BE[rows_N] = stop_ids_NE
         self._drafts_of(self.num_drafts)[rows_N] = drafts_NK
+        self._parents_BN[rows_N] = parents_NK
         floats_NF = torch.tensor(floats, dtype=torch.float32)
         self._floats_FB[:, rows_N] = upload(floats_NF, self._device).T
         if self.drawn is not None:
             self.drawn.write(rows_N, rows)
 
     def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
-        """Return a row's integers (its fields, stop ids and drafts) and its other numbers."""
-        k, num_stop_ids = self.num_drafts, self.sizes.num_stop_ids
+        """Return a row's integers (its fields, stop ids, drafts, parents) and its other numbers."""
+        num_stop_ids, num_parents = self.sizes.num_stop_ids, self._parents_BN.shape[1]
+        columns = self.sizes.num_columns(self.num_drafts)
         if sequence is None:
-            empty = [0] * len(_INTS) + [-1] * num_stop_ids + [0] * max(k, 1)
+            empty = [0] * len(_INTS) + [-1] * num_stop_ids + [0] * (columns + num_parents)
             return empty, [0.0] * len(_FLOATS)
         params, ring = sequence.params, sequence.pending_features
-        drafts, stop_ids = sequence.drafts[:k], sorted(sequence.stop_token_ids)
+        drafts = sequence.drafts[: num_verified(self.num_drafts, self.trees)]
+        parents = (sequence.draft_parents or [])[: len(drafts)]
+        stop_ids = sorted(sequence.stop_token_ids)
         fields = {
             "last_tokens": sequence.token_ids[-1],
             "first_positions": len(sequence) - 1,
@@ -225,7 +250,7 @@ class StepBuffers:
             "min_tokens": params.min_tokens,
             "max_tokens": params.max_tokens,
             "wanted_drafts": sequence.num_speculative_tokens,
-            "num_speculative": min(sequence.num_speculative_tokens, k),
+            "num_speculative": min(sequence.num_speculative_tokens, self.num_drafts),
             "top_k": min(params.top_k, vocab_size),
             "seeds": sequence.seed,
             "active": 1,
@@ -234,7 +259,8 @@ class StepBuffers:
         }
         ints = [fields[name] for name in _INTS]
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))
-        ints += drafts + [0] * (max(k, 1) - len(drafts))
+        ints += drafts + [0] * (columns - len(drafts))
+        ints += parents + [0] * (num_parents - len(parents))
         return ints, [getattr(params, name) for name in _FLOATS]
 
     @torch.inference_mode()
@@ -249,7 +275,8 @@ class StepBuffers:
         from_N, to_N = upload_ints(list(moves.items()), self._device).unbind(1)
         for fields_FB in (self._ints_FB, self._floats_FB):
             fields_FB[:, to_N] = fields_FB[:, from_N]
-        for rows_BX in (self._stop_ids_BE, self._tables_BM, self._drafts_of(self.num_drafts)):
+        drafts_BK = self._drafts_of(self.num_drafts)
+        for rows_BX in (self._stop_ids_BE, self._tables_BM, drafts_BK, self._parents_BN):
             rows_BX[to_N] = rows_BX[from_N]
         if self.drawn is not None:
             self.drawn.move(from_N, to_N)
@@ -279,14 +306,16 @@ class DecodeStep:
         target: the target, its KV caches set.
         proposer: the head with its KV caches; None decodes plainly.
         num_seqs, num_drafts: B and K; K is 0 without a head.
-        num_rows: T, at least B * (K + 1).
+        num_rows: T, at least B * J.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
             later; None keeps none. With rings there is no drafter, and one row a sequence.
 
     Attributes:
         rows: state of the sequences.
+        trees: where drafts are trees, what the step does about them.
         out: what the last step decided.
         report_RX: the same in one tensor for the host, see `kernels.step_state_triton`.
+        max_accepted, max_drafts: most drafts of a sequence that a step accepts, and that it has.
     """
 
     def __init__(
@@ -308,15 +337,29 @@ class DecodeStep:
         self.kept_SCA = kept_SCA
         self._proposer = proposer
         self._passes = target_passes(target, TritonAttention())
-        most = own.drafts_BK.shape[1]
+        self.max_accepted = self.max_drafts = own.drafts_BK.shape[1]
         self.batch = TargetBatch.allocate(num_seqs, num_rows, device)
         self.scratch = VerifyScratch.allocate(num_rows, target.vocab_size, device)
-        self.out = StepRecord.allocate(num_seqs, most, device)
-        self.report_RX = torch.zeros(num_seqs + 1, 2 * most + 4, dtype=torch.int64, device=device)
         self.running_B = torch.zeros_like(own.active_B)
         self._num_drafted_B = torch.zeros_like(own.active_B)
         self._times = torch.zeros(NUM_STAMPS, dtype=torch.int64, device=device)
         self.hidden_TH = self._features_TA = torch.empty(0)
+        self.trees, width = None, 4 + 2 * self.max_drafts
+        if proposer is not None and proposer.trees is not None:
+            self.max_accepted = proposer.trees.prediction_depth
+            width += self.max_accepted
+            self.trees = StepTrees(
+                proposer.trees,
+                self.batch,
+                own.state,
+                own.drafts_BK,
+                own.parents_BK,
+                self.running_B,
+                max_model_len=buffers.sizes.max_model_len,
+                vocab_size=proposer.drafter.config.draft_vocab_size,
+            )
+        self.out = StepRecord.allocate(num_seqs, self.max_accepted, device)
+        self.report_RX = torch.zeros(num_seqs + 1, width, dtype=torch.int64, device=device)
         if proposer is not None:
             self._draft = CapturedDraft(self, proposer)
 
@@ -328,8 +371,9 @@ class DecodeStep:
             self._passes(
                 self.batch,
                 self.rows.block_tables_BM,
-                max_query_len=self.num_drafts + 1,
+                max_query_len=num_verified(self.num_drafts, self.buffers.trees) + 1,
                 max_seq_len=self.buffers.sizes.max_model_len,
+                visible_R=None if self.trees is None else self.trees.visible_T,
             )
         )
 
@@ -350,6 +394,8 @@ class DecodeStep:
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
         )
+        if self.trees is not None:
+            self.trees.begin()
 
     @torch.inference_mode()
     def take(self, outputs: SequenceOf[Tensor]) -> None:
@@ -386,6 +432,7 @@ class DecodeStep:
             None if greedy else self.rows.sampling,
             self.rows.state.num_outputs_B,
             self.scratch,
+            offsets_R=None if self.trees is None else self.trees.depths_T,
         )
         if self.draws:
             self._reject(logits_TV, self.batch.query_start_loc, self.running_B, self.scratch)
@@ -431,36 +478,49 @@ class DecodeStep:
     @torch.inference_mode()
     def finish(self) -> None:
         """Verify the drafts, advance the state, draft again, report."""
-        own = self.rows
+        own, trees, drafts_BK = self.rows, self.trees, self.rows.drafts_BK
+        if trees is not None:
+            trees.descend(self.target, self.scratch.tokens_R, self.out)
+            drafts_BK = trees.path_BD
         match_drafts(
             self.scratch.tokens_R,
             self.batch.query_start_loc,
-            own.drafts_BK,
+            drafts_BK,
             self.running_B,
             own.state,
             own.limits,
             self.out,
             synthetic=own.synthetic,
-            given=self.draws,
+            given=self.draws or trees is not None,
         )
         stamp(self._times, 2)
         if self._proposer is not None:
             self._proposer.draft(self._draft, self._features_TA)
         report_step(
-            self._num_drafted_B, self.out, own.state, own.drafts_BK, self._times, self.report_RX
+            self._num_drafted_B,
+            self.out,
+            own.state,
+            own.drafts_BK,
+            self._times,
+            self.report_RX,
+            None if trees is None else own.parents_BK,
         )
 
 
 class CapturedDraft:
-    """A `DraftExecutor` over the rows of a step, all of one size: argmax drafts, or drawn ones."""
+    """A `DraftExecutor` over the rows of a step, all of one size.
+
+    It makes argmax drafts, drawn ones, or trees.
+    """
 
     def __init__(self, step: DecodeStep, proposer: HeadProposer) -> None:
         drafter, device = proposer.drafter, step.running_B.device
         config, num_seqs, sizes = drafter.config, len(step.running_B), step.buffers.sizes
         self.num_drafts = k = step.num_drafts
         self._drafter, self._step, self._sizes = drafter, step, sizes
+        self._grow = proposer.grow
         self._passes = Passes(proposer.passes.run, TritonAttention())
-        num_slots = num_seqs * (2 * k if config.is_parallel else k + 1)
+        num_slots = num_seqs * (step.max_accepted + (k if config.is_parallel else 1))
         self._batch = DraftBatch.allocate(num_seqs, num_slots, k, device)
         self._num_mask_slots_B = step.out.num_mask_slots_B
         self._h_shared_D = torch.zeros_like(drafter.norm.weight)
@@ -474,9 +534,9 @@ class CapturedDraft:
         columns, vocab_size = k if all_at_once else 1, config.draft_vocab_size
         if step.draws:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
-        else:
+        elif step.trees is None:
             self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
-        drafter.reserve_positions(sizes.max_model_len + 2 * k)
+        drafter.reserve_positions(sizes.max_model_len + step.max_accepted + k)
 
     def first_batch(self) -> DraftBatch:
         step, batch, sizes = self._step, self._batch, self._sizes
@@ -495,6 +555,8 @@ class CapturedDraft:
             mask_token_id=self._drafter.config.mask_token_id or 0,
             **ends,
         )
+        if step.trees is not None:
+            batch.feature_rows_R.copy_(step.trees.rows_X[batch.feature_rows_R])
         if not self._drafter.config.is_parallel:
             place = batch.last_ntp_B, batch.positions_R, tables_BM
             plan_chain(*place, step.running_B, self._chain, **ends)
@@ -522,12 +584,17 @@ class CapturedDraft:
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
         drafter, num_columns = self._drafter, hidden_NJD.shape[1]
         logits_RV = drafter.compute_logits(hidden_NJD.flatten(0, 1))
-        correction = drafter.correction
-        if correction is None:
+        correction, states_NJW = drafter.correction, None
+        logits_NJV = logits_RV.unflatten(0, (-1, num_columns))
+        if correction is not None:
+            states_NJW = correction.start(drafter.normed(hidden_NJD))
+        if (trees := self._step.trees) is not None:
+            depths_N = self._step.rows.state.num_drafts_B
+            trees.plant(*self._grow(logits_NJV, states_NJW, depths_N))
+            return
+        if correction is None or states_NJW is None:
             self._put(logits_RV, slice(first, first + num_columns))
             return
-        states_NJW = correction.start(drafter.normed(hidden_NJD))
-        logits_NJV = logits_RV.unflatten(0, (-1, num_columns))
         for j in range(num_columns):
             if j:
                 correct_logits(

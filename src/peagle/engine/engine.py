@@ -97,14 +97,13 @@ class LLMEngine:
         if drafter is not None and speculative is not None:
             longest = speculative.max_model_len or drafter.config.max_position_embeddings
             self.max_draft_len = min(longest, self.max_model_len)
-        has_graphs = runs_as_graphs(target.device, config, speculative, drafter)
-        # Captured steps verify chains.
-        is_pipelined = has_graphs and trees is None
-        self._obstacle = "candidate_trees" if has_graphs and trees is not None else None
+        is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
         trained = drafter.config.trained_depth if drafter else None
-        self._depth = make_depth(speculative, trained, is_captured=is_pipelined)
+        # The costs that choose a depth are those of chains.
+        is_free = is_pipelined and trees is None
+        self._depth = make_depth(speculative, trained, is_captured=is_free)
         if is_pipelined and target.device.type == "cuda":
-            accelerate(target, drafter, config.max_num_seqs, self._depth)
+            accelerate(target, drafter, config.max_num_seqs, self._depth, trees)
         num_resuming = self._depth.most_resuming(config.max_num_seqs) if drafter else 0
         self._features = FeatureRings()
         if drafter is not None and num_resuming and is_pipelined:
@@ -131,16 +130,21 @@ class LLMEngine:
         )
         # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
         # with a step in flight the K + 1 tokens that it may bring.
-        num_lookahead_slots = (3 if is_pipelined else 2) * (self.num_speculative_tokens + 1)
+        most_new = self.num_speculative_tokens + 1
+        num_lookahead_slots = (3 if is_pipelined else 2) * most_new
         # Of a tree each node takes a slot, whatever its depth.
         if trees is not None:
-            num_lookahead_slots = max(num_lookahead_slots, trees.max_nodes + 1)
+            in_flight = most_new if is_pipelined else 0
+            num_lookahead_slots = max(num_lookahead_slots, in_flight + trees.max_nodes + 1)
         kept_bytes = 0
         if is_pipelined and drafter and speculative and speculative.draft_sampling != "argmax":
             num_rows = buckets(config.max_num_seqs)[-1]
             kept_bytes = drawn_bytes(drafter, num_rows, self.num_speculative_tokens)
         if is_pipelined:
-            kept_bytes += output_bytes(target, drafter, sum(mixed_buckets(target)))
+            num_kept = sum(mixed_buckets(target, trees))
+            if trees is not None:
+                num_kept += buckets(config.max_num_seqs)[-1] * (trees.max_nodes + 1)
+            kept_bytes += output_bytes(target, drafter, num_kept)
         sizes = num_lookahead_slots, num_resuming, kept_bytes
         self.memory_plan = self._plan_memory(drafter, *sizes)
         self._make_caches(drafter, self.memory_plan.num_blocks)
@@ -217,6 +221,7 @@ class LLMEngine:
             num_lookahead_slots=num_lookahead_slots,
             peak_bytes=peak_bytes,
             kept_bytes=kept_bytes,
+            has_trees=trees is not None,
         )
 
     def _make_caches(self, drafter: Drafter | None, num_blocks: int) -> None:
@@ -465,7 +470,7 @@ class LLMEngine:
             is_mixed: they run in its pass; a graph can run it then.
         """
         budget, pipeline = self.scheduler.prompt_budget, self._pipeline
-        obstacle = self._obstacle
+        obstacle = None
         is_launched = was_in_flight = False
         if pipeline is not None:
             was_in_flight = pipeline.is_in_flight
@@ -563,10 +568,10 @@ class LLMEngine:
             self._settle(sequence)
             return
         drafted, accepted = report.num_drafted, report.num_accepted
-        rejected = sequence.drafts[accepted:drafted]
+        rejected = sequence.rejected_drafts(report.new_token_ids[:accepted], drafted)
         self._emit(sequence, report.new_token_ids, drafted, accepted, rejected, report.logprobs)
         if sequence.num_speculative_tokens:
-            sequence.drafts = report.drafts
+            sequence.drafts, sequence.draft_parents = report.drafts, report.parents
             if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
                 sequence.pending_features.advance(1)
             else:

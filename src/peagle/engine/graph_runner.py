@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.capture import Capturer, make_capturer
 from peagle.engine.depth import DepthPolicy
 from peagle.engine.drafting import keeps_k
@@ -27,8 +28,10 @@ from peagle.engine.features import FeatureRings
 from peagle.engine.mixed_pass import MixedPass
 from peagle.engine.model_runner import ModelRunner, RunTarget
 from peagle.engine.pass_graphs import MAX_SEQUENCES, PassGraphs
+from peagle.engine.rules import has_rules
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
+from peagle.engine.step_trees import num_verified
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.acceleration import MAX_FIXED_ROWS, accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
@@ -68,13 +71,14 @@ def buckets(max_num_seqs: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def mixed_buckets(target: TargetModel) -> tuple[int, ...]:
+def mixed_buckets(target: TargetModel, trees: CandidateTrees | None) -> tuple[int, ...]:
     """Return the numbers of rows for which a pass over a step and prompts has a graph.
 
     Weights of 4 or 8 bits are read as they are for few rows, and unpacked first for many: there a
-    step and short prompts are faster apart.
+    step and short prompts are faster apart. Of candidate trees a pass holds nothing else, as the
+    mask of a tree has no more than 64 rows.
     """
-    return _MIXED_BUCKETS if target.quantization is None else ()
+    return _MIXED_BUCKETS if target.quantization is None and trees is None else ()
 
 
 def graph_sizes(
@@ -102,8 +106,12 @@ def greatest_depths(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
     return greatest
 
 
-def target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Return T of each (rows, K): rows * (K + 1), or a little more.
+def target_rows(
+    sizes: Iterable[tuple[int, int]], trees: CandidateTrees | None = None
+) -> dict[tuple[int, int], int]:
+    """Return T of each (rows, K): rows * J, or a little more.
+
+    J is K + 1; where drafts are trees and K is not 0, the nodes and the newest token.
 
     Each T of up to MAX_FIXED_ROWS is compiled for, which takes seconds. So where several K may run
     at the same rows, only the greatest has a T of its own. The others are padded to one of those,
@@ -111,11 +119,11 @@ def target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """
     sizes = set(sizes)
     greatest = greatest_depths(sizes)
-    own = {rows * (k + 1) for rows, k in greatest.items()}
+    own = {rows * (num_verified(k, trees) + 1) for rows, k in greatest.items()}
     powers = {1 << i for i in range(MAX_FIXED_ROWS.bit_length())}
     counts: dict[tuple[int, int], int] = {}
     for rows, k in sizes:
-        least = rows * (k + 1)
+        least = rows * (num_verified(k, trees) + 1)
         is_padded = k < greatest[rows] and least <= MAX_FIXED_ROWS
         counts[rows, k] = min(n for n in own | powers if n >= least) if is_padded else least
     return counts
@@ -126,9 +134,10 @@ def accelerate(
     drafter: Drafter | None,
     max_num_seqs: int,
     depth: DepthPolicy,
+    trees: CandidateTrees | None,
 ) -> None:
     """Fuse and compile the modules that the graphs run."""
-    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
+    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible), trees)
     accelerate_target(target, set(num_rows.values()))
     # A head is small: only for the greatest K at the same rows it is compiled for its sizes.
     sizes = [(rows, k) for rows, k in greatest_depths(num_rows).items() if k]
@@ -137,9 +146,10 @@ def accelerate(
     verified = [num_rows[size] for size in sizes]
     all_drafts, single = [rows * k for rows, k in sizes], [rows for rows, _ in sizes]
     parallel = drafter.config.is_parallel
+    accepted = [rows * (trees.prediction_depth if trees else k) for rows, k in sizes]
     accelerate_drafter(
         drafter,
-        [2 * drafts for drafts in all_drafts] if parallel else [*verified, *single],
+        list(map(add, accepted, all_drafts)) if parallel else [*verified, *single],
         num_feature_rows=verified,
         num_logit_rows=all_drafts if parallel else single,
     )
@@ -164,9 +174,10 @@ def make_graph_runner(
     from peagle.engine.step_rules import StepRules
 
     target, max_model_len = runner.target, runner.max_model_len
+    trees = None if proposer is None else proposer.trees
     table_width = -(-max_model_len // runner.block_size)
     capture = make_capturer(target.device)
-    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
+    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible), trees)
     sizes = StepSizes(
         buckets(max_num_seqs)[-1],
         max(num_rows.values()),
@@ -176,6 +187,7 @@ def make_graph_runner(
         max_model_len=max_model_len,
         max_draft_len=max_draft_len,
         synthetic_rates=synthetic_rates,
+        trees=trees,
     )
     drawn, most_drafts = None, max(k for _, k in num_rows)
     if proposer is not None and proposer.draft_sampling != "argmax":
@@ -189,11 +201,11 @@ def make_graph_runner(
             buffers,
             num_seqs,
             num_drafts,
-            num_rows.get((num_seqs, num_drafts), num_seqs * (num_drafts + 1)),
+            num_rows.get((num_seqs, num_drafts), num_seqs * (num_verified(num_drafts, trees) + 1)),
             kept_SCA=None if num_drafts else features.rows_SCA,
         )
 
-    mixed_pass = MixedPass(runner.passes) if mixed_buckets(target) else None
+    mixed_pass = MixedPass(runner.passes) if mixed_buckets(target, trees) else None
     graphs = GraphRunner(
         buffers,
         make_step,
@@ -207,14 +219,15 @@ def make_graph_runner(
     )
     if target.device.type == "cuda":
         graphs.capture_all()
-        graphs.warm_up_rules(runner.sampler.release)
+        if trees is None:
+            graphs.warm_up_rules(runner.sampler.release)
         shape = capture, table_width, runner.block_size, target.device
         runner.passes.graphs = PassGraphs(runner.passes, *shape)
         if mixed_pass is not None:
             mixed_pass.passes.graphs = PassGraphs(
                 mixed_pass.passes,
                 *shape,
-                token_buckets=mixed_buckets(target),
+                token_buckets=mixed_buckets(target, trees),
                 max_sequences=sizes.num_seqs + 1 + MAX_SEQUENCES,
                 always_pays=True,
             )
@@ -234,6 +247,7 @@ class RowReport:
         new_token_ids: the accepted drafts and the target's own token, before stop conditions.
         drafts: drafts for the next step.
         logprobs: of the new tokens, where the request wants them.
+        parents: where drafts are trees, the row of each one's parent.
     """
 
     num_drafted: int
@@ -241,13 +255,20 @@ class RowReport:
     new_token_ids: list[int]
     drafts: list[int]
     logprobs: SequenceOf[TokenLogprobs] = ()
+    parents: list[int] | None = None
 
 
-def read_report(row: list[int], num_drafts: int) -> RowReport:
-    """Read a row of `StepBuffers.report_RX` on the host; K is `num_drafts`."""
+def read_report(row: list[int], max_accepted: int, max_drafts: int) -> RowReport:
+    """Read a row of `DecodeStep.report_RX` on the host.
+
+    Args:
+        max_accepted: most drafts that a step accepts of a sequence.
+        max_drafts: most drafts of a sequence.
+    """
     num_drafted, num_accepted, num_next = row[:3]
-    emitted, drafts = row[3 : 4 + num_drafts], row[4 + num_drafts :]
-    return RowReport(num_drafted, num_accepted, emitted[: num_accepted + 1], drafts[:num_next])
+    emitted, following = row[3 : 4 + num_accepted], row[4 + max_accepted :]
+    drafts, parents = following[:max_drafts][:num_next], following[max_drafts:][:num_next]
+    return RowReport(num_drafted, num_accepted, emitted, drafts, parents=parents or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +278,7 @@ class Flight:
     Attributes:
         num_drafts: K.
         sequences: the sequence of each row; None for an empty row.
+        max_accepted, max_drafts: as `DecodeStep`, for the reading of the report.
         report_RX: the report, on the host once `done` has happened.
         logprobs: the same for log-probabilities; None where nobody wants any.
         done: None on a CPU, where all is there at once.
@@ -265,6 +287,8 @@ class Flight:
 
     num_drafts: int
     sequences: SequenceOf[Sequence | None]
+    max_accepted: int
+    max_drafts: int
     report_RX: Tensor
     logprobs: PendingLogprobs | None
     done: torch.cuda.Event | None
@@ -317,7 +341,17 @@ class _Graph:
             done = torch.cuda.Event()
             done.record()
         has_prompts = run_mixed is not None
-        return Flight(self._step.num_drafts, sequences, report_RX, logprobs, done, has_prompts)
+        step = self._step
+        return Flight(
+            step.num_drafts,
+            sequences,
+            step.max_accepted,
+            step.max_drafts,
+            report_RX,
+            logprobs,
+            done,
+            has_prompts,
+        )
 
     def _without_waiting(self, sequences: SequenceOf[Sequence | None]) -> list[Sequence | None]:
         """Let the sequences sit this step out whose grammars are not ready."""
@@ -424,7 +458,8 @@ class GraphRunner:
         """
         dice, sequences = random.Random(0), list[Sequence]()
         for row in range(num_rows):
-            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(num_drafts + 1))
+            count = num_verified(num_drafts, self._buffers.trees)
+            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(count + 1))
             made_up = Sequence(row, [token], params, row, frozenset())
             made_up.num_speculative_tokens, made_up.drafts = num_drafts, drafts
             sequences.append(made_up)
@@ -442,8 +477,9 @@ class GraphRunner:
         """Return why no graph can run these sequences; None: one can.
 
         It is what a request asks for, "too_many_sequences", "missed_features" where the head reads
-        features first that it has missed, or "kept_k" where drafts are drawn for a request that
-        keeps a greater K than the step has.
+        features first that it has missed, "kept_k" where drafts are drawn for a request that keeps
+        a greater K than the step has, or "candidate_trees" where drafts are trees and a request has
+        rules or wants log-probabilities.
         """
         most = self._buckets[-1]
         if len(sequences) > most:
@@ -459,6 +495,9 @@ class GraphRunner:
         keeps_features = self._features is not None and not self._depth(len(sequences))
         if not keeps_features and any(s.pending_features is not None for s in sequences):
             return "missed_features"
+        asks = any(has_rules(s) or s.params.logprobs is not None for s in sequences)
+        if self._buffers.trees is not None and asks:
+            return "candidate_trees"
         if self.draws:
             k = self._depth(len(sequences))
             if any(keeps_k(s.params) and s.num_speculative_tokens > k for s in sequences):
@@ -597,8 +636,7 @@ class GraphRunner:
         seconds = None
         if flight.done is not None and not flight.has_prompts:
             seconds = self.times.setdefault(len(rows), StepTimes()).add(times)
-        num_drafts = flight.report_RX.shape[1] // 2 - 2
-        reports = [read_report(row, num_drafts) for row in rows]
+        reports = [read_report(row, flight.max_accepted, flight.max_drafts) for row in rows]
         # Sequences that ended in the step before may leave a graph larger than the others need.
         num_active = sum(bool(report.new_token_ids) for report in reports)
         if not num_active or self._rows_for(num_active) != len(rows):

@@ -144,6 +144,7 @@ def make_memory_plan(
     num_lookahead_slots: int,
     peak_bytes: int,
     kept_bytes: int = 0,
+    has_trees: bool = False,
 ) -> MemoryPlan:
     """Choose the number of KV blocks: what memory allows, at most what can be of use.
 
@@ -153,7 +154,7 @@ def make_memory_plan(
         total * gpu_memory_utilization - (total - free) - peak - graphs - kept - one block of scrap
 
     where the peak is that of `measure_peak`. Kept are drawn drafts (`drawn_bytes`), and the outputs
-    of passes over steps and prompts (`output_bytes`).
+    of passes over steps and prompts, and of steps with trees (`output_bytes`).
 
     Raises:
         UserError: not one request fits, or `num_kv_blocks` of them do not fit the GPU.
@@ -173,7 +174,8 @@ def make_memory_plan(
     if (card := free_and_total(target.device)) is not None:
         free, total = card
         usable = int(total * config.gpu_memory_utilization)
-        reserved = peak_bytes + graph_bytes(peak_bytes, config) + kept_bytes
+        graphs = graph_bytes(peak_bytes, config, has_trees=has_trees)
+        reserved = peak_bytes + graphs + kept_bytes
         left = max(0, usable - (total - free) - reserved - block_bytes)
         budget = left if config.kv_cache_gib is None else min(left, budget)
     num_blocks = config.num_kv_blocks
@@ -217,12 +219,13 @@ def output_bytes(target: TargetModel, drafter: Drafter | None, num_rows: int) ->
     return num_rows * width * target.dtype.itemsize
 
 
-def graph_bytes(peak_bytes: int, config: EngineConfig) -> int:
+def graph_bytes(peak_bytes: int, config: EngineConfig, *, has_trees: bool) -> int:
     """Return the bytes for graphs: of decode steps, and of the largest pass that is captured.
 
-    That pass takes at most its share, by tokens, of the peak of all passes.
+    A pass over prompts takes at most its share, by tokens, of the peak of all passes. A step with
+    trees has many rows, and logits for each of them: it may be that peak.
     """
-    share = min(1.0, TOKEN_BUCKETS[-1] / config.max_num_batched_tokens)
+    share = 1.0 if has_trees else min(1.0, TOKEN_BUCKETS[-1] / config.max_num_batched_tokens)
     return GRAPH_BYTES + int(share * peak_bytes)
 
 

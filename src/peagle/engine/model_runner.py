@@ -132,7 +132,7 @@ class ModelRunner:
         if paths is not None and sampled is not None:
             verified, order_BJ = sampled.verified, sampled.verified.order_BJ
             assert order_BJ is not None
-            self._move_path(batch, order_BJ, verified.num_accepted_B, paths.depth)
+            move_path(self.target, batch, order_BJ, verified.num_accepted_B, paths.depth)
             row_T = start_loc[sequences_T] + order_BJ[sequences_T, offset_T]
             batch = replace(
                 batch, tokens_R=batch.tokens_R[row_T], positions_R=batch.positions_R[row_T]
@@ -150,24 +150,6 @@ class ModelRunner:
         most = max(map(len, trees))
         depth = max(max(row_depths(tree)) for tree in trees)
         return TreePaths.of(self._ints([tree + [0] * (most - len(tree)) for tree in trees]), depth)
-
-    def _move_path(
-        self, batch: TargetBatch, order_BJ: Tensor, num_accepted_B: Tensor, depth: int
-    ) -> None:
-        """Move the target's keys and values of the accepted path to the slots of a chain.
-
-        The head's need no move: real tokens overwrite them. A path has at most `depth` nodes.
-        """
-        first_B1 = batch.query_start_loc[:-1].unsqueeze(1)
-        columns_D = torch.arange(1, depth + 1, device=self.device)
-        is_moved_BD = columns_D <= num_accepted_B.unsqueeze(1)
-        # What is not on the path stays where it is: the root's slot is copied to itself.
-        from_BD, to_BD = (
-            batch.slots_R[first_B1 + torch.where(is_moved_BD, rows, 0)]
-            for rows in (order_BJ[:, 1 : depth + 1], columns_D)
-        )
-        pairs = ((cache.keys, cache.values) for cache in self.target.kv_caches)
-        move_slots((as_bytes(x).flatten(0, 1) for pair in pairs for x in pair), from_BD, to_BD)
 
     def _sample(
         self,
@@ -233,6 +215,34 @@ def target_passes(target: TargetModel, backend: AttentionBackend) -> Passes:
         return target.forward(tokens_T, positions_T, attend)
 
     return Passes(run, backend)
+
+
+def move_path(
+    target: TargetModel,
+    batch: TargetBatch,
+    order_BJ: Tensor,
+    num_accepted_B: Tensor,
+    depth: int,
+) -> None:
+    """Move the target's keys and values of accepted paths to the slots of chains.
+
+    The head's need no move: real tokens overwrite them.
+
+    Args:
+        batch: the pass that wrote them.
+        order_BJ: the rows of each sequence, those of the path first.
+        depth: no path has more nodes.
+    """
+    first_B1 = batch.query_start_loc[:-1].unsqueeze(1)
+    columns_D = torch.arange(1, depth + 1, device=order_BJ.device)
+    is_moved_BD = columns_D <= num_accepted_B.unsqueeze(1)
+    # What is not on the path stays where it is: the root's slot is copied to itself.
+    from_BD, to_BD = (
+        batch.slots_R[first_B1 + torch.where(is_moved_BD, rows, 0)]
+        for rows in (order_BJ[:, 1 : depth + 1], columns_D)
+    )
+    pairs = ((cache.keys, cache.values) for cache in target.kv_caches)
+    move_slots((as_bytes(x).flatten(0, 1) for pair in pairs for x in pair), from_BD, to_BD)
 
 
 def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:

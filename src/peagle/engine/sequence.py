@@ -129,6 +129,18 @@ class Sequence:
         """Most drafts on a path of the tree that the next step verifies; None for a chain."""
         return None if self.draft_parents is None else max(row_depths(self.draft_parents))
 
+    def rejected_drafts(self, accepted: list[int], num_verified: int) -> list[int]:
+        """Return the drafts that did not pass, of the first `num_verified`."""
+        drafts = self.drafts[:num_verified]
+        if self.draft_parents is None:
+            return drafts[len(accepted) :]
+        nodes = list(zip(self.draft_parents, drafts, strict=False))
+        parent, path = 0, set[int]()
+        for token in accepted:
+            parent = nodes.index((parent, token)) + 1
+            path.add(parent)
+        return [draft for row, draft in enumerate(drafts, start=1) if row not in path]
+
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < self.prefill_end

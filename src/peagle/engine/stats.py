@@ -123,7 +123,7 @@ class EngineStats:
         speculation: drafts made and accepted.
         step_times: times of the steps that ran as CUDA graphs, by the rows of the graph.
         eager_steps: decode steps that no CUDA graph could run, where there are graphs, by the first
-            reason (`GraphRunner.obstacle`); where drafts are trees all, by "candidate_trees".
+            reason (`GraphRunner.obstacle`).
         decode_steps: decode steps by K, that of the batch.
     """
 

@@ -94,6 +94,7 @@ def draw_kernel(
     vocab_size,
     sequences_ptr,
     start_loc_ptr,
+    offsets_ptr,
     temperature_ptr,
     seeds_ptr,
     positions_ptr,
@@ -105,6 +106,7 @@ def draw_kernel(
     weights_ptr,
     num_chunks,
     tokens_ptr,
+    HAS_OFFSETS: tl.constexpr,
     PURPOSE: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -117,8 +119,11 @@ def draw_kernel(
         token = tl.load(argmax_ptr + row)
         temperature = tl.load(temperature_ptr + sequence)
         if temperature != 0:
-            offset = row - tl.load(start_loc_ptr + sequence) + first
-            position = tl.load(positions_ptr + sequence) + offset
+            if HAS_OFFSETS:
+                offset = tl.load(offsets_ptr + row)
+            else:
+                offset = row - tl.load(start_loc_ptr + sequence)
+            position = tl.load(positions_ptr + sequence) + offset + first
             u = uniform(tl.load(seeds_ptr + sequence), position, PURPOSE)
             c = tl.arange(0, CHUNKS)
             at = row * num_chunks + c
@@ -154,6 +159,7 @@ def draw_rows(
     *,
     purpose: Purpose,
     first: int = 0,
+    offsets_R: Tensor | None = None,
 ) -> None:
     """Draw a token from each row; at temperature 0 the argmax. Two launches.
 
@@ -173,6 +179,7 @@ def draw_rows(
         out_R: int64; NO_TOKEN where the greatest logit is NaN or infinite.
         purpose: what the tokens are for.
         first: added to all positions.
+        offsets_R: int64, stands for r - start_loc[s], as the depth of a row of a tree does.
     """
     num_rows, vocab_size = logits_RV.shape
     chunk, num_chunks = draw_chunk(vocab_size), weights_RC.shape[1]
@@ -199,6 +206,7 @@ def draw_rows(
         *logits,
         sequences_R,
         start_loc,
+        start_loc if offsets_R is None else offsets_R,
         temperature_B,
         seeds_B,
         positions_B,
@@ -210,6 +218,7 @@ def draw_rows(
         weights_RC,
         num_chunks,
         out_R,
+        HAS_OFFSETS=offsets_R is not None,
         PURPOSE=int(purpose),
         CHUNKS=triton.next_power_of_2(num_chunks),
         CHUNK=chunk,

@@ -154,18 +154,8 @@ class TreeRows(VerificationRows):
         return torch.stack(found[::-1], -1)
 
     def reached(self, tokens_BJ: Tensor) -> Tensor:
-        """Return which rows a descent comes to that goes to the child equal to a row's token.
-
-        Args:
-            tokens_BJ: the target's own tokens of the rows.
-
-        Returns:
-            bool [B, J]; the root is always reached.
-        """
-        accepted_BK = tokens_BJ.gather(1, self._paths.parents_BN) == self.drafts_BK
-        bits_K = 1 << self.columns_J[1:]
-        refused_B = (~(accepted_BK & self.drafted_BK) * bits_K).sum(-1)
-        return (self._paths.visible_BJ & refused_B.unsqueeze(1)) == 0
+        """Return `TreePaths.reached` for the target's own tokens of the rows."""
+        return self._paths.reached(tokens_BJ, self.drafts_BK, self.num_drafts_B)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The reference of `advance` is `kernels.step_state`. All that these kernels read and write stays on
 the device.
 
-Shapes: B sequences (a bucket), K most drafts, J = K + 1.
+Shapes: B sequences (a bucket), K most drafts, J = K + 1; of trees N nodes, D most on a path.
 """
 
 from __future__ import annotations
@@ -85,28 +85,36 @@ def _report_kernel(
     num_drafts_ptr,
     emitted_ptr,
     drafts_ptr,
+    parents_ptr,
     times_ptr,
     report_ptr,
     num_seqs,
+    max_accepted,
     max_drafts,
+    width,
+    HAS_PARENTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAMPS: tl.constexpr,
     TIMED: tl.constexpr,
 ):
     b = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
-    width = 2 * max_drafts + 4
     row = report_ptr + b.to(tl.int64) * width
     if b < num_seqs:
         tl.store(row, tl.load(num_drafted_ptr + b))
         tl.store(row + 1, tl.load(num_accepted_ptr + b))
         tl.store(row + 2, tl.load(num_drafts_ptr + b))
         emitted = tl.load(
-            emitted_ptr + b * (max_drafts + 1) + columns, mask=columns <= max_drafts, other=0
+            emitted_ptr + b * (max_accepted + 1) + columns, mask=columns <= max_accepted, other=0
         )
-        tl.store(row + 3 + columns, emitted, mask=columns <= max_drafts)
-        drafts = tl.load(drafts_ptr + b * max_drafts + columns, mask=columns < max_drafts, other=0)
-        tl.store(row + 4 + max_drafts + columns, drafts, mask=columns < max_drafts)
+        tl.store(row + 3 + columns, emitted, mask=columns <= max_accepted)
+        is_draft = columns < max_drafts
+        row += 4 + max_accepted
+        drafts = tl.load(drafts_ptr + b * max_drafts + columns, mask=is_draft, other=0)
+        tl.store(row + columns, drafts, mask=is_draft)
+        if HAS_PARENTS:
+            parents = tl.load(parents_ptr + b * max_drafts + columns, mask=is_draft, other=0)
+            tl.store(row + max_drafts + columns, parents, mask=is_draft)
     else:
         _stamp(times_ptr, STAMPS - 1, TIMED)
         tl.debug_barrier()
@@ -121,6 +129,7 @@ def report_step(
     drafts_BK: Tensor,
     times: Tensor,
     report_RX: Tensor,
+    parents_BN: Tensor | None = None,
 ) -> None:
     """Put what the host wants to know into one tensor; stamp the time.
 
@@ -129,11 +138,15 @@ def report_step(
         out, state: after the step.
         drafts_BK: the next drafts.
         times: int64 [NUM_STAMPS].
-        report_RX: int64 [B + 1, 2K + 4]: of each sequence the drafts verified, those accepted, the
-            drafts to come, the emitted tokens, the next drafts; the last row begins with the times.
+        report_RX: int64 [B + 1, 2K + 4], or [B + 1, 4 + D + 2N] for trees: of each sequence the
+            drafts verified, those accepted, the drafts to come, the emitted tokens, the next
+            drafts, their parents; the last row begins with the times.
+        parents_BN: where drafts are trees, the row of each one's parent.
     """
     num_seqs, max_drafts = drafts_BK.shape
-    assert report_RX.shape == (num_seqs + 1, 2 * max_drafts + 4) and report_RX.is_contiguous()
+    max_accepted, has_parents = out.emitted_BJ.shape[1] - 1, parents_BN is not None
+    width = 4 + max_accepted + max_drafts * (1 + has_parents)
+    assert report_RX.shape == (num_seqs + 1, width) and report_RX.is_contiguous()
     launch(
         _report_kernel,
         (num_seqs + 1,),
@@ -142,11 +155,15 @@ def report_step(
         state.num_drafts_B,
         out.emitted_BJ,
         drafts_BK,
+        drafts_BK if parents_BN is None else parents_BN,
         times,
         report_RX,
         num_seqs,
+        max_accepted,
         max_drafts,
-        COLUMNS=triton.next_power_of_2(max_drafts + 1),
+        width,
+        HAS_PARENTS=has_parents,
+        COLUMNS=triton.next_power_of_2(max(max_accepted + 1, max_drafts)),
         STAMPS=NUM_STAMPS,
         TIMED=times.is_cuda,
         num_warps=1,

@@ -156,6 +156,22 @@ class TreePaths:
             depths_BJ = is_node_J * (1 + depths_BJ.gather(1, parents_BJ))
         return cls(parents_BN, visible_BJ, depths_BJ, depth)
 
+    def reached(self, tokens_BJ: Tensor, drafts_BN: Tensor, num_drafts_B: Tensor) -> Tensor:
+        """Return which rows a descent comes to that goes to the child equal to a row's token.
+
+        Args:
+            tokens_BJ: the target's own tokens of the rows.
+            drafts_BN: the nodes; those at or above `num_drafts_B` are none.
+
+        Returns:
+            bool [B, J]; the root is always reached.
+        """
+        column_N = torch.arange(drafts_BN.shape[1], device=drafts_BN.device)
+        passes_BN = tokens_BJ.gather(1, self.parents_BN) == drafts_BN
+        passes_BN = passes_BN & (column_N < num_drafts_B.unsqueeze(1))
+        refused_B = (~passes_BN * (1 << (column_N + 1))).sum(-1)
+        return (self.visible_BJ & refused_B.unsqueeze(1)) == 0
+
 
 def path_rows(reached_BJ: Tensor) -> Tensor:
     """Return the rows of each sequence in a new order: those on one path first, root to end.
@@ -170,9 +186,10 @@ def move_slots(caches: Iterable[Tensor], from_BD: Tensor, to_BD: Tensor) -> None
     """Copy slots within caches, all of a cache read before one is written.
 
     Args:
-        caches: [slots, Hkv, d] each, of any types.
-        from_BD, to_BD: int64, slots.
+        caches: [slots, Hkv, d] each, of any types, as many slots in all.
+        from_BD, to_BD: int64, slots; -1 is the last one, which is scrap.
     """
-    source_X, target_X = from_BD.flatten(), to_BD.flatten()
+    caches = list(caches)
+    source_X, target_X = (slots.flatten() % len(caches[0]) for slots in (from_BD, to_BD))
     for cache in caches:
         cache.index_copy_(0, target_X, cache[source_X])

@@ -216,6 +216,8 @@ def own_tokens(
     sampling: SequenceSampling | None,
     num_outputs_B: Tensor,
     scratch: VerifyScratch,
+    *,
+    offsets_R: Tensor | None = None,
 ) -> None:
     """scratch.tokens_R = the target's own token of each row; rows of padding keep what they held.
 
@@ -228,6 +230,7 @@ def own_tokens(
         sampling: how each sequence samples; None: all are greedy.
         num_outputs_B: output tokens before the first row of each sequence.
         scratch: see the class.
+        offsets_R: int64, the drafts before each row; None: those of chains.
     """
     stats = scratch.rows
     if sampling is None:
@@ -266,6 +269,7 @@ def own_tokens(
         scratch.weights_RC,
         scratch.tokens_R,
         purpose=Purpose.SAMPLE,
+        offsets_R=offsets_R,
     )
 
 

@@ -212,6 +212,32 @@ class HeadProposer:
         hidden_SD = on.gather(self.drafter.combine_features(features_TA), batch)
         return batch, on.run(batch, hidden_SD)
 
+    def grow(
+        self, logits_NKV: Tensor, states_NKW: Tensor | None, depths_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return trees over the slots of sequences: token and parent row of each node.
+
+        Args:
+            logits_NKV: of the slots, the head's own.
+            states_NKW: of the slots, from `DraftCorrection.start`; None without a correction.
+            depths_N: as `best_first_trees` takes them.
+        """
+        shape, correction, children = self.trees, self.drafter.correction, None
+        assert shape is not None, "the head drafts chains"
+        if correction is not None and states_NKW is not None:
+            children = correction.children(
+                logits_NKV, states_NKW, self.target_ids, TREE_TEMPERATURE
+            )
+        tokens_NX, parents_NX = best_first_trees(
+            logits_NKV,
+            depths_N,
+            num_parallel_trees=shape.num_parallel_trees,
+            max_nodes=shape.max_nodes,
+            temperature=TREE_TEMPERATURE,
+            children=children,
+        )
+        return self.drafter.to_target_ids(tokens_NX), parents_NX
+
     def _run(
         self, tokens: Tensor, positions: Tensor, prepared: PreparedPaged, hidden: Tensor | None
     ) -> tuple[Tensor]:
@@ -379,22 +405,10 @@ class EagerDraft:
     def _grow(self, logits_NKV: Tensor, states_NKW: Tensor | None, shape: CandidateTrees) -> Drafts:
         """Return trees over the slots of the sequences that draft."""
         w, most = shape.num_parallel_trees, shape.max_nodes
-        correction, children = self._proposer.drafter.correction, None
-        if correction is not None and states_NKW is not None:
-            ids_V = self._proposer.target_ids
-            children = correction.children(logits_NKV, states_NKW, ids_V, TREE_TEMPERATURE)
         depths_N = upload_ints([self._lens[b] for b in self._order], self._device)
-        tokens_NX, parents_NX = best_first_trees(
-            logits_NKV,
-            depths_N,
-            num_parallel_trees=w,
-            max_nodes=most,
-            temperature=TREE_TEMPERATURE,
-            children=children,
-        )
+        grown = self._proposer.grow(logits_NKV, states_NKW, depths_N)
         every = torch.zeros((2, len(self._lens), most), dtype=torch.int64, device=self._device)
-        every[0, self._order_N] = self._proposer.drafter.to_target_ids(tokens_NX)
-        every[1, self._order_N] = parents_NX
+        every[:, self._order_N] = torch.stack(grown)
         lens = [count_nodes(k, w, most, logits_NKV.shape[2]) for k in self._lens]
         slots = {
             b: TreeSlots(logits_NKV[n], None if states_NKW is None else states_NKW[n])

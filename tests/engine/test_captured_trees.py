@@ -1,0 +1,359 @@
+"""Candidate trees in decode steps as graphs: outputs of plain decoding, counters of eager steps.
+
+On a CPU the steps are not captured and their kernels run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peagle import LLM, SamplingParams
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.engine import step_trees
+from peagle.engine.sequence import SequenceStatus
+from peagle.engine.step_trees import StepTrees
+from peagle.kernels.trees import count_nodes
+from peagle.speculation import Drafts
+from tests.engine.engines import replant
+
+pytest.importorskip("triton")
+
+from peagle.engine import decode_step
+
+ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.usefixtures("graphs_everywhere"),
+    pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1"),
+]
+PLANT = StepTrees.plant
+PROMPTS = [[5, 9, 200, 31], [17] * 12, [3], list(range(20, 35))]
+GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=5)
+PARAMS = [GREEDY, SAMPLED, replace(SAMPLED, seed=7, top_k=0), replace(GREEDY, max_tokens=6)]
+SHAPE = {"num_parallel_trees": 3, "prediction_depth": 4, "max_nodes": 7}
+
+
+def make(
+    target: Path,
+    head: Path | None,
+    *,
+    eager: bool = False,
+    shape: dict[str, int] = SHAPE,
+    schedule: list[list[int]] | None = None,
+    **options: Any,
+) -> LLM:
+    config: dict[str, Any] | None = None
+    if head is not None:
+        config = {"model": str(head), "parallel_drafting_spec": shape}
+        config["num_speculative_tokens_per_batch_size"] = schedule
+    options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, **options}
+    return LLM(
+        target,
+        speculative_config=config,
+        dtype="float32",
+        device="cpu",
+        enforce_eager=eager,
+        **options,
+    )
+
+
+Trees = dict[tuple[int, ...], tuple[list[int], list[int]]]
+
+
+def plant_answers(
+    llm: LLM, answers: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch, num_right: int = 9
+) -> Trees:
+    """Put trees of random shapes in the place of the head's, with right paths of some length.
+
+    They depend on the tokens before them alone: a captured step has those of an eager one. Answers
+    are prompts with what plain decoding makes of them. Returns where the head's own trees will be,
+    by the tokens before them.
+    """
+    drafting: Any = llm.engine.drafting
+    proposer, pipeline = drafting.proposer, llm.engine._pipeline
+    shape, vocab_size = proposer.trees, proposer.drafter.config.draft_vocab_size
+    seen: Trees = {}
+
+    def planted(step: Any, drafts: Drafts) -> Drafts:
+        assert drafts.parents_BK is not None
+        for b, (history, count) in enumerate(zip(step.histories, drafts.lens, strict=True)):
+            if history and count:
+                tree = (x[b, :count].tolist() for x in (drafts.tokens_BK, drafts.parents_BK))
+                seen[tuple(history)] = next(tree), next(tree)
+
+        def want(b: int, path: list[int]) -> int | None:
+            history = list(step.histories[b])
+            if not history:
+                return None
+            (answer,) = {tuple(a) for a in answers if a[: len(history)] == history}
+            right = len(history) * 7 % (num_right + 1)
+            rest = answer[len(history) :][:right]
+            return next(iter(rest[len(path) :]), None)
+
+        return replant(step, drafts, want)
+
+    if pipeline is None:
+        propose = proposer.propose
+        proposer.propose = lambda step: planted(step, propose(step))
+        return seen
+    runner: Any = pipeline.runner
+    plant = PLANT
+
+    def plant_other(self: StepTrees, tokens_BN: torch.Tensor, parents_BN: torch.Tensor) -> None:
+        state, histories, lens = self._state, list[list[int]](), list[int]()
+        depths = state.num_drafts_B.tolist()
+        for row, (depth, first) in enumerate(zip(depths, state.first_positions_B.tolist())):
+            sequence, history = runner._sequences[row], list[int]()
+            if sequence is not None and depth:  # the host does not know its newest tokens yet
+                known = sequence.token_ids
+                history = next(a for a in answers if a[: len(known)] == known)[: first + 1]
+            histories.append(history)
+            count = count_nodes(depth, shape.num_parallel_trees, shape.max_nodes, vocab_size)
+            lens.append(count if history else 0)
+        step = SimpleNamespace(histories=histories, num_drafts=depths)
+        drafts = planted(step, Drafts(tokens_BN, lens, parents_BK=parents_BN))
+        assert drafts.parents_BK is not None
+        plant(self, drafts.tokens_BK, drafts.parents_BK)
+
+    monkeypatch.setattr(StepTrees, "plant", plant_other)
+    return seen
+
+
+def plain_outputs(
+    target: Path, prompts: Sequence[list[int]], params: Sequence[SamplingParams], max_model_len: int
+) -> list[Any]:
+    llm = make(target, None, eager=True, max_model_len=max_model_len)
+    without_drafts = [replace(one, num_speculative_tokens=None) for one in params]
+    found = llm.generate(list(prompts), without_drafts)
+    return [(output.token_ids, output.finish_reason) for output in found]
+
+
+def answers_of(
+    target: Path, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+) -> list[list[int]]:
+    """What plain decoding makes of each prompt, longer than anyone asks for."""
+    params = [replace(one, max_tokens=40, ignore_eos=True, stop_token_ids=()) for one in params]
+    found = plain_outputs(target, prompts, params, max_model_len=128)
+    return [prompt + tokens for prompt, (tokens, _) in zip(prompts, found, strict=True)]
+
+
+def outputs(llm: LLM, params: Sequence[SamplingParams]) -> list[Any]:
+    found = llm.generate(PROMPTS, list(params))
+    assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+    return [(o.token_ids, o.finish_reason, o.stats) for o in found]
+
+
+def check(
+    target: Path,
+    head: Path,
+    params: Sequence[SamplingParams],
+    monkeypatch: pytest.MonkeyPatch,
+    max_model_len: int = 64,
+    **options: Any,
+) -> LLM:
+    """Captured steps give the outputs of plain decoding and the counters of eager steps.
+
+    The head's trees are the same too: it reads what it should.
+    """
+    answers = answers_of(target, PROMPTS, params)
+    wanted = plain_outputs(target, PROMPTS, params, max_model_len)
+    eager, llm = (
+        make(target, head, eager=eager, max_model_len=max_model_len, **options)
+        for eager in (True, False)
+    )
+    own = plant_answers(eager, answers, monkeypatch)
+    expected = outputs(eager, params)
+    seen = plant_answers(llm, answers, monkeypatch)
+    found = outputs(llm, params)
+    assert [one[:2] for one in found] == wanted
+    assert found == expected
+    assert llm.stats.eager_steps == {}
+    assert llm.stats.speculation == eager.stats.speculation
+    both = seen.keys() & own.keys()
+    assert len(both) > 4 and all(seen[history] == own[history] for history in both)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def head(head_folders: Callable[..., Path]) -> Path:
+    return head_folders(parallel=True)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 7), (1, 1, 1), (2, 2, 5), (4, 5, 20)])
+def test_outputs_and_counters(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]
+) -> None:
+    """Requests join and leave; each has its own depth, and draws or not."""
+    sizes = dict(zip(SHAPE, shape, strict=True))
+    params = [*PARAMS[:3], replace(PARAMS[3], num_speculative_tokens=1)]
+    llm = check(target_folder, head, params, monkeypatch, shape=sizes)
+    assert 0 < llm.stats.speculation.num_accepted_tokens < llm.stats.speculation.num_draft_tokens
+
+
+def test_stops_and_the_end_of_the_context(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop id lies within accepted paths; nodes want more slots than the context has."""
+    answers = answers_of(target_folder, PROMPTS, PARAMS)
+    ends = [answer[len(prompt) + 4] for answer, prompt in zip(answers, PROMPTS, strict=True)]
+    params = [
+        replace(one, max_tokens=30, stop_token_ids=stop_ids, num_speculative_tokens=k)
+        for one, stop_ids, k in zip(PARAMS, ((ends[0],), (ends[1],), (), ()), (4, 4, 4, 2))
+    ]
+    llm = check(
+        target_folder, head, params, monkeypatch, max_model_len=20, shape=SHAPE | {"max_nodes": 15}
+    )
+    assert llm.stats.speculation.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["", "planted fault"])
+def test_preemption_keeps_trees(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
+) -> None:
+    """Requests of higher priority come while a step is in flight."""
+    params = replace(SAMPLED, max_tokens=16, ignore_eos=True)
+    prompts = [PROMPTS[3], PROMPTS[2]]
+    answers = answers_of(target_folder, prompts, [params, GREEDY])
+    found = []
+    for is_disturbed in (False, True):
+        llm = make(target_folder, head, max_num_seqs=1)
+        plant_answers(llm, answers, monkeypatch)
+        engine, num_steps = llm.engine, 0
+        sequence = engine.add_request(prompts[0], params, priority=1)
+        while engine.has_unfinished:
+            engine.step()
+            num_steps += 1
+            if is_disturbed and num_steps in (3, 9):
+                engine.add_request(prompts[1], replace(GREEDY, max_tokens=1))
+            if fault and sequence.status is SequenceStatus.WAITING:
+                sequence.draft_parents = None
+        assert (sequence.num_preemptions > 0) == is_disturbed
+        assert sequence.output_token_ids == answers[0][len(prompts[0]) :][:16]
+        assert engine.stats.eager_steps == {}
+        found.append(sequence.stats)
+    assert (found[0] == found[1]) is not fault and found[0].num_accepted_tokens > 0
+
+
+def test_arrivals_and_cancels(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts run in chunks, prefixes are shared, steps have padding, and blocks are few."""
+    padded = "peagle.engine.graph_runner.target_rows"
+    width = SHAPE["max_nodes"] + 1
+    monkeypatch.setattr(padded, lambda sizes, _: {(r, k): r * width + 3 for r, k in sizes})
+    prompts = [*PROMPTS, [*PROMPTS[3], 7], [*PROMPTS[3][:13], 8]]
+    params = [PARAMS[i % 3] for i in range(len(prompts))]
+    answers = answers_of(target_folder, prompts, params)
+    llm = make(target_folder, head, max_num_seqs=4, max_num_batched_tokens=8, num_kv_blocks=24)
+    plant_answers(llm, answers, monkeypatch)
+    engine: Any = llm.engine
+    sequences = []
+    for prompt, one in zip(prompts, params, strict=True):
+        sequences.append(engine.add_request(prompt, one))
+        cancelled = engine.add_request(prompt, one)
+        for _ in range(2):
+            engine.step()
+        engine.cancel(cancelled)
+    while engine.has_unfinished:
+        engine.step()
+    for sequence, answer in zip(sequences, answers, strict=True):
+        assert sequence.token_ids == answer[: len(sequence)]
+        assert sequence.num_output_tokens == sequence.params.max_tokens
+    assert engine.stats.eager_steps == {} and engine.stats.num_cached_tokens > 0
+    assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+
+
+def test_k_by_load(target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of another depth, and steps without any, change no output."""
+    params = [replace(one, max_tokens=14) for one in PARAMS]
+    answers = answers_of(target_folder, PROMPTS, params)
+    for schedule in ([[1, 1, 4], [2, 2, 1], [3, 4, 2]], [[1, 2, 3], [3, 4, 0]]):
+        llm = make(target_folder, head, schedule=schedule, max_num_seqs=4)
+        plant_answers(llm, answers, monkeypatch)
+        engine, sequences = llm.engine, []
+        for prompt, one in zip(PROMPTS, params, strict=True):
+            sequences.append(engine.add_request(prompt, one))
+            engine.step()
+        while engine.has_unfinished:
+            engine.step()
+        for sequence, answer in zip(sequences, answers, strict=True):
+            assert sequence.token_ids == answer[: len(sequence)]
+        assert set(llm.stats.eager_steps) <= {"missed_features"}
+        assert len(llm.stats.decode_steps) > 1 and llm.stats.speculation.num_accepted_tokens > 0
+
+
+def test_requests_with_rules_leave_the_graphs(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others come back when these are done."""
+    params = [
+        replace(GREEDY, max_tokens=12),
+        replace(SAMPLED, max_tokens=3, logprobs=1),
+        replace(GREEDY, max_tokens=4, presence_penalty=0.4),
+        replace(SAMPLED, seed=3, max_tokens=6, min_tokens=3, stop_token_ids=(9,)),
+    ]
+    llm = make(target_folder, head)
+    found = [one[:2] for one in outputs(llm, params)]
+    assert found == plain_outputs(target_folder, PROMPTS, params, 64)
+    stats = llm.stats
+    assert set(stats.eager_steps) == {"candidate_trees"}
+    assert 0 < stats.eager_steps["candidate_trees"] < sum(stats.decode_steps.values())
+
+
+def test_a_corrected_head() -> None:
+    """The bundled head: its own trees, of which many nodes pass."""
+    prompts = ["def fibonacci(n):"] * 2
+    params = [replace(GREEDY, max_tokens=10), replace(SAMPLED, seed=1)]
+    plain = make(Path(BUNDLED_TARGET), None, eager=True).generate(prompts, params)
+    eager = make(Path(BUNDLED_TARGET), Path(BUNDLED_PEAGLE), eager=True).generate(prompts, params)
+    llm = make(Path(BUNDLED_TARGET), Path(BUNDLED_PEAGLE))
+    found = llm.generate(prompts, params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert [o.stats for o in found] == [o.stats for o in eager]
+    assert llm.stats.eager_steps == {}
+    assert all(0 < o.stats.num_accepted_tokens < o.stats.num_draft_tokens for o in found)
+
+
+def test_slots_ahead_are_those_of_the_nodes_and_of_the_step_in_flight(
+    target_folder: Path, head: Path
+) -> None:
+    for nodes, slots in ((7, 3 * 5), (20, 5 + 21)):
+        llm = make(target_folder, head, shape=SHAPE | {"max_nodes": nodes})
+        assert llm.engine.memory_plan.num_lookahead_slots == slots
+
+
+def without_offsets(own_tokens: Any) -> Any:
+    return lambda *rest, offsets_R=None: own_tokens(*rest)
+
+
+def without_features(descend: Any) -> Any:
+    def changed(self: StepTrees, *rest: Any) -> None:
+        descend(self, *rest)
+        torch.arange(len(self.rows_X), out=self.rows_X)
+
+    return changed
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "the path is not moved": (step_trees, "move_path", lambda _: lambda *_: None),
+    "a draw goes by the row": (decode_step, "own_tokens", without_offsets),
+    "features are those of the rows": (StepTrees, "descend", without_features),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    owner, name, change = FAULTS[fault]
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(target_folder, head, PARAMS, monkeypatch)
