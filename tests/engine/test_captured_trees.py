@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +29,10 @@ pytest.importorskip("triton")
 
 from peagle.engine import decode_step
 
-ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.usefixtures("graphs_everywhere"),
-    pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1"),
-]
+pytestmark = pytest.mark.usefixtures("graphs_everywhere")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not 1"
+)
 PLANT = StepTrees.plant
 PROMPTS = [[5, 9, 200, 31], [17] * 12, [3], list(range(20, 35))]
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -48,6 +48,7 @@ def make(
     eager: bool = False,
     shape: dict[str, int] = SHAPE,
     schedule: list[list[int]] | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> LLM:
     config: dict[str, Any] | None = None
@@ -59,7 +60,7 @@ def make(
         target,
         speculative_config=config,
         dtype="float32",
-        device="cpu",
+        device=device,
         enforce_eager=eager,
         **options,
     )
@@ -187,6 +188,7 @@ def head(head_folders: Callable[..., Path]) -> Path:
     return head_folders(parallel=True)
 
 
+@interpreted
 @pytest.mark.parametrize("shape", [(3, 4, 7), (1, 1, 1), (2, 2, 5), (4, 5, 20)])
 def test_outputs_and_counters(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]
@@ -198,6 +200,7 @@ def test_outputs_and_counters(
     assert 0 < llm.stats.speculation.num_accepted_tokens < llm.stats.speculation.num_draft_tokens
 
 
+@interpreted
 def test_stops_and_the_end_of_the_context(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +217,7 @@ def test_stops_and_the_end_of_the_context(
     assert llm.stats.speculation.num_accepted_tokens > 0
 
 
+@interpreted
 @pytest.mark.parametrize("fault", [False, True], ids=["", "planted fault"])
 def test_preemption_keeps_trees(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
@@ -242,6 +246,7 @@ def test_preemption_keeps_trees(
     assert (found[0] == found[1]) is not fault and found[0].num_accepted_tokens > 0
 
 
+@interpreted
 def test_arrivals_and_cancels(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +276,7 @@ def test_arrivals_and_cancels(
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
 
 
+@interpreted
 def test_k_by_load(target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees of another depth, and steps without any, change no output."""
     params = [replace(one, max_tokens=14) for one in PARAMS]
@@ -290,6 +296,7 @@ def test_k_by_load(target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPa
         assert len(llm.stats.decode_steps) > 1 and llm.stats.speculation.num_accepted_tokens > 0
 
 
+@interpreted
 def test_requests_with_rules_leave_the_graphs(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,20 +315,32 @@ def test_requests_with_rules_leave_the_graphs(
     assert 0 < stats.eager_steps["candidate_trees"] < sum(stats.decode_steps.values())
 
 
-def test_a_corrected_head() -> None:
-    """The bundled head: its own trees, of which many nodes pass."""
-    prompts = ["def fibonacci(n):"] * 2
-    params = [replace(GREEDY, max_tokens=10), replace(SAMPLED, seed=1)]
-    plain = make(Path(BUNDLED_TARGET), None, eager=True).generate(prompts, params)
-    eager = make(Path(BUNDLED_TARGET), Path(BUNDLED_PEAGLE), eager=True).generate(prompts, params)
-    llm = make(Path(BUNDLED_TARGET), Path(BUNDLED_PEAGLE))
+@pytest.mark.parametrize(
+    ("device", "length", "shape"),
+    [
+        pytest.param("cpu", 9, SHAPE, marks=interpreted),
+        *(
+            pytest.param("cuda", 40, dict(zip(SHAPE, shape, strict=True)), marks=pytest.mark.gpu)
+            for shape in [(3, 4, 7), (1, 1, 1), (8, 7, 16), (8, 7, 40), (16, 7, 63)]
+        ),
+    ],
+)
+def test_a_corrected_head(device: str, length: int, shape: dict[str, int]) -> None:
+    """The bundled head: its own trees, of which many nodes pass; requests join, leave and draw."""
+    prompts = ["def fibonacci(n):", "def fibonacci(n):", "import os\n"]
+    params = [replace(one, max_tokens=length - 2 * i) for i, one in enumerate(PARAMS[:3])]
+    build = partial(make, Path(BUNDLED_TARGET), device=device, max_model_len=128)
+    plain = build(None, eager=True).generate(prompts, params)
+    eager = build(Path(BUNDLED_PEAGLE), eager=True, shape=shape).generate(prompts, params)
+    llm = build(Path(BUNDLED_PEAGLE), shape=shape)
     found = llm.generate(prompts, params)
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
     assert [o.stats for o in found] == [o.stats for o in eager]
     assert llm.stats.eager_steps == {}
-    assert all(0 < o.stats.num_accepted_tokens < o.stats.num_draft_tokens for o in found)
+    assert all(0 < o.stats.num_accepted_tokens < o.stats.num_draft_tokens for o in found[:2])
 
 
+@interpreted
 def test_slots_ahead_are_those_of_the_nodes_and_of_the_step_in_flight(
     target_folder: Path, head: Path
 ) -> None:
@@ -349,6 +368,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
+@interpreted
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch, fault: str

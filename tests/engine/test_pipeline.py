@@ -278,6 +278,7 @@ def test_reading_a_report(row: list[int], expected: RowReport) -> None:
 # ---- steps that no graph can run ------------------------------------------------------------
 
 PLAIN = SamplingParams(max_tokens=9)
+INSIDE = replace(PLAIN, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3)
 
 
 def sequence_with(**changes: Any) -> Sequence:
@@ -292,7 +293,7 @@ def sequence_with(**changes: Any) -> Sequence:
     ("reason", "changes"),
     [
         (None, {}),
-        (None, {"params": replace(PLAIN, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3)}),
+        (None, {"params": INSIDE}),
         (None, {"stop_token_ids": frozenset(range(8))}),
         ("stop_token_ids", {"stop_token_ids": frozenset(range(9))}),
         (None, {"params": replace(PLAIN, typical_p=0.5, temperature=1.0)}),
@@ -303,7 +304,7 @@ def sequence_with(**changes: Any) -> Sequence:
         (None, {"params": replace(PLAIN, bad_words=((3,),))}),
         (None, {"params": replace(PLAIN, allowed_token_ids=(3,))}),
         (None, {"params": replace(PLAIN, logprobs=0)}),
-        (None, {"params": replace(PLAIN, min_tokens=2)}),
+        (None, {"params": replace(PLAIN, min_tokens=2), "stop_token_ids": frozenset([5])}),
         (None, {"grammar": object()}),
         (None, {"draft_probs_KV": torch.zeros(1, 4)}),
     ],
@@ -317,6 +318,11 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
     buffers: Any = SimpleNamespace(drawn=None, trees=None)
     graphs = GraphRunner(buffers, never, 4, 100, depth, never, nothing, None, nothing)
     assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
+    # Between the graphs of a step nothing knows trees.
+    buffers.trees = object()
+    asks = ("params" in changes and changes["params"] != INSIDE) or "grammar" in changes
+    expected = "candidate_trees" if asks else reason
+    assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == expected
     missed = sequence_with()
     missed.pending_features = FeatureRing(torch.zeros(2, 3), 0)
     assert graphs.obstacle([missed]) == "missed_features"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.config import SamplingParams
+from peagle.config import CandidateTrees, SamplingParams
 from peagle.engine.sequence import Sequence
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -54,7 +54,11 @@ def test_the_host_does_not_wait_for_an_upload() -> None:
 # ---- sequences ------------------------------------------------------------------------------
 
 
-def make_buffers(device: torch.device, rates: tuple[float, ...] | None = None) -> StepBuffers:
+def make_buffers(
+    device: torch.device,
+    rates: tuple[float, ...] | None = None,
+    trees: CandidateTrees | None = None,
+) -> StepBuffers:
     sizes = StepSizes(
         num_seqs=ROWS,
         num_rows=ROWS,
@@ -64,6 +68,7 @@ def make_buffers(device: torch.device, rates: tuple[float, ...] | None = None) -
         max_model_len=48,
         max_draft_len=40,
         synthetic_rates=rates,
+        trees=trees,
     )
     buffers = StepBuffers(sizes, device)
     buffers.switch(K)
@@ -179,6 +184,26 @@ def check(rows: StepRows, sequences: list[Sequence | None]) -> None:
         drafts = s.drafts[:k]
         assert rows.drafts_BK[row, : len(drafts)].tolist() == drafts
         assert rows.block_tables_BM[row, : len(s.block_table)].tolist() == s.block_table
+
+
+def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
+    """A step of another depth verifies the tree that there is; one of none drops it."""
+    buffers = make_buffers(device, trees=CandidateTrees(2, K, max_nodes=6))
+    sequence = make_sequence(0, random.Random(0))
+    sequence.num_speculative_tokens = K
+    sequence.drafts, sequence.draft_parents = [7, 8, 9, 7, 5], [0, 0, 1, 2, 3]
+    buffers.write({1: sequence, 2: None}, VOCAB)
+    buffers.move({1: 3})
+    for k in (K, 1, 2):
+        buffers.switch(k)
+        rows = buffers.rows(ROWS, k)
+        assert rows.drafts_BK[3].tolist() == [*sequence.drafts, 0]
+        assert rows.parents_BK[3].tolist() == [*sequence.draft_parents, 0]
+        assert int(rows.state.num_drafts_B[3]) == 5
+        assert int(rows.limits.num_speculative_B[3]) == k
+    for k in (0, K):
+        buffers.switch(k)
+        assert int(buffers.rows(ROWS, k).state.num_drafts_B[3]) == 0
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -31,6 +31,7 @@ from peagle.kernels import (
     packed_weights_triton,
     paged_attention_triton,
     rejection_triton,
+    step_state_triton,
     verify_triton,
 )
 from peagle.kernels.experts import GroupedConfig, max_registers
@@ -281,6 +282,7 @@ def verification() -> dict[str, dict[str, Any]]:
         rejection_triton.weigh_rejected_kernel,
         rejection_triton.draw_rejected_kernel,
         draft_draw_triton.keep_draws_kernel,
+        step_state_triton.report_kernel,
     )
     names = {name for kernel in kernels for name in kernel.arg_names}
     types = {name: "*i64" for name in names if name.endswith("_ptr")}
@@ -299,9 +301,17 @@ def verification() -> dict[str, dict[str, Any]]:
 
     found = {
         "weigh": compiled(draw_triton.weigh_kernel, 4),
-        "draw": compiled(draw_triton.draw_kernel, 4, PURPOSE=int(Purpose.SAMPLE)),
         "argmax": compiled(verify_triton.argmax_kernel, 1),
     }
+    purpose = int(Purpose.SAMPLE)
+    for has_offsets in (False, True):
+        found[f"draw {has_offsets}"] = compiled(
+            draw_triton.draw_kernel, 4, PURPOSE=purpose, HAS_OFFSETS=has_offsets
+        )
+    for has_parents in (False, True):
+        found[f"report {has_parents}"] = compiled(
+            step_state_triton.report_kernel, 1, HAS_PARENTS=has_parents, STAMPS=4, TIMED=True
+        )
     for given in (False, True):
         for synthetic in (False, True):
             found[f"match {given} {synthetic}"] = compiled(

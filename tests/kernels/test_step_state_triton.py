@@ -107,6 +107,30 @@ def test_the_host_reads_what_the_step_did(num_seqs: int, k: int, device: str) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("depth", "nodes"), [(1, 1), (3, 5), (7, 63)])
+def test_the_host_reads_trees(depth: int, nodes: int, device: str) -> None:
+    torch.manual_seed(nodes)
+    num_seqs = 5
+    state, out = (
+        random_state(num_seqs, nodes, device),
+        StepRecord.allocate(num_seqs, depth, device),
+    )
+    out.num_accepted_B.copy_(torch.randint(depth + 1, (num_seqs,)))
+    out.emitted_BJ.copy_(torch.randint(900, (num_seqs, depth + 1)))
+    drafts_BN, parents_BN = torch.randint(900, (2, num_seqs, nodes), device=device)
+    times = torch.tensor([11, 22, 33, 44], device=device)
+    report_RX, behind = poisoned(num_seqs + 1, 4 + depth + 2 * nodes, device=device)
+    report_step(out.num_accepted_B, out, state, drafts_BN, times, report_RX, parents_BN)
+    for b, row in enumerate(report_RX.tolist()[:-1]):
+        accepted, count = int(out.num_accepted_B[b]), int(state.num_drafts_B[b])
+        drafts, parents = (x[b, :count].tolist() for x in (drafts_BN, parents_BN))
+        emitted = out.emitted_BJ[b, : accepted + 1].tolist()
+        expected = RowReport(accepted, accepted, emitted, drafts, parents=parents or None)
+        assert read_report(row, depth, nodes) == expected
+    assert behind.eq(POISON).all(), "written beyond its end"
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [1, 3, 4])
 def test_no_program_writes_the_row_of_another(
     k: int, device: str, monkeypatch: pytest.MonkeyPatch

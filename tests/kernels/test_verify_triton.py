@@ -334,9 +334,29 @@ def test_own_tokens_of_all_rows(greedy: bool, device: str) -> None:
     assert scratch.tokens_R.tolist() == wanted
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_trees_draw_by_their_depths(device: str) -> None:
+    """Of equal logits a row draws what a chain's row of its depth does."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 500).expand(7, -1).contiguous().to(device)
+    depths = torch.tensor([0, 1, 1, 2, 2, 3, 1], device=device)
+    start_loc, sequences = torch.tensor([0, 7], device=device), torch.zeros_like(depths)
+    ones = torch.ones(1, device=device)
+    zeros = torch.zeros(1, dtype=torch.int64, device=device)
+    sampling = verify_triton.SequenceSampling(ones, zeros, ones, zeros + 5)
+    scratch = verify_triton.VerifyScratch.allocate(7, 500, device)
+    found = []
+    for offsets in (None, depths):
+        batch = logits, sequences, start_loc, sampling, zeros + 3
+        verify_triton.own_tokens(*batch, scratch, offsets_R=offsets)
+        found.append(scratch.tokens_R.tolist())
+    chain, tree = found
+    assert tree == [chain[depth] for depth in depths.tolist()] and len(set(chain)) > 3
+
+
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
-    assert len(compile_for_card("verification")) == 3 + 4 + 4 + 2
+    assert len(compile_for_card("verification")) == 2 + 2 + 2 + 4 + 4 + 2
 
 
 # ---- synthetic acceptance -------------------------------------------------------------------

@@ -79,7 +79,7 @@ def stamp(times: Tensor, index: int) -> None:
 
 
 @triton.jit
-def _report_kernel(
+def report_kernel(
     num_drafted_ptr,
     num_accepted_ptr,
     num_drafts_ptr,
@@ -97,6 +97,7 @@ def _report_kernel(
     STAMPS: tl.constexpr,
     TIMED: tl.constexpr,
 ):
+    """One sequence's row of the report, or the last row, of times."""
     b = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     row = report_ptr + b.to(tl.int64) * width
@@ -148,7 +149,7 @@ def report_step(
     width = 4 + max_accepted + max_drafts * (1 + has_parents)
     assert report_RX.shape == (num_seqs + 1, width) and report_RX.is_contiguous()
     launch(
-        _report_kernel,
+        report_kernel,
         (num_seqs + 1,),
         num_drafted_B,
         out.num_accepted_B,
