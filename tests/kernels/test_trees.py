@@ -83,6 +83,19 @@ def test_children_may_depend_on_their_parent() -> None:
         assert all(y == (x + 1) % 2 for path in paths for x, y in pairwise(path))
 
 
+@pytest.mark.parametrize("broken", [[0, 1, 2], [1, 2], [2]])
+def test_siblings_differ_where_logits_are_broken(broken: list[int]) -> None:
+    """Or a target's token would be accepted more than once."""
+    logits = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(0))
+    logits[:, broken] = torch.nan
+    tokens, parents = best_first_trees(
+        logits, torch.tensor([3]), num_parallel_trees=2, max_nodes=9, temperature=0.7
+    )
+    pairs = list(zip(parents[0].tolist(), tokens[0].tolist(), strict=True))
+    assert len(set(pairs)) == 9
+    assert all(parent < row for row, (parent, _) in enumerate(pairs, start=1))
+
+
 def random_parents(rng: random.Random, n: int) -> list[int]:
     return [rng.randint(0, row) for row in range(n)]
 

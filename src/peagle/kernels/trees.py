@@ -60,11 +60,12 @@ def best_first_trees(
     width = max_nodes
     find = children or _of_slots(logits_BKV, width, temperature)
     first = min(num_parallel_trees, width, vocab_size)
-    roots = _log_softmax(logits_BKV[:, 0], temperature).topk(first, -1)
+    # More than `first`: siblings differ even where broken logits leave no other nodes.
+    roots = _log_softmax(logits_BKV[:, 0], temperature).topk(min(width, vocab_size), -1)
     nothing_BW = roots.values.new_full((len(logits_BKV), width), -torch.inf)
     scores_BW, tokens_BW = nothing_BW.clone(), torch.zeros_like(nothing_BW, dtype=torch.int64)
-    scores_BW[:, :first] = roots.values
-    tokens_BW[:, :first] = roots.indices
+    scores_BW[:, :first] = roots.values[:, :first]
+    tokens_BW[:, : roots.indices.shape[1]] = roots.indices
     behind_BW = torch.zeros_like(tokens_BW)
     levels = [(scores_BW, tokens_BW, torch.full_like(tokens_BW, -1))]
     for column in range(1, num_slots):
