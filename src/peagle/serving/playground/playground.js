@@ -7,7 +7,7 @@ const GHOST_MS = 900; // how long refused drafts stay
 const GHOST_HOLD_MS = 150; // the least time before newer ones replace them
 const NUMBERS_MS = 120; // between two updates of numbers and charts
 const SLOW_STEP_MS = 700; // a step in slow motion
-const TREE = { column: 84, row: 26, node: 20, gap: 14, letters: 8 }; // of the drawing, in pixels but the last
+const TREE = { column: 70, row: 26, node: 20, gap: 12, letters: 7 }; // of the drawing: pixels, and letters of a node
 const NONE = "–";
 // [name, prompt]: the code model that ships with the server completes these well.
 const EXAMPLES = [
