@@ -432,6 +432,15 @@ class BreakEven(ResultModel):
     acceptance_length: float
 
 
+class TunedTrees(ResultModel):
+    """Candidate trees of one shape."""
+
+    parallel_drafting_spec: dict[str, int]
+    acceptance_length: float
+    tokens_per_s: list[tuple[int, float]]  # batch, measured
+    wins_at: list[int] = []  # batch sizes at which neither chains nor other trees are as fast
+
+
 class TuneResults(Document):
     """tune.json."""
 
@@ -444,6 +453,7 @@ class TuneResults(Document):
     best_single_k: Count | None = None
     speculative_config: dict[str, dict[str, Any] | None] = {}
     break_even: list[BreakEven] = []
+    trees: list[TunedTrees] = []
 
     @field_validator("schedule")
     @classmethod
