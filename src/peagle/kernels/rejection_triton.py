@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peagle.kernels.draw_triton import draw_chunk, kept_weights, pick
 from peagle.kernels.launch import launch
-from peagle.kernels.random import Purpose
+from peagle.kernels.random import DRAWS_PER_STEP, Purpose
 from peagle.kernels.random_triton import uniform
 from peagle.kernels.search_triton import is_kept, temperature_rate, weights_of
 from peagle.kernels.step_state import NO_TOKEN, StepState
@@ -27,6 +27,7 @@ from peagle.kernels.verify_triton import (
     VerifyScratch,
 )
 
+_PER_STEP = tl.constexpr(DRAWS_PER_STEP)
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -248,24 +249,24 @@ def draw_rejected_kernel(
         first_row = tl.load(start_loc_ptr + b).to(tl.int64)
         position = tl.load(num_outputs_ptr + b)
         seed = tl.load(seeds_ptr + b)
-        u = uniform(seed + j * 0, position + j, _ACCEPT)
+        u = uniform(seed + j * 0, position * _PER_STEP + j, _ACCEPT)
         c = tl.arange(0, CHUNKS)
         if is_block:
-            is_last = j + 1 >= tl.minimum(num_sound, num_drafts)
+            has_next = j + 1 < tl.minimum(num_sound, num_drafts)
             next_ptrs = weights_ptr + (first_row + j + 1)[:, None] * num_chunks + c[None, :]
-            mask = (can_pass & (is_last == 0))[:, None] & (c < num_chunks)[None, :]
+            mask = has_next[:, None] & (c < num_chunks)[None, :]
             rest = tl.sum(tl.load(next_ptrs, mask=mask, other=0.0), 1)
             # p_j = 1 always passes, also where nothing is left over behind it.
             stays = tl.where(behind < 1, rest / (rest + 1.0 - behind), 1.0)
-            passes = can_pass & (u < tl.where(is_last, behind, stays))
+            passes = can_pass & (u < tl.where(has_next, stays, behind))
             num_accepted = tl.max(tl.where(passes, j + 1, 0))
         else:
             passes = can_pass & tl.where(is_drawn, u * q < p, is_own)
             num_accepted = tl.min(tl.where(passes, COLUMNS, j))
         tl.store(accepted_ptr + b, num_accepted.to(tl.int64))
-        is_rejected = tl.max(tl.where(is_drawn & can_pass & (j == num_accepted), 1, 0)) > 0
+        is_rejected = tl.max(tl.where(is_drawn & can_pass & (j == num_accepted), 1, 0))
         row = first_row + num_accepted
-        mask = is_rejected & (c < num_chunks)
+        mask = c < num_chunks * is_rejected
         sums = tl.load(weights_ptr + row * num_chunks + c, mask=mask, other=0.0)
         total = tl.sum(sums)
         # p = q to the last bit leaves nothing over: then the draw from p stays, as in the

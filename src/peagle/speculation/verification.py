@@ -1,8 +1,10 @@
 """Lossless verification: the output is distributed exactly as the target alone would give it.
 
 Drawn drafts are verified as blocks (Sun et al., 2024), which extends the speculative sampling of
-Leviathan et al. (2023) and Chen et al. (2023); all others by the target's own tokens. Shapes: B sequences, K most drafts of a sequence,
-J = K + 1, R packed target rows (k_b + 1 of each sequence), V vocabulary.
+Leviathan et al. (2023) and Chen et al. (2023); all others by the target's own tokens.
+
+Shapes: B sequences, K most drafts of a sequence, J = K + 1, R packed target rows (k_b + 1 of each
+sequence), V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.logits_rules import TreeRows, VerificationRows
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights
 from peagle.kernels.trees import path_rows
 
@@ -80,10 +82,10 @@ def verify(
     that equals x while there is one. Children of one node must differ. A chain is the tree of one
     branch.
 
-    Drafts that were all drawn are verified as a block. p_0 = 1 and p_j = min(p_{j-1} p(x) / q(x), 1)
-    with draft x of position j. Draft j is tried with h_j = Z_j / (Z_j + 1 - p_j), where Z_j is the
-    sum of max(p_j p - q, 0) over the next position's tokens; the last draft with h_k = p_k. All
-    drafts up to the last one whose number is below its h pass, and the next token is drawn from
+    Drafts that were all drawn are verified as a block. p_0 = 1, and draft x of position j gives
+    p_j = min(p_{j-1} p(x) / q(x), 1). It is tried with h_j = Z_j / (Z_j + 1 - p_j), where Z_j is
+    the sum of max(p_j p - q, 0) over the tokens of the next position; the last one with h_k = p_k.
+    All drafts up to the last one whose number is below its h pass, and the next token is drawn from
     norm(max(p_a p - q, 0)). Where only some drafts were drawn, one after the other passes with
     min(1, p(x) / q(x)), and p_a is 1. The output has the target's distribution, and depends on q.
 
@@ -150,7 +152,7 @@ def _accept_drawn(
     """
     p_BKV = probs_RV[rows.rows_BJ[:, :-1]]
     p_BK, q_BK = (x.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2) for x in (p_BKV, q_BKV))
-    position_BK = sampling.num_outputs_B.unsqueeze(1) + rows.columns_J[:-1]
+    position_BK = of_step(sampling.num_outputs_B.unsqueeze(1), rows.columns_J[:-1])
     u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
     is_drawn_BK = q_BK > 0
     passes_BK = torch.where(is_drawn_BK, u_BK * q_BK < p_BK, matches_BK) & rows.drafted_BK
