@@ -257,7 +257,8 @@ def draw_rejected_kernel(
             mask = has_next[:, None] & (c < num_chunks)[None, :]
             rest = tl.sum(tl.load(next_ptrs, mask=mask, other=0.0), 1)
             # p_j = 1 always passes, also where nothing is left over behind it.
-            stays = tl.where(behind < 1, rest / (rest + 1.0 - behind), 1.0)
+            lost = tl.where(behind < 1, 1.0 - behind, 1.0)
+            stays = tl.where(behind < 1, rest / (rest + lost), 1.0)
             passes = can_pass & (u < tl.where(has_next, stays, behind))
             num_accepted = tl.max(tl.where(passes, j + 1, 0))
         else:
