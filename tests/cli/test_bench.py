@@ -69,6 +69,24 @@ def test_the_whole_table(
     assert json.loads(again.out)["cells"] == result["cells"]
 
 
+def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    sizes = ("--limit", 1, "--max-new-tokens", 6, "--concurrency", 1, "--repeats", 1, "-k", "1,2")
+    command = ("bench", *pair.options, *sizes, "--output", tmp_path)
+    done = peagle(*command, "--set", "humaneval,gsm8k")
+    assert done.status == 0, done.err
+    cells = json.loads((tmp_path / "throughput.json").read_text())["cells"]
+    _, table = done.out.split("acceptance length and speed-up by set\n")
+    shown = [line.split() for line in table.splitlines()[1:4]]
+    assert [line[:2] for line in shown] == [["plain", "-"], ["peagle", "1"], ["peagle", "2"]]
+    for line, arm in zip(shown, (("plain", 0), ("peagle", 1), ("peagle", 2)), strict=True):
+        own = [cell for cell in cells if (cell["method"], cell["k"]) == arm]
+        assert [cell["set"] for cell in own] == ["humaneval", "gsm8k"]
+        assert line[3::2] == [f"{cell['speed_up_over_plain']:.2f}" for cell in own]
+    assert (tmp_path / "pivot.csv").is_file()
+    done = peagle("bench", *pair.options, *sizes, "--set", "humaneval")
+    assert done.status == 0 and "by set" not in done.out
+
+
 def test_experts_of_a_mixture(
     peagle: Peagle, mixture_pair: Pair, pair: Pair, tmp_path: Path, short: tuple[object, ...]
 ) -> None:

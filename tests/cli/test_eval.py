@@ -93,6 +93,26 @@ def test_trees_are_a_method_of_their_own(peagle: Peagle, pair: Pair) -> None:
     assert len({one["pooled"]["num_tokens"] for one in entries}) == 1
 
 
+def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    sizes = ("--limit", 2, "--max-new-tokens", 6, "-k", "1,2", "--output", tmp_path)
+    result = peagle("eval", *pair.options, "--no-ngram", *sizes, "--set", "humaneval,gsm8k")
+    assert result.status == 0, result.err
+    _, table = result.out.split("acceptance length by set\n")
+    header, *lines = table.splitlines()[:3]
+    assert header.split() == ["method", "K", "humaneval", "AL", "gsm8k", "AL"]
+    entries = json.loads((tmp_path / "acceptance.json").read_text())["entries"]
+    assert [line.split() for line in lines] == [
+        [
+            *(entry["method"], str(entry["k"])),
+            *(
+                f"{entry['by_set'][name]['acceptance_length']:.2f}"
+                for name in ("humaneval", "gsm8k")
+            ),
+        ]
+        for entry in entries
+    ]
+
+
 def test_the_length_of_training_reaches_the_notes(
     peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

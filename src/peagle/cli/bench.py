@@ -30,11 +30,13 @@ from peagle.cli.mix import apply_mix, read_mix
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Settings, json_object, whole_numbers
 from peagle.cli.setup import check_paths, note, quiet_libraries, thinking_mode
+from peagle.cli.tables import number, pivot_table, text_table
 from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
+from peagle.evaluation.pivot import bench_pivot
 
 if TYPE_CHECKING:
     from peagle.config import SamplingParams
@@ -159,8 +161,9 @@ def bench(
 
     Of prompts with several turns the first is sent. All configurations take turns, so that a
     machine that slows down favours none. The result has medians and spreads over repeats, the
-    speed-up over plain decoding and over EAGLE-3, and the best K by load. For a mixture of experts
-    the result also has the distinct experts that a decode step touches in a layer.
+    speed-up over plain decoding and over EAGLE-3, and the best K by load. Several sets have one
+    table of acceptance length and speed-up by method, K and set. For a mixture of experts the
+    result also has the distinct experts that a decode step touches in a layer.
     """
     ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
     loads = whole_numbers("--concurrency", concurrency, 4096)
@@ -425,7 +428,10 @@ def result_text(result: ThroughputResults) -> str:
         repeats = len(own[0].repeats)
         of = f"medians of {repeats} runs" if repeats > 1 else "one run"
         blocks.append(f"{name}, {result.settings['sets'][name]} prompts, {of}")
-        blocks.append(_table(_HEADER, [_row(cell) for cell in own]))
+        blocks.append(text_table(_HEADER, [_row(cell) for cell in own]))
+    pivot = bench_pivot(result)
+    if len(pivot.sets) > 1:
+        blocks += ["acceptance length and speed-up by set", pivot_table(pivot)]
     blocks += _verdicts(result)
     blocks.append(f"Advice: {printable(result.advice)}")
     return "\n".join(blocks)
@@ -448,15 +454,15 @@ def _row(cell: Cell) -> list[str]:
         str(cell.concurrency),
         f"{speed:.1f}",
         f"{least:.0f}-{most:.0f}",
-        _number(cell.speed_up_over_plain),
-        _number(cell.speed_up_over_eagle3),
-        _number(median.acceptance_length),
+        number(cell.speed_up_over_plain),
+        number(cell.speed_up_over_eagle3),
+        number(median.acceptance_length),
         _ms(median.ttft_s.p50),
         _ms(median.ttft_s.p99),
         _ms(median.itl_s.p50),
         _ms(median.itl_s.p99),
-        _number(median.requests_per_s),
-        _number(cell.linearity),
+        number(median.requests_per_s),
+        number(cell.linearity),
         _share(median.gpu_busy),
         _experts(cell.experts),
         f"{median.errors:g}" if any(one.errors for one in cell.repeats) else "",
@@ -491,25 +497,6 @@ def _ties(best: BestK) -> str:
     """Name the other K whose speed is within the spread of the best one's repeats."""
     others = [str(k) for k in best.tied_k if k != best.k]
     return f" (tied: {', '.join(others)})" if others else ""
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align names to the left and numbers to the right; leave out empty columns."""
-    columns = [i for i in range(len(header)) if any(row[i] not in ("", "-") for row in rows)]
-    every = [[row[i] for i in columns] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*every)]
-    lines = (
-        "  ".join(
-            text.ljust(width) if number == 0 else text.rjust(width)
-            for number, (text, width) in enumerate(zip(row, widths))
-        )
-        for row in every
-    )
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -29,11 +29,13 @@ from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
 from peagle.cli.setup import check_paths, thinking_mode
+from peagle.cli.tables import pivot_table
 from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
+from peagle.evaluation.pivot import eval_pivot
 from peagle.results import Entry, EntryKey, Slice
 
 if TYPE_CHECKING:
@@ -370,7 +372,7 @@ def _measure(
     output: Path | None,
     output_format: OutputFormat,
 ) -> str:
-    """Measure every entry, show each as it comes, and return the advice."""
+    """Measure every entry, show each as it comes, and return the pivot and the advice."""
     from peagle.evaluation.eval_run import evaluate
     from peagle.evaluation.intervals import compare_entries
     from peagle.evaluation.report.advice import acceptance_advice
@@ -387,7 +389,10 @@ def _measure(
     comparisons = compare_entries(file.entries, seed=plan.params.seed or 0)
     advice = acceptance_advice(file.entries, comparisons)
     file.conclude(comparisons, advice)
-    return f"Advice: {printable(advice)}"
+    pivot = eval_pivot(file.results)
+    several = len(pivot.sets) > 1
+    table = f"acceptance length by set\n{pivot_table(pivot)}\n\n" if several else ""
+    return f"{table}Advice: {printable(advice)}"
 
 
 def _certify(

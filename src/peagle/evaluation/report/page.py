@@ -108,6 +108,7 @@ def _environment() -> Environment:
     ):
         environment.filters[name] = getattr(text, name)
     environment.filters |= {"json": json.dumps, "attr_of": lambda value, name: value.get(name)}
+    environment.tests["varies_in"] = lambda name, pivot: pivot.varies(name)
     environment.tests["is_dirty"] = lambda commit: commit.endswith("-dirty")
     environment.globals |= {"key": charts.key, "plots": plots, "series": series, "k_at": k_at}
     return environment
