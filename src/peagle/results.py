@@ -316,6 +316,8 @@ class Cell(ResultModel):
     linearity: float | None = None
     meets_objective: bool | None = None
     experts: TouchedExperts | None = None  # of mixtures in the engine here alone
+    cost_per_million_tokens: float | None = None  # output tokens, at price_per_hour of the file
+    instances: Count | None = None  # for requests_per_second of the file
 
     @property
     def speed(self) -> float:
@@ -356,12 +358,19 @@ class ThroughputResults(Document):
     best_k: list[BestK] = []
     goodput: list[Goodput] = []
     training: dict[str, TrainingRecord] = {}
+    price_per_hour: float | None = None  # of the machine; the user's own
+    requests_per_second: float | None = None  # that the user wants to serve
     advice: str = ""
 
     @property
     def has_many_k(self) -> bool:
         """Whether several K were measured."""
         return len({cell.k for cell in self.cells if cell.k}) > 1
+
+    def cost_per_hour(self, cell: Cell) -> float | None:
+        """Return the price of the instances of a cell for an hour; None if either is unknown."""
+        price = self.price_per_hour
+        return price * cell.instances if price and cell.instances else None
 
 
 # ---- tune.json ------------------------------------------------------------------------------

@@ -87,6 +87,36 @@ def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -
     assert done.status == 0 and "by set" not in done.out
 
 
+def test_the_cost_of_serving(
+    peagle: Peagle, pair: Pair, tmp_path: Path, short: tuple[object, ...]
+) -> None:
+    """A price measures nothing anew."""
+    command = ("bench", *pair.options, *short, "-k", "1,2", "--output", tmp_path)
+    done = peagle(*command)
+    assert done.status == 0 and "instances" not in done.out, done.err
+    before = json.loads((tmp_path / "throughput.json").read_text())
+    assert "serving-cost" not in (tmp_path / "report.html").read_text()
+    done = peagle(*command, "--price-per-hour", "4.50", "--requests-per-second", "1e4")
+    assert done.status == 0 and "12 measurements are there already" in done.err
+    result = json.loads((tmp_path / "throughput.json").read_text())
+    assert (result["price_per_hour"], result["requests_per_second"]) == (4.5, 1e4)
+    for cell, old in zip(result["cells"], before["cells"], strict=True):
+        assert cell["median"] == old["median"] and old["cost_per_million_tokens"] is None
+        tokens_per_hour = cell["median"]["output_tokens_per_s"] * 3600
+        assert cell["cost_per_million_tokens"] * tokens_per_hour / 1e6 == pytest.approx(4.5)
+        served = cell["instances"] * cell["median"]["requests_per_s"]
+        assert served - cell["median"]["requests_per_s"] < 1e4 <= served
+    title = "a million output tokens at 4.5 an hour, and instances for 10000 requests/s; "
+    _, table = done.out.split(title + "each method with its best K\n")
+    lines = [line.split() for line in table.splitlines()[1:5]]
+    assert [(line[0], line[3]) for line in lines] == [
+        *(("plain", "1"), ("peagle", "1"), ("plain", "2"), ("peagle", "2")),
+    ]
+    rows = list(csv.DictReader((tmp_path / "throughput.csv").open()))
+    assert [int(row["instances"]) for row in rows] == [c["instances"] for c in result["cells"]]
+    assert 'id="serving-cost"' in (tmp_path / "report.html").read_text()
+
+
 def test_experts_of_a_mixture(
     peagle: Peagle, mixture_pair: Pair, pair: Pair, tmp_path: Path, short: tuple[object, ...]
 ) -> None:
@@ -213,6 +243,12 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
         (("--model", "x=y"), "there is no such one"),
         (("--no-chat-template", "--thinking"), "no thinking mode"),
         (("--extra-body", "[]"), "is not a JSON object"),
+        (("--price-per-hour", "$4.50"), "--price-per-hour is '$4.50'; expected a number above 0"),
+        (("--price-per-hour", "0"), "--price-per-hour is '0'; expected a number above 0"),
+        (("--price-per-hour", "nan"), "without a unit. Give one like 4.50."),
+        (("--price-per-hour", "1e7"), "at most 1,000,000"),
+        (("--requests-per-second", "-3"), "--requests-per-second is '-3'; expected a number"),
+        (("--requests-per-second", "inf"), "Give one like 20."),
         (("--target", "./nowhere"), "nowhere"),
     ],
 )

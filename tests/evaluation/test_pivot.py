@@ -6,7 +6,6 @@ import csv
 import io
 import random
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation import report_samples as samples
-from evaluation.report_pages import page_of
+from evaluation.report_pages import page_of, table_of
 from peagle.cli.tables import pivot_table
 from peagle.evaluation.pivot import bench_pivot, eval_pivot
 from peagle.evaluation.report import charts
@@ -103,16 +102,6 @@ def test_the_csv_has_both_commands() -> None:
         )
     assert all(row["gsm8k acceptance_length"] for row in rows[10:])
     assert not any(row["gsm8k acceptance_length"] for row in rows[:10])
-
-
-def table_of(page: str, caption: str) -> list[list[str]]:
-    """The texts of a table of the page, row by row."""
-    (table,) = (t for t in re.findall(r"<table.*?</table>", page, re.DOTALL) if caption in t)
-    rows = re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
-    return [
-        [unescape(re.sub(r"<.*?>", "", cell)) for cell in re.findall(r"<t[hd].*?</t[hd]>", row)]
-        for row in rows
-    ]
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from peagle.cli.groups import (
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.mix import apply_mix, read_mix
 from peagle.cli.progress import ProgressLine
-from peagle.cli.settings import Layer, Settings, json_object, whole_numbers
+from peagle.cli.settings import Layer, Settings, json_object, positive_number, whole_numbers
 from peagle.cli.setup import check_paths, note, quiet_libraries, thinking_mode
 from peagle.cli.tables import number, pivot_table, text_table
 from peagle.cli.terminal import printable
@@ -58,6 +58,9 @@ Models of your own, three K by four concurrencies, a report in out/; run again, 
 Requests per second that keep a latency; fixed lengths; prompt lookup and another head beside:
   peagle bench --objective ttft=500ms,itl=50ms@p90 --ignore-eos --max-new-tokens 256
   peagle bench --target ./Qwen3-0.6B --draft ./head --method ngram --method older=./head-v1
+
+The cost of a million output tokens at your price, and the instances for 20 requests per second:
+  peagle bench --price-per-hour 4.50 --requests-per-second 20
 
 The same head in vLLM beside, which is started for it; it needs one K:
   peagle bench --target ./Qwen3-0.6B --draft ./head -k 5 --engine vllm
@@ -154,6 +157,20 @@ def bench(
         "second at which each method keeps it.",
         show_default="none",
     ),
+    price_per_hour: str | None = typer.Option(
+        None,
+        metavar="PRICE",
+        help="What an hour of this machine costs you, in any currency; tells the cost of a million "
+        "output tokens.",
+        show_default="none",
+    ),
+    requests_per_second: str | None = typer.Option(
+        None,
+        metavar="N",
+        help="Requests per second that you want to serve; tells how many instances like this "
+        "machine are needed.",
+        show_default="none",
+    ),
     output: Results = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
@@ -170,6 +187,8 @@ def bench(
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; expected at least {least}.")
+    price = positive_number("--price-per-hour", price_per_hour, "4.50")
+    wanted = positive_number("--requests-per-second", requests_per_second, "20")
     thinking = thinking_mode(thinking, chat_template)
     fields = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
     urls, names = _named("--endpoint", endpoint, "URL"), _named("--model", model, "MODEL")
@@ -265,6 +284,8 @@ def bench(
         settings=settings,
         training={} if models is None else _training(models),
         experts=experts,
+        price_per_hour=price,
+        requests_per_second=wanted,
     )
     results = results.model_copy(update={"advice": throughput_advice(results)})
     for server in servers.values():
@@ -432,6 +453,8 @@ def result_text(result: ThroughputResults) -> str:
     pivot = bench_pivot(result)
     if len(pivot.sets) > 1:
         blocks += ["acceptance length and speed-up by set", pivot_table(pivot)]
+    if result.price_per_hour or result.requests_per_second:
+        blocks.append(_costs(result))
     blocks += _verdicts(result)
     blocks.append(f"Advice: {printable(result.advice)}")
     return "\n".join(blocks)
@@ -467,6 +490,30 @@ def _row(cell: Cell) -> list[str]:
         _experts(cell.experts),
         f"{median.errors:g}" if any(one.errors for one in cell.repeats) else "",
     ]
+
+
+def _costs(result: ThroughputResults) -> str:
+    """Return the cost and the instances of each method with its best K, by set and load."""
+    from peagle.evaluation.report.series import best_cells_of_all
+    from peagle.evaluation.report.text import money, objective
+
+    def amount(value: float | None) -> str:
+        return "-" if value is None else money(value)
+
+    price, wanted = result.price_per_hour, result.requests_per_second
+    titles = [f"a million output tokens at {price:g} an hour"] if price else []
+    titles += [f"instances for {wanted:g} requests/s"] if wanted else []
+    rows = [
+        [
+            *(cell.method, cell.set, str(cell.k or "-"), str(cell.concurrency)),
+            *(amount(cell.cost_per_million_tokens), number(cell.median.requests_per_s)),
+            *(str(cell.instances or "-"), amount(result.cost_per_hour(cell))),
+            "" if cell.meets_objective is None else objective(cell.meets_objective),
+        ]
+        for cell in best_cells_of_all(result.cells)
+    ]
+    header = ("method", "set", "K", "c", "1M tokens", "req/s", "instances", "an hour", "objective")
+    return f"{', and '.join(titles)}; each method with its best K\n{text_table(header, rows)}"
 
 
 def _verdicts(result: ThroughputResults) -> list[str]:

@@ -144,6 +144,8 @@ def throughput_csv(file: ThroughputResults) -> bytes:
         *("requests_per_s", *(f"{time}_{p}" for time in _TIMES for p in _PERCENTILES)),
         *("acceptance_length", "gpu_busy", "errors", "speed_up_over_plain", "speed_up_over_eagle3"),
         *("linearity", "meets_objective"),
+        *(["cost_per_million_tokens"] if file.price_per_hour else ()),
+        *(["instances"] if file.requests_per_second else ()),
         *(_EXPERTS if any(cell.experts for cell in file.cells) else ()),
     )
     return _csv(header, map(_cell_row, file.cells))

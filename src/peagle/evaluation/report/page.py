@@ -104,7 +104,7 @@ def _environment() -> Environment:
     for name in (
         *("depth", "number", "percent", "rate", "rates", "set_name", "method_name", "times"),
         *("interval", "milliseconds", "count", "with_interval", "temperature", "joined", "cut"),
-        *("schedule_words", "text_title", "shown_pieces"),
+        *("schedule_words", "text_title", "shown_pieces", "money", "objective"),
     ):
         environment.filters[name] = getattr(text, name)
     environment.filters |= {"json": json.dumps, "attr_of": lambda value, name: value.get(name)}
