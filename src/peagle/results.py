@@ -81,12 +81,25 @@ class Provenance(ResultModel):
     dtype: Annotated[str, BeforeValidator(_text)] = ""
 
 
+class Turns(ResultModel):
+    """The turns of each prompt of a set that were sent, and the most that its prompts have."""
+
+    sent: Count
+    most: Count
+
+    def __str__(self) -> str:
+        if self.sent < self.most:
+            return "first turn" if self.sent == 1 else f"first {self.sent} turns of {self.most}"
+        return "both turns" if self.most == 2 else f"all {self.most} turns"
+
+
 class Document(ResultModel):
     """The keys that every file has."""
 
     format_version: int = FORMAT_VERSION
     provenance: Provenance
     settings: dict[str, Any] = {}
+    turns: dict[str, Turns] = {}  # of the sets whose prompts have several
 
     @property
     def is_synthetic(self) -> bool:

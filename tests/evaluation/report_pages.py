@@ -34,7 +34,7 @@ def some(*names: str) -> dict[str, dict[str, Any]]:
 
 def page_of(folder: Path, **documents: dict[str, Any]) -> str:
     """The page, without PNGs, which take their time."""
-    return page_html(read_results(samples.write(folder, **documents)))
+    return page_html(read_results(samples.write(folder, **documents)).with_turns())
 
 
 def table_of(page: str, caption: str) -> list[list[str]]:

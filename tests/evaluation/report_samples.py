@@ -227,7 +227,7 @@ def throughput(
     ks: tuple[int, ...] = (3, 5, 7),
     concurrencies: tuple[int, ...] = (1, 4, 16, 64),
     sets: tuple[str, ...] = ("humaneval", "mt_bench"),
-    **more: float,
+    **more: Any,
 ) -> dict[str, Any]:
     """throughput.json; `more` is passed on to `summarize`."""
     rng = random.Random(3)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.journal import Journal
     from peagle.evaluation.prompts import Prompt
     from peagle.evaluation.sweep import Arm, Sweep, SweepProgress
-    from peagle.results import BestK, Cell, ThroughputResults, TouchedExperts, TrainingRecord
+    from peagle.results import BestK, Cell, ThroughputResults, TouchedExperts, TrainingRecord, Turns
 
 EXAMPLES = """
 The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
@@ -61,6 +61,9 @@ Requests per second that keep a latency; fixed lengths; prompt lookup and anothe
 
 The cost of a million output tokens at your price, and the instances for 20 requests per second:
   peagle bench --price-per-hour 4.50 --requests-per-second 20
+
+Both turns of MT-Bench, the second behind the answer to the first:
+  peagle bench --set mt_bench --turns all
 
 The same head in vLLM beside, which is started for it; it needs one K:
   peagle bench --target ./Qwen3-0.6B --draft ./head -k 5 --engine vllm
@@ -146,6 +149,12 @@ def bench(
     sets: Sets = None,
     limit: PromptLimit = None,
     shuffle_seed: ShuffleSeed = None,
+    turns: str = typer.Option(
+        "1",
+        metavar="N",
+        help="Turns to send of each prompt that has several, or all; each follows the answer to "
+        "the turn before.",
+    ),
     chat_template: UseTemplate = None,
     thinking: Thinking = None,
     repeats: int = typer.Option(3, help="Measurements of each configuration."),
@@ -176,17 +185,18 @@ def bench(
 ) -> None:
     """Measure throughput and latency by method, K and concurrency.
 
-    Of prompts with several turns the first is sent. All configurations take turns, so that a
-    machine that slows down favours none. The result has medians and spreads over repeats, the
-    speed-up over plain decoding and over EAGLE-3, and the best K by load. Several sets have one
-    table of acceptance length and speed-up by method, K and set. For a mixture of experts the
-    result also has the distinct experts that a decode step touches in a layer.
+    Of prompts with several turns the first is sent, or as many as --turns says. All configurations
+    take turns, so that a machine that slows down favours none. The result has medians and spreads
+    over repeats, the speed-up over plain decoding and over EAGLE-3, and the best K by load. Several
+    sets have one table of acceptance length and speed-up by method, K and set. For a mixture of
+    experts the result also has the distinct experts that a decode step touches in a layer.
     """
     ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
     loads = whole_numbers("--concurrency", concurrency, 4096)
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; expected at least {least}.")
+    num_turns = None if turns == "all" else _whole_turns(turns)
     price = positive_number("--price-per-hour", price_per_hour, "4.50")
     wanted = positive_number("--requests-per-second", requests_per_second, "20")
     thinking = thinking_mode(thinking, chat_template)
@@ -217,9 +227,11 @@ def bench(
     from peagle.evaluation.throughput import summarize
     from peagle.evaluation.timing import LatencyObjective
     from peagle.evaluation.touched_experts import count_experts
+    from peagle.evaluation.turns import bench_with_turns, sent_turns
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
     from peagle.results import THROUGHPUT
 
+    sent = sent_turns(prompts, num_turns)
     bounds = LatencyObjective.parse(objective) if objective else None
     extra = harness.template_fields(thinking, fields)
     servers = {
@@ -248,7 +260,7 @@ def bench(
         sweep = Sweep(
             arms,
             {
-                name: apply_mix(_requests(own, params, chat), shares)
+                name: apply_mix(_requests(own, params, chat, num_turns), shares)
                 for name, own in prompts.items()
             },
             loads,
@@ -272,7 +284,7 @@ def bench(
             **({"mix": [share.entry for share in shares]} if shares else {}),
             **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
         }
-        log = _open_journal(output, sweep, provenance, settings, identity)
+        log = _open_journal(output, sweep, sent, provenance, settings, identity)
         view = BenchView()
         with harness.resumable(view.close, output, log):
             measured = sweep.run(log, view)
@@ -284,10 +296,12 @@ def bench(
         settings=settings,
         training={} if models is None else _training(models),
         experts=experts,
+        turns=sent,
         price_per_hour=price,
         requests_per_second=wanted,
     )
-    results = results.model_copy(update={"advice": throughput_advice(results)})
+    advice = throughput_advice(bench_with_turns(results))
+    results = results.model_copy(update={"advice": advice})
     for server in servers.values():
         for text in server.notes:
             note(text)
@@ -371,13 +385,25 @@ def _training(models: Models) -> dict[str, TrainingRecord]:
 # ---- requests -------------------------------------------------------------------------------
 
 
-def _requests(prompts: Sequence[Prompt], params: SamplingParams, chat: bool) -> list[Request]:
+def _whole_turns(text: str) -> int:
+    """Read the number of turns to send."""
+    if re.fullmatch(r"\d{1,6}", text) is None or not int(text):
+        raise UserError(f"--turns is {text!r}; expected a whole number of at least 1, or all.")
+    return int(text)
+
+
+def _requests(
+    prompts: Sequence[Prompt], params: SamplingParams, chat: bool, num_turns: int | None
+) -> list[Request]:
+    """Make a request of each prompt, with its first turns; None is all of them."""
     from peagle.evaluation.decoding import Request
 
     def first(prompt: Prompt) -> Any:
         return [{"role": "user", "content": prompt.text}] if chat else prompt.text
 
-    return [Request(prompt.id, first(prompt), params) for prompt in prompts]
+    return [
+        Request(prompt.id, first(prompt), params, prompt.turns[1:num_turns]) for prompt in prompts
+    ]
 
 
 def _is_chat(
@@ -395,6 +421,7 @@ def _is_chat(
 def _open_journal(
     output: Path | None,
     sweep: Sweep,
+    sent: Mapping[str, Turns],
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],
     identity: Mapping[str, Any],
@@ -406,8 +433,10 @@ def _open_journal(
     machine = provenance["environment"]
     shared = {name: provenance[name] for name in ("target", "dtype")}
     shared |= {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
+    shared |= {f"turns of {name}": one.sent for name, one in sent.items()}
     for name, requests in sweep.sets.items():
-        prompts = json.dumps([request.prompt for request in requests])
+        later = [request.later_turns for request in requests if request.later_turns]
+        prompts = json.dumps([request.prompt for request in requests] + later)
         shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
     shared |= {"heads_sha256": {}, **identity}
     shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
@@ -442,13 +471,17 @@ class BenchView:
 
 def result_text(result: ThroughputResults) -> str:
     """Return the tables of a sweep."""
+    from peagle.evaluation.turns import bench_with_turns, name_turns
+
+    sizes = {name_turns(name, result.turns): n for name, n in result.settings["sets"].items()}
+    result = bench_with_turns(result)
     cells = result.cells
     blocks: list[str] = []
     for name in dict.fromkeys(cell.set for cell in cells):
         own = [cell for cell in cells if cell.set == name]
         repeats = len(own[0].repeats)
         of = f"medians of {repeats} runs" if repeats > 1 else "one run"
-        blocks.append(f"{name}, {result.settings['sets'][name]} prompts, {of}")
+        blocks.append(f"{name}, {sizes[name]} prompts, {of}")
         blocks.append(text_table(_HEADER, [_row(cell) for cell in own]))
     pivot = bench_pivot(result)
     if len(pivot.sets) > 1:

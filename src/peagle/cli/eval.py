@@ -213,10 +213,11 @@ def eval(
         provenance = harness.provenance(models.name, dtype, models.target.device)
         target_sha256 = models.target_sha256
     from peagle.evaluation.eval_run import AcceptanceFile, EvalPlan
+    from peagle.evaluation.turns import sent_turns
     from peagle.results import ACCEPTANCE
 
     plan = EvalPlan(prompts, temperatures, params, draft_sampling, concurrency, chat, thinking)
-    file = AcceptanceFile(output, provenance, plan.settings(target_sha256))
+    file = AcceptanceFile(output, provenance, plan.settings(target_sha256), sent_turns(prompts))
     text = _measure(arms, plan, file, output, output_format)
     harness.conclude(file.results, text, ACCEPTANCE, output, output_format)
 
@@ -376,12 +377,14 @@ def _measure(
     from peagle.evaluation.eval_run import evaluate
     from peagle.evaluation.intervals import compare_entries
     from peagle.evaluation.report.advice import acceptance_advice
+    from peagle.evaluation.turns import entry_with_turns, eval_with_turns
 
     dtype = file.results.provenance.dtype
 
     def show(entry: Entry) -> None:
         if output_format is OutputFormat.TEXT:
-            print(entry_text(entry, dtype, chat=plan.chat) + "\n", flush=True)
+            shown = entry_with_turns(entry, file.results.turns)
+            print(entry_text(shown, dtype, chat=plan.chat) + "\n", flush=True)
 
     view = EvalView(show)
     with harness.resumable(view.close, output, file.entries):
@@ -389,7 +392,7 @@ def _measure(
     comparisons = compare_entries(file.entries, seed=plan.params.seed or 0)
     advice = acceptance_advice(file.entries, comparisons)
     file.conclude(comparisons, advice)
-    pivot = eval_pivot(file.results)
+    pivot = eval_pivot(eval_with_turns(file.results))
     several = len(pivot.sets) > 1
     table = f"acceptance length by set\n{pivot_table(pivot)}\n\n" if several else ""
     return f"{table}Advice: {printable(advice)}"

@@ -25,6 +25,7 @@ from peagle.results import (
     ThroughputResults,
     TouchedExperts,
     TrainingRecord,
+    Turns,
 )
 
 EAGLE3 = "eagle3"
@@ -53,6 +54,7 @@ def summarize(
     settings: Mapping[str, Any],
     training: Mapping[str, TrainingRecord] | None = None,
     experts: Mapping[SweepPoint, TouchedExperts] | None = None,
+    turns: Mapping[str, Turns] | None = None,
     price_per_hour: float | None = None,
     requests_per_second: float | None = None,
 ) -> ThroughputResults:
@@ -69,7 +71,7 @@ def summarize(
     tied_k lists every K whose repeats overlap those of the fastest. Goodput is the most requests/s
     of a method at one K among the concurrencies that keep the objective; where none does, there is
     no entry. `training` has the length of each head's training by method, `experts` the distinct
-    experts that a decode step touches.
+    experts that a decode step touches, `turns` the turns of the sets whose prompts have several.
     """
     counts = experts or {}
     cells = [
@@ -122,6 +124,7 @@ def summarize(
         ],
         goodput=_goodput(cells),
         training=dict(training or {}),
+        turns=dict(turns or {}),
         price_per_hour=price_per_hour,
         requests_per_second=requests_per_second,
     )

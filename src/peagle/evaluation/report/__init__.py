@@ -42,6 +42,7 @@ def write_report(folder: Path) -> Path:
     for name, document in results.documents.items():
         together[name.removesuffix(".json")] = document.to_json()
     write_file(folder / RESULTS, (json.dumps(together, indent=1) + "\n").encode())
+    results = results.with_turns()
     if results.acceptance is not None:
         write_file(folder / "acceptance.csv", acceptance_csv(results.acceptance))
     if results.throughput is not None:

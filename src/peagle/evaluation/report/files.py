@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from peagle.errors import UserError
 from peagle.evaluation.pivot import Pivot, PivotFigures, PivotRow, bench_pivot, eval_pivot
+from peagle.evaluation.turns import bench_with_turns, eval_with_turns
 from peagle.models.checkpoint.files import replace_file
 from peagle.results import (
     ACCEPTANCE,
@@ -57,6 +58,14 @@ class Results:
     def cells(self) -> list[Cell]:
         """The cells of throughput.json; none without the file."""
         return self.throughput.cells if self.throughput else []
+
+    def with_turns(self) -> Results:
+        """Return the results under names of prompt sets that tell the turns that were sent."""
+        return replace(
+            self,
+            acceptance=eval_with_turns(self.acceptance) if self.acceptance else None,
+            throughput=bench_with_turns(self.throughput) if self.throughput else None,
+        )
 
     @property
     def bench_pivot(self) -> Pivot:

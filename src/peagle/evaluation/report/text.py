@@ -39,9 +39,13 @@ def method_name(method: str) -> str:
 
 
 def set_name(name: str) -> str:
-    """The name of a prompt set or of a category: "mt_bench/math" is MT-Bench, math."""
+    """The name of a prompt set or of a category: "mt_bench/math" is MT-Bench, math.
+
+    Turns behind a set stay: "mt_bench (both turns)" is MT-Bench (both turns).
+    """
     first, slash, rest = name.partition("/")
-    shown = _SET_NAMES.get(first, first or "all prompts")
+    known, bracket, turns = first.partition(" (")
+    shown = (_SET_NAMES.get(known, known) + bracket + turns) or "all prompts"
     return f"{shown}, {rest.replace('_', ' ')}" if slash else shown
 
 
