@@ -99,7 +99,6 @@ class Document(ResultModel):
     format_version: int = FORMAT_VERSION
     provenance: Provenance
     settings: dict[str, Any] = {}
-    turns: dict[str, Turns] = {}  # of the sets whose prompts have several
 
     @property
     def is_synthetic(self) -> bool:
@@ -261,6 +260,7 @@ class AcceptanceResults(Document):
     """acceptance.json."""
 
     entries: list[Entry]
+    turns: dict[str, Turns] = {}  # of the sets whose prompts have several
     comparisons: list[Comparison] = []
     advice: str = ""
 
@@ -371,6 +371,7 @@ class ThroughputResults(Document):
     best_k: list[BestK] = []
     goodput: list[Goodput] = []
     training: dict[str, TrainingRecord] = {}
+    turns: dict[str, Turns] = {}  # of the sets whose prompts have several
     price_per_hour: float | None = None  # of the machine; the user's own
     requests_per_second: float | None = None  # that the user wants to serve
     advice: str = ""
