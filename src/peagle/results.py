@@ -81,6 +81,18 @@ class Provenance(ResultModel):
     dtype: Annotated[str, BeforeValidator(_text)] = ""
 
 
+class Turns(ResultModel):
+    """The turns of each prompt of a set that were sent, and the most that its prompts have."""
+
+    sent: Count
+    most: Count
+
+    def __str__(self) -> str:
+        if self.sent < self.most:
+            return "first turn" if self.sent == 1 else f"first {self.sent} turns of {self.most}"
+        return "both turns" if self.most == 2 else f"all {self.most} turns"
+
+
 class Document(ResultModel):
     """The keys that every file has."""
 
@@ -248,6 +260,7 @@ class AcceptanceResults(Document):
     """acceptance.json."""
 
     entries: list[Entry]
+    turns: dict[str, Turns] = {}  # of the sets whose prompts have several
     comparisons: list[Comparison] = []
     advice: str = ""
 
@@ -316,6 +329,8 @@ class Cell(ResultModel):
     linearity: float | None = None
     meets_objective: bool | None = None
     experts: TouchedExperts | None = None  # of mixtures in the engine here alone
+    cost_per_million_tokens: float | None = None  # output tokens, at price_per_hour of the file
+    instances: Count | None = None  # for requests_per_second of the file
 
     @property
     def speed(self) -> float:
@@ -356,12 +371,20 @@ class ThroughputResults(Document):
     best_k: list[BestK] = []
     goodput: list[Goodput] = []
     training: dict[str, TrainingRecord] = {}
+    turns: dict[str, Turns] = {}  # of the sets whose prompts have several
+    price_per_hour: float | None = None  # of the machine; the user's own
+    requests_per_second: float | None = None  # that the user wants to serve
     advice: str = ""
 
     @property
     def has_many_k(self) -> bool:
         """Whether several K were measured."""
         return len({cell.k for cell in self.cells if cell.k}) > 1
+
+    def cost_per_hour(self, cell: Cell) -> float | None:
+        """Return the price of the instances of a cell for an hour; None if either is unknown."""
+        price = self.price_per_hour
+        return price * cell.instances if price and cell.instances else None
 
 
 # ---- tune.json ------------------------------------------------------------------------------
@@ -432,6 +455,15 @@ class BreakEven(ResultModel):
     acceptance_length: float
 
 
+class TunedTrees(ResultModel):
+    """Candidate trees of one shape."""
+
+    parallel_drafting_spec: dict[str, int]
+    acceptance_length: float
+    tokens_per_s: list[tuple[int, float]]  # batch, measured
+    wins_at: list[int] = []  # batch sizes at which neither chains nor other trees are as fast
+
+
 class TuneResults(Document):
     """tune.json."""
 
@@ -444,6 +476,7 @@ class TuneResults(Document):
     best_single_k: Count | None = None
     speculative_config: dict[str, dict[str, Any] | None] = {}
     break_even: list[BreakEven] = []
+    trees: list[TunedTrees] = []
 
     @field_validator("schedule")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 from collections.abc import Iterator
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 
 from peagle.evaluation import sweep as sweeping
+from peagle.evaluation.decoding import Request, Run
+from peagle.evaluation.engine_backend import EngineBackend
+from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.report.charts import can_draw
 from peagle.evaluation.timing import figures_of
 from tests.cli.conftest import Pair, Peagle
-from tests.evaluation.fake_endpoint import NUM_TOKENS, Script, endpoint, metrics
+from tests.evaluation.fake_endpoint import NUM_TOKENS, TEXT, Script, endpoint, metrics
 
 SIZES: tuple[object, ...] = ("--limit", 2, "--max-new-tokens", 20, "--concurrency", "1,2")
 
@@ -67,6 +71,120 @@ def test_the_whole_table(
     again = peagle(*given, "--format", "json")
     assert again.status == 0 and "20 measurements are there already" in again.err
     assert json.loads(again.out)["cells"] == result["cells"]
+
+
+def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    sizes = ("--limit", 1, "--max-new-tokens", 6, "--concurrency", 1, "--repeats", 1, "-k", "1,2")
+    command = ("bench", *pair.options, *sizes, "--output", tmp_path)
+    done = peagle(*command, "--set", "humaneval,gsm8k")
+    assert done.status == 0, done.err
+    cells = json.loads((tmp_path / "throughput.json").read_text())["cells"]
+    _, table = done.out.split("acceptance length and speed-up by set\n")
+    shown = [line.split() for line in table.splitlines()[1:4]]
+    assert [line[:2] for line in shown] == [["plain", "-"], ["peagle", "1"], ["peagle", "2"]]
+    for line, arm in zip(shown, (("plain", 0), ("peagle", 1), ("peagle", 2)), strict=True):
+        own = [cell for cell in cells if (cell["method"], cell["k"]) == arm]
+        assert [cell["set"] for cell in own] == ["humaneval", "gsm8k"]
+        assert line[3::2] == [f"{cell['speed_up_over_plain']:.2f}" for cell in own]
+    assert (tmp_path / "pivot.csv").is_file()
+    done = peagle("bench", *pair.options, *sizes, "--set", "humaneval")
+    assert done.status == 0 and "by set" not in done.out
+
+
+@pytest.mark.parametrize("turns", ["1", "all"])
+def test_turns_of_conversations(
+    peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
+) -> None:
+    """Figures of the second turns, from what the engine was asked and answered."""
+    runs: list[tuple[list[Request], Run]] = []
+    run = EngineBackend.run
+
+    def watching(self: Any, requests: Any, *rest: Any) -> Any:
+        done = run(self, requests, *rest)
+        runs.append((list(requests), copy.deepcopy(done)))
+        return done
+
+    monkeypatch.setattr(EngineBackend, "run", watching)
+    few = ("--set", "mt_bench", "--limit", 2, "--max-new-tokens", 6, "--concurrency", 1, "-k", 2)
+    command = ("bench", *pair.options, *few, "--warm-up", 0, "--repeats", 1, "--turns", turns)
+    done = peagle(*command, "--no-chat-template", "--output", tmp_path)
+    assert done.status == 0, done.err
+    name = "mt_bench (first turn)" if turns == "1" else "mt_bench (both turns)"
+    assert done.out.startswith(f"{name}, 2 prompts, one run\n")
+    result = json.loads((tmp_path / "throughput.json").read_text())
+    number = 1 if turns == "1" else 2
+    assert result["turns"] == {"mt_bench": {"sent": number, "most": 2}}
+    assert len(runs) == 2 * number
+    prompts = load_prompt_set("mt_bench", 2)
+    for arm, cell in enumerate(result["cells"]):
+        passes = runs[arm * number : (arm + 1) * number]
+        answers = [answer for _, one in passes for answer in one.answers]
+        seconds = sum(one.seconds for _, one in passes)
+        median = cell["median"]
+        assert (cell["set"], median["num_requests"]) == ("mt_bench", 2 * number)
+        assert median["num_tokens"] == sum(len(answer.token_ids or []) for answer in answers)
+        assert median["output_tokens_per_s"] == pytest.approx(median["num_tokens"] / seconds)
+        drafts = [one.counters.num_drafts for _, one in passes if one.counters]
+        accepted = [one.counters.num_accepted_tokens for _, one in passes if one.counters]
+        if cell["k"]:
+            length = 1 + sum(accepted) / sum(drafts)
+            assert median["acceptance_length"] == pytest.approx(length)
+        for prompt, answer, request in zip(
+            prompts, passes[0][1].answers, passes[-1][0], strict=True
+        ):
+            first, second = prompt.turns
+            wanted = first if turns == "1" else f"{first}{answer.text}\n\n{second}"
+            assert request.prompt == wanted
+    other = peagle(*command[:-1], "2" if turns == "1" else "1", "--output", tmp_path)
+    assert other.status == 2 and "was made with turns of mt_bench" in other.err
+
+
+def test_turns_at_a_chat_server(peagle: Peagle) -> None:
+    script = Script()
+    with endpoint(script) as url:
+        few = ("--set", "mt_bench", "--limit", 1, "--concurrency", 1, "--repeats", 1)
+        done = peagle("bench", "--endpoint", f"x={url}", *few, "--warm-up", 0, "--turns", "all")
+    assert done.status == 0, done.err
+    (prompt,) = load_prompt_set("mt_bench", 1)
+    first = {"role": "user", "content": prompt.turns[0]}
+    assert [body["messages"] for body in script.bodies[-2:]] == [
+        [first],
+        [
+            first,
+            {"role": "assistant", "content": TEXT},
+            {"role": "user", "content": prompt.turns[1]},
+        ],
+    ]
+
+
+def test_the_cost_of_serving(
+    peagle: Peagle, pair: Pair, tmp_path: Path, short: tuple[object, ...]
+) -> None:
+    """A price measures nothing anew."""
+    command = ("bench", *pair.options, *short, "-k", "1,2", "--output", tmp_path)
+    done = peagle(*command)
+    assert done.status == 0 and "instances" not in done.out, done.err
+    before = json.loads((tmp_path / "throughput.json").read_text())
+    assert "serving-cost" not in (tmp_path / "report.html").read_text()
+    done = peagle(*command, "--price-per-hour", "4.50", "--requests-per-second", "1e4")
+    assert done.status == 0 and "12 measurements are there already" in done.err
+    result = json.loads((tmp_path / "throughput.json").read_text())
+    assert (result["price_per_hour"], result["requests_per_second"]) == (4.5, 1e4)
+    for cell, old in zip(result["cells"], before["cells"], strict=True):
+        assert cell["median"] == old["median"] and old["cost_per_million_tokens"] is None
+        tokens_per_hour = cell["median"]["output_tokens_per_s"] * 3600
+        assert cell["cost_per_million_tokens"] * tokens_per_hour / 1e6 == pytest.approx(4.5)
+        served = cell["instances"] * cell["median"]["requests_per_s"]
+        assert served - cell["median"]["requests_per_s"] < 1e4 <= served
+    title = "a million output tokens at 4.5 an hour, and instances for 10000 requests/s; "
+    _, table = done.out.split(title + "each method with its best K\n")
+    lines = [line.split() for line in table.splitlines()[1:5]]
+    assert [(line[0], line[3]) for line in lines] == [
+        *(("plain", "1"), ("peagle", "1"), ("plain", "2"), ("peagle", "2")),
+    ]
+    rows = list(csv.DictReader((tmp_path / "throughput.csv").open()))
+    assert [int(row["instances"]) for row in rows] == [c["instances"] for c in result["cells"]]
+    assert 'id="serving-cost"' in (tmp_path / "report.html").read_text()
 
 
 def test_experts_of_a_mixture(
@@ -195,6 +313,15 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
         (("--model", "x=y"), "there is no such one"),
         (("--no-chat-template", "--thinking"), "no thinking mode"),
         (("--extra-body", "[]"), "is not a JSON object"),
+        (("--turns", "0"), "--turns is '0'; expected a whole number of at least 1, or all"),
+        (("--turns", "both"), "--turns is 'both'; expected a whole number"),
+        (("--set", "mt_bench", "--turns", 3), "no prompt of 'mt_bench' has more than 2 turns"),
+        (("--price-per-hour", "$4.50"), "--price-per-hour is '$4.50'; expected a number above 0"),
+        (("--price-per-hour", "0"), "--price-per-hour is '0'; expected a number above 0"),
+        (("--price-per-hour", "nan"), "without a unit. Give one like 4.50."),
+        (("--price-per-hour", "1e7"), "at most 1,000,000"),
+        (("--requests-per-second", "-3"), "--requests-per-second is '-3'; expected a number"),
+        (("--requests-per-second", "inf"), "Give one like 20."),
         (("--target", "./nowhere"), "nowhere"),
     ],
 )

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.config import CandidateTrees, EngineConfig
+from peagle.doctor.findings import Examination
+from peagle.doctor.serving import examine_trees
+from peagle.models.target import TargetModel
 from tests.cli.conftest import Peagle
 from tests.doctor.conftest import PAIR2
 from tests.doctor.planting import FILE_FAULTS, copy_head
@@ -56,6 +61,48 @@ def test_a_broken_head(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
     assert after > before + 0.3
 
 
+TREES = {"num_parallel_trees": 4, "prediction_depth": 6, "max_nodes": 16}
+
+
+def with_trees(**shape: int) -> list[object]:
+    return ["--parallel-drafting-spec", json.dumps(TREES | shape)]
+
+
+def test_candidate_trees_that_an_engine_starts_with(peagle: Peagle, prompts: Path) -> None:
+    arguments = [*options(PAIR2 / "peagle", prompts), *with_trees(), "--max-num-seqs", 5]
+    result = peagle("doctor", *arguments, "--format", "json")
+    assert result.status == 0, result.out + result.err
+    (check,) = (c for c in json.loads(result.out)["checks"] if c["name"] == "candidate trees")
+    assert check["status"] == "agrees"
+    assert check["text"].startswith("16 nodes a step; a request has 17 KV slots ahead, and 5 of ")
+
+
+def test_candidate_trees_deeper_than_the_head_was_trained(peagle: Peagle, prompts: Path) -> None:
+    arguments = [*options(PAIR2 / "peagle", prompts), *with_trees(prediction_depth=15)]
+    result = peagle("doctor", *arguments, "--format", "json")
+    assert result.status == 1
+    report = json.loads(result.out)
+    (cause,) = report["causes"]
+    assert (cause["id"], cause["where"]) == ("trees", "serving")
+    assert "prediction_depth is 15" in cause["evidence"] and "trained for" in cause["evidence"]
+    # The rest is examined with as many drafts as the head was trained for.
+    assert report["num_speculative_tokens"] < 15
+
+
+def test_what_an_engine_with_candidate_trees_refuses() -> None:
+    target, trees = TargetModel.load(BUNDLED_TARGET), CandidateTrees(**TREES)
+    for head, sizes, told in (
+        (BUNDLED_EAGLE3, {}, "autoregressive"),
+        (BUNDLED_PEAGLE, {"kv_cache_gib": 1e-6}, "Raise kv_cache_gib"),
+        (BUNDLED_PEAGLE, {}, None),
+    ):
+        report = Examination()
+        examine_trees(target, head, trees, EngineConfig(**sizes), report)
+        (check,) = report.checks
+        assert check.status == ("differs" if told else "agrees")
+        assert [told in cause.evidence for cause in report.causes] == [True] * bool(told)
+
+
 def test_mistakes(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
     head = PAIR2 / "peagle"
     for arguments, text in (
@@ -66,6 +113,8 @@ def test_mistakes(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
         ([*options(head, prompts), "--endpoint-model", "x"], "--endpoint"),
         ([*options(head, tmp_path / "no.jsonl")], "no.jsonl"),
         ([*options(head, prompts), "--endpoint", "http://127.0.0.1:9"], "127.0.0.1:9"),
+        ([*options(head, prompts), *with_trees(), "--endpoint", "http://x"], "with --endpoint"),
+        ([*options(head, prompts), "--max-num-seqs", 4], "without --parallel-drafting-spec"),
     ):
         result = peagle("doctor", *arguments)
         assert result.status == 2, arguments

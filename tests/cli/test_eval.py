@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,28 @@ def test_trees_are_a_method_of_their_own(peagle: Peagle, pair: Pair) -> None:
     assert [(one["method"], one["k"]) for one in entries] == named
     assert [len(one["pooled"]["unconditional"]) for one in entries] == [2, 3, 2]
     assert len({one["pooled"]["num_tokens"] for one in entries}) == 1
+
+
+def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    sizes = ("--limit", 2, "--max-new-tokens", 6, "-k", "1,2", "--output", tmp_path)
+    result = peagle("eval", *pair.options, "--no-ngram", *sizes, "--set", "humaneval,mt_bench")
+    assert result.status == 0, result.err
+    _, table = result.out.split("acceptance length by set\n")
+    header, *lines = table.splitlines()[:3]
+    names = ["humaneval AL", "mt_bench (both turns) AL"]
+    assert re.split("  +", header.strip()) == ["method", "K", *names]
+    assert "\n  mt_bench (both turns)  " in result.out
+    entries = json.loads((tmp_path / "acceptance.json").read_text())["entries"]
+    assert [line.split() for line in lines] == [
+        [
+            *(entry["method"], str(entry["k"])),
+            *(
+                f"{entry['by_set'][name]['acceptance_length']:.2f}"
+                for name in ("humaneval", "mt_bench")
+            ),
+        ]
+        for entry in entries
+    ]
 
 
 def test_the_length_of_training_reaches_the_notes(

@@ -10,13 +10,13 @@ import pytest
 
 from peagle.cli import tune
 from peagle.cli.settings import whole_numbers
-from peagle.config import SpeculativeConfig
+from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.evaluation.tuning.machine import CostPoint, EngineMachine
 from peagle.evaluation.tuning.model import Shape
 from peagle.evaluation.tuning.tune import Grid, measure_costs, tune_results
-from peagle.results import TuneResults
+from peagle.results import TunedTrees, TuneResults
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.tuning_machines import LENGTHS, RATES, SimulatedMachine, linear
 
@@ -63,6 +63,50 @@ def test_results_are_kept_and_not_measured_again(
     other = peagle("tune", *options, "--output", folder, "--context", 17)
     assert other.status == 2
     assert "was made with context 16, not 17" in other.err
+
+
+def test_candidate_trees_are_measured_beside_chains(
+    peagle: Peagle, options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (*options, "--max-nodes", "2,7", "--output", tmp_path / "out")
+    result = peagle("tune", *arguments, "--format", "json")
+    assert result.status == 0, result.err
+    data = json.loads(result.out)
+    shapes = [one["parallel_drafting_spec"] for one in data["trees"]]
+    assert [shape["max_nodes"] for shape in shapes] == [2, 7]
+    for one in data["trees"]:
+        assert one["acceptance_length"] >= 1
+        assert [batch for batch, _ in one["tokens_per_s"]] == [1, 2]
+        assert all(speed > 0 for _, speed in one["tokens_per_s"])
+    wins = [batch for one in data["trees"] for batch in one["wins_at"]]
+    config = data["speculative_config"].get("peagle_trees")
+    assert (config is not None) == bool(wins)
+
+    def fail(self: EngineMachine, batch: int, shape: CandidateTrees) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(EngineMachine, "measure_trees", fail)
+    again = peagle("tune", *arguments)
+    assert again.status == 0, again.err
+    assert "Candidate trees by nodes: acceptance length" in again.out
+
+
+def test_trees_in_the_text() -> None:
+    def text(wins_at: list[int]) -> str:
+        shape = {"num_parallel_trees": 7, "prediction_depth": 7, "max_nodes": 7}
+        one = TunedTrees(
+            parallel_drafting_spec=shape,
+            acceptance_length=4.2,
+            tokens_per_s=[(1, 420.0), (4, 700.0)],
+            wins_at=wins_at,
+        )
+        return tune.result_text(simulated_results(trees=lambda chains: [one]))
+
+    won = text([1])
+    assert "420*" in won and "700*" not in won and "  4.20" in won
+    assert "Trees win at batch sizes 1. For --speculative-config" in won and '"max_nodes": 7' in won
+    assert all(len(line) <= 100 for line in won.splitlines() if "{" not in line)
+    assert "Chains or no drafts are as fast at every batch size." in text([])
 
 
 def test_a_mixture_is_priced_by_its_experts(
@@ -158,6 +202,9 @@ def test_acceptance_of_a_file(peagle: Peagle, options: tuple[object, ...], tmp_p
         (("--acceptance", "none"), "'none' is not readable"),
         (("--threshold", "-1"), "--threshold is -1.0"),
         (("--rounds", "0"), "--rounds is 0"),
+        (("--max-nodes", "64"), "--max-nodes is '64'; expected whole numbers from 1 to 63"),
+        (("--max-nodes", "7", "--acceptance", "."), "--max-nodes and --acceptance were given"),
+        (("--max-nodes", "7", "--draft", "bundled-eagle3"), "autoregressive EAGLE-3 head"),
         (("--set", "humanevil"), "Did you mean humaneval"),
     ],
 )
@@ -167,13 +214,13 @@ def test_mistakes(peagle: Peagle, options: tuple[str, ...], message: str) -> Non
     assert message in result.err and "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("is_parallel", [True, False])
-@pytest.mark.parametrize("slowdown", [0.0, 0.5])
-def test_text(is_parallel: bool, slowdown: float) -> None:
+def simulated_results(
+    *, is_parallel: bool = True, slowdown: float = 0.0, **options: Any
+) -> TuneResults:
     grid = Grid((1, 4, 16), (1, 3, 7))
     machine = SimulatedMachine(linear, slowdown=slowdown)
     costs = measure_costs(machine.measure, grid, 5, Journal(None, {}))
-    results = tune_results(
+    return tune_results(
         grid,
         costs,
         AcceptanceByK({len(RATES): RATES}),
@@ -182,7 +229,14 @@ def test_text(is_parallel: bool, slowdown: float) -> None:
         threshold=0.03,
         provenance={"target": "owner/t", "dtype": "bfloat16", "environment": {"device": "cpu"}},
         settings={"draft": "owner/h", "context": 256, "temperature": 0.0},
+        **options,
     )
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("slowdown", [0.0, 0.5])
+def test_text(is_parallel: bool, slowdown: float) -> None:
+    results = simulated_results(is_parallel=is_parallel, slowdown=slowdown)
     data, text = results.to_json(), tune.result_text(results)
     assert "owner/t with owner/h, bfloat16, cpu, context 256, temperature 0" in text
     assert all(len(line) <= 100 for line in text.splitlines() if "{" not in line)

@@ -51,7 +51,10 @@ LIMITS = {
         *("--set", "data.max_length=512"),
         *("--set", "data.length_multiple=64"),
     ],
-    "tune": ["--batch-sizes", "1,2", "--steps", "2", "--rounds", "1"],
+    "tune": [
+        *("--batch-sizes", "1,2", "--steps", "2", "--rounds", "1"),
+        *("--limit", "2", "--max-new-tokens", "4"),
+    ],
 }
 _NUM_FEW = 12  # prompts of few.jsonl
 _PAIR2 = ROOT / "tests" / "fixtures" / "pair2"  # it has a chat template with a thinking mode

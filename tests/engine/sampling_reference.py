@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from peagle.config import SamplingParams
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import DRAWS_PER_STEP, Purpose, uniform
+from tests.speculation.block_reference import accept_block
 from tests.speculation.test_verification import probabilities
 
 VOCAB = 8
@@ -201,10 +202,14 @@ def target_probs(request: Request, context: Sequence[int], raw: Sequence[float])
 def step(request: Request, rows: Rows) -> list[int]:
     """The tokens that a step emits: drafts that pass, then the target's own or one instead.
 
-    A drawn draft passes by p / q, any other if the target draws the same.
+    Drafts that were all drawn pass as a block. Among others a drawn one passes by p / q, one that
+    was not if the target draws the same.
     """
+    begin = len(rows.contexts[0])
 
     def number(position: int, purpose: Purpose) -> float:
+        if purpose is Purpose.ACCEPT:
+            position = begin * DRAWS_PER_STEP + position - begin
         return uniform(torch.tensor(request.seed), torch.tensor(position), purpose).item()
 
     def drawn(position: int, weights: list[float]) -> int:
@@ -212,20 +217,25 @@ def step(request: Request, rows: Rows) -> list[int]:
         sums = itertools.accumulate(weights)
         return next(token for token, total in enumerate(sums) if total > threshold)
 
-    emitted: list[int] = []
-    for j, (context, raw) in enumerate(zip(rows.contexts, rows.logits, strict=True)):
-        weights, position = target_probs(request, context, raw), len(context)
-        own = drawn(position, weights)
-        if j == len(rows.contexts) - 1:
-            return [*emitted, own]
-        x = request.drafts[j]
-        if request.draft_probs_KV is None:
-            if own != x:
-                return [*emitted, own]
-        else:
-            q = request.draft_probs_KV[j].tolist()
-            if number(position, Purpose.ACCEPT) >= weights[x] / q[x]:
-                left = [max(p - other, 0.0) for p, other in zip(weights, q, strict=True)]
-                return [*emitted, drawn(position, left if sum(left) > 0 else weights)]
-        emitted.append(x)
-    raise AssertionError("the row behind the last draft always returns")
+    drafts, pairs = request.drafts[: len(rows.contexts) - 1], zip(rows.contexts, rows.logits)
+    p = [target_probs(request, context, raw) for context, raw in pairs]
+    q = [] if request.draft_probs_KV is None else request.draft_probs_KV.tolist()
+    is_block = bool(q) and all(q[j][x] > 0 for j, x in enumerate(drafts))
+    share, accepted = 1.0, 0
+    if is_block:
+        numbers = [number(begin + j, Purpose.ACCEPT) for j in range(len(drafts))]
+        accepted, share = accept_block(p, q, drafts, numbers)
+    for j, x in enumerate(drafts[accepted:] if not is_block else []):
+        own = drawn(begin + j, p[j])
+        is_drawn = bool(q) and q[j][x] > 0
+        passes = own == x
+        if is_drawn:
+            passes = number(begin + j, Purpose.ACCEPT) * q[j][x] < p[j][x]
+        if not passes:
+            break
+        accepted += 1
+    weights = p[accepted]
+    if accepted < len(drafts) and q and q[accepted][drafts[accepted]] > 0:
+        left = [max(share * x - y, 0.0) for x, y in zip(weights, q[accepted], strict=True)]
+        weights = left if sum(left) > 0 else weights
+    return [*drafts[:accepted], drawn(begin + accepted, weights)]

@@ -28,6 +28,13 @@ def test_counters_are_of_nodes_and_depths(target_folder: Path, heads: dict[bool,
             assert chunk.draft_depth is not None and chunk.draft_depth <= K
             deepest = max(deepest, chunk.draft_depth)
             assert len(chunk.rejected_token_ids) >= chunk.num_drafted - chunk.draft_depth
+            tree = chunk.draft_tree
+            assert tree is not None and len(tree.tokens) == chunk.num_drafted
+            path = tree.path(chunk.token_ids[: chunk.num_accepted])
+            assert [tree.tokens[node] for node in path] == chunk.token_ids[: len(path)]
+            if chunk.output is None:  # a last chunk may be cut
+                rest = [token for i, token in enumerate(tree.tokens) if i not in path]
+                assert rest == list(chunk.rejected_token_ids)
         if chunk.output is None:  # a last chunk may be cut
             accepted = [a + (i < chunk.num_accepted) for i, a in enumerate(accepted)]
     stats = llm.stats.speculation

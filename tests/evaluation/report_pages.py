@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import cache
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,17 @@ def some(*names: str) -> dict[str, dict[str, Any]]:
 
 def page_of(folder: Path, **documents: dict[str, Any]) -> str:
     """The page, without PNGs, which take their time."""
-    return page_html(read_results(samples.write(folder, **documents)))
+    return page_html(read_results(samples.write(folder, **documents)).with_turns())
+
+
+def table_of(page: str, caption: str) -> list[list[str]]:
+    """The texts of a table of the page, row by row."""
+    (table,) = (t for t in re.findall(r"<table.*?</table>", page, re.DOTALL) if caption in t)
+    rows = re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
+    return [
+        [unescape(re.sub(r"<.*?>", "", cell)) for cell in re.findall(r"<t[hd].*?</t[hd]>", row)]
+        for row in rows
+    ]
 
 
 class Parsed(HTMLParser):

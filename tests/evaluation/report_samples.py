@@ -227,8 +227,9 @@ def throughput(
     ks: tuple[int, ...] = (3, 5, 7),
     concurrencies: tuple[int, ...] = (1, 4, 16, 64),
     sets: tuple[str, ...] = ("humaneval", "mt_bench"),
+    **more: Any,
 ) -> dict[str, Any]:
-    """throughput.json."""
+    """throughput.json; `more` is passed on to `summarize`."""
     rng = random.Random(3)
     points = [
         SweepPoint(method, SOURCES[method], "peagle", k, concurrency, name)
@@ -247,6 +248,7 @@ def throughput(
             "temperature": 0.0,
             "objective": {"ttft_ms": 500, "itl_ms": 20, "percentile": 90},
         },
+        **more,
     )
     return results.to_json()
 

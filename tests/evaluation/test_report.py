@@ -16,8 +16,8 @@ from peagle.evaluation.report import charts, write_report
 from peagle.results import AcceptanceResults, ThroughputResults, TuneResults
 
 WRITTEN = {
-    "acceptance": {"acceptance.csv", "acceptance.png", "histogram.png"},
-    "throughput": {"throughput.csv", "throughput.png", "k_sweep.png"},
+    "acceptance": {"acceptance.csv", "acceptance.png", "histogram.png", "pivot.csv"},
+    "throughput": {"throughput.csv", "throughput.png", "k_sweep.png", "pivot.csv"},
     "tune": set(),
 }
 MODELS = {"acceptance": AcceptanceResults, "throughput": ThroughputResults, "tune": TuneResults}

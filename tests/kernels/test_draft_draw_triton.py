@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights
 from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
 from tests.kernels.devices import DEVICES, INTERPRETED
@@ -74,7 +74,7 @@ def test_drafts_and_their_distributions(
     )
     wanted_q = probs_from_logits(logits, temperature, top_k, top_p)
     columns_J = torch.arange(columns)
-    positions = (num_outputs.unsqueeze(1) + first + columns_J).flatten()
+    positions = of_step(num_outputs.unsqueeze(1), first + columns_J).flatten()
     tokens = sample_from_weights(wanted_q, uniform(seeds, positions, Purpose.DRAFT))
     tokens += 0 if d2t is None else d2t[tokens]
     assert drafts[where].flatten().tolist() == tokens.tolist()

@@ -69,6 +69,13 @@ class Step:
     def num_drafted(self) -> int:
         return self.num_accepted + len(self.rejected)
 
+    @property
+    def tree(self) -> list[tuple[str, int, bool]]:
+        """The drafts as a tree: the accepted ones a path, the others siblings along it."""
+        path = [(text, i, True) for i, text in enumerate(self.tokens[: self.num_accepted])]
+        others = enumerate(self.rejected)
+        return path + [(text, i % (self.num_accepted + 1), False) for i, text in others]
+
 
 def script(proposer: str, tokens: list[str], depth: int) -> list[Step]:
     """The steps of an answer: the prompt pass gives the first token, drafts begin after it."""
@@ -104,7 +111,11 @@ def event(chunk: dict[str, Any]) -> bytes:
 
 
 def chunks_of(
-    step: Step, is_chat: bool, finish_reason: str | None, num_reasoning: int = 0
+    step: Step,
+    is_chat: bool,
+    finish_reason: str | None,
+    num_reasoning: int = 0,
+    has_tree: bool = False,
 ) -> list[dict[str, Any]]:
     """The events of a step whose first `num_reasoning` tokens are reasoning.
 
@@ -128,6 +139,8 @@ def chunks_of(
         "tokens": drafted,
         "rejected": step.rejected,
     }
+    if has_tree and step.num_drafted:
+        chunks[0]["speculation"]["tree"] = step.tree
     return chunks
 
 
@@ -140,6 +153,8 @@ async def answer(body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncItera
         tokens = [f" w{i}" for i in range(2000)]
     if "[differs]" in prompt and wanted["proposer"] == "eagle3":
         tokens = [*tokens[:6], "other", *tokens[7:]]
+    has_trees = "[trees]" in prompt and wanted["report"] == "trees"
+    has_trees = has_trees and wanted["proposer"] == "peagle"
     num_reasoning = NUM_REASONING if "[think]" in prompt else 0
     delay = {"[slow]": 0.2, "[fast]": 0.002 * 3, "[wide]": 0.002}
     pause = next((s for word, s in delay.items() if word in prompt), 0.02)
@@ -153,7 +168,7 @@ async def answer(body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncItera
         if number == 5 and "[cut]" in prompt:
             raise ConnectionAbortedError("as the test wants it")
         reason = "stop" if step is steps[-1] else None
-        chunks = chunks_of(step, is_chat, reason, max(num_reasoning, 0))
+        chunks = chunks_of(step, is_chat, reason, max(num_reasoning, 0), has_trees)
         data = b"".join(map(event, chunks))
         num_reasoning -= len(step.tokens)
         if "[wide]" in prompt:

@@ -69,9 +69,8 @@ class LiveServer:
         for line in HTTP.get(f"{self.url}/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                samples[name.replace('model_name="peagle-code"', "").replace(",}", "}")] = float(
-                    value
-                )
+                name = name.replace('model_name="peagle-code"', "")
+                samples[name.replace(",,", ",").replace(",}", "}")] = float(value)
         return samples
 
     def engine_pids(self) -> list[int]:

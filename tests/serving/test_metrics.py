@@ -155,6 +155,23 @@ def test_accepted_tokens_are_counted_per_position():
     assert sum(counts) == value(metrics, "spec_decode_num_accepted_tokens_total", engine="0")
 
 
+def test_trees_are_counted_by_nodes_and_depth():
+    # Trees of 9 nodes, of which paths of 3, 0 and 1 nodes were accepted; the last is shallow.
+    speculation = SpeculationStats()
+    for num_nodes, num_accepted, depth in ((9, 3, 5), (9, 0, 4), (4, 1, 2)):
+        speculation.record(num_nodes, num_accepted, depth)
+    metrics = Metrics("m")
+    metrics.record_engine(0, replace(snapshot(), speculation=speculation))
+    totals = {
+        name: value(metrics, f"spec_decode_num_{name}_total", engine="0")
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    }
+    assert totals == {"drafts": 3, "draft_tokens": 22, "accepted_tokens": 4}
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    counts = [value(metrics, name, engine="0", position=str(i)) for i in range(5)]
+    assert counts == [2, 1, 1, 0, 0]
+
+
 def test_hangs_signs_of_life_and_the_oldest_request_without_a_token(
     monkeypatch: pytest.MonkeyPatch,
 ):

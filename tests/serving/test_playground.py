@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,9 @@ def test_axe_finds_nothing_serious(site: Site, visit, scheme):
     assert violations() == []
     finish(page)
     assert violations() == []
+    page.locator("#step").fill("3")
+    assert violations() == []
+    run(page, "[trees]")
     page.locator("#step").fill("3")
     assert violations() == []
     # It would find something.
@@ -481,6 +485,63 @@ def test_slow_motion_of_a_known_stream(fake: Site, visit):
     assert answer(chosen) == "def fibonacci(n):" + "".join(TOKENS)
 
 
+def test_the_tree_of_a_step_is_drawn(fake: Site, visit):
+    page = visit(fake)
+    run(page, "[trees]")
+    chosen = column(page, "peagle")
+    steps = script("peagle", TOKENS, 4)
+    caption, drawing = chosen.locator(".tree figcaption"), chosen.locator(".tree svg")
+    count = steps[-1].num_accepted
+    expect(caption).to_have_text(f"Tree of step {len(steps)}: {count} of 4 nodes accepted")
+    # Chains have no drawing.
+    expect(column(page, "eagle3").locator(".tree")).to_be_hidden()
+
+    titles = "nodes => nodes.map(node => node.querySelector('title').textContent)"
+    cells = "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    for number, (before, step) in enumerate(pairwise(steps[:5]), start=2):
+        page.locator("#step").fill(str(number))
+        expect(caption).to_have_text(
+            f"Tree of step {number}: {step.num_accepted} of 4 nodes accepted"
+        )
+        root, path = before.tokens[-1], step.tokens[: step.num_accepted]
+        assert drawing.locator(".root").evaluate_all(titles) == [root]
+        assert drawing.locator(".node.lit").evaluate_all(titles) == path
+        assert drawing.locator(".edge.lit").count() == len(path)
+        others = "g.node:not(.lit):not(.root)"
+        assert drawing.locator(others).evaluate_all(titles) == step.rejected
+        texts, depths = [root], [0]
+        rows = []
+        for text, parent, is_accepted in step.tree:
+            texts.append(text)
+            depths.append(depths[parent] + 1)
+            verdict = "yes" if is_accepted else "no"
+            rows.append([str(depths[-1]), text, texts[parent], verdict])
+        assert chosen.locator(".tree tbody tr").evaluate_all(cells) == rows
+        # The text itself goes on with what was accepted alone.
+        assert chosen.locator(".output .refused").count() == 0
+    page.locator("#step").fill("1")
+    expect(caption).to_have_text("Step 1 has no tree")
+    assert drawing.locator("g").count() == 0
+    run(page, "again, with chains")
+    expect(chosen.locator(".tree")).to_be_hidden()
+
+
+def test_a_tree_has_its_accepted_path_on_the_first_line(fake: Site, visit):
+    page = visit(fake)
+    lay = """async tree => (await import('/static/playground.js')).layTree(tree, 'root')
+        .map(({text, depth, line}) => [text, depth, line])"""
+    tree = [["a", 0, False], ["b", 0, True], ["c", 1, False], ["d", 2, False], ["e", 2, True]]
+    assert page.evaluate(lay, [*tree, ["f", 0, False]]) == [
+        ["root", 0, 0],
+        ["a", 1, 2],
+        ["b", 1, 0],
+        ["c", 2, 2],
+        ["d", 2, 1],
+        ["e", 2, 0],
+        ["f", 1, 3],
+    ]
+
+
 @pytest.mark.parametrize(
     ("prompt", "temperature", "badges"),
     [
@@ -678,9 +739,9 @@ def test_what_is_sent(fake: Site, visit):
     assert fake.state is not None
     sent = fake.state.requests
     assert [request.pop("speculation") for request in sent] == [
-        {"proposer": "plain", "num_speculative_tokens": 0, "report": True},
-        {"proposer": "eagle3", "num_speculative_tokens": 2, "report": True},
-        {"proposer": "peagle", "num_speculative_tokens": 2, "report": True},
+        {"proposer": "plain", "num_speculative_tokens": 0, "report": "trees"},
+        {"proposer": "eagle3", "num_speculative_tokens": 2, "report": "trees"},
+        {"proposer": "peagle", "num_speculative_tokens": 2, "report": "trees"},
     ]
     common = {"model": "tiny-code", "stream": True, "stream_options": {"include_usage": True}}
     common |= {"temperature": 0.7, "max_tokens": 50, "seed": 11}

@@ -21,7 +21,7 @@ from scipy import stats
 from torch import Tensor
 
 from peagle.kernels.logits_rules import VerificationRows
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
@@ -111,7 +111,7 @@ def draft(
         logits = drafter[a, b, j if case.parallel else 0]
         if case.probabilistic:
             probs.append(sampling.probs(logits, rows))
-            u = uniform(sampling.seeds_B, sampling.num_outputs_B + j, Purpose.DRAFT)
+            u = uniform(sampling.seeds_B, of_step(sampling.num_outputs_B, j), Purpose.DRAFT)
             tokens.append(sample_from_weights(probs[-1], u))
         else:
             tokens.append(logits.argmax(-1))

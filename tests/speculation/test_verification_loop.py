@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peagle.kernels.logits_rules import VerificationRows
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import DRAWS_PER_STEP, Purpose, uniform
 from peagle.speculation.verification import SamplingTensors, verify
+from tests.speculation.block_reference import accept_block
 from tests.speculation.test_verification import probabilities
 
 VOCAB = 5
@@ -76,33 +77,37 @@ class Ragged:
         return results
 
     def _one(self, b: int, rows: list[list[float]]) -> tuple[int, int]:
-        """Accept draft after draft; then comes the target's own token, or one instead of a draft.
+        """Accept drawn drafts as a block, others one by one while the target draws the same.
 
-        A drawn draft passes by p / q, any other if the target draws the same.
+        Then comes the target's own token, or one instead of a draft.
         """
 
         def number(column: int, purpose: Purpose) -> float:
-            position = int(self.num_outputs[b]) + column
-            return uniform(torch.tensor(b + self.seed), torch.tensor(position), purpose).item()
+            position = self.num_outputs[b] + column
+            if purpose is Purpose.ACCEPT:
+                position = self.num_outputs[b] * DRAWS_PER_STEP + column
+            return uniform(torch.tensor(b + self.seed), position, purpose).item()
 
         def drawn(column: int, weights: list[float]) -> int:
             threshold = number(column, Purpose.SAMPLE) * sum(weights)
             sums = list(itertools.accumulate(weights))
             return next(i for i in range(VOCAB) if sums[i] > threshold)
 
-        for j, row in enumerate(rows):
-            weights = probabilities(row, self.temperature[b], self.top_k[b])
-            own = drawn(j, weights)
-            if j == len(rows) - 1:
+        p = [probabilities(row, self.temperature[b], self.top_k[b]) for row in rows]
+        drafts = self.drafts[b, : len(rows) - 1].tolist()
+        if self.q is not None and self.is_drawn[b]:
+            q = self.q[b].tolist()
+            numbers = [number(j, Purpose.ACCEPT) for j in range(len(drafts))]
+            accepted, share = accept_block(p, q, drafts, numbers)
+            weights = p[accepted]
+            if accepted < len(drafts):
+                left = [max(share * x - y, 0.0) for x, y in zip(weights, q[accepted], strict=True)]
+                weights = left if sum(left) > 0 else weights
+            return accepted, drawn(accepted, weights)
+        for j, x in enumerate(drafts):
+            if (own := drawn(j, p[j])) != x:
                 return j, own
-            x = int(self.drafts[b, j])
-            if self.q is None or not self.is_drawn[b]:
-                if own != x:
-                    return j, own
-            elif number(j, Purpose.ACCEPT) >= weights[x] / self.q[b, j, x]:
-                left = [max(p - q, 0.0) for p, q in zip(weights, self.q[b, j].tolist())]
-                return j, drawn(j, left if sum(left) > 0 else weights)
-        raise AssertionError("the bonus row always returns")
+        return len(drafts), drawn(len(drafts), p[-1])
 
 
 def ragged(temperatures: list[float]) -> st.SearchStrategy[Ragged]:

@@ -28,13 +28,15 @@ from peagle.cli.groups import (
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.mix import apply_mix, read_mix
 from peagle.cli.progress import ProgressLine
-from peagle.cli.settings import Layer, Settings, json_object, whole_numbers
+from peagle.cli.settings import Layer, Settings, json_object, positive_number, whole_numbers
 from peagle.cli.setup import check_paths, note, quiet_libraries, thinking_mode
+from peagle.cli.tables import number, pivot_table, text_table
 from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
+from peagle.evaluation.pivot import bench_pivot
 
 if TYPE_CHECKING:
     from peagle.config import SamplingParams
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.journal import Journal
     from peagle.evaluation.prompts import Prompt
     from peagle.evaluation.sweep import Arm, Sweep, SweepProgress
-    from peagle.results import BestK, Cell, ThroughputResults, TouchedExperts, TrainingRecord
+    from peagle.results import BestK, Cell, ThroughputResults, TouchedExperts, TrainingRecord, Turns
 
 EXAMPLES = """
 The bundled pair: plain decoding, EAGLE-3 and P-EAGLE; a few minutes on a laptop:
@@ -56,6 +58,12 @@ Models of your own, three K by four concurrencies, a report in out/; run again, 
 Requests per second that keep a latency; fixed lengths; prompt lookup and another head beside:
   peagle bench --objective ttft=500ms,itl=50ms@p90 --ignore-eos --max-new-tokens 256
   peagle bench --target ./Qwen3-0.6B --draft ./head --method ngram --method older=./head-v1
+
+The cost of a million output tokens at your price, and the instances for 20 requests per second:
+  peagle bench --price-per-hour 4.50 --requests-per-second 20
+
+Both turns of MT-Bench, the second behind the answer to the first:
+  peagle bench --set mt_bench --turns all
 
 The same head in vLLM beside, which is started for it; it needs one K:
   peagle bench --target ./Qwen3-0.6B --draft ./head -k 5 --engine vllm
@@ -141,6 +149,12 @@ def bench(
     sets: Sets = None,
     limit: PromptLimit = None,
     shuffle_seed: ShuffleSeed = None,
+    turns: str = typer.Option(
+        "1",
+        metavar="N",
+        help="Turns to send of each prompt that has several, or all; each follows the answer to "
+        "the turn before.",
+    ),
     chat_template: UseTemplate = None,
     thinking: Thinking = None,
     repeats: int = typer.Option(3, help="Measurements of each configuration."),
@@ -152,21 +166,39 @@ def bench(
         "second at which each method keeps it.",
         show_default="none",
     ),
+    price_per_hour: str | None = typer.Option(
+        None,
+        metavar="PRICE",
+        help="What an hour of this machine costs you, in any currency; tells the cost of a million "
+        "output tokens.",
+        show_default="none",
+    ),
+    requests_per_second: str | None = typer.Option(
+        None,
+        metavar="N",
+        help="Requests per second that you want to serve; tells how many instances like this "
+        "machine are needed.",
+        show_default="none",
+    ),
     output: Results = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
     """Measure throughput and latency by method, K and concurrency.
 
-    Of prompts with several turns the first is sent. All configurations take turns, so that a
-    machine that slows down favours none. The result has medians and spreads over repeats, the
-    speed-up over plain decoding and over EAGLE-3, and the best K by load. For a mixture of experts
-    the result also has the distinct experts that a decode step touches in a layer.
+    Of prompts with several turns the first is sent, or as many as --turns says. All configurations
+    take turns, so that a machine that slows down favours none. The result has medians and spreads
+    over repeats, the speed-up over plain decoding and over EAGLE-3, and the best K by load. Several
+    sets have one table of acceptance length and speed-up by method, K and set. For a mixture of
+    experts the result also has the distinct experts that a decode step touches in a layer.
     """
     ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
     loads = whole_numbers("--concurrency", concurrency, 4096)
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; expected at least {least}.")
+    num_turns = None if turns == "all" else _whole_turns(turns)
+    price = positive_number("--price-per-hour", price_per_hour, "4.50")
+    wanted = positive_number("--requests-per-second", requests_per_second, "20")
     thinking = thinking_mode(thinking, chat_template)
     fields = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
     urls, names = _named("--endpoint", endpoint, "URL"), _named("--model", model, "MODEL")
@@ -195,9 +227,11 @@ def bench(
     from peagle.evaluation.throughput import summarize
     from peagle.evaluation.timing import LatencyObjective
     from peagle.evaluation.touched_experts import count_experts
+    from peagle.evaluation.turns import bench_with_turns, sent_turns
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
     from peagle.results import THROUGHPUT
 
+    sent = sent_turns(prompts, num_turns)
     bounds = LatencyObjective.parse(objective) if objective else None
     extra = harness.template_fields(thinking, fields)
     servers = {
@@ -226,7 +260,7 @@ def bench(
         sweep = Sweep(
             arms,
             {
-                name: apply_mix(_requests(own, params, chat), shares)
+                name: apply_mix(_requests(own, params, chat, num_turns), shares)
                 for name, own in prompts.items()
             },
             loads,
@@ -250,7 +284,7 @@ def bench(
             **({"mix": [share.entry for share in shares]} if shares else {}),
             **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
         }
-        log = _open_journal(output, sweep, provenance, settings, identity)
+        log = _open_journal(output, sweep, sent, provenance, settings, identity)
         view = BenchView()
         with harness.resumable(view.close, output, log):
             measured = sweep.run(log, view)
@@ -262,8 +296,12 @@ def bench(
         settings=settings,
         training={} if models is None else _training(models),
         experts=experts,
+        turns=sent,
+        price_per_hour=price,
+        requests_per_second=wanted,
     )
-    results = results.model_copy(update={"advice": throughput_advice(results)})
+    advice = throughput_advice(bench_with_turns(results))
+    results = results.model_copy(update={"advice": advice})
     for server in servers.values():
         for text in server.notes:
             note(text)
@@ -347,13 +385,25 @@ def _training(models: Models) -> dict[str, TrainingRecord]:
 # ---- requests -------------------------------------------------------------------------------
 
 
-def _requests(prompts: Sequence[Prompt], params: SamplingParams, chat: bool) -> list[Request]:
+def _whole_turns(text: str) -> int:
+    """Read the number of turns to send."""
+    if re.fullmatch(r"\d{1,6}", text) is None or not int(text):
+        raise UserError(f"--turns is {text!r}; expected a whole number of at least 1, or all.")
+    return int(text)
+
+
+def _requests(
+    prompts: Sequence[Prompt], params: SamplingParams, chat: bool, num_turns: int | None
+) -> list[Request]:
+    """Make a request of each prompt, with its first turns; None is all of them."""
     from peagle.evaluation.decoding import Request
 
     def first(prompt: Prompt) -> Any:
         return [{"role": "user", "content": prompt.text}] if chat else prompt.text
 
-    return [Request(prompt.id, first(prompt), params) for prompt in prompts]
+    return [
+        Request(prompt.id, first(prompt), params, prompt.turns[1:num_turns]) for prompt in prompts
+    ]
 
 
 def _is_chat(
@@ -371,6 +421,7 @@ def _is_chat(
 def _open_journal(
     output: Path | None,
     sweep: Sweep,
+    sent: Mapping[str, Turns],
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],
     identity: Mapping[str, Any],
@@ -382,8 +433,10 @@ def _open_journal(
     machine = provenance["environment"]
     shared = {name: provenance[name] for name in ("target", "dtype")}
     shared |= {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
+    shared |= {f"turns of {name}": one.sent for name, one in sent.items()}
     for name, requests in sweep.sets.items():
-        prompts = json.dumps([request.prompt for request in requests])
+        later = [request.later_turns for request in requests if request.later_turns]
+        prompts = json.dumps([request.prompt for request in requests] + later)
         shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
     shared |= {"heads_sha256": {}, **identity}
     shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
@@ -418,14 +471,23 @@ class BenchView:
 
 def result_text(result: ThroughputResults) -> str:
     """Return the tables of a sweep."""
+    from peagle.evaluation.turns import bench_with_turns, name_turns
+
+    sizes = {name_turns(name, result.turns): n for name, n in result.settings["sets"].items()}
+    result = bench_with_turns(result)
     cells = result.cells
     blocks: list[str] = []
     for name in dict.fromkeys(cell.set for cell in cells):
         own = [cell for cell in cells if cell.set == name]
         repeats = len(own[0].repeats)
         of = f"medians of {repeats} runs" if repeats > 1 else "one run"
-        blocks.append(f"{name}, {result.settings['sets'][name]} prompts, {of}")
-        blocks.append(_table(_HEADER, [_row(cell) for cell in own]))
+        blocks.append(f"{name}, {sizes[name]} prompts, {of}")
+        blocks.append(text_table(_HEADER, [_row(cell) for cell in own]))
+    pivot = bench_pivot(result)
+    if len(pivot.sets) > 1:
+        blocks += ["acceptance length and speed-up by set", pivot_table(pivot)]
+    if result.price_per_hour or result.requests_per_second:
+        blocks.append(_costs(result))
     blocks += _verdicts(result)
     blocks.append(f"Advice: {printable(result.advice)}")
     return "\n".join(blocks)
@@ -448,19 +510,43 @@ def _row(cell: Cell) -> list[str]:
         str(cell.concurrency),
         f"{speed:.1f}",
         f"{least:.0f}-{most:.0f}",
-        _number(cell.speed_up_over_plain),
-        _number(cell.speed_up_over_eagle3),
-        _number(median.acceptance_length),
+        number(cell.speed_up_over_plain),
+        number(cell.speed_up_over_eagle3),
+        number(median.acceptance_length),
         _ms(median.ttft_s.p50),
         _ms(median.ttft_s.p99),
         _ms(median.itl_s.p50),
         _ms(median.itl_s.p99),
-        _number(median.requests_per_s),
-        _number(cell.linearity),
+        number(median.requests_per_s),
+        number(cell.linearity),
         _share(median.gpu_busy),
         _experts(cell.experts),
         f"{median.errors:g}" if any(one.errors for one in cell.repeats) else "",
     ]
+
+
+def _costs(result: ThroughputResults) -> str:
+    """Return the cost and the instances of each method with its best K, by set and load."""
+    from peagle.evaluation.report.series import best_cells_of_all
+    from peagle.evaluation.report.text import money, objective
+
+    def amount(value: float | None) -> str:
+        return "-" if value is None else money(value)
+
+    price, wanted = result.price_per_hour, result.requests_per_second
+    titles = [f"a million output tokens at {price:g} an hour"] if price else []
+    titles += [f"instances for {wanted:g} requests/s"] if wanted else []
+    rows = [
+        [
+            *(cell.method, cell.set, str(cell.k or "-"), str(cell.concurrency)),
+            *(amount(cell.cost_per_million_tokens), number(cell.median.requests_per_s)),
+            *(str(cell.instances or "-"), amount(result.cost_per_hour(cell))),
+            "" if cell.meets_objective is None else objective(cell.meets_objective),
+        ]
+        for cell in best_cells_of_all(result.cells)
+    ]
+    header = ("method", "set", "K", "c", "1M tokens", "req/s", "instances", "an hour", "objective")
+    return f"{', and '.join(titles)}; each method with its best K\n{text_table(header, rows)}"
 
 
 def _verdicts(result: ThroughputResults) -> list[str]:
@@ -491,25 +577,6 @@ def _ties(best: BestK) -> str:
     """Name the other K whose speed is within the spread of the best one's repeats."""
     others = [str(k) for k in best.tied_k if k != best.k]
     return f" (tied: {', '.join(others)})" if others else ""
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align names to the left and numbers to the right; leave out empty columns."""
-    columns = [i for i in range(len(header)) if any(row[i] not in ("", "-") for row in rows)]
-    every = [[row[i] for i in columns] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*every)]
-    lines = (
-        "  ".join(
-            text.ljust(width) if number == 0 else text.rjust(width)
-            for number, (text, width) in enumerate(zip(row, widths))
-        )
-        for row in every
-    )
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _ms(seconds: float | None) -> str:

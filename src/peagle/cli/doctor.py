@@ -32,6 +32,10 @@ A head of your own, in our engine; prompts as they will be served:
   peagle doctor --target ./Qwen3-0.6B --draft ./head --no-thinking
   peagle doctor --target ./base-model --draft ./head --plain --prompts prompts.jsonl
 
+Whether an engine would start with candidate trees, and how many requests then run at once:
+  peagle doctor --target ./Qwen3-0.6B --draft ./head --max-num-seqs 64 \
+    --parallel-drafting-spec '{"num_parallel_trees": 8, "prediction_depth": 7, "max_nodes": 16}'
+
 The same head behind a server (ours or vLLM's), as it is served there:
   peagle doctor --target ./Qwen3-0.6B --draft ./head --endpoint http://127.0.0.1:8000
 
@@ -42,14 +46,16 @@ For a program: exit status 0 is healthy, 1 is not, 2 is a mistake in the call:
   peagle doctor --target ./Qwen3-0.6B --draft ./head --format json > doctor.json
 """
 
+_TREES = "speculative.parallel_drafting_spec"
+_SIZES = ("max_model_len", "max_num_seqs", "kv_cache_gib", "gpu_memory_utilization")
 _MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
 
 
 @takes(
     *groups.MODEL,
-    *pick(groups.SPECULATION, "speculative.num_speculative_tokens"),
+    *pick(groups.SPECULATION, "speculative.num_speculative_tokens", _TREES),
     *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
-    *pick(groups.ENGINE, "engine.device", "threads"),
+    *pick(groups.ENGINE, "engine.device", "threads", *(f"engine.{name}" for name in _SIZES)),
     *vllm.OPTIONS,
 )
 def doctor(
@@ -92,13 +98,24 @@ def doctor(
     """Find out why a draft head accepts less than it should.
 
     Looks through the files of the head, runs it as in training on fixed prompts, tries a repair for
-    each known fault, and compares with what is served. Names the cause and the remedy.
+    each known fault, and compares with what is served. Names the cause and the remedy. With
+    candidate trees it starts our engine with them, and says what that refuses.
     """
     if endpoint_model is not None and endpoint is None:
         raise UserError("--endpoint-model was given without --endpoint; give both.")
     on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and endpoint is not None:
         raise UserError("--engine vllm and --endpoint contradict each other; leave one out.")
+    if _TREES in given and (on_vllm or endpoint is not None):
+        where = "--engine vllm" if on_vllm else "--endpoint"
+        raise UserError(
+            f"--parallel-drafting-spec was given with {where}; the doctor examines candidate trees "
+            "in our engine. Leave one out."
+        )
+    sizes = {name: given.value(f"engine.{name}") for name in _SIZES if f"engine.{name}" in given}
+    if sizes and _TREES not in given:
+        flag = "--" + min(sizes).replace("_", "-")
+        raise UserError(f"{flag} was given without --parallel-drafting-spec; give both.")
     setup = Setup(given)
     if setup.speculative is None or setup.speculative.model is None:
         raise UserError(f"There is no head to examine for {setup.target!r}. Name one with --draft.")
@@ -120,7 +137,9 @@ def doctor(
             endpoint=endpoint,
             endpoint_model=endpoint_model,
             vllm=in_vllm,
-            num_speculative_tokens=setup.speculative.num_speculative_tokens,
+            # The depth of trees may be more than the head can.
+            num_speculative_tokens=given.value("speculative.num_speculative_tokens"),
+            trees=setup.speculative.parallel_drafting_spec,
             prompts=prompts,
             plain=plain,
             chat_template=chat_template,

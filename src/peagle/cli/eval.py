@@ -29,11 +29,13 @@ from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
 from peagle.cli.setup import check_paths, thinking_mode
+from peagle.cli.tables import pivot_table
 from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
+from peagle.evaluation.pivot import eval_pivot
 from peagle.results import Entry, EntryKey, Slice
 
 if TYPE_CHECKING:
@@ -211,10 +213,11 @@ def eval(
         provenance = harness.provenance(models.name, dtype, models.target.device)
         target_sha256 = models.target_sha256
     from peagle.evaluation.eval_run import AcceptanceFile, EvalPlan
+    from peagle.evaluation.turns import sent_turns
     from peagle.results import ACCEPTANCE
 
     plan = EvalPlan(prompts, temperatures, params, draft_sampling, concurrency, chat, thinking)
-    file = AcceptanceFile(output, provenance, plan.settings(target_sha256))
+    file = AcceptanceFile(output, provenance, plan.settings(target_sha256), sent_turns(prompts))
     text = _measure(arms, plan, file, output, output_format)
     harness.conclude(file.results, text, ACCEPTANCE, output, output_format)
 
@@ -370,16 +373,18 @@ def _measure(
     output: Path | None,
     output_format: OutputFormat,
 ) -> str:
-    """Measure every entry, show each as it comes, and return the advice."""
+    """Measure every entry, show each as it comes, and return the pivot and the advice."""
     from peagle.evaluation.eval_run import evaluate
     from peagle.evaluation.intervals import compare_entries
     from peagle.evaluation.report.advice import acceptance_advice
+    from peagle.evaluation.turns import entry_with_turns, eval_with_turns
 
     dtype = file.results.provenance.dtype
 
     def show(entry: Entry) -> None:
         if output_format is OutputFormat.TEXT:
-            print(entry_text(entry, dtype, chat=plan.chat) + "\n", flush=True)
+            shown = entry_with_turns(entry, file.results.turns)
+            print(entry_text(shown, dtype, chat=plan.chat) + "\n", flush=True)
 
     view = EvalView(show)
     with harness.resumable(view.close, output, file.entries):
@@ -387,7 +392,10 @@ def _measure(
     comparisons = compare_entries(file.entries, seed=plan.params.seed or 0)
     advice = acceptance_advice(file.entries, comparisons)
     file.conclude(comparisons, advice)
-    return f"Advice: {printable(advice)}"
+    pivot = eval_pivot(eval_with_turns(file.results))
+    several = len(pivot.sets) > 1
+    table = f"acceptance length by set\n{pivot_table(pivot)}\n\n" if several else ""
+    return f"{table}Advice: {printable(advice)}"
 
 
 def _certify(

@@ -36,6 +36,7 @@ SECTIONS: dict[str, Any] = {
 }
 _NAMES = ("target", "revision")
 _ROLES: dict[str, Role] = {"target": "target", "speculative.model": "draft"}
+_MOST = 1_000_000
 _OTHER_VARIABLES = ("PEAGLE_API_KEY", "PEAGLE_CACHE", "PEAGLE_VLLM_PYTHON")  # read elsewhere
 
 
@@ -249,6 +250,22 @@ def whole_numbers(flag: str, text: str, most: int) -> tuple[int, ...]:
             )
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))
+
+
+def positive_number(flag: str, text: str | None, example: str) -> float | None:
+    """Read a number above 0, at most a million; None if none is given."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MOST:
+        raise UserError(
+            f"{flag} is {text!r}; expected a number above 0 and at most {_MOST:,}, without a unit. "
+            f"Give one like {example}."
+        )
+    return value
 
 
 def read_logit_bias(text: str) -> dict[int, Any]:

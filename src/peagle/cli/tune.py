@@ -19,7 +19,8 @@ from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
 from peagle.cli.setup import check_paths, own_target
 from peagle.cli.terminal import bright, printable
-from peagle.config import MAX_SPECULATIVE_TOKENS
+from peagle.config import MAX_SPECULATIVE_TOKENS, CandidateTrees
+from peagle.config.speculative import MAX_TREE_NODES
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.tuning.schedule import k_at
@@ -48,6 +49,9 @@ Larger batches and longer contexts, K from a list:
   peagle tune --target ./Qwen3-0.6B --draft ./head -k 1,3,5,7 --batch-sizes 1,4,16,32,64 \\
       --context 2048
 
+Candidate trees of 7, 16 and 32 nodes beside chains, for a P-EAGLE head:
+  peagle tune --target ./Qwen3-0.6B --draft ./head --max-nodes 7,16,32
+
 Interrupted? The same command with the same --output goes on where it was.
 What it prints goes into --speculative-config of peagle serve.
 """
@@ -72,6 +76,12 @@ def tune(
         help="Draft tokens per step to choose from, like 1-8 or 1,3,5,7; no drafts (K = 0) is "
         "always among them.",
         show_default="1 to what the head was trained for, at most 8",
+    ),
+    max_nodes: str | None = typer.Option(
+        None,
+        metavar="N,...",
+        help="Nodes of candidate trees to measure beside chains, like 7,16,32.",
+        show_default="no trees",
     ),
     batch_sizes: str = typer.Option(
         "1,2,4,8,16", metavar="B,...", help="Numbers of sequences that decode together."
@@ -111,10 +121,17 @@ def tune(
     Measures the cost of a decode step by batch size and K, joins it with acceptance, predicts
     tokens/s (checked on cells that it was not fitted to) and prints a schedule of K by batch size,
     K = 0 where drafts do not pay, with the acceptance length from which they would. A step of a
-    mixture of experts is priced by the distinct experts that it touches, too.
+    mixture of experts is priced by the distinct experts that it touches, too. With --max-nodes it
+    measures candidate trees, and says at which batch sizes they are faster than every K.
     """
     params = harness.sampling_params(given)
     ks = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
+    sizes = () if max_nodes is None else whole_numbers("--max-nodes", max_nodes, MAX_TREE_NODES)
+    if sizes and acceptance is not None:
+        raise UserError(
+            "--max-nodes and --acceptance were given; the acceptance of trees is measured here, "
+            "and that of chains has to be of the same prompts. Leave one of them out."
+        )
     batches = whole_numbers("--batch-sizes", batch_sizes, 4096)
     for flag, number in (("--context", context), ("--steps", steps), ("--rounds", rounds)):
         if number < 1:
@@ -133,9 +150,14 @@ def tune(
     draft = expand_bundled(draft or BUNDLED, "draft")
     prompts = harness.load_prompts([sets], limit)
     from peagle.evaluation.journal import Journal, weights_digest
-    from peagle.evaluation.tuning.acceptance import acceptance_of_file, measure_acceptance
+    from peagle.evaluation.tuning.acceptance import (
+        acceptance_of_file,
+        measure_acceptance,
+        measure_tree_acceptance,
+    )
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
     from peagle.evaluation.tuning.model import Shape
+    from peagle.evaluation.tuning.trees import measure_tree_steps, tree_shapes, tuned_trees
     from peagle.evaluation.tuning.tune import LOG_NAME, count_experts, measure_costs, tune_results
     from peagle.models.checkpoint import read_head_config
     from peagle.results import TUNE
@@ -148,6 +170,8 @@ def tune(
         )
     models = harness.load_models(given, [DecodingMethod("", draft)])
     target, (head,) = models.target, models.methods
+    config, _ = read_head_config(head.folder, num_target_layers=target.num_layers)
+    shapes = tree_shapes(sizes, config)
     grid = _grid(batches, ks, known, head.trained_depth)
     chat = models.has_template if chat_template is None else chat_template
     provenance = harness.provenance(models.name, models.dtype, target.device)
@@ -161,6 +185,7 @@ def tune(
         "acceptance": known and {str(k): list(rates) for k, rates in known.per_pos.items()},
         "k": grid.ks,
         "batch_sizes": grid.batches,
+        "max_nodes": sizes,
         "context": context,
         "steps": steps,
         "threads": given.value("threads"),
@@ -173,7 +198,7 @@ def tune(
         **{name: machine[name] for name in ("device", "cpu", "torch")},
     }
     journal = Journal(output and output / LOG_NAME, settings | identity)
-    view = TuneView(len(grid.points) * rounds)
+    view = TuneView((len(grid.points) + len(grid.batches) * len(shapes)) * rounds)
     limits = {
         name: value
         for name, value in models.engine_options.items()
@@ -195,6 +220,17 @@ def tune(
                 watch=lambda k: view.say(f"acceptance at K = {k} is there"),
                 **limits,
             )
+        lengths = measure_tree_acceptance(
+            target,
+            head.folder,
+            shapes,
+            prompts,
+            params,
+            journal,
+            chat=chat,
+            watch=lambda nodes: view.say(f"acceptance of trees of {nodes} nodes is there"),
+            **limits,
+        )
         timed = EngineMachine(
             target,
             head.folder,
@@ -204,6 +240,7 @@ def tune(
             context=context,
             steps=steps,
             temperature=params.temperature,
+            trees=shapes,
             **limits,
         )
         costs = measure_costs(
@@ -215,7 +252,9 @@ def tune(
             interleave_k=timed.changes_k_cheaply,
         )
         experts = count_experts(timed.count_experts, journal)
-    config, _ = read_head_config(head.folder, num_target_layers=target.num_layers)
+        seconds = measure_tree_steps(
+            timed.measure_trees, shapes, grid.batches, rounds, journal, view.visited_trees
+        )
     settings |= {"rounds": rounds, "threshold": threshold}
     settings["fitted"] = [asdict(point) for point in sorted(grid.fitted)]
     is_padded = target.device.type == "cuda"
@@ -228,6 +267,7 @@ def tune(
         threshold=threshold,
         provenance=provenance,
         settings=settings,
+        trees=lambda chains: tuned_trees(shapes, lengths, seconds, chains, threshold),
     )
     harness.conclude(results, result_text(results), TUNE, output, output_format)
 
@@ -265,8 +305,15 @@ class TuneView:
 
     def visited(self, cell: CostPoint, was_there: bool) -> None:
         """Count a visit."""
+        self._visited(f"batch {cell.batch}, K = {cell.k}", was_there)
+
+    def visited_trees(self, batch: int, shape: CandidateTrees, was_there: bool) -> None:
+        """Count a visit with candidate trees."""
+        self._visited(f"batch {batch}, trees of {shape.max_nodes} nodes", was_there)
+
+    def _visited(self, text: str, was_there: bool) -> None:
         self._done += 1
-        text = f"batch {cell.batch}, K = {cell.k}{', measured before' if was_there else ''}"
+        text += ", measured before" * was_there
         line = f"cost {self._done}/{self._total}  {text}"
         self._line.update(self._done, self._total, text, line=line)
 
@@ -294,6 +341,7 @@ def result_text(result: TuneResults) -> str:
             *_break_even(result),
             "",
             *_schedule(result),
+            *_trees(result),
         ]
     )
 
@@ -376,6 +424,29 @@ def _schedule(result: TuneResults) -> list[str]:
     lines.append("vLLM up to 0.32 crashes on a schedule with parallel drafting; the best single K:")
     single = configs["vllm_single_k"]
     return [*lines, "  0: leave the head out" if single is None else f"  '{_json(single)}'"]
+
+
+def _trees(result: TuneResults) -> list[str]:
+    """Return the speeds of candidate trees, and where they win; nothing without trees."""
+    if not result.trees:
+        return []
+    rows: dict[str, list[str]] = {"length": []}
+    for one in result.trees:
+        rows["length"].append(f"{one.acceptance_length:.2f} ")
+        for batch, speed in one.tokens_per_s:
+            mark = "*" if batch in one.wins_at else " "
+            rows.setdefault(str(batch), []).append(f"{speed:,.0f}{mark}")
+    heading = "Candidate trees by nodes: acceptance length, and tokens/s by batch size "
+    heading += f"(* over {result.threshold:.0%} above every K)"
+    columns = [f"{one.parallel_drafting_spec['max_nodes']} " for one in result.trees]
+    lines = ["", heading, *_table("batch", rows, columns)]
+    config = result.speculative_config.get("peagle_trees")
+    if config is None:
+        return [*lines, "Chains or no drafts are as fast at every batch size."]
+    sizes = sorted(batch for one in result.trees for batch in one.wins_at)
+    where = f"Trees win at batch sizes {', '.join(map(str, sizes))}"
+    lines.append(f"{where}. For --speculative-config of peagle serve at such loads:")
+    return [*lines, f"  '{_json(config)}'"]
 
 
 def _json(config: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config import CandidateTrees, EngineConfig
 from peagle.doctor.files import HeadFiles, examine_files
 from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, HeadDrafts, drafted
@@ -23,7 +23,13 @@ from peagle.doctor.repair import (
     repair,
     starved_depth,
 )
-from peagle.doctor.serving import EndpointServing, EngineServing, Serving, examine_serving
+from peagle.doctor.serving import (
+    EndpointServing,
+    EngineServing,
+    Serving,
+    examine_serving,
+    examine_trees,
+)
 from peagle.engine.placement import load_target
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.endpoint import EndpointBackend
@@ -61,6 +67,7 @@ def run_doctor(
     endpoint_model: str | None = None,
     vllm: Callable[[Path, Path, int], Serving] | None = None,
     num_speculative_tokens: int | None = None,
+    trees: CandidateTrees | None = None,
     prompts: Path | None = None,
     plain: bool = False,
     chat_template: str | None = None,
@@ -75,9 +82,10 @@ def run_doctor(
         endpoint, endpoint_model: URL of a server, and the model's name there; None takes the first.
         vllm: makes the serving side in vLLM of a target, a head and K.
         num_speculative_tokens: K; None takes that of the server, else the head's trained depth.
+        trees: the shape of candidate trees that our engine shall start with; None: chains.
         prompts: a file; None takes bundled prompts.
         plain, chat_template, thinking: the style of the prompts, as they are served.
-        engine: dtype and device.
+        engine: dtype and device; with `trees` the sizes of the engine too.
         progress: gets a line about each step.
 
     Raises:
@@ -118,6 +126,9 @@ def run_doctor(
     else:
         serving = EndpointServing(backend) if backend else EngineServing(model, folder, k)
     report = examine(probe, folder, serving)
+    if trees is not None:
+        progress("the engine starts with candidate trees")
+        examine_trees(model, folder, trees, engine, report)
     report.figures = {
         "target": target,
         "draft": draft,

@@ -32,6 +32,7 @@ CAUSES = {
     "wrong_target": "wrong target",
     "weights": "weights",
     "training": "trained too little",
+    "trees": "candidate trees",
     "serving": "serving side",
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,8 +18,10 @@ import torch
 from peagle.backends.vllm.checks import check_launch
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
-from peagle.config import SamplingParams
+from peagle.config import CandidateTrees, EngineConfig, SamplingParams
+from peagle.config.engine import OF_TARGET
 from peagle.doctor.files import HeadFiles
+from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, HeadDrafts, drafted
 from peagle.doctor.probe import Probe, Progress, Question
 from peagle.doctor.repair import MASK_STATE, MIN_T, Change, serving_faults
@@ -229,6 +231,38 @@ def examine_serving(serving: Serving, probe: Probe, files: HeadFiles) -> None:
         report.check("serving side", "not checked", note)
     if _same_prompts(served, probe, files) and _same_outputs(served, probe, files):
         _compare_drafts(served, probe, files)
+
+
+def examine_trees(
+    target: TargetModel,
+    head: Path,
+    trees: CandidateTrees,
+    engine: EngineConfig,
+    report: Examination,
+) -> None:
+    """Start our engine with candidate trees, and report what it refuses, or its KV cache.
+
+    Args:
+        engine: its sizes; what is the target's is left out.
+    """
+    check = "candidate trees"
+    if report.blames("weights"):
+        report.check(check, "not checked", "the engine refuses the head")
+        return
+    speculative = {"model": str(head), "parallel_drafting_spec": trees, "check_target": False}
+    try:
+        sizes = asdict(replace(engine, **OF_TARGET))
+        llm = LLM(model=target, speculative_config=speculative, **sizes)
+    except UserError as error:
+        report.check(check, "differs", "the engine does not start with them")
+        remedy = "Change the shape of the trees, the head or the sizes of the engine as it says."
+        report.blame("trees", "serving", str(error), remedy)
+        return
+    plan = llm.engine.memory_plan
+    most, slots = plan.longest_context, plan.num_lookahead_slots
+    text = f"{trees.max_nodes} nodes a step; a request has {slots:,} KV slots ahead, and "
+    text += f"{plan.concurrency(most):,} of {most:,} tokens run at once"
+    report.check(check, "agrees", text)
 
 
 def _same_prompts(served: Sequence[Served], probe: Probe, files: HeadFiles) -> bool:

@@ -37,7 +37,7 @@ from peagle.engine.memory_plan import (
     run_largest_passes,
 )
 from peagle.engine.model_runner import ModelRunner, RunTarget, TargetPass
-from peagle.engine.outputs import StepOutput
+from peagle.engine.outputs import DraftTree, StepOutput
 from peagle.engine.pass_graphs import MAX_SEQUENCES
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.sampler import Sampler
@@ -589,7 +589,10 @@ class LLMEngine:
     ) -> None:
         """Append verified tokens up to where the sequence ends."""
         sequence.num_computed_tokens += num_accepted
-        depth = sequence.draft_depth if num_drafted else None
+        tree, depth = None, sequence.draft_depth if num_drafted else None
+        if num_drafted and sequence.draft_parents is not None:
+            nodes = slice(num_drafted)
+            tree = DraftTree(sequence.drafts[nodes], sequence.draft_parents[nodes])
         for stats in (sequence.stats, self.speculation_stats):
             stats.record(num_drafted, num_accepted, depth)
         kept = sequence.append(new, self.max_model_len)
@@ -598,7 +601,7 @@ class LLMEngine:
         self._counts["num_output_tokens"] += len(kept)
         accepted = min(num_accepted, len(kept))
         self._outputs.append(
-            StepOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected, depth)
+            StepOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected, tree)
         )
 
     def _fail(self, sequence: Sequence, code: str, error: str) -> None:

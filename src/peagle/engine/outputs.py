@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,34 @@ from typing import Any, NamedTuple
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.trees import row_depths
+
+
+class DraftTree(NamedTuple):
+    """The drafts of a step that are a tree, see `kernels.trees`.
+
+    Attributes:
+        tokens: of the nodes, the likeliest first.
+        parents: the row of each node's parent; row 0 is the newest token, row i + 1 is node i.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+
+    @property
+    def depth(self) -> int:
+        """Most nodes on a path."""
+        return max(row_depths(self.parents))
+
+    def path(self, tokens: Iterable[int]) -> list[int]:
+        """Return the nodes on the path of these tokens, from the newest token on."""
+        nodes, row = [], 0
+        for token in tokens:
+            every = enumerate(zip(self.parents, self.tokens, strict=True))
+            node = next(i for i, following in every if following == (row, token))
+            nodes.append(node)
+            row = node + 1
+        return nodes
 
 
 class StepOutput(NamedTuple):
@@ -24,7 +53,7 @@ class StepOutput(NamedTuple):
     num_drafted: int
     logprobs: SequenceOf[TokenLogprobs] = ()
     rejected_token_ids: SequenceOf[int] = ()
-    draft_depth: int | None = None
+    draft_tree: DraftTree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +179,7 @@ class StreamChunk(NamedTuple):
         output_index: number of the output among those of its prompt, 0 to n - 1.
         logprobs: log-probabilities of the new tokens, if requested.
         rejected_token_ids: draft tokens that the step refused.
-        draft_depth: most drafts on a path where they were a tree; None for a chain.
+        draft_tree: the draft tokens that the step verified, where they were a tree.
     """
 
     index: int
@@ -162,4 +191,9 @@ class StreamChunk(NamedTuple):
     output_index: int = 0
     logprobs: SequenceOf[TokenLogprobs] = ()
     rejected_token_ids: SequenceOf[int] = ()
-    draft_depth: int | None = None
+    draft_tree: DraftTree | None = None
+
+    @property
+    def draft_depth(self) -> int | None:
+        """Most draft tokens on a path where they were a tree; None for a chain."""
+        return None if self.draft_tree is None else self.draft_tree.depth

@@ -238,7 +238,7 @@ class Requests:
             running.output_index,
             step.logprobs[: new.num_tokens],
             step.rejected_token_ids,
-            step.draft_depth,
+            step.draft_tree,
         )
 
     def _finished(self, running: _Output) -> RequestOutput:

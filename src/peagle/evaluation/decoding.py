@@ -19,11 +19,16 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A text to complete, or messages to answer behind the model's chat template."""
+    """A text to complete, or messages to answer behind the model's chat template.
+
+    `later_turns` are what the user says after the answer, turn by turn. A backend answers the
+    prompt alone.
+    """
 
     id: str
     prompt: str | Sequence[Message]
     params: SamplingParams
+    later_turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +82,11 @@ class Run:
     counters: SpeculationStats | None = None
 
     def extend(self, other: Run) -> None:
-        """Append the answers and the seconds of another run."""
+        """Append the answers, the seconds and the counters of another run."""
         self.answers += other.answers
         self.seconds += other.seconds
+        both = [one for one in (self.counters, other.counters) if one is not None]
+        self.counters = SpeculationStats.pooled(both) if len(both) == 2 else None
 
     @property
     def token_ids(self) -> list[list[int]]:

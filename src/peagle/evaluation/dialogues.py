@@ -1,4 +1,4 @@
-"""Prompt sets put to a backend, turn by turn."""
+"""Conversations with a backend, turn by turn: those of prompt sets, and those of requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import GroupCounters
-from peagle.evaluation.decoding import Answer, Backend, Message, Observation, Request
+from peagle.evaluation.decoding import Answer, Backend, Message, Observation, Request, Run
 from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import Prompt
 
@@ -40,15 +40,6 @@ class Dialogue:
         prompt = self.prompt
         text = self.next_prompt if isinstance(self.next_prompt, str) else prompt.turns[turn]
         return Observation(self.set, prompt.category, prompt.id, turn, text, answer)
-
-    def add_turn(self, answer: str, turn: int, opened: bool | None) -> None:
-        """Append an answer, without its reasoning where it is a chat, and the user's next turn."""
-        text = self.prompt.turns[turn]
-        if isinstance(self.next_prompt, str):
-            self.next_prompt = f"{self.next_prompt}{answer}\n\n{text}"
-        else:
-            before = with_answer(self.next_prompt, answer, opened=opened)
-            self.next_prompt = [*before, {"role": "user", "content": text}]
 
 
 @dataclass(slots=True)
@@ -146,11 +137,49 @@ def _run_group(
                 continue
             results.observations.append(one.observation(turn - 1, answer))
             if len(one.prompt.turns) > turn:
-                # Elsewhere only the output can tell whether the prompt opened the reasoning.
-                text, opened = answer.text, None
-                if isinstance(backend, EngineBackend) and not isinstance(request.prompt, str):
-                    text, opened = backend.answer_text(request, answer), False
-                one.add_turn(text, turn, opened)
+                text = one.prompt.turns[turn]
+                one.next_prompt = next_prompt(backend, request, answer, text)
                 unfinished.append(one)
         going_on = unfinished
     return SpeculationStats.pooled(counters) if counters else None
+
+
+def next_prompt(
+    backend: Backend, request: Request, answer: Answer, text: str
+) -> str | list[Message]:
+    """Return the prompt of the next turn: the answer behind the last prompt, and the user's text.
+
+    In a chat the answer stands there without its reasoning.
+    """
+    if isinstance(request.prompt, str):
+        return f"{request.prompt}{answer.text}\n\n{text}"
+    # Elsewhere only the output can tell whether the prompt opened the reasoning.
+    said, opened = answer.text, None
+    if isinstance(backend, EngineBackend):
+        said, opened = backend.answer_text(request, answer), False
+    before = with_answer(request.prompt, said, opened=opened)
+    return [*before, {"role": "user", "content": text}]
+
+
+def run_conversations(backend: Backend, requests: Sequence[Request], concurrency: int) -> Run:
+    """Answer requests with their later turns: first turns, then second ones behind their answers.
+
+    The passes are timed one by one, and the result has their sums. The turns after a request
+    without a whole answer are not sent.
+
+    Raises:
+        UserError: as `Backend.run`.
+    """
+    whole = run = backend.run(requests, concurrency)
+    while requests := [
+        replace(
+            request,
+            prompt=next_prompt(backend, request, answer, request.later_turns[0]),
+            later_turns=request.later_turns[1:],
+        )
+        for request, answer in zip(requests, run.answers, strict=True)
+        if request.later_turns and not answer.error
+    ]:
+        run = backend.run(requests, concurrency)
+        whole.extend(run)
+    return whole

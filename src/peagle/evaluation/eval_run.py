@@ -28,6 +28,7 @@ from peagle.results import (
     Entry,
     EntryKey,
     Provenance,
+    Turns,
     read_document,
 )
 
@@ -35,14 +36,19 @@ from peagle.results import (
 class AcceptanceFile:
     """The acceptance.json of an output folder, or its content alone where the folder is None.
 
-    `provenance` has "target" and "dtype", `settings` are those that all entries share.
+    `provenance` has "target" and "dtype", `settings` are those that all entries share, and `turns`
+    are those of the sets whose prompts have several.
 
     Raises:
         UserError: the file there is not readable or newer, or was made with other settings.
     """
 
     def __init__(
-        self, folder: Path | None, provenance: Mapping[str, Any], settings: Mapping[str, Any]
+        self,
+        folder: Path | None,
+        provenance: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        turns: Mapping[str, Turns] | None = None,
     ) -> None:
         self._path = None if folder is None else folder / ACCEPTANCE
         entries: list[Entry] = []
@@ -58,7 +64,10 @@ class AcceptanceFile:
                 )
                 entries = before.entries
         self.results = AcceptanceResults(
-            provenance=Provenance(**provenance), settings=dict(settings), entries=entries
+            provenance=Provenance(**provenance),
+            settings=dict(settings),
+            turns=dict(turns or {}),
+            entries=entries,
         )
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Backend, Request
+from peagle.evaluation.dialogues import run_conversations
 from peagle.evaluation.gpu_busy import gpu_utilization
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.timing import figures_of
@@ -142,7 +143,7 @@ class Sweep:
         for number, (repeat, point) in enumerate(due, 1):
             started, arm = time.perf_counter(), points[point]
             with gpu_utilization(arm.device) as busy:
-                run = arm.backend.run(self.requests(point), point.concurrency)
+                run = run_conversations(arm.backend, self.requests(point), point.concurrency)
             errors = [answer.error for answer in run.answers if answer.error]
             problem = errors[0] if errors else ""
             if len(errors) == len(run.answers):

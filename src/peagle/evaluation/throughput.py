@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from peagle.evaluation.decoding_methods import PLAIN
+from peagle.evaluation.serving_cost import cost_per_million_tokens, instances_for
 from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.timing import LatencyObjective, median_of
 from peagle.results import (
@@ -24,6 +25,7 @@ from peagle.results import (
     ThroughputResults,
     TouchedExperts,
     TrainingRecord,
+    Turns,
 )
 
 EAGLE3 = "eagle3"
@@ -52,6 +54,9 @@ def summarize(
     settings: Mapping[str, Any],
     training: Mapping[str, TrainingRecord] | None = None,
     experts: Mapping[SweepPoint, TouchedExperts] | None = None,
+    turns: Mapping[str, Turns] | None = None,
+    price_per_hour: float | None = None,
+    requests_per_second: float | None = None,
 ) -> ThroughputResults:
     """Build throughput.json from the repeats of every point.
 
@@ -61,11 +66,12 @@ def summarize(
     - speed_up_over_eagle3: over those of the method named eagle3 at its best K;
     - linearity: tokens/s at concurrency c over c / c0 times those at the least concurrency c0;
       1 where requests do not slow each other down;
-    - meets_objective: whether the medians of its latencies keep the objective.
+    - meets_objective: whether the medians of its latencies keep the objective;
+    - cost_per_million_tokens at `price_per_hour`, and the instances for `requests_per_second`.
     tied_k lists every K whose repeats overlap those of the fastest. Goodput is the most requests/s
     of a method at one K among the concurrencies that keep the objective; where none does, there is
     no entry. `training` has the length of each head's training by method, `experts` the distinct
-    experts that a decode step touches.
+    experts that a decode step touches, `turns` the turns of the sets whose prompts have several.
     """
     counts = experts or {}
     cells = [
@@ -92,6 +98,7 @@ def summarize(
                 "speed_up_over_plain": over(PLAIN, cell),
                 "speed_up_over_eagle3": over(EAGLE3, cell),
                 "linearity": _linearity(cell, cells),
+                **_costs(cell, price_per_hour, requests_per_second),
             }
         )
         for cell in cells
@@ -117,6 +124,9 @@ def summarize(
         ],
         goodput=_goodput(cells),
         training=dict(training or {}),
+        turns=dict(turns or {}),
+        price_per_hour=price_per_hour,
+        requests_per_second=requests_per_second,
     )
 
 
@@ -145,6 +155,13 @@ def _linearity(cell: Cell, cells: Sequence[Cell]) -> float | None:
     least = min((one for one in cells if arm(one) == arm(cell)), key=lambda one: one.concurrency)
     alone = least.speed * cell.concurrency / least.concurrency
     return cell.speed / alone if alone else None
+
+
+def _costs(cell: Cell, price: float | None, wanted: float | None) -> dict[str, float | None]:
+    return {
+        "cost_per_million_tokens": price and cost_per_million_tokens(price, cell.speed),
+        "instances": wanted and instances_for(wanted, cell.median.requests_per_s),
+    }
 
 
 def _goodput(cells: Sequence[Cell]) -> list[Goodput]:

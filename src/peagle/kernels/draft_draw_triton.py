@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peagle.kernels.draw_triton import allocate_weights, draw_chunk, draw_rows, kept_weights
 from peagle.kernels.launch import launch
-from peagle.kernels.random import Purpose
+from peagle.kernels.random import Purpose, of_step
 from peagle.kernels.sampling_triton import RowStats, row_stats
 from peagle.kernels.verify_triton import SequenceSampling
 
@@ -121,12 +121,11 @@ def draw_drafts(
     Args:
         logits_RV: the drafter's, [B * J, DV]; float32, bfloat16 or float16.
         d2t: target id - draft id of each draft id; None where both vocabularies are one.
-        num_outputs_B: output tokens of each sequence.
+        num_outputs_B: output tokens of each sequence before the step that verifies the drafts.
         scratch: for these rows.
         drafts_BJ: int64, the target ids; any stride between sequences.
         probs_BJD: float32, q in the draft vocabulary; any stride between sequences.
-        first: column of the first of the J drafts: draft j of a sequence is for its output position
-            num_outputs + first + j.
+        first: column of the first of the J drafts.
     """
     num_rows, vocab_size = logits_RV.shape
     columns, stats = drafts_BJ.shape[1], scratch.stats
@@ -147,7 +146,7 @@ def draw_drafts(
         scratch.start_loc,
         sampling.temperature_B,
         sampling.seeds_B,
-        num_outputs_B,
+        of_step(num_outputs_B, 0),
         stats,
         scratch.weights_RC,
         scratch.tokens_R,

@@ -1,8 +1,9 @@
 """Counter-based random numbers: a pure function of (seed, output position, purpose).
 
 No generator state exists, so preemption, batch-mates and the order of steps cannot change what a
-request draws. Each number is used for one decision only: an output position is settled once, and
-the draws of a position that was verified in vain are discarded unseen.
+request draws. Each number is used for one decision only: an output position is settled once.
+Drafts of a block are drawn and tried again at a position where an earlier step failed, and what
+that step saw of them must not count: their numbers belong to the step (`of_step`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 # A position's share of the counters. It stays what it is when a purpose is added: otherwise every
 # seed would draw anew.
 COUNTERS_PER_POSITION = 3
+# Numbers of a step for one purpose, at most.
+DRAWS_PER_STEP = 64
 
 
 class Purpose(IntEnum):
     """What a random number decides; separate purposes at one position are independent.
 
     SAMPLE draws the target's own token, or the one that replaces a rejected draft. DRAFT draws a
-    draft, ACCEPT lets it pass.
+    draft, ACCEPT lets it pass; their positions are those of `of_step`.
     """
 
     ACCEPT = 0
@@ -61,6 +64,16 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     counter = positions * COUNTERS_PER_POSITION + int(purpose) + 1
     bits = _mix(_mix(seeds + _GOLDEN) + counter * _GOLDEN)
     return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def of_step(num_outputs: Tensor, column: Tensor | int) -> Tensor:
+    """Return the position that stands for a draft of the step that begins behind some outputs.
+
+    Args:
+        num_outputs: int64, outputs of the sequence before the step that verifies the draft.
+        column: the draft, from 0 to `DRAWS_PER_STEP` - 1; broadcastable with `num_outputs`.
+    """
+    return num_outputs * DRAWS_PER_STEP + column
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -173,12 +173,25 @@ def usage_of(
     return usage
 
 
-def report_of(chunk: StreamChunk, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return the drafts of a step: which tokens were accepted, and which were rejected."""
+def report_of(
+    chunk: StreamChunk, text_of: Callable[[int], str], *, has_tree: bool = False
+) -> dict[str, Any]:
+    """Return the drafts of a step: which tokens were accepted, and which were rejected.
+
+    With `has_tree` they include the tree of the step, if it was one: [text, row of the parent,
+    whether the token is in the output] of each node. Row 0 is the token before the step, row i + 1
+    is node i.
+    """
     accepted = chunk.num_accepted
-    depth = {} if chunk.draft_depth is None else {"draft_depth": chunk.draft_depth}
+    facts: dict[str, Any] = {}
+    if (tree := chunk.draft_tree) is not None:
+        facts["draft_depth"] = tree.depth
+        if has_tree:
+            path = tree.path(chunk.token_ids[:accepted])
+            nodes = enumerate(zip(tree.tokens, tree.parents, strict=True))
+            facts["tree"] = [[text_of(token), parent, i in path] for i, (token, parent) in nodes]
     return {
-        **depth,
+        **facts,
         "num_drafted": chunk.num_drafted,
         "num_accepted": accepted,
         "tokens": [[text_of(token), i < accepted] for i, token in enumerate(chunk.token_ids)],

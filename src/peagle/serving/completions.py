@@ -59,7 +59,9 @@ class _Completions(GenerationAnswer):
         super().__init__(is_stream=bool(body.stream))
         self.tokenizer, _ = service.loaded()
         self.generation = generation
-        self.report = body.speculation is not None and body.speculation.report
+        wanted = body.speculation.report if body.speculation is not None else False
+        self.report = bool(wanted)
+        self._has_trees = wanted == "trees"
         self.head = {
             "id": f"{id}-{uuid.uuid4().hex}",
             "object": object,
@@ -81,6 +83,11 @@ class _Completions(GenerationAnswer):
     @abstractmethod
     async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> bytes:
         """Return the events of a chunk."""
+
+    def report_event(self, chunk: StreamChunk) -> dict[str, Any]:
+        """Return the drafts of a chunk under the key that events have them under."""
+        text_of = self.tokenizer.token_text
+        return {"speculation": report_of(chunk, text_of, has_tree=self._has_trees)}
 
     def read(self, chunk: StreamChunk) -> StreamChunk:
         """Return the part of a chunk that the client gets."""
@@ -196,6 +203,11 @@ class _Completion(_Completions):
         num_echoed = 0 if self._only_prompt else None
         return usage_of(self.generation.ordered, report=self.report, num_echoed=num_echoed)
 
+    def report_event(self, chunk: StreamChunk) -> dict[str, Any]:
+        """Return the drafts of a chunk under the key that events have them under."""
+        text_of = self.tokenizer.token_text
+        return {"speculation": report_of(chunk, text_of, has_tree=self._has_trees)}
+
     def read(self, chunk: StreamChunk) -> StreamChunk:
         return chunk._replace(text="", token_ids=[], logprobs=[]) if self._only_prompt else chunk
 
@@ -219,7 +231,7 @@ class _Completion(_Completions):
             offset = self._offsets.setdefault(index, TextOffset(len(prompt)))
             logprobs = completion_logprobs(chunk.logprobs, self.tokenizer.token_bytes, offset)
         if self.report:
-            others = {"speculation": report_of(chunk, self.tokenizer.token_text), **others}
+            others = {**self.report_event(chunk), **others}
         return self.choice_events([_choice(index, text, reason, logprobs)], **others)
 
 
@@ -420,7 +432,7 @@ class _Chat(_Completions):
             choices[-1]["logprobs"] = given
         first = others
         if choices and self.report:
-            first = {"speculation": report_of(chunk, self.tokenizer.token_text), **others}
+            first = {**self.report_event(chunk), **others}
         return self.choice_events(choices[:1], **first) + self.choice_events(choices[1:], **others)
 
 

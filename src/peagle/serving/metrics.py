@@ -49,8 +49,14 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 
 # Name -> (what it counts, the attribute of an engine's snapshot).
 _TOTALS = {
-    "spec_decode_num_drafts": ("Drafts verified.", "speculation.num_drafts"),
-    "spec_decode_num_draft_tokens": ("Tokens drafted.", "speculation.num_draft_tokens"),
+    "spec_decode_num_drafts": (
+        "Drafts verified: chains or trees.",
+        "speculation.num_drafts",
+    ),
+    "spec_decode_num_draft_tokens": (
+        "Draft tokens verified; of a tree, all nodes.",
+        "speculation.num_draft_tokens",
+    ),
     "spec_decode_num_accepted_tokens": (
         "Draft tokens accepted.",
         "speculation.num_accepted_tokens",
@@ -238,12 +244,12 @@ class Metrics:
         text = "Times that an engine began anew."
         restarts = family(counter, "engine_restarts", text, "engine")
         totals = [family(counter, name, text, "engine") for name, (text, _) in _TOTALS.items()]
-        text = "Drafts whose tokens up to this position (from 0) were all accepted."
+        text = "Drafts with all tokens up to this position (from 0) accepted; of a tree, one path."
         name = "spec_decode_num_accepted_tokens_per_pos"
         per_pos = family(counter, name, text, "engine", "position")
         text = "Decode steps that no CUDA graph could run."
         eager = family(counter, "eager_steps", text, "engine", "reason")
-        text = "Decode steps, by the tokens that a request drafts in them, K."
+        text = "Decode steps, by the most draft tokens on a path, K."
         steps = family(counter, "decode_steps", text, "engine", "num_speculative_tokens")
         text = "Outputs that ended by themselves."
         success = family(counter, "request_success", text, "engine", "finished_reason")

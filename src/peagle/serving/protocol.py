@@ -75,12 +75,13 @@ class SpeculationOptions(_Body):
     Attributes:
         proposer: one of those that /v1/models lists.
         num_speculative_tokens: K, at most the proposer's; 0 turns drafting off.
-        report: report drafts in every chunk and in `usage`.
+        report: report drafts in every chunk and in `usage`; "trees" reports the tree of each step
+            too, where drafts are trees.
     """
 
     proposer: Name | None = None
     num_speculative_tokens: StrictInt | None = None
-    report: StrictBool = False
+    report: StrictBool | Literal["trees"] = False
 
 
 class JsonSchema(_Body):

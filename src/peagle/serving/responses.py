@@ -192,7 +192,7 @@ class _Response(GenerationAnswer):
 
     async def _usage(self, output: RequestOutput) -> dict[str, Any]:
         speculation = self._body.speculation
-        counted = usage_of([output], report=speculation is not None and speculation.report)
+        counted = usage_of([output], report=speculation is not None and bool(speculation.report))
         cached = counted.pop("prompt_tokens_details")
         return {
             "input_tokens": counted.pop("prompt_tokens"),

@@ -21,7 +21,7 @@ from torch import Tensor
 from peagle.attention import AttentionBackend, LayerKVCache, Passes, PreparedPaged
 from peagle.config import CandidateTrees, DraftSampling
 from peagle.kernels.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.kernels.trees import best_first_trees, count_nodes
 from peagle.kernels.upload import upload_ints
@@ -436,7 +436,8 @@ class EagerDraft:
             logits_RV = full_RV.index_copy_(1, self._proposer.target_ids, logits_RV)
         probs_RV = sampling.probs(logits_RV, sequences_N.repeat_interleave(columns))
         column_J = torch.arange(columns, device=self._device)
-        position_NJ = sampling.num_outputs_B[sequences_N].unsqueeze(1) + first + column_J
+        num_outputs_N1 = sampling.num_outputs_B[sequences_N].unsqueeze(1)
+        position_NJ = of_step(num_outputs_N1, first + column_J)
         u_NJ = uniform(sampling.seeds_B[sequences_N].unsqueeze(1), position_NJ, Purpose.DRAFT)
         tokens_RV = sample_from_weights(probs_RV, u_NJ.flatten())
         if self._probs_BKV is None:

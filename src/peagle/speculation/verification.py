@@ -1,8 +1,10 @@
 """Lossless verification: the output is distributed exactly as the target alone would give it.
 
-Drawn drafts are verified by the speculative sampling of Leviathan et al. (2023) and Chen et al.
-(2023), all others by the target's own tokens. Shapes: B sequences, K most drafts of a sequence,
-J = K + 1, R packed target rows (k_b + 1 of each sequence), V vocabulary.
+Drawn drafts are verified as blocks (Sun et al., 2024), which extends the speculative sampling of
+Leviathan et al. (2023) and Chen et al. (2023); all others by the target's own tokens.
+
+Shapes: B sequences, K most drafts of a sequence, J = K + 1, R packed target rows (k_b + 1 of each
+sequence), V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.logits_rules import TreeRows, VerificationRows
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights
 from peagle.kernels.trees import path_rows
 
@@ -80,8 +82,12 @@ def verify(
     that equals x while there is one. Children of one node must differ. A chain is the tree of one
     branch.
 
-    A drawn draft x is accepted with min(1, p(x) / q(x)); the first rejected position is drawn from
-    norm(max(p - q, 0)). The output has the target's distribution, and depends on q.
+    Drafts that were all drawn are verified as a block. p_0 = 1, and draft x of position j gives
+    p_j = min(p_{j-1} p(x) / q(x), 1). It is tried with h_j = Z_j / (Z_j + 1 - p_j), where Z_j is
+    the sum of max(p_j p - q, 0) over the tokens of the next position; the last one with h_k = p_k.
+    All drafts up to the last one whose number is below its h pass, and the next token is drawn from
+    norm(max(p_a p - q, 0)). Where only some drafts were drawn, one after the other passes with
+    min(1, p(x) / q(x)), and p_a is 1. The output has the target's distribution, and depends on q.
 
     Synthetic acceptance measures speed with random weights, as in vLLM; the output is then NOT
     what the target would say. a_b = #{i in 1..k_b : u < r_i} with one number u of the step, and
@@ -111,13 +117,15 @@ def verify(
         next_tokens_B = _at(tokens_BJ, _at(order_BJ, num_accepted_B))
         return Verified(num_accepted_B, next_tokens_B, order_BJ)
     accepted_BK = tokens_BJ[:, :-1] == rows.drafts_BK
-    q_BKV = draft_probs_BKV if rows.max_drafts > 0 else None
-    if probs_RV is not None and q_BKV is not None:
-        accepted_BK = _accept_drawn(probs_RV, q_BKV, rows, sampling, accepted_BK)
     num_accepted_B = (accepted_BK & rows.drafted_BK).long().cumprod(-1).sum(-1)
-    next_tokens_B = _at(tokens_BJ, num_accepted_B)
+    q_BKV = draft_probs_BKV if rows.max_drafts > 0 else None
+    shares_BJ = None
     if probs_RV is not None and q_BKV is not None:
-        drawn_B = _draw_rejected(probs_RV, q_BKV, rows, sampling, num_accepted_B)
+        num_accepted_B, shares_BJ = _accept_drawn(probs_RV, q_BKV, rows, sampling, accepted_BK)
+    next_tokens_B = _at(tokens_BJ, num_accepted_B)
+    if probs_RV is not None and q_BKV is not None and shares_BJ is not None:
+        shares_B = _at(shares_BJ, num_accepted_B)
+        drawn_B = _draw_rejected(probs_RV, q_BKV, rows, sampling, num_accepted_B, shares_B)
         is_rejected_B = num_accepted_B < rows.num_drafts_B
         next_tokens_B = torch.where(is_rejected_B, drawn_B, next_tokens_B)
     if synthetic_rates_K is not None:
@@ -136,13 +144,34 @@ def _accept_drawn(
     rows: VerificationRows,
     sampling: SamplingTensors,
     matches_BK: Tensor,
-) -> Tensor:
-    """Return which drafts pass by p / q; `matches_BK` says it of those that were not drawn."""
-    p_BK = probs_RV[rows.rows_BJ[:, :-1], rows.drafts_BK]
-    q_BK = q_BKV.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2)
-    position_BK = sampling.num_outputs_B.unsqueeze(1) + rows.columns_J[:-1]
+) -> tuple[Tensor, Tensor]:
+    """Return a_b, and p_j of block verification for j = 0 to K; 1 where drafts pass one by one.
+
+    Args:
+        matches_BK: which drafts equal the target's own token.
+    """
+    p_BKV = probs_RV[rows.rows_BJ[:, :-1]]
+    p_BK, q_BK = (x.gather(2, rows.drafts_BK.unsqueeze(2)).squeeze(2) for x in (p_BKV, q_BKV))
+    position_BK = of_step(sampling.num_outputs_B.unsqueeze(1), rows.columns_J[:-1])
     u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
-    return torch.where(q_BK > 0, u_BK * q_BK < p_BK, matches_BK)
+    is_drawn_BK = q_BK > 0
+    passes_BK = torch.where(is_drawn_BK, u_BK * q_BK < p_BK, matches_BK) & rows.drafted_BK
+    by_draft_B = passes_BK.long().cumprod(-1).sum(-1)
+
+    is_block_B1 = (is_drawn_BK | ~rows.drafted_BK).all(-1, keepdim=True)
+    ratios_BK = torch.where(is_drawn_BK & is_block_B1, p_BK / q_BK, 1)
+    shares = [torch.ones_like(p_BK[:, 0])]
+    for ratio_B in ratios_BK.unbind(1):
+        shares.append((shares[-1] * ratio_B).clamp_max(1))
+    shares_BJ = torch.stack(shares, 1)
+    rest_BK = (shares_BJ[:, :-1].unsqueeze(2) * p_BKV - q_BKV).clamp_min(0).sum(-1)
+    # What draft j stands for stays with the rest behind it; behind the last one there is none.
+    behind_BK, rest_BK = shares_BJ[:, 1:], rest_BK.roll(-1, 1)
+    stays_BK = torch.where(behind_BK < 1, rest_BK / (rest_BK + 1 - behind_BK), 1)
+    is_last_BK = rows.columns_J[1:] >= rows.num_drafts_B.unsqueeze(1)
+    passes_BK = (u_BK < torch.where(is_last_BK, behind_BK, stays_BK)) & rows.drafted_BK
+    by_block_B = (passes_BK * rows.columns_J[1:]).amax(-1)
+    return torch.where(is_block_B1.squeeze(1), by_block_B, by_draft_B), shares_BJ
 
 
 def _draw_rejected(
@@ -151,12 +180,13 @@ def _draw_rejected(
     rows: VerificationRows,
     sampling: SamplingTensors,
     num_accepted_B: Tensor,
+    shares_B: Tensor,
 ) -> Tensor:
-    """Draw the token of each sequence's first rejected position from what p has more than q."""
+    """Draw the token behind each sequence's accepted drafts from what p_j p has more than q."""
     p_BV = probs_RV[rows.first_row_B + num_accepted_B]
     batch_B = torch.arange(len(p_BV), device=p_BV.device)
     q_BV = q_BKV[batch_B, num_accepted_B.clamp_max(rows.max_drafts - 1)]
-    leftover_BV = (p_BV - q_BV).clamp_min(0)
+    leftover_BV = (shares_B.unsqueeze(1) * p_BV - q_BV).clamp_min(0)
     # p = q to the last bit leaves nothing over; rejection then has probability 0 but for rounding,
     # and p itself is the right answer.
     is_left_B1 = leftover_BV.sum(-1, keepdim=True) > 0

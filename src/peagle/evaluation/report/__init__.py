@@ -9,6 +9,7 @@ from peagle.evaluation.report import charts, plots
 from peagle.evaluation.report.files import (
     Results,
     acceptance_csv,
+    pivot_csv,
     read_results,
     throughput_csv,
     write_file,
@@ -24,9 +25,9 @@ def write_report(folder: Path) -> Path:
     """Write the report of an output folder.
 
     Reads whichever of acceptance.json, throughput.json and tune.json are there and writes, each
-    whole or not at all: results.json (all of them in one), acceptance.csv, throughput.csv, PNGs
-    (with matplotlib), and report.html, a single page that opens offline. The same inputs give the
-    same files.
+    whole or not at all: results.json (all of them in one), acceptance.csv, throughput.csv,
+    pivot.csv, PNGs (with matplotlib), and report.html, a single page that opens offline. The same
+    inputs give the same files.
 
     Returns:
         the path of report.html.
@@ -41,10 +42,13 @@ def write_report(folder: Path) -> Path:
     for name, document in results.documents.items():
         together[name.removesuffix(".json")] = document.to_json()
     write_file(folder / RESULTS, (json.dumps(together, indent=1) + "\n").encode())
+    results = results.with_turns()
     if results.acceptance is not None:
         write_file(folder / "acceptance.csv", acceptance_csv(results.acceptance))
     if results.throughput is not None:
         write_file(folder / "throughput.csv", throughput_csv(results.throughput))
+    if results.entries or results.cells:
+        write_file(folder / "pivot.csv", pivot_csv(results))
     if charts.can_draw():
         for name, drawn in _pictures(results).items():
             if drawn:

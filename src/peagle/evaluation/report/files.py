@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from peagle.errors import UserError
+from peagle.evaluation.pivot import Pivot, PivotFigures, PivotRow, bench_pivot, eval_pivot
+from peagle.evaluation.turns import bench_with_turns, eval_with_turns
 from peagle.models.checkpoint.files import replace_file
 from peagle.results import (
     ACCEPTANCE,
@@ -56,6 +58,24 @@ class Results:
     def cells(self) -> list[Cell]:
         """The cells of throughput.json; none without the file."""
         return self.throughput.cells if self.throughput else []
+
+    def with_turns(self) -> Results:
+        """Return the results under names of prompt sets that tell the turns that were sent."""
+        return replace(
+            self,
+            acceptance=eval_with_turns(self.acceptance) if self.acceptance else None,
+            throughput=bench_with_turns(self.throughput) if self.throughput else None,
+        )
+
+    @property
+    def bench_pivot(self) -> Pivot:
+        """The figures of throughput.json by method, K and prompt set; none without the file."""
+        return bench_pivot(self.throughput) if self.throughput else Pivot({})
+
+    @property
+    def eval_pivot(self) -> Pivot:
+        """The figures of acceptance.json by method, K and prompt set; none without the file."""
+        return eval_pivot(self.acceptance) if self.acceptance else Pivot({})
 
     @property
     def first(self) -> Document:
@@ -133,9 +153,29 @@ def throughput_csv(file: ThroughputResults) -> bytes:
         *("requests_per_s", *(f"{time}_{p}" for time in _TIMES for p in _PERCENTILES)),
         *("acceptance_length", "gpu_busy", "errors", "speed_up_over_plain", "speed_up_over_eagle3"),
         *("linearity", "meets_objective"),
+        *(["cost_per_million_tokens"] if file.price_per_hour else ()),
+        *(["instances"] if file.requests_per_second else ()),
         *(_EXPERTS if any(cell.experts for cell in file.cells) else ()),
     )
     return _csv(header, map(_cell_row, file.cells))
+
+
+def pivot_csv(results: Results) -> bytes:
+    """Write a row for each method, K and condition, with two columns for each prompt set."""
+    pivot = Pivot(results.bench_pivot.rows | results.eval_pivot.rows)
+    header = [field.name for field in fields(PivotRow)]
+    for name in pivot.sets:
+        header += _set_columns(name)
+    rows = []
+    for row, figures in pivot.rows.items():
+        rows.append(asdict(row))
+        for name, one in figures.items():
+            rows[-1] |= zip(_set_columns(name), astuple(one), strict=True)
+    return _csv(header, rows)
+
+
+def _set_columns(name: str) -> list[str]:
+    return [f"{name} {field.name}" for field in fields(PivotFigures)]
 
 
 def _csv(header: Sequence[str], rows: Iterable[Row]) -> bytes:

@@ -104,10 +104,11 @@ def _environment() -> Environment:
     for name in (
         *("depth", "number", "percent", "rate", "rates", "set_name", "method_name", "times"),
         *("interval", "milliseconds", "count", "with_interval", "temperature", "joined", "cut"),
-        *("schedule_words", "text_title", "shown_pieces"),
+        *("schedule_words", "text_title", "shown_pieces", "money", "objective"),
     ):
         environment.filters[name] = getattr(text, name)
     environment.filters |= {"json": json.dumps, "attr_of": lambda value, name: value.get(name)}
+    environment.tests["varies_in"] = lambda name, pivot: pivot.varies(name)
     environment.tests["is_dirty"] = lambda commit: commit.endswith("-dirty")
     environment.globals |= {"key": charts.key, "plots": plots, "series": series, "k_at": k_at}
     return environment

@@ -149,6 +149,14 @@ def best_cells(cells: Iterable[Cell], key: Key | None, name: str) -> list[Cell]:
     return [best_k_cell(own) for _, own in sorted(loads.items())]
 
 
+def best_cells_of_all(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cell with the best K of every series, by set, then by concurrency."""
+    sets = list(dict.fromkeys(cell.set for cell in cells))
+    keys = dict.fromkeys((cell.set, key_of(cell)) for cell in cells)
+    found = [cell for name, key in keys for cell in best_cells(cells, key, name)]
+    return sorted(found, key=lambda cell: (sets.index(cell.set), cell.concurrency))
+
+
 def k_runs(best: Iterable[Cell]) -> list[tuple[int, list[int]]]:
     """(K, the neighbouring concurrencies at which it is best), ascending."""
     drafted = [(cell.k, cell.concurrency) for cell in best if cell.k]

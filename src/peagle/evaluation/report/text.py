@@ -39,9 +39,13 @@ def method_name(method: str) -> str:
 
 
 def set_name(name: str) -> str:
-    """The name of a prompt set or of a category: "mt_bench/math" is MT-Bench, math."""
+    """The name of a prompt set or of a category: "mt_bench/math" is MT-Bench, math.
+
+    Turns behind a set stay: "mt_bench (both turns)" is MT-Bench (both turns).
+    """
     first, slash, rest = name.partition("/")
-    shown = _SET_NAMES.get(first, first or "all prompts")
+    known, bracket, turns = first.partition(" (")
+    shown = (_SET_NAMES.get(known, known) + bracket + turns) or "all prompts"
     return f"{shown}, {rest.replace('_', ' ')}" if slash else shown
 
 
@@ -77,6 +81,11 @@ def rate(value: float | None) -> str:
     return number(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 2)
 
 
+def money(value: float | None) -> str:
+    """An amount without its currency: like `rate` from 1 on, three digits below."""
+    return rate(value) if value is None or value >= 1 else f"{value:#.3g}"
+
+
 def times(value: float | None) -> str:
     """A factor."""
     return _MISSING if value is None else f"{value:.2f}×"
@@ -91,6 +100,11 @@ def milliseconds(value: float | None) -> str:
     """Seconds, shown as milliseconds."""
     digits = 0 if value is None or value >= 0.1 else 1 if value >= 0.01 else 2
     return number(None if value is None else 1000 * value, digits)
+
+
+def objective(meets: bool | None) -> str:
+    """Whether a latency objective is met; a dash where there is none."""
+    return {None: _MISSING, True: "met", False: "missed"}[meets]
 
 
 def interval(low_high: tuple[float, float] | None, digits: int = 2) -> str:

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM
@@ -141,20 +141,59 @@ def measure_acceptance(
         UserError: no prompt has an answer, or an option is not usable.
     """
     per_pos: dict[int, list[float]] = {}
-    options = {"max_num_seqs": _CONCURRENCY, **engine_options}
     for k in ks:
-        rates = journal.get(f"acceptance k={k}")
-        if rates is None:
-            config = SpeculativeConfig(model=head, num_speculative_tokens=k)
-            with open_engine(target, config, **options) as backend:
-                found = run_dialogues(backend, sets, params, _CONCURRENCY, chat=chat).observations
-                del backend  # its memory is released with the context
-            stats = SpeculationStats.pooled(o.answer.stats for o in found if o.answer.stats)
-            rates = _padded(stats.acceptance_per_pos if stats.num_drafts else [], k)
-            journal.add(f"acceptance k={k}", rates)
-        per_pos[k] = rates
+        config = SpeculativeConfig(model=head, num_speculative_tokens=k)
+        per_pos[k] = _measured_rates(
+            f"acceptance k={k}", target, config, sets, params, journal, chat, engine_options
+        )
         watch(k)
     return AcceptanceByK(per_pos)
+
+
+def measure_tree_acceptance(
+    target: TargetModel,
+    head: str,
+    shapes: Sequence[CandidateTrees],
+    sets: PromptSets,
+    params: SamplingParams,
+    journal: Journal,
+    *,
+    chat: bool,
+    watch: Callable[[int], None] = lambda max_nodes: None,
+    **engine_options: Any,
+) -> list[float]:
+    """Return the acceptance length with candidate trees of each shape; see measure_acceptance."""
+    lengths = []
+    for shape in shapes:
+        config = SpeculativeConfig(model=head, parallel_drafting_spec=shape)
+        key = f"acceptance nodes={shape.max_nodes}"
+        rates = _measured_rates(key, target, config, sets, params, journal, chat, engine_options)
+        lengths.append(1 + sum(rates))
+        watch(shape.max_nodes)
+    return lengths
+
+
+def _measured_rates(
+    key: str,
+    target: TargetModel,
+    config: SpeculativeConfig,
+    sets: PromptSets,
+    params: SamplingParams,
+    journal: Journal,
+    chat: bool,
+    engine_options: Mapping[str, Any],
+) -> list[float]:
+    """Return the unconditional acceptance of each position, from the journal if it has the key."""
+    rates = journal.get(key)
+    if rates is None:
+        options = {"max_num_seqs": _CONCURRENCY, **engine_options}
+        with open_engine(target, config, **options) as backend:
+            found = run_dialogues(backend, sets, params, _CONCURRENCY, chat=chat).observations
+            del backend  # its memory is released with the context
+        stats = SpeculationStats.pooled(o.answer.stats for o in found if o.answer.stats)
+        rates = _padded(stats.acceptance_per_pos if stats.num_drafts else [], config.num_drafts)
+        journal.add(key, rates)
+    return rates
 
 
 def _padded(rates: Sequence[float], k: int) -> list[float]:

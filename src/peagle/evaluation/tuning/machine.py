@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.graph_runner import buckets
 from peagle.engine.stats import StepTimes
 from peagle.errors import UserError
@@ -65,6 +65,8 @@ class EngineMachine:
         target, head: the models; the head by its folder.
         acceptance: acceptance of the head for each of `ks`.
         ks: draft tokens per step; 0 comes by itself.
+        trees: shapes of candidate trees. Their drafts are accepted as the texts of the prompts have
+            it.
         prompts: token ids, at least `context` of each; one for every sequence of the largest batch.
         context: tokens of a sequence when the steps begin.
         steps: number of timed steps.
@@ -86,23 +88,29 @@ class EngineMachine:
         context: int,
         steps: int,
         temperature: float = 0.0,
+        trees: Sequence[CandidateTrees] = (),
         **engine_options: Any,
     ) -> None:
         self.target = target
         self.changes_k_cheaply = target.device.type == "cpu"
-        self._configurations: dict[int, SpeculativeConfig | None] = {0: None}
+        self._ks = (0, *sorted(ks))
+        self._configurations: dict[int | CandidateTrees, SpeculativeConfig | None] = {0: None}
         for k in ks:
             self._configurations[k] = SpeculativeConfig(
                 model=head,
                 num_speculative_tokens=k,
                 synthetic_acceptance_rates=acceptance.rates(k),
             )
+        for shape in trees:
+            config = SpeculativeConfig(model=head, parallel_drafting_spec=shape)
+            self._configurations[shape] = config
         self._prompts = [list(prompt[:context]) for prompt in prompts]
         self._steps = steps
         # Sequences decode while others still read their prompts; one more step is in flight.
         chunk = EngineConfig().max_num_batched_tokens
         most_steps = -(-len(prompts) * context // chunk) + WARM_UP_STEPS + steps + 3
-        most = most_steps * (max(self._configurations) + 1)
+        depths = (shape.prediction_depth for shape in trees)
+        most = most_steps * (max(*self._ks, *depths) + 1)
         config, _ = read_head_config(head, num_target_layers=target.num_layers)
         longest = min(target.max_model_len, config.max_position_embeddings)
         if context + most > longest:
@@ -116,7 +124,7 @@ class EngineMachine:
             "max_model_len": context + most,
             **engine_options,
         }
-        self._llms: dict[int, LLM] = {}
+        self._llms: dict[int | CandidateTrees, LLM] = {}
 
     def batch_rows(self, batch: int) -> int:
         """Return the sequences for which a step has rows: on a GPU the graph's."""
@@ -126,12 +134,20 @@ class EngineMachine:
 
     def measure(self, point: CostPoint) -> StepCost:
         """Measure a step."""
-        llm = self._llm(point.k)
-        with self._running(llm, point.batch):
+        return self._measure(point.batch, point.k)
+
+    def measure_trees(self, batch: int, shape: CandidateTrees) -> StepCost:
+        """Measure a step with candidate trees."""
+        return self._measure(batch, shape)
+
+    def _measure(self, batch: int, drafts: int | CandidateTrees) -> StepCost:
+        """Measure a step with chains of K drafts or with trees."""
+        llm = self._llm(drafts)
+        with self._running(llm, batch):
             for _ in range(WARM_UP_STEPS):
                 llm.requests.step()
             cost = time_steps(llm, self._steps)
-            assert len(llm.engine.scheduler.running) == point.batch, "a sequence ended too early"
+            assert len(llm.engine.scheduler.running) == batch, "a sequence ended too early"
             return cost
 
     def count_experts(self) -> ExpertCounts | None:
@@ -141,7 +157,7 @@ class EngineMachine:
         """
         if not (num_experts := num_experts_of(self.target)):
             return None
-        ks, batch = sorted(self._configurations), len(self._prompts)
+        ks, batch = self._ks, len(self._prompts)
         llm = self._llm(ks[-1])
         with recorded_passes(llm) as passes, self._running(llm, batch):
             for _ in range(self._steps):
@@ -163,16 +179,16 @@ class EngineMachine:
         finally:
             engine.cancel_all()
 
-    def _llm(self, k: int) -> LLM:
-        if k not in self._llms:
+    def _llm(self, drafts: int | CandidateTrees) -> LLM:
+        if drafts not in self._llms:
             if not self.changes_k_cheaply:
                 self._llms.clear()
                 release(self.target)
-            self._llms[k] = LLM(
-                model=self.target, speculative_config=self._configurations[k], **self._options
-            )
-            self.measure(CostPoint(1, k))  # warms up: the first visit is as fast as later ones
-        return self._llms[k]
+            config = self._configurations[drafts]
+            llm = LLM(model=self.target, speculative_config=config, **self._options)
+            self._llms[drafts] = llm
+            self._measure(1, drafts)  # warms up: the first visit is as fast as later ones
+        return self._llms[drafts]
 
 
 def contexts(target: TargetModel, sets: PromptSets, count: int, length: int) -> list[list[int]]:

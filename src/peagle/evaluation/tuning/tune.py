@@ -20,6 +20,7 @@ from peagle.evaluation.tuning.schedule import (
     speculative_config,
     vllm_config,
 )
+from peagle.evaluation.tuning.trees import tree_config
 from peagle.results import (
     BreakEven,
     Prediction,
@@ -28,6 +29,7 @@ from peagle.results import (
     TunedAcceptance,
     TunedCosts,
     TunedExperts,
+    TunedTrees,
     TuneResults,
 )
 
@@ -158,13 +160,15 @@ def tune_results(
     threshold: float,
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],
+    trees: Callable[[Sequence[Prediction]], list[TunedTrees]] = lambda chains: [],
 ) -> TuneResults:
     """Fit the model of costs, check it, and choose K.
 
     One model is fitted to `grid.fitted` alone, and the other points check it. The schedule and the
     break-even, t(b, K) / t(b, 0), rest on a model that is fitted to all points. Measured tokens per
     second are b x acceptance length(K) / seconds of a step. `draft` is the head, as the user calls
-    it; K changes only for a gain above `threshold`.
+    it; K changes only for a gain above `threshold`. `trees` compares candidate trees with the
+    measured speeds of chains.
     """
     by_point, lengths, points = costs.by_point, shape.acceptance_length, sorted(grid.points)
     model = CostModel(shape, by_point)
@@ -189,6 +193,14 @@ def tune_results(
     schedule = choose_schedule(model.tokens_per_s, grid.batches[-1], ks, threshold)
     single_k = best_single_k(model.tokens_per_s, grid.batches, ks)
     single = [(1, grid.batches[-1], single_k)]
+    configs = {
+        "peagle": speculative_config(draft, schedule),
+        "vllm": vllm_config(draft, schedule, is_parallel=shape.is_parallel),
+        "vllm_single_k": vllm_config(draft, single, is_parallel=shape.is_parallel),
+    }
+    tuned_trees = trees(predictions)
+    if (config := tree_config(draft, tuned_trees)) is not None:
+        configs["peagle_trees"] = config
     return TuneResults(
         provenance=Provenance(**provenance),
         settings=dict(settings),
@@ -214,16 +226,13 @@ def tune_results(
         schedule=schedule,
         threshold=threshold,
         best_single_k=single_k,
-        speculative_config={
-            "peagle": speculative_config(draft, schedule),
-            "vllm": vllm_config(draft, schedule, is_parallel=shape.is_parallel),
-            "vllm_single_k": vllm_config(draft, single, is_parallel=shape.is_parallel),
-        },
+        speculative_config=configs,
         break_even=[
             BreakEven(batch=b, k=k, acceptance_length=model.seconds(b, k) / model.seconds(b, 0))
             for b in grid.batches
             for k in grid.ks
         ],
+        trees=tuned_trees,
     )
 
 

@@ -7,6 +7,7 @@ const GHOST_MS = 900; // how long refused drafts stay
 const GHOST_HOLD_MS = 150; // the least time before newer ones replace them
 const NUMBERS_MS = 120; // between two updates of numbers and charts
 const SLOW_STEP_MS = 700; // a step in slow motion
+const TREE = { column: 70, row: 26, node: 20, gap: 12, letters: 7 }; // of the drawing: pixels, and letters of a node
 const NONE = "–";
 // [name, prompt]: the code model that ships with the server completes these well.
 const EXAMPLES = [
@@ -360,6 +361,64 @@ function drawSpeedups(svg, columns, baseline) {
   if (columns.some((column) => column.speedup !== null)) svg.append(shape("line", line));
 }
 
+/** Where the nodes of a tree stand: [{text, parent, isAccepted, depth, line}], the newest token,
+ * whose parent is null, first. Siblings stand below each other, the accepted or likeliest one on
+ * the line of its parent. `tree` is the server's: [text, row of the parent, is accepted]. */
+export function layTree(tree, root) {
+  const nodes = [{ text: root, parent: null, isAccepted: true, depth: 0 }];
+  for (const [text, parent, isAccepted] of tree) {
+    nodes.push({ text, parent: nodes[parent], isAccepted, depth: nodes[parent].depth + 1 });
+  }
+  let lines = 0;
+  const place = (node) => {
+    node.line = lines;
+    const following = nodes.filter(({ parent }) => parent === node);
+    following.sort((a, b) => b.isAccepted - a.isAccepted);
+    if (!following.length) lines += 1;
+    following.forEach(place);
+  };
+  place(nodes[0]);
+  return nodes;
+}
+
+/** Line breaks are visible, and long texts are cut. */
+function nodeText(text) {
+  const letters = [...text.replaceAll("\n", "⏎").trim()];
+  if (!letters.length) return "␣";
+  return letters.length > TREE.letters ? `${letters.slice(0, TREE.letters - 1).join("")}…` : letters.join("");
+}
+
+function drawTree(svg, nodes) {
+  const { column, row, node: height, gap } = TREE;
+  svg.setAttribute("width", column * (1 + Math.max(0, ...nodes.map(({ depth }) => depth))));
+  svg.setAttribute("height", row * (1 + Math.max(0, ...nodes.map(({ line }) => line))));
+  const at = ({ depth, line }) => [depth * column, line * row + row / 2];
+  const edges = [];
+  const boxes = nodes.map((node) => {
+    const [x, y] = at(node);
+    const mark = !node.parent ? " root" : node.isAccepted ? " lit" : "";
+    if (node.parent) {
+      const [fromX, fromY] = at(node.parent);
+      const start = fromX + column - gap;
+      const middle = start + gap / 2;
+      const d = `M${start} ${fromY}H${middle}V${y}H${x}`;
+      edges.push(shape("path", { class: `edge${mark}`, d }));
+    }
+    const box = shape("g", { class: `node${mark}` });
+    const width = column - gap;
+    const label = { x: x + width / 2, y: y + 4, "text-anchor": "middle" };
+    box.append(
+      shape("title", {}, node.text),
+      shape("rect", { x, y: y - height / 2, width, height, rx: 3 }),
+      shape("text", label, nodeText(node.text)),
+    );
+    return box;
+  });
+  // What is lit lies above the rest.
+  edges.sort((a, b) => a.classList.contains("lit") - b.classList.contains("lit"));
+  svg.replaceChildren(...edges, ...boxes);
+}
+
 const refusedDrafts = (texts) => texts.map((text) => element("s", "refused", text.replaceAll("\n", "⏎")));
 
 // ---- a column -------------------------------------------------------------------------------
@@ -403,7 +462,7 @@ class Column {
     this.prompt = prompt;
     this.rates = []; // tokens/s of each finished run
     this.comparisons = []; // with plain, of each finished run: null where identical
-    this.find(".problem").hidden = this.find(".badge").hidden = true;
+    this.find(".problem").hidden = this.find(".badge").hidden = this.find(".tree").hidden = true;
     this.find(".positions").hidden = depth === 0;
     this.setState("");
     this.begin(depth);
@@ -414,6 +473,7 @@ class Column {
     this.meter = new Meter(depth);
     this.steps = []; // the server's report of each, with `parts`: [text, is a draft, is reasoning]
     this.hasReports = false;
+    this.tree = null; // number of the last step with a tree, if it is not drawn yet
     this.unplaced = []; // tokens of the last step whose text has not come yet
     this.reasoning = this.answer = "";
     this.finishReason = null;
@@ -486,9 +546,12 @@ class Column {
   addStep(report) {
     if (!report.tokens.length) return;
     this.meter.step((performance.now() - this.startedAt) / 1000, report.tokens.length, report);
-    this.steps.push({ ...report, parts: [] });
+    const before = this.steps.at(-1)?.tokens.at(-1)[0];
+    this.steps.push({ ...report, before, parts: [] });
     this.unplaced = [...report.tokens];
-    this.refused = report.rejected;
+    // The refused drafts of a tree do not follow each other: its drawing has them.
+    this.refused = report.tree ? null : report.rejected;
+    if (report.tree) this.tree = this.steps.length;
   }
 
   addText(text, isReasoning) {
@@ -556,14 +619,35 @@ class Column {
       // The target's own token took the place of the first draft that it refused.
       const own = step.parts.findLastIndex(([, drafted]) => drafted) + 1;
       this.append(step.parts.slice(0, own), " current");
-      (this.container ?? output).append(...refusedDrafts(step.rejected));
+      if (!step.tree) (this.container ?? output).append(...refusedDrafts(step.rejected));
       this.append(step.parts.slice(own), " current");
       const accepted = (step.num_drafted ?? 0) - step.rejected.length;
       const cut = accepted > step.num_accepted ? `, ${accepted - step.num_accepted} past the end` : "";
       const drafts = step.num_drafted ? `${accepted} of ${step.num_drafted} accepted${cut}` : "no drafts";
       this.setState(`step ${number}: ${drafts}`);
+      if (!this.find(".tree").hidden) this.drawTree(number);
     } else this.setState(`ended after ${steps.length} steps`);
     output.scrollTop = output.scrollHeight;
+  }
+
+  /** Draw the tree of a step, and write its nodes into a table for those who do not see it. */
+  drawTree(number) {
+    const step = this.steps[number - 1];
+    const { tree = [], before = "" } = step;
+    const nodes = tree.length ? layTree(tree, before) : [];
+    const count = tree.filter(([, , isAccepted]) => isAccepted).length;
+    const figure = this.find(".tree");
+    figure.hidden = false;
+    const told = tree.length ? `Tree of step ${number}: ${count} of ${tree.length} nodes accepted` : `Step ${number} has no tree`;
+    figure.querySelector("figcaption").textContent = told;
+    drawTree(figure.querySelector("svg"), nodes);
+    const row = ({ text, parent, isAccepted, depth }) => {
+      const line = element("tr");
+      const cells = [depth, text, parent.text, isAccepted ? "yes" : "no"];
+      line.append(...cells.map((cell) => element("td", "", cell)));
+      return line;
+    };
+    figure.querySelector("tbody").replaceChildren(...nodes.slice(1).map(row));
   }
 
   /** The refused drafts stand at the end of the text, fade and go. */
@@ -603,6 +687,8 @@ class Column {
     const drafts = meter.drafts ? ` · ${meter.accepted} of ${meter.drafted} draft tokens accepted` : "";
     const counts = `${meter.tokens} tokens in ${meter.seconds.toFixed(2)} s${drafts}`;
     this.find(".counts").textContent = meter.tokens ? counts : "";
+    if (this.isOn && this.tree) this.drawTree(this.tree);
+    this.tree = null;
     if (!this.isOn || !meter.perPosition.length) return;
     drawPositions(this.find(".positions svg"), meter.acceptance, meter.drafts > 0);
     const row = (share, i) => {
@@ -610,7 +696,7 @@ class Column {
       line.append(element("td", "", i + 1), element("td", "", percent(share)));
       return line;
     };
-    this.find("tbody").replaceChildren(...meter.acceptance.map(row));
+    this.find(".positions tbody").replaceChildren(...meter.acceptance.map(row));
   }
 }
 
@@ -689,7 +775,7 @@ function readSettings() {
   const input = isChat ? { messages: [...messages, { role: "user", content: prompt }] } : { prompt };
   const depth = (column) => Math.min(column.depth, $("depth").valueAsNumber);
   const speculation = (column) => {
-    return { proposer: column.proposer.name, num_speculative_tokens: depth(column), report: true };
+    return { proposer: column.proposer.name, num_speculative_tokens: depth(column), report: "trees" };
   };
   return {
     path: isChat ? "/v1/chat/completions" : "/v1/completions",
