@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.trees import row_depths
+from peagle.kernels.trees import path_nodes, row_depths
 
 
 class DraftTree(NamedTuple):
@@ -32,13 +32,7 @@ class DraftTree(NamedTuple):
 
     def path(self, tokens: Iterable[int]) -> list[int]:
         """Return the nodes on the path of these tokens, from the newest token on."""
-        nodes, row = [], 0
-        for token in tokens:
-            every = enumerate(zip(self.parents, self.tokens, strict=True))
-            node = next(i for i, following in every if following == (row, token))
-            nodes.append(node)
-            row = node + 1
-        return nodes
+        return path_nodes(self.parents, self.tokens, tokens)
 
 
 class StepOutput(NamedTuple):

@@ -12,7 +12,7 @@ from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.trees import row_depths
+from peagle.kernels.trees import path_nodes, row_depths
 
 
 class SequenceStatus(Enum):
@@ -134,12 +134,8 @@ class Sequence:
         drafts = self.drafts[:num_verified]
         if self.draft_parents is None:
             return drafts[len(accepted) :]
-        nodes = list(zip(self.draft_parents, drafts, strict=False))
-        parent, path = 0, set[int]()
-        for token in accepted:
-            parent = nodes.index((parent, token)) + 1
-            path.add(parent)
-        return [draft for row, draft in enumerate(drafts, start=1) if row not in path]
+        passed = path_nodes(self.draft_parents[:num_verified], drafts, accepted)
+        return [draft for node, draft in enumerate(drafts) if node not in passed]
 
     @property
     def is_prefilling(self) -> bool:

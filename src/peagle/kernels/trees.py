@@ -126,6 +126,17 @@ def row_depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
+def path_nodes(parents: Sequence[int], tokens: Sequence[int], path: Iterable[int]) -> list[int]:
+    """Return the nodes of a tree on the path of some tokens, from the root on."""
+    found, row = [], 0
+    for token in path:
+        nodes = enumerate(zip(parents, tokens, strict=True))
+        node = next(node for node, is_next in nodes if is_next == (row, token))
+        found.append(node)
+        row = node + 1
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class TreePaths:
     """The paths from the root to every row of a tree.
