@@ -116,26 +116,29 @@ def verify(
         num_accepted_B = reached_BJ.sum(-1) - 1
         next_tokens_B = _at(tokens_BJ, _at(order_BJ, num_accepted_B))
         return Verified(num_accepted_B, next_tokens_B, order_BJ)
-    accepted_BK = tokens_BJ[:, :-1] == rows.drafts_BK
-    num_accepted_B = (accepted_BK & rows.drafted_BK).long().cumprod(-1).sum(-1)
-    q_BKV = draft_probs_BKV if rows.max_drafts > 0 else None
-    shares_BJ = None
-    if probs_RV is not None and q_BKV is not None:
-        num_accepted_B, shares_BJ = _accept_drawn(probs_RV, q_BKV, rows, sampling, accepted_BK)
-    next_tokens_B = _at(tokens_BJ, num_accepted_B)
-    if probs_RV is not None and q_BKV is not None and shares_BJ is not None:
-        shares_B = _at(shares_BJ, num_accepted_B)
-        drawn_B = _draw_rejected(probs_RV, q_BKV, rows, sampling, num_accepted_B, shares_B)
+    matches_BK = tokens_BJ[:, :-1] == rows.drafts_BK
+    if probs_RV is None or draft_probs_BKV is None or not rows.max_drafts:
+        num_accepted_B = _count_first(matches_BK & rows.drafted_BK)
+        next_tokens_B = _at(tokens_BJ, num_accepted_B)
+    else:
+        given = probs_RV, draft_probs_BKV, rows, sampling
+        num_accepted_B, shares_BJ = _accept_drawn(*given, matches_BK)
+        drawn_B = _draw_rejected(*given, num_accepted_B, _at(shares_BJ, num_accepted_B))
         is_rejected_B = num_accepted_B < rows.num_drafts_B
-        next_tokens_B = torch.where(is_rejected_B, drawn_B, next_tokens_B)
+        next_tokens_B = torch.where(is_rejected_B, drawn_B, _at(tokens_BJ, num_accepted_B))
     if synthetic_rates_K is not None:
         num_accepted_B = _accept_synthetically(rows, sampling, synthetic_rates_K)
         next_tokens_B = _at(tokens_BJ, num_accepted_B)
     return Verified(num_accepted_B, next_tokens_B)
 
 
-def _at(tokens_BJ: Tensor, column_B: Tensor) -> Tensor:
-    return tokens_BJ.gather(1, column_B.unsqueeze(1)).squeeze(1)
+def _at(values_BJ: Tensor, column_B: Tensor) -> Tensor:
+    return values_BJ.gather(1, column_B.unsqueeze(1)).squeeze(1)
+
+
+def _count_first(passes_BK: Tensor) -> Tensor:
+    """Return how many pass before the first one that does not, int64 [B]."""
+    return passes_BK.long().cumprod(-1).sum(-1)
 
 
 def _accept_drawn(
@@ -156,7 +159,7 @@ def _accept_drawn(
     u_BK = uniform(sampling.seeds_B.unsqueeze(1), position_BK, Purpose.ACCEPT)
     is_drawn_BK = q_BK > 0
     passes_BK = torch.where(is_drawn_BK, u_BK * q_BK < p_BK, matches_BK) & rows.drafted_BK
-    by_draft_B = passes_BK.long().cumprod(-1).sum(-1)
+    by_draft_B = _count_first(passes_BK)
 
     is_block_B1 = (is_drawn_BK | ~rows.drafted_BK).all(-1, keepdim=True)
     ratios_BK = torch.where(is_drawn_BK & is_block_B1, p_BK / q_BK, 1)
