@@ -106,6 +106,50 @@ SHAPES = {
         head_intermediate_size=8640,
         format="mxfp4",
     ),
+    "gpt-oss-120b": Shape(
+        "gpt_oss",
+        {
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 18,
+            "max_position_embeddings": 131_072,
+        },
+        draft_vocab_size=32_000,
+        head_intermediate_size=8640,
+        format="mxfp4",
+    ),
+    "gemma-4-31b": Shape(
+        "gemma4_text",
+        {
+            "vocab_size": 262_144,
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "num_global_key_value_heads": 4,
+            "global_head_dim": 512,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 1024,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+            "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 262_144,
+            "tie_word_embeddings": True,
+        },
+        draft_vocab_size=32_000,
+        format="fp8",
+    ),
     "tiny-experts": Shape(
         "qwen3_moe",
         {
@@ -164,9 +208,8 @@ SHAPES = {
 
 def make_config(shape: Shape) -> Any:
     """The configuration of transformers."""
-    return AutoConfig.for_model(
-        shape.model_type, **shape.config, tie_word_embeddings=False, eos_token_id=0
-    )
+    settings = {"tie_word_embeddings": False, "eos_token_id": 0} | shape.config
+    return AutoConfig.for_model(shape.model_type, **settings)
 
 
 def make_target(
@@ -212,6 +255,7 @@ def _packed_model(shape: Shape, config: Any, dtype: torch.dtype, device: torch.d
                 module._parameters[name] = nn.Parameter(values, requires_grad=False)
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
+    model.tie_weights()
     use_experts(model)
     return model.eval()
 
@@ -270,9 +314,9 @@ def make_head(
         hidden_size=config.hidden_size,
         intermediate_size=shape.head_intermediate_size or config.intermediate_size,
         num_layers=shape.peagle_layers if parallel else 1,
-        num_attention_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        num_attention_heads=shape.config["num_attention_heads"],
+        num_kv_heads=shape.config["num_key_value_heads"],
+        head_dim=shape.config["head_dim"],
         vocab_size=config.vocab_size,
         draft_vocab_size=shape.draft_vocab_size,
         target_hidden_size=config.hidden_size,
