@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.kernels.kv_moves import SlotMoves
 from peagle.kernels.trees import (
     TreePaths,
     best_first_trees,
@@ -16,6 +17,7 @@ from peagle.kernels.trees import (
     move_slots,
     path_rows,
 )
+from tests.kernels.devices import DEVICES
 from tests.kernels.tree_reference import exact_tree, paths_of
 
 
@@ -123,3 +125,20 @@ def test_slots_move_as_if_all_were_read_first() -> None:
     caches = [torch.arange(8.0).view(8, 1, 1), torch.arange(8).view(8, 1, 1)]
     move_slots(caches, torch.tensor([[2, 3], [6, 0]]), torch.tensor([[1, 2], [5, 0]]))
     assert [cache.flatten().tolist() for cache in caches] == [[0, 2, 3, 3, 4, 6, 6, 7]] * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_launch_moves_the_slots_of_all_caches(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    widths = (64, 4096 + 256, 64, 7)  # bytes of a slot
+    caches = [
+        torch.randint(256, (40, width), generator=generator, dtype=torch.uint8) for width in widths
+    ]
+    # Slots 39 and -1 are scrap, a path stops early, and rows that follow each other move up.
+    from_BD = torch.tensor([[5, 7, 8], [20, 18, 18], [-1, -1, -1]])
+    to_BD = torch.tensor([[4, 5, 6], [19, 18, 18], [-1, -1, -1]])
+    moved = [cache.to(device, copy=True) for cache in caches]
+    SlotMoves(moved)(from_BD.to(device), to_BD.to(device))
+    move_slots(caches, from_BD, to_BD)
+    for expected, found in zip(caches, moved, strict=True):
+        assert torch.equal(expected, found.cpu())

@@ -355,6 +355,7 @@ class DecodeStep:
                 own.drafts_BK,
                 own.parents_BK,
                 self.running_B,
+                self.target,
                 max_model_len=buffers.sizes.max_model_len,
                 vocab_size=proposer.drafter.config.draft_vocab_size,
             )
@@ -480,7 +481,7 @@ class DecodeStep:
         """Verify the drafts, advance the state, draft again, report."""
         own, trees, drafts_BK = self.rows, self.trees, self.rows.drafts_BK
         if trees is not None:
-            trees.descend(self.target, self.scratch.tokens_R, self.out)
+            trees.descend(self.scratch.tokens_R, self.out)
             drafts_BK = trees.path_BD
         match_drafts(
             self.scratch.tokens_R,

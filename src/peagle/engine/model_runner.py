@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend, Passes, Prepared
-from peagle.attention.base import as_bytes
 from peagle.engine.grammar import unpack, verification_masks
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
@@ -132,7 +132,8 @@ class ModelRunner:
         if paths is not None and sampled is not None:
             verified, order_BJ = sampled.verified, sampled.verified.order_BJ
             assert order_BJ is not None
-            move_path(self.target, batch, order_BJ, verified.num_accepted_B, paths.depth)
+            move = partial(move_slots, cached_bytes(self.target))
+            move_path(move, batch, order_BJ, verified.num_accepted_B, paths.depth)
             row_T = start_loc[sequences_T] + order_BJ[sequences_T, offset_T]
             batch = replace(
                 batch, tokens_R=batch.tokens_R[row_T], positions_R=batch.positions_R[row_T]
@@ -217,8 +218,14 @@ def target_passes(target: TargetModel, backend: AttentionBackend) -> Passes:
     return Passes(run, backend)
 
 
+def cached_bytes(target: TargetModel) -> list[Tensor]:
+    """Return the target's KV caches as bytes, [slots, bytes of a slot] each."""
+    pairs = ((cache.keys, cache.values) for cache in target.kv_caches)
+    return [x.view(torch.uint8).flatten(2).flatten(0, 1) for pair in pairs for x in pair]
+
+
 def move_path(
-    target: TargetModel,
+    move: Callable[[Tensor, Tensor], None],
     batch: TargetBatch,
     order_BJ: Tensor,
     num_accepted_B: Tensor,
@@ -229,9 +236,10 @@ def move_path(
     The head's need no move: real tokens overwrite them.
 
     Args:
+        move: copies the first slots, int64 [B, D], to the second ones.
         batch: the pass that wrote them.
         order_BJ: the rows of each sequence, those of the path first.
-        depth: no path has more nodes.
+        depth: D; no path has more nodes.
     """
     first_B1 = batch.query_start_loc[:-1].unsqueeze(1)
     columns_D = torch.arange(1, depth + 1, device=order_BJ.device)
@@ -241,8 +249,7 @@ def move_path(
         batch.slots_R[first_B1 + torch.where(is_moved_BD, rows, 0)]
         for rows in (order_BJ[:, 1 : depth + 1], columns_D)
     )
-    pairs = ((cache.keys, cache.values) for cache in target.kv_caches)
-    move_slots((as_bytes(x).flatten(0, 1) for pair in pairs for x in pair), from_BD, to_BD)
+    move(from_BD, to_BD)
 
 
 def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:

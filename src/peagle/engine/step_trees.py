@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees
-from peagle.engine.model_runner import move_path
+from peagle.engine.model_runner import cached_bytes, move_path
 from peagle.kernels.batches import TargetBatch
+from peagle.kernels.kv_moves import SlotMoves
 from peagle.kernels.step_state import StepRecord, StepState
 from peagle.kernels.trees import TreePaths, count_nodes, path_rows
 from peagle.models.target import TargetModel
@@ -30,6 +31,7 @@ class StepTrees:
 
     Args:
         batch, state, drafts_BN, parents_BN, running_B: the step's.
+        target: whose KV caches hold the rows.
         max_model_len: no node has a slot from here on.
         vocab_size: tokens from which the head drafts.
 
@@ -48,6 +50,7 @@ class StepTrees:
         drafts_BN: Tensor,
         parents_BN: Tensor,
         running_B: Tensor,
+        target: TargetModel,
         *,
         max_model_len: int,
         vocab_size: int,
@@ -55,6 +58,7 @@ class StepTrees:
         device, depth = drafts_BN.device, shape.prediction_depth
         self._batch, self._state, self._running_B = batch, state, running_B
         self._drafts_BN, self._max_model_len = drafts_BN, max_model_len
+        self._move = SlotMoves(cached_bytes(target))
         self._columns_J = torch.arange(shape.max_nodes + 1, device=device)
         self.rows_X = torch.arange(len(batch.tokens_R) + 1, device=device)
         self._rows_T = self.rows_X[:-1].clone()
@@ -95,7 +99,7 @@ class StepTrees:
         offsets_T = self._rows_T - self._batch.query_start_loc[sequences_T]
         return sequences_T, offsets_T.clamp_max(self._columns_J.shape[0] - 1)
 
-    def descend(self, target: TargetModel, tokens_T: Tensor, out: StepRecord) -> None:
+    def descend(self, tokens_T: Tensor, out: StepRecord) -> None:
         """Accept a path of each sequence; put its rows and its keys and values where a chain's are.
 
         Args:
@@ -109,7 +113,7 @@ class StepTrees:
         reached_BJ = paths.reached(tokens_T[at_BJ], drafts_BN, num_drafts_B)
         order_BJ = path_rows(reached_BJ)
         torch.sub(reached_BJ.sum(-1), 1, out=out.num_accepted_B)
-        move_path(target, batch, order_BJ, out.num_accepted_B, paths.depth)
+        move_path(self._move, batch, order_BJ, out.num_accepted_B, paths.depth)
         torch.gather(drafts_BN, 1, order_BJ[:, 1 : paths.depth + 1] - 1, out=self.path_BD)
         sequences_T, offsets_T = self._places()
         moved_T = first_B[sequences_T] + order_BJ[sequences_T, offsets_T]

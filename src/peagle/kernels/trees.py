@@ -198,7 +198,7 @@ def move_slots(caches: Iterable[Tensor], from_BD: Tensor, to_BD: Tensor) -> None
     """Copy slots within caches, all of a cache read before one is written.
 
     Args:
-        caches: [slots, Hkv, d] each, of any types, as many slots in all.
+        caches: [slots, ...] each, of any types, as many slots in all.
         from_BD, to_BD: int64, slots; -1 is the last one, which is scrap.
     """
     caches = list(caches)
