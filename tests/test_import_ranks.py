@@ -150,7 +150,7 @@ def circle(package: Path) -> list[str]:
 
 
 # Modules of engine/ that are imported lazily themselves.
-OF_STEPS = ("decode_step", "drawn_drafts", "step_rules")
+OF_STEPS = ("decode_step", "drawn_drafts", "step_rules", "step_trees", "tree_growth")
 
 
 def is_triton_file(path: str) -> bool:

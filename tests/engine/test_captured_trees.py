@@ -18,9 +18,8 @@ import torch
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
-from peagle.engine import step_trees
 from peagle.engine.sequence import SequenceStatus
-from peagle.engine.step_trees import StepTrees
+from peagle.kernels.kv_moves import SlotMoves
 from peagle.kernels.trees import count_nodes
 from peagle.speculation import Drafts
 from tests.engine.engines import replant
@@ -28,12 +27,14 @@ from tests.engine.engines import replant
 pytest.importorskip("triton")
 
 from peagle.engine import decode_step
+from peagle.engine.step_trees import StepTrees
+
+PLANT = StepTrees.plant
 
 pytestmark = pytest.mark.usefixtures("graphs_everywhere")
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not 1"
 )
-PLANT = StepTrees.plant
 PROMPTS = [[5, 9, 200, 31], [17] * 12, [3], list(range(20, 35))]
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=5)
@@ -362,7 +363,7 @@ def without_features(descend: Any) -> Any:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "the path is not moved": (step_trees, "move_path", lambda _: lambda *_: None),
+    "the path is not moved": (SlotMoves, "__call__", lambda _: lambda *_: None),
     "a draw goes by the row": (decode_step, "own_tokens", without_offsets),
     "features are those of the rows": (StepTrees, "descend", without_features),
 }

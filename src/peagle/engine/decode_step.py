@@ -26,7 +26,8 @@ from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
 from peagle.engine.step_rules import StepRules
-from peagle.engine.step_trees import StepTrees, num_verified
+from peagle.engine.step_trees import StepTrees
+from peagle.engine.tree_growth import TreeGrowth
 from peagle.kernels.batches import DraftBatch, PackedBatch, TargetBatch
 from peagle.kernels.batches_triton import build_target_batch, expand_draft_batch, gather_features
 from peagle.kernels.correction_triton import correct_logits
@@ -50,6 +51,7 @@ from peagle.kernels.verify_triton import (
 )
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
+from peagle.speculation.verification import num_verified
 
 # One integer, or one number, a row; the first five are the fields of `StepState`.
 _INTS = (
@@ -345,21 +347,24 @@ class DecodeStep:
         self._times = torch.zeros(NUM_STAMPS, dtype=torch.int64, device=device)
         self.hidden_TH = self._features_TA = torch.empty(0)
         self.trees, width = None, 4 + 2 * self.max_drafts
-        if proposer is not None and proposer.trees is not None:
-            self.max_accepted = proposer.trees.prediction_depth
+        shape = None if proposer is None else proposer.trees
+        if shape is not None:
+            self.max_accepted = shape.prediction_depth
             width += self.max_accepted
+        self.out = StepRecord.allocate(num_seqs, self.max_accepted, device)
+        if proposer is not None and shape is not None:
             self.trees = StepTrees(
-                proposer.trees,
+                shape,
                 self.batch,
                 own.state,
                 own.drafts_BK,
                 own.parents_BK,
                 self.running_B,
+                self.out.num_accepted_B,
                 self.target,
                 max_model_len=buffers.sizes.max_model_len,
                 vocab_size=proposer.drafter.config.draft_vocab_size,
             )
-        self.out = StepRecord.allocate(num_seqs, self.max_accepted, device)
         self.report_RX = torch.zeros(num_seqs + 1, width, dtype=torch.int64, device=device)
         if proposer is not None:
             self._draft = CapturedDraft(self, proposer)
@@ -481,7 +486,7 @@ class DecodeStep:
         """Verify the drafts, advance the state, draft again, report."""
         own, trees, drafts_BK = self.rows, self.trees, self.rows.drafts_BK
         if trees is not None:
-            trees.descend(self.scratch.tokens_R, self.out)
+            trees.descend(self.scratch.tokens_R)
             drafts_BK = trees.path_BD
         match_drafts(
             self.scratch.tokens_R,
@@ -519,7 +524,6 @@ class CapturedDraft:
         config, num_seqs, sizes = drafter.config, len(step.running_B), step.buffers.sizes
         self.num_drafts = k = step.num_drafts
         self._drafter, self._step, self._sizes = drafter, step, sizes
-        self._grow = proposer.grow
         self._passes = Passes(proposer.passes.run, TritonAttention())
         num_slots = num_seqs * (step.max_accepted + (k if config.is_parallel else 1))
         self._batch = DraftBatch.allocate(num_seqs, num_slots, k, device)
@@ -535,7 +539,9 @@ class CapturedDraft:
         columns, vocab_size = k if all_at_once else 1, config.draft_vocab_size
         if step.draws:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
-        elif step.trees is None:
+        elif proposer.trees is not None:
+            self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
+        else:
             self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
         drafter.reserve_positions(sizes.max_model_len + step.max_accepted + k)
 
@@ -591,7 +597,7 @@ class CapturedDraft:
             states_NJW = correction.start(drafter.normed(hidden_NJD))
         if (trees := self._step.trees) is not None:
             depths_N = self._step.rows.state.num_drafts_B
-            trees.plant(*self._grow(logits_NJV, states_NJW, depths_N))
+            trees.plant(*self._growth(logits_NJV, states_NJW, depths_N))
             return
         if correction is None or states_NJW is None:
             self._put(logits_RV, slice(first, first + num_columns))

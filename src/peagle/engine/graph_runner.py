@@ -31,12 +31,12 @@ from peagle.engine.pass_graphs import MAX_SEQUENCES, PassGraphs
 from peagle.engine.rules import has_rules
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
-from peagle.engine.step_trees import num_verified
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.models.acceleration import MAX_FIXED_ROWS, accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
+from peagle.speculation.verification import num_verified
 
 if TYPE_CHECKING:
     from peagle.engine.decode_step import DecodeStep, StepBuffers

@@ -72,8 +72,8 @@ class DraftCorrection(nn.Module):
     """A correction made ready for drafting with its head.
 
     `start` sees the slots of a pass once; `add` then goes from one slot to the next, for any number
-    of paths at once, each with the token that it chose. In trees `children` goes from one depth to
-    the next. No tensor is part of the head's checkpoint.
+    of paths at once, each with the token that it chose. In trees `tree_children` goes from a depth
+    to the next. No tensor is part of the head's checkpoint.
 
     Args:
         correction: on the device and in the type of the head.
@@ -119,7 +119,7 @@ class DraftCorrection(nn.Module):
         """
         return torch.addmm(logits_RV, self._term(states_RW, tokens_R), self.weight_Vr.mT)
 
-    def children(
+    def tree_children(
         self,
         logits_BJV: Tensor,
         states_BJW: Tensor,

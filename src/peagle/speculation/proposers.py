@@ -225,7 +225,7 @@ class HeadProposer:
         shape, correction, children = self.trees, self.drafter.correction, None
         assert shape is not None, "the head drafts chains"
         if correction is not None and states_NKW is not None:
-            children = correction.children(
+            children = correction.tree_children(
                 logits_NKV, states_NKW, self.target_ids, TREE_TEMPERATURE
             )
         tokens_NX, parents_NX = best_first_trees(

@@ -1,0 +1,60 @@
+"""Growing the candidate trees of a captured decode step.
+
+Shapes: B rows of a step, one a sequence; K slots; V draft vocabulary; W width of a correction; N
+nodes of a tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from peagle.config import CandidateTrees
+from peagle.kernels.tree_growth_triton import CorrectionTerm, GrowthScratch, grow_trees
+from peagle.models.drafter import Drafter
+from peagle.speculation.proposers import TREE_TEMPERATURE
+
+
+class TreeGrowth:
+    """Grows the trees of a step from the logits of its slots, as `HeadProposer.grow` does.
+
+    Args:
+        num_seqs, num_slots: B and K, slots of each sequence.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        shape: CandidateTrees,
+        num_seqs: int,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        vocab_size, nodes = drafter.config.draft_vocab_size, shape.max_nodes
+        self._drafter, self._shape = drafter, shape
+        sizes = num_seqs, num_slots, nodes, vocab_size
+        self._scratch = GrowthScratch.allocate(*sizes, device)
+        self._tokens_BN, self._parents_BN = torch.zeros(
+            (2, num_seqs, nodes), dtype=torch.int64, device=device
+        )
+
+    def __call__(
+        self, logits_BKV: Tensor, states_BKW: Tensor | None, depths_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return token and parent row of each node, int64 [B, N], until the next call."""
+        drafter, shape, term = self._drafter, self._shape, None
+        correction = drafter.correction
+        if correction is not None and states_BKW is not None:
+            weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
+            term = CorrectionTerm(states_BKW, *weights, drafter.d2t)
+        grow_trees(
+            logits_BKV,
+            depths_B,
+            term,
+            self._scratch,
+            self._tokens_BN,
+            self._parents_BN,
+            num_parallel_trees=shape.num_parallel_trees,
+            temperature=TREE_TEMPERATURE,
+        )
+        return drafter.to_target_ids(self._tokens_BN), self._parents_BN
