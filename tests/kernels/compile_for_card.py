@@ -3,7 +3,7 @@
 The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits.
 
 Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card experts`,
-`... unpacking`, `... caches` or `... verification`.
+`... unpacking`, `... caches`, `... verification` or `... trees`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from peagle.kernels import (
     draft_draw_triton,
     draw_triton,
     experts_triton,
+    kv_moves_triton,
     kv_write_triton,
     packed_gluon,
     packed_weights_triton,
     paged_attention_triton,
     rejection_triton,
     step_state_triton,
+    tree_growth_triton,
+    tree_paths_triton,
     verify_triton,
 )
 from peagle.kernels.experts import GroupedConfig, max_registers
@@ -327,11 +330,47 @@ def verification() -> dict[str, dict[str, Any]]:
     return found
 
 
+def trees() -> dict[str, dict[str, Any]]:
+    """Kernels of candidate trees, of bfloat16 logits."""
+    growth = tree_growth_triton
+    kernels: dict[Any, tuple[int, list[dict[str, Any]]]] = {
+        growth._best_of_part_kernel: (4, [{"PART": 2048}]),
+        growth._best_of_slot_kernel: (16, [{"PARTS": 16}, {"PARTS": 128}]),
+        growth._grow_kernel: (8, [{"N": 63, "ROWS": 64, "IS_CORRECTED": True, "HAS_MAP": True}]),
+        tree_paths_triton.place_rows_kernel: (1, [{"N": 63, "ROWS": 64}]),
+        tree_paths_triton.descend_kernel: (1, [{"N": 63, "ROWS": 64}]),
+        kv_moves_triton.move_slots_kernel: (4, [{"WORD": 4, "BLOCK_W": 512}]),
+    }
+    sizes: dict[str, Any] = {"C": 64, "WIDTH": 256, "RANK": 64, "PADDING": 256, "DEPTH": 7}
+    sizes |= {"BLOCK_D": 8}
+    found = {}
+    for kernel, (num_warps, variants) in kernels.items():
+        of_growth = kernel.fn.__module__ == growth.__name__
+        types = {n: "*fp32" if of_growth else "*i64" for n in kernel.arg_names if n[-4:] == "_ptr"}
+        if of_growth:
+            bfloat16 = ("states_ptr", "embedded_ptr", "down_ptr", "weight_ptr")
+            types |= dict.fromkeys(bfloat16, "*bf16")
+            int64 = ("depths_ptr", "d2t_ptr", "out_tokens_ptr", "out_parents_ptr")
+            types |= dict.fromkeys(int64, "*i64")
+            types |= dict.fromkeys(("tokens_ptr", "best_tokens_ptr"), "*i32")
+        if kernel is growth._best_of_part_kernel:
+            types["logits_ptr"] = "*bf16"
+        types["inverse_temperature"] = "fp32"
+        loose = tuple(n for n in kernel.arg_names if not n.endswith("_ptr"))
+        for i, flags in enumerate(variants):
+            constants = {n: v for n, v in {**sizes, **flags}.items() if n in kernel.arg_names}
+            options = {"num_warps": num_warps}
+            compiled = compile_kernel(kernel, ASTSource, types, constants, options, loose)
+            found[f"{kernel.__name__} {i}"] = compiled
+    return found
+
+
 if __name__ == "__main__":
     of_kind = {
         "experts": experts,
         "unpacking": unpacking,
         "caches": caches,
         "verification": verification,
+        "trees": trees,
     }
     print(json.dumps(of_kind[sys.argv[1]]()))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peagle.kernels.trees import best_first_trees, count_nodes
 from peagle.models.correction import Correction, DraftCorrection
-from tests.kernels.devices import DEVICES
+from tests.kernels.devices import DEVICES, compile_for_card
 from tests.kernels.tree_reference import paths_of
 
 pytest.importorskip("triton")
@@ -89,3 +89,11 @@ def test_siblings_differ_and_parents_come_first(device: str, broken: list[int]) 
         assert all(parent < row for row, parent in enumerate(parents, start=1))
         assert parents.count(0) <= 2
         assert max(map(len, paths_of(tokens, parents))) <= 3
+
+
+def test_kernels_of_trees_compile_for_a_card() -> None:
+    found = compile_for_card("trees")
+    assert len(found) == 1 + 2 + 1 + 1 + 1 + 1
+    # The second one merges the parts of a vocabulary of 262,144 tokens.
+    spills = {name: kernel["stack"] for name, kernel in found.items() if kernel["stack"]}
+    assert not spills or spills.keys() == {"_best_of_slot_kernel 1"}

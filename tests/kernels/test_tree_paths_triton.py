@@ -51,16 +51,17 @@ def test_rows_and_paths_are_those_of_torch(
 
     batch = TargetBatch.allocate(num_seqs, num_rows, "cpu")
     batch.query_start_loc.copy_(starts)
-    # Most rows lead on to one of their children, so that paths are long.
-    own = torch.randint(1000, (num_rows,), generator=generator)
+    # The target goes to the deepest node; other tokens are no drafts.
+    own = torch.full((num_rows,), -9)
     for b, count in enumerate(counts.tolist()):
-        for row in range(count):
-            nodes = [i for i, parent in enumerate(parents[b].tolist()) if parent == row]
-            if nodes and rng.random() < 0.9:
-                own[starts[b] + row] = drafts[b, rng.choice(nodes)]
+        row = int(paths.depths_BJ[b, :count].argmax()) if count else 0
+        while row:
+            parent = int(parents[b, row - 1])
+            own[starts[b] + parent] = drafts[b, row - 1]
+            row = parent
     for rows in (batch.tokens_R, batch.slots_R, batch.positions_R):
         rows.copy_(torch.randperm(num_rows, generator=generator) + 5)
-    expected_tokens, expected_own = batch.tokens_R.clone(), own.clone()
+    expected_tokens = batch.tokens_R.clone()
     slots, rows_X = batch.slots_R.clone(), torch.arange(num_rows + 1)
 
     on = TargetBatch(*(getattr(batch, one.name).to(device) for one in fields(batch)))
@@ -68,8 +69,9 @@ def test_rows_and_paths_are_those_of_torch(
     place_rows(parents.to(device), first.to(device), on, visible, depths)
     out = Descent.allocate(torch.zeros(num_seqs, dtype=torch.int64, device=device), depth, num_rows)
     out.rows_X.fill_(-1)[-1] = num_rows
-    given = [x.to(device) for x in (own, drafts, parents, num_drafts, running)]
-    descend(*given, on, out)
+    own_on = own.to(device, copy=True)
+    given = [x.to(device) for x in (drafts, parents, num_drafts, running)]
+    descend(own_on, *given, on, out)
 
     for b, count in enumerate(counts.tolist()):
         at = slice(int(starts[b]), int(starts[b]) + count)
@@ -80,15 +82,13 @@ def test_rows_and_paths_are_those_of_torch(
             assert out.num_accepted_B[b] == 0
             assert torch.equal(out.from_BD[b], out.to_BD[b])
             continue
-        tree = TreePaths(
-            *(x[b : b + 1] for x in (parents, paths.visible_BJ, paths.depths_BJ)), depth
-        )
+        tree = TreePaths.of(parents[b : b + 1], depth)
         tokens = torch.zeros(1, n + 1, dtype=torch.int64)
         tokens[0, :count] = own[at]
         reached = tree.reached(tokens, drafts[b : b + 1], num_drafts[b : b + 1])
         order = path_rows(reached)[0, :count]
         accepted = int(reached.sum()) - 1
-        assert out.num_accepted_B[b] == accepted
+        assert out.num_accepted_B[b] == accepted == paths.depths_BJ[b, :count].max()
         assert torch.equal(out.path_BD[b, :accepted].cpu(), drafts[b, order[1 : accepted + 1] - 1])
         path, chain = slots[at][order[1 : accepted + 1]], slots[at][1 : accepted + 1]
         assert torch.equal(out.from_BD[b, :accepted].cpu(), path)
@@ -99,4 +99,4 @@ def test_rows_and_paths_are_those_of_torch(
         assert (rows[total:] == 0).all()
     assert torch.equal(out.rows_X.cpu(), rows_X)
     assert torch.equal(on.tokens_R.cpu(), expected_tokens[rows_X[:-1]])
-    assert torch.equal(given[0].cpu(), expected_own[rows_X[:-1]])
+    assert torch.equal(own_on.cpu(), own[rows_X[:-1]])

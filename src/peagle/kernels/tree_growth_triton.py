@@ -337,7 +337,7 @@ def grow_trees(
         num_parts,
         PARTS=power_of_two(num_parts),
         C=c,
-        num_warps=4,
+        num_warps=4 if num_parts <= 32 else 16,
     )
     rank, width = (0, 0) if term is None else term.down_rW.shape
     states_KW = scratch.logits_RC if term is None else term.states_BKW.flatten(0, 1)
