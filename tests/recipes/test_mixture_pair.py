@@ -113,6 +113,7 @@ def test_outputs_are_identical_in_every_precision(pair: Path, precision: str) ->
         assert found["identical"] == 2
     expected = precision if precision in ("float64", "bfloat16") else "float32"
     assert found["computed_in"] == expected
+    assert 0 < found["rounding"] < (0.1 if precision == "bfloat16" else 1e-4)
     touched = found["experts_touched"]
     assert 2 <= touched["plain"] <= touched["peagle"] <= found["num_experts"] == 4
 
