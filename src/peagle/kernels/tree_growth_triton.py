@@ -188,6 +188,7 @@ def _grow_kernel(
     # Of each row: the score of its best child that is not in the tree, and its depth.
     front = tl.where(row == 0, tl.max(children, 0), -float("inf"))
     depths = tl.zeros((ROWS,), dtype=tl.int32)
+    num_left = num_roots + tl.cast(0, tl.int32)  # a 1 is a constant otherwise
     for n in range(N):
         tl.debug_barrier()
         best = tl.max(front, 0)
@@ -201,8 +202,8 @@ def _grow_kernel(
         tl.store(out_parents_ptr + b * N + n, parent.to(tl.int64))
         children = tl.where(c == at, -float("inf"), children)
         tl.store(scores_ptr + parent * C + c, children)
-        num_roots -= parent == 0
-        next_best = tl.where((parent > 0) | (num_roots > 0), tl.max(children, 0), -float("inf"))
+        num_left -= (parent == 0).to(tl.int32)
+        next_best = tl.where((parent > 0) | (num_left > 0), tl.max(children, 0), -float("inf"))
         front = tl.where(row == parent, next_best, front)
         own_depth = above + 1
         depths = tl.where(row == n + 1, own_depth, depths)
