@@ -48,6 +48,9 @@ Such a file is read always as ~/.config/peagle/catalog.toml, or where PEAGLE_CAT
 """
 
 
+_STUDIO = "deploy {0.jumpstart_model_id} in SageMaker Studio."
+
+
 class CatalogFormat(StrEnum):
     """The formats of the printed catalog."""
 
@@ -97,9 +100,9 @@ def catalog(
     elif output_format is CatalogFormat.JSON:
         print(json.dumps(facts(entry, catalogs or ()), indent=2))
     else:
-        found = commands(entry, catalogs or ())
-        found = found or [f"Deploy it in SageMaker JumpStart as {entry.jumpstart_model_id}."]
-        lines = [*_details(entry), "", *(f"  {line}" for line in found)]
+        lines = [*_details(entry), "", *(f"  {line}" for line in commands(entry, catalogs or ()))]
+        if entry.is_head_in_jumpstart:
+            lines.append(f"  With the head of SageMaker JumpStart: {_STUDIO.format(entry)}")
         print(printable("\n".join(lines)))
 
 
@@ -128,18 +131,17 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def commands(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> list[str]:
-    """Return the commands that deploy the model, and that serve it where its head is available."""
-    if entry.sources == ("jumpstart",):
-        return []
+    """Return the commands that deploy and serve the model; HEAD stands for a head of one's own."""
     create = ["peagle", "deploy", "sagemaker", "create", entry.name, "--role", "ROLE_ARN"]
     if entry.sources[0] == "native":
         create += ["--source", entry.sources[0]]
     if entry.origin in map(str, catalogs):
         create += ["--catalog", entry.origin]
-    found = [shlex.join(create)]
+    own_head = ["--draft", "HEAD"] if entry.is_head_in_jumpstart else []
+    found = [shlex.join(create + own_head)]
     if entry.target.startswith("s3://"):
         return found
-    model = ["--target", entry.target]
+    model = ["--target", entry.target, *own_head]
     if entry.draft is not None:
         model += ["--draft", entry.draft, "-k", str(entry.num_speculative_tokens)]
     length = entry.vllm_flags.get("max-model-len", "")
@@ -175,11 +177,7 @@ def _table(entries: list[CatalogEntry]) -> list[str]:
 def _head(entry: CatalogEntry) -> str:
     if entry.draft is not None:
         return entry.draft
-    return "the head that JumpStart brings" if _is_bundled(entry) else "no head"
-
-
-def _is_bundled(entry: CatalogEntry) -> bool:
-    return entry.draft is None and entry.sources == ("jumpstart",)
+    return "a head of your own, or JumpStart's" if entry.is_head_in_jumpstart else "no head"
 
 
 def _details(entry: CatalogEntry) -> list[str]:
@@ -209,7 +207,7 @@ def _details(entry: CatalogEntry) -> list[str]:
 
 def _k(entry: CatalogEntry) -> str:
     if entry.num_speculative_tokens is None:
-        return "JumpStart's" if _is_bundled(entry) else "none"
+        return "up to what the head was trained for" if entry.is_head_in_jumpstart else "none"
     deepest = entry.max_speculative_tokens
     return str(entry.num_speculative_tokens) + (f", the deepest is {deepest}" if deepest else "")
 
