@@ -38,7 +38,7 @@ def test_the_list_names_all_models(peagle: Peagle) -> None:
         ["qwen3-coder-30b-a3b-instruct-bf16", "7", "bf16", "ml.g7e.2xlarge"],
         ["gemma-4-31b-it", "-", "bf16", "ml.g7e.2xlarge"],
     ]
-    assert [float(row[4]) for row in rows] == [67.7, 19.4, 36.3, 64.1, 74.5]
+    assert [float(row[4]) for row in rows] == [67.7, 19.4, 36.3, 64.1, 75.5]
     assert "openai/gpt-oss-20b + amazon/GPT-OSS-20B-P-EAGLE" in result.out
     assert max(map(len, result.out.splitlines())) <= 100
 
@@ -52,6 +52,7 @@ def test_one_model_with_its_commands(peagle: Peagle) -> None:
         "7, the deepest is 10",
         "19.4 GiB of one GPU: weights 12.8 GiB",
         "19.9 GiB of one GPU: weights 12.8 GiB",
+        "KV cache: 48 KiB of the target, ~8 KiB of the head",
         "\n  peagle deploy sagemaker create gpt-oss-20b --role ROLE_ARN\n",
         "\n  peagle serve --engine vllm --target openai/gpt-oss-20b --draft "
         "amazon/GPT-OSS-20B-P-EAGLE -k 7 --max-model-len 32768\n",
@@ -76,6 +77,8 @@ def test_json(peagle: Peagle) -> None:
     parts = one["memory_gib"]
     assert parts.pop("per_gpu") == pytest.approx(sum(parts.values()), abs=0.02)
     assert one["memory_for"]["max_model_len"] == 32768
+    # 2 · 24 layers · 8 heads · 64 values · 2 bytes, and 4 layers of the head
+    assert one["kv_bytes_per_token"] == {"target": 49_152, "draft": 8192}
     assert [shlex.split(line)[0] for line in one["commands"]] == ["peagle"] * 3
 
 

@@ -189,3 +189,18 @@ def test_the_configuration_is_shown(
     assert status == 0
     assert (shown["max_queue"], shown["port"], shown["drain_timeout_s"]) == (3, 9000, 5)
     assert (shown["host"], shown["allowed_hosts"]) == ("127.0.0.1", ["a.example"])
+
+
+def test_the_memory_plan_of_each_engine_is_logged_when_it_is_asked_for(server: LiveServer) -> None:
+    """On a CPU too; a line is a record, so that the log keeps its form."""
+    assert "memory on" not in server.text
+    options = ("--show-memory", "--max-model-len", 64, "--device", "cpu", "--no-playground")
+    with running(*options, "--log-format", "json", warm=True) as asked:
+        records = [json.loads(line) for line in asked.text.splitlines()]
+    told = [record["message"] for record in records if record["logger"] == "peagle.serving"]
+    for name in ("peagle", "eagle3"):
+        begin = told.index(f"{name}: memory on cpu")
+        rows = [line.removeprefix(f"{name}:   ").split("  ")[0] for line in told[begin + 1 :]]
+        assert rows[:2] == ["target weights", "drafter weights"]
+        assert rows[2:6] == ["KV cache", "reserved ahead", "longest context", "requests at once"]
+        assert f"{name}:   longest context   64 tokens" in told

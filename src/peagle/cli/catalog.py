@@ -120,6 +120,10 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
             "per_gpu": needed.per_gpu(gpus),
         }
         shown["memory_gib"] = {part: round(size / GIB, 2) for part, size in sizes.items()}
+        shown["kv_bytes_per_token"] = {
+            "target": sum(kind.token_bytes for kind in entry.kv_layers),
+            "draft": sum(kind.token_bytes for kind in entry.draft_kv_layers),
+        }
         shown["memory_for"] = {
             "source": entry.sources[0],
             "tensor_parallel_size": gpus,
@@ -191,6 +195,7 @@ def _details(entry: CatalogEntry) -> list[str]:
         "K": _k(entry),
         "memory": _memory(entry, entry.sources[0]),
         "native": _memory(entry, "native") if "native" in entry.sources[1:] else "",
+        "a token": _token(entry),
         "instances": ", ".join(entry.instance_types),
         "sources": ", ".join(entry.sources),
         "JumpStart": entry.jumpstart_model_id or "id not known here",
@@ -200,7 +205,7 @@ def _details(entry: CatalogEntry) -> list[str]:
         "from": origin,
     }
     lines = [entry.name, *(f"  {label:<10} {text}" for label, text in rows.items() if text)]
-    if any(key in entry.estimates for key in ("weights_gib", "draft_weights_gib")):
+    if any("~" in line for line in lines):
         lines.append("  ~ is an estimate.")
     return lines
 
@@ -217,6 +222,16 @@ def _size(entry: CatalogEntry, model: str, key: str, precision: str = "") -> str
     about = "~" if key in entry.estimates else ""
     told = ", ".join(part for part in (precision, f"{about}{size} GiB" if size else "") if part)
     return f"{model} ({told})" if told else model
+
+
+def _token(entry: CatalogEntry) -> str:
+    """Return the KV cache of one token, in a type of two bytes."""
+    parts = []
+    for key, model in (("kv_layers", "target"), ("draft_kv_layers", "head")):
+        if size := sum(kind.token_bytes for kind in getattr(entry, key)):
+            about = "~" if key in entry.estimates else ""
+            parts.append(f"{about}{size / 1024:g} KiB of the {model}")
+    return f"KV cache: {', '.join(parts)}" if parts else ""
 
 
 def _memory(entry: CatalogEntry, source: ContainerSource) -> str:

@@ -45,6 +45,11 @@ class KvLayers:
     head_dim: _Positive
     window: _Positive | None = None
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, in a type of two bytes."""
+        return 2 * self.num_values(1, 1, 0)
+
     def num_values(self, num_tokens: int, num_sequences: int, in_flight: int) -> int:
         """Values that `num_sequences` sequences of `num_tokens` tokens each keep."""
         slots = num_sequences * num_tokens
