@@ -301,7 +301,10 @@ def _target(model: str, entry: CatalogEntry | None, lookups: Lookups) -> ModelSo
 def _source(given: str | None, entry: CatalogEntry | None) -> ContainerSource:
     source: ContainerSource | None = next((s for s in CONTAINERS if s == given), None)
     if given is not None and source is None:
-        raise UserError(f"--source is {given!r}; expected one of {', '.join(CONTAINERS)}.")
+        raise UserError(
+            f"--source is {given!r}; expected one of {', '.join(CONTAINERS)}. (JumpStart's models "
+            "deploy in SageMaker Studio, by the id that `peagle catalog NAME` shows.)"
+        )
     if entry is None:
         return source or "managed"
     if source is not None and source not in entry.sources:
