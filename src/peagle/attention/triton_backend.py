@@ -165,12 +165,12 @@ def check_device(device: torch.device) -> None:
             "The Triton attention backend needs the package triton, which is not installed; "
             'install it (Linux: pip install triton), or use device "cpu" with the torch backend.'
         ) from None
-    if device.type == "cuda" and torch.version.hip is not None:
-        raise UserError(
-            f"{torch.cuda.get_device_name(device)} runs ROCm; the Triton attention backend expects "
-            f"an NVIDIA GPU: {_REMEDY}."
-        )
     if device.type == "cuda":
+        if torch.version.hip is not None:
+            raise UserError(
+                f"{torch.cuda.get_device_name(device)} runs ROCm; the Triton attention backend "
+                f"expects an NVIDIA GPU: {_REMEDY}."
+            )
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             found, expected = (".".join(map(str, v)) for v in (capability, MIN_CAPABILITY))

@@ -48,9 +48,6 @@ Such a file is read always as ~/.config/peagle/catalog.toml, or where PEAGLE_CAT
 """
 
 
-_STUDIO = "deploy {0.jumpstart_model_id} in SageMaker Studio."
-
-
 class CatalogFormat(StrEnum):
     """The formats of the printed catalog."""
 
@@ -102,7 +99,8 @@ def catalog(
     else:
         lines = [*_details(entry), "", *(f"  {line}" for line in commands(entry, catalogs or ()))]
         if entry.is_head_in_jumpstart:
-            lines.append(f"  With the head of SageMaker JumpStart: {_STUDIO.format(entry)}")
+            studio = f"deploy {entry.jumpstart_model_id} in SageMaker Studio."
+            lines.append(f"  With the head of SageMaker JumpStart: {studio}")
         print(printable("\n".join(lines)))
 
 
@@ -121,8 +119,8 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
         }
         shown["memory_gib"] = {part: round(size / GIB, 2) for part, size in sizes.items()}
         shown["kv_bytes_per_token"] = {
-            "target": sum(kind.token_bytes for kind in entry.kv_layers),
-            "draft": sum(kind.token_bytes for kind in entry.draft_kv_layers),
+            "target": sum(kind.token_bytes for kind in entry.kv_layers) or None,
+            "draft": sum(kind.token_bytes for kind in entry.draft_kv_layers) or None,
         }
         shown["memory_for"] = {
             "source": entry.sources[0],
