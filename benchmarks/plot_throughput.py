@@ -2,7 +2,7 @@
 
     python benchmarks/plot_throughput.py results.txt --out docs/throughput.svg
 
-Needs matplotlib (pip install "peagle[report]").
+Needs matplotlib (pip install '.[report]').
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise UserError('matplotlib is not installed: pip install "peagle[report]".') from None
+        raise UserError(
+            "matplotlib is not installed: pip install '.[report]' in the repository."
+        ) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -1,6 +1,6 @@
 """Make the bundled code model write JSON that fits a schema, with drafting on.
 
-    pip install 'peagle[grammar]'
+    pip install '.[grammar]'
     python examples/structured.py
 
 The model was never taught to fill in forms: what it says is nonsense, its shape is right.

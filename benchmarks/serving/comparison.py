@@ -143,7 +143,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise UserError('matplotlib is not installed: pip install "peagle[report]".') from None
+        raise UserError(
+            "matplotlib is not installed: pip install '.[report]' in the repository."
+        ) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

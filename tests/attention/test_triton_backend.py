@@ -210,6 +210,7 @@ def fresh_checks():
         ("no triton", ("not installed", "pip install triton")),
         ("no interpreter", ('"cpu"', "NVIDIA GPU", "torch backend")),
         ("an old GPU", ("Tesla T4", "7.5", "8.0", "torch backend")),
+        ("ROCm", ("Tesla T4 runs ROCm", "expects an NVIDIA GPU", "torch backend")),
     ],
 )
 def test_devices_that_cannot_run_it(
@@ -218,10 +219,11 @@ def test_devices_that_cannot_run_it(
     if case == "no triton":
         monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if case == "ROCm" else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(UserError) as error:
-        check_device(torch.device("cuda" if case == "an old GPU" else "cpu"))
+        check_device(torch.device("cuda" if case in ("an old GPU", "ROCm") else "cpu"))
     assert all(text in str(error.value) for text in named)
 
 

@@ -34,10 +34,11 @@ def test_the_list_names_all_models(peagle: Peagle) -> None:
     assert [row[:4] for row in rows] == [
         ["gpt-oss-120b", "5", "mxfp4", "ml.g7e.2xlarge"],
         ["gpt-oss-20b", "7", "mxfp4", "ml.g7e.2xlarge"],
-        ["qwen3-coder-30b-a3b-instruct", "7", "bf16", "ml.g7e.2xlarge"],
+        ["qwen3-coder-30b-a3b-instruct", "7", "fp8", "ml.g7e.2xlarge"],
+        ["qwen3-coder-30b-a3b-instruct-bf16", "7", "bf16", "ml.g7e.2xlarge"],
         ["gemma-4-31b-it", "-", "bf16", "ml.g7e.2xlarge"],
     ]
-    assert [float(row[4]) for row in rows] == [67.7, 19.4, 64.1, 73.1]
+    assert [float(row[4]) for row in rows] == [67.7, 19.4, 36.3, 64.1, 75.5]
     assert "openai/gpt-oss-20b + amazon/GPT-OSS-20B-P-EAGLE" in result.out
     assert max(map(len, result.out.splitlines())) <= 100
 
@@ -50,7 +51,8 @@ def test_one_model_with_its_commands(peagle: Peagle) -> None:
         "amazon/GPT-OSS-20B-P-EAGLE (~3.4 GiB)",
         "7, the deepest is 10",
         "19.4 GiB of one GPU: weights 12.8 GiB",
-        "46.1 GiB of one GPU: weights 38.9 GiB unpacked to bf16",
+        "19.9 GiB of one GPU: weights 12.8 GiB",
+        "KV cache: 48 KiB of the target, ~8 KiB of the head",
         "\n  peagle deploy sagemaker create gpt-oss-20b --role ROLE_ARN\n",
         "\n  peagle serve --engine vllm --target openai/gpt-oss-20b --draft "
         "amazon/GPT-OSS-20B-P-EAGLE -k 7 --max-model-len 32768\n",
@@ -61,8 +63,10 @@ def test_one_model_with_its_commands(peagle: Peagle) -> None:
 def test_a_head_that_only_jumpstart_has(peagle: Peagle) -> None:
     result = peagle("catalog", "gemma-4-31b-it")
     assert "google/gemma-4-31B-it (bf16, ~58.2 GiB)" in result.out
-    assert "the head that JumpStart brings" in result.out
-    assert result.out.endswith("JumpStart as huggingface-vlm-gemma-4-31b-it.\n")
+    assert "a head of your own, or JumpStart's" in result.out
+    assert "  sources    managed, native\n" in result.out
+    assert "create gemma-4-31b-it --role ROLE_ARN --draft HEAD\n" in result.out
+    assert result.out.endswith("deploy huggingface-vlm-gemma-4-31b-it in SageMaker Studio.\n")
 
 
 def test_json(peagle: Peagle) -> None:
@@ -73,6 +77,8 @@ def test_json(peagle: Peagle) -> None:
     parts = one["memory_gib"]
     assert parts.pop("per_gpu") == pytest.approx(sum(parts.values()), abs=0.02)
     assert one["memory_for"]["max_model_len"] == 32768
+    # 2 · 24 layers · 8 heads · 64 values · 2 bytes, and 4 layers of the head
+    assert one["kv_bytes_per_token"] == {"target": 49_152, "draft": 8192}
     assert [shlex.split(line)[0] for line in one["commands"]] == ["peagle"] * 3
 
 
@@ -103,11 +109,12 @@ def test_the_example_of_the_help_page_is_a_catalog(
 def test_the_commands_it_prints_are_understood(peagle: Peagle, tmp_path: Path) -> None:
     file = tmp_path / "my models.toml"
     file.write_text(example().replace('"./head"', '"me/head"'))
-    for name in ("gpt-oss-120b", "qwen3-coder-30b-a3b-instruct", "my-model"):
+    for name in ("gpt-oss-120b", "qwen3-coder-30b-a3b-instruct", "gemma-4-31b-it", "my-model"):
         listed = json.loads(peagle("catalog", name, "--catalog", file, "--format", "json").out)
         create, engine, native = (shlex.split(line)[1:] for line in listed["commands"])
         role = "arn:aws:iam::123456789012:role/x"
-        arguments = [{"create": "plan", "ROLE_ARN": role}.get(word, word) for word in create]
+        stand_ins = {"create": "plan", "ROLE_ARN": role, "HEAD": "me/head"}
+        arguments = [stand_ins.get(word, word) for word in create]
         planned = peagle(*arguments, "--region", "us-east-1")
         assert planned.status == 0, planned.err
         calls = json.loads(planned.out)["calls"]
@@ -115,7 +122,7 @@ def test_the_commands_it_prints_are_understood(peagle: Peagle, tmp_path: Path) -
         model = change["TemplateBody"]["Resources"]["Model"]["Properties"]
         variables = model["PrimaryContainer"]["Environment"]
         config = json.loads(variables["SM_VLLM_SPECULATIVE_CONFIG"])
-        assert config["model"] == listed["draft"]
+        assert config["model"] == (listed["draft"] or "me/head")
         shown = peagle(*native, "--show-config")
         assert shown.status == 0, shown.err
         settings = json.loads(shown.out)

@@ -175,6 +175,16 @@ def test_plan_of_models_here(peagle: Peagle, pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("offline")
+def test_plan_of_a_model_whose_head_only_jumpstart_has(peagle: Peagle, pair: Pair) -> None:
+    told = planned(peagle(*PLAN, "google/gemma-4-31B-it", *HERE, "--no-speculation"))
+    assert environment_of(told)["SM_VLLM_MODEL"] == "google/gemma-4-31B-it"
+    assert "SM_VLLM_SPECULATIVE_CONFIG" not in environment_of(told)
+    own = planned(peagle(*PLAN, "gemma-4-31b-it", *HERE, "--draft", pair.peagle, "-k", 3))
+    config = json.loads(environment_of(own)["SM_VLLM_SPECULATIVE_CONFIG"])
+    assert config["model"] == "/opt/ml/model/" and config["num_speculative_tokens"] == 3
+
+
+@pytest.mark.usefixtures("offline")
 def test_plan_says_what_it_did_not_look_at(peagle: Peagle) -> None:
     plan = planned(peagle(*PLAN, "gpt-oss-20b", *HERE, "--draft", "owner/head"))
     assert plan["notes"] == [
@@ -190,6 +200,9 @@ def test_plan_says_what_it_did_not_look_at(peagle: Peagle) -> None:
     [
         (["gpt-oss-2b", *HERE], "Did you mean gpt-oss-20b"),
         (["gpt-oss-20b", *HERE, "--source", "vllm"], "expected one of managed, native"),
+        (["gpt-oss-20b", *HERE, "--source", "jumpstart"], "by the id that `peagle catalog NAME`"),
+        (["gemma-4-31b-it", *HERE], "Name a head of your own with --draft"),
+        (["google/gemma-4-31B-it", *HERE, "-k", "5"], "Name one with --draft"),
         (["gpt-oss-20b", *HERE, "--min-instances", "2"], "--min-instances is given without"),
         (["gpt-oss-20b", *HERE, "--max-instances", "2"], "give --scale-from"),
         (["gpt-oss-20b", *HERE, "stray"], "expected options of vLLM there"),

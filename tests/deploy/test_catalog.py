@@ -26,13 +26,16 @@ from peagle.deploy.catalog import (
     parse_catalog,
     to_toml,
 )
-from peagle.deploy.instances import INSTANCE_TYPES, fits, require_fits
+from peagle.deploy.instances import INSTANCE_TYPES, require_fits
 from peagle.deploy.memory import GIB, gib
 from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 from tests.conftest import make_target_folder
 
-NAMES = ["gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b-instruct", "gemma-4-31b-it"]
+NAMES = [
+    *("gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b-instruct"),
+    *("qwen3-coder-30b-a3b-instruct-bf16", "gemma-4-31b-it"),
+]
 MINIMAL: dict[str, Any] = {
     "target": "me/model",
     "draft": "me/head",
@@ -60,7 +63,7 @@ def write(path: Path, name: str = "mine", **changes: Any) -> Path:
 # ---- the package's --------------------------------------------------------------------------
 
 
-def test_the_package_has_the_four_models():
+def test_the_package_has_the_four_models_and_one_in_two_precisions():
     assert list(load_catalog()) == NAMES
     data = tomllib.loads(files("peagle.deploy").joinpath("catalog.toml").read_text("utf-8"))
     assert data["format_version"] == FORMAT_VERSION
@@ -70,26 +73,43 @@ def test_the_package_has_the_four_models():
 def test_an_entry_is_complete_and_fits_every_instance_type_it_names(name: str):
     entry = load_catalog()[name]
     assert entry.instance_types[0] == "ml.g7e.2xlarge"
-    needed = entry.memory_needed()
-    assert needed is not None and needed.draft_bytes > 0
-    for instance in entry.instance_types:
-        assert require_fits(instance, needed, entry.vllm_flags) is INSTANCE_TYPES[instance]
+    assert entry.sources == ("managed", "native") and "max-model-len" in entry.vllm_flags
+    for source in entry.sources:
+        needed = entry.memory_needed(source)
+        assert needed is not None and needed.draft_bytes > 0
+        for instance in entry.instance_types:
+            assert require_fits(instance, needed, entry.vllm_flags) is INSTANCE_TYPES[instance]
     if entry.draft is None:
-        assert entry.sources == ("jumpstart",)
+        assert entry.is_head_in_jumpstart
     else:
         assert entry.draft.startswith("amazon/") and entry.draft.lower().endswith("-p-eagle")
-        assert re.search(entry.target.partition("/")[2], entry.draft, re.IGNORECASE)
-        assert "max-model-len" in entry.vllm_flags
+        name = entry.target.partition("/")[2].removesuffix("-FP8")
+        assert re.search(name, entry.draft, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_agree_with_parameters_and_precision(name: str):
-    """Two bytes a parameter; with MXFP4 4.25 bits for most of them, two bytes for the rest."""
+    """Two bytes a parameter; packed 8 or 4.25 bits for most of them, two bytes for the rest."""
     entry = load_catalog()[name]
     assert entry.weights_gib is not None and entry.parameters_b is not None
     bytes_each = entry.weights_gib * GIB / (entry.parameters_b * 1e9)
-    low, high = {"bf16": (1.99, 2.01), "mxfp4": (0.53, 0.7)}[entry.precision]
+    low, high = {"bf16": (1.99, 2.01), "fp8": (1.0, 1.05), "mxfp4": (0.53, 0.7)}[entry.precision]
     assert low < bytes_each < high
+
+
+def test_qwen3_coder_is_the_fp8_checkpoint_and_counts_packed():
+    """By the shapes of its config.json: bytes for weights of layers, bfloat16 for the rest."""
+    entry = load_catalog()["qwen3-coder-30b-a3b-instruct"]
+    assert entry.target == "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8"
+    hidden, layers, experts, vocab = 2048, 48, 128, 151_936
+    attention = 2 * hidden * 128 * (32 + 4)  # q and o, k and v
+    packed = layers * (attention + experts * 3 * 768 * hidden)
+    scales = 2 * packed // 128**2
+    plain = 2 * (2 * vocab * hidden + layers * (experts * hidden + 2 * hidden + 2 * 128) + hidden)
+    for source in entry.sources:
+        needed = entry.memory_needed(source)
+        assert needed is not None
+        assert needed.target_bytes / GIB == pytest.approx((packed + scales + plain) / GIB, abs=0.01)
 
 
 def test_the_heads_and_their_k():
@@ -98,17 +118,9 @@ def test_the_heads_and_their_k():
         "gpt-oss-120b": ("amazon/gpt-oss-120b-p-eagle", 5),
         "gpt-oss-20b": ("amazon/GPT-OSS-20B-P-EAGLE", 7),
         "qwen3-coder-30b-a3b-instruct": ("amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE", 7),
+        "qwen3-coder-30b-a3b-instruct-bf16": ("amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE", 7),
         "gemma-4-31b-it": (None, None),
     }
-
-
-def test_our_own_engine_needs_more_for_what_it_unpacks():
-    entry = load_catalog()["gpt-oss-20b"]
-    managed, native = entry.memory_needed(), entry.memory_needed("native")
-    assert managed is not None and native is not None
-    assert native.target_bytes == int(2 * 20.91e9) > 3 * managed.target_bytes - GIB
-    assert fits(INSTANCE_TYPES["ml.g6e.2xlarge"], managed)
-    assert not fits(INSTANCE_TYPES["ml.g6e.48xlarge"], native)
 
 
 # ---- the user's -----------------------------------------------------------------------------
@@ -215,7 +227,7 @@ def test_files_that_are_refused(tmp_path: Path, text: str, said: str):
         ({"instance_types": ["g5"]}, "instance_types.0 is 'g5'"),
         ({"weights_gib": -1}, "weights_gib is -1"),
         ({"estimates": ["wieghts"]}, "estimates names 'wieghts', which is no key"),
-        ({"sources": ["jumpstart"]}, "there is no jumpstart_model_id"),
+        ({"sources": ["jumpstart"]}, "sources.0 is 'jumpstart': Input should be 'managed' or"),
         ({"sources": ["mine"]}, "sources.0 is 'mine'"),
         ({"instance_type": "x"}, "not a known key. Did you mean instance_types?"),
         ({"zzz": "x"}, "zzz is not a known key. Known: target, draft"),

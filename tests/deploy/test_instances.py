@@ -264,7 +264,7 @@ def test_facts_are_those_of_the_model_that_runs(kind: str, tmp_path: Path):
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
     stored = {value.data_ptr(): value.nbytes for value in model.state_dict().values()}
-    assert facts.weights_bytes == facts.unpacked_bytes == sum(stored.values())
+    assert facts.weights_bytes == sum(stored.values())
     assert facts.precision == "bf16" and facts.max_model_len == 128
     assert {layer.window for layer in facts.kv_layers} == {None, 16}
     found = memory_needed(facts, max_model_len=tokens)
@@ -279,36 +279,49 @@ def test_float32_is_loaded_in_two_bytes(tmp_path: Path):
     assert (facts.weights_bytes, facts.precision) == (2 * values, "fp32")
 
 
-def test_mxfp4_is_unpacked_for_our_own_engine(tmp_path: Path):
-    tensors = {
-        "experts.down_proj_blocks": torch.zeros(2, 32, 3, 16, dtype=torch.uint8),
-        "experts.down_proj_scales": torch.zeros(2, 32, 3, dtype=torch.uint8),
-        "embed.weight": torch.zeros(10, 4, dtype=torch.bfloat16),
-    }
+@pytest.mark.parametrize(
+    ("method", "precision", "packed"),
+    [
+        (
+            "mxfp4",
+            "mxfp4",
+            {
+                "experts.down_proj_blocks": torch.zeros(2, 32, 3, 16, dtype=torch.uint8),
+                "experts.down_proj_scales": torch.zeros(2, 32, 3, dtype=torch.uint8),
+            },
+        ),
+        (
+            "fp8",
+            "fp8",
+            {
+                "q_proj.weight": torch.zeros(256, 128, dtype=torch.float8_e4m3fn),
+                "q_proj.weight_scale_inv": torch.zeros(2, 1),  # float32, one for 128 x 128
+            },
+        ),
+        (
+            "gptq",
+            "int4",
+            {
+                "q_proj.qweight": torch.zeros(8, 64, dtype=torch.int32),  # 64 x 64 numbers
+                "q_proj.qzeros": torch.zeros(2, 8, dtype=torch.int32),
+            },
+        ),
+    ],
+)
+def test_packed_weights_count_as_they_are_stored(
+    method: str, precision: str, packed: dict[str, torch.Tensor], tmp_path: Path
+):
+    """In both containers: on a GPU our own engine keeps them packed too."""
+    tensors = {**packed, "embed.weight": torch.zeros(10, 4, dtype=torch.bfloat16)}
     save_file(tensors, tmp_path / "model.safetensors")
-    config = {"quantization_config": {"quant_method": "mxfp4"}, "dtype": "bfloat16"}
+    config = {"quantization_config": {"quant_method": method}, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = facts_of_folder(tmp_path)
-    assert facts.precision == "mxfp4"
-    assert facts.weights_bytes == 2 * 32 * 3 * 16 + 2 * 32 * 3 + 80
-    assert facts.unpacked_bytes == 2 * (2 * 32 * 96) + 80  # blocks of 32 values in 16 bytes
-    native = memory_needed(facts, native=True)
-    assert (native.target_bytes, native.max_gpus) == (facts.unpacked_bytes, 1)
-    assert "unpacked to bf16" in native.describe() and native.precision == "bf16"
-
-
-def test_words_of_four_bits_are_unpacked_for_our_own_engine(tmp_path: Path):
-    tensors = {
-        "q_proj.qweight": torch.zeros(8, 64, dtype=torch.int32),  # 64 x 64 numbers
-        "q_proj.qzeros": torch.zeros(2, 8, dtype=torch.int32),
-        "embed.weight": torch.zeros(10, 4, dtype=torch.bfloat16),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = {"quantization_config": {"quant_method": "gptq"}, "dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    facts = facts_of_folder(tmp_path)
-    assert facts.weights_bytes == 4 * 8 * 64 + 4 * 16 + 80
-    assert facts.unpacked_bytes == 2 * 64 * 64 + 80
+    assert facts.precision == precision
+    assert facts.weights_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    managed, native = memory_needed(facts), memory_needed(facts, native=True)
+    assert managed.target_bytes == native.target_bytes == facts.weights_bytes
+    assert (native.max_gpus, native.precision) == (1, "bf16")
 
 
 @given(
@@ -327,7 +340,7 @@ def test_a_window_never_costs_more(length, sequences, window, in_flight):
 
 
 def test_the_context_is_the_models_own_unless_given():
-    facts = ModelFacts(GIB, GIB, "bf16", (KvLayers(2, 4, 64),), max_model_len=1000)
+    facts = ModelFacts(GIB, "bf16", (KvLayers(2, 4, 64),), max_model_len=1000)
     assert memory_needed(facts).max_model_len == 1000
     twice = memory_needed(facts, facts, max_model_len=500, num_sequences=3, kv_value_bytes=1)
     assert twice.kv_bytes() == 2 * (2 * 2 * 4 * 64) * 500 * 3

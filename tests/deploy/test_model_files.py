@@ -97,7 +97,7 @@ def test_sizes_of_a_model_with_several_parts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"vocab_size": 1, "text_config": {"vocab_size": 320, "hidden_size": 33}})
     )
-    facts = HeadFacts(True, None, {"vocab_size": 320, "hidden_size": 32})
+    facts = HeadFacts(True, target={"vocab_size": 320, "hidden_size": 32})
     with pytest.raises(CheckpointError, match=r"hidden_size is 32, that of .* is 33"):
         check_target(facts, ModelSource("hub", "a/b"), local(tmp_path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from peagle.deploy import model_files
-from peagle.deploy.catalog import load_catalog
+from peagle.deploy.catalog import CatalogEntry, load_catalog
 from peagle.deploy.container import environment
 from peagle.deploy.deployment import Autoscaling, Deployment, Transfer, Vpc, check_endpoint_name
 from peagle.deploy.memory import GIB, ModelFacts
+from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource
 from peagle.deploy.request import (
     DeploymentRequest,
@@ -27,6 +29,7 @@ from peagle.deploy.request import (
 from peagle.deploy.speculation import SpeculationFlags
 from peagle.deploy.template import deployment_of, endpoint_template
 from peagle.errors import UserError
+from peagle.models.checkpoint import LENGTH_KEY
 from peagle.serving.sagemaker import arguments_from
 from tests.conftest import make_target_folder
 from tests.deploy.deployments import ROLE, STAMP
@@ -67,18 +70,47 @@ def test_one_click() -> None:
     assert found.startup_timeout_s == 900 and found.instance_count == 1
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b-instruct"])
-@pytest.mark.parametrize("source", ["managed", "native"])
-def test_every_entry_of_the_catalog(name: str, source: str) -> None:
-    """Or it says why not, and what fits."""
-    try:
-        found = made(name, source=source, image="a/b:c" if source == "native" else None)
-    except UserError as error:
-        assert source == "native" and "does not fit" in str(error)
-        return
+@pytest.mark.parametrize(
+    ("entry", "source"), [(e, s) for e in load_catalog().values() for s in e.sources], ids=str
+)
+def test_every_entry_of_the_catalog_from_every_source_that_it_lists(
+    entry: CatalogEntry, source: str
+) -> None:
+    options: dict[str, Any] = {"source": source, "image": "a/b:c" if source == "native" else None}
+    if entry.is_head_in_jumpstart:
+        options["speculation"] = SpeculationFlags(draft="me/head")
+    found = made(entry.name, **options)
     assert endpoint_template(found)
     if source == "native":
         arguments_from(environment(found), with_model=False)
+
+
+@pytest.mark.parametrize("model", ["gemma-4-31b-it", "google/gemma-4-31B-it"])
+@pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        (SpeculationFlags(draft="me/head"), {"method": "eagle3", "num_speculative_tokens": 7}),
+        (
+            SpeculationFlags(config='{"model": "me/head", "num_speculative_tokens": 3}'),
+            {"method": "eagle3", "num_speculative_tokens": 3},
+        ),
+        (
+            SpeculationFlags(config='{"method": "ngram", "num_speculative_tokens": 4}'),
+            {"method": "ngram", "num_speculative_tokens": 4},
+        ),
+        (SpeculationFlags(speculation=False), None),
+    ],
+)
+def test_a_model_whose_head_only_jumpstart_has(
+    model: str, flags: SpeculationFlags, config: dict[str, Any] | None
+) -> None:
+    found = made(model, speculation=flags)
+    assert found.target == ModelSource("hub", "google/gemma-4-31B-it")
+    assert found.instance_type == "ml.g7e.2xlarge"
+    has_head = config is not None and config["method"] == "eagle3"
+    assert found.draft == (ModelSource("hub", "me/head") if has_head else None)
+    parallel = {"parallel_drafting": True} if has_head else {}
+    assert found.speculative_config == (config and config | parallel)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +140,15 @@ def test_every_entry_of_the_catalog(name: str, source: str) -> None:
             {"model": "Qwen/Qwen3-8B"},
             "does not know 'Qwen/Qwen3-8B'. Give one with --instance-type",
         ),
-        ({"model": "gemma-4-31b-it"}, "only published inside SageMaker JumpStart"),
+        (
+            {"model": "gemma-4-31b-it"},
+            r"with --draft .* or --speculative-config, take --no-speculation, or deploy "
+            "JumpStart's in SageMaker Studio as 'huggingface-vlm-gemma-4-31b-it'",
+        ),
+        (
+            {"model": "gemma-4-31b-it", "speculation": SpeculationFlags(num_speculative_tokens=5)},
+            "No draft head is known for this model, and none was named. Name one with --draft",
+        ),
         ({"source": "jumpstart"}, "expected one of managed, native"),
         ({"vllm_flags": {"pipeline-parallel-size": "2"}}, "not do over several stages"),
         ({"max_instances": 1, "min_instances": 2, "scale_target": 4.0}, "expected 1 <= fewest"),
@@ -209,6 +249,66 @@ def test_models_here(
     assert found.served_model_name == "chat"
     other = make_target_folder(tmp_path / "other", hidden_size=64, head_dim=16)
     assert "is of another target" in refused(str(other), **options)
+
+
+def trained_on(head: Path, tokens: int) -> Path:
+    """The head, which says that no text of its training was longer."""
+    file = head / "config.json"
+    config = json.loads(file.read_text())
+    config["peagle"][LENGTH_KEY] = tokens
+    file.write_text(json.dumps(config))
+    return head
+
+
+BEYOND = r"was trained on texts of up to 64 tokens; vLLM has no draft window"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "context", "source", "asked"),
+    [
+        (True, "64", "managed", None),
+        (True, "65", "managed", "max-model-len is 65, but"),
+        (True, "1k", "managed", "max-model-len is 1000, but"),
+        (True, None, "managed", "max-model-len is 256, but"),  # the target's own
+        (True, "65", "native", None),
+        (False, "65", "managed", None),
+    ],
+)
+def test_contexts_beyond_the_heads_training(
+    parallel: bool,
+    context: str | None,
+    source: str,
+    asked: str | None,
+    head_folders: Callable[..., Path],
+    target_folder: Path,
+) -> None:
+    head = trained_on(head_folders(parallel=parallel), 64)
+    options: dict[str, Any] = {
+        "source": source,
+        "image": "a/b:c",
+        "instance_type": "ml.g6.xlarge",
+        "speculation": SpeculationFlags(draft=str(head)),
+        "vllm_flags": {} if context is None else {"max-model-len": context},
+    }
+    if asked is None:
+        made(str(target_folder), **options)
+        return
+    with pytest.raises(UserWarning, match=f"{asked} the head .* {BEYOND}"):
+        made(str(target_folder), **options)
+
+
+@pytest.mark.filterwarnings("ignore:peagle did not check")
+def test_a_context_that_nobody_knows_may_be_beyond_the_heads_training(
+    head_folders: Callable[..., Path],
+) -> None:
+    head = trained_on(head_folders(), 64)
+    request = DeploymentRequest(
+        "me/model",
+        instance_type="ml.g6.xlarge",
+        speculation=SpeculationFlags(draft=str(head)),
+    )
+    with pytest.warns(UserWarning, match=f"max-model-len is not given, but the head .* {BEYOND}"):
+        new_deployment(request, STAMP, Lookups(load_catalog()))
 
 
 @pytest.mark.parametrize(
@@ -347,6 +447,50 @@ def test_options_that_are_not_given_stay(options: dict[str, Any], changes: dict[
     assert changed(BASE, **options) == expected
 
 
+def test_a_longer_context_asks_for_the_heads_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the head that drafts now, which an update of other options does not read."""
+    facts = HeadFacts(True, 8, 64, {})
+    monkeypatch.setattr(model_files, "head_facts", lambda *_: facts)
+    monkeypatch.setattr(model_files, "check_target", lambda *_: None)
+    monkeypatch.setattr(model_files, "facts_of_hub", lambda _: ModelFacts(GIB, "bf16"))
+    own = made("gpt-oss-20b", speculation=SpeculationFlags(draft="me/head"))
+    there, lookups = (
+        deployment_of(endpoint_template(own), "s2"),
+        Lookups(load_catalog(), s3=object()),
+    )
+    longer = DeploymentRequest("", "us-east-1", vllm_flags={"max-model-len": "4096"})
+    with pytest.warns(UserWarning, match=f"max-model-len is 4096, but the head 'me/head' {BEYOND}"):
+        found = changed_deployment(there, longer, lookups)
+    assert (found.draft, found.speculative_config) == (own.draft, own.speculative_config)
+    off = dataclasses.replace(there, draft=None, speculative_config=None)
+    assert changed_deployment(off, longer, lookups).speculative_config is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = dataclasses.replace(longer, vllm_flags={"seed": "1"})
+        assert changed_deployment(there, other, lookups).vllm_flags["seed"] == "1"
+
+
+def test_an_own_head_of_a_model_of_the_catalog_keeps_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The catalog's facts are those of its own head alone."""
+    monkeypatch.setattr(model_files, "head_facts", lambda *_: HeadFacts(False))
+    monkeypatch.setattr(model_files, "check_target", lambda *_: None)
+    monkeypatch.setattr(model_files, "facts_of_hub", lambda _: ModelFacts(GIB, "bf16"))
+    lookups = Lookups(load_catalog(), s3=object())
+    eagle3 = SpeculationFlags(config='{"model": "me/eagle3", "parallel_drafting": false}')
+    own = made("gpt-oss-20b", speculation=eagle3)
+    fewer = SpeculationFlags(num_speculative_tokens=3)
+    request = DeploymentRequest("", "us-east-1", speculation=fewer)
+    found = changed_deployment(deployment_of(endpoint_template(own), "s2"), request, lookups)
+    assert found.draft == ModelSource("hub", "me/eagle3")
+    assert found.speculative_config == {
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+        "parallel_drafting": False,
+    }
+
+
 def test_drafts_again() -> None:
     """Turned off and on: the head is the catalog's again."""
     off = dataclasses.replace(BASE, draft=None, speculative_config=None)
@@ -404,7 +548,7 @@ def test_uploads_that_are_no_longer_read_are_forgotten() -> None:
 def test_a_model_of_the_hub_that_is_too_large(
     monkeypatch: pytest.MonkeyPatch, instance_type: str, flags: dict[str, str], told: str
 ) -> None:
-    facts = ModelFacts(50 * GIB, 50 * GIB, "bf16")
+    facts = ModelFacts(50 * GIB, "bf16")
     monkeypatch.setattr(model_files, "facts_of_hub", lambda _: facts)
     request = DeploymentRequest(
         "me/model",

@@ -162,7 +162,6 @@ TREES = (
 )
 
 
-@pytest.mark.parametrize("source", ["managed", "jumpstart"])
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -175,9 +174,9 @@ TREES = (
         ('{"draft_sampling": "argmax"}', "'draft_sampling', which vLLM does not know"),
     ],
 )
-def test_what_vllm_does_not_do(source, config: str, message: str) -> None:
+def test_what_vllm_does_not_do(config: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        decided(SpeculationFlags(config=config), source=source)
+        decided(SpeculationFlags(config=config))
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,11 @@ def _check_make(arguments: list[str]) -> None:
 def _check_pip(arguments: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in arguments:
-        if extras := re.search(r"(?:peagle|\.)\[(.*)\]$", word):
+        if re.match(r"peagle(?![\w.-])", word):
+            raise NotUnderstoodError(
+                f"{word}: no package index has peagle; name a clone or a wheel"
+            )
+        if extras := re.search(r"(?:\.whl|\.)\[(.*)\]$", word):
             unknown = set(extras[1].split(",")) - set(project["optional-dependencies"])
             if unknown:
                 raise NotUnderstoodError(f"{word}: there is no extra {sorted(unknown)}")

@@ -97,7 +97,7 @@ def commands(text: str) -> Iterator[list[str]]:
                 words = []
 
 
-def spans(page: Path) -> list[str]:
-    """The inline code of a page that begins with `peagle`, as written."""
+def spans(page: Path, program: str = "peagle") -> list[str]:
+    """The inline code of a page that begins with a program, as written."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [" ".join(span.split()) for span in re.findall(r"`(peagle\s[^`]+)`", text)]
+    return [" ".join(span.split()) for span in re.findall(rf"`({program}\s[^`]+)`", text)]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from io import StringIO
@@ -78,6 +83,61 @@ def test_commands_in_sentences_exist(page: Path) -> None:
         check_span(span)
 
 
+# This page's two install lines name an index still; without them the exception goes.
+INSTALL_PAGES = [page for page in PAGES if page.name != "evaluation.md"]
+INSTALLS = sorted(
+    {tuple(words) for block in SHELL for words in commands(block.text) if words[0] == "pip"}
+    | {tuple(shlex.split(span)) for page in INSTALL_PAGES for span in spans(page, "pip install")}
+)
+FROM_CLONE = [words for words in INSTALLS if words[2].startswith(".")]
+
+
+@pytest.mark.parametrize("words", INSTALLS, ids=" ".join)
+def test_install_lines_are_understood(words: tuple[str, ...]) -> None:
+    check(list(words))
+
+
+@pytest.mark.parametrize("words", FROM_CLONE, ids=" ".join)
+def test_install_lines_install_from_a_clone(words: tuple[str, ...]) -> None:
+    """pip itself resolves them in this folder: what it would install is peagle with the extras."""
+    pytest.importorskip("hatchling")
+    offline = ("--dry-run", "--no-index", "--no-deps", "--no-build-isolation", "--quiet")
+    pip = [sys.executable, "-m", "pip", *words[1:], *offline, "--report", "-"]
+    result = subprocess.run(pip, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (found,) = json.loads(result.stdout)["install"]
+    assert found["metadata"]["name"] == "peagle" and found["is_direct"]
+    assert found["requested_extras"] == sorted(words[2].strip(".[]").split(","))
+
+
+READ_TOO = ("CHANGELOG.md", "examples/*.py", "benchmarks/**/*.py", "deploy/*")
+
+
+@pytest.mark.parametrize(
+    "file", [*INSTALL_PAGES, *(file for glob in READ_TOO for file in ROOT.glob(glob))], ids=page_id
+)
+def test_nothing_installs_peagle_from_an_index(file: Path) -> None:
+    """No index has it: an install line names a clone or a wheel."""
+    assert FROM_INDEX.findall(file.read_text()) == []
+
+
+FROM_INDEX = re.compile(r"pip3? install [^\n`#;&]*(?<![\w./-])peagle(?![\w-]).*")
+
+
+@pytest.mark.parametrize(
+    ("line", "is_from_index"),
+    [
+        ("pip install peagle", True),
+        ("pip install 'peagle[serve]'", True),
+        ('RUN pip install ray && /opt/peagle/bin/pip install -U "peagle==0.1"', True),
+        ("pip install '.[serve]'  # then peagle serve", False),
+        ("/opt/peagle/bin/pip install /tmp/peagle-*.whl", False),
+    ],
+)
+def test_an_install_from_an_index_is_found(line: str, is_from_index: bool) -> None:
+    assert bool(FROM_INDEX.search(line)) == is_from_index
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_of_help_are_understood(name: str) -> None:
     for text in examples(name):
@@ -127,7 +187,9 @@ def test_every_block_names_its_language() -> None:
         ["python", "benchmarks/no_such_script.py"],
         ["python", "benchmarks/throughput.py", "--no-such-option"],
         ["make", "no-such-target"],
-        ["pip", "install", "peagle[no-such-extra]"],
+        ["pip", "install", "peagle"],
+        ["pip", "install", "peagle[serve]"],
+        ["pip", "install", ".[no-such-extra]"],
         ["no-such-program"],
     ],
     ids=" ".join,

@@ -84,7 +84,9 @@ class Scripted:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         sizes: Any = {"max_model_len": 8192, "vocab_size": 400, "max_num_seqs": 4}
         k = {"plain": 0}
-        self.info = EngineInfo(**sizes, num_speculative_tokens=k, defaults={}, device="cpu")
+        self.info = EngineInfo(
+            **sizes, num_speculative_tokens=k, defaults={}, device="cpu", memory_plans={}
+        )
         self.ready = [SimpleNamespace(number=0)]
         self.tokenizer, self.script, self.step = tokenizer, "", 3
         self.prompts: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -10,12 +11,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from peagle.cli import main
+from peagle.config import EngineConfig
+from peagle.serving import server as served
+from peagle.serving.engine_process import EngineInfo, EngineSpec
 from serving.live import (
     HTTP,
     KEYS,
@@ -189,3 +194,47 @@ def test_the_configuration_is_shown(
     assert status == 0
     assert (shown["max_queue"], shown["port"], shown["drain_timeout_s"]) == (3, 9000, 5)
     assert (shown["host"], shown["allowed_hosts"]) == ("127.0.0.1", ["a.example"])
+
+
+def test_the_memory_plan_of_each_engine_is_logged_when_it_is_asked_for(server: LiveServer) -> None:
+    """On a CPU too; a line is a record, so that the log keeps its form."""
+    assert "memory on" not in server.text
+    options = ("--show-memory", "--max-model-len", 64, "--device", "cpu", "--no-playground")
+    with running(*options, "--log-format", "json", warm=True) as asked:
+        records = [json.loads(line) for line in asked.text.splitlines()]
+    told = [record["message"] for record in records if record["logger"] == "peagle.serving"]
+    for name in ("peagle", "eagle3"):
+        begin = told.index(f"{name}: memory on cpu")
+        rows = [line.removeprefix(f"{name}:   ").split("  ")[0] for line in told[begin + 1 :]]
+        assert rows[:2] == ["target weights", "drafter weights"]
+        assert rows[2:6] == ["KV cache", "reserved ahead", "longest context", "requests at once"]
+        assert f"{name}:   longest context   64 tokens" in told
+
+
+@pytest.mark.parametrize(
+    ("device", "is_asked", "is_logged"),
+    [("cuda:0", False, True), ("cpu", True, True), ("cpu", False, False)],
+)
+def test_on_a_gpu_the_memory_plan_needs_no_flag(
+    device: str,
+    is_asked: bool,
+    is_logged: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    info = EngineInfo(64, 320, 4, {"peagle": 7}, {}, device, {"peagle": "memory on it\n  KV cache"})
+    service: Any = SimpleNamespace(name="a model", config=SimpleNamespace(chat_template=None))
+    spec = EngineSpec("target", {"peagle": None}, EngineConfig(), show_memory=is_asked)
+    monkeypatch.setattr(served, "Tokenizer", lambda *_: None)
+    monkeypatch.setattr(logging.getLogger("peagle.serving"), "propagate", True)
+
+    async def load() -> None:
+        service.pool = SimpleNamespace(became_ready=asyncio.Event(), info=info)
+        service.pool.became_ready.set()
+        await served._load(service, spec, "http://here", 0.0)
+
+    with caplog.at_level(logging.INFO, "peagle.serving"):
+        asyncio.run(load())
+    plan = ["peagle: memory on it", "peagle:   KV cache"]
+    assert caplog.messages[:-1] == (plan if is_logged else [])
+    assert caplog.messages[-1].startswith("ready on http://here")

@@ -166,6 +166,11 @@ def check_device(device: torch.device) -> None:
             'install it (Linux: pip install triton), or use device "cpu" with the torch backend.'
         ) from None
     if device.type == "cuda":
+        if torch.version.hip is not None:
+            raise UserError(
+                f"{torch.cuda.get_device_name(device)} runs ROCm; the Triton attention backend "
+                f"expects an NVIDIA GPU: {_REMEDY}."
+            )
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             found, expected = (".".join(map(str, v)) for v in (capability, MIN_CAPABILITY))

@@ -97,9 +97,10 @@ def catalog(
     elif output_format is CatalogFormat.JSON:
         print(json.dumps(facts(entry, catalogs or ()), indent=2))
     else:
-        found = commands(entry, catalogs or ())
-        found = found or [f"Deploy it in SageMaker JumpStart as {entry.jumpstart_model_id}."]
-        lines = [*_details(entry), "", *(f"  {line}" for line in found)]
+        lines = [*_details(entry), "", *(f"  {line}" for line in commands(entry, catalogs or ()))]
+        if entry.is_head_in_jumpstart:
+            studio = f"deploy {entry.jumpstart_model_id} in SageMaker Studio."
+            lines.append(f"  With the head of SageMaker JumpStart: {studio}")
         print(printable("\n".join(lines)))
 
 
@@ -117,6 +118,10 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
             "per_gpu": needed.per_gpu(gpus),
         }
         shown["memory_gib"] = {part: round(size / GIB, 2) for part, size in sizes.items()}
+        shown["kv_bytes_per_token"] = {
+            "target": sum(kind.token_bytes for kind in entry.kv_layers) or None,
+            "draft": sum(kind.token_bytes for kind in entry.draft_kv_layers) or None,
+        }
         shown["memory_for"] = {
             "source": entry.sources[0],
             "tensor_parallel_size": gpus,
@@ -128,18 +133,17 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def commands(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> list[str]:
-    """Return the commands that deploy the model, and that serve it where its head is available."""
-    if entry.sources == ("jumpstart",):
-        return []
+    """Return the commands that deploy and serve the model; HEAD stands for a head of one's own."""
     create = ["peagle", "deploy", "sagemaker", "create", entry.name, "--role", "ROLE_ARN"]
     if entry.sources[0] == "native":
         create += ["--source", entry.sources[0]]
     if entry.origin in map(str, catalogs):
         create += ["--catalog", entry.origin]
-    found = [shlex.join(create)]
+    own_head = ["--draft", "HEAD"] if entry.is_head_in_jumpstart else []
+    found = [shlex.join(create + own_head)]
     if entry.target.startswith("s3://"):
         return found
-    model = ["--target", entry.target]
+    model = ["--target", entry.target, *own_head]
     if entry.draft is not None:
         model += ["--draft", entry.draft, "-k", str(entry.num_speculative_tokens)]
     length = entry.vllm_flags.get("max-model-len", "")
@@ -175,11 +179,7 @@ def _table(entries: list[CatalogEntry]) -> list[str]:
 def _head(entry: CatalogEntry) -> str:
     if entry.draft is not None:
         return entry.draft
-    return "the head that JumpStart brings" if _is_bundled(entry) else "no head"
-
-
-def _is_bundled(entry: CatalogEntry) -> bool:
-    return entry.draft is None and entry.sources == ("jumpstart",)
+    return "a head of your own, or JumpStart's" if entry.is_head_in_jumpstart else "no head"
 
 
 def _details(entry: CatalogEntry) -> list[str]:
@@ -193,6 +193,7 @@ def _details(entry: CatalogEntry) -> list[str]:
         "K": _k(entry),
         "memory": _memory(entry, entry.sources[0]),
         "native": _memory(entry, "native") if "native" in entry.sources[1:] else "",
+        "a token": _token(entry),
         "instances": ", ".join(entry.instance_types),
         "sources": ", ".join(entry.sources),
         "JumpStart": entry.jumpstart_model_id or "id not known here",
@@ -202,14 +203,14 @@ def _details(entry: CatalogEntry) -> list[str]:
         "from": origin,
     }
     lines = [entry.name, *(f"  {label:<10} {text}" for label, text in rows.items() if text)]
-    if any(key in entry.estimates for key in ("weights_gib", "draft_weights_gib")):
+    if any("~" in line for line in lines):
         lines.append("  ~ is an estimate.")
     return lines
 
 
 def _k(entry: CatalogEntry) -> str:
     if entry.num_speculative_tokens is None:
-        return "JumpStart's" if _is_bundled(entry) else "none"
+        return "up to what the head was trained for" if entry.is_head_in_jumpstart else "none"
     deepest = entry.max_speculative_tokens
     return str(entry.num_speculative_tokens) + (f", the deepest is {deepest}" if deepest else "")
 
@@ -219,6 +220,16 @@ def _size(entry: CatalogEntry, model: str, key: str, precision: str = "") -> str
     about = "~" if key in entry.estimates else ""
     told = ", ".join(part for part in (precision, f"{about}{size} GiB" if size else "") if part)
     return f"{model} ({told})" if told else model
+
+
+def _token(entry: CatalogEntry) -> str:
+    """Return the KV cache of one token, in a type of two bytes."""
+    parts = []
+    for key, model in (("kv_layers", "target"), ("draft_kv_layers", "head")):
+        if size := sum(kind.token_bytes for kind in getattr(entry, key)):
+            about = "~" if key in entry.estimates else ""
+            parts.append(f"{about}{size / 1024:g} KiB of the {model}")
+    return f"KV cache: {', '.join(parts)}" if parts else ""
 
 
 def _memory(entry: CatalogEntry, source: ContainerSource) -> str:

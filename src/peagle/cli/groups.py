@@ -328,7 +328,7 @@ SETTINGS = group(
         Print the merged settings as JSON, and do nothing else.
     --show-memory
         Print the memory plan to standard error: what takes memory, and the context and
-        number of requests that fit. On a GPU it is always printed.
+        number of requests that fit. serve logs it. On a GPU it is always printed.
     """,
 )
 

@@ -188,6 +188,7 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
         grammar_budget_s=config.grammar_budget_s,
         hang_timeout_s=config.hang_timeout_s,
         log_format=config.log_format,
+        show_memory=setup.show_memory,
     )
     return spec, "peagle-code" if is_bundled else _model_name(setup.target)
 

@@ -66,7 +66,7 @@ class CatalogEntry(BaseModel):
         origin: the entry's file, or "the package".
         replaces: the origin of the entry of the same name that this one replaces; "" for none.
         target, draft: hub ids, s3:// prefixes or folders; no draft if none is published by itself.
-        num_speculative_tokens: K; None if JumpStart sets it.
+        num_speculative_tokens: K; None without a draft.
         max_speculative_tokens: the deepest K that the head was trained or published for.
         precision: type of the target's weights.
         parameters_b: parameters of the target, in 10^9.
@@ -76,7 +76,7 @@ class CatalogEntry(BaseModel):
         vllm_flags: options of vLLM that it needs, without dashes; values as text.
         environment: further variables of the container.
         sources: containers that can serve it, the preferred one first.
-        jumpstart_model_id: its name in SageMaker's public hub.
+        jumpstart_model_id: id of the model in SageMaker JumpStart.
         gated: whether the hub gives out the weights only after its licence was accepted.
         license: the license's name on the hub.
         estimates: keys above whose values are estimates, not published.
@@ -111,7 +111,7 @@ class CatalogEntry(BaseModel):
         k, deepest = self.num_speculative_tokens, self.max_speculative_tokens
         if self.draft is not None and k is None:
             raise ValueError("there is a draft and no num_speculative_tokens; give K")
-        if self.draft is None and self.sources != ("jumpstart",) and k:
+        if self.draft is None and k is not None:
             raise ValueError("there is a num_speculative_tokens and no draft; name the head")
         if k is not None and deepest is not None and k > deepest:
             raise ValueError(
@@ -119,16 +119,16 @@ class CatalogEntry(BaseModel):
             )
         if unknown := [key for key in self.estimates if key not in type(self).model_fields]:
             raise ValueError(f"estimates names {unknown[0]!r}, which is no key")
-        if self.sources == ("jumpstart",) and self.jumpstart_model_id is None:
-            raise ValueError("sources is jumpstart alone and there is no jumpstart_model_id")
         return self
+
+    @property
+    def is_head_in_jumpstart(self) -> bool:
+        """Whether only SageMaker JumpStart has the head: its id is known and no draft."""
+        return self.draft is None and self.jumpstart_model_id is not None
 
     def target_facts(self) -> ModelFacts | None:
         """Facts about the target; None if the size of its weights is unknown."""
-        unpacked = self.precision not in ("bf16", "fp16") and self.parameters_b
-        return _facts(
-            self.target, self.weights_gib, self.kv_layers, self.precision, unpacked or None
-        )
+        return _facts(self.target, self.weights_gib, self.kv_layers, self.precision)
 
     def draft_facts(self) -> ModelFacts | None:
         """Facts about the head; None if the size of its weights is unknown."""
@@ -148,12 +148,9 @@ def _facts(
     weights_gib: float | None,
     layers: tuple[KvLayers, ...],
     precision: str,
-    packed_parameters_b: float | None = None,
 ) -> ModelFacts | None:
     if weights_gib is not None:
-        size = int(weights_gib * GIB)
-        unpacked = int(2e9 * packed_parameters_b) if packed_parameters_b else size
-        return ModelFacts(size, unpacked, precision, layers)
+        return ModelFacts(int(weights_gib * GIB), precision, layers)
     if model is not None and model.startswith("/") and Path(model).is_dir():
         return facts_of_folder(Path(model))
     return None

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 
-# "jumpstart" is for catalogs alone: only SageMaker JumpStart has the head of such an entry.
-ContainerSource = Literal["managed", "native", "jumpstart"]
+ContainerSource = Literal["managed", "native"]
 CONTAINERS: tuple[ContainerSource, ...] = ("managed", "native")
 
 VARIANT = "AllTraffic"

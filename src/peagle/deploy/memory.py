@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +25,8 @@ _PRECISIONS = {
     **{"mxfp4": "mxfp4", "fp8": "fp8", "fbgemm_fp8": "fp8", "modelopt_fp4": "nvfp4"},
     **{"awq": "int4", "gptq": "int4", "bitsandbytes": "int4"},
 }
-_VALUE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
-_MXFP4_VALUES_PER_BYTE = 2
+# Plain weights are loaded in two bytes; words of packed weights (I32) and bytes stay.
+_SHRINKS = {"F64": 4, "F32": 2}
 _Positive = Annotated[int, Field(ge=1)]
 
 
@@ -46,6 +45,11 @@ class KvLayers:
     head_dim: _Positive
     window: _Positive | None = None
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, in a type of two bytes."""
+        return 2 * self.num_values(1, 1, 0)
+
     def num_values(self, num_tokens: int, num_sequences: int, in_flight: int) -> int:
         """Values that `num_sequences` sequences of `num_tokens` tokens each keep."""
         slots = num_sequences * num_tokens
@@ -59,15 +63,14 @@ class ModelFacts:
     """The facts about a model that decide its memory.
 
     Attributes:
-        weights_bytes: bytes of the loaded weights; float32 becomes a type of two bytes.
-        unpacked_bytes: with every weight in two bytes; our own engine unpacks packed ones at load.
+        weights_bytes: bytes of the loaded weights. Packed weights and their scales stay as they
+            are stored; plain float32 weights become a type of two bytes.
         precision: type of the weights, "bf16", "fp8", "mxfp4"; "" if unknown.
         kv_layers: layers with a KV cache.
         max_model_len: the longest context; None if unknown.
     """
 
     weights_bytes: int
-    unpacked_bytes: int
     precision: str
     kv_layers: tuple[KvLayers, ...] = ()
     max_model_len: int | None = None
@@ -83,7 +86,6 @@ class MemoryNeeded:
         max_model_len, num_sequences: length and number of the sequences in the KV cache.
         precision: type in which the target runs.
         max_gpus: GPUs that one copy of the model may be split over; None for any number.
-        unpacked: whether the engine unpacks the target's weights at load.
     """
 
     target_bytes: int
@@ -93,7 +95,6 @@ class MemoryNeeded:
     num_sequences: int
     precision: str
     max_gpus: int | None = None
-    unpacked: bool = False
 
     def kv_bytes(self, tensor_parallel_size: int = 1) -> int:
         """The KV cache of one GPU; a KV head is never split, but repeated on several GPUs."""
@@ -108,12 +109,12 @@ class MemoryNeeded:
 
     def describe(self, tensor_parallel_size: int = 1) -> str:
         """The parts of `per_gpu`, for people."""
-        weights = gib(self.target_bytes) + (f" unpacked to {self.precision}" * self.unpacked)
         head = f", head {gib(self.draft_bytes)}" if self.draft_bytes else ""
         split = f", over {tensor_parallel_size} GPUs" if tensor_parallel_size > 1 else ""
+        kv_cache = gib(self.kv_bytes(tensor_parallel_size))
         return (
-            f"weights {weights}{head}{split}, KV cache {gib(self.kv_bytes(tensor_parallel_size))} "
-            f"for {self.num_sequences} sequence{'s' * (self.num_sequences > 1)} of "
+            f"weights {gib(self.target_bytes)}{head}{split}, KV cache {kv_cache} for "
+            f"{self.num_sequences} sequence{'s' * (self.num_sequences > 1)} of "
             f"{self.max_model_len} tokens, reserve {gib(RESERVE_BYTES)}"
         )
 
@@ -149,15 +150,15 @@ def memory_needed(
         num_sequences: sequences of full length that must fit; the others wait.
         kv_value_bytes: 2, or 1 for an 8-bit KV cache.
         in_flight_tokens: most prompt tokens of a step.
-        native: our own engine runs a copy on one GPU, unpacks quantized weights and keeps the
-            tokens outside of sliding windows too.
+        native: our own engine runs a copy on one GPU, computes in bfloat16 and keeps the tokens
+            outside of sliding windows too.
     """
     length = max_model_len or target.max_model_len or IN_FLIGHT_TOKENS
     layers = [*target.kv_layers, *(draft.kv_layers if draft else ())]
     if native:
         layers = [replace(kind, window=None) for kind in layers]
     return MemoryNeeded(
-        target_bytes=target.unpacked_bytes if native else target.weights_bytes,
+        target_bytes=target.weights_bytes,
         draft_bytes=draft.weights_bytes if draft else 0,
         kv_parts=tuple(
             (kind.num_values(length, num_sequences, in_flight_tokens) * kv_value_bytes, heads)
@@ -168,7 +169,6 @@ def memory_needed(
         num_sequences=num_sequences,
         precision="bf16" if native else target.precision,
         max_gpus=1 if native else None,
-        unpacked=native and target.unpacked_bytes > target.weights_bytes,
     )
 
 
@@ -181,15 +181,15 @@ def memory_for_flags(
     return memory_needed(
         target,
         draft,
-        max_model_len=_token_count(flags.get("max-model-len", "")),
-        in_flight_tokens=_token_count(flags.get("max-num-batched-tokens", "")) or IN_FLIGHT_TOKENS,
+        max_model_len=token_count(flags.get("max-model-len", "")),
+        in_flight_tokens=token_count(flags.get("max-num-batched-tokens", "")) or IN_FLIGHT_TOKENS,
         kv_value_bytes=1 if flags.get("kv-cache-dtype", "").startswith("fp8") else 2,
         native=native,
     )
 
 
-def _token_count(text: str) -> int | None:
-    """A number of tokens as vLLM writes it: 32768, 32k or 32K; None for other text like "auto"."""
+def token_count(text: str) -> int | None:
+    """Return the number of tokens that vLLM reads in 32768, 32k or 32K; None for other text."""
     scale = {"k": 1000, "K": 1024}.get(text[-1:], 1)
     digits = text[:-1] if scale > 1 else text
     return int(digits) * scale or None if digits.isdecimal() else None
@@ -219,24 +219,13 @@ def facts_of_folder(folder: Path) -> ModelFacts:
 def model_facts(config: Mapping[str, Any], tensors: Iterable[tuple[str, str, int]]) -> ModelFacts:
     """Facts from the content of config.json and from (name, safetensors type, bytes) of tensors."""
     shapes = config.get("transformer_layer_config") or config.get("text_config") or config
-    is_mxfp4 = "mxfp4" in json.dumps(config.get("quantization_config"))
-    weights = unpacked = 0
+    weights = 0
     for name, dtype, size in tensors:
-        if dtype == "I32":  # words of four bits each; those of zeros are gone when unpacked
-            weights += size
-            unpacked += 4 * size if name.endswith(("qweight", "weight_packed")) else 0
-            continue
-        value_bytes = _VALUE_BYTES.get(dtype, 1)
-        values = size // value_bytes
-        weights += values * min(value_bytes, 2)
-        if name.endswith("_scales") and is_mxfp4:
-            continue
-        packed = _MXFP4_VALUES_PER_BYTE if name.endswith("_blocks") and dtype == "U8" else 1
-        unpacked += 2 * values * packed
+        is_scale = "_scale" in name  # a packed weight's; they keep their type
+        weights += size if is_scale else size // _SHRINKS.get(dtype, 1)
     length = shapes.get("max_position_embeddings")
     return ModelFacts(
         weights_bytes=weights,
-        unpacked_bytes=unpacked,
         precision=_precision(config, shapes),
         kv_layers=_kv_layers(shapes),
         max_model_len=length if isinstance(length, int) else None,

@@ -187,12 +187,14 @@ class HeadFacts:
     Attributes:
         is_parallel: P-EAGLE, which drafts all K tokens in one pass; else EAGLE-3.
         trained_depth: K that it was trained for; None if unknown.
+        trained_length: tokens of the longest text that it was trained on; None if unknown.
         target: facts about the target that it was trained for: name, vocab_size, hidden_size,
             num_layers, tokenizer_sha256, as far as the head's files have them.
     """
 
     is_parallel: bool
     trained_depth: int | None = None
+    trained_length: int | None = None
     target: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -221,7 +223,7 @@ def parse_head_facts(data: Mapping[str, Any], tensors: Collection[str], name: st
     Raises:
         CheckpointError: not a head's configuration, or a P-EAGLE head without mask_hidden.
     """
-    from peagle.models.checkpoint.formats import config_from_json, facts_from_json
+    from peagle.models.checkpoint.formats import config_from_json, facts_from_json, trained_length
 
     config = config_from_json(data, f"{name}/{_CONFIG}", num_target_layers=_ANY_NUMBER_OF_LAYERS)
     if config.is_parallel and "mask_hidden" not in tensors:
@@ -230,10 +232,11 @@ def parse_head_facts(data: Mapping[str, Any], tensors: Collection[str], name: st
             "draft in parallel without it, and vLLM refuses it. Export the head anew from its "
             "training run, or name another one with --draft."
         )
-    written = facts_from_json(data).get("target")
+    facts = facts_from_json(data)
+    written = facts.get("target")
     target = dict(written) if isinstance(written, Mapping) else {}
     target |= {"vocab_size": config.vocab_size, "hidden_size": config.target_hidden_size}
-    return HeadFacts(config.is_parallel, config.trained_depth, target)
+    return HeadFacts(config.is_parallel, config.trained_depth, trained_length(facts), target)
 
 
 def check_target(facts: HeadFacts, draft: ModelSource, target: ModelSource, s3: Any = None) -> None:

@@ -33,6 +33,7 @@ from peagle.deploy.deployment import (
     check_endpoint_name,
 )
 from peagle.deploy.instances import PARALLEL_SIZES, find_instance_type, require_fits
+from peagle.deploy.memory import facts_of_folder, token_count
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, s3_prefix, source_of
 from peagle.deploy.speculation import Defaults, SpeculationFlags, decide
@@ -137,8 +138,9 @@ def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> 
             f"No instance type: the catalog does not know {request.model!r}. Give one with "
             "--instance-type, like ml.g6e.2xlarge."
         )
+    flags = {**(entry.vllm_flags if entry else {}), **request.vllm_flags}
     draft, config = _speculation(
-        request.speculation, source, _defaults(entry), target, entry, lookups
+        request.speculation, source, _defaults(entry), target, entry, flags, lookups
     )
     if entry is not None and entry.gated and not request.hf_token:
         warnings.warn(
@@ -149,7 +151,6 @@ def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> 
     role = request.role or os.environ.get(ROLE_VARIABLE, "")
     if role:
         account_of(role)  # refuses text that is no ARN
-    flags = {**(entry.vllm_flags if entry else {}), **request.vllm_flags}
     base = Deployment(
         endpoint_name=check_endpoint_name(request.name or _name_of(entry, target)),
         stamp=stamp,
@@ -179,27 +180,26 @@ def changed_deployment(
     entry = catalog.lookup(request.model or target.name, lookups.entries)
     if request.model:
         target = _target(request.model, entry, lookups)
+    instance_type = request.instance_type or base.instance_type
+    flags = {**_respread(base, instance_type, request.vllm_flags), **request.vllm_flags}
     draft, config = base.draft, base.speculative_config
-    if request.speculation != SpeculationFlags() or target != base.target:
+    is_context_given = config is not None and "max-model-len" in request.vllm_flags
+    if request.speculation != SpeculationFlags() or target != base.target or is_context_given:
         defaults = Defaults(draft, config or {})
         if target != base.target or config is None:
             defaults = _defaults(entry)
         draft, config = _speculation(
-            request.speculation, base.source, defaults, target, entry, lookups
+            request.speculation, base.source, defaults, target, entry, flags, lookups
         )
     if request.role is not None:
         account_of(request.role)
-    instance_type = request.instance_type or base.instance_type
     changed = replace(
         base,
         target=target,
         draft=draft,
         speculative_config=config,
         sets_count=request.instance_count is not None,
-        vllm_flags={
-            **_respread(base, instance_type, request.vllm_flags),
-            **request.vllm_flags,
-        },
+        vllm_flags=flags,
     )
     return _with_options(changed, request, lookups)
 
@@ -301,22 +301,18 @@ def _target(model: str, entry: CatalogEntry | None, lookups: Lookups) -> ModelSo
 def _source(given: str | None, entry: CatalogEntry | None) -> ContainerSource:
     source: ContainerSource | None = next((s for s in CONTAINERS if s == given), None)
     if given is not None and source is None:
-        raise UserError(f"--source is {given!r}; expected one of {', '.join(CONTAINERS)}.")
+        raise UserError(
+            f"--source is {given!r}; expected one of {', '.join(CONTAINERS)}. (JumpStart's models "
+            "deploy in SageMaker Studio, by the id that `peagle catalog NAME` shows.)"
+        )
     if entry is None:
         return source or "managed"
-    can: list[ContainerSource] = [s for s in CONTAINERS if s in entry.sources]
-    can.sort(key=entry.sources.index)
-    if not can:
-        raise UserError(
-            f"{entry.name} cannot be deployed from here: its head is only published inside "
-            f"SageMaker JumpStart. Deploy it in SageMaker Studio as {entry.jumpstart_model_id!r}."
-        )
-    if source is not None and source not in can:
+    if source is not None and source not in entry.sources:
         raise UserError(
             f"{entry.name} cannot be deployed with --source {source}. Give --source "
-            f"{' or '.join(can)}."
+            f"{' or '.join(entry.sources)}."
         )
-    return source or can[0]
+    return source or entry.sources[0]
 
 
 def _name_of(entry: CatalogEntry | None, target: ModelSource) -> str:
@@ -339,12 +335,14 @@ def _speculation(
     defaults: Defaults,
     target: ModelSource,
     entry: CatalogEntry | None,
+    flags: Mapping[str, str],
     lookups: Lookups,
 ) -> tuple[ModelSource | None, dict[str, Any] | None]:
     found: list[HeadFacts] = []
 
     def read_head(draft: ModelSource) -> HeadFacts | None:
-        if entry is not None and draft == defaults.draft and entry.origin == catalog.PACKAGED:
+        own = _defaults(entry).draft
+        if entry is not None and entry.origin == catalog.PACKAGED and draft == own:
             # The package's catalog has P-EAGLE heads only, each with its target.
             return HeadFacts(True, entry.max_speculative_tokens)
         facts = lookups.read_head(draft)
@@ -354,13 +352,44 @@ def _speculation(
     draft, config = decide(options, source, defaults, read_head)
     if draft is not None and found:
         lookups.check_target(found[0], draft, target)
+        if source == "managed":
+            _warn_beyond_training(found[0], draft, _context(target, flags))
     if config is None and options.speculation is None:
+        if entry is not None and entry.is_head_in_jumpstart:
+            raise UserError(
+                f"{entry.name} has no head on the hub: only SageMaker JumpStart has it. Name a "
+                "head of your own with --draft (a hub id, s3:// or a folder) or "
+                "--speculative-config, take --no-speculation, or deploy JumpStart's in SageMaker "
+                f"Studio as {entry.jumpstart_model_id!r}."
+            )
         warnings.warn(
             f"No draft head is known for {target.name!r}: it is served without speculation. Name a "
             "head with --draft.",
             stacklevel=4,
         )
     return draft, config
+
+
+def _context(target: ModelSource, flags: Mapping[str, str]) -> int | None:
+    """Tokens of the longest request that the container takes; None if unknown."""
+    if asked := token_count(flags.get("max-model-len", "")):
+        return asked
+    return facts_of_folder(Path(target.name)).max_model_len if target.kind == "local" else None
+
+
+def _warn_beyond_training(facts: HeadFacts, draft: ModelSource, context: int | None) -> None:
+    """Warn of contexts beyond the head's training: in vLLM heads look back over all tokens."""
+    longest = facts.trained_length
+    if not facts.is_parallel or longest is None or (context is not None and context <= longest):
+        return
+    asked = "not given" if context is None else context
+    warnings.warn(
+        f"max-model-len is {asked}, but the head {draft.name!r} was trained on texts of up to "
+        f"{longest} tokens; vLLM has no draft window, and accepts far fewer drafts beyond them. "
+        f"Give `-- --max-model-len {longest}`, or create the endpoint with --source native, whose "
+        "engine lets the head look back over no more tokens than that.",
+        stacklevel=5,
+    )
 
 
 def _spread(

@@ -268,7 +268,7 @@ class EndpointStatus:
 
     @property
     def source(self) -> str:
-        """The container's source: "native", "managed", "jumpstart", or "" if unknown."""
+        """The container's source: "native", "managed", or "" if unknown."""
         return self.current.tags.get(SOURCE_TAG, "")
 
     def to_json(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from peagle.engine.memory_plan import (
     MemoryPlan,
     drafter_kv_shapes,
     drawn_bytes,
+    lookahead_slots,
     make_memory_plan,
     measure_peak,
     output_bytes,
@@ -128,14 +129,11 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             max_draft_len=self.max_draft_len,
         )
-        # The K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those; and
-        # with a step in flight the K + 1 tokens that it may bring.
-        most_new = self.num_speculative_tokens + 1
-        num_lookahead_slots = (3 if is_pipelined else 2) * most_new
-        # Of a tree each node takes a slot, whatever its depth.
-        if trees is not None:
-            in_flight = most_new if is_pipelined else 0
-            num_lookahead_slots = max(num_lookahead_slots, in_flight + trees.max_nodes + 1)
+        num_lookahead_slots = lookahead_slots(
+            self.num_speculative_tokens,
+            trees.max_nodes if trees else None,
+            is_pipelined=is_pipelined,
+        )
         kept_bytes = 0
         if is_pipelined and drafter and speculative and speculative.draft_sampling != "argmax":
             num_rows = buckets(config.max_num_seqs)[-1]

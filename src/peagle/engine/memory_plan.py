@@ -208,6 +208,18 @@ def make_memory_plan(
     return plan
 
 
+def lookahead_slots(num_drafts: int, num_nodes: int | None = None, *, is_pipelined: bool) -> int:
+    """Return the KV slots that a request holds beyond its tokens.
+
+    These are the K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those;
+    with a step in flight (`is_pipelined`, in CUDA graphs) also the K + 1 tokens that it may bring.
+    Each of a tree's `num_nodes` takes a slot, whatever its depth.
+    """
+    most_new = num_drafts + 1
+    in_flight = most_new if is_pipelined else 0
+    return in_flight + max(2 * most_new, 0 if num_nodes is None else num_nodes + 1)
+
+
 def drawn_bytes(drafter: Drafter, num_seqs: int, num_drafts: int) -> int:
     """Return the bytes that captured steps keep of drawn drafts, see `DrawnDrafts`."""
     return num_seqs * num_drafts * drafter.config.draft_vocab_size * torch.float32.itemsize

@@ -62,6 +62,7 @@ class EngineSpec:
         threads: CPU threads of torch; None chooses by model and machine.
         device_index: index of the GPU, where the device is "auto" or "cuda" and there are several.
         compile_timeout_s, grammar_budget_s, hang_timeout_s, log_format: see `ServerConfig`.
+        show_memory: whether the server logs the memory plans on a CPU too.
     """
 
     target: str
@@ -73,6 +74,7 @@ class EngineSpec:
     grammar_budget_s: float = 5.0
     hang_timeout_s: float = 10.0
     log_format: Literal["text", "json"] = "text"
+    show_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class EngineInfo:
         max_num_seqs: number of sequences decoded together.
         num_speculative_tokens: K of each proposer, by name, 0 for plain decoding.
         defaults: sampling parameters that the model asks for, fields of SamplingParams.
+        memory_plans: the memory plan of each proposer's engine, by name, as text.
     """
 
     max_model_len: int
@@ -91,6 +94,7 @@ class EngineInfo:
     num_speculative_tokens: dict[str, int]
     defaults: dict[str, Any]
     device: str
+    memory_plans: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +391,7 @@ class EngineWorker(EngineLoop):
             },
             defaults=llm.target.generation_defaults(),
             device=str(llm.target.device),
+            memory_plans={n: str(one.engine.memory_plan) for n, one in self._llms.items()},
         )
 
     def serve(self) -> None:

@@ -235,6 +235,10 @@ async def _load(service: Service, spec: EngineSpec, url: str, started: float) ->
     await service.pool.became_ready.wait()
     info = service.pool.info
     if info is not None:
+        if spec.show_memory or info.device.startswith("cuda"):
+            for name, plan in info.memory_plans.items():
+                for line in plan.splitlines():
+                    logger.info("%s: %s", name, line)
         drafting = ", ".join(f"{n} (K = {k})" for n, k in info.num_speculative_tokens.items())
         logger.info(
             "ready on %s after %.1f s: %s with %s, %d tokens of context, on %s",
