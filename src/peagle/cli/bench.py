@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,11 @@ from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
-from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
+from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.pivot import bench_pivot
 
 if TYPE_CHECKING:
+    from peagle.backends.vllm.installation import VllmInstallation
     from peagle.config import SamplingParams
     from peagle.evaluation.decoding import Request
     from peagle.evaluation.endpoint import EndpointBackend
@@ -65,8 +66,8 @@ The cost of a million output tokens at your price, and the instances for 20 requ
 Both turns of MT-Bench, the second behind the answer to the first:
   peagle bench --set mt_bench --turns all
 
-The same head in vLLM beside, which is started for it; it needs one K:
-  peagle bench --target ./Qwen3-0.6B --draft ./head -k 5 --engine vllm
+The same in vLLM, which is started for plain decoding and for each head and K, one after another:
+  peagle bench --target ./Qwen3-0.6B --draft ./head --eagle3 ./eagle3-head -k 3,7 --engine vllm
 
 One request in 4 with a penalty, one in 8 with log-probabilities, as a file says:
   peagle bench --concurrency 16 --mix mix.json
@@ -81,6 +82,7 @@ _DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
 # Settings that may change when a sweep goes on: more of the same is measured, or judged otherwise.
 _TREES = "speculative.parallel_drafting_spec"
+_DRAFT_SAMPLING = "speculative.draft_sampling"
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
 _PREFIX_CACHING = group(
@@ -94,7 +96,7 @@ _PREFIX_CACHING = group(
 
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SPECULATION, _TREES, "speculative.draft_sampling"),
+    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick(groups.FINER_SAMPLING, "sampling.ignore_eos"),
@@ -205,17 +207,15 @@ def bench(
     if unknown := sorted(set(names) - set(urls)):
         raise UserError(f"--model names the endpoint {unknown[0]!r}; there is no such one.")
     on_vllm = vllm.is_vllm(given, flags or [])
-    if on_vllm and len(ks) != 1:
-        raise UserError(
-            f"--engine vllm serves one K, and -k has {len(ks) or len(_DEFAULT_KS)}; give one, like "
-            "-k 5."
-        )
     if on_vllm and _TREES in given:
         raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
-    if on_vllm and "vllm" in urls:
+    if on_vllm and given.value(_DRAFT_SAMPLING, "argmax") != "argmax":
         raise UserError(
-            "--engine vllm and --endpoint vllm=... have one name; give the endpoint another."
+            f"--draft-sampling is {given.value(_DRAFT_SAMPLING)!r}; with --engine vllm drafts are "
+            "measured as argmax. Leave it out."
         )
+    if on_vllm and NGRAM in (method or ()):
+        raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
     check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     params = Settings(Layer(dict(given))).build("sampling")
     prompts = harness.load_prompts(sets, limit, shuffle_seed)
@@ -228,7 +228,6 @@ def bench(
     from peagle.evaluation.timing import LatencyObjective
     from peagle.evaluation.touched_experts import count_experts
     from peagle.evaluation.turns import bench_with_turns, sent_turns
-    from peagle.evaluation.vllm_server import ENGINE, vllm_backend
     from peagle.results import THROUGHPUT
 
     sent = sent_turns(prompts, num_turns)
@@ -243,52 +242,51 @@ def bench(
     has_engines = any(key.startswith(_OF_ENGINES) for key in given) or eagle3 or method or on_vllm
     if has_engines or not servers:
         heads = harness.named_methods(given, eagle3, method or [], ngram=False)
-        models = harness.load_models(given, heads)
+        installation = vllm.find(given) if on_vllm else None
+        models = harness.load_models(given, heads, whole=not on_vllm)
         ks = ks or sorted({min(k, models.default_k) for k in _DEFAULT_KS})
-        arms, identity = _engine_arms(given, models, ks, max(loads), thinking)
-    with ExitStack() as stack:
-        if on_vllm:
-            assert models is not None
-            launch = vllm.launch_for(
-                *(given, flags or [], models.folder, models.methods[0].folder or None, ks[0]),
-                max_num_seqs=max(loads),
-            )
-            backend = vllm_backend(launch, vllm.find(given), say=vllm.say, extra_body=extra)
-            servers[ENGINE] = stack.enter_context(backend)
-        arms += _server_arms(servers, arms)
-        chat = _is_chat(chat_template, models, servers)
-        sweep = Sweep(
-            arms,
-            {
-                name: apply_mix(_requests(own, params, chat, num_turns), shares)
-                for name, own in prompts.items()
-            },
-            loads,
-            repeats,
-            warm_up,
-        )
-        if models is not None:
-            provenance = harness.provenance(models.name, models.dtype, models.target.device)
+        dtype, device = models.dtype, models.target.device
+        if installation is None:
+            arms, identity = _engine_arms(given, models, ks, max(loads), thinking)
         else:
-            served = dict.fromkeys(server.model for server in servers.values())
-            provenance, identity = harness.provenance(", ".join(served), ""), {}
-        settings = {
-            "sets": {name: len(requests) for name, requests in sweep.sets.items()},
-            "max_new_tokens": params.max_tokens,
-            **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
-            **{name: getattr(params, name) for name in ("top_p", "seed")},
-            "concurrency": list(loads),
-            "repeats": repeats,
-            "warm_up": warm_up,
-            "objective": None if bounds is None else asdict(bounds),
-            **({"mix": [share.entry for share in shares]} if shares else {}),
-            **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
-        }
-        log = _open_journal(output, sweep, sent, provenance, settings, identity)
-        view = BenchView()
-        with harness.resumable(view.close, output, log):
-            measured = sweep.run(log, view)
-            experts = count_experts(sweep, log)
+            device = vllm.device_of(installation)
+            arms, identity, dtype = _vllm_arms(
+                given, flags or [], models, ks, max(loads), installation, extra
+            )
+    arms += _server_arms(servers, arms)
+    chat = _is_chat(chat_template, models, servers)
+    sweep = Sweep(
+        arms,
+        {
+            name: apply_mix(_requests(own, params, chat, num_turns), shares)
+            for name, own in prompts.items()
+        },
+        loads,
+        repeats,
+        warm_up,
+    )
+    if models is not None:
+        provenance = harness.provenance(models.name, dtype, device)
+    else:
+        served = dict.fromkeys(server.model for server in servers.values())
+        provenance, identity = harness.provenance(", ".join(served), ""), {}
+    settings = {
+        "sets": {name: len(requests) for name, requests in sweep.sets.items()},
+        "max_new_tokens": params.max_tokens,
+        **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
+        **{name: getattr(params, name) for name in ("top_p", "seed")},
+        "concurrency": list(loads),
+        "repeats": repeats,
+        "warm_up": warm_up,
+        "objective": None if bounds is None else asdict(bounds),
+        **({"mix": [share.entry for share in shares]} if shares else {}),
+        **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
+    }
+    log = _open_journal(output, sweep, sent, provenance, settings, identity)
+    view = BenchView()
+    with harness.resumable(view.close, output, log):
+        measured = sweep.run(log, view)
+        experts = count_experts(sweep, log)
     results = summarize(
         measured,
         bounds,
@@ -302,9 +300,9 @@ def bench(
     )
     advice = throughput_advice(bench_with_turns(results))
     results = results.model_copy(update={"advice": advice})
-    for server in servers.values():
-        for text in server.notes:
-            note(text)
+    backends = dict.fromkeys(arm.backend for arm in arms)
+    for text in dict.fromkeys(text for one in backends for text in getattr(one, "notes", ())):
+        note(text)
     harness.conclude(results, result_text(results), THROUGHPUT, output, output_format)
 
 
@@ -355,8 +353,49 @@ def _engine_arms(
     return arms, {
         "target_sha256": models.target_sha256,
         "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
-        "engine": {**sizes, **head_options},
+        "engines": {"peagle": {**sizes, **head_options}},
     }
+
+
+def _vllm_arms(
+    given: Given,
+    flags: Sequence[str],
+    models: Models,
+    ks: Sequence[int],
+    most_in_flight: int,
+    installation: VllmInstallation,
+    extra_body: Mapping[str, Any],
+) -> tuple[list[Arm], dict[str, Any], str]:
+    """Make arms that start vLLM for plain decoding and for every method at every K.
+
+    Return their identity, and the data type that vLLM takes, too.
+    """
+    from peagle.evaluation.journal import weights_digest
+    from peagle.evaluation.sweep import Arm
+    from peagle.evaluation.vllm_server import ENGINE, VllmOnDemand, vllm_backend
+
+    device = vllm.device_of(installation)
+    arms: list[Arm] = []
+    every = [(DecodingMethod(PLAIN), 0), *((one, k) for one in models.methods for k in ks)]
+    for one, k in every:
+        launch = vllm.launch_for(
+            *(given, flags, models.folder, one.folder or None, k), max_num_seqs=most_in_flight
+        )
+        start = partial(vllm_backend, launch, installation, say=vllm.say, extra_body=extra_body)
+        backend = VllmOnDemand(start)
+        arms.append(Arm(one.name, one.source, k, backend, device, backend.close))
+    dtype = launch.dtype_on(installation)
+    options = {"version": installation.version, "flags": list(flags)}
+    options |= {"max_num_seqs": most_in_flight, **models.engine_options}
+    return (
+        arms,
+        {
+            "target_sha256": models.target_sha256,
+            "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
+            "engines": {ENGINE: options},
+        },
+        models.dtype if dtype == "auto" else dtype,
+    )
 
 
 def _server_arms(servers: Mapping[str, EndpointBackend], engines: Sequence[Arm]) -> list[Arm]:
@@ -438,9 +477,9 @@ def _open_journal(
         later = [request.later_turns for request in requests if request.later_turns]
         prompts = json.dumps([request.prompt for request in requests] + later)
         shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
-    shared |= {"heads_sha256": {}, **identity}
+    shared |= {"heads_sha256": {}, "engines": {}, **identity}
     shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
-    log = Journal(output and output / LOG_NAME, shared, extensible=("heads_sha256",))
+    log = Journal(output and output / LOG_NAME, shared, extensible=("heads_sha256", "engines"))
     if len(log):
         note(f"{len(log)} measurements are there already")
     return log
