@@ -37,6 +37,7 @@ from peagle.results import (
     ACCEPTANCE,
     THROUGHPUT,
     AcceptanceResults,
+    AnyDocument,
     Cell,
     Document,
     RunFigures,
@@ -247,10 +248,21 @@ def measure(name: str, args: argparse.Namespace) -> tuple[Document, Missing]:
     missing = Missing(missing.sets, has_eagle3="--eagle3" in models or BUNDLED in models)
     if name == "acceptance":
         peagle(["eval", *command, "--no-ngram", *args.further])
-        return read_document(args.output / ACCEPTANCE, AcceptanceResults), missing
+        accepted = read_document(args.output / ACCEPTANCE, AcceptanceResults)
+        return on_engine(accepted, args.engine, "entries"), missing
     command += ["--concurrency", args.concurrency, "--turns", "all"]
     peagle(["bench", *command, *args.further])
-    return read_document(args.output / THROUGHPUT, ThroughputResults), missing
+    measured = read_document(args.output / THROUGHPUT, ThroughputResults)
+    return on_engine(measured, args.engine, "cells", "best_k"), missing
+
+
+def on_engine(file: AnyDocument, engine: str, *lists: str) -> AnyDocument:
+    """The results of one engine, of a file that may hold those of two."""
+    return file.model_copy(
+        update={
+            name: [one for one in getattr(file, name) if one.engine == engine] for name in lists
+        }
+    )
 
 
 def peagle(arguments: Sequence[str]) -> None:

@@ -125,6 +125,26 @@ def test_bench_starts_it_for_every_method_and_k(
     # What was measured is not measured again, and nothing is started for it.
     assert json.loads(peagle(*command).out)["cells"] == cells
     assert len(starts) == len(every)
+    # The engine here stands beside it in the same folder, each compared with itself.
+    at = command.index("--engine")
+    result = peagle(*command[:at], *command[at + 2 :])
+    assert result.status == 0, result.err
+    whole = json.loads(result.out)
+    both = whole["cells"]
+    assert len(both) == 2 * len(cells) and all(one in both for one in cells)
+    plain = {
+        (one["engine"], one["concurrency"]): one["median"]["output_tokens_per_s"]
+        for one in both
+        if one["method"] == "plain"
+    }
+    for one in both:
+        speed = one["median"]["output_tokens_per_s"]
+        over = speed / plain[one["engine"], one["concurrency"]]
+        assert one["speed_up_over_plain"] == pytest.approx(over)
+    assert {(one["method"], one["engine"]) for one in whole["best_k"]} == {
+        (method, engine) for method in ("peagle", "eagle3") for engine in ("peagle", "vllm")
+    }
+    assert "P-EAGLE on vllm" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["eval", "doctor", "bench"])

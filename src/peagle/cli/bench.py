@@ -30,7 +30,7 @@ from peagle.cli.mix import apply_mix, read_mix
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Settings, json_object, positive_number, whole_numbers
 from peagle.cli.setup import check_paths, note, quiet_libraries, thinking_mode
-from peagle.cli.tables import number, pivot_table, text_table
+from peagle.cli.tables import names_of, number, pivot_table, text_table
 from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
@@ -329,6 +329,8 @@ def _engine_arms(
     given: Given, models: Models, ks: Sequence[int], most_in_flight: int, thinking: bool | None
 ) -> tuple[list[Arm], dict[str, Any]]:
     """Build engines of plain decoding and every method at every K; return their identity too."""
+    import torch
+
     from peagle.evaluation.engine_backend import EngineBackend, build
     from peagle.evaluation.journal import weights_digest
     from peagle.evaluation.sweep import Arm
@@ -353,7 +355,7 @@ def _engine_arms(
     return arms, {
         "target_sha256": models.target_sha256,
         "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
-        "engines": {"peagle": {**sizes, **head_options}},
+        "engines": {"peagle": {**sizes, **head_options, "threads": torch.get_num_threads()}},
     }
 
 
@@ -386,6 +388,7 @@ def _vllm_arms(
         arms.append(Arm(one.name, one.source, k, backend, device, backend.close))
     dtype = launch.dtype_on(installation)
     options = {"version": installation.version, "flags": list(flags)}
+    options |= {"threads": given.value("threads")}
     options |= {"max_num_seqs": most_in_flight, **models.engine_options}
     return (
         arms,
@@ -478,7 +481,7 @@ def _open_journal(
         prompts = json.dumps([request.prompt for request in requests] + later)
         shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
     shared |= {"heads_sha256": {}, "engines": {}, **identity}
-    shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
+    shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu")}
     log = Journal(output and output / LOG_NAME, shared, extensible=("heads_sha256", "engines"))
     if len(log):
         note(f"{len(log)} measurements are there already")
@@ -514,14 +517,14 @@ def result_text(result: ThroughputResults) -> str:
 
     sizes = {name_turns(name, result.turns): n for name, n in result.settings["sets"].items()}
     result = bench_with_turns(result)
-    cells = result.cells
+    cells, names = result.cells, names_of(result.cells)
     blocks: list[str] = []
     for name in dict.fromkeys(cell.set for cell in cells):
         own = [cell for cell in cells if cell.set == name]
         repeats = len(own[0].repeats)
         of = f"medians of {repeats} runs" if repeats > 1 else "one run"
         blocks.append(f"{name}, {sizes[name]} prompts, {of}")
-        blocks.append(text_table(_HEADER, [_row(cell) for cell in own]))
+        blocks.append(text_table(_HEADER, [_row(cell, names) for cell in own]))
     pivot = bench_pivot(result)
     if len(pivot.sets) > 1:
         blocks += ["acceptance length and speed-up by set", pivot_table(pivot)]
@@ -539,12 +542,12 @@ _HEADER = (
 )
 
 
-def _row(cell: Cell) -> list[str]:
+def _row(cell: Cell, names: Mapping[tuple[str, str], str]) -> list[str]:
     median = cell.median
     speed = median.output_tokens_per_s
     least, most = cell.spread.output_tokens_per_s or (speed, speed)
     return [
-        cell.method,
+        names[cell.method, cell.engine],
         str(cell.k or "-"),
         str(cell.concurrency),
         f"{speed:.1f}",
@@ -573,11 +576,13 @@ def _costs(result: ThroughputResults) -> str:
         return "-" if value is None else money(value)
 
     price, wanted = result.price_per_hour, result.requests_per_second
+    names = names_of(result.cells)
     titles = [f"a million output tokens at {price:g} an hour"] if price else []
     titles += [f"instances for {wanted:g} requests/s"] if wanted else []
     rows = [
         [
-            *(cell.method, cell.set, str(cell.k or "-"), str(cell.concurrency)),
+            *(names[cell.method, cell.engine], cell.set),
+            *(str(cell.k or "-"), str(cell.concurrency)),
             *(amount(cell.cost_per_million_tokens), number(cell.median.requests_per_s)),
             *(str(cell.instances or "-"), amount(result.cost_per_hour(cell))),
             "" if cell.meets_objective is None else objective(cell.meets_objective),
@@ -591,21 +596,23 @@ def _costs(result: ThroughputResults) -> str:
 def _verdicts(result: ThroughputResults) -> list[str]:
     """Return lines with the best K of each method by load, and the goodput."""
     lines: list[str] = []
-    keys = dict.fromkeys((one.method, one.set) for one in result.best_k)
-    for method, name in keys:
-        own = [one for one in result.best_k if (one.method, one.set) == (method, name)]
-        tried = {one.k for one in result.cells if one.method == method}
+    names = names_of(result.cells)
+    keys = dict.fromkeys((one.method, one.engine, one.set) for one in result.best_k)
+    for *key, name in keys:
+        own = [one for one in result.best_k if [one.method, one.engine, one.set] == [*key, name]]
+        tried = {one.k for one in result.cells if [one.method, one.engine] == key}
         if len(tried) < 2:
             continue
         best = ", ".join(f"{one.k} at {one.concurrency}{_ties(one)}" for one in own)
+        method = names[key[0], key[1]]
         lines.append(f"best K of {method} on {name}, by concurrency: {best}")
     if result.settings["objective"] is not None:
         kept = sorted(result.goodput, key=lambda one: -(one.requests_per_s or 0.0))
         for one in kept:
             k = f" K={one.k}" if one.k else ""
             lines.append(
-                f"goodput of {one.method}{k} on {one.set}: {one.requests_per_s or 0.0:.2f} "
-                f"requests/s at concurrency {one.concurrency}"
+                f"goodput of {names[one.method, one.engine]}{k} on {one.set}: "
+                f"{one.requests_per_s or 0.0:.2f} requests/s at concurrency {one.concurrency}"
             )
         if not kept:
             lines.append("no method keeps the objective at any concurrency")

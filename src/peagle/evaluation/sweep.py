@@ -141,7 +141,8 @@ class Sweep:
         """Measure the points that the log does not have yet, and keep the figures there.
 
         Returns:
-            the repeats of every point, in the order of the repeats.
+            the repeats of every point, in the order of the repeats; first the points of this sweep,
+            then further ones that the log has.
 
         Raises:
             UserError: a server cannot be reached, or no request of a point is answered (all prompts
@@ -172,11 +173,12 @@ class Sweep:
             finally:
                 if close:
                     close()
-        kept = {point: [log.get(point.key(r)) for r in range(self.repeats)] for point in points}
-        return {
-            point: [RunFigures.model_validate(one) for one in found if one]
-            for point, found in kept.items()
-        }
+        found: dict[SweepPoint, dict[int, RunFigures]] = {point: {} for point in points}
+        for key, figures in log.items():
+            if "repeat" in key:
+                repeats = found.setdefault(SweepPoint(**key["cell"]), {})
+                repeats[key["repeat"]] = RunFigures.model_validate(figures)
+        return {point: [one for _, one in sorted(own.items())] for point, own in found.items()}
 
     def _measure(
         self, point: SweepPoint, arm: Arm, seconds_of: dict[SweepPoint, float]
