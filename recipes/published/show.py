@@ -25,6 +25,7 @@ from typing import Any
 
 from peagle.bundled import BUNDLED
 from peagle.cli.tables import text_table
+from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
 from peagle.evaluation.prompt_sets import load
 from peagle.evaluation.report import write_report
@@ -94,7 +95,7 @@ class Missing:
 
     def __call__(self, method: str, name: str) -> str:
         if method == "eagle3" and not self.has_eagle3:
-            return "the publications name no EAGLE-3 head; name one with --eagle3"
+            return "no published EAGLE-3 head is known here; name one with --eagle3"
         return self.sets.get(name, "")
 
 
@@ -281,6 +282,11 @@ def measure_synthetic(name: str, args: argparse.Namespace) -> tuple[Document, Mi
     table, lengths = TABLES[name], TABLES["acceptance"]["lengths"]
     if "shape" not in table:
         raise UserError("--synthetic sets the acceptance length; it cannot measure one.")
+    if args.shape is None and resolve_device("auto").type != "cuda":
+        raise UserError(
+            f"--synthetic fills the shape {table['shape']!r} with weights, which needs a GPU; name "
+            "a small one with --shape, like tiny, or show --target bundled."
+        )
     shape = args.shape or table["shape"]
     measured: dict[SweepPoint, list[RunFigures]] = {}
     ran: dict[str, Any] = {}
@@ -374,7 +380,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     models = parser.add_argument_group("models")
     models.add_argument("--target", help="folder or hub id, or bundled (default: as published)")
     models.add_argument("--draft", help="a P-EAGLE head (default: as published)")
-    models.add_argument("--eagle3", help="an EAGLE-3 head (the publications name none)")
+    models.add_argument("--eagle3", help="an EAGLE-3 head (none is known here)")
     models.add_argument("--engine", choices=("vllm", "peagle"), default="vllm")
     models.add_argument("--synthetic", action="store_true", help="random weights, no head's drafts")
     models.add_argument("--shape", help="with --synthetic: another shape (benchmarks/shapes.py)")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.docs.command_line import check_peagle
 
 from peagle.evaluation.sweep import SweepPoint
@@ -158,6 +159,8 @@ def test_absent_weights_are_named(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "--synthetic" in told and "--synthetic" not in error("acceptance", *models)
     assert "--draft" in error("speed", "--target", tmp_path)
     assert "cannot measure" in error("acceptance", "--synthetic")
+    if not torch.cuda.is_available():
+        assert "needs a GPU" in error("speed", "--synthetic")
 
 
 def test_synthetic_acceptance(
