@@ -347,6 +347,7 @@ class BestK(ResultModel):
     """The best K of a method at one load, and every K that ties with the fastest."""
 
     method: str
+    engine: str = "peagle"
     set: str = ""
     concurrency: int
     k: Count
@@ -358,6 +359,7 @@ class Goodput(ResultModel):
     """Most requests per second of a method at one K that keep the latency objective."""
 
     method: str
+    engine: str = "peagle"
     k: Count | None = None
     set: str = ""
     requests_per_s: float | None = None

@@ -29,6 +29,7 @@ class Starts(list[VllmLaunch]):
     """What was started, and why starting fails, if it does."""
 
     problem = ""
+    running = most_at_once = 0
 
 
 @pytest.fixture
@@ -51,11 +52,16 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
                 if started.problem:
                     raise UserError(started.problem)
                 started.append(self.launch)
-                script = Script(models=[{"id": "m"}], metrics=metrics(0), counts=True)
+                started.running += 1
+                started.most_at_once = max(started.most_at_once, started.running)
+                drafts = self.launch.speculative is not None
+                page = {"metrics": metrics(0), "counts": True} if drafts else {"metrics": ""}
+                script = Script(models=[{"id": "m"}], **page)
                 self.url = running.enter_context(endpoint(script))
 
             def stop(self) -> None:
                 self.url = ""
+                started.running -= 1
 
         monkeypatch.setattr("peagle.evaluation.vllm_server.VllmServer", Server)
         yield started
@@ -93,18 +99,52 @@ def test_doctor_tells_that_it_does_not_start(peagle: Peagle, pair: Pair, starts:
     assert [one["evidence"] for one in causes if one["id"] == "serving"] == [starts.problem]
 
 
-def test_bench_has_it_beside(peagle: Peagle, pair: Pair, starts: Starts) -> None:
-    result = peagle(
-        *("bench", *pair.options, "-k", 4, "--limit", 2, "--max-new-tokens", 4, "--repeats", 1),
-        *("--concurrency", 1, "--warm-up", 0, "--engine", "vllm", "--format", "json"),
-    )
+def test_bench_starts_it_for_every_method_and_k(
+    peagle: Peagle, pair: Pair, starts: Starts, tmp_path: Path
+) -> None:
+    command = ("bench", *pair.options, "--eagle3", pair.eagle3, "-k", "2,4", "--limit", 2)
+    command += ("--max-new-tokens", 4, "--repeats", 2, "--concurrency", "1,2", "--warm-up", 1)
+    command += ("--engine", "vllm", "--output", tmp_path / "out", "--format", "json")
+    result = peagle(*command)
     assert result.status == 0, result.err
-    cells = json.loads(result.out)["cells"]
-    assert {(one["method"], one["engine"]) for one in cells} == {
-        *(("plain", "peagle"), ("peagle", "peagle"), ("vllm", "vllm")),
+    found = json.loads(result.out)
+    every = [("plain", 0), ("peagle", 2), ("peagle", 4), ("eagle3", 2), ("eagle3", 4)]
+    cells = found["cells"]
+    assert [(one["method"], one["k"]) for one in cells if one["concurrency"] == 2] == every
+    assert {one["engine"] for one in cells} == {"vllm"}
+    assert {len(one["repeats"]) for one in cells} == {2}
+    assert all(one["speed_up_over_plain"] and one["speed_up_over_eagle3"] for one in cells)
+    assert [
+        (one.speculative and (one.speculative.model, one.speculative.num_speculative_tokens))
+        for one in starts
+    ] == [None, *((str(getattr(pair, method)), k) for method, k in every[1:])]
+    assert {one.max_num_seqs for one in starts} == {2}
+    # One server at a time: each has ended before the next one starts.
+    assert starts.most_at_once == 1
+    assert "counts no drafts" not in result.err
+    # What was measured is not measured again, and nothing is started for it.
+    assert json.loads(peagle(*command).out)["cells"] == cells
+    assert len(starts) == len(every)
+    # The engine here stands beside it in the same folder, each compared with itself.
+    at = command.index("--engine")
+    result = peagle(*command[:at], *command[at + 2 :])
+    assert result.status == 0, result.err
+    whole = json.loads(result.out)
+    both = whole["cells"]
+    assert len(both) == 2 * len(cells) and all(one in both for one in cells)
+    plain = {
+        (one["engine"], one["concurrency"]): one["median"]["output_tokens_per_s"]
+        for one in both
+        if one["method"] == "plain"
     }
-    (launch,) = starts
-    assert launch.speculative.model == str(pair.peagle)
+    for one in both:
+        speed = one["median"]["output_tokens_per_s"]
+        over = speed / plain[one["engine"], one["concurrency"]]
+        assert one["speed_up_over_plain"] == pytest.approx(over)
+    assert {(one["method"], one["engine"]) for one in whole["best_k"]} == {
+        (method, engine) for method in ("peagle", "eagle3") for engine in ("peagle", "vllm")
+    }
+    assert "P-EAGLE on vllm" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["eval", "doctor", "bench"])
@@ -133,10 +173,10 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
         "--draft-sampling",
     ),
     "prompt lookup": (("eval", "--engine", "vllm", "--method", "ngram"), "ngram"),
-    "two K": (("bench", "--engine", "vllm", "-k", "3,5"), "-k has 2"),
-    "two called vllm": (
-        ("bench", "--engine", "vllm", "-k", 3, "--endpoint", "vllm=http://x"),
-        "another",
+    "bench, prompt lookup": (("bench", "--engine", "vllm", "--method", "ngram"), "ngram"),
+    "bench, drawn drafts": (
+        ("bench", "--engine", "vllm", "--draft-sampling", "probabilistic"),
+        "--draft-sampling",
     ),
 }
 

@@ -23,7 +23,7 @@ from peagle.evaluation.report.charts import Axis, Chart, ChartLine, ChartPoint
 from peagle.evaluation.report.files import Results, read_results
 from peagle.evaluation.report.page import page_html
 from peagle.evaluation.report.series import Cast
-from peagle.evaluation.report.text import visible
+from peagle.evaluation.report.text import milliseconds, visible
 from peagle.results import AcceptanceResults, ThroughputResults, TuneResults
 
 
@@ -115,6 +115,26 @@ def test_the_verdict(html):
     ) in text
     assert {best("peagle", c)["k"] for c in (1, 16)} == {7}
     assert "Its best K is 7 at every load measured." in text
+    drafted, plain = (
+        milliseconds(best(method, 1)["median"]["ttft_s"]["p50"]) for method in ("peagle", "plain")
+    )
+    assert drafted != plain
+    assert (
+        f"Its first token comes after {drafted} ms with drafts and after {plain} ms without" in text
+    )
+    assert f"{drafted} msp50 with drafts, one request in flight; {plain} ms without" in text
+
+
+@pytest.mark.usefixtures("_undrawn")
+def test_the_time_to_the_first_token_is_compared_on_one_engine(tmp_path):
+    """Without plain decoding there the report shows the time with drafts alone."""
+    documents = some("throughput")
+    documents["throughput"]["cells"] = [
+        cell | ({"engine": "http://other"} if cell["method"] == "plain" else {})
+        for cell in documents["throughput"]["cells"]
+    ]
+    text = text_of(tmp_path, **documents)
+    assert "Time to first token" in text and "Its first token comes" not in text
 
 
 @pytest.mark.usefixtures("_undrawn")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_every_cell_once_a_round_in_rotating_order(
     sweep = sweep_of(
         FakeBackend(), num_arms, sets=sets, concurrencies=tuple(loads), repeats=repeats
     )
-    order, cells = sweep.order(), list(sweep.points)
+    (order,), cells = sweep.stages(), list(sweep.points)
     assert len(cells) == num_arms * len(loads) * num_sets
     assert [repeat for repeat, _ in order] == sorted(repeat for repeat, _ in order)
     rounds = [[point for r, point in order if r == repeat] for repeat in range(repeats)]
@@ -103,6 +104,35 @@ def test_progress_tells_what_is_left() -> None:
     assert [one.done for one in told] == list(range(1, 9)) and {one.total for one in told} == {8}
     left = [one.seconds_left for one in told]
     assert left[-1] == 0 and all(seconds is not None and seconds >= 0 for seconds in left)
+
+
+def test_an_arm_with_the_machine_to_itself_runs_alone(tmp_path: Path) -> None:
+    """Its backend begins with its first run and is closed behind the last, or behind an error."""
+    events: list[str] = []
+
+    class Server(FakeBackend):
+        def run(self, *args: Any, **options: Any) -> Run:
+            events.append(self.name)
+            return super().run(*args, **options)
+
+    def sweep(**fails_at: int) -> Sweep:
+        servers = [Server(name, fails_at=fails_at.get(name, -1)) for name in ("a", "b", "c", "d")]
+        arms = [
+            Arm(one.name, "", 0, one, None, partial(events.append, f"close {one.name}"))
+            if one.name in "bd"
+            else Arm(one.name, "", 0, one)
+            for one in servers
+        ]
+        return Sweep(arms, {"a": requests(3)}, (1,), repeats=2, warm_up=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(b=1).run(Journal(tmp_path / LOG_NAME, SETTINGS))
+    warm_up = ["c", "a"]
+    assert events == [*warm_up, "a", "c", "c", "a", "b", "b", "b", "close b"]
+    events.clear()
+    found = sweep().run(Journal(tmp_path / LOG_NAME, SETTINGS))
+    assert events == ["b", "b", "close b", "d", "d", "d", "close d"]
+    assert {point.method: len(runs) for point, runs in found.items()} == dict.fromkeys("abcd", 2)
 
 
 def test_a_cell_without_any_answer_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`peagle eval` and `peagle doctor` on real vLLM: the figures of our engine, and faults by name."""
+"""`peagle eval`, `bench` and `doctor` on real vLLM: the engine's figures, and faults by name."""
 
 from __future__ import annotations
 
@@ -81,6 +81,23 @@ def test_eval_counts_what_our_engine_counts(
     ours, theirs = ([told[engine][name] for name in names] for engine in ("peagle", "vllm"))
     assert theirs == ours
     assert min(told["vllm"]["num_accepted_tokens_per_pos"]) > 0
+
+
+# ---- bench ----------------------------------------------------------------------------------
+
+
+def test_bench_measures_every_method_and_k(
+    bundled: list[object], installation: VllmInstallation
+) -> None:
+    options = [*bundled, "-k", "2,5", "--concurrency", 2, "--limit", 4, "--max-new-tokens", 48]
+    status, data = peagle(installation, "bench", *options, "--repeats", 1, "--engine", "vllm")
+    assert status == 0
+    lengths = {(one["method"], one["k"]): one["median"] for one in data["cells"]}
+    assert list(lengths) == [("plain", 0), ("peagle", 2), ("peagle", 5)]
+    assert {one["engine"] for one in data["cells"]} == {"vllm"}
+    two, five = (lengths["peagle", k]["acceptance_length"] for k in (2, 5))
+    assert 1.5 < two <= 3 and two < five <= 6
+    assert lengths["plain", 0]["acceptance_length"] is None
 
 
 # ---- doctor ---------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,15 +30,16 @@ from peagle.cli.mix import apply_mix, read_mix
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Settings, json_object, positive_number, whole_numbers
 from peagle.cli.setup import check_paths, note, quiet_libraries, thinking_mode
-from peagle.cli.tables import number, pivot_table, text_table
+from peagle.cli.tables import names_of, number, pivot_table, text_table
 from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
-from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
+from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.pivot import bench_pivot
 
 if TYPE_CHECKING:
+    from peagle.backends.vllm.installation import VllmInstallation
     from peagle.config import SamplingParams
     from peagle.evaluation.decoding import Request
     from peagle.evaluation.endpoint import EndpointBackend
@@ -65,8 +66,8 @@ The cost of a million output tokens at your price, and the instances for 20 requ
 Both turns of MT-Bench, the second behind the answer to the first:
   peagle bench --set mt_bench --turns all
 
-The same head in vLLM beside, which is started for it; it needs one K:
-  peagle bench --target ./Qwen3-0.6B --draft ./head -k 5 --engine vllm
+The same in vLLM, which is started for plain decoding and for each head and K, one after another:
+  peagle bench --target ./Qwen3-0.6B --draft ./head --eagle3 ./eagle3-head -k 3,7 --engine vllm
 
 One request in 4 with a penalty, one in 8 with log-probabilities, as a file says:
   peagle bench --concurrency 16 --mix mix.json
@@ -81,6 +82,7 @@ _DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
 # Settings that may change when a sweep goes on: more of the same is measured, or judged otherwise.
 _TREES = "speculative.parallel_drafting_spec"
+_DRAFT_SAMPLING = "speculative.draft_sampling"
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
 _PREFIX_CACHING = group(
@@ -94,7 +96,7 @@ _PREFIX_CACHING = group(
 
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SPECULATION, _TREES, "speculative.draft_sampling"),
+    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick(groups.FINER_SAMPLING, "sampling.ignore_eos"),
@@ -205,17 +207,15 @@ def bench(
     if unknown := sorted(set(names) - set(urls)):
         raise UserError(f"--model names the endpoint {unknown[0]!r}; there is no such one.")
     on_vllm = vllm.is_vllm(given, flags or [])
-    if on_vllm and len(ks) != 1:
-        raise UserError(
-            f"--engine vllm serves one K, and -k has {len(ks) or len(_DEFAULT_KS)}; give one, like "
-            "-k 5."
-        )
     if on_vllm and _TREES in given:
         raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
-    if on_vllm and "vllm" in urls:
+    if on_vllm and given.value(_DRAFT_SAMPLING, "argmax") != "argmax":
         raise UserError(
-            "--engine vllm and --endpoint vllm=... have one name; give the endpoint another."
+            f"--draft-sampling is {given.value(_DRAFT_SAMPLING)!r}; with --engine vllm drafts are "
+            "measured as argmax. Leave it out."
         )
+    if on_vllm and NGRAM in (method or ()):
+        raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
     check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     params = Settings(Layer(dict(given))).build("sampling")
     prompts = harness.load_prompts(sets, limit, shuffle_seed)
@@ -228,7 +228,6 @@ def bench(
     from peagle.evaluation.timing import LatencyObjective
     from peagle.evaluation.touched_experts import count_experts
     from peagle.evaluation.turns import bench_with_turns, sent_turns
-    from peagle.evaluation.vllm_server import ENGINE, vllm_backend
     from peagle.results import THROUGHPUT
 
     sent = sent_turns(prompts, num_turns)
@@ -243,52 +242,51 @@ def bench(
     has_engines = any(key.startswith(_OF_ENGINES) for key in given) or eagle3 or method or on_vllm
     if has_engines or not servers:
         heads = harness.named_methods(given, eagle3, method or [], ngram=False)
-        models = harness.load_models(given, heads)
+        installation = vllm.find(given) if on_vllm else None
+        models = harness.load_models(given, heads, whole=not on_vllm)
         ks = ks or sorted({min(k, models.default_k) for k in _DEFAULT_KS})
-        arms, identity = _engine_arms(given, models, ks, max(loads), thinking)
-    with ExitStack() as stack:
-        if on_vllm:
-            assert models is not None
-            launch = vllm.launch_for(
-                *(given, flags or [], models.folder, models.methods[0].folder or None, ks[0]),
-                max_num_seqs=max(loads),
-            )
-            backend = vllm_backend(launch, vllm.find(given), say=vllm.say, extra_body=extra)
-            servers[ENGINE] = stack.enter_context(backend)
-        arms += _server_arms(servers, arms)
-        chat = _is_chat(chat_template, models, servers)
-        sweep = Sweep(
-            arms,
-            {
-                name: apply_mix(_requests(own, params, chat, num_turns), shares)
-                for name, own in prompts.items()
-            },
-            loads,
-            repeats,
-            warm_up,
-        )
-        if models is not None:
-            provenance = harness.provenance(models.name, models.dtype, models.target.device)
+        dtype, device = models.dtype, models.target.device
+        if installation is None:
+            arms, identity = _engine_arms(given, models, ks, max(loads), thinking)
         else:
-            served = dict.fromkeys(server.model for server in servers.values())
-            provenance, identity = harness.provenance(", ".join(served), ""), {}
-        settings = {
-            "sets": {name: len(requests) for name, requests in sweep.sets.items()},
-            "max_new_tokens": params.max_tokens,
-            **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
-            **{name: getattr(params, name) for name in ("top_p", "seed")},
-            "concurrency": list(loads),
-            "repeats": repeats,
-            "warm_up": warm_up,
-            "objective": None if bounds is None else asdict(bounds),
-            **({"mix": [share.entry for share in shares]} if shares else {}),
-            **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
-        }
-        log = _open_journal(output, sweep, sent, provenance, settings, identity)
-        view = BenchView()
-        with harness.resumable(view.close, output, log):
-            measured = sweep.run(log, view)
-            experts = count_experts(sweep, log)
+            device = vllm.device_of(installation)
+            arms, identity, dtype = _vllm_arms(
+                given, flags or [], models, ks, max(loads), installation, extra
+            )
+    arms += _server_arms(servers, arms)
+    chat = _is_chat(chat_template, models, servers)
+    sweep = Sweep(
+        arms,
+        {
+            name: apply_mix(_requests(own, params, chat, num_turns), shares)
+            for name, own in prompts.items()
+        },
+        loads,
+        repeats,
+        warm_up,
+    )
+    if models is not None:
+        provenance = harness.provenance(models.name, dtype, device)
+    else:
+        served = dict.fromkeys(server.model for server in servers.values())
+        provenance, identity = harness.provenance(", ".join(served), ""), {}
+    settings = {
+        "sets": {name: len(requests) for name, requests in sweep.sets.items()},
+        "max_new_tokens": params.max_tokens,
+        **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
+        **{name: getattr(params, name) for name in ("top_p", "seed")},
+        "concurrency": list(loads),
+        "repeats": repeats,
+        "warm_up": warm_up,
+        "objective": None if bounds is None else asdict(bounds),
+        **({"mix": [share.entry for share in shares]} if shares else {}),
+        **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
+    }
+    log = _open_journal(output, sweep, sent, provenance, settings, identity)
+    view = BenchView()
+    with harness.resumable(view.close, output, log):
+        measured = sweep.run(log, view)
+        experts = count_experts(sweep, log)
     results = summarize(
         measured,
         bounds,
@@ -302,9 +300,9 @@ def bench(
     )
     advice = throughput_advice(bench_with_turns(results))
     results = results.model_copy(update={"advice": advice})
-    for server in servers.values():
-        for text in server.notes:
-            note(text)
+    backends = dict.fromkeys(arm.backend for arm in arms)
+    for text in dict.fromkeys(text for one in backends for text in getattr(one, "notes", ())):
+        note(text)
     harness.conclude(results, result_text(results), THROUGHPUT, output, output_format)
 
 
@@ -331,6 +329,8 @@ def _engine_arms(
     given: Given, models: Models, ks: Sequence[int], most_in_flight: int, thinking: bool | None
 ) -> tuple[list[Arm], dict[str, Any]]:
     """Build engines of plain decoding and every method at every K; return their identity too."""
+    import torch
+
     from peagle.evaluation.engine_backend import EngineBackend, build
     from peagle.evaluation.journal import weights_digest
     from peagle.evaluation.sweep import Arm
@@ -355,8 +355,50 @@ def _engine_arms(
     return arms, {
         "target_sha256": models.target_sha256,
         "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
-        "engine": {**sizes, **head_options},
+        "engines": {"peagle": {**sizes, **head_options, "threads": torch.get_num_threads()}},
     }
+
+
+def _vllm_arms(
+    given: Given,
+    flags: Sequence[str],
+    models: Models,
+    ks: Sequence[int],
+    most_in_flight: int,
+    installation: VllmInstallation,
+    extra_body: Mapping[str, Any],
+) -> tuple[list[Arm], dict[str, Any], str]:
+    """Make arms that start vLLM for plain decoding and for every method at every K.
+
+    Return their identity, and the data type that vLLM takes, too.
+    """
+    from peagle.evaluation.journal import weights_digest
+    from peagle.evaluation.sweep import Arm
+    from peagle.evaluation.vllm_server import ENGINE, VllmOnDemand, vllm_backend
+
+    device = vllm.device_of(installation)
+    arms: list[Arm] = []
+    every = [(DecodingMethod(PLAIN), 0), *((one, k) for one in models.methods for k in ks)]
+    for one, k in every:
+        launch = vllm.launch_for(
+            *(given, flags, models.folder, one.folder or None, k), max_num_seqs=most_in_flight
+        )
+        start = partial(vllm_backend, launch, installation, say=vllm.say, extra_body=extra_body)
+        backend = VllmOnDemand(start)
+        arms.append(Arm(one.name, one.source, k, backend, device, backend.close))
+    dtype = launch.dtype_on(installation)
+    options = {"version": installation.version, "flags": list(flags)}
+    options |= {"threads": given.value("threads")}
+    options |= {"max_num_seqs": most_in_flight, **models.engine_options}
+    return (
+        arms,
+        {
+            "target_sha256": models.target_sha256,
+            "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
+            "engines": {ENGINE: options},
+        },
+        models.dtype if dtype == "auto" else dtype,
+    )
 
 
 def _server_arms(servers: Mapping[str, EndpointBackend], engines: Sequence[Arm]) -> list[Arm]:
@@ -438,9 +480,9 @@ def _open_journal(
         later = [request.later_turns for request in requests if request.later_turns]
         prompts = json.dumps([request.prompt for request in requests] + later)
         shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
-    shared |= {"heads_sha256": {}, **identity}
-    shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu", "threads")}
-    log = Journal(output and output / LOG_NAME, shared, extensible=("heads_sha256",))
+    shared |= {"heads_sha256": {}, "engines": {}, **identity}
+    shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu")}
+    log = Journal(output and output / LOG_NAME, shared, extensible=("heads_sha256", "engines"))
     if len(log):
         note(f"{len(log)} measurements are there already")
     return log
@@ -475,14 +517,14 @@ def result_text(result: ThroughputResults) -> str:
 
     sizes = {name_turns(name, result.turns): n for name, n in result.settings["sets"].items()}
     result = bench_with_turns(result)
-    cells = result.cells
+    cells, names = result.cells, names_of(result.cells)
     blocks: list[str] = []
     for name in dict.fromkeys(cell.set for cell in cells):
         own = [cell for cell in cells if cell.set == name]
         repeats = len(own[0].repeats)
         of = f"medians of {repeats} runs" if repeats > 1 else "one run"
         blocks.append(f"{name}, {sizes[name]} prompts, {of}")
-        blocks.append(text_table(_HEADER, [_row(cell) for cell in own]))
+        blocks.append(text_table(_HEADER, [_row(cell, names) for cell in own]))
     pivot = bench_pivot(result)
     if len(pivot.sets) > 1:
         blocks += ["acceptance length and speed-up by set", pivot_table(pivot)]
@@ -500,12 +542,12 @@ _HEADER = (
 )
 
 
-def _row(cell: Cell) -> list[str]:
+def _row(cell: Cell, names: Mapping[tuple[str, str], str]) -> list[str]:
     median = cell.median
     speed = median.output_tokens_per_s
     least, most = cell.spread.output_tokens_per_s or (speed, speed)
     return [
-        cell.method,
+        names[cell.method, cell.engine],
         str(cell.k or "-"),
         str(cell.concurrency),
         f"{speed:.1f}",
@@ -534,11 +576,13 @@ def _costs(result: ThroughputResults) -> str:
         return "-" if value is None else money(value)
 
     price, wanted = result.price_per_hour, result.requests_per_second
+    names = names_of(result.cells)
     titles = [f"a million output tokens at {price:g} an hour"] if price else []
     titles += [f"instances for {wanted:g} requests/s"] if wanted else []
     rows = [
         [
-            *(cell.method, cell.set, str(cell.k or "-"), str(cell.concurrency)),
+            *(names[cell.method, cell.engine], cell.set),
+            *(str(cell.k or "-"), str(cell.concurrency)),
             *(amount(cell.cost_per_million_tokens), number(cell.median.requests_per_s)),
             *(str(cell.instances or "-"), amount(result.cost_per_hour(cell))),
             "" if cell.meets_objective is None else objective(cell.meets_objective),
@@ -552,21 +596,23 @@ def _costs(result: ThroughputResults) -> str:
 def _verdicts(result: ThroughputResults) -> list[str]:
     """Return lines with the best K of each method by load, and the goodput."""
     lines: list[str] = []
-    keys = dict.fromkeys((one.method, one.set) for one in result.best_k)
-    for method, name in keys:
-        own = [one for one in result.best_k if (one.method, one.set) == (method, name)]
-        tried = {one.k for one in result.cells if one.method == method}
+    names = names_of(result.cells)
+    keys = dict.fromkeys((one.method, one.engine, one.set) for one in result.best_k)
+    for *key, name in keys:
+        own = [one for one in result.best_k if [one.method, one.engine, one.set] == [*key, name]]
+        tried = {one.k for one in result.cells if [one.method, one.engine] == key}
         if len(tried) < 2:
             continue
         best = ", ".join(f"{one.k} at {one.concurrency}{_ties(one)}" for one in own)
+        method = names[key[0], key[1]]
         lines.append(f"best K of {method} on {name}, by concurrency: {best}")
     if result.settings["objective"] is not None:
         kept = sorted(result.goodput, key=lambda one: -(one.requests_per_s or 0.0))
         for one in kept:
             k = f" K={one.k}" if one.k else ""
             lines.append(
-                f"goodput of {one.method}{k} on {one.set}: {one.requests_per_s or 0.0:.2f} "
-                f"requests/s at concurrency {one.concurrency}"
+                f"goodput of {names[one.method, one.engine]}{k} on {one.set}: "
+                f"{one.requests_per_s or 0.0:.2f} requests/s at concurrency {one.concurrency}"
             )
         if not kept:
             lines.append("no method keeps the objective at any concurrency")

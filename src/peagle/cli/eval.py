@@ -210,7 +210,8 @@ def eval(
             )
         else:
             arms, dtype = _engine_arms(models, ks, draft_sampling, concurrency, thinking)
-        provenance = harness.provenance(models.name, dtype, models.target.device)
+        device = vllm.device_of(installation) if installation else models.target.device
+        provenance = harness.provenance(models.name, dtype, device)
         target_sha256 = models.target_sha256
     from peagle.evaluation.eval_run import AcceptanceFile, EvalPlan
     from peagle.evaluation.turns import sent_turns

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from peagle.cli.terminal import printable
 from peagle.evaluation.pivot import Pivot, PivotFigures
@@ -31,15 +33,35 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+class OnEngine(Protocol):
+    """A row of a table: a method on an engine."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+
+
+def names_of(rows: Iterable[OnEngine]) -> dict[tuple[str, str], str]:
+    """Return names by method and engine; they tell the engine of a method that several have."""
+    keys = dict.fromkeys((row.method, row.engine) for row in rows)
+    several = {method for method, n in Counter(method for method, _ in keys).items() if n > 1}
+    return {(m, engine): f"{m} on {engine}" if m in several else m for m, engine in keys}
+
+
 def pivot_table(pivot: Pivot) -> str:
     """Return the acceptance length and the speed-up of each method and K, by prompt set."""
     shown = [name for name in _CONDITIONS if pivot.varies(name)]
     header = ["method", "K", *(_CONDITIONS[name] for name in shown)]
     for name in pivot.sets:
         header += [f"{name} AL", "x plain"]
-    rows = []
+    names, rows = names_of(pivot.rows), []
     for row, figures in pivot.rows.items():
-        line = [row.method, str(row.k or "-"), *(str(getattr(row, name)) for name in shown)]
+        line = [
+            names[row.method, row.engine],
+            str(row.k or "-"),
+            *(str(getattr(row, name)) for name in shown),
+        ]
         for one in (figures.get(name, PivotFigures(None)) for name in pivot.sets):
             line += [number(one.acceptance_length), number(one.speed_up_over_plain)]
         rows.append(line)

@@ -21,6 +21,8 @@ from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from peagle.backends.vllm.installation import VllmInstallation
     from peagle.backends.vllm.launch import VllmLaunch
 
@@ -85,6 +87,13 @@ def launch_for(
         **{name: value for name, value in engine.items() if value is not None},
         **more,
     )
+
+
+def device_of(installation: VllmInstallation) -> torch.device | None:
+    """Return the first GPU of this machine, on which vLLM runs; None for a build for CPUs."""
+    from peagle.engine.placement import resolve_device
+
+    return None if installation.is_cpu else resolve_device("auto")
 
 
 def say(text: str) -> None:

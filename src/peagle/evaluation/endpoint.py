@@ -48,7 +48,8 @@ class EndpointBackend:
         report: ask our server for the drafts of every step, which costs it a little time.
         timeout_s: limit of a request.
 
-    `facts` are what the server lists of the model, `notes` what does not work here, each once.
+    `facts` are what the server lists of the model, `notes` what does not work here, each once. Of a
+    server that `is_plain` no drafts are expected.
 
     Raises:
         UserError: the URL or the key is not usable, no server answers there, or there is no such
@@ -68,6 +69,7 @@ class EndpointBackend:
         timeout_s: float = 600.0,
     ) -> None:
         self.name = url
+        self.is_plain = False
         self.notes: list[str] = []
         key = key_from_environment(*KEY_VARIABLES) if api_key is None else api_key
         self._api = ApiClient(url, key, timeout_s=timeout_s)
@@ -188,7 +190,10 @@ class EndpointBackend:
             self._note("has no page /metrics: acceptance is not known, speed and texts are")
             return run
         if before.drafts is None or after.drafts is None:
-            self._note("counts no drafts at /metrics: acceptance is not known, speed and texts are")
+            if not self.is_plain:
+                self._note(
+                    "counts no drafts at /metrics: acceptance is not known, speed and texts are"
+                )
         elif after.drafts.num_drafts < before.drafts.num_drafts:
             self._note("was restarted during a run: its counters began anew")
         else:

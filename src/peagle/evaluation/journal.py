@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,10 @@ class Journal:
     def get(self, key: Any) -> Any:
         """Return a measurement; None if it was not made yet."""
         return self._values.get(_name(key))
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Yield every key with its measurement, in the order in which they were made."""
+        return ((json.loads(name), value) for name, value in self._values.items())
 
     def add(self, key: Any, value: Any) -> None:
         """Keep a measurement; it is on the disk when this returns."""

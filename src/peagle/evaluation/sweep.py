@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from statistics import fmean
 from typing import Any
@@ -53,13 +54,18 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A method at one K with its backend, and the device whose use is read (None for a server)."""
+    """A method at one K with its backend, and the device whose use is read (None for a server).
+
+    `close` ends a backend that needs the machine to itself. The runs of such an arm follow each
+    other, and its backend is closed before the next arm begins.
+    """
 
     method: str
     source: str
     k: int
     backend: Backend
     device: torch.device | None = None
+    close: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +115,25 @@ class Sweep:
         own, slots = self.sets[point.set], point.concurrency
         return list(islice(cycle(own), max(len(own), WAVES * slots if slots > 1 else 1)))
 
-    def order(self) -> list[tuple[int, SweepPoint]]:
-        """Return (repeat, point) in the order of measurement.
+    def stages(self) -> list[list[tuple[int, SweepPoint]]]:
+        """Return (repeat, point) in the order of measurement, stage by stage.
 
-        All points take turns, and each round begins at another one: a machine that grows slower
-        over the sweep, or over a round, favours none.
+        Arms that take turns are one stage, and each arm with a machine to itself is another.
+
+        The points of a stage take turns, and each round begins at another one: a machine that grows
+        slower over the stage, or over a round, favours none of them.
         """
-        points = list(self.points)
-        order: list[tuple[int, SweepPoint]] = []
-        for repeat in range(self.repeats):
-            first = repeat * len(points) // self.repeats
-            order += [(repeat, point) for point in points[first:] + points[:first]]
-        return order
+        stages: dict[int | None, list[SweepPoint]] = {}
+        for point, arm in self.points.items():
+            stages.setdefault(id(arm) if arm.close else None, []).append(point)
+        orders = []
+        for points in stages.values():
+            order: list[tuple[int, SweepPoint]] = []
+            for repeat in range(self.repeats):
+                first = repeat * len(points) // self.repeats
+                order += [(repeat, point) for point in points[first:] + points[:first]]
+            orders.append(order)
+        return orders
 
     def run(
         self, log: Journal, watch: Watch = lambda _: None
@@ -128,37 +141,58 @@ class Sweep:
         """Measure the points that the log does not have yet, and keep the figures there.
 
         Returns:
-            the repeats of every point, in the order of the repeats.
+            the repeats of every point, in the order of the repeats; first the points of this sweep,
+            then further ones that the log has.
 
         Raises:
             UserError: a server cannot be reached, or no request of a point is answered (all prompts
                 are too long, say). Finished measurements are in the log.
         """
-        points, order = self.points, self.order()
-        due = [(repeat, point) for repeat, point in order if log.get(point.key(repeat)) is None]
-        done = len(order) - len(due)
-        warming = SweepProgress(None, None, done, len(order))
-        self._warm_up([point for _, point in due], lambda: watch(warming))
+        points = self.points
+        stages = [
+            [(repeat, point) for repeat, point in stage if log.get(point.key(repeat)) is None]
+            for stage in self.stages()
+        ]
+        due = [one for stage in stages for one in stage]
+        total = len(points) * self.repeats
+        done = total - len(due)
         seconds_of: dict[SweepPoint, float] = {}
-        for number, (repeat, point) in enumerate(due, 1):
-            started, arm = time.perf_counter(), points[point]
-            with gpu_utilization(arm.device) as busy:
-                run = run_conversations(arm.backend, self.requests(point), point.concurrency)
-            errors = [answer.error for answer in run.answers if answer.error]
-            problem = errors[0] if errors else ""
-            if len(errors) == len(run.answers):
-                raise UserError(f"{point}: no request was answered: {problem}")
-            figures = figures_of(run, fmean(busy) if busy else None)
-            log.add(point.key(repeat), figures.to_json())
-            seconds_of[point] = time.perf_counter() - started
-            mean = fmean(seconds_of.values())
-            left = sum(seconds_of.get(point, mean) for _, point in due[number:])
-            watch(SweepProgress(point, figures, done + number, len(order), left, problem))
-        kept = {point: [log.get(point.key(r)) for r in range(self.repeats)] for point in points}
-        return {
-            point: [RunFigures.model_validate(one) for one in found if one]
-            for point, found in kept.items()
-        }
+        for stage in filter(None, stages):
+            close = points[stage[0][1]].close
+            warming = SweepProgress(None, None, done, total)
+            try:
+                self._warm_up([point for _, point in stage], partial(watch, warming))
+                for repeat, point in stage:
+                    figures, problem = self._measure(point, points[point], seconds_of)
+                    log.add(point.key(repeat), figures.to_json())
+                    done += 1
+                    due = due[1:]
+                    mean = fmean(seconds_of.values())
+                    left = sum(seconds_of.get(point, mean) for _, point in due)
+                    watch(SweepProgress(point, figures, done, total, left, problem))
+            finally:
+                if close:
+                    close()
+        found: dict[SweepPoint, dict[int, RunFigures]] = {point: {} for point in points}
+        for key, figures in log.items():
+            if "repeat" in key:
+                repeats = found.setdefault(SweepPoint(**key["cell"]), {})
+                repeats[key["repeat"]] = RunFigures.model_validate(figures)
+        return {point: [one for _, one in sorted(own.items())] for point, own in found.items()}
+
+    def _measure(
+        self, point: SweepPoint, arm: Arm, seconds_of: dict[SweepPoint, float]
+    ) -> tuple[RunFigures, str]:
+        """Run a point once; return its figures and the first error, and note the seconds."""
+        started = time.perf_counter()
+        with gpu_utilization(arm.device) as busy:
+            run = run_conversations(arm.backend, self.requests(point), point.concurrency)
+        errors = [answer.error for answer in run.answers if answer.error]
+        problem = errors[0] if errors else ""
+        if len(errors) == len(run.answers):
+            raise UserError(f"{point}: no request was answered: {problem}")
+        seconds_of[point] = time.perf_counter() - started
+        return figures_of(run, fmean(busy) if busy else None), problem
 
     def _warm_up(self, due: Sequence[SweepPoint], watch: Callable[[], None]) -> None:
         """Run each arm shortly at each concurrency still to be measured, on one set."""

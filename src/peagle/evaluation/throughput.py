@@ -62,8 +62,9 @@ def summarize(
 
     Of every cell, at equal set and concurrency:
     - median and spread (least and most) of its repeats;
-    - speed_up_over_plain: its output tokens/s over those of the method named plain;
-    - speed_up_over_eagle3: over those of the method named eagle3 at its best K;
+    - speed_up_over_plain: its output tokens/s over those of the method named plain, on the same
+      engine where it was measured there, else on the fastest;
+    - speed_up_over_eagle3: so over those of the method named eagle3, at its best K;
     - linearity: tokens/s at concurrency c over c / c0 times those at the least concurrency c0;
       1 where requests do not slow each other down;
     - meets_objective: whether the medians of its latencies keep the objective;
@@ -77,9 +78,10 @@ def summarize(
     cells = [
         _cell(point, repeats, objective, counts.get(point)) for point, repeats in measured.items()
     ]
-    loads: dict[tuple[str, str, int], list[Cell]] = {}
+    loads: dict[tuple[str, str, str, int], list[Cell]] = {}
     for cell in cells:
-        loads.setdefault((cell.method, cell.set, cell.concurrency), []).append(cell)
+        load = cell.method, cell.engine, cell.set, cell.concurrency
+        loads.setdefault(load, []).append(cell)
     best = {}
     for load, own in loads.items():
         if drafting := [cell for cell in own if cell.k]:
@@ -87,9 +89,12 @@ def summarize(
 
     def over(method: str, cell: Cell) -> float | None:
         """Return the speed over that of a method at the same load, with its best K."""
-        load = method, cell.set, cell.concurrency
-        k = best[load].k if load in best else 0
-        other = max((one.speed for one in loads.get(load, ()) if one.k == k), default=0.0)
+        speeds = {
+            load[1]: best[load].speed if load in best else max(one.speed for one in own)
+            for load, own in loads.items()
+            if (load[0], *load[2:]) == (method, cell.set, cell.concurrency)
+        }
+        other = speeds.get(cell.engine) or max(speeds.values(), default=0.0)
         return cell.speed / other if other else None
 
     cells = [
@@ -109,18 +114,17 @@ def summarize(
         cells=cells,
         best_k=[
             BestK(
-                method=method,
-                set=name,
-                concurrency=concurrency,
+                method=load[0],
+                engine=load[1],
+                set=load[2],
+                concurrency=load[3],
                 k=cell.k or 0,
                 output_tokens_per_s=cell.speed,
                 tied_k=sorted(
-                    one.k
-                    for one in tied_fastest(c for c in loads[method, name, concurrency] if c.k)
-                    if one.k
+                    one.k for one in tied_fastest(c for c in loads[load] if c.k) if one.k
                 ),
             )
-            for (method, name, concurrency), cell in best.items()
+            for load, cell in best.items()
         ],
         goodput=_goodput(cells),
         training=dict(training or {}),
@@ -172,6 +176,7 @@ def _goodput(cells: Sequence[Cell]) -> list[Goodput]:
         if cell.meets_objective and (key not in best or rate > (best[key].requests_per_s or 0.0)):
             best[key] = Goodput(
                 method=cell.method,
+                engine=cell.engine,
                 k=cell.k,
                 set=cell.set,
                 requests_per_s=rate,

@@ -142,23 +142,24 @@ def count_experts(sweep: Sweep, log: Journal) -> dict[SweepPoint, TouchedExperts
     """Count the experts that decode steps touch at each point of a sweep with an engine here.
 
     The first decode steps in which all requests in flight take part are counted, at most
-    `COUNTED_STEPS`. Only mixtures of experts have counts. The log keeps them.
+    `COUNTED_STEPS`. Only mixtures of experts have counts. The log keeps them, and those that it has
+    of further points are returned too.
     """
-    found: dict[SweepPoint, TouchedExperts] = {}
     for point, arm in sweep.points.items():
         if not isinstance(arm.backend, EngineBackend):
             continue
         if not (num_experts := num_experts_of(arm.backend.llm.target)):
             continue
         key = {"cell": point.to_json(), "experts": True}
-        if (kept := log.get(key)) is None:
+        if log.get(key) is None:
             requests = sweep.requests(point)[: point.concurrency]
             counted = count_touched(_first_passes(arm.backend, requests), num_experts)
-            kept = None if counted is None else counted.to_json()
-            log.add(key, kept)
-        if kept is not None:
-            found[point] = TouchedExperts.model_validate(kept)
-    return found
+            log.add(key, None if counted is None else counted.to_json())
+    return {
+        SweepPoint(**key["cell"]): TouchedExperts.model_validate(counted)
+        for key, counted in log.items()
+        if "experts" in key and counted is not None
+    }
 
 
 def _first_passes(backend: EngineBackend, requests: Sequence[Request]) -> list[DecodePass]:

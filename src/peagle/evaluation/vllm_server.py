@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.backends.vllm.server import VllmServer
 from peagle.errors import UserError
-from peagle.evaluation.endpoint import EndpointBackend
+from peagle.evaluation.decoding import Request, Run
+from peagle.evaluation.endpoint import EndpointBackend, Watch
 
 ENGINE = "vllm"
 
@@ -42,6 +43,7 @@ def vllm_backend(
             server.url, server.model, api_key=server.api_key, extra_body=extra_body, report=False
         )
         backend.name = ENGINE  # its URL is another one each time
+        backend.is_plain = launch.speculative is None
         for text in server.notes:
             say(f"note: {text}")
         yield backend
@@ -52,3 +54,36 @@ def vllm_backend(
         raise UserError(f"{error} {server.tail()}") from None
     finally:
         server.stop()
+
+
+class VllmOnDemand:
+    """vLLM as a backend that starts with its first run, and ends with `close`.
+
+    `start` opens the server. `notes` are those of the servers that ran.
+    """
+
+    name = ENGINE
+    tells_steps = False
+
+    def __init__(self, start: Callable[[], AbstractContextManager[EndpointBackend]]) -> None:
+        self.notes: list[str] = []
+        self._start = start
+        self._running = ExitStack()
+        self._server: EndpointBackend | None = None
+
+    def run(self, requests: Sequence[Request], concurrency: int, watch: Watch | None = None) -> Run:
+        """Answer requests, as `Backend.run`.
+
+        Raises:
+            UserError: vLLM does not start or does not draft as asked; the server refuses.
+        """
+        if self._server is None:
+            self._server = self._running.enter_context(self._start())
+        return self._server.run(requests, concurrency, watch)
+
+    def close(self) -> None:
+        """End the server; another run starts it again."""
+        if self._server is not None:
+            self.notes += self._server.notes
+        self._server = None
+        self._running.close()
