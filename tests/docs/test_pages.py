@@ -83,11 +83,9 @@ def test_commands_in_sentences_exist(page: Path) -> None:
         check_span(span)
 
 
-# This page's two install lines name an index still; without them the exception goes.
-INSTALL_PAGES = [page for page in PAGES if page.name != "evaluation.md"]
 INSTALLS = sorted(
     {tuple(words) for block in SHELL for words in commands(block.text) if words[0] == "pip"}
-    | {tuple(shlex.split(span)) for page in INSTALL_PAGES for span in spans(page, "pip install")}
+    | {tuple(shlex.split(span)) for page in PAGES for span in spans(page, "pip install")}
 )
 FROM_CLONE = [words for words in INSTALLS if words[2].startswith(".")]
 
@@ -114,7 +112,7 @@ READ_TOO = ("CHANGELOG.md", "examples/*.py", "benchmarks/**/*.py", "deploy/*")
 
 
 @pytest.mark.parametrize(
-    "file", [*INSTALL_PAGES, *(file for glob in READ_TOO for file in ROOT.glob(glob))], ids=page_id
+    "file", [*PAGES, *(file for glob in READ_TOO for file in ROOT.glob(glob))], ids=page_id
 )
 def test_nothing_installs_peagle_from_an_index(file: Path) -> None:
     """No index has it: an install line names a clone or a wheel."""
