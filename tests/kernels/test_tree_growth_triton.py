@@ -25,7 +25,8 @@ def grow(
         torch.full((num_seqs, n), -7, dtype=torch.int64, device=logits.device) for _ in range(2)
     )
     shape = {"num_parallel_trees": w, "temperature": 0.7}
-    grow_trees(logits, depths, term, scratch, tokens, parents, **shape)  # type: ignore[arg-type]
+    scores = torch.zeros(num_seqs, n, device=logits.device)
+    grow_trees(logits, depths, term, scratch, tokens, parents, scores, **shape)  # type: ignore[arg-type]
     return tokens, parents
 
 

@@ -66,12 +66,13 @@ def test_rows_and_paths_are_those_of_torch(
 
     on = TargetBatch(*(getattr(batch, one.name).to(device) for one in fields(batch)))
     visible, depths = (torch.full((num_rows,), 9, device=device) for _ in range(2))
-    place_rows(parents.to(device), first.to(device), on, visible, depths)
+    parents_on = torch.stack((parents, parents), 1).to(device)[:, 0]  # rows of a larger tensor
+    place_rows(parents_on, first.to(device), on, visible, depths)
     out = Descent.allocate(torch.zeros(num_seqs, dtype=torch.int64, device=device), depth, num_rows)
     out.rows_X.fill_(-1)[-1] = num_rows
     own_on = own.to(device, copy=True)
-    given = [x.to(device) for x in (drafts, parents, num_drafts, running)]
-    descend(own_on, *given, on, out)
+    drafts_on, num_drafts_on, running_on = (x.to(device) for x in (drafts, num_drafts, running))
+    descend(own_on, drafts_on, parents_on, num_drafts_on, running_on, on, out)
 
     for b, count in enumerate(counts.tolist()):
         at = slice(int(starts[b]), int(starts[b]) + count)

@@ -37,6 +37,7 @@ class TreeGrowth:
         self._tokens_BN, self._parents_BN = torch.zeros(
             (2, num_seqs, nodes), dtype=torch.int64, device=device
         )
+        self._scores_BN = torch.zeros(num_seqs, nodes, device=device)
 
     def __call__(
         self, logits_BKV: Tensor, states_BKW: Tensor | None, depths_B: Tensor
@@ -54,6 +55,7 @@ class TreeGrowth:
             self._scratch,
             self._tokens_BN,
             self._parents_BN,
+            self._scores_BN,
             num_parallel_trees=shape.num_parallel_trees,
             temperature=TREE_TEMPERATURE,
         )

@@ -153,6 +153,7 @@ def _grow_kernel(
     scores_ptr,
     out_tokens_ptr,
     out_parents_ptr,
+    out_scores_ptr,
     num_slots,
     num_roots,
     num_candidates,
@@ -200,6 +201,7 @@ def _grow_kernel(
         token = tl.load(tokens_ptr + slot * C + at)
         tl.store(out_tokens_ptr + b * N + n, token.to(tl.int64))
         tl.store(out_parents_ptr + b * N + n, parent.to(tl.int64))
+        tl.store(out_scores_ptr + b * N + n, best)
         children = tl.where(c == at, -float("inf"), children)
         tl.store(scores_ptr + parent * C + c, children)
         num_left -= (parent == 0).to(tl.int32)
@@ -290,6 +292,7 @@ def grow_trees(
     scratch: GrowthScratch,
     tokens_BN: Tensor,
     parents_BN: Tensor,
+    scores_BN: Tensor,
     *,
     num_parallel_trees: int,
     temperature: float,
@@ -303,13 +306,14 @@ def grow_trees(
         logits_BKV: the head's own, any strides between rows.
         depths_B: int64, most nodes on a path of each sequence, up to K.
         term: what corrects the logits behind each node but the root; None: nothing does.
-        tokens_BN, parents_BN: int64, contiguous; take draft ids and parent rows.
+        tokens_BN, parents_BN, scores_BN: int64 and float32, contiguous; take draft ids, parent rows
+            and scores.
     """
     num_seqs, num_slots, vocab_size = logits_BKV.shape
     rows, num_parts, c = scratch.best_RPC.shape
     max_nodes = tokens_BN.shape[1]
     assert rows == num_seqs * num_slots and logits_BKV.stride(2) == 1
-    assert tokens_BN.is_contiguous() and parents_BN.is_contiguous() and max_nodes < c
+    assert all(x.is_contiguous() for x in (tokens_BN, parents_BN, scores_BN)) and max_nodes < c
     launch(
         _best_of_part_kernel,
         (rows, num_parts),
@@ -358,6 +362,7 @@ def grow_trees(
         scratch.scores_BJC,
         tokens_BN,
         parents_BN,
+        scores_BN,
         num_slots,
         min(num_parallel_trees, max_nodes, vocab_size),
         min(c, vocab_size),

@@ -23,6 +23,7 @@ _PADDING_AT_ONCE = 256
 @triton.jit
 def place_rows_kernel(
     parents_ptr,
+    parents_stride,
     start_loc_ptr,
     first_positions_ptr,
     visible_ptr,
@@ -30,7 +31,6 @@ def place_rows_kernel(
     positions_ptr,
     num_seqs,
     num_rows,
-    N: tl.constexpr,
     ROWS: tl.constexpr,
     PADDING: tl.constexpr,
 ):
@@ -52,7 +52,7 @@ def place_rows_kernel(
     visible = (row == 0).to(tl.int64)
     depth = tl.zeros((ROWS,), tl.int64)
     for n in range(1, count):
-        parent = tl.load(parents_ptr + b * N + n - 1)
+        parent = tl.load(parents_ptr + b * parents_stride + n - 1)
         above = tl.sum(tl.where(row == parent, visible, 0), 0)
         depth_above = tl.sum(tl.where(row == parent, depth, 0), 0)
         own = tl.full((ROWS,), 1, tl.int64) << row.to(tl.int64)
@@ -73,7 +73,9 @@ def descend_kernel(
     running_ptr,
     num_drafts_ptr,
     drafts_ptr,
+    drafts_stride,
     parents_ptr,
+    parents_stride,
     num_accepted_ptr,
     path_ptr,
     from_ptr,
@@ -97,8 +99,8 @@ def descend_kernel(
     count = tl.load(start_loc_ptr + b + 1) - start
     row = tl.arange(0, ROWS)
     is_node = (row > 0) & (row <= N)
-    parent = tl.load(parents_ptr + b * N + row - 1, mask=is_node, other=-1)
-    draft = tl.load(drafts_ptr + b * N + row - 1, mask=is_node, other=-1)
+    parent = tl.load(parents_ptr + b * parents_stride + row - 1, mask=is_node, other=-1)
+    draft = tl.load(drafts_ptr + b * drafts_stride + row - 1, mask=is_node, other=-1)
     num_drafts = tl.where(tl.load(running_ptr + b) != 0, tl.load(num_drafts_ptr + b), 0)
     is_node = is_node & (row <= num_drafts)
     root_slot = tl.load(slots_ptr + start, mask=count > 0, other=-1)
@@ -142,7 +144,7 @@ def place_rows(
     """Write which rows each row sees, its depth, and its position in the batch. One launch.
 
     Args:
-        parents_BN: int64, the row of each node's parent.
+        parents_BN: int64, the row of each node's parent, any stride between trees.
         first_positions_B: int64, of the roots.
         batch: takes the positions; padding gets 0 of all three.
     """
@@ -151,6 +153,7 @@ def place_rows(
         place_rows_kernel,
         (num_seqs + 1,),
         parents_BN,
+        parents_BN.stride(0),
         batch.query_start_loc,
         first_positions_B,
         visible_T,
@@ -158,7 +161,6 @@ def place_rows(
         batch.positions_R,
         num_seqs,
         len(visible_T),
-        N=max_nodes,
         ROWS=power_of_two(max_nodes + 1),
         PADDING=_PADDING_AT_ONCE,
         num_warps=1,
@@ -208,11 +210,12 @@ def descend(
 
     Args:
         own_tokens_T: int64, of each row.
-        drafts_BN, parents_BN: int64, the nodes; those at or above `num_drafts_B` are none.
+        drafts_BN, parents_BN: int64, the nodes, any stride between trees; those at or above
+            `num_drafts_B` are none.
         running_B: int64; what does not run accepts nothing.
     """
     num_seqs, max_nodes = drafts_BN.shape
-    assert drafts_BN.is_contiguous() and parents_BN.is_contiguous()
+    assert drafts_BN.stride(1) == parents_BN.stride(1) == 1
     launch(
         descend_kernel,
         (num_seqs + 1,),
@@ -223,7 +226,9 @@ def descend(
         running_B,
         num_drafts_B,
         drafts_BN,
+        drafts_BN.stride(0),
         parents_BN,
+        parents_BN.stride(0),
         out.num_accepted_B,
         out.path_BD,
         out.from_BD,
