@@ -222,3 +222,24 @@ def test_the_shell_runs_commands_as_printed(shell: Shell) -> None:
 
 def test_parsing_runs_nothing() -> None:
     assert check_peagle(["deploy", "sagemaker", "create", "gpt-oss-20b"]).info_name == "create"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    dead = []
+    for target in LINK.findall(page.read_text()):
+        name, _, heading = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (heading and heading not in headings(file)):
+            dead.append(target)
+    assert dead == []
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as a forge makes them."""
+    lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^#+ (.*)$", lines, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
