@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.config import CandidateTrees, SpeculativeConfig
+from peagle.config import SpeculativeConfig
 from peagle.engine.depth import (
     DOUBT,
     PRIOR,
@@ -318,9 +318,6 @@ def test_few_numbers_of_target_rows_are_compiled() -> None:
     assert target_rows([(1, 0), (24, 0), (40, 0)]) == {(1, 0): 1, (24, 0): 24, (40, 0): 40}
     assert target_rows([(3, 4), (24, 0)]) == {(3, 4): 15, (24, 0): 24}
     assert target_rows([(3, 4), (3, 1), (9, 1)]) == {(3, 4): 15, (3, 1): 8, (9, 1): 18}
-    # A step verifies all nodes of its trees, whatever their depth.
-    trees = CandidateTrees(num_parallel_trees=2, prediction_depth=4, max_nodes=7)
-    assert target_rows([(3, 4), (3, 1), (3, 0)], trees) == {(3, 4): 24, (3, 1): 24, (3, 0): 4}
 
 
 def test_candidates_share_their_sizes() -> None:

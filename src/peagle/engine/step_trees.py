@@ -3,6 +3,9 @@
 The rows of a sequence are a tree until the step has verified them. Then those of the accepted path
 come first, and the rest of the step sees a chain. `ModelRunner.run` is the same over exact sizes.
 
+The trees share the rows of the step: which nodes it verifies, of all that were drafted, the step
+itself decides (`share`). Drafts are deterministic, so this changes no output.
+
 Shapes: B rows of a step, one a sequence; T target rows; N nodes of a tree, J = N + 1; D most nodes
 on a path.
 """
@@ -16,20 +19,21 @@ from peagle.config import CandidateTrees
 from peagle.engine.model_runner import move_path
 from peagle.kernels.batches import TargetBatch
 from peagle.kernels.step_state import StepRecord, StepState
-from peagle.kernels.trees import TreePaths, count_nodes, path_rows
+from peagle.kernels.survival import Survival
+from peagle.kernels.trees import TreePaths, count_nodes, path_rows, share_nodes
 from peagle.models.target import TargetModel
 
-
-def num_verified(num_drafts: int, trees: CandidateTrees | None) -> int:
-    """Return how many drafts of a sequence a step verifies: K, or the nodes of a tree."""
-    return trees.max_nodes if trees is not None and num_drafts else num_drafts
+# Scores cross to the host as whole numbers of these units, none below -LEAST_SCORE.
+SCORE_UNIT = 2.0**-16
+_LEAST_SCORE = 1e4
 
 
 class StepTrees:
     """The trees of a step's rows.
 
     Args:
-        batch, state, drafts_BN, parents_BN, running_B: the step's.
+        batch, state, drafts_BN, parents_BN, scores_BN, running_B: the step's.
+        survival: how probable it is that a node is accepted.
         max_model_len: no node has a slot from here on.
         vocab_size: tokens from which the head drafts.
 
@@ -47,14 +51,17 @@ class StepTrees:
         state: StepState,
         drafts_BN: Tensor,
         parents_BN: Tensor,
+        scores_BN: Tensor,
         running_B: Tensor,
         *,
+        survival: Survival,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
         device, depth = drafts_BN.device, shape.prediction_depth
         self._batch, self._state, self._running_B = batch, state, running_B
         self._drafts_BN, self._max_model_len = drafts_BN, max_model_len
+        self._scores_BN, self._survival = scores_BN, survival
         self._columns_J = torch.arange(shape.max_nodes + 1, device=device)
         self.rows_X = torch.arange(len(batch.tokens_R) + 1, device=device)
         self._rows_T = self.rows_X[:-1].clone()
@@ -69,9 +76,20 @@ class StepTrees:
         ]
         self._num_nodes_K = torch.tensor(sizes, device=device)
 
+    def share(self) -> None:
+        """Leave each running sequence the nodes of its tree that the rows of the step verify.
+
+        All rows take nodes, the most probable ones of all trees, but one for each sequence.
+        """
+        state, paths, runs_B = self._state, self._follow_parents(), self._running_B != 0
+        survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
+        num_nodes_B = torch.where(runs_B, state.num_drafts_B, 0)
+        budget = len(self._batch.tokens_R) - len(runs_B)
+        state.num_drafts_B.copy_(share_nodes(survival_BN, num_nodes_B, budget))
+
     def begin(self) -> None:
         """Put the rows of the batch at the positions of their depths."""
-        found, batch, (sequences_T, offsets_T) = self._follow_parents(), self._batch, self._places()
+        found, batch, (sequences_T, offsets_T) = self._paths, self._batch, self._places()
         is_row_T = batch.sequences_R >= 0
         for rows_T, rows_BJ in (
             (self.visible_T, found.visible_BJ),
@@ -118,8 +136,8 @@ class StepTrees:
         for values_T in (batch.tokens_R, tokens_T):
             values_T.copy_(values_T[rows_T])
 
-    def plant(self, tokens_BN: Tensor, parents_BN: Tensor) -> None:
-        """Take the trees that the next step verifies, as many nodes as have KV slots.
+    def plant(self, tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor) -> None:
+        """Take the trees that the next step may verify, as many nodes as have KV slots.
 
         The state has K of each sequence, and gets the number of its nodes.
         """
@@ -130,3 +148,5 @@ class StepTrees:
         is_node_BN = self._columns_J[:-1] < num_nodes_B.unsqueeze(1)
         self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
         kept.parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
+        units_BN = (scores_BN.clamp_min(-_LEAST_SCORE) / SCORE_UNIT).round().long()
+        self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))
