@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,27 +31,26 @@ def test_without_a_calibration_survival_is_the_probability_of_the_path() -> None
 
 
 def test_the_fit_finds_the_weights_that_made_the_data() -> None:
-    centres = tree_record._CENTRES_X
+    centres, prior = tree_record._CENTRES_X, torch.tensor([1.0, 0.0]).double()
+    tried = torch.full_like(centres, 1e5)
     for wanted in ((1.0, 0.0), (0.3, -1.2), (2.5, 3.0), (0.0, -4.0)):
-        p = 1 / (1 + np.exp(-(wanted[0] * centres + wanted[1])))
-        tried = np.full_like(p, 1e5)
-        found = fit_logistic(tried, tried * p, np.array([1.0, 0.0]))
+        found = fit_logistic(tried, tried * torch.sigmoid(wanted[0] * centres + wanted[1]), prior)
         assert found.tolist() == pytest.approx(wanted, abs=0.02)
-    few = fit_logistic(tried * 0, tried * 0, np.array([0.7, -0.1]))
-    assert few.tolist() == [0.7, -0.1], "nothing was seen: the prior"
+    few = fit_logistic(tried * 0, tried * 0, torch.tensor([0.7, -0.1]).double())
+    assert few.tolist() == pytest.approx([0.7, -0.1]), "nothing was seen: the prior"
 
 
 def test_the_fit_ends_where_it_cannot_be_better() -> None:
     """Data that a line separates, and all of one kind."""
-    tried = np.full(len(tree_record._CENTRES_X), 1e4)
-    for passed in (tried * 0, tried, tried * (tree_record._CENTRES_X > 2)):
-        found = fit_logistic(tried, passed, np.array([1.0, 0.0]))
-        assert np.isfinite(found).all()
+    centres, prior = tree_record._CENTRES_X, torch.tensor([1.0, 0.0]).double()
+    tried = torch.full_like(centres, 1e4)
+    for passed in (tried * 0, tried, tried * (centres > 2)):
+        assert fit_logistic(tried, passed, prior).isfinite().all()
 
 
 def feed(record: TreeRecord, rng: random.Random, steps: int, trees: int = 4) -> None:
     """Trees of a head that says 0.9, 0.8, 0.3 and 0.7; half of the first two nodes pass."""
-    scores = np.log([0.9, 0.8, 0.3, 0.7]).tolist()
+    scores = torch.tensor([0.9, 0.8, 0.3, 0.7]).log().tolist()
     for _ in range(steps):
         for _ in range(trees):
             path = [0, 1][: rng.choice([0, 0, 2, 2])] or [2][: rng.choice([0, 0, 0, 1])]

@@ -51,7 +51,7 @@ class CandidateTrees:
     Attributes:
         num_parallel_trees: w, most distinct first tokens.
         prediction_depth: d, most drafts on a path; at most what the head was trained for.
-        max_nodes: N, drafts that a step verifies.
+        max_nodes: N, most drafts of a sequence that a step verifies.
 
     Raises:
         UserError: a value is out of range.
@@ -129,7 +129,9 @@ class SpeculativeConfig:
             so that its output does not depend on the load. "auto": where steps run as CUDA graphs
             and drafts are an argmax the engine chooses K itself (`engine.depth.AutomaticDepth`),
             and elsewhere K is always the same. None: K is always the same; where a head is named
-            and num_speculative_tokens is None too, "auto" (`models.head_json`).
+            and num_speculative_tokens is None too, "auto" (`models.head_json`). Where drafts are
+            trees, all this is about the nodes that a step verifies of each sequence, up to
+            max_nodes, and not about their depth.
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         parallel_drafting_spec: draft candidate trees of this shape instead of chains; K is then
             their depth. None: chains.

@@ -81,11 +81,12 @@ class StepTrees:
 
         All rows take nodes, the most probable ones of all trees, but one for each sequence.
         """
-        state, paths, runs_B = self._state, self._follow_parents(), self._running_B != 0
-        survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
-        num_nodes_B = torch.where(runs_B, state.num_drafts_B, 0)
-        budget = len(self._batch.tokens_R) - len(runs_B)
-        state.num_drafts_B.copy_(share_nodes(survival_BN, num_nodes_B, budget))
+        num_nodes_B, paths = self._state.num_drafts_B, self._follow_parents()
+        num_nodes_B.mul_(self._running_B)
+        budget = len(self._batch.tokens_R) - len(num_nodes_B)
+        if budget < self._scores_BN.numel():
+            survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
+            num_nodes_B.copy_(share_nodes(survival_BN, num_nodes_B, budget))
 
     def begin(self) -> None:
         """Put the rows of the batch at the positions of their depths."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.config import CandidateTrees
@@ -37,11 +36,9 @@ PRIOR = 0.8
 # Steps without drafts after which a record has lost two thirds of its weight.
 FORGOTTEN_STEPS = 4000
 
-Weights = npt.NDArray[np.float64]
-
 _CELLS = 64  # of score logits
-_CENTRES_X = (np.arange(_CELLS) + 0.5) * (2 * MOST_CERTAIN / _CELLS) - MOST_CERTAIN
-_FEATURES_X2 = np.stack((_CENTRES_X, np.ones(_CELLS)), 1)
+_CENTRES_X = (torch.arange(_CELLS).double() + 0.5) * (2 * MOST_CERTAIN / _CELLS) - MOST_CERTAIN
+_FEATURES_X2 = torch.stack((_CENTRES_X, torch.ones_like(_CENTRES_X)), 1)
 _NEWTON_STEPS, _LEAST_STEP = 8, 1e-4
 
 
@@ -97,7 +94,12 @@ class TreeRecord:
             self._pending.append((scores, row_depths(parents)[1:], [*path], verified))
 
     def add(self, num_offered: int, accepted: Sequence[int]) -> None:
-        """Count a step of so many sequences, and the trees that it verified."""
+        """Count a step, and the trees that it verified; fade where it verified none.
+
+        Args:
+            num_offered: nodes of the step for each sequence; the trees say how many each had.
+            accepted: accepted nodes of each sequence that ran.
+        """
         if accepted:
             self._group = 1 << (min(len(accepted), LATEST_TREES).bit_length() - 1)
         if not self._pending:
@@ -142,11 +144,11 @@ class TreeRecord:
 
     def _fit(self) -> None:
         """Fit w and b of each depth to the counts."""
-        weights_2, fitted = np.array([1.0, 0.0]), list[Weights]()
-        for tried_X, passed_X in zip(self._tried_DX.numpy(), self._passed_DX.numpy(), strict=True):
+        weights_2, fitted = torch.tensor([1.0, 0.0], dtype=torch.float64), list[Tensor]()
+        for tried_X, passed_X in zip(self._tried_DX, self._passed_DX, strict=True):
             weights_2 = fit_logistic(tried_X, passed_X, weights_2)
             fitted.append(weights_2)
-        weights_D2 = torch.from_numpy(np.stack(fitted)).float()
+        weights_D2 = torch.stack(fitted).float()
         self._survival.weights_D2.copy_(weights_D2)
         if self._shared is not None:
             shared_D2 = self._shared.weights_D2
@@ -179,7 +181,7 @@ class TreeRecord:
         return [0.0, *sums_X[group - 1 :: group].tolist()]
 
 
-def fit_logistic(tried_X: Weights, passed_X: Weights, prior_2: Weights) -> Weights:
+def fit_logistic(tried_X: Tensor, passed_X: Tensor, prior_2: Tensor) -> Tensor:
     """Return the w and b for which sigmoid(w x + b) predicts best which nodes passed, [2].
 
     They minimise
@@ -192,20 +194,21 @@ def fit_logistic(tried_X: Weights, passed_X: Weights, prior_2: Weights) -> Weigh
         tried_X, passed_X: nodes in the cells of score logits, and those of them that passed.
     """
 
-    def loss_at(weights_2: Weights) -> float:
+    def loss_at(weights_2: Tensor) -> float:
         z_X = _FEATURES_X2 @ weights_2
-        missed = tried_X @ np.logaddexp(0, z_X) - passed_X @ z_X
-        return float(missed + PRIOR_NODES / 2 * ((weights_2 - prior_2) ** 2).sum())
+        missed = tried_X @ F.softplus(z_X) - passed_X @ z_X
+        return float(missed + PRIOR_NODES / 2 * (weights_2 - prior_2).square().sum())
 
     weights_2, loss = prior_2, loss_at(prior_2)
     for _ in range(_NEWTON_STEPS):
-        p_X = 1 / (1 + np.exp(-_FEATURES_X2 @ weights_2))
-        slope_2 = _FEATURES_X2.T @ (tried_X * p_X - passed_X) + PRIOR_NODES * (weights_2 - prior_2)
-        weighted_2X = _FEATURES_X2.T * (tried_X * p_X * (1 - p_X))
-        step_2 = np.linalg.solve(weighted_2X @ _FEATURES_X2 + PRIOR_NODES * np.eye(2), slope_2)
-        while (found := loss_at(weights_2 - step_2)) > loss and np.abs(step_2).max() > _LEAST_STEP:
+        p_X = torch.sigmoid(_FEATURES_X2 @ weights_2)
+        slope_2 = _FEATURES_X2.mT @ (tried_X * p_X - passed_X) + PRIOR_NODES * (weights_2 - prior_2)
+        curvature_22 = (_FEATURES_X2.mT * (tried_X * p_X * (1 - p_X))) @ _FEATURES_X2
+        curvature_22.diagonal().add_(PRIOR_NODES)
+        step_2 = torch.linalg.solve(curvature_22, slope_2)
+        while (found := loss_at(weights_2 - step_2)) > loss and step_2.abs().max() > _LEAST_STEP:
             step_2 = step_2 / 2
-        if found > loss:
+        if found >= loss:
             break
         weights_2, loss = weights_2 - step_2, found
     return weights_2
