@@ -602,13 +602,11 @@ class LLMEngine:
             nodes = slice(num_drafted)
             tree = DraftTree(sequence.drafts[nodes], sequence.draft_parents[nodes])
             depth = tree.depth
-            if self._tree_record is not None and not self._is_checking:
-                self._tree_record.saw(
-                    sequence.draft_scores or [],
-                    sequence.draft_parents,
-                    tree.path(new[:num_accepted]),
-                    num_drafted,
-                )
+        record = self._tree_record
+        if record is not None and record.looks and sequence.draft_scores and not self._is_checking:
+            # Trees of which nothing was verified too: those that are verified are the surer ones.
+            path = [] if tree is None else tree.path(new[:num_accepted])
+            record.saw(sequence.draft_scores, sequence.draft_parents or [], path, num_drafted)
         for stats in (sequence.stats, self.speculation_stats):
             stats.record(num_drafted, num_accepted, depth)
         kept = sequence.append(new, self.max_model_len)

@@ -80,6 +80,11 @@ class TreeRecord:
         """Let w and b that are fitted go to `survival`, which decides about the nodes of steps."""
         self._shared = survival
 
+    @property
+    def looks(self) -> bool:
+        """Whether `saw` may take another tree of this step."""
+        return len(self._pending) < TREES_A_STEP
+
     def saw(
         self, scores: Sequence[float], parents: Sequence[int], path: Sequence[int], verified: int
     ) -> None:
@@ -88,10 +93,9 @@ class TreeRecord:
         Args:
             scores, parents: of the whole tree.
             path: the nodes that were accepted.
-            verified: the nodes that were verified, the first ones.
+            verified: the nodes that were verified, the first ones; may be 0.
         """
-        if len(self._pending) < TREES_A_STEP:
-            self._pending.append((scores, row_depths(parents)[1:], [*path], verified))
+        self._pending.append((scores, row_depths(parents)[1:], [*path], verified))
 
     def add(self, num_offered: int, accepted: Sequence[int]) -> None:
         """Count a step, and the trees that it verified; fade where it verified none.
