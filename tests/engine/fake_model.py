@@ -21,6 +21,7 @@ from peagle.engine.graph_runner import RowReport, buckets
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
+from peagle.kernels.survival import Survival
 from peagle.speculation import Drafts, TargetStep
 
 VOCAB = 11
@@ -82,7 +83,7 @@ class FakeRunner:
             drafts = sequence.drafts[: chunk.num_drafts]
             rows = [*sequence.token_ids[start : start + chunk.num_tokens], *drafts]
             if drafts and sequence.draft_parents is not None:
-                path, own = self._run_tree(sequence, start, sequence.draft_parents)
+                path, own = self._run_tree(sequence, start, drafts)
                 emitted = [*(rows[row] for row in path), own]
                 rest = [row for row in range(1, len(rows)) if row not in path]
                 order = [0, *path, *rest]
@@ -119,14 +120,14 @@ class FakeRunner:
         )
 
     def _run_tree(
-        self, sequence: Sequence, start: int, parents: SequenceOf[int]
+        self, sequence: Sequence, start: int, drafts: SequenceOf[int]
     ) -> tuple[list[int], int]:
         """The rows of the accepted path without the root, and the token after it.
 
         Every node has a slot of its own; those of the path end in the slots of a chain.
         """
-        table = sequence.block_table
-        for row, token in enumerate([sequence.token_ids[start], *sequence.drafts]):
+        table, parents = sequence.block_table, (sequence.draft_parents or [])[: len(drafts)]
+        for row, token in enumerate([sequence.token_ids[start], *drafts]):
             self.kv[self.slot(table, start + row)] = token
         context, path = self._context(sequence, start), list[int]()
         while True:
@@ -212,6 +213,7 @@ class FakeProposer:
     ) -> None:
         self.draft_sampling = "probabilistic" if has_drawn_drafts else "argmax"
         self.trees = max_nodes or None
+        self.survival = Survival.uncalibrated(8, "cpu") if max_nodes else None
         self.draft_token_ids = None
         self.block_size = block_size
         self.kv: list[Any] = [None] * (num_blocks * block_size)
@@ -249,7 +251,10 @@ class FakeProposer:
             return Drafts(tokens_BK, list(step.num_drafts))
         rows = [row + [0] * (most - len(row)) for row in parents]
         parents_BK = torch.tensor(rows).view(len(tokens), most)
-        return Drafts(tokens_BK, [*map(len, tokens)], parents_BK=parents_BK)
+        # Trees of some texts are surer than those of others.
+        worth_B = torch.tensor([1.0 + digest((len(history),)) % 3 for history in step.histories])
+        scores_BK = -0.3 * worth_B.unsqueeze(1) * torch.arange(1, most + 1)
+        return Drafts(tokens_BK, [*map(len, tokens)], parents_BK=parents_BK, scores_BK=scores_BK)
 
     def _check(self, table: list[int], history: SequenceOf[int], start: int, last: int) -> None:
         for p in range(start, last + 1):

@@ -18,6 +18,7 @@ import torch
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.engine.graph_runner import Flight, GraphRunner, RowReport
 from peagle.engine.sequence import SequenceStatus
 from peagle.kernels.kv_moves import SlotMoves
 from peagle.kernels.trees import count_nodes
@@ -48,13 +49,14 @@ def make(
     *,
     eager: bool = False,
     shape: dict[str, int] = SHAPE,
-    schedule: list[list[int]] | None = None,
+    schedule: list[list[int]] | str | None = None,
     device: str = "cpu",
     **options: Any,
 ) -> LLM:
     config: dict[str, Any] | None = None
     if head is not None:
         config = {"model": str(head), "parallel_drafting_spec": shape}
+        config["num_speculative_tokens"] = shape["prediction_depth"]
         config["num_speculative_tokens_per_batch_size"] = schedule
     options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, **options}
     return LLM(
@@ -109,7 +111,12 @@ def plant_answers(
     runner: Any = pipeline.runner
     plant = PLANT
 
-    def plant_other(self: StepTrees, tokens_BN: torch.Tensor, parents_BN: torch.Tensor) -> None:
+    def plant_other(
+        self: StepTrees,
+        tokens_BN: torch.Tensor,
+        parents_BN: torch.Tensor,
+        scores_BN: torch.Tensor,
+    ) -> None:
         state, histories, lens = self._state, list[list[int]](), list[int]()
         depths = state.num_drafts_B.tolist()
         for row, (depth, first) in enumerate(zip(depths, state.first_positions_B.tolist())):
@@ -123,7 +130,7 @@ def plant_answers(
         step = SimpleNamespace(histories=histories, num_drafts=depths)
         drafts = planted(step, Drafts(tokens_BN, lens, parents_BK=parents_BN))
         assert drafts.parents_BK is not None
-        plant(self, drafts.tokens_BK, drafts.parents_BK)
+        plant(self, drafts.tokens_BK, drafts.parents_BK, scores_BN)
 
     monkeypatch.setattr(StepTrees, "plant", plant_other)
     return seen
@@ -253,8 +260,7 @@ def test_arrivals_and_cancels(
 ) -> None:
     """Prompts run in chunks, prefixes are shared, steps have padding, and blocks are few."""
     padded = "peagle.engine.graph_runner.target_rows"
-    width = SHAPE["max_nodes"] + 1
-    monkeypatch.setattr(padded, lambda sizes, _: {(r, k): r * width + 3 for r, k in sizes})
+    monkeypatch.setattr(padded, lambda sizes: {(r, k): r * (k + 1) + 3 for r, k in sizes})
     prompts = [*PROMPTS, [*PROMPTS[3], 7], [*PROMPTS[3][:13], 8]]
     params = [PARAMS[i % 3] for i in range(len(prompts))]
     answers = answers_of(target_folder, prompts, params)
@@ -295,6 +301,42 @@ def test_k_by_load(target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPa
             assert sequence.token_ids == answer[: len(sequence)]
         assert set(llm.stats.eager_steps) <= {"missed_features"}
         assert len(llm.stats.decode_steps) > 1 and llm.stats.speculation.num_accepted_tokens > 0
+
+
+@interpreted
+def test_nodes_by_themselves(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine chooses how many nodes a step verifies, and the requests share them."""
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 1)
+    # Nodes of four sequences are dear, and those of one cheap.
+    monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, n: 1 + 6e-3 * n * rows**3)
+    params = [replace(one, max_tokens=14 + 6 * i) for i, one in enumerate(PARAMS)]
+    answers = answers_of(target_folder, PROMPTS, params)
+    llm = make(target_folder, head, schedule="auto", max_num_seqs=4)
+    plant_answers(llm, answers, monkeypatch)
+    engine, pipeline = llm.engine, llm.engine._pipeline
+    assert pipeline is not None
+    read, shares = pipeline.runner.read, list[list[int]]()
+
+    def watched(flight: Flight) -> list[RowReport]:
+        reports = read(flight)
+        rows, n = len(flight.sequences), flight.num_drafts
+        num_rows = pipeline.runner._graphs[rows, n].num_rows
+        shares.append([one.num_drafted for one in reports if one.new_token_ids])
+        assert sum(shares[-1]) <= num_rows - rows <= max(rows * n, 128)
+        return reports
+
+    monkeypatch.setattr(pipeline.runner, "read", watched)
+    found = outputs(llm, params)
+    for (tokens, _, _), prompt, answer in zip(found, PROMPTS, answers, strict=True):
+        assert tokens == answer[len(prompt) :][: len(tokens)]
+    assert set(llm.stats.eager_steps) <= {"missed_features"}
+    assert 7 in llm.stats.decode_steps and len(llm.stats.decode_steps) > 2
+    assert any(len(set(counts)) > 1 for counts in shares), "one has more nodes than another"
+    assert any(0 < sum(counts) < 7 * len(counts) for counts in shares)
+    assert llm.stats.speculation.num_accepted_tokens > 0
+    assert engine.stats.calibration.error is not None
 
 
 @interpreted

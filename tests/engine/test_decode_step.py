@@ -150,7 +150,7 @@ def test_arrivals_under_the_interpreter(
 ) -> None:
     """Some steps have padding beyond the rows of their sequences."""
     padded = "peagle.engine.graph_runner.target_rows"
-    monkeypatch.setattr(padded, lambda sizes, _: {(r, k): r * (k + 1) + 3 for r, k in sizes})
+    monkeypatch.setattr(padded, lambda sizes: {(r, k): r * (k + 1) + 3 for r, k in sizes})
     arrivals_change_nothing(target_folder, head_folders(parallel=True), device, max_tokens=5)
 
 

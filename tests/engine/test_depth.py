@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,12 +24,16 @@ from peagle.engine.depth import (
     TRUSTED_STEPS,
     AcceptanceRecord,
     AutomaticDepth,
+    DepthPolicy,
     ScheduledDepth,
     StepCosts,
     candidates,
     make_depth,
 )
 from peagle.engine.graph_runner import buckets, graph_sizes, target_rows
+from peagle.engine.tree_record import TreeRecord
+from peagle.errors import UserError
+from peagle.models.head_json import with_depth
 
 MOST = 7
 KS = candidates(MOST)
@@ -318,15 +324,14 @@ def test_few_numbers_of_target_rows_are_compiled() -> None:
     assert target_rows([(1, 0), (24, 0), (40, 0)]) == {(1, 0): 1, (24, 0): 24, (40, 0): 40}
     assert target_rows([(3, 4), (24, 0)]) == {(3, 4): 15, (24, 0): 24}
     assert target_rows([(3, 4), (3, 1), (9, 1)]) == {(3, 4): 15, (3, 1): 8, (9, 1): 18}
-    # A step verifies all nodes of its trees, whatever their depth.
-    trees = CandidateTrees(num_parallel_trees=2, prediction_depth=4, max_nodes=7)
-    assert target_rows([(3, 4), (3, 1), (3, 0)], trees) == {(3, 4): 24, (3, 1): 24, (3, 0): 4}
 
 
 def test_candidates_share_their_sizes() -> None:
     assert candidates(7) == (0, 1, 3, 7)
     assert candidates(5) == (0, 1, 3, 5)
     assert candidates(1) == (0, 1)
+    assert candidates(16) == (0, 1, 3, 7, 16), "15 costs as much as 16"
+    assert candidates(63) == (0, 1, 3, 7, 15, 31, 63)
     sizes = graph_sizes(32, AutomaticDepth(7).possible)
     assert sizes == [(rows, k) for rows in buckets(32) for k in (0, 1, 3, 7)]
     assert AutomaticDepth(7).most_resuming(32) == 32
@@ -441,3 +446,26 @@ def test_which_configurations_choose_k() -> None:
     assert (scheduled.possible(4), scheduled.possible(5)) == ({5}, {0})
     assert scheduled.most_resuming(8) == 4
     assert make_depth(None, None, is_captured=True).possible(3) == {0}
+
+
+def test_which_configurations_choose_nodes(tmp_path: Path) -> None:
+    """As K of chains: where K is given it is the shape's depth, and all nodes are verified."""
+    shape = CandidateTrees(num_parallel_trees=4, prediction_depth=5, max_nodes=16)
+    (tmp_path / "config.json").write_text("{}")
+
+    def depth_of(is_captured: bool = True, **options: Any) -> DepthPolicy:
+        config = SpeculativeConfig(model="head", parallel_drafting_spec=shape, **options)
+        config = with_depth(config, tmp_path)
+        assert config.num_drafts == 5
+        return make_depth(config, 5, is_captured=is_captured, trees=TreeRecord(shape))
+
+    open_ = depth_of()
+    assert isinstance(open_, AutomaticDepth) and open_.possible(1) == {0, 1, 3, 7, 16}
+    assert depth_of(is_captured=False).possible(1) == {16}
+    assert depth_of(num_speculative_tokens=5).possible(1) == {16}
+    auto = depth_of(num_speculative_tokens=5, num_speculative_tokens_per_batch_size="auto")
+    assert auto.possible(9) == {0, 1, 3, 7, 16}
+    schedule = depth_of(num_speculative_tokens_per_batch_size=((1, 4, 99), (5, 8, 3), (9, 9, 0)))
+    assert [schedule.possible(n) for n in (1, 5, 9)] == [{16}, {3}, {0}]
+    with pytest.raises(UserError, match="num_speculative_tokens is 7; expected 5, the prediction"):
+        depth_of(num_speculative_tokens=7)

@@ -13,6 +13,7 @@ import torch
 
 from peagle.config import CandidateTrees, SamplingParams
 from peagle.engine.sequence import Sequence
+from peagle.engine.step_trees import SCORE_UNIT
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter
@@ -187,21 +188,23 @@ def check(rows: StepRows, sequences: list[Sequence | None]) -> None:
 
 
 def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
-    """A step of another depth verifies the tree that there is; one of none drops it."""
+    """A step of fewer nodes drafts as deep and drops none; one of none drops all."""
     buffers = make_buffers(device, trees=CandidateTrees(2, K, max_nodes=6))
     sequence = make_sequence(0, random.Random(0))
     sequence.num_speculative_tokens = K
     sequence.drafts, sequence.draft_parents = [7, 8, 9, 7, 5], [0, 0, 1, 2, 3]
+    sequence.draft_scores = [-0.5, -0.75, -1.0, -2.0, -3.0]
     buffers.write({1: sequence, 2: None}, VOCAB)
     buffers.move({1: 3})
-    for k in (K, 1, 2):
+    for k in (6, 1, 2):
         buffers.switch(k)
         rows = buffers.rows(ROWS, k)
         assert rows.drafts_BK[3].tolist() == [*sequence.drafts, 0]
         assert rows.parents_BK[3].tolist() == [*sequence.draft_parents, 0]
         assert int(rows.state.num_drafts_B[3]) == 5
-        assert int(rows.limits.num_speculative_B[3]) == k
-    for k in (0, K):
+        assert (rows.scores_BK[3] * SCORE_UNIT).tolist() == [*sequence.draft_scores, 0]
+        assert int(rows.limits.num_speculative_B[3]) == K
+    for k in (0, 6):
         buffers.switch(k)
         assert int(buffers.rows(ROWS, k).state.num_drafts_B[3]) == 0
 

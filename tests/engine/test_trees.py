@@ -58,6 +58,33 @@ def test_each_request_has_its_own_depth(target_folder: Path, heads: dict[bool, P
         assert per_draft == (0, TREES["num_parallel_trees"], 9, 9, 9, 9)[k]
 
 
+def test_requests_share_the_nodes_of_a_schedule(
+    target_folder: Path, heads: dict[bool, Path]
+) -> None:
+    schedule = [[1, 1, 9], [2, 2, 4], [3, 4, 2]]
+    expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, GREEDY)]
+    config = {
+        **(config_of("trees", heads) or {}),
+        "num_speculative_tokens_per_batch_size": schedule,
+    }
+    llm = make_llm(target_folder, config)
+    know_the_answer(llm, [p + o for p, o in zip(PROMPTS, expected, strict=True)], share=0.7)
+    engine, shares = llm.engine, list[list[int]]()
+    params = [replace(GREEDY, max_tokens=n) for n in (30, 12, 25, 18)]
+    sequences = [engine.add_request(p, one) for p, one in zip(PROMPTS, params, strict=True)]
+    while engine.has_unfinished:
+        load = len(engine.scheduler.running)
+        counts = [one.num_drafted for one in engine.step()]
+        assert not load or sum(counts) <= load * engine._depth(load)
+        shares.append(counts)
+    assert [s.output_token_ids for s in sequences] == [
+        tokens[: one.max_tokens] for tokens, one in zip(expected, params, strict=True)
+    ]
+    assert any(len(set(counts)) > 1 for counts in shares), "one has more than another"
+    assert set(engine.stats.decode_steps) == {9, 4, 2}
+    assert engine.stats.speculation.num_accepted_tokens > 0
+
+
 def test_blocks_ahead_are_those_of_the_nodes(target_folder: Path, heads: dict[bool, Path]) -> None:
     for nodes, slots in ((9, 2 * (K + 1)), (20, 21)):
         config = config_of("trees", heads) or {}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.graph_runner import RowReport, read_report
+from peagle.engine.step_trees import SCORE_UNIT
 from peagle.kernels.launch import launch
 from peagle.kernels.step_state import Finish, StepRecord, StepState
 from tests.kernels.devices import DEVICES, INTERPRETED
@@ -118,14 +119,19 @@ def test_the_host_reads_trees(depth: int, nodes: int, device: str) -> None:
     out.num_accepted_B.copy_(torch.randint(depth + 1, (num_seqs,)))
     out.emitted_BJ.copy_(torch.randint(900, (num_seqs, depth + 1)))
     drafts_BN, parents_BN = torch.randint(900, (2, num_seqs, nodes), device=device)
+    units_BN = -torch.randint(1 << 20, (num_seqs, nodes), device=device)
     times = torch.tensor([11, 22, 33, 44], device=device)
-    report_RX, behind = poisoned(num_seqs + 1, 4 + depth + 2 * nodes, device=device)
-    report_step(out.num_accepted_B, out, state, drafts_BN, times, report_RX, parents_BN)
+    report_RX, behind = poisoned(num_seqs + 1, 4 + depth + 3 * nodes, device=device)
+    nodes_BX = torch.cat((parents_BN, units_BN), 1)
+    report_step(out.num_accepted_B, out, state, drafts_BN, times, report_RX, nodes_BX)
     for b, row in enumerate(report_RX.tolist()[:-1]):
         accepted, count = int(out.num_accepted_B[b]), int(state.num_drafts_B[b])
         drafts, parents = (x[b, :count].tolist() for x in (drafts_BN, parents_BN))
         emitted = out.emitted_BJ[b, : accepted + 1].tolist()
-        expected = RowReport(accepted, accepted, emitted, drafts, parents=parents or None)
+        scores = [unit * SCORE_UNIT for unit in units_BN[b, :count].tolist()]
+        expected = RowReport(
+            accepted, accepted, emitted, drafts, parents=parents or None, scores=scores or None
+        )
         assert read_report(row, depth, nodes) == expected
     assert behind.eq(POISON).all(), "written beyond its end"
 

@@ -18,7 +18,7 @@ from peagle.kernels.tree_growth_triton import CorrectionTerm, GrowthScratch, gro
 
 def grow(
     logits: Tensor, depths: Tensor, n: int, w: int, term: CorrectionTerm | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     num_seqs, num_slots, vocab = logits.shape
     scratch = GrowthScratch.allocate(num_seqs, num_slots, n, vocab, logits.device)
     tokens, parents = (
@@ -27,7 +27,7 @@ def grow(
     shape = {"num_parallel_trees": w, "temperature": 0.7}
     scores = torch.zeros(num_seqs, n, device=logits.device)
     grow_trees(logits, depths, term, scratch, tokens, parents, scores, **shape)  # type: ignore[arg-type]
-    return tokens, parents
+    return tokens, parents, scores
 
 
 def correction_of(hidden: int, vocab: int, draft_vocab: int, device: str) -> DraftCorrection:
@@ -70,11 +70,13 @@ def test_trees_are_those_of_torch(
     for b, depth in enumerate(depths.tolist()):
         count = count_nodes(depth, w, n, vocab)
         assert count == n or depth == 1
-        trees = [[x[b, :count].tolist() for x in tree] for tree in (found, expected)]
+        trees = [[x[b, :count].tolist() for x in tree[:2]] for tree in (found, expected)]
         assert set(paths_of(*trees[0])) == set(paths_of(*trees[1]))
         for few in (1, count // 2 + 1):
             beginning = [paths_of(*(x[:few] for x in tree)) for tree in trees]
             assert beginning[0] == beginning[1]
+        scores = [tree[2][b, :count].float() for tree in (found, expected)]
+        torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,7 +87,7 @@ def test_siblings_differ_and_parents_come_first(device: str, broken: list[int]) 
     logits[1] = 0
     logits[:, broken] = torch.nan
     found = grow(logits.to(device), torch.tensor([3, 3], device=device), 20, 2)
-    for tokens, parents in zip(*(x.tolist() for x in found), strict=True):
+    for tokens, parents in zip(*(x.tolist() for x in found[:2]), strict=True):
         assert len(set(zip(parents, tokens, strict=True))) == 20
         assert all(parent < row for row, parent in enumerate(parents, start=1))
         assert parents.count(0) <= 2

@@ -34,13 +34,16 @@ def test_trees_are_those_of_an_exact_best_first_search(seed: int) -> None:
     depths = [rng.randint(1, depth) for _ in range(12)]
     shape = {"num_parallel_trees": w, "max_nodes": n, "temperature": temperature}
     found = best_first_trees(logits, torch.tensor(depths), **shape)  # type: ignore[arg-type]
-    tokens, parents = (x.tolist() for x in found)
+    tokens, parents, scores = (x.tolist() for x in found)
     for b, d in enumerate(depths):
         logprobs_KV = torch.log_softmax(logits[b] / temperature, -1)
         expected = exact_tree(lambda path, of=logprobs_KV: of[len(path)], d, w, n)
         count = count_nodes(d, w, n, vocab)
         assert count == len(expected)
         assert set(paths_of(tokens[b][:count], parents[b][:count])) == set(expected)
+        paths = paths_of(tokens[b][:count], parents[b][:count])
+        sums = [sum(float(logprobs_KV[j, t]) for j, t in enumerate(path)) for path in paths]
+        assert scores[b][:count] == pytest.approx(sums)
         few = count // 2 + 1  # the beginning of a tree is the smaller tree
         assert set(paths_of(tokens[b][:few], parents[b][:few])) == set(expected[:few])
 
@@ -51,7 +54,7 @@ def test_ties_and_broken_logits_keep_parents_before_children() -> None:
     certain[1] = 0
     certain[2, 1] = torch.nan
     shape = {"num_parallel_trees": 3, "max_nodes": 12, "temperature": 0.7}
-    _, parents = best_first_trees(certain, torch.full((3,), 4), **shape)  # type: ignore[arg-type]
+    _, parents, _ = best_first_trees(certain, torch.full((3,), 4), **shape)  # type: ignore[arg-type]
     rows = torch.arange(1, 13)
     assert (parents < rows).all()
 
@@ -70,7 +73,7 @@ def test_children_may_depend_on_their_parent() -> None:
         tokens = ((tokens_BW + 1) % 2).unsqueeze(2).expand(-1, -1, 2)
         return torch.tensor([-0.1, -torch.inf]).expand_as(tokens), tokens
 
-    tokens, parents = best_first_trees(
+    tokens, parents, _ = best_first_trees(
         logits,
         torch.tensor([3, 3]),
         num_parallel_trees=2,
@@ -90,7 +93,7 @@ def test_siblings_differ_where_logits_are_broken(broken: list[int]) -> None:
     """Or a target's token would be accepted more than once."""
     logits = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(0))
     logits[:, broken] = torch.nan
-    tokens, parents = best_first_trees(
+    tokens, parents, _ = best_first_trees(
         logits, torch.tensor([3]), num_parallel_trees=2, max_nodes=9, temperature=0.7
     )
     pairs = list(zip(parents[0].tolist(), tokens[0].tolist(), strict=True))

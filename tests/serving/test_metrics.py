@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from peagle import __version__
 from peagle.engine.outputs import RequestOutput
-from peagle.engine.stats import EngineStats, SpeculationStats
+from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
 from peagle.serving import metrics as metrics_file
 from peagle.serving.metrics import Failure, Metrics
 
@@ -170,6 +170,17 @@ def test_trees_are_counted_by_nodes_and_depth():
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     counts = [value(metrics, name, engine="0", position=str(i)) for i in range(5)]
     assert counts == [2, 1, 1, 0, 0]
+
+
+def test_the_error_of_predicted_acceptance():
+    metrics, error = Metrics("m"), "spec_decode_calibration_error"
+    metrics.record_engine(0, snapshot())
+    assert value(metrics, error, engine="0") == 0, "no tree was verified"
+    calibration = Calibration()
+    calibration.num_nodes[2], calibration.predicted[2], calibration.accepted[2] = 40, 10.0, 14
+    calibration.num_nodes[9], calibration.predicted[9], calibration.accepted[9] = 10, 9.5, 9
+    metrics.record_engine(0, replace(snapshot(11), calibration=calibration))
+    assert value(metrics, error, engine="0") == pytest.approx((4 + 0.5) / 50)
 
 
 def test_hangs_signs_of_life_and_the_oldest_request_without_a_token(

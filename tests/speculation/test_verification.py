@@ -31,6 +31,8 @@ LENGTH = 3
 COUNT = 300_000
 
 Verify = Callable[..., Verified]
+# lengths(drafts [B, K], their q [B, K, V]) -> how many of them are verified, [B].
+Lengths = Callable[[Tensor, Tensor], Tensor]
 
 
 def probabilities(
@@ -129,7 +131,11 @@ class Outcome:
 
 
 def simulate(
-    case: Case, verifier: Verify = verify, count: int = COUNT, first_seed: int | None = None
+    case: Case,
+    verifier: Verify = verify,
+    count: int = COUNT,
+    first_seed: int | None = None,
+    lengths: Lengths | None = None,
 ) -> Outcome:
     target, drafter = tables(case)
     width = 2 + LENGTH + case.k + 1
@@ -144,6 +150,8 @@ def simulate(
         sampling = sampling_of(case, first_seed + rows, n)
         tokens_BK, probs_BKV = draft(case, drafter, a, b, sampling)
         num_drafts = rows % (case.k + 1) if case.ragged else torch.full_like(rows, case.k)
+        if lengths is not None and probs_BKV is not None:
+            num_drafts = lengths(tokens_BK, probs_BKV)
         context = torch.cat((a.unsqueeze(1), b.unsqueeze(1), tokens_BK), dim=1)
         logits_BJV = target[context[:, :-1], context[:, 1:]]
         packed = torch.arange(case.k + 1) <= num_drafts.unsqueeze(1)
@@ -218,3 +226,51 @@ def test_drafts_that_were_not_drawn_change_no_token(case: Case) -> None:
     assert torch.equal(outcome.tokens, text[:, 2:])
     drawn = simulate(replace(case, probabilistic=True), count=count, first_seed=first_seed)
     assert not torch.equal(drawn.tokens, text[:, 2:])
+
+
+# ---- how many drawn drafts are verified -----------------------------------------------------
+
+
+def sure_before_the_draw(tokens_BK: Tensor, probs_BKV: Tensor) -> Tensor:
+    """Draft j while the margin of q_j is large: q_j depends on the drafts before j alone."""
+    best_BK2 = probs_BKV.topk(2, -1).values
+    return (best_BK2[..., 0] - best_BK2[..., 1] >= 0.25).long().cumprod(1).sum(1)
+
+
+def sure_of_the_draft(tokens_BK: Tensor, probs_BKV: Tensor) -> Tensor:
+    """Draft j while q_j of the draft itself is large."""
+    own_BK = probs_BKV.gather(2, tokens_BK.unsqueeze(2)).squeeze(2)
+    return (own_BK >= 0.35).long().cumprod(1).sum(1)
+
+
+def surest_of_the_batch(tokens_BK: Tensor, probs_BKV: Tensor) -> Tensor:
+    """Of two sequences the one whose drafts are surer has all the rows of both."""
+    own_BK = probs_BKV.gather(2, tokens_BK.unsqueeze(2)).squeeze(2)
+    sure_B, partner_B = own_BK.prod(1), torch.arange(len(own_BK)) ^ 1
+    other_B = sure_B[partner_B.clamp_max(len(sure_B) - 1)]
+    return torch.where(sure_B >= other_B, tokens_BK.shape[1], 0)
+
+
+DRAWN = [Case(2, 1.0, parallel=False), Case(3, 1.5, parallel=False)]
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+def test_lengths_decided_before_the_draw_keep_the_distribution(case: Case) -> None:
+    seen: set[int] = set()
+
+    def lengths(tokens_BK: Tensor, probs_BKV: Tensor) -> Tensor:
+        num_drafts = sure_before_the_draw(tokens_BK, probs_BKV)
+        seen.update(num_drafts.unique().tolist())
+        return num_drafts
+
+    outcome = simulate(case, lengths=lengths)
+    assert seen == set(range(case.k + 1)) and outcome.acceptance > 0.1
+    assert fit(outcome.tokens, exact_distribution(case)) > 1e-3
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+@pytest.mark.parametrize("rule", [sure_of_the_draft, surest_of_the_batch])
+def test_lengths_decided_by_the_draw_are_noticed(rule: Lengths, case: Case) -> None:
+    """Both bias the output: what is not verified is drawn anew, and only likely drafts are."""
+    outcome = simulate(case, lengths=rule)
+    assert fit(outcome.tokens, exact_distribution(case)) < 1e-6

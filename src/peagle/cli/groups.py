@@ -43,7 +43,8 @@ SPECULATION = group(
         eagle3 with a head]
     --parallel-drafting-spec JSON
         Shape of candidate trees, in place of chains, like '{"num_parallel_trees": 8,
-        "prediction_depth": 7, "max_nodes": 16}'; P-EAGLE heads only. [default: chains]
+        "prediction_depth": 7, "max_nodes": 16}'; P-EAGLE heads only. The nodes that a step
+        verifies follow the load as K does. [default: chains]
     --draft-sampling TEXT
         Drafts at a temperature above 0: argmax or probabilistic.
     --draft-quantization TEXT = speculative.quantization

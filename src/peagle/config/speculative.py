@@ -51,7 +51,7 @@ class CandidateTrees:
     Attributes:
         num_parallel_trees: w, most distinct first tokens.
         prediction_depth: d, most drafts on a path; at most what the head was trained for.
-        max_nodes: N, drafts that a step verifies.
+        max_nodes: N, most drafts of a sequence that a step verifies.
 
     Raises:
         UserError: a value is out of range.
@@ -129,7 +129,9 @@ class SpeculativeConfig:
             so that its output does not depend on the load. "auto": where steps run as CUDA graphs
             and drafts are an argmax the engine chooses K itself (`engine.depth.AutomaticDepth`),
             and elsewhere K is always the same. None: K is always the same; where a head is named
-            and num_speculative_tokens is None too, "auto" (`models.head_json`).
+            and num_speculative_tokens is None too, "auto" (`models.head_json`). Where drafts are
+            trees, all this is about the nodes that a step verifies of each sequence, up to
+            max_nodes, and not about their depth.
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         parallel_drafting_spec: draft candidate trees of this shape instead of chains; K is then
             their depth. None: chains.
@@ -200,12 +202,11 @@ class SpeculativeConfig:
             self._check_rates(self.synthetic_acceptance_rates)
 
     def _check_trees(self, trees: CandidateTrees) -> None:
-        """Take the depth of the trees for K; refuse what trees do not go with."""
+        """Refuse what trees do not go with; K is their depth."""
         object.__setattr__(self, _TREES, trees)
         k, depth = self.num_speculative_tokens, trees.prediction_depth
         expected = f"{depth}, the prediction_depth of {_TREES}, or none"
         require(k in (None, depth), "num_speculative_tokens", k, expected, "Leave it out.")
-        object.__setattr__(self, "num_speculative_tokens", depth)
         drawn, rates = self.draft_sampling, self.synthetic_acceptance_rates
         parallel = self.parallel_drafting
         require(drawn == "argmax", "draft_sampling", drawn, f'"argmax" with {_TREES}')
@@ -243,12 +244,23 @@ class SpeculativeConfig:
 
     @property
     def num_drafts(self) -> int:
-        """The number of draft tokens per step, K."""
-        return self.num_speculative_tokens or DEFAULT_DEPTH
+        """The number of draft tokens per step, K; of trees the depth."""
+        trees = self.parallel_drafting_spec
+        depth = DEFAULT_DEPTH if trees is None else trees.prediction_depth
+        return self.num_speculative_tokens or depth
+
+    @property
+    def num_verified(self) -> int:
+        """The most drafts of a sequence that a step verifies: K, or the nodes of a tree."""
+        trees = self.parallel_drafting_spec
+        return self.num_drafts if trees is None else trees.max_nodes
 
     def tokens_for(self, batch_size: int) -> int:
-        """Return K for a number of sequences that run together; the greatest K for "auto"."""
-        k = most = self.num_drafts
+        """Return the drafts that a step verifies of each of so many sequences that run together.
+
+        They are K, or the nodes of trees; the most for "auto".
+        """
+        k = most = self.num_verified
         schedule = self.num_speculative_tokens_per_batch_size or ()
         for first, _, scheduled in () if schedule == AUTO else schedule:
             if first <= batch_size:

@@ -3,9 +3,10 @@
 from peagle.engine.engine import LLMEngine
 from peagle.engine.outputs import StepOutput
 from peagle.engine.sequence import Sequence, SequenceStatus
-from peagle.engine.stats import EngineStats, SpeculationStats
+from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
 
 __all__ = [
+    "Calibration",
     "EngineStats",
     "LLMEngine",
     "Sequence",

@@ -4,9 +4,10 @@ Everything that changes from step to step lies in buffers, so that CUDA graphs c
 a step: no size depends on data, and the host reads nothing. All steps work on the first rows of the
 same buffers, whatever their size.
 
-Shapes: B rows of a step, one a sequence (some may be empty), K most drafts (nodes, where drafts are
-trees), J = K + 1, T target rows (B * J, or some more), S drafter slots, M blocks a sequence, E stop
-ids a sequence, F fields of a row, N rows that the host writes.
+Shapes: B rows of a step, one a sequence (some may be empty), K most drafts of a sequence (where
+drafts are trees those that a step verifies on the average), J = K + 1, T target rows (B * J, or
+some more), S drafter slots, M blocks a sequence, E stop ids a sequence, F fields of a row, N rows
+that the host writes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from peagle.kernels.draft_draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.rejection_triton import DraftProbs, reject_drafts
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState
 from peagle.kernels.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
+from peagle.kernels.survival import SCORE_UNIT
 from peagle.kernels.upload import upload, upload_ints
 from peagle.kernels.verify_triton import (
     SequenceSampling,
@@ -51,7 +53,6 @@ from peagle.kernels.verify_triton import (
 )
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
-from peagle.speculation.verification import num_verified
 
 # One integer, or one number, a row; the first five are the fields of `StepState`.
 _INTS = (
@@ -89,7 +90,13 @@ class StepSizes:
 
     def num_columns(self, num_drafts: int) -> int:
         """Return the columns that a step of K drafts has for them, at least one."""
-        return max(num_verified(num_drafts, self.trees), 1)
+        if self.trees is not None and num_drafts:
+            return self.trees.max_nodes  # a tree stays whole, however much of it steps verify
+        return max(num_drafts, 1)
+
+    def depth(self, num_drafts: int) -> int:
+        """Return the most drafts on a path in steps of K drafts."""
+        return self.trees.prediction_depth if self.trees is not None and num_drafts else num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +105,10 @@ class StepRows:
 
     Attributes:
         synthetic: acceptance set for measurements; None for the real one.
-        drafts_BK: drafts that the next step verifies; one column where K is 0.
-        parents_BK: the row of each one's parent; means nothing where drafts are chains.
+        drafts_BK: drafts that the next step verifies, or the whole trees of which it verifies some
+            nodes; one column where K is 0.
+        nodes_BX: of trees the row of each draft's parent, and its score in units; means nothing
+            where drafts are chains.
         draft_probs: q of these drafts; None where drafts are an argmax, or K is 0.
         block_tables_BM: KV blocks, int64.
         active_B: 1 for rows that are sequences, else 0; int64.
@@ -112,12 +121,22 @@ class StepRows:
     sampling: SequenceSampling
     synthetic: SyntheticAcceptance | None
     drafts_BK: Tensor
-    parents_BK: Tensor
+    nodes_BX: Tensor
     draft_probs: DraftProbs | None
     block_tables_BM: Tensor
     active_B: Tensor
     context_starts_B: Tensor
     feature_slots_B: Tensor
+
+    @property
+    def parents_BK(self) -> Tensor:
+        """The row of each node's parent."""
+        return self.nodes_BX.tensor_split(2, 1)[0]
+
+    @property
+    def scores_BK(self) -> Tensor:
+        """The score of each node, in units."""
+        return self.nodes_BX.tensor_split(2, 1)[1]
 
 
 class StepBuffers:
@@ -145,7 +164,9 @@ class StepBuffers:
         self._stop_ids_BE = torch.full((batch, sizes.num_stop_ids), -1, **types)
         self._tables_BM = torch.zeros(batch, sizes.table_width, **types)
         self._drafts: dict[int, Tensor] = {}
-        self._parents_BN = torch.zeros(batch, sizes.trees.max_nodes if sizes.trees else 1, **types)
+        self._nodes_BX = torch.zeros(
+            batch, 2 * sizes.trees.max_nodes if sizes.trees else 2, **types
+        )
         self._outputs: tuple[Tensor, ...] = ()
         self._rates_K: Tensor | None = None
         if (rates := sizes.synthetic_rates) is not None:
@@ -181,7 +202,7 @@ class StepBuffers:
             ),
             synthetic=rates_K if rates_K is None else SyntheticAcceptance(rates_K, seeds_B),
             drafts_BK=self._drafts_of(num_drafts)[:num_seqs],
-            parents_BK=self._parents_BN[:num_seqs],
+            nodes_BX=self._nodes_BX[:num_seqs],
             draft_probs=None if drawn is None else drawn.rows(num_seqs, num_drafts),
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],
@@ -203,12 +224,13 @@ class StepBuffers:
     def switch(self, num_drafts: int) -> None:
         """Let the next step verify and make up to `num_drafts` drafts."""
         before, after = self._drafts_of(self.num_drafts), self._drafts_of(num_drafts)
-        # A tree stays whole, whatever the depth of the next one.
-        both = min(num_verified(k, self.trees) for k in (self.num_drafts, num_drafts))
-        after[:, :both] = before[:, :both]
+        both = min(before.shape[1], after.shape[1]) if self.num_drafts and num_drafts else 0
+        if after is not before:
+            after[:, :both] = before[:, :both]
         self.num_drafts = num_drafts
         self._int("num_drafts").clamp_(max=both)
-        torch.clamp(self._int("wanted_drafts"), max=num_drafts, out=self._int("num_speculative"))
+        depth, most = self.sizes.depth(num_drafts), self._int("num_speculative")
+        torch.clamp(self._int("wanted_drafts"), max=depth, out=most)
 
     @torch.inference_mode()
     def write(self, rows: Mapping[int, Sequence | None], vocab_size: int) -> None:
@@ -221,27 +243,28 @@ class StepBuffers:
         rows_N = upload_ints(list(rows), self._device)
         ints_NF = upload_ints(ints, self._device)
         columns = self.sizes.num_columns(self.num_drafts)
-        widths = len(_INTS), self.sizes.num_stop_ids, columns, self._parents_BN.shape[1]
-        fields_NF, stop_ids_NE, drafts_NK, parents_NK = ints_NF.split(widths, dim=1)
+        widths = len(_INTS), self.sizes.num_stop_ids, columns, self._nodes_BX.shape[1]
+        fields_NF, stop_ids_NE, drafts_NK, nodes_NX = ints_NF.split(widths, dim=1)
         self._ints_FB[:, rows_N] = fields_NF.T
         self._stop_ids_BE[rows_N] = stop_ids_NE
         self._drafts_of(self.num_drafts)[rows_N] = drafts_NK
-        self._parents_BN[rows_N] = parents_NK
+        self._nodes_BX[rows_N] = nodes_NX
         floats_NF = torch.tensor(floats, dtype=torch.float32)
         self._floats_FB[:, rows_N] = upload(floats_NF, self._device).T
         if self.drawn is not None:
             self.drawn.write(rows_N, rows)
 
     def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
-        """Return a row's integers (its fields, stop ids, drafts, parents) and its other numbers."""
-        num_stop_ids, num_parents = self.sizes.num_stop_ids, self._parents_BN.shape[1]
-        columns = self.sizes.num_columns(self.num_drafts)
+        """Return a row's integers (fields, stop ids, drafts, nodes) and its other numbers."""
+        num_stop_ids, num_nodes = self.sizes.num_stop_ids, self._nodes_BX.shape[1] // 2
+        columns, depth = (f(self.num_drafts) for f in (self.sizes.num_columns, self.sizes.depth))
         if sequence is None:
-            empty = [0] * len(_INTS) + [-1] * num_stop_ids + [0] * (columns + num_parents)
+            empty = [0] * len(_INTS) + [-1] * num_stop_ids + [0] * (columns + 2 * num_nodes)
             return empty, [0.0] * len(_FLOATS)
         params, ring = sequence.params, sequence.pending_features
-        drafts = sequence.drafts[: num_verified(self.num_drafts, self.trees)]
+        drafts = sequence.drafts[: columns if self.num_drafts else 0]
         parents = (sequence.draft_parents or [])[: len(drafts)]
+        scores = (sequence.draft_scores or [])[: len(drafts)]
         stop_ids = sorted(sequence.stop_token_ids)
         fields = {
             "last_tokens": sequence.token_ids[-1],
@@ -252,7 +275,7 @@ class StepBuffers:
             "min_tokens": params.min_tokens,
             "max_tokens": params.max_tokens,
             "wanted_drafts": sequence.num_speculative_tokens,
-            "num_speculative": min(sequence.num_speculative_tokens, self.num_drafts),
+            "num_speculative": min(sequence.num_speculative_tokens, depth),
             "top_k": min(params.top_k, vocab_size),
             "seeds": sequence.seed,
             "active": 1,
@@ -262,7 +285,9 @@ class StepBuffers:
         ints = [fields[name] for name in _INTS]
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))
         ints += drafts + [0] * (columns - len(drafts))
-        ints += parents + [0] * (num_parents - len(parents))
+        ints += parents + [0] * (num_nodes - len(parents))
+        ints += [round(score / SCORE_UNIT) for score in scores]
+        ints += [0] * (num_nodes - len(scores))
         return ints, [getattr(params, name) for name in _FLOATS]
 
     @torch.inference_mode()
@@ -278,7 +303,7 @@ class StepBuffers:
         for fields_FB in (self._ints_FB, self._floats_FB):
             fields_FB[:, to_N] = fields_FB[:, from_N]
         drafts_BK = self._drafts_of(self.num_drafts)
-        for rows_BX in (self._stop_ids_BE, self._tables_BM, drafts_BK, self._parents_BN):
+        for rows_BX in (self._stop_ids_BE, self._tables_BM, drafts_BK, self._nodes_BX):
             rows_BX[to_N] = rows_BX[from_N]
         if self.drawn is not None:
             self.drawn.move(from_N, to_N)
@@ -308,7 +333,7 @@ class DecodeStep:
         target: the target, its KV caches set.
         proposer: the head with its KV caches; None decodes plainly.
         num_seqs, num_drafts: B and K; K is 0 without a head.
-        num_rows: T, at least B * J.
+        num_rows: T, at least B * J. Trees share all that the newest tokens leave of them.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
             later; None keeps none. With rings there is no drafter, and one row a sequence.
 
@@ -350,18 +375,21 @@ class DecodeStep:
         shape = None if proposer is None else proposer.trees
         if shape is not None:
             self.max_accepted = shape.prediction_depth
-            width += self.max_accepted
+            width = 4 + self.max_accepted + 3 * self.max_drafts
         self.out = StepRecord.allocate(num_seqs, self.max_accepted, device)
         if proposer is not None and shape is not None:
+            assert proposer.survival is not None, "the head drafts trees"
             self.trees = StepTrees(
                 shape,
                 self.batch,
                 own.state,
                 own.drafts_BK,
                 own.parents_BK,
+                own.scores_BK,
                 self.running_B,
                 self.out.num_accepted_B,
                 self.target,
+                survival=proposer.survival,
                 max_model_len=buffers.sizes.max_model_len,
                 vocab_size=proposer.drafter.config.draft_vocab_size,
             )
@@ -373,11 +401,12 @@ class DecodeStep:
     def run_target(self) -> None:
         """Run the target over the newest tokens and the drafts."""
         self.begin()
+        num_rows = len(self.batch.tokens_R)
         self.take(
             self._passes(
                 self.batch,
                 self.rows.block_tables_BM,
-                max_query_len=num_verified(self.num_drafts, self.buffers.trees) + 1,
+                max_query_len=min(1 + self.max_drafts, num_rows) if self.num_drafts else 1,
                 max_seq_len=self.buffers.sizes.max_model_len,
                 visible_R=None if self.trees is None else self.trees.visible_T,
             )
@@ -389,6 +418,9 @@ class DecodeStep:
         own, batch, sizes = self.rows, self.batch, self.buffers.sizes
         state = own.state
         begin_step(own.active_B, state, self.running_B, self._num_drafted_B, self._times)
+        if self.trees is not None:
+            self.trees.share()
+            self._num_drafted_B.copy_(state.num_drafts_B)
         build_target_batch(
             state.last_tokens_B,
             own.drafts_BK,
@@ -509,7 +541,7 @@ class DecodeStep:
             own.drafts_BK,
             self._times,
             self.report_RX,
-            None if trees is None else own.parents_BK,
+            None if trees is None else own.nodes_BX,
         )
 
 
@@ -522,7 +554,7 @@ class CapturedDraft:
     def __init__(self, step: DecodeStep, proposer: HeadProposer) -> None:
         drafter, device = proposer.drafter, step.running_B.device
         config, num_seqs, sizes = drafter.config, len(step.running_B), step.buffers.sizes
-        self.num_drafts = k = step.num_drafts
+        self.num_drafts = k = sizes.depth(step.num_drafts)
         self._drafter, self._step, self._sizes = drafter, step, sizes
         self._passes = Passes(proposer.passes.run, TritonAttention())
         num_slots = num_seqs * (step.max_accepted + (k if config.is_parallel else 1))

@@ -1,6 +1,9 @@
-"""K of a step: the number of tokens that each sequence drafts, by a schedule or by the load.
+"""K of a step: the drafts of each sequence that it verifies, by a schedule or by the load.
 
-For drafts that are an argmax no output depends on K, so K may change at every step.
+Of chains K is the length, of trees the number of nodes for each sequence, which the sequences of a
+step share (`kernels.trees.share_nodes`); depths of the trees stay as they are. For drafts that are
+an argmax no output depends on K: the target's own token decides at every row, and a draft that is
+not verified only ends a step earlier. So K may change at every step, by whatever is known.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from peagle.config import SpeculativeConfig
 from peagle.config.speculative import AUTO
+from peagle.engine.tree_record import FORGOTTEN_STEPS, PRIOR, TreeRecord
 
 # Steps with drafts scheduled after which drafting resumes; what a pause costs, in plain steps.
 RESUME_AFTER = 8
@@ -18,13 +22,11 @@ RESUME_AFTER = 8
 CHANGE_COSTS = 1.0
 # Gains up to this share of a step are left: estimates are no better.
 MARGIN = 0.01
+# A candidate below the greatest one has at most this share of its target rows.
+MOST_ALIKE = 0.8
 
-# The share of first drafts that are accepted, before there is a record: a good head's.
-PRIOR = 0.8
 # How many drafts the prior counts for, and how many the latest ones do.
 PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
-# Steps after which a position that is not drafted any more has lost two thirds of its record.
-FORGOTTEN_STEPS = 4000
 # The latest steps of which the mean tells what contexts add to a step.
 LATEST_STEPS = 8
 # Steps of the same rows after which that mean holds for them.
@@ -50,7 +52,7 @@ class DepthPolicy:
         raise NotImplementedError
 
     def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
-        """Learn from a decode step of depth k; a fixed K learns nothing.
+        """Learn from a decode step of K drafts.
 
         Args:
             accepted: number of accepted drafts of each sequence.
@@ -73,10 +75,15 @@ class ScheduledDepth(DepthPolicy):
     RESUME_AFTER steps in a row, or when no sequence runs any more: resuming costs a pass over what
     the drafter has missed, which a load that swings around a border would pay again and again.
     Between other K a change costs little and comes at once.
+
+    Args:
+        scheduled: K by the number of sequences.
+        trees: learns from the trees that are verified.
     """
 
-    def __init__(self, scheduled: Callable[[int], int]) -> None:
+    def __init__(self, scheduled: Callable[[int], int], trees: TreeRecord | None = None) -> None:
         self._scheduled = scheduled
+        self._trees = trees
         self._num_calm = RESUME_AFTER
 
     def __call__(self, num_sequences: int) -> int:
@@ -93,34 +100,46 @@ class ScheduledDepth(DepthPolicy):
         else:
             self._num_calm = 0
 
+    def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
+        if self._trees is not None:
+            self._trees.add(k, accepted)
+
 
 def make_depth(
-    speculative: SpeculativeConfig | None, trained_depth: int | None, *, is_captured: bool
+    speculative: SpeculativeConfig | None,
+    trained_depth: int | None,
+    *,
+    is_captured: bool,
+    trees: TreeRecord | None = None,
 ) -> DepthPolicy:
     """Return how K is chosen.
 
     Args:
         trained_depth: K that the head was trained for; None where it is not known.
         is_captured: steps run as CUDA graphs.
+        trees: what is known of the trees, where drafts are trees.
     """
     if speculative is None:
         return ScheduledDepth(lambda _: 0)
     # K may change the output of drawn drafts.
     is_free = is_captured and speculative.draft_sampling == "argmax"
     if is_free and speculative.num_speculative_tokens_per_batch_size == AUTO:
-        most = speculative.num_drafts
-        return AutomaticDepth(most if trained_depth is None else min(most, trained_depth))
-    return ScheduledDepth(speculative.tokens_for)
+        most = speculative.num_verified
+        if trees is None and trained_depth is not None:
+            most = min(most, trained_depth)
+        return AutomaticDepth(most, trees)
+    return ScheduledDepth(speculative.tokens_for, trees)
 
 
 def candidates(most: int) -> tuple[int, ...]:
     """Return the K to choose from: 0, 1, 3, 7, ... below `most`, and `most`.
 
-    rows * (K + 1) then takes few values, and products are tuned for each of these.
+    rows * (K + 1) then takes few values, and products are tuned for each of these. What costs
+    nearly as much as `most` is left out.
     """
     depths = {0, most}
     k = 1
-    while k < most:
+    while k < most and k + 1 <= MOST_ALIKE * (most + 1):
         depths.add(k)
         k = 2 * k + 1
     return tuple(sorted(depths))
@@ -234,12 +253,13 @@ class AutomaticDepth(DepthPolicy):
 
     Args:
         most: the greatest K.
+        trees: tells what steps bring where drafts are trees.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, trees: TreeRecord | None = None) -> None:
         self._candidates = candidates(most)
         self._costs: StepCosts | None = None
-        self._acceptance = AcceptanceRecord(most)
+        self._acceptance = AcceptanceRecord(most) if trees is None else trees
         self._k = most
         self._k_of_drafts = most  # of the step that made the drafts that are verified next
         self._is_idle = True

@@ -29,6 +29,8 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
 from peagle.kernels.sampling import at_least_float32
+from peagle.kernels.survival import Survival
+from peagle.kernels.trees import row_depths, share_nodes
 from peagle.kernels.upload import upload_ints
 from peagle.models.checkpoint import (
     load_correction,
@@ -148,7 +150,8 @@ class Drafting:
     """Leaves the drafts of the next step on the sequences of a target pass.
 
     Attributes:
-        most_drafts: K of the batch, see `most_drafts_of`; a sequence may draft less.
+        most_drafts: K of the batch, see `most_drafts_of`; a sequence may draft less. Where drafts
+            are trees, the nodes that a step verifies of each on the average.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -167,6 +170,14 @@ class Drafting:
     def most_drafts_of(self, sequence: Sequence) -> int:
         """Return K of the batch, or the greatest K for a sequence whose K must not follow it."""
         return self.most_drafts
+
+    def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
+        """Return how many drafts of each sequence a decode step verifies.
+
+        Args:
+            most: of each sequence on the average, where drafts are trees.
+        """
+        return [len(sequence.drafts) for sequence in sequences]
 
 
 class LookupDrafting(Drafting):
@@ -271,8 +282,8 @@ class HeadDrafting(Drafting):
             constraint = DraftGrammar(grammars, self.vocab_size, draft_token_ids=draftable)
             step = replace(step, constraint=constraint)
         drafts = self.proposer.propose(step)
-        if drafts.parents_BK is not None:
-            self._plant(readings, drafts, drafts.parents_BK)
+        if drafts.parents_BK is not None and drafts.scores_BK is not None:
+            self._plant(readings, drafts, drafts.parents_BK, drafts.scores_BK)
             return
         tokens, probs_BKV = drafts.tokens_BK.tolist(), drafts.probs_BKV
         for row, reading in enumerate(readings):
@@ -282,12 +293,15 @@ class HeadDrafting(Drafting):
         if constraint is not None:
             constraint.finish()
 
-    def _plant(self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor) -> None:
+    def _plant(
+        self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor, scores_BN: Tensor
+    ) -> None:
         """Leave trees on their sequences, cut to the slots of the context.
 
         Under a grammar a tree grows anew, of what the grammar allows.
         """
         tokens, parents = torch.stack((drafts.tokens_BK, parents_BN)).tolist()
+        scores = scores_BN.tolist()
         growing = [(row, r) for row, r in enumerate(readings) if r.num_drafts]
         masked = [(row, r, g) for row, r in growing if (g := r.sequence.grammar) is not None]
         if masked:
@@ -302,12 +316,13 @@ class HeadDrafting(Drafting):
             )
         for row, reading in growing:
             sequence, grammar = reading.sequence, reading.sequence.grammar
-            found = tokens[row][: drafts.lens[row]], parents[row]
+            found = tokens[row][: drafts.lens[row]], parents[row], scores[row]
             if grammar is not None:
                 found = grammar.prepared_tree()
             # The nodes of a depth share a position, but each needs a slot.
             count = min(len(found[0]), self.max_model_len - len(sequence))
-            sequence.drafts, sequence.draft_parents = (some[:count] for some in found)
+            sequence.drafts, sequence.draft_parents = (some[:count] for some in found[:2])
+            sequence.draft_scores = found[2][:count]
 
     def _logits_after(self, slots: TreeSlots) -> LogitsAfter:
         """Return the logits behind a path of drafts, on the host, where grammars are."""
@@ -333,7 +348,22 @@ class HeadDrafting(Drafting):
             return correction
         return copy.deepcopy(correction).cpu()
 
+    def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
+        counts, survival = super().num_verified(sequences, most), self.proposer.survival
+        budget = most * len(sequences)
+        if survival is None or sum(counts) <= budget:
+            return counts
+        width = max(counts)
+        depths = [row_depths(s.draft_parents or ())[1:] for s in sequences]
+        scores = [s.draft_scores or [] for s in sequences]
+        scores_BN = torch.tensor([some + [0.0] * (width - len(some)) for some in scores])
+        depths_BN = torch.tensor([some + [0] * (width - len(some)) for some in depths])
+        survival_BN = Survival(survival.weights_D2.cpu())(scores_BN, depths_BN)
+        return share_nodes(survival_BN, torch.tensor(counts), budget).tolist()
+
     def most_drafts_of(self, sequence: Sequence) -> int:
+        if self.proposer.trees is not None:  # they are as deep, however many nodes are verified
+            return MAX_SPECULATIVE_TOKENS if self.most_drafts else 0
         draws = self.proposer.draft_sampling != "argmax"
         keeps = draws and keeps_k(sequence.params)
         return MAX_SPECULATIVE_TOKENS if keeps else self.most_drafts
@@ -348,7 +378,7 @@ class HeadDrafting(Drafting):
         if chunk.samples:
             k = self._num_drafts_within(sequence)
             sequence.drafts, sequence.draft_probs_KV = [], None
-            sequence.draft_parents = None
+            sequence.draft_parents = sequence.draft_scores = None
         if not sequence.num_speculative_tokens:
             return None
         # While drafting pauses the head still reads prompts, which costs little beside the target's

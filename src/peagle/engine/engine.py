@@ -44,7 +44,8 @@ from peagle.engine.pipeline import Pipeline
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
-from peagle.engine.stats import EngineStats, SpeculationStats
+from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
+from peagle.engine.tree_record import TreeRecord
 from peagle.errors import UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.kernels.random import derive_seed
@@ -100,9 +101,10 @@ class LLMEngine:
             self.max_draft_len = min(longest, self.max_model_len)
         is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
         trained = drafter.config.trained_depth if drafter else None
-        # The costs that choose a depth are those of chains.
-        is_free = is_pipelined and trees is None
-        self._depth = make_depth(speculative, trained, is_captured=is_free)
+        self._tree_record = TreeRecord(trees) if trees else None
+        self._depth = make_depth(
+            speculative, trained, is_captured=is_pipelined, trees=self._tree_record
+        )
         if is_pipelined and target.device.type == "cuda":
             accelerate(target, drafter, config.max_num_seqs, self._depth, trees)
         num_resuming = self._depth.most_resuming(config.max_num_seqs) if drafter else 0
@@ -129,6 +131,8 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             max_draft_len=self.max_draft_len,
         )
+        if self._tree_record is not None and isinstance(self.drafting, HeadDrafting):
+            self._tree_record.calibrates(self.drafting.proposer.survival)
         num_lookahead_slots = lookahead_slots(
             self.num_speculative_tokens,
             trees.max_nodes if trees else None,
@@ -488,7 +492,10 @@ class LLMEngine:
         if obstacle is not None:
             self._eager_steps[obstacle] += 1
         k, num_before = self._depth(len(sequences)), len(self._outputs)
-        self._run([Chunk(s, 1, len(s.drafts)) for s in sequences])
+        counts = [0] * len(sequences)
+        if self.drafting is not None:
+            counts = self.drafting.num_verified(sequences, k)
+        self._run([Chunk(s, 1, count) for s, count in zip(sequences, counts, strict=True)])
         budget.gave()
         self._record(k, self._outputs[num_before:], None)
 
@@ -570,6 +577,7 @@ class LLMEngine:
         self._emit(sequence, report.new_token_ids, drafted, accepted, rejected, report.logprobs)
         if sequence.num_speculative_tokens:
             sequence.drafts, sequence.draft_parents = report.drafts, report.parents
+            sequence.draft_scores = report.scores
             if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
                 sequence.pending_features.advance(1)
             else:
@@ -587,10 +595,16 @@ class LLMEngine:
     ) -> None:
         """Append verified tokens up to where the sequence ends."""
         sequence.num_computed_tokens += num_accepted
-        tree, depth = None, sequence.draft_depth if num_drafted else None
+        tree = depth = None
         if num_drafted and sequence.draft_parents is not None:
             nodes = slice(num_drafted)
             tree = DraftTree(sequence.drafts[nodes], sequence.draft_parents[nodes])
+            depth = tree.depth
+        record = self._tree_record
+        if record is not None and record.looks and sequence.draft_scores and not self._is_checking:
+            # Trees of which nothing was verified too: those that are verified are the surer ones.
+            path = [] if tree is None else tree.path(new[:num_accepted])
+            record.saw(sequence.draft_scores, sequence.draft_parents or [], path, num_drafted)
         for stats in (sequence.stats, self.speculation_stats):
             stats.record(num_drafted, num_accepted, depth)
         kept = sequence.append(new, self.max_model_len)
@@ -663,6 +677,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """The engine's state now, and its counters."""
         step_times = {} if self._pipeline is None else self._pipeline.runner.times
+        trees = self._tree_record
         return EngineStats(
             num_waiting=len(self.scheduler.waiting),
             num_running=len(self.scheduler.running),
@@ -672,6 +687,7 @@ class LLMEngine:
             step_times={rows: replace(times) for rows, times in step_times.items()},
             eager_steps=dict(self._eager_steps),
             decode_steps=dict(self._decode_steps),
+            calibration=Calibration() if trees is None else trees.calibration.copy(),
             **self._counts,
         )
 

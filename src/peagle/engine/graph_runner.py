@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import add
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,11 +31,11 @@ from peagle.engine.rules import has_rules
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
 from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.survival import SCORE_UNIT
 from peagle.models.acceleration import MAX_FIXED_ROWS, accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
-from peagle.speculation.verification import num_verified
 
 if TYPE_CHECKING:
     from peagle.engine.decode_step import DecodeStep, StepBuffers
@@ -86,6 +85,8 @@ def graph_sizes(
 ) -> list[tuple[int, int]]:
     """Return (rows, K) of the graphs; `possible` is `DepthPolicy.possible`.
 
+    Of trees K is the number of nodes for each row, which the rows of a graph share.
+
     Where K may be 0 for some number of sequences, a pause may make it 0 for every number.
     """
     found: list[tuple[int, int]] = []
@@ -106,12 +107,8 @@ def greatest_depths(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
     return greatest
 
 
-def target_rows(
-    sizes: Iterable[tuple[int, int]], trees: CandidateTrees | None = None
-) -> dict[tuple[int, int], int]:
-    """Return T of each (rows, K): rows * J, or a little more.
-
-    J is K + 1; where drafts are trees and K is not 0, the nodes and the newest token.
+def target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Return T of each (rows, K): rows * (K + 1), or a little more.
 
     Each T of up to MAX_FIXED_ROWS is compiled for, which takes seconds. So where several K may run
     at the same rows, only the greatest has a T of its own. The others are padded to one of those,
@@ -119,11 +116,11 @@ def target_rows(
     """
     sizes = set(sizes)
     greatest = greatest_depths(sizes)
-    own = {rows * (num_verified(k, trees) + 1) for rows, k in greatest.items()}
+    own = {rows * (k + 1) for rows, k in greatest.items()}
     powers = {1 << i for i in range(MAX_FIXED_ROWS.bit_length())}
     counts: dict[tuple[int, int], int] = {}
     for rows, k in sizes:
-        least = rows * (num_verified(k, trees) + 1)
+        least = rows * (k + 1)
         is_padded = k < greatest[rows] and least <= MAX_FIXED_ROWS
         counts[rows, k] = min(n for n in own | powers if n >= least) if is_padded else least
     return counts
@@ -137,19 +134,19 @@ def accelerate(
     trees: CandidateTrees | None,
 ) -> None:
     """Fuse and compile the modules that the graphs run."""
-    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible), trees)
+    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
     accelerate_target(target, set(num_rows.values()))
     # A head is small: only for the greatest K at the same rows it is compiled for its sizes.
     sizes = [(rows, k) for rows, k in greatest_depths(num_rows).items() if k]
     if drafter is None or not sizes:
         return
     verified = [num_rows[size] for size in sizes]
-    all_drafts, single = [rows * k for rows, k in sizes], [rows for rows, _ in sizes]
+    single = [rows for rows, _ in sizes]
+    all_drafts = [rows * (trees.prediction_depth if trees else k) for rows, k in sizes]
     parallel = drafter.config.is_parallel
-    accepted = [rows * (trees.prediction_depth if trees else k) for rows, k in sizes]
     accelerate_drafter(
         drafter,
-        list(map(add, accepted, all_drafts)) if parallel else [*verified, *single],
+        [2 * count for count in all_drafts] if parallel else [*verified, *single],
         num_feature_rows=verified,
         num_logit_rows=all_drafts if parallel else single,
     )
@@ -177,7 +174,7 @@ def make_graph_runner(
     trees = None if proposer is None else proposer.trees
     table_width = -(-max_model_len // runner.block_size)
     capture = make_capturer(target.device)
-    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible), trees)
+    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
     sizes = StepSizes(
         buckets(max_num_seqs)[-1],
         max(num_rows.values()),
@@ -201,7 +198,7 @@ def make_graph_runner(
             buffers,
             num_seqs,
             num_drafts,
-            num_rows.get((num_seqs, num_drafts), num_seqs * (num_verified(num_drafts, trees) + 1)),
+            num_rows.get((num_seqs, num_drafts), num_seqs * (num_drafts + 1)),
             kept_SCA=None if num_drafts else features.rows_SCA,
         )
 
@@ -247,7 +244,7 @@ class RowReport:
         new_token_ids: the accepted drafts and the target's own token, before stop conditions.
         drafts: drafts for the next step.
         logprobs: of the new tokens, where the request wants them.
-        parents: where drafts are trees, the row of each one's parent.
+        parents, scores: where drafts are trees, the row of each one's parent and its score.
     """
 
     num_drafted: int
@@ -256,6 +253,7 @@ class RowReport:
     drafts: list[int]
     logprobs: SequenceOf[TokenLogprobs] = ()
     parents: list[int] | None = None
+    scores: list[float] | None = None
 
 
 def read_report(row: list[int], max_accepted: int, max_drafts: int) -> RowReport:
@@ -267,8 +265,11 @@ def read_report(row: list[int], max_accepted: int, max_drafts: int) -> RowReport
     """
     num_drafted, num_accepted, num_next = row[:3]
     emitted, following = row[3 : 4 + num_accepted], row[4 + max_accepted :]
-    drafts, parents = following[:max_drafts][:num_next], following[max_drafts:][:num_next]
-    return RowReport(num_drafted, num_accepted, emitted, drafts, parents=parents or None)
+    drafts, parents, units = (following[at * max_drafts :][:num_next] for at in range(3))
+    scores = [unit * SCORE_UNIT for unit in units]
+    return RowReport(
+        num_drafted, num_accepted, emitted, drafts, parents=parents or None, scores=scores or None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +277,7 @@ class Flight:
     """A step that was launched.
 
     Attributes:
-        num_drafts: K.
+        num_drafts: K, of trees the nodes for each row.
         sequences: the sequence of each row; None for an empty row.
         max_accepted, max_drafts: as `DecodeStep`, for the reading of the report.
         report_RX: the report, on the host once `done` has happened.
@@ -458,10 +459,10 @@ class GraphRunner:
         """
         dice, sequences = random.Random(0), list[Sequence]()
         for row in range(num_rows):
-            count = num_verified(num_drafts, self._buffers.trees)
-            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(count + 1))
+            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(num_drafts + 1))
             made_up = Sequence(row, [token], params, row, frozenset())
-            made_up.num_speculative_tokens, made_up.drafts = num_drafts, drafts
+            made_up.num_speculative_tokens = self._buffers.sizes.depth(num_drafts)
+            made_up.drafts = drafts
             sequences.append(made_up)
         self._size = num_rows, num_drafts
         self._buffers.switch(num_drafts)

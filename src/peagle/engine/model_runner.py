@@ -94,7 +94,7 @@ class ModelRunner:
         rows = [
             [
                 *s.token_ids[start : start + chunk.num_tokens],
-                *(s.drafts if chunk.num_drafts else ()),
+                *s.drafts[: chunk.num_drafts],
             ]
             for s, start, chunk in zip(sequences, first, chunks, strict=True)
         ]
@@ -143,11 +143,13 @@ class ModelRunner:
 
     def _paths(self, chunks: SequenceOf[Chunk]) -> TreePaths | None:
         """Return the paths of the rows of each chunk; None if all drafts are chains."""
-        parents = [chunk.sequence.draft_parents or () for chunk in chunks if chunk.num_drafts]
-        if not any(parents):
+        if not any(chunk.sequence.draft_parents for chunk in chunks if chunk.num_drafts):
             return None
         assert all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks), "a decode step"
-        trees = [chunk.sequence.draft_parents or list(range(chunk.num_drafts)) for chunk in chunks]
+        trees = [
+            (chunk.sequence.draft_parents or list(range(chunk.num_drafts)))[: chunk.num_drafts]
+            for chunk in chunks
+        ]
         most = max(map(len, trees))
         depth = max(max(row_depths(tree)) for tree in trees)
         return TreePaths.of(self._ints([tree + [0] * (most - len(tree)) for tree in trees]), depth)
@@ -174,7 +176,9 @@ class ModelRunner:
             hidden_TH = hidden_TH[self._ints(sampled_rows)]
         sequences, vocab_size = [chunk.sequence for chunk in sampling], self.target.vocab_size
         packed_RW = verification_masks(
-            [s.grammar for s in sequences], [s.drafts for s in sequences], vocab_size
+            [s.grammar for s in sequences],
+            [chunk.sequence.drafts[: chunk.num_drafts] for chunk in sampling],
+            vocab_size,
         )
         masks_RV = None if packed_RW is None else unpack(packed_RW.to(self.device), vocab_size)
         num_drafts = [chunk.num_drafts for chunk in sampling]

@@ -12,7 +12,7 @@ from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.trees import path_nodes, row_depths
+from peagle.kernels.trees import path_nodes
 
 
 class SequenceStatus(Enum):
@@ -52,7 +52,7 @@ class Sequence:
         drafts: tokens that the next step verifies; `draft_probs_KV` is their q, None for argmax.
             Preemption keeps them, so that it changes no output.
         draft_parents: of drafts that are a tree the row of each one's parent, see `kernels.trees`;
-            None for a chain.
+            None for a chain. `draft_scores` has the score of each one's path then.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: when it was first admitted, by `time.perf_counter`.
@@ -84,6 +84,7 @@ class Sequence:
     pending_features: FeatureRing | None = None
     drafts: list[int] = field(default_factory=list)
     draft_parents: list[int] | None = None
+    draft_scores: list[float] | None = None
     draft_probs_KV: Tensor | None = None
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
@@ -123,11 +124,6 @@ class Sequence:
         """Number of tokens to compute before decoding."""
         samples = self.samples_prompt and not self.num_output_tokens
         return len(self.token_ids) - (not samples)
-
-    @property
-    def draft_depth(self) -> int | None:
-        """Most drafts on a path of the tree that the next step verifies; None for a chain."""
-        return None if self.draft_parents is None else max(row_depths(self.draft_parents))
 
     def rejected_drafts(self, accepted: list[int], num_verified: int) -> list[int]:
         """Return the drafts that did not pass, of the first `num_verified`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(slots=True)
@@ -82,6 +82,49 @@ class SpeculationStats:
         return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
 
 
+NUM_CALIBRATION_BINS = 10
+
+
+@dataclass(slots=True)
+class Calibration:
+    """How well the survival of nodes is predicted (`kernels.survival`), by tenths of probability.
+
+    Predictions are those from before the step that verified the nodes. They are counted for up to
+    `engine.tree_record.TREES_A_STEP` trees of a step.
+
+    Attributes:
+        num_nodes: verified nodes whose survival was predicted within each tenth.
+        predicted: sums of these predictions.
+        accepted: how many of the nodes were accepted.
+    """
+
+    num_nodes: list[float] = field(default_factory=lambda: [0.0] * NUM_CALIBRATION_BINS)
+    predicted: list[float] = field(default_factory=lambda: [0.0] * NUM_CALIBRATION_BINS)
+    accepted: list[float] = field(default_factory=lambda: [0.0] * NUM_CALIBRATION_BINS)
+
+    @property
+    def error(self) -> float | None:
+        """The expected calibration error, 0 to 1; None where no node was verified.
+
+        sum_bins |predicted - accepted| / nodes
+        """
+        total = sum(self.num_nodes)
+        if not total:
+            return None
+        pairs = zip(self.predicted, self.accepted, strict=True)
+        return sum(abs(expected - found) for expected, found in pairs) / total
+
+    def add(self, other: Calibration) -> None:
+        """Pool another's counts into these."""
+        for f in fields(self):
+            pairs = zip(getattr(self, f.name), getattr(other, f.name), strict=True)
+            setattr(self, f.name, [one + more for one, more in pairs])
+
+    def copy(self) -> Calibration:
+        """The counts as they are now."""
+        return Calibration([*self.num_nodes], [*self.predicted], [*self.accepted])
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Where the device spent the decode steps that ran as CUDA graphs, in seconds.
@@ -124,7 +167,8 @@ class EngineStats:
         step_times: times of the steps that ran as CUDA graphs, by the rows of the graph.
         eager_steps: decode steps that no CUDA graph could run, where there are graphs, by the first
             reason (`GraphRunner.obstacle`).
-        decode_steps: decode steps by K, that of the batch.
+        decode_steps: decode steps by K, that of the batch; of trees the nodes for each sequence.
+        calibration: how well the acceptance of trees' nodes is predicted.
     """
 
     num_waiting: int
@@ -142,3 +186,4 @@ class EngineStats:
     step_times: dict[int, StepTimes]
     eager_steps: dict[str, int] = field(default_factory=dict)
     decode_steps: dict[int, int] = field(default_factory=dict)
+    calibration: Calibration = field(default_factory=Calibration)

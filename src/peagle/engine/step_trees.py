@@ -3,6 +3,9 @@
 The rows of a sequence are a tree until the step has verified them. Then those of the accepted path
 come first, and the rest of the step sees a chain. `ModelRunner.run` is the same over exact sizes.
 
+The trees share the rows of the step: which nodes it verifies, of all that were drafted, the step
+itself decides (`share`). Drafts are deterministic, so this changes no output.
+
 Shapes: B rows of a step, one a sequence; T target rows; N nodes of a tree, J = N + 1; D most nodes
 on a path.
 """
@@ -17,17 +20,21 @@ from peagle.engine.model_runner import cached_bytes
 from peagle.kernels.batches import TargetBatch
 from peagle.kernels.kv_moves import SlotMoves
 from peagle.kernels.step_state import StepState
+from peagle.kernels.survival import SCORE_UNIT, Survival
 from peagle.kernels.tree_paths_triton import Descent, descend, place_rows
-from peagle.kernels.trees import count_nodes
+from peagle.kernels.trees import TreePaths, count_nodes, share_nodes
 from peagle.models.target import TargetModel
+
+_LEAST_SCORE = 1e4  # scores below minus this count as it
 
 
 class StepTrees:
     """The trees of a step's rows.
 
     Args:
-        batch, state, drafts_BN, parents_BN, running_B, num_accepted_B: the step's.
+        batch, state, drafts_BN, parents_BN, scores_BN, running_B, num_accepted_B: the step's.
         target: whose KV caches hold the rows.
+        survival: how probable it is that a node is accepted.
         max_model_len: no node has a slot from here on.
         vocab_size: tokens from which the head drafts.
 
@@ -45,17 +52,20 @@ class StepTrees:
         state: StepState,
         drafts_BN: Tensor,
         parents_BN: Tensor,
+        scores_BN: Tensor,
         running_B: Tensor,
         num_accepted_B: Tensor,
         target: TargetModel,
         *,
+        survival: Survival,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
         device, depth = drafts_BN.device, shape.prediction_depth
         self._batch, self._state, self._running_B = batch, state, running_B
         self._drafts_BN, self._parents_BN = drafts_BN, parents_BN
-        self._max_model_len = max_model_len
+        self._scores_BN, self._survival = scores_BN, survival
+        self._max_model_len, self._depth = max_model_len, depth
         self._move = SlotMoves(cached_bytes(target))
         self._columns_N = torch.arange(shape.max_nodes, device=device)
         self._descent = Descent.allocate(num_accepted_B, depth, len(batch.tokens_R))
@@ -66,6 +76,19 @@ class StepTrees:
             for k in range(depth + 1)
         ]
         self._num_nodes_K = torch.tensor(sizes, device=device)
+
+    def share(self) -> None:
+        """Leave each running sequence the nodes of its tree that the rows of the step verify.
+
+        All rows take nodes, the most probable ones of all trees, but one for each sequence.
+        """
+        num_nodes_B = self._state.num_drafts_B
+        num_nodes_B.mul_(self._running_B)
+        budget = len(self._batch.tokens_R) - len(num_nodes_B)
+        if budget < self._scores_BN.numel():
+            paths = TreePaths.of(self._parents_BN, self._depth)
+            survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
+            num_nodes_B.copy_(share_nodes(survival_BN, num_nodes_B, budget))
 
     def begin(self) -> None:
         """Put the rows of the batch at the positions of their depths."""
@@ -83,8 +106,8 @@ class StepTrees:
         descend(tokens_T, *drafts, self._running_B, self._batch, found)
         self._move(found.from_BD, found.to_BD)
 
-    def plant(self, tokens_BN: Tensor, parents_BN: Tensor) -> None:
-        """Take the trees that the next step verifies, as many nodes as have KV slots.
+    def plant(self, tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor) -> None:
+        """Take the trees that the next step may verify, as many nodes as have KV slots.
 
         The state has K of each sequence, and gets the number of its nodes.
         """
@@ -95,3 +118,5 @@ class StepTrees:
         is_node_BN = self._columns_N < num_nodes_B.unsqueeze(1)
         self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
         self._parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
+        units_BN = (scores_BN.clamp_min(-_LEAST_SCORE) / SCORE_UNIT).round().long()
+        self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))

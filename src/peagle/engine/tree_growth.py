@@ -41,8 +41,8 @@ class TreeGrowth:
 
     def __call__(
         self, logits_BKV: Tensor, states_BKW: Tensor | None, depths_B: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return token and parent row of each node, int64 [B, N], until the next call."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token, parent row and score of each node, [B, N], until the next call."""
         drafter, shape, term = self._drafter, self._shape, None
         correction = drafter.correction
         if correction is not None and states_BKW is not None:
@@ -59,4 +59,4 @@ class TreeGrowth:
             num_parallel_trees=shape.num_parallel_trees,
             temperature=TREE_TEMPERATURE,
         )
-        return drafter.to_target_ids(self._tokens_BN), self._parents_BN
+        return drafter.to_target_ids(self._tokens_BN), self._parents_BN, self._scores_BN

@@ -85,14 +85,14 @@ def report_kernel(
     num_drafts_ptr,
     emitted_ptr,
     drafts_ptr,
-    parents_ptr,
+    nodes_ptr,
     times_ptr,
     report_ptr,
     num_seqs,
     max_accepted,
     max_drafts,
+    nodes_width,
     width,
-    HAS_PARENTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAMPS: tl.constexpr,
     TIMED: tl.constexpr,
@@ -113,9 +113,9 @@ def report_kernel(
         row += 4 + max_accepted
         drafts = tl.load(drafts_ptr + b * max_drafts + columns, mask=is_draft, other=0)
         tl.store(row + columns, drafts, mask=is_draft)
-        if HAS_PARENTS:
-            parents = tl.load(parents_ptr + b * max_drafts + columns, mask=is_draft, other=0)
-            tl.store(row + max_drafts + columns, parents, mask=is_draft)
+        is_node = columns < nodes_width
+        nodes = tl.load(nodes_ptr + b * nodes_width + columns, mask=is_node, other=0)
+        tl.store(row + max_drafts + columns, nodes, mask=is_node)
     else:
         _stamp(times_ptr, STAMPS - 1, TIMED)
         tl.debug_barrier()
@@ -130,7 +130,7 @@ def report_step(
     drafts_BK: Tensor,
     times: Tensor,
     report_RX: Tensor,
-    parents_BN: Tensor | None = None,
+    nodes_BX: Tensor | None = None,
 ) -> None:
     """Put what the host wants to know into one tensor; stamp the time.
 
@@ -139,15 +139,18 @@ def report_step(
         out, state: after the step.
         drafts_BK: the next drafts.
         times: int64 [NUM_STAMPS].
-        report_RX: int64 [B + 1, 2K + 4], or [B + 1, 4 + D + 2N] for trees: of each sequence the
+        report_RX: int64 [B + 1, 2K + 4], or [B + 1, 4 + D + 3N] for trees: of each sequence the
             drafts verified, those accepted, the drafts to come, the emitted tokens, the next
-            drafts, their parents; the last row begins with the times.
-        parents_BN: where drafts are trees, the row of each one's parent.
+            drafts, and of trees the row of each one's parent and its score; the last row begins
+            with the times.
+        nodes_BX: where drafts are trees, int64 [B, 2N]: these parents and scores.
     """
     num_seqs, max_drafts = drafts_BK.shape
-    max_accepted, has_parents = out.emitted_BJ.shape[1] - 1, parents_BN is not None
-    width = 4 + max_accepted + max_drafts * (1 + has_parents)
+    max_accepted = out.emitted_BJ.shape[1] - 1
+    nodes_width = 0 if nodes_BX is None else nodes_BX.shape[1]
+    width = 4 + max_accepted + max_drafts + nodes_width
     assert report_RX.shape == (num_seqs + 1, width) and report_RX.is_contiguous()
+    assert nodes_BX is None or nodes_BX.is_contiguous()
     launch(
         report_kernel,
         (num_seqs + 1,),
@@ -156,15 +159,15 @@ def report_step(
         state.num_drafts_B,
         out.emitted_BJ,
         drafts_BK,
-        drafts_BK if parents_BN is None else parents_BN,
+        drafts_BK if nodes_BX is None else nodes_BX,
         times,
         report_RX,
         num_seqs,
         max_accepted,
         max_drafts,
+        nodes_width,
         width,
-        HAS_PARENTS=has_parents,
-        COLUMNS=triton.next_power_of_2(max(max_accepted + 1, max_drafts)),
+        COLUMNS=triton.next_power_of_2(max(max_accepted + 1, max_drafts, nodes_width)),
         STAMPS=NUM_STAMPS,
         TIMED=times.is_cuda,
         num_warps=1,

@@ -33,7 +33,7 @@ def best_first_trees(
     max_nodes: int,
     temperature: float,
     children: Children | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the N most probable paths of drafts as a tree, most probable first.
 
         score(x_1 .. x_j) = sum_i log softmax(logits_i / temperature)[x_i]
@@ -53,8 +53,9 @@ def best_first_trees(
         children: the candidates after each node; None takes those of the slot for every node.
 
     Returns:
-        Token (index into V) and parent row of each node, int64 [B, N]. Where a tree can have fewer
-        than N nodes (`count_nodes`), what stands beyond them means nothing.
+        Token (index into V) and parent row of each node, int64 [B, N], and its path's score, float
+        [B, N]. Where a tree can have fewer than N nodes (`count_nodes`), what stands beyond them
+        means nothing.
     """
     num_slots, vocab_size = logits_BKV.shape[1:]
     width = max_nodes
@@ -79,14 +80,15 @@ def best_first_trees(
 
     scores_BX, tokens_BX, parents_BX = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
     # Stable: a parent stands before its children in X, and so in the tree where they tie.
-    order_BX = scores_BX.sort(dim=-1, descending=True, stable=True).indices
+    sorted_BX, order_BX = scores_BX.sort(dim=-1, descending=True, stable=True)
     rank_BX = torch.empty_like(order_BX).scatter_(
         1, order_BX, torch.arange(order_BX.shape[1], device=order_BX.device).expand_as(order_BX)
     )
     nodes_BN = order_BX[:, :max_nodes]
     parents_BN = parents_BX.gather(1, nodes_BN)
     rows_BN = rank_BX.gather(1, parents_BN.clamp_min(0)) + 1
-    return tokens_BX.gather(1, nodes_BN), torch.where(parents_BN < 0, 0, rows_BN)
+    rows_BN = torch.where(parents_BN < 0, 0, rows_BN)
+    return tokens_BX.gather(1, nodes_BN), rows_BN, sorted_BX[:, :max_nodes]
 
 
 def _of_slots(logits_BKV: Tensor, count: int, temperature: float) -> Children:
@@ -116,6 +118,27 @@ def count_nodes(depth: int, num_parallel_trees: int, max_nodes: int, vocab_size:
         level = min(level * candidates, max_nodes)
         total += level
     return min(total, max_nodes)
+
+
+def share_nodes(survival_BN: Tensor, num_nodes_B: Tensor, budget: int) -> Tensor:
+    """Return how many nodes of each tree are verified if all trees share a budget, int64 [B].
+
+    The nodes of all trees stand in one order, by survival, and the first ones that fit the budget
+    are verified. A node counts for no more than any node before it in its tree, and of equal nodes
+    the one of the lower index comes first: so each tree gives its first nodes, which are a tree.
+
+    Args:
+        survival_BN: the probability that a node is accepted.
+        num_nodes_B: int64, nodes of each tree; a tree may have none.
+        budget: nodes of all trees together.
+    """
+    num_nodes = survival_BN.shape[1]
+    is_node_BN = torch.arange(num_nodes, device=survival_BN.device) < num_nodes_B.unsqueeze(1)
+    worth_BN = survival_BN.cummin(1).values.masked_fill(~is_node_BN, -1.0)
+    order_X = worth_BN.flatten().sort(descending=True, stable=True).indices
+    fits_X = torch.arange(len(order_X), device=order_X.device) < budget
+    taken_X = torch.zeros_like(fits_X).scatter_(0, order_X, fits_X)
+    return (taken_X.view_as(is_node_BN) & is_node_BN).sum(1)
 
 
 def row_depths(parents: Sequence[int]) -> list[int]:

@@ -83,9 +83,9 @@ def trained_depth(data: Mapping[str, Any]) -> Any:
 def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConfig:
     """Return the configuration with K filled in from the head in `folder` where none was given.
 
-    K is then automatic up to what the head was trained for. A schedule of K, or synthetic rates,
-    give K themselves. A file that cannot be read changes nothing: whatever loads the head says
-    what is wrong with it.
+    K is then automatic up to what the head was trained for, or up to the nodes of candidate trees.
+    A schedule of K, or synthetic rates, give K themselves. A file that cannot be read changes
+    nothing: whatever loads the head says what is wrong with it.
     """
     schedule = config.num_speculative_tokens_per_batch_size
     is_open = schedule in (None, AUTO) and config.synthetic_acceptance_rates is None
@@ -96,8 +96,9 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     except (OSError, ValueError, AttributeError, CheckpointError):
         depth = None
     is_depth = type(depth) is int and depth >= 1
+    k, trees = default_depth(depth if is_depth else None), config.parallel_drafting_spec
     return replace(
         config,
-        num_speculative_tokens=default_depth(depth if is_depth else None),
+        num_speculative_tokens=k if trees is None else trees.prediction_depth,
         num_speculative_tokens_per_batch_size=AUTO,
     )

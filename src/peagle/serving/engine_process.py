@@ -28,7 +28,7 @@ import torch
 
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.config.engine import OF_TARGET
-from peagle.engine import EngineStats, LLMEngine, SpeculationStats
+from peagle.engine import Calibration, EngineStats, LLMEngine, SpeculationStats
 from peagle.engine.loop import Add, EngineLoop, Order
 from peagle.engine.outputs import StreamChunk
 from peagle.engine.placement import load_target, resolve_device, set_threads
@@ -472,13 +472,15 @@ def pooled(engines: list[LLMEngine]) -> EngineStats:
     totals: dict[str, Any] = {
         f.name: sum(getattr(stats, f.name) for stats in every)
         for f in fields(EngineStats)
-        if f.name not in ("speculation", "step_times", "eager_steps", "decode_steps")
+        if f.name not in ("speculation", "step_times", "eager_steps", "decode_steps", "calibration")
     }
+    calibration = Calibration()
     eager_steps: Counter[str] = Counter()
     decode_steps: Counter[int] = Counter()
     for stats in every:
         eager_steps.update(stats.eager_steps)
         decode_steps.update(stats.decode_steps)
+        calibration.add(stats.calibration)
     speculation = SpeculationStats.pooled(stats.speculation for stats in every)
     return EngineStats(
         **totals,
@@ -486,4 +488,5 @@ def pooled(engines: list[LLMEngine]) -> EngineStats:
         step_times={},
         eager_steps=eager_steps,
         decode_steps=decode_steps,
+        calibration=calibration,
     )

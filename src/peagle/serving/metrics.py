@@ -77,6 +77,10 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Share of the KV blocks in use, 0 to 1.",
         lambda stats: 1 - stats.num_free_kv_blocks / stats.num_kv_blocks,
     ),
+    "spec_decode_calibration_error": (
+        "Predicted acceptance of tree nodes, distance from what is accepted, 0 to 1.",
+        lambda stats: stats.calibration.error or 0.0,
+    ),
 }
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("From the request to its first token.", _PER_REQUEST_S),
@@ -249,7 +253,7 @@ class Metrics:
         per_pos = family(counter, name, text, "engine", "position")
         text = "Decode steps that no CUDA graph could run."
         eager = family(counter, "eager_steps", text, "engine", "reason")
-        text = "Decode steps, by the most draft tokens on a path, K."
+        text = "Decode steps, by the draft tokens verified of a request: K, or nodes of a tree."
         steps = family(counter, "decode_steps", text, "engine", "num_speculative_tokens")
         text = "Outputs that ended by themselves."
         success = family(counter, "request_success", text, "engine", "finished_reason")

@@ -23,6 +23,7 @@ from peagle.config import CandidateTrees, DraftSampling
 from peagle.kernels.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import sample_from_weights
+from peagle.kernels.survival import Survival
 from peagle.kernels.trees import best_first_trees, count_nodes
 from peagle.kernels.upload import upload_ints
 from peagle.models.drafter import Attend, Drafter
@@ -106,6 +107,7 @@ class Drafts:
         probs_BKV: the draft distributions in the target vocabulary; None for argmax drafts.
         parents_BK: the row of each draft's parent where drafts are trees (`kernels.trees`); None
             for chains. K is then the nodes of a tree.
+        scores_BK: the scores of the nodes then, as `best_first_trees` gives them.
         slots: those from which a sequence's tree grew, by its number.
     """
 
@@ -113,6 +115,7 @@ class Drafts:
     lens: list[int]
     probs_BKV: Tensor | None = None
     parents_BK: Tensor | None = None
+    scores_BK: Tensor | None = None
     slots: Mapping[int, TreeSlots] = field(default_factory=dict)
 
 
@@ -162,6 +165,7 @@ class HeadProposer:
     Attributes:
         passes: passes of the drafter.
         readings: passes that give keys and values alone.
+        survival: where drafts are trees, how probable it is that a node is accepted.
     """
 
     def __init__(
@@ -182,6 +186,11 @@ class HeadProposer:
         self.max_model_len = max_model_len
         self.draft_sampling = draft_sampling
         self.trees = trees
+        self.survival: Survival | None = None
+        if trees is not None:
+            self.survival = Survival.uncalibrated(
+                trees.prediction_depth, drafter.norm.weight.device
+            )
         if drafter.config.is_parallel:
             self.h_shared_1D = drafter.shared_hidden().unsqueeze(0)
         self.scaling = drafter.config.head_dim**-0.5
@@ -214,8 +223,8 @@ class HeadProposer:
 
     def grow(
         self, logits_NKV: Tensor, states_NKW: Tensor | None, depths_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return trees over the slots of sequences: token and parent row of each node.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return trees over the slots of sequences: token, parent row and score of each node.
 
         Args:
             logits_NKV: of the slots, the head's own.
@@ -228,7 +237,7 @@ class HeadProposer:
             children = correction.tree_children(
                 logits_NKV, states_NKW, self.target_ids, TREE_TEMPERATURE
             )
-        tokens_NX, parents_NX = best_first_trees(
+        tokens_NX, parents_NX, scores_NX = best_first_trees(
             logits_NKV,
             depths_N,
             num_parallel_trees=shape.num_parallel_trees,
@@ -236,7 +245,7 @@ class HeadProposer:
             temperature=TREE_TEMPERATURE,
             children=children,
         )
-        return self.drafter.to_target_ids(tokens_NX), parents_NX
+        return self.drafter.to_target_ids(tokens_NX), parents_NX, scores_NX
 
     def _run(
         self, tokens: Tensor, positions: Tensor, prepared: PreparedPaged, hidden: Tensor | None
@@ -406,15 +415,17 @@ class EagerDraft:
         """Return trees over the slots of the sequences that draft."""
         w, most = shape.num_parallel_trees, shape.max_nodes
         depths_N = upload_ints([self._lens[b] for b in self._order], self._device)
-        grown = self._proposer.grow(logits_NKV, states_NKW, depths_N)
+        *nodes, grown_NX = self._proposer.grow(logits_NKV, states_NKW, depths_N)
         every = torch.zeros((2, len(self._lens), most), dtype=torch.int64, device=self._device)
-        every[:, self._order_N] = torch.stack(grown)
+        every[:, self._order_N] = torch.stack(nodes)
+        scores_BX = grown_NX.new_zeros(every.shape[1:])
+        scores_BX[self._order_N] = grown_NX
         lens = [count_nodes(k, w, most, logits_NKV.shape[2]) for k in self._lens]
         slots = {
             b: TreeSlots(logits_NKV[n], None if states_NKW is None else states_NKW[n])
             for n, b in enumerate(self._order)
         }
-        return Drafts(every[0], lens, parents_BK=every[1], slots=slots)
+        return Drafts(every[0], lens, parents_BK=every[1], scores_BK=scores_BX, slots=slots)
 
     def _still_drafting(self, column: int) -> Tensor:
         """The sequences that draft more than `column`."""

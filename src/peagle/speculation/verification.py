@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.config import CandidateTrees
 from peagle.kernels.logits_rules import TreeRows, VerificationRows
 from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights
@@ -207,8 +206,3 @@ def _accept_synthetically(
     u_B = uniform(sampling.seeds_B, sampling.num_outputs_B, Purpose.SYNTHETIC)
     passes_BK = (u_B.unsqueeze(1) < rates_K[: rows.max_drafts]) & rows.drafted_BK
     return passes_BK.sum(-1)
-
-
-def num_verified(num_drafts: int, trees: CandidateTrees | None) -> int:
-    """Return how many drafts of a sequence a step verifies: K, or the nodes of a tree."""
-    return trees.max_nodes if trees is not None and num_drafts else num_drafts

@@ -76,7 +76,7 @@ def test_trees_are_the_most_probable_allowed_paths(
         shape = CandidateTrees(w, 1, n)
         token_ids = None if ids is None else torch.tensor(ids)
         grow_trees([state], [after], [depth], shape, TEMPERATURE, token_ids)
-        tokens, parents = state.prepared_tree()
+        tokens, parents, told = state.prepared_tree()
         paths: list[Path] = [()]
         for token, parent in zip(tokens, parents, strict=True):
             paths.append((*paths[parent], token))
@@ -84,7 +84,7 @@ def test_trees_are_the_most_probable_allowed_paths(
         assert found == sorted(found, reverse=True) and len(set(paths)) == len(paths)
         best = sorted(scores.values(), reverse=True)[:n]
         assert len(found) == len(best)
-        assert all(map(math.isclose, found, best))
+        assert all(map(math.isclose, found, best)) and told == pytest.approx(found)
         # Each row has the mask of a state behind its path.
         masks = verification_masks([state], [tokens], compiler.vocab_size)
         assert masks is not None

@@ -58,12 +58,14 @@ class DraftMasks:
 
     Row j has the tokens allowed after the first j drafts, in a tree after the drafts on its path.
     There are no rows behind a draft that is not allowed. Rows after a stop id allow everything.
-    `parents` has the row of each draft's parent in a tree; None: a chain.
+    Of a tree `parents` has the row of each draft's parent, `scores` the score of its path; None: a
+    chain.
     """
 
     drafts: tuple[int, ...]
     bitmask_RW: Tensor
     parents: tuple[int, ...] | None = None
+    scores: tuple[float, ...] | None = None
 
 
 class GrammarCompiler:
@@ -326,11 +328,15 @@ class GrammarState(Spender):
         assert self.prepared is not None
         return drafts[: len(self.prepared.bitmask_RW) - 1]
 
-    def prepared_tree(self) -> tuple[list[int], list[int]]:
-        """Return drafts and parents of the tree that `grow_trees` left; nothing while it works."""
+    def prepared_tree(self) -> tuple[list[int], list[int], list[float]]:
+        """Return drafts, parents and scores of the tree that `grow_trees` left.
+
+        They are empty while it works.
+        """
         if self.is_busy or self.prepared is None:
-            return [], []
-        return list(self.prepared.drafts), list(self.prepared.parents or ())
+            return [], [], []
+        prepared = self.prepared
+        return list(prepared.drafts), list(prepared.parents or ()), list(prepared.scores or ())
 
     def _fill(self, bitmask_RW: Tensor, row: int) -> None:
         self._matcher.fill_next_token_bitmask(bitmask_RW, row)

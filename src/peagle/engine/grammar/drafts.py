@@ -99,6 +99,7 @@ def _grow(
     bitmask_RW = full_bitmask(shape.max_nodes + 1, state.vocab_size)
     paths: list[list[int]] = [[]]  # the tokens on the path to each row
     parents: list[int] = []
+    scores: list[float] = []
     candidates: list[list[tuple[float, int]]] = []  # of each row, with their scores, best first
     heap: list[tuple[float, int, int, int]] = []  # score, depth, row of the parent, rank
 
@@ -136,11 +137,12 @@ def _grow(
             behind += state.try_advance(token)
         if behind == len(path):
             parents.append(parent)
+            scores.append(-negative)
             paths.append(path)
             expand(len(parents), -negative)
     state.rollback(behind)
     drafts = tuple(path[-1] for path in paths[1:])
-    state.prepared = DraftMasks(drafts, bitmask_RW[: len(paths)], tuple(parents))
+    state.prepared = DraftMasks(drafts, bitmask_RW[: len(paths)], tuple(parents), tuple(scores))
 
 
 class DraftGrammar:

@@ -102,8 +102,11 @@ class EngineMachine:
                 synthetic_acceptance_rates=acceptance.rates(k),
             )
         for shape in trees:
-            config = SpeculativeConfig(model=head, parallel_drafting_spec=shape)
-            self._configurations[shape] = config
+            self._configurations[shape] = SpeculativeConfig(
+                model=head,
+                num_speculative_tokens=shape.prediction_depth,
+                parallel_drafting_spec=shape,
+            )
         self._prompts = [list(prompt[:context]) for prompt in prompts]
         self._steps = steps
         # Sequences decode while others still read their prompts; one more step is in flight.

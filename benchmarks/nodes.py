@@ -1,0 +1,146 @@
+"""Nodes by load against every fixed number of them, chains and plain decoding: one JSON object.
+
+    python benchmarks/nodes.py --conc 1,2,4 --threads 1
+    python benchmarks/nodes.py --target DIR --draft HEAD --conc 1,2,4,8,16,32,64,128,256
+
+Closed loops over prompts at each concurrency, all ways to decode taking turns; output tokens per
+second, medians. A way is `plain`, `chain K=7`, `n=N` (every step verifies trees of N nodes),
+`shared n=N` (the requests share N nodes for each of them, out of trees of the greatest N), or
+`adaptive`. On a CPU `adaptive` is the greatest fixed number, and is left out. With one thread the
+thread's own time counts, as in `peagle tune`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from statistics import fmean, median
+from typing import Any
+
+from common import run_guarded
+
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.cli.setup import quiet_libraries, set_threads
+from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine.placement import load_target
+from peagle.environment import environment
+from peagle.evaluation.acceptance import DraftedStep, decode_steps
+from peagle.evaluation.decoding import Request
+from peagle.evaluation.engine_backend import EngineBackend, build
+from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
+from peagle.evaluation.tuning.machine import clock_of
+
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+
+
+def main() -> None:
+    """Run it."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--target", default=str(BUNDLED_TARGET), help="folder of the target")
+    options.add_argument("--draft", default=str(BUNDLED_PEAGLE), help="folder of a P-EAGLE head")
+    options.add_argument("--set", default="humaneval", choices=PROMPT_SETS, help="prompt set")
+    options.add_argument("--conc", default="1,2,4", help="requests in flight (1,2,4)")
+    options.add_argument("--nodes", default="1,3,7,16", help="numbers of nodes (1,3,7,16)")
+    options.add_argument("--depth", type=int, default=7, help="K, and depth of the trees (7)")
+    options.add_argument("--repeats", type=int, default=5, help="of each (5)")
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    options.add_argument("--threads", type=int, help="CPU threads (torch's choice)")
+    options.add_argument("--dtype", default="auto")
+    options.add_argument("--device", default="auto")
+    args = options.parse_args()
+    quiet_libraries()
+    set_threads(args.threads)
+    concurrencies = [int(one) for one in args.conc.split(",")]
+    target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
+    every = ways(args.draft, sorted(map(int, args.nodes.split(","))), args.depth)
+    if target.device.type == "cpu":
+        del every["adaptive"]
+    llms = build(target, every, max_num_seqs=max(concurrencies))
+    backends = {name: EngineBackend(llm) for name, llm in llms.items()}
+    clock = clock_of(target.device)
+    params = SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True)
+    found: dict[str, Any] = {}
+    for concurrency in concurrencies:
+        prompts = load_prompt_set(args.set, max(4, 2 * concurrency))
+        requests = [Request(one.id, one.text, params) for one in prompts]
+        speeds: dict[str, list[float]] = {name: [] for name in backends}
+        steps: dict[str, list[DraftedStep]] = {}
+        for number in range(args.repeats + 1):
+            # Another one begins each round: whoever comes after a slow one may be slower for it.
+            shift = number % len(backends)
+            for name in [*backends][shift:] + [*backends][:shift]:
+                start = clock()
+                run = backends[name].run(requests, concurrency)
+                seconds = clock() - start
+                if number:  # the first round warms up
+                    tokens = sum(answer.num_tokens for answer in run.answers)
+                    speeds[name].append(tokens / seconds)
+                    steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
+            print(f"# {concurrency} in flight, round {number}", file=sys.stderr, flush=True)
+        found[str(concurrency)] = figures(speeds, steps)
+    stats = {name: llm.stats for name, llm in llms.items()}
+    print(
+        json.dumps(
+            {
+                "command": " ".join(["python", *sys.argv]),
+                "repeats": args.repeats,
+                "by_concurrency": found,
+                "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
+                "calibration_error": {
+                    name: None if (error := one.calibration.error) is None else round(error, 4)
+                    for name, one in stats.items()
+                },
+                "environment": environment(target.device),
+            },
+            indent=2,
+        )
+    )
+
+
+def ways(head: str, sizes: list[int], depth: int) -> dict[str, SpeculativeConfig | None]:
+    """Plain decoding, chains, trees of each size, the largest with fewer nodes, and by load."""
+
+    def trees(size: int, nodes: object = None) -> SpeculativeConfig:
+        deepest = min(depth, size)
+        return SpeculativeConfig(
+            model=head,
+            num_speculative_tokens=deepest,
+            parallel_drafting_spec=CandidateTrees(size, deepest, size),
+            **{SCHEDULE: nodes},  # type: ignore[arg-type]
+        )
+
+    most = sizes[-1]
+    return {
+        "plain": None,
+        f"chain K={depth}": SpeculativeConfig(model=head, num_speculative_tokens=depth),
+        **{f"n={size}": trees(size) for size in sizes},
+        **{f"shared n={size}": trees(most, ((1, 1, size),)) for size in sizes[:-1]},
+        "adaptive": trees(most, "auto"),
+    }
+
+
+def figures(speeds: dict[str, list[float]], steps: dict[str, list[DraftedStep]]) -> dict[str, Any]:
+    """Tokens a second of each way, and their ratios to the best fixed way and to plain decoding.
+
+    Acceptance length and nodes are of the steps of a request, those without nodes included.
+    """
+    medians = {name: median(values) for name, values in speeds.items()}
+    best = max(speed for name, speed in medians.items() if name.startswith(("plain", "n=")))
+    return {
+        name: {
+            "tokens_per_s": round(speed, 1),
+            "spread": [round(min(speeds[name]), 1), round(max(speeds[name]), 1)],
+            "over_best_fixed": round(speed / best, 3),
+            "over_plain": round(speed / medians["plain"], 3),
+            "acceptance_length": round(1 + fmean(one.num_accepted for one in steps[name]), 3),
+            "nodes_a_step": round(fmean(one.num_drafted for one in steps[name]), 2),
+        }
+        for name, speed in medians.items()
+    }
+
+
+if __name__ == "__main__":
+    run_guarded(main)

@@ -1,0 +1,218 @@
+"""What is known of the trees that a head drafts: how often nodes are accepted, and what n bring.
+
+The estimate needs no trained output. It starts from the head's own probabilities, and the latest
+acceptances correct these (`kernels.survival`).
+
+Shapes: D depths, X cells of score logits, R trees, N nodes of a tree, S trees of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.config import CandidateTrees
+from peagle.engine.stats import NUM_CALIBRATION_BINS, Calibration
+from peagle.kernels.survival import MOST_CERTAIN, Survival, score_logits
+from peagle.kernels.trees import row_depths
+from peagle.kernels.upload import upload
+
+# Trees of a step that are looked at; more say little that is new.
+TREES_A_STEP = 8
+# Steps with trees after which w and b are fitted anew; the first times come sooner.
+REFIT_STEPS = 100
+# Verified nodes of a depth that count, and how many nodes w and b of the depth before count for.
+LATEST_NODES, PRIOR_NODES = 4096, 8
+# The latest trees, of which the mean tells what a tree brings, and the steps after which it is
+# computed anew.
+LATEST_TREES, CURVE_STEPS = 128, 8
+# How many trees the prior counts for, and how many the latest ones do.
+PRIOR_TREES, MOST_TREES = 1, 512
+# The share of each draft that is accepted, before there is a record: a good head's.
+PRIOR = 0.8
+# Steps without drafts after which a record has lost two thirds of its weight.
+FORGOTTEN_STEPS = 4000
+
+_CELLS = 64  # of score logits
+_CENTRES_X = (torch.arange(_CELLS).double() + 0.5) * (2 * MOST_CERTAIN / _CELLS) - MOST_CERTAIN
+_FEATURES_X2 = torch.stack((_CENTRES_X, torch.ones_like(_CENTRES_X)), 1)
+_NEWTON_STEPS, _LEAST_STEP = 8, 1e-4
+
+
+class TreeRecord:
+    """How many tokens a step brings a sequence at each number of nodes, by the latest trees.
+
+    A tree of n nodes brings 1 + the sum of its nodes' survival. Of the latest trees as many as run
+    together share their nodes (`kernels.trees.share_nodes`), so that n is the mean of each. Before
+    there is a record a tree of n nodes is taken for a chain of n drafts of a good head. A record
+    that nothing is added to fades to that over thousands of steps.
+
+    w and b of each depth are those of a logistic regression, by Newton's method, over the latest
+    verified nodes of the depth. With few nodes they are like those of the depth before, and of
+    depth 1 like those of the head's own probabilities.
+
+    Attributes:
+        calibration: predictions and what became of them.
+    """
+
+    def __init__(self, shape: CandidateTrees) -> None:
+        depth, nodes = shape.prediction_depth, shape.max_nodes
+        self.calibration = Calibration()
+        self._depth, self._num_nodes = depth, nodes
+        self._survival = Survival.uncalibrated(depth, "cpu")
+        self._shared: Survival | None = None
+        self._tried_DX, self._passed_DX = torch.zeros(2, depth, _CELLS, dtype=torch.float64)
+        self._pending: list[tuple[Sequence[float], list[int], list[int], int]] = []
+        self._num_steps = self._next_fit = 0
+        # A ring of trees; nodes that a tree does not have are at depth 0.
+        self._scores_RN = torch.zeros(LATEST_TREES, nodes)
+        self._depths_RN = torch.zeros(LATEST_TREES, nodes, dtype=torch.int64)
+        self._num_trees = 0
+        self._weight = 0.0
+        self._group = 1
+        self._curve: list[float] = [0.0] * (nodes + 1)
+        self._curve_of = 0, 0  # its group, and the step
+
+    def calibrates(self, survival: Survival | None) -> None:
+        """Let w and b that are fitted go to `survival`, which decides about the nodes of steps."""
+        self._shared = survival
+
+    @property
+    def looks(self) -> bool:
+        """Whether `saw` may take another tree of this step."""
+        return len(self._pending) < TREES_A_STEP
+
+    def saw(
+        self, scores: Sequence[float], parents: Sequence[int], path: Sequence[int], verified: int
+    ) -> None:
+        """Take what a step did with the tree of one sequence; `add` ends the step.
+
+        Args:
+            scores, parents: of the whole tree.
+            path: the nodes that were accepted.
+            verified: the nodes that were verified, the first ones; may be 0.
+        """
+        self._pending.append((scores, row_depths(parents)[1:], [*path], verified))
+
+    def add(self, num_offered: int, accepted: Sequence[int]) -> None:
+        """Count a step, and the trees that it verified; fade where it verified none.
+
+        Args:
+            num_offered: nodes of the step for each sequence; the trees say how many each had.
+            accepted: accepted nodes of each sequence that ran.
+        """
+        if accepted:
+            self._group = 1 << (min(len(accepted), LATEST_TREES).bit_length() - 1)
+        if not self._pending:
+            self._weight *= 1 - 1 / FORGOTTEN_STEPS
+            return
+        count, nodes = len(self._pending), self._num_nodes
+        scores_SN = torch.tensor([[*s, *[0.0] * (nodes - len(s))] for s, *_ in self._pending])
+        depths_SN = torch.tensor([[*d, *[0] * (nodes - len(d))] for _, d, *_ in self._pending])
+        verified_S = torch.tensor([verified for *_, verified in self._pending])
+        passed_SN = torch.zeros(count, nodes, dtype=torch.bool)
+        for tree, (_, _, path, _) in enumerate(self._pending):
+            passed_SN[tree, path] = True
+        self._pending.clear()
+        is_seen_SN = torch.arange(nodes) < verified_S.unsqueeze(1)
+        self._count(scores_SN[is_seen_SN], depths_SN[is_seen_SN], passed_SN[is_seen_SN])
+        places_S = torch.arange(self._num_trees, self._num_trees + count) % LATEST_TREES
+        self._scores_RN[places_S], self._depths_RN[places_S] = scores_SN, depths_SN
+        self._num_trees += count
+        self._weight = self._weight * MOST_TREES / (MOST_TREES + count) + count
+        self._num_steps += 1
+        if self._num_steps >= self._next_fit:
+            self._next_fit = self._num_steps + min(self._num_steps, REFIT_STEPS)
+            self._fit()
+
+    def _count(self, scores_X: Tensor, depths_X: Tensor, passed_X: Tensor) -> None:
+        """Count nodes by depth and score, and what was predicted of them."""
+        logits_X = score_logits(scores_X)
+        cell_X = (logits_X + MOST_CERTAIN) * (_CELLS / (2 * MOST_CERTAIN))
+        at_X = (depths_X - 1) * _CELLS + cell_X.long().clamp_max(_CELLS - 1)
+        new_DX, new_passed_DX = (
+            torch.bincount(at_X, weights, self._depth * _CELLS).view(-1, _CELLS)
+            for weights in (torch.ones_like(scores_X, dtype=torch.float64), passed_X.double())
+        )
+        kept_D1 = LATEST_NODES / (LATEST_NODES + new_DX.sum(1, keepdim=True))
+        self._tried_DX.mul_(kept_D1).add_(new_DX)
+        self._passed_DX.mul_(kept_D1).add_(new_passed_DX)
+        survival_X = self._survival(scores_X.unsqueeze(0), depths_X.unsqueeze(0))[0].double()
+        bins = NUM_CALIBRATION_BINS
+        bin_X = (survival_X * bins).long().clamp_max(bins - 1)
+        sums = (torch.ones_like(survival_X), survival_X, passed_X.double())
+        self.calibration.add(Calibration(*(torch.bincount(bin_X, x, bins).tolist() for x in sums)))
+
+    def _fit(self) -> None:
+        """Fit w and b of each depth to the counts."""
+        weights_2, fitted = torch.tensor([1.0, 0.0], dtype=torch.float64), list[Tensor]()
+        for tried_X, passed_X in zip(self._tried_DX, self._passed_DX, strict=True):
+            weights_2 = fit_logistic(tried_X, passed_X, weights_2)
+            fitted.append(weights_2)
+        weights_D2 = torch.stack(fitted).float()
+        self._survival.weights_D2.copy_(weights_D2)
+        if self._shared is not None:
+            shared_D2 = self._shared.weights_D2
+            shared_D2.copy_(upload(weights_D2, shared_D2.device))
+
+    def tokens(self, k: int) -> float:
+        """Return the tokens of a sequence in a step that verifies k nodes of each."""
+        prior = sum(PRIOR**i for i in range(1, k + 1))
+        if not self._num_trees:
+            return 1 + prior
+        group, step = self._curve_of
+        if group != self._group or self._num_steps >= step + CURVE_STEPS:
+            self._curve, self._curve_of = self._make_curve(), (self._group, self._num_steps)
+        total = self._curve[k] * self._weight + prior * PRIOR_TREES
+        return 1 + total / (self._weight + PRIOR_TREES)
+
+    def _make_curve(self) -> list[float]:
+        """Return the sum of survival of n nodes of each tree, for n from 0 to N."""
+        known = min(self._num_trees, LATEST_TREES)
+        group = 1 << (min(self._group, known).bit_length() - 1)
+        known -= known % group
+        depths_RN = self._depths_RN[:known]
+        survival_RN = self._survival(self._scores_RN[:known], depths_RN) * (depths_RN > 0)
+        worth_GX, survival_GX = (
+            x.reshape(-1, group * self._num_nodes)
+            for x in (survival_RN.cummin(1).values, survival_RN)
+        )
+        order_GX = worth_GX.sort(descending=True, stable=True).indices
+        sums_X = survival_GX.gather(1, order_GX).cumsum(1).mean(0) / group
+        return [0.0, *sums_X[group - 1 :: group].tolist()]
+
+
+def fit_logistic(tried_X: Tensor, passed_X: Tensor, prior_2: Tensor) -> Tensor:
+    """Return the w and b for which sigmoid(w x + b) predicts best which nodes passed, [2].
+
+    They minimise
+
+        - sum_x (passed log p + (tried - passed) log(1 - p)) + PRIOR_NODES / 2 |(w, b) - prior|^2
+
+    by Newton's method; a step that would not lower that is halved.
+
+    Args:
+        tried_X, passed_X: nodes in the cells of score logits, and those of them that passed.
+    """
+
+    def loss_at(weights_2: Tensor) -> float:
+        z_X = _FEATURES_X2 @ weights_2
+        missed = tried_X @ F.softplus(z_X) - passed_X @ z_X
+        return float(missed + PRIOR_NODES / 2 * (weights_2 - prior_2).square().sum())
+
+    weights_2, loss = prior_2, loss_at(prior_2)
+    for _ in range(_NEWTON_STEPS):
+        p_X = torch.sigmoid(_FEATURES_X2 @ weights_2)
+        slope_2 = _FEATURES_X2.mT @ (tried_X * p_X - passed_X) + PRIOR_NODES * (weights_2 - prior_2)
+        curvature_22 = (_FEATURES_X2.mT * (tried_X * p_X * (1 - p_X))) @ _FEATURES_X2
+        curvature_22.diagonal().add_(PRIOR_NODES)
+        step_2 = torch.linalg.solve(curvature_22, slope_2)
+        while (found := loss_at(weights_2 - step_2)) > loss and step_2.abs().max() > _LEAST_STEP:
+            step_2 = step_2 / 2
+        if found >= loss:
+            break
+        weights_2, loss = weights_2 - step_2, found
+    return weights_2
