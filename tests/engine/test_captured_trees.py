@@ -246,7 +246,7 @@ def test_preemption_keeps_trees(
             if is_disturbed and num_steps in (3, 9):
                 engine.add_request(prompts[1], replace(GREEDY, max_tokens=1))
             if fault and sequence.status is SequenceStatus.WAITING:
-                sequence.draft_parents = None
+                sequence.draft_parents = [0] * len(sequence.drafts)
         assert (sequence.num_preemptions > 0) == is_disturbed
         assert sequence.output_token_ids == answers[0][len(prompts[0]) :][:16]
         assert engine.stats.eager_steps == {}
