@@ -294,6 +294,19 @@ def tune() -> dict[str, Any]:
         },
         "check": {"num_unfitted": 36, "within_10_percent": 35, "share": 35 / 36, "worst": 0.112},
         "schedule": [[1, 12, 7], [13, 31, 5], [32, 64, 3]],
+        "trees": [
+            {
+                "parallel_drafting_spec": {
+                    "num_parallel_trees": nodes,
+                    "prediction_depth": 7,
+                    "max_nodes": nodes,
+                },
+                "acceptance_length": length,
+                "tokens_per_s": [[1, 140.0 * length], [8, 900.0 * length], [64, 2000.0 * length]],
+                "wins_at": wins,
+            }
+            for nodes, length, wins in ((7, 4.13, [8]), (16, 4.86, [1]))
+        ],
         "break_even": [
             {
                 "batch": b,

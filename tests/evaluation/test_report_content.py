@@ -213,6 +213,8 @@ def without(value: Any, chance: float, rng: random.Random) -> Any:
     needed = {"format_version", "provenance", "target", "method", "k", "concurrency", "median"}
     needed |= {"output_tokens_per_s", "num_drafts", "num_accepted_tokens", "pooled", "slice"}
     needed |= {"from", "to", "count", "text", "batch", "predicted_tokens_per_s", "entries", "cells"}
+    needed |= {"parallel_drafting_spec", "tokens_per_s", "wins_at"}
+    needed |= {"num_parallel_trees", "prediction_depth", "max_nodes"}
     needed |= {"acceptance_length", *samples.SETS, *samples.CATEGORIES, *map(str, range(1, 9))}
     if isinstance(value, dict):
         kept = {}
@@ -266,6 +268,20 @@ def test_a_server_that_tells_only_counters(tmp_path):
     text = text_of(tmp_path, **documents)
     assert f"P-EAGLE has an acceptance length of {bare['pooled']['acceptance_length']:.2f}" in text
     assert "The backend tells no figures by request, so there are no intervals." in text
+
+
+@pytest.mark.usefixtures("_undrawn")
+def test_candidate_trees_stand_beside_chains(tmp_path):
+    documents = some("tune")
+    text = text_of(tmp_path, **documents)
+    assert "They win at batch sizes 1, 8." in text
+    assert "NodesFirst tokensDepthAcceptance lengthBatch 1Batch 8Batch 64" in text
+    assert "7774.13578★ 3,7178,260" in text and "161674.86★ 6804,374" in text
+    for one in documents["tune"]["trees"]:
+        one["wins_at"] = []
+    assert "Chains or no drafts are as fast at every batch size." in text_of(tmp_path, **documents)
+    documents["tune"]["trees"] = []
+    assert "Candidate trees" not in text_of(tmp_path, **documents)
 
 
 @pytest.mark.usefixtures("_undrawn")
