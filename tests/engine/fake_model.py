@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from peagle.config import CandidateTrees
 from peagle.engine.depth import DepthPolicy
 from peagle.engine.graph_runner import RowReport, buckets
 from peagle.engine.model_runner import TargetPass, block_tables
@@ -212,7 +213,7 @@ class FakeProposer:
         max_nodes: int = 0,
     ) -> None:
         self.draft_sampling = "probabilistic" if has_drawn_drafts else "argmax"
-        self.trees = max_nodes or None
+        self.trees = CandidateTrees(1, min(8, max_nodes), max_nodes) if max_nodes else None
         self.survival = Survival.uncalibrated(8, "cpu") if max_nodes else None
         self.draft_token_ids = None
         self.block_size = block_size
@@ -241,7 +242,7 @@ class FakeProposer:
             for j in range(1, k):
                 self.kv[self._slot(table, last + j)] = MASK
             chain = _draft(tuple(history[: last + 2]), k) if k else []
-            grown = _grow(chain, self.trees) if self.trees else (chain, [])
+            grown = _grow(chain, self.trees.max_nodes) if self.trees else (chain, [])
             tokens.append(grown[0])
             parents.append(grown[1])
         most = max(map(len, tokens))

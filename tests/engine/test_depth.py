@@ -29,6 +29,7 @@ from peagle.engine.depth import (
     StepCosts,
     candidates,
     make_depth,
+    node_counts,
 )
 from peagle.engine.graph_runner import buckets, graph_sizes, target_rows
 from peagle.engine.tree_record import TreeRecord
@@ -332,6 +333,8 @@ def test_candidates_share_their_sizes() -> None:
     assert candidates(1) == (0, 1)
     assert candidates(16) == (0, 1, 3, 7, 16), "15 costs as much as 16"
     assert candidates(63) == (0, 1, 3, 7, 15, 31, 63)
+    assert node_counts(16) == (0, 1, 2, 3, 7, 16)
+    assert [node_counts(n) for n in (1, 2, 3)] == [(0, 1), (0, 1, 2), (0, 1, 2, 3)]
     sizes = graph_sizes(32, AutomaticDepth(7).possible)
     assert sizes == [(rows, k) for rows in buckets(32) for k in (0, 1, 3, 7)]
     assert AutomaticDepth(7).most_resuming(32) == 32
@@ -460,11 +463,11 @@ def test_which_configurations_choose_nodes(tmp_path: Path) -> None:
         return make_depth(config, 5, is_captured=is_captured, trees=TreeRecord(shape))
 
     open_ = depth_of()
-    assert isinstance(open_, AutomaticDepth) and open_.possible(1) == {0, 1, 3, 7, 16}
+    assert isinstance(open_, AutomaticDepth) and open_.possible(1) == {0, 1, 2, 3, 7, 16}
     assert depth_of(is_captured=False).possible(1) == {16}
     assert depth_of(num_speculative_tokens=5).possible(1) == {16}
     auto = depth_of(num_speculative_tokens=5, num_speculative_tokens_per_batch_size="auto")
-    assert auto.possible(9) == {0, 1, 3, 7, 16}
+    assert auto.possible(9) == {0, 1, 2, 3, 7, 16}
     schedule = depth_of(num_speculative_tokens_per_batch_size=((1, 4, 99), (5, 8, 3), (9, 9, 0)))
     assert [schedule.possible(n) for n in (1, 5, 9)] == [{16}, {3}, {0}]
     with pytest.raises(UserError, match="num_speculative_tokens is 7; expected 5, the prediction"):

@@ -42,6 +42,7 @@ RUNTIME_KEYS = tuple(_WITHOUT_EFFECT)
 _DRAFT_SAMPLE_METHODS = {"greedy": "argmax", "probabilistic": "probabilistic"}
 _REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
 _TREES = "parallel_drafting_spec"
+_SLOTS_AHEAD = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,14 @@ class CandidateTrees:
             value = getattr(self, name)
             ok = is_int(value) and 1 <= value <= n
             require(ok, f"{_TREES}.{name}", value, f"a whole number from 1 to max_nodes ({n})")
+
+    def depth(self, num_verified: int) -> int:
+        """Return the most drafts on a path where steps verify so many nodes of each sequence.
+
+        Few nodes seldom reach far, and each slot of the head takes time. Sequences that are sure
+        get nodes of others: a slot more.
+        """
+        return min(self.prediction_depth, num_verified + _SLOTS_AHEAD) if num_verified else 0
 
     @classmethod
     def parse(cls, source: object) -> CandidateTrees:

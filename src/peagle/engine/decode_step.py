@@ -96,7 +96,7 @@ class StepSizes:
 
     def depth(self, num_drafts: int) -> int:
         """Return the most drafts on a path in steps of K drafts."""
-        return self.trees.prediction_depth if self.trees is not None and num_drafts else num_drafts
+        return num_drafts if self.trees is None else self.trees.depth(num_drafts)
 
 
 @dataclass(frozen=True, slots=True)

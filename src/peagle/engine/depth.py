@@ -1,9 +1,9 @@
 """K of a step: the drafts of each sequence that it verifies, by a schedule or by the load.
 
 Of chains K is the length, of trees the number of nodes for each sequence, which the sequences of a
-step share (`kernels.trees.share_nodes`); depths of the trees stay as they are. For drafts that are
-an argmax no output depends on K: the target's own token decides at every row, and a draft that is
-not verified only ends a step earlier. So K may change at every step, by whatever is known.
+step share (`kernels.trees.share_nodes`). For drafts that are an argmax no output depends on K: the
+target's own token decides at every row, and a draft that is not verified only ends a step earlier.
+So K may change at every step, by whatever is known.
 """
 
 from __future__ import annotations
@@ -145,6 +145,15 @@ def candidates(most: int) -> tuple[int, ...]:
     return tuple(sorted(depths))
 
 
+def node_counts(most: int) -> tuple[int, ...]:
+    """Return the numbers of nodes to choose from: the K of chains, and 2.
+
+    Where many sequences run, a pass takes time by the token, and few nodes are best: from 1 to 3
+    it doubles.
+    """
+    return tuple(sorted({*candidates(most), min(2, most)}))
+
+
 class AcceptanceRecord:
     """How many tokens a step brings a sequence at each K, by the latest steps.
 
@@ -158,9 +167,11 @@ class AcceptanceRecord:
 
     def __init__(self, most: int) -> None:
         self._tried, self._passed = [0.0] * most, [0.0] * most
+        self._k_of_drafts = most  # of the step that made the drafts that are verified next
 
-    def add(self, num_offered: int, accepted: Sequence[int]) -> None:
-        """Count a step in which sequences could accept up to `num_offered` drafts."""
+    def add(self, k: int, accepted: Sequence[int]) -> None:
+        """Count a step of depth k, with drafts of the step before it."""
+        num_offered, self._k_of_drafts = min(k, self._k_of_drafts), k
         counts = Counter(accepted)
         num_reaching = len(accepted)
         for i in range(len(self._tried)):
@@ -257,11 +268,10 @@ class AutomaticDepth(DepthPolicy):
     """
 
     def __init__(self, most: int, trees: TreeRecord | None = None) -> None:
-        self._candidates = candidates(most)
+        self._candidates = candidates(most) if trees is None else node_counts(most)
         self._costs: StepCosts | None = None
         self._acceptance = AcceptanceRecord(most) if trees is None else trees
         self._k = most
-        self._k_of_drafts = most  # of the step that made the drafts that are verified next
         self._is_idle = True
         self._gains = dict.fromkeys(self._candidates, 0.0)  # in plain steps
 
@@ -309,7 +319,6 @@ class AutomaticDepth(DepthPolicy):
     def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
         if not accepted:
             return
-        self._acceptance.add(min(k, self._k_of_drafts), accepted)
-        self._k_of_drafts = k
+        self._acceptance.add(k, accepted)
         if self._costs is not None:
             self._costs.add(len(accepted), k, seconds)

@@ -362,8 +362,8 @@ class HeadDrafting(Drafting):
         return share_nodes(survival_BN, torch.tensor(counts), budget).tolist()
 
     def most_drafts_of(self, sequence: Sequence) -> int:
-        if self.proposer.trees is not None:  # they are as deep, however many nodes are verified
-            return MAX_SPECULATIVE_TOKENS if self.most_drafts else 0
+        if (trees := self.proposer.trees) is not None:
+            return trees.depth(self.most_drafts)
         draws = self.proposer.draft_sampling != "argmax"
         keeps = draws and keeps_k(sequence.params)
         return MAX_SPECULATIVE_TOKENS if keeps else self.most_drafts

@@ -600,11 +600,11 @@ class LLMEngine:
             nodes = slice(num_drafted)
             tree = DraftTree(sequence.drafts[nodes], sequence.draft_parents[nodes])
             depth = tree.depth
-        record = self._tree_record
-        if record is not None and record.looks and sequence.draft_scores and not self._is_checking:
+        record, parents = self._tree_record, sequence.draft_parents
+        if record is not None and record.looks and parents and not self._is_checking:
             # Trees of which nothing was verified too: those that are verified are the surer ones.
             path = [] if tree is None else tree.path(new[:num_accepted])
-            record.saw(sequence.draft_scores, sequence.draft_parents or [], path, num_drafted)
+            record.saw(sequence.draft_scores or [], parents, path, num_drafted)
         for stats in (sequence.stats, self.speculation_stats):
             stats.record(num_drafted, num_accepted, depth)
         kept = sequence.append(new, self.max_model_len)

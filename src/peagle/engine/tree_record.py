@@ -9,6 +9,7 @@ Shapes: D depths, X cells of score logits, R trees, N nodes of a tree, S trees o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,43 @@ _FEATURES_X2 = torch.stack((_CENTRES_X, torch.ones_like(_CENTRES_X)), 1)
 _NEWTON_STEPS, _LEAST_STEP = 8, 1e-4
 
 
+@dataclass(slots=True)
+class _Trees:
+    """The latest trees of one greatest depth.
+
+    Attributes:
+        scores_RN, depths_RN: a ring; nodes that a tree does not have are at depth 0.
+        count: trees that ever came.
+        weight: how many trees the record counts for; it fades.
+        curve: the sum of survival of n nodes of each tree, for n from 0 to N.
+        made_at: the batch size and the step of the curve.
+    """
+
+    scores_RN: Tensor
+    depths_RN: Tensor
+    count: int = 0
+    weight: float = 0.0
+    curve: list[float] = field(default_factory=list)
+    made_at: tuple[int, int] = (0, 0)
+
+    def put(self, scores_SN: Tensor, depths_SN: Tensor) -> None:
+        """Add the trees of a step."""
+        count = len(scores_SN)
+        places_S = torch.arange(self.count, self.count + count) % LATEST_TREES
+        self.scores_RN[places_S], self.depths_RN[places_S] = scores_SN, depths_SN
+        self.count += count
+        self.weight = self.weight * MOST_TREES / (MOST_TREES + count) + count
+
+
 class TreeRecord:
     """How many tokens a step brings a sequence at each number of nodes, by the latest trees.
 
     A tree of n nodes brings 1 + the sum of its nodes' survival. Of the latest trees as many as run
     together share their nodes (`kernels.trees.share_nodes`), so that n is the mean of each. Before
     there is a record a tree of n nodes is taken for a chain of n drafts of a good head. A record
-    that nothing is added to fades to that over thousands of steps.
+    that nothing is added to fades to that over thousands of steps. Steps of few nodes draft trees
+    of less depth (`CandidateTrees.depth`), which tell little of larger ones: a size is judged by
+    the latest trees as deep as its own, and these change as their first nodes do.
 
     w and b of each depth are those of a logistic regression, by Newton's method, over the latest
     verified nodes of the depth. With few nodes they are like those of the depth before, and of
@@ -61,20 +92,15 @@ class TreeRecord:
     def __init__(self, shape: CandidateTrees) -> None:
         depth, nodes = shape.prediction_depth, shape.max_nodes
         self.calibration = Calibration()
-        self._depth, self._num_nodes = depth, nodes
+        self._shape, self._depth, self._num_nodes = shape, depth, nodes
         self._survival = Survival.uncalibrated(depth, "cpu")
         self._shared: Survival | None = None
         self._tried_DX, self._passed_DX = torch.zeros(2, depth, _CELLS, dtype=torch.float64)
         self._pending: list[tuple[Sequence[float], list[int], list[int], int]] = []
         self._num_steps = self._next_fit = 0
-        # A ring of trees; nodes that a tree does not have are at depth 0.
-        self._scores_RN = torch.zeros(LATEST_TREES, nodes)
-        self._depths_RN = torch.zeros(LATEST_TREES, nodes, dtype=torch.int64)
-        self._num_trees = 0
-        self._weight = 0.0
+        self._trees: dict[int, _Trees] = {}  # by their greatest depth
+        self._latest = depth  # of the trees that are verified next
         self._group = 1
-        self._curve: list[float] = [0.0] * (nodes + 1)
-        self._curve_of = 0, 0  # its group, and the step
 
     def calibrates(self, survival: Survival | None) -> None:
         """Let w and b that are fitted go to `survival`, which decides about the nodes of steps."""
@@ -97,18 +123,25 @@ class TreeRecord:
         """
         self._pending.append((scores, row_depths(parents)[1:], [*path], verified))
 
-    def add(self, num_offered: int, accepted: Sequence[int]) -> None:
-        """Count a step, and the trees that it verified; fade where it verified none.
+    def add(self, k: int, accepted: Sequence[int]) -> None:
+        """Count a step, and the trees that it verified, those of the step before it.
 
         Args:
-            num_offered: nodes of the step for each sequence; the trees say how many each had.
+            k: nodes of the step for each sequence.
             accepted: accepted nodes of each sequence that ran.
         """
         if accepted:
             self._group = 1 << (min(len(accepted), LATEST_TREES).bit_length() - 1)
-        if not self._pending:
-            self._weight *= 1 - 1 / FORGOTTEN_STEPS
-            return
+        for trees in self._trees.values():
+            trees.weight *= 1 - 1 / FORGOTTEN_STEPS
+        drafted, next_depth = self._latest, self._shape.depth(k)
+        if self._pending:
+            self._learn(drafted)
+        if next_depth:
+            self._latest = next_depth
+
+    def _learn(self, depth: int) -> None:
+        """Take the trees of a step, which were drafted up to a depth."""
         count, nodes = len(self._pending), self._num_nodes
         scores_SN = torch.tensor([[*s, *[0.0] * (nodes - len(s))] for s, *_ in self._pending])
         depths_SN = torch.tensor([[*d, *[0] * (nodes - len(d))] for _, d, *_ in self._pending])
@@ -119,10 +152,10 @@ class TreeRecord:
         self._pending.clear()
         is_seen_SN = torch.arange(nodes) < verified_S.unsqueeze(1)
         self._count(scores_SN[is_seen_SN], depths_SN[is_seen_SN], passed_SN[is_seen_SN])
-        places_S = torch.arange(self._num_trees, self._num_trees + count) % LATEST_TREES
-        self._scores_RN[places_S], self._depths_RN[places_S] = scores_SN, depths_SN
-        self._num_trees += count
-        self._weight = self._weight * MOST_TREES / (MOST_TREES + count) + count
+        if depth not in self._trees:
+            empty_RN = torch.zeros(LATEST_TREES, nodes)
+            self._trees[depth] = _Trees(empty_RN, empty_RN.long())
+        self._trees[depth].put(scores_SN, depths_SN)
         self._num_steps += 1
         if self._num_steps >= self._next_fit:
             self._next_fit = self._num_steps + min(self._num_steps, REFIT_STEPS)
@@ -160,22 +193,29 @@ class TreeRecord:
 
     def tokens(self, k: int) -> float:
         """Return the tokens of a sequence in a step that verifies k nodes of each."""
-        prior = sum(PRIOR**i for i in range(1, k + 1))
-        if not self._num_trees:
+        prior, wanted = sum(PRIOR**i for i in range(1, k + 1)), self._shape.depth(k)
+        if not self._trees:
             return 1 + prior
-        group, step = self._curve_of
-        if group != self._group or self._num_steps >= step + CURVE_STEPS:
-            self._curve, self._curve_of = self._make_curve(), (self._group, self._num_steps)
-        total = self._curve[k] * self._weight + prior * PRIOR_TREES
-        return 1 + total / (self._weight + PRIOR_TREES)
+        depth = min(self._trees, key=lambda known: (known < wanted, abs(known - wanted)))
+        trees, latest = self._trees[depth], self._trees.get(self._latest, self._trees[depth])
+        found = self._curve(trees)[k]
+        if latest is not trees:
+            found = min(found * self._curve(latest)[1] / self._curve(trees)[1], k)
+        return 1 + (found * trees.weight + prior * PRIOR_TREES) / (trees.weight + PRIOR_TREES)
 
-    def _make_curve(self) -> list[float]:
+    def _curve(self, trees: _Trees) -> list[float]:
         """Return the sum of survival of n nodes of each tree, for n from 0 to N."""
-        known = min(self._num_trees, LATEST_TREES)
+        group, step = trees.made_at
+        if group != self._group or self._num_steps >= step + CURVE_STEPS:
+            trees.curve, trees.made_at = self._make_curve(trees), (self._group, self._num_steps)
+        return trees.curve
+
+    def _make_curve(self, trees: _Trees) -> list[float]:
+        known = min(trees.count, LATEST_TREES)
         group = 1 << (min(self._group, known).bit_length() - 1)
         known -= known % group
-        depths_RN = self._depths_RN[:known]
-        survival_RN = self._survival(self._scores_RN[:known], depths_RN) * (depths_RN > 0)
+        depths_RN = trees.depths_RN[:known]
+        survival_RN = self._survival(trees.scores_RN[:known], depths_RN) * (depths_RN > 0)
         worth_GX, survival_GX = (
             x.reshape(-1, group * self._num_nodes)
             for x in (survival_RN.cummin(1).values, survival_RN)
