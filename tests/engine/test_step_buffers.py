@@ -203,7 +203,7 @@ def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
         assert rows.parents_BK[3].tolist() == [*sequence.draft_parents, 0]
         assert int(rows.state.num_drafts_B[3]) == 5
         assert (rows.scores_BK[3] * SCORE_UNIT).tolist() == [*sequence.draft_scores, 0]
-        assert int(rows.limits.num_speculative_B[3]) == min(K, k + 2)
+        assert int(rows.limits.num_speculative_B[3]) == min(K, k + 1)
     for k in (0, 6):
         buffers.switch(k)
         assert int(buffers.rows(ROWS, k).state.num_drafts_B[3]) == 0
