@@ -311,7 +311,7 @@ def test_nodes_by_themselves(
     monkeypatch.setattr("peagle.engine.depth.CHANGE_COSTS", 0.05)
     # Nodes of four sequences are dear, and those of one cheap.
     monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, n: 1 + 6e-3 * n * rows**3)
-    params = [replace(one, max_tokens=14 + 6 * i) for i, one in enumerate(PARAMS)]
+    params = [replace(one, max_tokens=8 + 4 * i) for i, one in enumerate(PARAMS)]
     answers = answers_of(target_folder, PROMPTS, params)
     llm = make(target_folder, head, schedule="auto", max_num_seqs=4)
     plant_answers(llm, answers, monkeypatch)
