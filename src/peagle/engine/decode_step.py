@@ -27,7 +27,7 @@ from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
 from peagle.engine.step_rules import StepRules
-from peagle.engine.step_trees import SCORE_UNIT, StepTrees
+from peagle.engine.step_trees import LEAST_SCORE, SCORE_UNIT, StepTrees
 from peagle.kernels.batches import DraftBatch, PackedBatch, TargetBatch
 from peagle.kernels.batches_triton import build_target_batch, expand_draft_batch, gather_features
 from peagle.kernels.correction_triton import correct_logits
@@ -162,9 +162,8 @@ class StepBuffers:
         self._stop_ids_BE = torch.full((batch, sizes.num_stop_ids), -1, **types)
         self._tables_BM = torch.zeros(batch, sizes.table_width, **types)
         self._drafts: dict[int, Tensor] = {}
-        self._nodes_BX = torch.zeros(
-            batch, 2 * sizes.trees.max_nodes if sizes.trees else 2, **types
-        )
+        num_nodes = sizes.trees.max_nodes if sizes.trees else 1
+        self._nodes_BX = torch.zeros(batch, 2 * num_nodes, **types)
         self._outputs: tuple[Tensor, ...] = ()
         self._rates_K: Tensor | None = None
         if (rates := sizes.synthetic_rates) is not None:
@@ -284,7 +283,7 @@ class StepBuffers:
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))
         ints += drafts + [0] * (columns - len(drafts))
         ints += parents + [0] * (num_nodes - len(parents))
-        ints += [round(score / SCORE_UNIT) for score in scores]
+        ints += [round(max(score, LEAST_SCORE) / SCORE_UNIT) for score in scores]
         ints += [0] * (num_nodes - len(scores))
         return ints, [getattr(params, name) for name in _FLOATS]
 

@@ -23,9 +23,9 @@ from peagle.kernels.survival import Survival
 from peagle.kernels.trees import TreePaths, count_nodes, path_rows, share_nodes
 from peagle.models.target import TargetModel
 
-# Scores cross to the host as whole numbers of these units, none below -LEAST_SCORE.
+# Scores cross to the host and back as whole numbers of these units, none below the least one.
 SCORE_UNIT = 2.0**-16
-_LEAST_SCORE = 1e4
+LEAST_SCORE = -1e4
 
 
 class StepTrees:
@@ -149,5 +149,5 @@ class StepTrees:
         is_node_BN = self._columns_J[:-1] < num_nodes_B.unsqueeze(1)
         self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
         kept.parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
-        units_BN = (scores_BN.clamp_min(-_LEAST_SCORE) / SCORE_UNIT).round().long()
+        units_BN = (scores_BN.clamp_min(LEAST_SCORE) / SCORE_UNIT).round().long()
         self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))

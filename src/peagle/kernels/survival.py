@@ -23,8 +23,11 @@ MOST_CERTAIN = 8.0  # |x| is at most that: probabilities from 0.0003 to 0.9997
 
 
 def score_logits(scores: Tensor) -> Tensor:
-    """Return x of scores, from -MOST_CERTAIN to MOST_CERTAIN; scores are 0 or less."""
-    scores = scores.clamp(-MOST_CERTAIN - 1, -1e-9)
+    """Return x of scores, from -MOST_CERTAIN to MOST_CERTAIN; scores are 0 or less.
+
+    A score that is not a number is the least one.
+    """
+    scores = scores.nan_to_num(-torch.inf).clamp(-MOST_CERTAIN - 1, -1e-9)
     return (scores - torch.log(-torch.expm1(scores))).clamp(-MOST_CERTAIN, MOST_CERTAIN)
 
 
