@@ -309,9 +309,10 @@ def test_nodes_by_themselves(
 ) -> None:
     """The engine chooses how many nodes a step verifies, and the requests share them."""
     monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 1)
+    monkeypatch.setattr("peagle.engine.depth.CHANGE_COSTS", 0.05)
     # Nodes of four sequences are dear, and those of one cheap.
     monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, n: 1 + 6e-3 * n * rows**3)
-    params = [replace(one, max_tokens=14 + 6 * i) for i, one in enumerate(PARAMS)]
+    params = [replace(one, max_tokens=8 + 4 * i) for i, one in enumerate(PARAMS)]
     answers = answers_of(target_folder, PROMPTS, params)
     llm = make(target_folder, head, schedule="auto", max_num_seqs=4)
     plant_answers(llm, answers, monkeypatch)
@@ -332,7 +333,7 @@ def test_nodes_by_themselves(
     for (tokens, _, _), prompt, answer in zip(found, PROMPTS, answers, strict=True):
         assert tokens == answer[len(prompt) :][: len(tokens)]
     assert set(llm.stats.eager_steps) <= {"missed_features"}
-    assert 7 in llm.stats.decode_steps and len(llm.stats.decode_steps) > 2
+    assert len(llm.stats.decode_steps.keys() - {0}) > 1
     assert any(len(set(counts)) > 1 for counts in shares), "one has more nodes than another"
     assert any(0 < sum(counts) < 7 * len(counts) for counts in shares)
     assert llm.stats.speculation.num_accepted_tokens > 0

@@ -13,7 +13,7 @@ import torch
 
 from peagle.config import CandidateTrees, SamplingParams
 from peagle.engine.sequence import Sequence
-from peagle.engine.step_trees import SCORE_UNIT
+from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter
@@ -193,7 +193,7 @@ def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
     sequence = make_sequence(0, random.Random(0))
     sequence.num_speculative_tokens = K
     sequence.drafts, sequence.draft_parents = [7, 8, 9, 7, 5], [0, 0, 1, 2, 3]
-    sequence.draft_scores = [-0.5, -0.75, -1.0, -2.0, -3.0]
+    sequence.draft_scores = [-0.5, -0.75, -1.0, -2.0, -float("inf")]
     buffers.write({1: sequence, 2: None}, VOCAB)
     buffers.move({1: 3})
     for k in (6, 1, 2):
@@ -202,8 +202,9 @@ def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
         assert rows.drafts_BK[3].tolist() == [*sequence.drafts, 0]
         assert rows.parents_BK[3].tolist() == [*sequence.draft_parents, 0]
         assert int(rows.state.num_drafts_B[3]) == 5
-        assert (rows.scores_BK[3] * SCORE_UNIT).tolist() == [*sequence.draft_scores, 0]
-        assert int(rows.limits.num_speculative_B[3]) == min(K, k + 2)
+        expected = [*sequence.draft_scores[:4], LEAST_SCORE, 0]
+        assert (rows.scores_BK[3] * SCORE_UNIT).tolist() == expected
+        assert int(rows.limits.num_speculative_B[3]) == min(K, k + 1)
     for k in (0, 6):
         buffers.switch(k)
         assert int(buffers.rows(ROWS, k).state.num_drafts_B[3]) == 0

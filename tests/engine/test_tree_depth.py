@@ -31,7 +31,7 @@ NODES = SHAPE.max_nodes
 SIZES = node_counts(NODES)
 ROWS = buckets(256)
 TARGET_ROWS = target_rows(graph_sizes(256, lambda _: SIZES))
-LOADS = (1, 4, 16, 64, 128, 256)
+LOADS = (1, 16, 64, 128, 256)
 # How sure the target is of its tokens, and the factor by which the head is surer.
 HEADS = {
     "good": (6.0, 1.0),

@@ -26,8 +26,8 @@ def test_without_a_calibration_survival_is_the_probability_of_the_path() -> None
     probs = torch.tensor([[0.9, 0.4, 0.05, 1e-3]])
     survival = Survival.uncalibrated(3, "cpu")
     assert survival(probs.log(), DEPTHS) == pytest.approx(probs, abs=1e-5)
-    ends = score_logits(torch.tensor([0.0, -1e9, -torch.inf]))
-    assert ends.tolist() == [MOST_CERTAIN, -MOST_CERTAIN, -MOST_CERTAIN]
+    ends = score_logits(torch.tensor([0.0, -1e9, -torch.inf, torch.nan]))
+    assert ends.tolist() == [MOST_CERTAIN, *[-MOST_CERTAIN] * 3]
 
 
 def test_the_fit_finds_the_weights_that_made_the_data() -> None:

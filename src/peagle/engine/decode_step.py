@@ -42,7 +42,7 @@ from peagle.kernels.draft_draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.rejection_triton import DraftProbs, reject_drafts
 from peagle.kernels.step_state import StepLimits, StepRecord, StepState
 from peagle.kernels.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
-from peagle.kernels.survival import SCORE_UNIT
+from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT
 from peagle.kernels.upload import upload, upload_ints
 from peagle.kernels.verify_triton import (
     SequenceSampling,
@@ -164,9 +164,8 @@ class StepBuffers:
         self._stop_ids_BE = torch.full((batch, sizes.num_stop_ids), -1, **types)
         self._tables_BM = torch.zeros(batch, sizes.table_width, **types)
         self._drafts: dict[int, Tensor] = {}
-        self._nodes_BX = torch.zeros(
-            batch, 2 * sizes.trees.max_nodes if sizes.trees else 2, **types
-        )
+        num_nodes = sizes.trees.max_nodes if sizes.trees else 1
+        self._nodes_BX = torch.zeros(batch, 2 * num_nodes, **types)
         self._outputs: tuple[Tensor, ...] = ()
         self._rates_K: Tensor | None = None
         if (rates := sizes.synthetic_rates) is not None:
@@ -286,7 +285,7 @@ class StepBuffers:
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))
         ints += drafts + [0] * (columns - len(drafts))
         ints += parents + [0] * (num_nodes - len(parents))
-        ints += [round(score / SCORE_UNIT) for score in scores]
+        ints += [round(max(score, LEAST_SCORE) / SCORE_UNIT) for score in scores]
         ints += [0] * (num_nodes - len(scores))
         return ints, [getattr(params, name) for name in _FLOATS]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 from typing import TYPE_CHECKING
 
 import torch
@@ -142,11 +143,12 @@ def accelerate(
         return
     verified = [num_rows[size] for size in sizes]
     single = [rows for rows, _ in sizes]
-    all_drafts = [rows * (trees.prediction_depth if trees else k) for rows, k in sizes]
+    all_drafts = [rows * (trees.depth(k) if trees else k) for rows, k in sizes]
+    accepted = [rows * (trees.prediction_depth if trees else k) for rows, k in sizes]
     parallel = drafter.config.is_parallel
     accelerate_drafter(
         drafter,
-        [2 * count for count in all_drafts] if parallel else [*verified, *single],
+        list(map(add, accepted, all_drafts)) if parallel else [*verified, *single],
         num_feature_rows=verified,
         num_logit_rows=all_drafts if parallel else single,
     )

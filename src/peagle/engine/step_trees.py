@@ -20,12 +20,10 @@ from peagle.engine.model_runner import cached_bytes
 from peagle.kernels.batches import TargetBatch
 from peagle.kernels.kv_moves import SlotMoves
 from peagle.kernels.step_state import StepState
-from peagle.kernels.survival import SCORE_UNIT, Survival
+from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT, Survival
 from peagle.kernels.tree_paths_triton import Descent, descend, place_rows
 from peagle.kernels.trees import TreePaths, count_nodes, share_nodes
 from peagle.models.target import TargetModel
-
-_LEAST_SCORE = 1e4  # scores below minus this count as it
 
 
 class StepTrees:
@@ -118,5 +116,5 @@ class StepTrees:
         is_node_BN = self._columns_N < num_nodes_B.unsqueeze(1)
         self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
         self._parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
-        units_BN = (scores_BN.clamp_min(-_LEAST_SCORE) / SCORE_UNIT).round().long()
+        units_BN = (scores_BN.clamp_min(LEAST_SCORE) / SCORE_UNIT).round().long()
         self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))

@@ -19,14 +19,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Scores cross to the host as whole numbers of these units.
+# Scores cross to the host and back as whole numbers of these units, none below the least one.
 SCORE_UNIT = 2.0**-16
+LEAST_SCORE = -1e4
 MOST_CERTAIN = 8.0  # |x| is at most that: probabilities from 0.0003 to 0.9997
 
 
 def score_logits(scores: Tensor) -> Tensor:
-    """Return x of scores, from -MOST_CERTAIN to MOST_CERTAIN; scores are 0 or less."""
-    scores = scores.clamp(-MOST_CERTAIN - 1, -1e-9)
+    """Return x of scores, from -MOST_CERTAIN to MOST_CERTAIN; scores are 0 or less.
+
+    A score that is not a number is the least one.
+    """
+    scores = scores.nan_to_num(-torch.inf).clamp(-MOST_CERTAIN - 1, -1e-9)
     return (scores - torch.log(-torch.expm1(scores))).clamp(-MOST_CERTAIN, MOST_CERTAIN)
 
 
