@@ -287,7 +287,7 @@ def test_the_schedule_is_the_only_k_that_tune_names(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     batches = sorted({one["batch"] for one in tune["predictions"]})
     ks = sorted({one["k"] for one in tune["predictions"]})
-    table = page.split("a star marks")[-1].split("</table>")[0]
+    table = page.split("a star marks that of the schedule")[-1].split("</table>")[0]
     for batch in batches:
         row = re.search(rf">{batch}</t[hd]>(.*?)</tr>", table, re.S)
         assert row is not None

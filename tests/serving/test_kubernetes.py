@@ -182,7 +182,7 @@ def test_there_is_time_to_drain():
 def test_autoscaler_reads_a_metric_that_is_there():
     """By way of the adapter's rule in the comment: the server's name there, ours here."""
     pytest.importorskip("prometheus_client")
-    from peagle.engine.stats import EngineStats, SpeculationStats
+    from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
     from peagle.serving.metrics import Metrics
 
     comment = re.search(r"(#   rules:\n(?:#   .*\n)+)", MANIFEST.read_text())
@@ -192,7 +192,7 @@ def test_autoscaler_reads_a_metric_that_is_there():
     assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
 
     sizes = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
-    own: dict[str, Any] = {"speculation": SpeculationStats()}
+    own: dict[str, Any] = {"speculation": SpeculationStats(), "calibration": Calibration()}
     own |= {name: {} for name in ("step_times", "eager_steps", "decode_steps")}
     metrics = Metrics("m")
     metrics.record_engine(0, EngineStats(**{**sizes, **own, "num_kv_blocks": 1, "num_waiting": 3}))

@@ -220,21 +220,20 @@ def test_on_a_gpu_the_memory_plan_needs_no_flag(
     is_asked: bool,
     is_logged: bool,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     info = EngineInfo(64, 320, 4, {"peagle": 7}, {}, device, {"peagle": "memory on it\n  KV cache"})
     service: Any = SimpleNamespace(name="a model", config=SimpleNamespace(chat_template=None))
     spec = EngineSpec("target", {"peagle": None}, EngineConfig(), show_memory=is_asked)
     monkeypatch.setattr(served, "Tokenizer", lambda *_: None)
-    monkeypatch.setattr(logging.getLogger("peagle.serving"), "propagate", True)
+    lines: list[str] = []
+    monkeypatch.setattr(served.logger, "info", lambda text, *values: lines.append(text % values))
 
     async def load() -> None:
         service.pool = SimpleNamespace(became_ready=asyncio.Event(), info=info)
         service.pool.became_ready.set()
         await served._load(service, spec, "http://here", 0.0)
 
-    with caplog.at_level(logging.INFO, "peagle.serving"):
-        asyncio.run(load())
+    asyncio.run(load())
     plan = ["peagle: memory on it", "peagle:   KV cache"]
-    assert caplog.messages[:-1] == (plan if is_logged else [])
-    assert caplog.messages[-1].startswith("ready on http://here")
+    assert lines[:-1] == (plan if is_logged else [])
+    assert lines[-1].startswith("ready on http://here")
