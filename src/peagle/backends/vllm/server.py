@@ -251,7 +251,7 @@ class VllmServer:
                 drafting = f", K = {config.num_drafts} drafted {how}"
             self._is_serving = True
             self._progress(f"{self.model} is served at {self.url}{drafting}")
-            status = self.process.wait()
+            status = _wait(self.process)
             return status if status >= 0 else 128 - status
         finally:
             self.stop()
@@ -284,6 +284,17 @@ class VllmServer:
         self._reader.join(5)
         if process.stdout is not None and not self._reader.is_alive():
             process.stdout.close()
+
+
+def _wait(process: subprocess.Popen[str]) -> int:
+    """Wait for the end of a process; its return code.
+
+    Not by one wait without a limit: a signal that comes just before that begins would be handled
+    when it ends.
+    """
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_POLL_S)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
