@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.placement import load_target
 from peagle.environment import environment
 from peagle.errors import UserError
+from peagle.evaluation.decoding import Request
+from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import PROMPT_SETS
 from peagle.models.target import TargetModel
 
@@ -123,3 +125,26 @@ def run_guarded(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def take_turns(
+    backends: Mapping[str, EngineBackend],
+    requests: Sequence[Request],
+    concurrency: int,
+    repeats: int,
+    clock: Callable[[], float],
+) -> Iterator[tuple[str, Any, float]]:
+    """Run all requests with every backend, in turn; give its name, its run and the seconds.
+
+    A first round, which warms up, is not given.
+    """
+    for number in range(repeats + 1):
+        # Another one begins each round: whoever comes after a slow one may be slower for it.
+        shift = number % len(backends)
+        for name in [*backends][shift:] + [*backends][:shift]:
+            start = clock()
+            run = backends[name].run(requests, concurrency)
+            seconds = clock() - start
+            if number:
+                yield name, run, seconds
+        print(f"# {concurrency} in flight, round {number}", file=sys.stderr, flush=True)

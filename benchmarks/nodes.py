@@ -18,7 +18,7 @@ import sys
 from statistics import fmean, median
 from typing import Any
 
-from common import run_guarded
+from common import run_guarded, take_turns
 
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries, set_threads
@@ -68,18 +68,10 @@ def main() -> None:
         requests = [Request(one.id, one.text, params) for one in prompts]
         speeds: dict[str, list[float]] = {name: [] for name in backends}
         steps: dict[str, list[DraftedStep]] = {}
-        for number in range(args.repeats + 1):
-            # Another one begins each round: whoever comes after a slow one may be slower for it.
-            shift = number % len(backends)
-            for name in [*backends][shift:] + [*backends][:shift]:
-                start = clock()
-                run = backends[name].run(requests, concurrency)
-                seconds = clock() - start
-                if number:  # the first round warms up
-                    tokens = sum(answer.num_tokens for answer in run.answers)
-                    speeds[name].append(tokens / seconds)
-                    steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
-            print(f"# {concurrency} in flight, round {number}", file=sys.stderr, flush=True)
+        turns = take_turns(backends, requests, concurrency, args.repeats, clock)
+        for name, run, seconds in turns:
+            speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
+            steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
         found[str(concurrency)] = figures(speeds, steps)
     stats = {name: llm.stats for name, llm in llms.items()}
     print(

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import run_guarded
+from common import run_guarded, take_turns
 
 from peagle.bundled import BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries, set_threads
@@ -58,17 +57,9 @@ def main() -> None:
         prompts = load_prompt_set("humaneval", max(4, 2 * concurrency))
         requests = [Request(one.id, one.text, params) for one in prompts]
         speeds: dict[str, list[float]] = {name: [] for name in backends}
-        for number in range(args.repeats + 1):
-            # Another one begins each round: whoever comes after a slow one may be slower for it.
-            shift = number % len(backends)
-            for name in [*backends][shift:] + [*backends][:shift]:
-                start = clock()
-                run = backends[name].run(requests, concurrency)
-                seconds = clock() - start
-                if number:  # the first round warms up
-                    tokens = sum(answer.num_tokens for answer in run.answers)
-                    speeds[name].append(tokens / seconds)
-            print(f"# {concurrency} in flight, round {number}", file=sys.stderr, flush=True)
+        turns = take_turns(backends, requests, concurrency, args.repeats, clock)
+        for name, run, seconds in turns:
+            speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
         found[str(concurrency)] = {
             name: {
                 "tokens_per_s": round(median(values), 1),
