@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -132,8 +131,7 @@ class ModelRunner:
         if paths is not None and sampled is not None:
             verified, order_BJ = sampled.verified, sampled.verified.order_BJ
             assert order_BJ is not None
-            move = partial(move_slots, cached_bytes(self.target))
-            move_path(move, batch, order_BJ, verified.num_accepted_B, paths.depth)
+            move_path(self.target, batch, order_BJ, verified.num_accepted_B, paths.depth)
             row_T = start_loc[sequences_T] + order_BJ[sequences_T, offset_T]
             batch = replace(
                 batch, tokens_R=batch.tokens_R[row_T], positions_R=batch.positions_R[row_T]
@@ -229,7 +227,7 @@ def cached_bytes(target: TargetModel) -> list[Tensor]:
 
 
 def move_path(
-    move: Callable[[Tensor, Tensor], None],
+    target: TargetModel,
     batch: TargetBatch,
     order_BJ: Tensor,
     num_accepted_B: Tensor,
@@ -240,10 +238,9 @@ def move_path(
     The head's need no move: real tokens overwrite them.
 
     Args:
-        move: copies the first slots, int64 [B, D], to the second ones.
         batch: the pass that wrote them.
         order_BJ: the rows of each sequence, those of the path first.
-        depth: D; no path has more nodes.
+        depth: no path has more nodes.
     """
     first_B1 = batch.query_start_loc[:-1].unsqueeze(1)
     columns_D = torch.arange(1, depth + 1, device=order_BJ.device)
@@ -253,7 +250,7 @@ def move_path(
         batch.slots_R[first_B1 + torch.where(is_moved_BD, rows, 0)]
         for rows in (order_BJ[:, 1 : depth + 1], columns_D)
     )
-    move(from_BD, to_BD)
+    move_slots(cached_bytes(target), from_BD, to_BD)
 
 
 def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:

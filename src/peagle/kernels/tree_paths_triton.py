@@ -50,12 +50,12 @@ def place_rows_kernel(
         return
     row = tl.arange(0, ROWS)
     visible = (row == 0).to(tl.int64)
+    own = tl.full((ROWS,), 1, tl.int64) << row.to(tl.int64)
     depth = tl.zeros((ROWS,), tl.int64)
     for n in range(1, count):
         parent = tl.load(parents_ptr + b * parents_stride + n - 1)
         above = tl.sum(tl.where(row == parent, visible, 0), 0)
         depth_above = tl.sum(tl.where(row == parent, depth, 0), 0)
-        own = tl.full((ROWS,), 1, tl.int64) << row.to(tl.int64)
         visible = tl.where(row == n, above | own, visible)
         depth = tl.where(row == n, depth_above + 1, depth)
     at, inside = start + row, row < count
@@ -104,9 +104,9 @@ def descend_kernel(
     num_drafts = tl.where(tl.load(running_ptr + b) != 0, tl.load(num_drafts_ptr + b), 0)
     is_node = is_node & (row <= num_drafts)
     root_slot = tl.load(slots_ptr + start, mask=count > 0, other=-1)
-    at = tl.program_id(0) * 0
-    goes_on = count > 0
+    at = tl.cast(0, tl.int32)
     accepted = at
+    goes_on = count > 0
     is_path = row == 0
     for d in range(DEPTH):
         token = tl.load(own_tokens_ptr + start + at, mask=goes_on, other=-1)
