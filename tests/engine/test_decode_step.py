@@ -7,6 +7,7 @@ short test there, the others on a card. EAGLE-3 does not run as graphs yet.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -241,6 +242,22 @@ def test_a_slow_grammar_sits_out_steps(
     assert [output.token_ids for output in found] == expected
     assert num_out >= len(late) > 1
     assert engine.stats.eager_steps == {}
+
+
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+def test_a_grammar_holds_where_acceptance_is_synthetic(
+    target_folder: Path, head_folders: Callable[..., Path]
+) -> None:
+    """The rates accept every draft, and random drafts break the grammar."""
+    rates = {"synthetic_acceptance_rates": [1.0] * 3, "rejection_sample_method": "synthetic"}
+    build = partial(make, eager=False, max_num_seqs=2, speculative=rates)
+    llm = build(target_folder, head_folders(parallel=True), "cpu")
+    words = StructuredOutput("regex", "[a-f]{5}[0-9]{4}")
+    params = [replace(GREEDY, structured_output=words, ignore_eos=False), GREEDY]
+    constrained, free = llm.generate([PROMPTS[0]] * 2, params)
+    assert re.fullmatch("[a-f]{5}[0-9]{4}", constrained.text)
+    assert free.stats.num_accepted_tokens == free.stats.num_draft_tokens
+    assert llm.stats.eager_steps == {}
 
 
 # ---- drawn drafts ---------------------------------------------------------------------------

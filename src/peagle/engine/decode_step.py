@@ -511,6 +511,8 @@ class DecodeStep:
             self.scratch.tokens_R,
             self._reject if self.draws else None,
         )
+        if own.synthetic is not None:
+            rules.drop_refused(own.state)
 
     @torch.inference_mode()
     def finish(self) -> None:

@@ -336,6 +336,24 @@ class StepRules:
         return unpack(upload(packed_RW, self._device), self._vocab_size)
 
     @torch.inference_mode()
+    def drop_refused(self, state: StepState) -> None:
+        """Drop the drafts from the first one that a grammar refuses, where acceptance is synthetic.
+
+        Such acceptance takes drafts that no grammar permits. The masks must be prepared by then.
+        """
+        batch = self._batch
+        assert batch is not None, "no sequence asks for anything"
+        if not batch.has_grammars:
+            return
+        rows, most = [], []
+        for row, sequence in zip(batch.rows, batch.ruled, strict=False):
+            if sequence.grammar is not None and (masks := sequence.grammar.prepared) is not None:
+                rows.append(row)
+                most.append(len(masks.bitmask_RW) - 1)
+        rows_M, most_M = (upload_ints(values, self._device) for values in (rows, most))
+        state.num_drafts_B[rows_M] = torch.minimum(state.num_drafts_B[rows_M], most_M)
+
+    @torch.inference_mode()
     def after(self, out: StepRecord) -> PendingLogprobs | None:
         """Count what the step emitted, and measure log-probabilities where they are wanted.
 
