@@ -49,6 +49,8 @@ class Shape:
     format: Format = "plain"
 
 
+# A grammar of JSON can be spelled by these.
+JSON_CHARACTERS = [chr(code) for code in range(32, 127)]
 SHAPES = {
     "qwen3-8b": Shape(
         "qwen3",
@@ -334,8 +336,14 @@ def make_head(
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Words w0, w1, ...: text of the usual length costs the usual time to put together."""
-    core = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    """Words w0, w1, ...: text of the usual length costs the usual time to put together.
+
+    Characters of JSON stand at the end, in the place of words, where the vocabulary has room.
+    """
+    words = [f"w{i}" for i in range(vocab_size)]
+    if vocab_size > 3 * len(JSON_CHARACTERS):
+        words[-len(JSON_CHARACTERS) :] = JSON_CHARACTERS
+    core = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w0")

@@ -25,6 +25,7 @@ import os  # noqa: E402
 import random  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 from pathlib import Path  # noqa: E402
 from statistics import median  # noqa: E402
@@ -36,6 +37,7 @@ from common import acceptance_rates, run_guarded  # noqa: E402
 from shapes import SHAPES, make_head, make_target  # noqa: E402
 
 from peagle import LLM, SamplingParams  # noqa: E402
+from peagle.cli.mix import Share, apply_mix, read_mix  # noqa: E402
 from peagle.cli.setup import quiet_libraries  # noqa: E402
 from peagle.config import MAX_SPECULATIVE_TOKENS, DType  # noqa: E402
 from peagle.config.engine import KVCacheDType  # noqa: E402
@@ -43,6 +45,7 @@ from peagle.config.speculative import Quantization  # noqa: E402
 from peagle.engine.placement import resolve_device, resolve_dtype  # noqa: E402
 from peagle.environment import environment  # noqa: E402
 from peagle.errors import UserError  # noqa: E402
+from peagle.evaluation.decoding import Request  # noqa: E402
 from peagle.models.quantize import quantize  # noqa: E402
 from peagle.models.target import TargetModel  # noqa: E402
 
@@ -72,6 +75,7 @@ def main() -> None:
         "tps": {c: cell["tps"] for c, cell in cells.items()},
         "runs": {c: cell["runs"] for c, cell in cells.items()},
         "step_ms": {c: cell["step_ms"] for c, cell in cells.items()},
+        "mix": [share.entry for share in args.shares],
         "prompt": args.prompt,
         "out": args.out,
         "first_token_s": round(start_s, 4),
@@ -109,6 +113,9 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDType))
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument(
+        "--mix", type=Path, help="further sampling parameters, as in peagle bench (all are alike)"
+    )
+    options.add_argument(
         "--profile", type=Path, help="write a table of the kernels of 8 steps here"
     )
     args = options.parse_args()
@@ -117,6 +124,7 @@ def _arguments() -> argparse.Namespace:
     except ValueError:
         raise UserError(f"--conc is {args.conc!r}; expected numbers, like 1,4,16.") from None
     _check(args)
+    args.shares = read_mix(args.mix) if args.mix else []
     return args
 
 
@@ -205,19 +213,26 @@ def _folder(shape: str) -> Path:
 
 
 def generate(
-    llm: LLM, count: int, prompt: int, out: int, source: random.Random, **params: Any
+    llm: LLM,
+    count: int,
+    prompt: int,
+    out: int,
+    source: random.Random,
+    shares: Sequence[Share] = (),
+    **params: Any,
 ) -> int:
-    """Complete random prompts; returns the number of new tokens."""
+    """Complete random prompts, which `shares` may give further parameters; returns new tokens."""
     first, last = llm.target.vocab_size // 150, llm.target.vocab_size * 2 // 3
     prompts = [[source.randrange(first, last) for _ in range(prompt)] for _ in range(count)]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=out, ignore_eos=True, **params))
+    alike = Request("", "", SamplingParams(max_tokens=out, ignore_eos=True, **params))
+    outputs = llm.generate(prompts, [one.params for one in apply_mix([alike] * count, shares)])
     return sum(len(output.token_ids) for output in outputs)
 
 
 def measure(llm: LLM, concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
     """Runs at one concurrency: their speed, and where the time of a step went."""
     source = random.Random(concurrency)
-    options = {"temperature": args.temperature}
+    options = {"temperature": args.temperature, "shares": args.shares}
     generate(llm, concurrency, args.prompt, min(16, args.out), source, **options)
     speeds, before, seconds = [], llm.stats, 0.0
     for _ in range(args.repeats):

@@ -136,6 +136,16 @@ def acceptance_error(num_tokens: int) -> float:
     return 4 * math.sqrt(variance / (num_tokens / LENGTH))
 
 
+def test_a_mix_of_rules(run: Any) -> None:
+    mix = SCRIPT.parent / "mix.json"
+    options = ["--method", "peagle", "--k", "3", "--al", "2", "--conc", "3", "--out", "8"]
+    status, stdout, stderr = run(*options, "--repeats", "1", "--mix", str(mix))
+    assert status == 0, stderr
+    result = result_of(stdout)
+    assert result["mix"] == json.loads(mix.read_text())
+    assert result["tps"]["3"] > 0 and result["al"] > 1
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 def test_experts_of_a_published_format(run: Any) -> None:
     options = ["--method", "peagle", "--k", "3", "--al", "2", "--conc", "1", "--out", "3"]
@@ -177,6 +187,7 @@ def test_speed_is_new_tokens_over_their_time(
     args = SimpleNamespace(
         temperature=0.0, prompt=4, out=64, repeats=3, profile=None, shape="tiny", method="none"
     )
+    args.shares = []
     cell = throughput.measure(llm, 4, args)
     assert calls == [16, 64, 64, 64], "one to warm up, which does not count"
     assert cell["runs"] == [200, 400, 800]
