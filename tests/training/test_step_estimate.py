@@ -13,7 +13,12 @@ from transformers import AutoModelForCausalLM
 from peagle.models.drafter import Drafter
 from peagle.models.target_facts import TargetShape
 from peagle.training.partition import split_by_anchor
-from peagle.training.step_memory import StepMemory, estimate_flops, estimate_memory
+from peagle.training.step_memory import (
+    StepMemory,
+    estimate_flops,
+    estimate_memory,
+    kernels_of,
+)
 from peagle.training.training_methods import TrainingMethod
 from tests.conftest import make_target_folder
 from tests.models.tiny import EXPERTS, make_model
@@ -94,6 +99,24 @@ def test_segments_and_recomputation_save_what_they_say() -> None:
     for i in range(1, len(measured)):
         saved = measured[0] - measured[i]
         assert estimated[0] - estimated[i] == pytest.approx(saved, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("attention", "name", "flex", "compiled"),
+    [
+        ("auto", "peagle", True, True),
+        ("flex", "peagle", True, True),
+        ("dense", "peagle", False, False),  # the number of elements is drawn, and not padded
+        ("auto", "eagle3", False, False),
+        ("flex", "eagle3", True, False),
+    ],
+)
+def test_layers_are_compiled_where_steps_share_shapes(
+    attention: str, name: str, flex: bool, compiled: bool
+) -> None:
+    config = Case(run={"attention": attention}, method={"name": name}).config
+    assert kernels_of(config, torch.device("cuda")) == (flex, compiled)
+    assert kernels_of(config, torch.device("cpu")) == (attention == "flex", False)
 
 
 # ---- counts ---------------------------------------------------------------------------------

@@ -203,7 +203,9 @@ def kernels_of(config: TrainConfig, device: torch.device) -> tuple[bool, bool]:
     # EAGLE-3 has a shape for every depth, each to be compiled: a mask is cheaper there.
     suits = device.type == "cuda" and config.method.name == "peagle"
     attention = config.run.attention
-    return attention == "flex" or (attention == "auto" and suits), suits
+    flex = attention == "flex" or (attention == "auto" and suits)
+    # Without FlexAttention nothing is padded: nearly every step has a shape of its own.
+    return flex, flex and suits
 
 
 # ---- memory ---------------------------------------------------------------------------------
