@@ -54,6 +54,7 @@ GRACE_S = 20.0  # a command that was interrupted may still save what it has
 class Sizes:
     """How much is trained and checked."""
 
+    num_documents: int | None  # None: all
     target: tuple[str, ...]  # options of pretrain.py
     num_prompts: int
     response_tokens: int
@@ -62,6 +63,7 @@ class Sizes:
 
 
 FULL = Sizes(
+    num_documents=None,
     target=("--batch", "32", "--seq-len", "512"),
     num_prompts=2048,
     response_tokens=160,
@@ -69,7 +71,8 @@ FULL = Sizes(
     check=("--prompts", "32", "--max-new-tokens", "128", "--concurrency", "4"),
 )
 SMALL = Sizes(
-    target=("--batch", "8", "--seq-len", "128", "--steps", "30"),
+    num_documents=60,
+    target=("--batch", "8", "--seq-len", "128", "--steps", "16"),
     num_prompts=24,
     response_tokens=32,
     head=("data.batch_tokens=1024", "optimizer.steps=12", "run.validate_every=6"),
@@ -106,6 +109,7 @@ def write_text(folder: Path, corpus: Path | None, sizes: Sizes) -> dict[str, Any
         shutil.copy(file, folder / "tokenizer")
     every = list(documents(corpus))
     random.Random(0).shuffle(every)
+    every = every[: sizes.num_documents]
     splits = {"val": every[::ONE_IN], "train": [d for i, d in enumerate(every) if i % ONE_IN]}
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "tokenizer")
     counts = {}

@@ -286,7 +286,7 @@ def test_arrivals_and_cancels(
 @interpreted
 def test_k_by_load(target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees of another depth, and steps without any, change no output."""
-    params = [replace(one, max_tokens=14) for one in PARAMS]
+    params = [replace(one, max_tokens=10) for one in PARAMS]
     answers = answers_of(target_folder, PROMPTS, params)
     for schedule in ([[1, 1, 4], [2, 2, 1], [3, 4, 2]], [[1, 2, 3], [3, 4, 0]]):
         llm = make(target_folder, head, schedule=schedule, max_num_seqs=4)
