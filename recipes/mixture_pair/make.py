@@ -73,10 +73,10 @@ FULL = Sizes(
 SMALL = Sizes(
     num_documents=60,
     target=("--batch", "8", "--seq-len", "128", "--steps", "16"),
-    num_prompts=24,
-    response_tokens=32,
+    num_prompts=16,
+    response_tokens=24,
     head=("data.batch_tokens=1024", "optimizer.steps=12", "run.validate_every=6"),
-    check=("--prompts", "2", "--max-new-tokens", "12", "--concurrency", "2"),
+    check=("--prompts", "2", "--max-new-tokens", "8", "--concurrency", "2"),
 )
 
 
