@@ -185,9 +185,15 @@ def test_speed_is_new_tokens_over_their_time(
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now))
     llm = SimpleNamespace(stats=SimpleNamespace(num_steps=0, step_times={}))
     args = SimpleNamespace(
-        temperature=0.0, prompt=4, out=64, repeats=3, profile=None, shape="tiny", method="none"
+        temperature=0.0,
+        prompt=4,
+        out=64,
+        repeats=3,
+        profile=None,
+        shape="tiny",
+        method="none",
+        shares=[],
     )
-    args.shares = []
     cell = throughput.measure(llm, 4, args)
     assert calls == [16, 64, 64, 64], "one to warm up, which does not count"
     assert cell["runs"] == [200, 400, 800]

@@ -329,10 +329,9 @@ class StepRules:
             return None
         packed_RW = full_bitmask(len(batch.ruled) * batch.num_columns, self._vocab_size)
         packed_MJW = packed_RW.view(len(batch.ruled), batch.num_columns, -1)
-        for allowed_JW, sequence in zip(packed_MJW, batch.ruled, strict=True):
-            if sequence.grammar is not None and (masks := sequence.grammar.prepared) is not None:
-                prepared_JW = masks.bitmask_RW[: batch.num_columns]
-                allowed_JW[: len(prepared_JW)] = prepared_JW
+        for index, bitmask_RW in _prepared_masks(batch):
+            prepared_JW = bitmask_RW[: batch.num_columns]
+            packed_MJW[index, : len(prepared_JW)] = prepared_JW
         return unpack(upload(packed_RW, self._device), self._vocab_size)
 
     @torch.inference_mode()
@@ -345,12 +344,9 @@ class StepRules:
         assert batch is not None, "no sequence asks for anything"
         if not batch.has_grammars:
             return
-        rows, most = [], []
-        for row, sequence in zip(batch.rows, batch.ruled, strict=False):
-            if sequence.grammar is not None and (masks := sequence.grammar.prepared) is not None:
-                rows.append(row)
-                most.append(len(masks.bitmask_RW) - 1)
-        rows_M, most_M = (upload_ints(values, self._device) for values in (rows, most))
+        found = _prepared_masks(batch)
+        rows_M = upload_ints([batch.rows[index] for index, _ in found], self._device)
+        most_M = upload_ints([len(bitmask_RW) - 1 for _, bitmask_RW in found], self._device)
         state.num_drafts_B[rows_M] = torch.minimum(state.num_drafts_B[rows_M], most_M)
 
     @torch.inference_mode()
@@ -384,6 +380,15 @@ class StepRules:
         table_PJX = torch.empty(shape, dtype=table_RX.dtype, pin_memory=table_RX.is_cuda)
         table_PJX.copy_(table_RX.view(shape), non_blocking=True)
         return PendingLogprobs(batch.rows[-num_wanting:], batch.num_top, table_PJX)
+
+
+def _prepared_masks(batch: _Batch) -> list[tuple[int, Tensor]]:
+    """Return the index among the M and the masks of each grammar that has some prepared."""
+    return [
+        (index, masks.bitmask_RW)
+        for index, sequence in enumerate(batch.ruled)
+        if sequence.grammar is not None and (masks := sequence.grammar.prepared) is not None
+    ]
 
 
 _LOGPROBS = 2
