@@ -18,10 +18,12 @@ import torch
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.config import StructuredOutput
+from peagle.engine.grammar import GrammarState
 from peagle.engine.graph_runner import Flight, GraphRunner, RowReport
 from peagle.engine.sequence import SequenceStatus
 from peagle.kernels.kv_moves import SlotMoves
-from peagle.kernels.trees import count_nodes
+from peagle.kernels.trees import TreePaths, count_nodes
 from peagle.speculation import Drafts
 from tests.engine.engines import replant
 
@@ -157,7 +159,15 @@ def answers_of(
 def outputs(llm: LLM, params: Sequence[SamplingParams]) -> list[Any]:
     found = llm.generate(PROMPTS, list(params))
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
-    return [(o.token_ids, o.finish_reason, o.stats) for o in found]
+    return [(o.token_ids, o.finish_reason, o.stats, logprobs_of(o)) for o in found]
+
+
+def logprobs_of(output: Any) -> list[Any]:
+    """Which tokens have log-probabilities, and these as far as kernels round alike."""
+    return [
+        (one.token_id, one.rank, [(token, round(x, 3)) for token, x in one.top])
+        for one in output.logprobs or []
+    ]
 
 
 def check(
@@ -166,13 +176,15 @@ def check(
     params: Sequence[SamplingParams],
     monkeypatch: pytest.MonkeyPatch,
     max_model_len: int = 64,
+    answers: list[list[int]] | None = None,
     **options: Any,
 ) -> LLM:
     """Captured steps give the outputs of plain decoding and the counters of eager steps.
 
-    The head's trees are the same too: it reads what it should.
+    The head's trees are the same too: it reads what it should. `answers` are those of `answers_of`
+    if not given.
     """
-    answers = answers_of(target, PROMPTS, params)
+    answers = answers or answers_of(target, PROMPTS, params)
     wanted = plain_outputs(target, PROMPTS, params, max_model_len)
     eager, llm = (
         make(target, head, eager=eager, max_model_len=max_model_len, **options)
@@ -330,7 +342,7 @@ def test_nodes_by_themselves(
 
     monkeypatch.setattr(pipeline.runner, "read", watched)
     found = outputs(llm, params)
-    for (tokens, _, _), prompt, answer in zip(found, PROMPTS, answers, strict=True):
+    for (tokens, *_), prompt, answer in zip(found, PROMPTS, answers, strict=True):
         assert tokens == answer[len(prompt) :][: len(tokens)]
     assert set(llm.stats.eager_steps) <= {"missed_features"}
     assert len(llm.stats.decode_steps.keys() - {0}) > 1
@@ -340,23 +352,55 @@ def test_nodes_by_themselves(
     assert engine.stats.calibration.error is not None
 
 
+def check_rules(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """Requests with rules join others, and leave them; what they ask for looks at their paths."""
+    answers = answers_of(target, PROMPTS, PARAMS)
+    common = [answer[len(prompt) :][3:5] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    params = [
+        replace(GREEDY, max_tokens=8, logprobs=2),
+        replace(SAMPLED, max_tokens=6, frequency_penalty=0.9, repetition_penalty=1.3, logprobs=1),
+        replace(GREEDY, max_tokens=6, bad_words=[common[2]], logit_bias={common[2][0]: 0.5}),
+        replace(SAMPLED, max_tokens=8, seed=3, min_tokens=5, stop_token_ids=tuple(common[3])),
+    ]
+    found = plain_outputs(target, PROMPTS, params, 64)
+    answers = [p + tokens + p for p, (tokens, _) in zip(PROMPTS, found, strict=True)]
+    return check(target, head, params, monkeypatch, answers=answers)
+
+
 @interpreted
-def test_requests_with_rules_leave_the_graphs(
+def test_requests_with_rules_stay_in_the_graphs(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others come back when these are done."""
-    params = [
-        replace(GREEDY, max_tokens=12),
-        replace(SAMPLED, max_tokens=3, logprobs=1),
-        replace(GREEDY, max_tokens=4, presence_penalty=0.4),
-        replace(SAMPLED, seed=3, max_tokens=6, min_tokens=3, stop_token_ids=(9,)),
-    ]
+    """Each node stands behind its own path."""
+    llm = check_rules(target_folder, head, monkeypatch)
+    assert llm.stats.speculation.num_accepted_tokens > 5
+
+
+@interpreted
+@pytest.mark.parametrize("fault", [False, True], ids=["", "planted fault"])
+def test_grammars_stay_in_the_graphs(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
+) -> None:
+    """Trees are drafted without the grammar; its masks follow the paths of those that are."""
+    pytest.importorskip("xgrammar")
+    regex = StructuredOutput("regex", "[a-f]{2,4}( [0-9]{2,3}){2,9}")
+    structured = {"structured_output": regex, "ignore_eos": False, "max_tokens": 16}
+    params = [replace(one, **structured) for one in PARAMS[:3]]
+    params.append(PARAMS[3])
+    prompts = [list(prompt) for prompt in PROMPTS]
+    wanted = plain_outputs(target_folder, prompts, params, 64)
     llm = make(target_folder, head)
-    found = [one[:2] for one in outputs(llm, params)]
-    assert found == plain_outputs(target_folder, PROMPTS, params, 64)
-    stats = llm.stats
-    assert set(stats.eager_steps) == {"candidate_trees"}
-    assert 0 < stats.eager_steps["candidate_trees"] < sum(stats.decode_steps.values())
+    plant_answers(llm, [p + tokens for p, (tokens, _) in zip(prompts, wanted)], monkeypatch)
+    if fault:  # the masks of a chain
+        prepare = GrammarState.prepare
+        monkeypatch.setattr(
+            GrammarState, "prepare", lambda self, drafts, _: prepare(self, drafts, None)
+        )
+        with pytest.raises(AssertionError, match="is not allowed here"):
+            outputs(llm, params)
+        return
+    assert [one[:2] for one in outputs(llm, params)] == wanted
+    assert llm.stats.eager_steps == {} and llm.stats.speculation.num_accepted_tokens > 5
 
 
 @pytest.mark.parametrize(
@@ -405,10 +449,25 @@ def without_features(descend: Any) -> Any:
     return changed
 
 
-FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "the path is not moved": (SlotMoves, "__call__", lambda _: lambda *_: None),
-    "a draw goes by the row": (decode_step, "own_tokens", without_offsets),
-    "features are those of the rows": (StepTrees, "descend", without_features),
+def check_plain(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(target, head, PARAMS, monkeypatch)
+
+
+def as_chains(paths_of: Any) -> Any:
+    def changed(self: StepTrees, *rest: torch.Tensor) -> TreePaths:
+        parents_BN = torch.zeros_like(paths_of(self, *rest).parents_BN)
+        num_nodes = parents_BN.shape[1]
+        return TreePaths.of(parents_BN + torch.arange(num_nodes), num_nodes)
+
+    return changed
+
+
+Check = Callable[[Path, Path, pytest.MonkeyPatch], Any]
+FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Check]] = {
+    "the path is not moved": (SlotMoves, "__call__", lambda _: lambda *_: None, check_plain),
+    "a draw goes by the row": (decode_step, "own_tokens", without_offsets, check_plain),
+    "features are those of the rows": (StepTrees, "descend", without_features, check_plain),
+    "rules see a chain": (StepTrees, "paths_of", as_chains, check_rules),
 }
 
 
@@ -417,7 +476,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 def test_a_fault_is_noticed(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    owner, name, change = FAULTS[fault]
+    owner, name, change, run = FAULTS[fault]
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
     with pytest.raises((AssertionError, RuntimeError)):
-        check(target_folder, head, PARAMS, monkeypatch)
+        run(target_folder, head, monkeypatch)

@@ -61,8 +61,7 @@ class Pair:
 class Step:
     """One step over the buffers of B rows.
 
-    The hidden state of a row is its number, so that logits are looked up. Rows of sequences without
-    rules have their right token, others hold UNTOUCHED.
+    Rows of sequences without rules have their right token, others hold UNTOUCHED.
     """
 
     pairs: list[Pair | None]
@@ -97,9 +96,6 @@ class Step:
     def of_rows(self, value: Any, empty: Any = 0) -> list[Any]:
         return [empty if pair is None else value(pair.true) for pair in self.pairs]
 
-    def compute_logits(self, hidden_RH: Tensor) -> Tensor:
-        return self.logits_TV.to(self.device)[hidden_RH.squeeze(1).long()]
-
     def tensors(self) -> dict[str, Any]:
         """The arguments of `StepRules.apply`."""
         num_seqs, width = len(self.pairs), max(self.k, 1)
@@ -121,7 +117,7 @@ class Step:
             return torch.tensor(self.of_rows(value), dtype=torch.float32, device=self.device)
 
         return {
-            "hidden_TH": torch.arange(len(tokens), device=self.device).float().unsqueeze(1),
+            "logits_TV": self.logits_TV.to(self.device),
             "start_loc": self.ints(firsts),
             "drafts_BK": self.ints(drafts),
             "state": state,
@@ -133,7 +129,7 @@ class Step:
                 min_p_B=floats(lambda r: r.params.min_p),
             ),
             "running_B": self.ints(counts),
-            "tokens_R": tokens.to(self.device),
+            "tokens_T": tokens.to(self.device),
         }
 
     def matched(self, given: dict[str, Any]) -> StepRecord:
@@ -144,7 +140,7 @@ class Step:
         limits = StepLimits(stop, zeros, zeros + 2**60, zeros, 2**60, 2**60)
         out = StepRecord.allocate(num_seqs, width, self.device)
         place = given["start_loc"], given["drafts_BK"], given["running_B"]
-        match_drafts(given["tokens_R"], *place, given["state"], limits, out)
+        match_drafts(given["tokens_T"], *place, given["state"], limits, out)
         return out
 
 
@@ -162,12 +158,12 @@ def run(rules: StepRules, taken: Step) -> tuple[list[list[int]], list[Any]]:
         out = taken.matched(given)
         return emitted(out), [None] * len(taken.pairs)
     rules.apply(**given)
-    tokens = given["tokens_R"].tolist()
+    tokens = given["tokens_T"].tolist()
     for b in range(len(taken.pairs)):
         assert tokens[taken.firsts[b] : taken.firsts[b + 1]] == taken.own[b]
     assert all(token == UNTOUCHED for token in tokens[taken.firsts[-1] :])
     out = taken.matched(given)
-    pending = rules.after(out)
+    pending = rules.after(out, given["start_loc"])
     if taken.device == "cuda":
         torch.cuda.synchronize()
     new = emitted(out)
@@ -200,12 +196,7 @@ class World:
         self.num_rows, self.device = num_rows, device
         self.eager = Sampler(VOCAB, torch.device(device), len(requests))
         self.reference = Sampler(VOCAB, CPU, len(requests))
-        self.step: Step | None = None
-        self.rules = StepRules(self._logits, self.eager.slots, VOCAB, torch.device(device))
-
-    def _logits(self, hidden_RH: Tensor) -> Tensor:
-        assert self.step is not None
-        return self.step.compute_logits(hidden_RH)
+        self.rules = StepRules(self.eager.slots, VOCAB, torch.device(device))
 
     def expected(self, requests: list[Request], taken: Step) -> SampledStep:
         num_drafted = [
@@ -219,7 +210,7 @@ class World:
         for pair in rows:
             if pair is not None:
                 pair.catch_up()
-        taken = self.step = Step(rows, k, self.device)
+        taken = Step(rows, k, self.device)
         wanted = self.expected(taken.requests, taken)
         new, logprobs = run(self.rules, taken)
         of_sequences = [b for b, pair in enumerate(rows) if pair is not None]
@@ -371,18 +362,17 @@ def test_a_sequence_that_has_ended_changes_nothing() -> None:
     params = SamplingParams(frequency_penalty=1.5, bad_words=[[1, 2]], logprobs=1)  # pyright: ignore
     requests = [Request(i, params, i, output_token_ids=[i, 1]) for i in range(2)]
     world = World(requests, 2)
-    taken = world.step = Step([*world.pairs], 2, "cpu")
+    taken = Step([*world.pairs], 2, "cpu")
     world.set_rows([*world.pairs], 2)
     before = counts_of(world.eager.slots, requests[1])
     given = taken.tensors()
     given["running_B"][1] = 0
     # An ended sequence has no rows: its first is that of the next, or behind the last.
     given["start_loc"][1:] = given["start_loc"][1]
-    given["hidden_TH"][-1] = 0
     world.rules.apply(**given)
-    assert given["tokens_R"].tolist() == [*taken.own[0], *[UNTOUCHED] * 5]
+    assert given["tokens_T"].tolist() == [*taken.own[0], *[UNTOUCHED] * 5]
     out = taken.matched(given)
-    pending = world.rules.after(out)
+    pending = world.rules.after(out, given["start_loc"])
     assert pending is not None
     found = pending.read(out.emitted_BJ.tolist())
     assert [one.token_id for one in found[0] or []] == taken.own[0] and found[1] == []
@@ -402,15 +392,15 @@ def test_broken_logits_give_no_token(value: float, temperature: float) -> None:
         logprobs=2,
     )
     world = World([Request(i, params, i) for i in range(2)], 2)
-    taken = world.step = Step([*world.pairs], 0, "cpu")
+    taken = Step([*world.pairs], 0, "cpu")
     every = [value] * VOCAB if value == -torch.inf else [0.0] * (VOCAB - 1) + [value]
     taken.logits_TV[0] = torch.tensor(every)
     world.set_rows([*world.pairs], 0)
     given = taken.tensors()
     world.rules.apply(**given)
-    assert given["tokens_R"].tolist() == [NO_TOKEN, *taken.own[1]]
+    assert given["tokens_T"].tolist() == [NO_TOKEN, *taken.own[1]]
     out = taken.matched(given)
-    pending = world.rules.after(out)
+    pending = world.rules.after(out, given["start_loc"])
     assert pending is not None
     found = pending.read(out.emitted_BJ.tolist())
     assert found[0] == [] and len(found[1] or []) == 1
@@ -442,7 +432,7 @@ def test_requests_that_the_graphs_serve_need_nothing() -> None:
         Request(3, SamplingParams(min_tokens=2), 0),
         Request(4, SamplingParams(min_tokens=2), 0, output_token_ids=[1, 1], **stop),
     ]
-    rules = StepRules(lambda hidden: hidden, CountSlots(8, VOCAB, CPU), VOCAB, CPU)
+    rules = StepRules(CountSlots(8, VOCAB, CPU), VOCAB, CPU)
     assert not rules.is_needed
     rules.set_rows([None, *plain], 3)  # pyright: ignore
     assert not rules.is_needed
@@ -469,7 +459,7 @@ def test_rules_are_built_once_for_rows_that_stay(monkeypatch: pytest.MonkeyPatch
     )
     asks = [Request(i, PENALTY, i) for i in range(2)]
     plain = [Request(i, SamplingParams(), i) for i in range(5, 8)]
-    rules = StepRules(lambda hidden: hidden, CountSlots(8, VOCAB, CPU), VOCAB, CPU)
+    rules = StepRules(CountSlots(8, VOCAB, CPU), VOCAB, CPU)
     rows: list[Any]
     for rows in ([None, *asks], [plain[0], *asks], [plain[1], *asks, plain[2]], [*asks], [asks[0]]):
         rules.set_rows(rows, 3)
@@ -508,21 +498,21 @@ def test_a_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, temperature: 
     """Of the kernels no more than the arguments: the interpreter reads all of them."""
     requests = every_rule(temperature)
     world = World(requests, 4)
-    monkeypatch.setattr(step_rules, "own_tokens", lambda *_: None)
+    monkeypatch.setattr(step_rules, "own_tokens", lambda *_, **__: None)
     rows = [*world.pairs, None]
     world.set_rows(rows, 3)
-    taken = world.step = Step(rows, 3, "cpu")
+    taken = Step(rows, 3, "cpu")
     given = taken.tensors()
     with NoWaits():
         world.rules.apply(**given)
     out = taken.matched(given)
     with NoWaits():
-        assert world.rules.after(out) is not None
+        assert world.rules.after(out, given["start_loc"]) is not None
     # Were anything found at all?
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaits():
-        bool(given["tokens_R"].any())
+        bool(given["tokens_T"].any())
     with pytest.raises(AssertionError, match="index"), NoWaits():
-        given["tokens_R"][given["tokens_R"] > 0]
+        given["tokens_T"][given["tokens_T"] > 0]
 
 
 def every_rule(temperature: float) -> list[Request]:
@@ -555,10 +545,8 @@ def test_a_step_on_a_card_waits_for_nothing(temperature: float) -> None:
     rows = [*world.pairs, None]
     for shift in range(3):
         rows = [*rows[shift:], *rows[:shift]]
-        taken = world.step = Step(rows, 3, "cuda")
+        taken = Step(rows, 3, "cuda")
         given = taken.tensors()
-        logits_TV = taken.logits_TV.cuda()
-        world.rules._compute_logits = lambda hidden: logits_TV[hidden.squeeze(1).long()]  # noqa: B023
         if not shift:  # what is made once may wait
             world.set_rows(rows, 3)
             world.rules.apply(**given)
@@ -568,7 +556,7 @@ def test_a_step_on_a_card_waits_for_nothing(temperature: float) -> None:
         try:
             world.set_rows(rows, 3)
             world.rules.apply(**given)
-            pending = world.rules.after(taken.matched(given))
+            pending = world.rules.after(taken.matched(given), given["start_loc"])
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert pending is not None

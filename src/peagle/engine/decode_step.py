@@ -26,7 +26,7 @@ from peagle.engine.drawn_drafts import DrawnDrafts
 from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
-from peagle.engine.step_rules import StepRules
+from peagle.engine.step_rules import PendingLogprobs, StepRules
 from peagle.engine.step_trees import StepTrees
 from peagle.engine.tree_growth import TreeGrowth
 from peagle.kernels.batches import DraftBatch, PackedBatch, TargetBatch
@@ -88,11 +88,15 @@ class StepSizes:
     synthetic_rates: tuple[float, ...] | None = None
     trees: CandidateTrees | None = None
 
-    def num_columns(self, num_drafts: int) -> int:
-        """Return the columns that a step of K drafts has for them, at least one."""
+    def most_drafts(self, num_drafts: int) -> int:
+        """Return the most drafts that a sequence has in steps of K drafts."""
         if self.trees is not None and num_drafts:
             return self.trees.max_nodes  # a tree stays whole, however much of it steps verify
-        return max(num_drafts, 1)
+        return num_drafts
+
+    def num_columns(self, num_drafts: int) -> int:
+        """Return the columns that a step of K drafts has for them, at least one."""
+        return max(self.most_drafts(num_drafts), 1)
 
     def depth(self, num_drafts: int) -> int:
         """Return the most drafts on a path in steps of K drafts."""
@@ -324,7 +328,7 @@ class StepBuffers:
 class DecodeStep:
     """The parts of a step over the first rows of the buffers, in their order.
 
-    `run_target`, `find_own_tokens`, `finish`: each can be captured, and what runs between them may
+    `run_target`, `find_own_tokens`, `finish`: each can be captured, but not where rules of requests
     change the target's own tokens. In place of `run_target`, a pass that computes more rows can run
     between its two halves, `begin` and `take`.
 
@@ -455,10 +459,14 @@ class DecodeStep:
         return self.rows.draft_probs is not None
 
     @torch.inference_mode()
-    def find_own_tokens(self, *, greedy: bool) -> None:
+    def find_own_tokens(self, *, greedy: bool, rules: StepRules | None = None) -> None:
         """Find the target's own token of each row: the argmax, or also draws.
 
         Where drafts are drawn this rejects them too.
+
+        Args:
+            rules: replace the tokens where requests have rules; not to be captured. None: no
+                request asks for any.
         """
         assert not (greedy and self.draws), "only draws leave what the rejection reads"
         logits_TV = self.target.compute_logits(self.hidden_TH)
@@ -473,6 +481,8 @@ class DecodeStep:
         )
         if self.draws:
             self._reject(logits_TV, self.batch.query_start_loc, self.running_B, self.scratch)
+        if rules is not None:
+            self._apply(rules, logits_TV)
 
     def _reject(
         self, logits_RV: Tensor, start_loc: Tensor, active_B: Tensor, scratch: VerifyScratch
@@ -498,21 +508,26 @@ class DecodeStep:
         """Leave rows as they are in this step, but for their drafts, which are dropped."""
         self.running_B[upload_ints(rows, self.running_B.device)] = 0
 
-    def apply(self, rules: StepRules) -> None:
-        """Replace the target's own tokens where requests have rules; not a part to capture."""
+    def _apply(self, rules: StepRules, logits_TV: Tensor) -> None:
         own = self.rows
         rules.apply(
-            self.hidden_TH,
+            logits_TV,
             self.batch.query_start_loc,
             own.drafts_BK,
             own.state,
             own.sampling,
             self.running_B,
             self.scratch.tokens_R,
-            self._reject if self.draws else None,
+            paths_of=None if self.trees is None else self.trees.paths_of,
+            reject=self._reject if self.draws else None,
         )
         if own.synthetic is not None:
             rules.drop_refused(own.state)
+
+    def logprobs(self, rules: StepRules) -> PendingLogprobs | None:
+        """Let the rules see what the step emitted; return the log-probabilities wanted of it."""
+        rows_X = None if self.trees is None else self.trees.rows_X
+        return rules.after(self.out, self.batch.query_start_loc, rows_X)
 
     @torch.inference_mode()
     def finish(self) -> None:

@@ -195,7 +195,7 @@ class LookupDrafting(Drafting):
             k = self.num_drafts(sequence)
             found = self.lookup.find(sequence.token_ids, k) if k else []
             if grammar is not None:
-                prepare([grammar], [found])
+                prepare([grammar], [found], [None])
                 found = grammar.allowed(found)
             sequence.drafts = found
 

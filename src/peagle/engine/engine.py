@@ -518,7 +518,11 @@ class LLMEngine:
         every = (*self.scheduler.running, *self.scheduler.waiting)
         constrained = [(s, s.grammar) for s in every if s.grammar is not None]
         if constrained:
-            prepare([grammar for _, grammar in constrained], [s.drafts for s, _ in constrained])
+            prepare(
+                [grammar for _, grammar in constrained],
+                [s.drafts for s, _ in constrained],
+                [s.draft_parents for s, _ in constrained],
+            )
         for sequence, grammar in constrained:
             if grammar.is_over_budget:
                 self._fail(sequence, "grammar_too_slow", grammar.slow_text)

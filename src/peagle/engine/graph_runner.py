@@ -28,7 +28,6 @@ from peagle.engine.features import FeatureRings
 from peagle.engine.mixed_pass import MixedPass
 from peagle.engine.model_runner import ModelRunner, RunTarget
 from peagle.engine.pass_graphs import MAX_SEQUENCES, PassGraphs
-from peagle.engine.rules import has_rules
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
 from peagle.kernels.logprobs import TokenLogprobs
@@ -212,14 +211,13 @@ def make_graph_runner(
         target.vocab_size,
         depth,
         capture,
-        StepRules(target.compute_logits, runner.sampler.slots, target.vocab_size, target.device),
+        StepRules(runner.sampler.slots, target.vocab_size, target.device),
         None if features.rows_SCA is None else features,
         mixed_pass,
     )
     if target.device.type == "cuda":
         graphs.capture_all()
-        if trees is None:
-            graphs.warm_up_rules(runner.sampler.release)
+        graphs.warm_up_rules(runner.sampler.release)
         shape = capture, table_width, runner.block_size, target.device
         runner.passes.graphs = PassGraphs(runner.passes, *shape)
         if mixed_pass is not None:
@@ -331,11 +329,12 @@ class _Graph:
             sequences = self._without_waiting(sequences)
         all_greedy = all(s.params.is_greedy for s in sequences if s is not None)
         greedy = all_greedy and not self._step.draws
-        self._find_own_tokens[greedy]()
         if rules.is_needed:
-            self._step.apply(rules)
+            self._step.find_own_tokens(greedy=greedy, rules=rules)
+        else:
+            self._find_own_tokens[greedy]()
         self._finish()
-        logprobs = rules.after(self._step.out) if rules.is_needed else None
+        logprobs = self._step.logprobs(rules) if rules.is_needed else None
         report_RX = self._reports[0]
         self._reports.reverse()
         report_RX.copy_(self._step.report_RX, non_blocking=True)
@@ -469,7 +468,7 @@ class GraphRunner:
         self._size = num_rows, num_drafts
         self._buffers.switch(num_drafts)
         self._seat(sequences, num_rows)
-        self._rules.set_rows(sequences, num_drafts)
+        self._rules.set_rows(sequences, self._buffers.sizes.most_drafts(num_drafts))
         for _ in range(num_steps):
             self.read(self.go_on())
             yield sequences
@@ -480,9 +479,8 @@ class GraphRunner:
         """Return why no graph can run these sequences; None: one can.
 
         It is what a request asks for, "too_many_sequences", "missed_features" where the head reads
-        features first that it has missed, "kept_k" where drafts are drawn for a request that keeps
-        a greater K than the step has, or "candidate_trees" where drafts are trees and a request has
-        rules or wants log-probabilities.
+        features first that it has missed, or "kept_k" where drafts are drawn for a request that
+        keeps a greater K than the step has.
         """
         most = self._buckets[-1]
         if len(sequences) > most:
@@ -498,9 +496,6 @@ class GraphRunner:
         keeps_features = self._features is not None and not self._depth(len(sequences))
         if not keeps_features and any(s.pending_features is not None for s in sequences):
             return "missed_features"
-        asks = any(has_rules(s) or s.params.logprobs is not None for s in sequences)
-        if self._buffers.trees is not None and asks:
-            return "candidate_trees"
         if self.draws:
             k = self._depth(len(sequences))
             if any(keeps_k(s.params) and s.num_speculative_tokens > k for s in sequences):
@@ -565,7 +560,8 @@ class GraphRunner:
                     ring = self._features.open(sequence.seq_id, len(sequence) - 1)
                     sequence.pending_features = ring
         self._seat(sequences, num_rows)
-        self._rules.set_rows(self._sequences[:num_rows], num_drafts)
+        most_drafts = self._buffers.sizes.most_drafts(num_drafts)
+        self._rules.set_rows(self._sequences[:num_rows], most_drafts)
         return self.go_on(meanwhile, run_prompts)
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:

@@ -1,13 +1,12 @@
 """Rules and log-probabilities of requests in a captured decode step.
 
-The graphs of a step know neither. Of the sequences that ask for them, `StepRules` computes the rows
-once more between two graphs, and replaces the target's own tokens there. It launches kernels on the
-step's stream and never waits for the device: what changes from step to step lies there.
+The graphs of a step know neither. Where sequences ask for them, the step finds the target's own
+tokens outside a graph, and `StepRules` replaces those of these sequences. It launches kernels on
+the step's stream and never waits for the device: what changes from step to step lies there.
 
-Shapes: B rows of the step's buffers, K drafts of a step, J = K + 1, T target rows (B * J), H target
-width, V vocabulary. Of the sequences that ask for something, M have rules, P want log-probabilities
-and N do one or both; R rows of these, J a sequence, W tokens of a tail, X columns of
-`logprob_table`.
+Shapes: B rows of the step's buffers, K most drafts of a sequence, J = K + 1, T target rows, V
+vocabulary. Of the sequences that ask for something, M have rules, P want log-probabilities and N do
+one or both; R rows of these, J a sequence, W tokens of a tail, X columns of `logprob_table`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,13 @@ from peagle.kernels.logits_rules import (
     NO_TOKEN,
     LogitsRules,
     PaddedRows,
+    PaddedTreeRows,
     context_tails,
     shift_tails,
 )
 from peagle.kernels.logprobs import TokenLogprobs, logprob_table, read_logprobs
 from peagle.kernels.step_state import StepRecord, StepState
+from peagle.kernels.trees import TreePaths
 from peagle.kernels.upload import upload, upload_ints
 from peagle.kernels.verify_triton import SequenceSampling, VerifyScratch, own_tokens
 
@@ -137,7 +138,7 @@ class _Batch:
         start_loc_B: first of the R rows of each sequence, by its row in the step.
         scratch: for the M * J rows.
         tails: None where no rule needs any.
-        raw_RV: logits of the P * J rows, between `StepRules.apply` and `StepRules.after`.
+        logits_TV: of the step, between `StepRules.apply` and `StepRules.after`.
     """
 
     num_columns: int
@@ -150,7 +151,7 @@ class _Batch:
     start_loc_B: Tensor
     scratch: VerifyScratch
     tails: _Tails | None
-    raw_RV: Tensor | None = None
+    logits_TV: Tensor | None = None
 
 
 class StepRules:
@@ -160,19 +161,10 @@ class StepRules:
     `Sampler.sample`, up to the rounding of the kernels.
 
     Args:
-        compute_logits: the target's logits [R, V] of hidden states [R, H]; float32, bfloat16 or
-            float16.
         slots: the sampler's, so that its steps and these may take turns.
     """
 
-    def __init__(
-        self,
-        compute_logits: Callable[[Tensor], Tensor],
-        slots: CountSlots,
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
-        self._compute_logits = compute_logits
+    def __init__(self, slots: CountSlots, vocab_size: int, device: torch.device) -> None:
         self._slots = slots
         self._vocab_size = vocab_size
         self._device = device
@@ -187,7 +179,7 @@ class StepRules:
 
     @torch.inference_mode()
     def set_rows(self, sequences: SequenceOf[Sequence | None], num_drafts: int) -> None:
-        """Say which sequences stand in the rows of the next steps, and what K these have.
+        """Say which sequences stand in the rows of the next steps, and how many drafts these have.
 
         The host may know a sequence as it was before the step in flight, if the sequence was in
         `apply` and `after` of that step. A sequence whose tokens of a step are thrown away must
@@ -196,7 +188,7 @@ class StepRules:
 
         Args:
             sequences: one a row; None for empty rows.
-            num_drafts: K, 0 for a step without drafts.
+            num_drafts: K, 0 for steps without drafts.
         """
         members = [
             (rank, row, s)
@@ -239,13 +231,15 @@ class StepRules:
     @torch.inference_mode()
     def apply(
         self,
-        hidden_TH: Tensor,
+        logits_TV: Tensor,
         start_loc: Tensor,
         drafts_BK: Tensor,
         state: StepState,
         sampling: SequenceSampling,
         running_B: Tensor,
-        tokens_R: Tensor,
+        tokens_T: Tensor,
+        *,
+        paths_of: Callable[[Tensor, Tensor], TreePaths] | None = None,
         reject: Callable[[Tensor, Tensor, Tensor, VerifyScratch], None] | None = None,
     ) -> None:
         """Replace the target's own tokens in the rows of sequences with rules.
@@ -253,50 +247,46 @@ class StepRules:
         The masks of grammars must be prepared by then.
 
         Args:
-            hidden_TH: the target's hidden states.
+            logits_TV: the target's, float32, bfloat16 or float16.
             start_loc: first row of each sequence, as in `TargetBatch`; sequence b has
                 state.num_drafts_B[b] + 1 rows if it runs.
             drafts_BK: as many of them as `state.num_drafts_B` says.
             state: before the step.
             sampling: how each sequence samples; min-p is taken from the rules instead.
             running_B: not 0 for sequences that run.
-            tokens_R: int64 [T], changed in place; NO_TOKEN where the raw logits are broken.
+            tokens_T: int64, changed in place; NO_TOKEN where the raw logits are broken.
+            paths_of: where drafts are trees, their paths, see `StepTrees`.
             reject: rejects drawn drafts, see `DecodeStep`: called with logits of rows, the first
                 row of each sequence, which sequences run there, and what was found of the rows.
                 None: no draft was drawn.
         """
         batch = self._batch
         assert batch is not None, "no sequence asks for anything"
+        batch.logits_TV = logits_TV if batch.num_top else None
         if batch.rules is not None:
             batch.rules = without_reached_minimum(batch.rules, batch.ruled)
-        if not self.is_needed:
-            return
-        columns_J = torch.arange(batch.num_columns, device=self._device)
-        rows_N = batch.rows_N
-        is_row_NJ = columns_J <= state.num_drafts_B[rows_N].unsqueeze(1)
-        is_row_NJ = is_row_NJ & (running_B[rows_N] != 0).unsqueeze(1)
-        at_NJ = (start_loc[rows_N].unsqueeze(1) + columns_J).clamp_max(len(tokens_R) - 1)
-        raw_RV = self._compute_logits(hidden_TH[at_NJ.flatten()])
-        if batch.num_top:
-            batch.raw_RV = raw_RV[-len(batch.num_top) * batch.num_columns :]
         if batch.rules is None and not batch.has_grammars:
             return
-        num_ruled = len(batch.ruled)
-        at_R, is_row_MJ = at_NJ[:num_ruled].flatten(), is_row_NJ[:num_ruled]
-        raw_RV, rows_M = raw_RV[: len(at_R)], rows_N[:num_ruled]
-        rows = PaddedRows(
+        rows_M = batch.rows_N[: len(batch.ruled)]
+        columns_J = torch.arange(batch.num_columns, device=self._device)
+        is_row_MJ = columns_J <= state.num_drafts_B[rows_M].unsqueeze(1)
+        is_row_MJ = is_row_MJ & (running_B[rows_M] != 0).unsqueeze(1)
+        at_MJ = (start_loc[rows_M].unsqueeze(1) + columns_J).clamp_max(len(tokens_T) - 1)
+        at_R = at_MJ.flatten()
+        raw_RV = logits_TV[at_R]
+        sizes = (
             drafts_BK[rows_M, : batch.num_columns - 1],
             state.num_drafts_B[rows_M],
             state.num_outputs_B[rows_M],
             len(at_R),
             None if batch.tails is None else batch.tails.tails_MW,
         )
-        temperature_M = sampling.temperature_B[rows_M]
+        paths = None if paths_of is None else paths_of(rows_M, at_MJ)
         processed_RV = process_logits(
             raw_RV,
-            rows,
+            PaddedRows(*sizes) if paths is None else PaddedTreeRows(*sizes, paths),
             batch.rules or LogitsRules(),
-            temperature_M,
+            sampling.temperature_B[rows_M],
             self._slots.counts,
             self._grammar_masks(batch),
         )
@@ -308,6 +298,7 @@ class StepRules:
             None if all_greedy else replace(sampling, min_p_B=None),
             state.num_outputs_B,
             batch.scratch,
+            offsets_R=None if paths is None else paths.depths_BJ.flatten(),
         )
         # Rules may hide that the logits mean nothing.
         is_broken_R = ~raw_RV.amax(-1).isfinite()
@@ -317,8 +308,8 @@ class StepRules:
             runs_B[rows_M] = running_B[rows_M]
             reject(processed_RV, batch.start_loc_B, runs_B, batch.scratch)
         # Padding adds 0, so that it may share a row with others.
-        change_R = torch.where(is_row_MJ.flatten(), own_R - tokens_R[at_R], 0)
-        tokens_R.index_add_(0, at_R, change_R)
+        change_R = torch.where(is_row_MJ.flatten(), own_R - tokens_T[at_R], 0)
+        tokens_T.index_add_(0, at_R, change_R)
 
     def _grammar_masks(self, batch: _Batch) -> Tensor | None:
         """Return what grammars permit in the rows of the M sequences, bool; None without grammars.
@@ -350,12 +341,17 @@ class StepRules:
         state.num_drafts_B[rows_M] = torch.minimum(state.num_drafts_B[rows_M], most_M)
 
     @torch.inference_mode()
-    def after(self, out: StepRecord) -> PendingLogprobs | None:
+    def after(
+        self, out: StepRecord, start_loc: Tensor, rows_X: Tensor | None = None
+    ) -> PendingLogprobs | None:
         """Count what the step emitted, and measure log-probabilities where they are wanted.
 
         Args:
             out: of the step that `apply` began. All emitted tokens count, those behind a stop
                 condition too: the sequence has ended then.
+            start_loc: as of `apply`.
+            rows_X: where drafts are trees, where the row of a token was at `apply`, see
+                `StepTrees`. None: where it is.
         """
         batch = self._batch
         assert batch is not None, "no sequence asks for anything"
@@ -371,12 +367,18 @@ class StepRules:
             batch.tails = batch.tails.shifted(emitted_MJ)
         if not batch.num_top:
             return None
-        assert batch.raw_RV is not None, "`apply` comes first"
+        logits_TV, batch.logits_TV = batch.logits_TV, None
+        assert logits_TV is not None, "`apply` comes first"
         num_wanting = len(batch.num_top)
-        tokens_R = emitted_NJ[-num_wanting:].flatten().clamp_min(0)
-        table_RX = logprob_table(batch.raw_RV, tokens_R, max(batch.num_top))
-        batch.raw_RV = None
-        shape = num_wanting, batch.num_columns, table_RX.shape[1]
+        emitted_PJ, rows_P = emitted_NJ[-num_wanting:], batch.rows_N[-num_wanting:]
+        columns_J = torch.arange(emitted_PJ.shape[1], device=self._device)
+        at_PJ = (start_loc[rows_P].unsqueeze(1) + columns_J).clamp_max(len(logits_TV) - 1)
+        if rows_X is not None:
+            at_PJ = rows_X[at_PJ]
+        table_RX = logprob_table(
+            logits_TV[at_PJ.flatten()], emitted_PJ.flatten().clamp_min(0), max(batch.num_top)
+        )
+        shape = *emitted_PJ.shape, table_RX.shape[1]
         table_PJX = torch.empty(shape, dtype=table_RX.dtype, pin_memory=table_RX.is_cuda)
         table_PJX.copy_(table_RX.view(shape), non_blocking=True)
         return PendingLogprobs(batch.rows[-num_wanting:], batch.num_top, table_PJX)

@@ -93,6 +93,16 @@ class StepTrees:
         first_B = self._state.first_positions_B
         place_rows(self._parents_BN, first_B, self._batch, self.visible_T, self.depths_T)
 
+    def paths_of(self, rows_M: Tensor, at_MJ: Tensor) -> TreePaths:
+        """Return the paths of the trees of some rows of the step, between `begin` and `descend`.
+
+        Args:
+            at_MJ: where the batch has the rows of these trees. What it says of rows that a tree
+                lacks means nothing.
+        """
+        parents_MN = self._parents_BN[rows_M]
+        return TreePaths(parents_MN, self.visible_T[at_MJ], self.depths_T[at_MJ], self._depth)
+
     def descend(self, tokens_T: Tensor) -> None:
         """Accept a path of each sequence; put its rows and its keys and values where a chain's are.
 

@@ -175,6 +175,11 @@ class PaddedRows(VerificationRows):
         return rows_R // (self.max_drafts + 1)
 
 
+@dataclass(frozen=True)
+class PaddedTreeRows(PaddedRows, TreeRows):
+    """`TreeRows`, J for every sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogitBias:
     """values_N (finite or -inf) to add to the logits of tokens_N in sequences_N, int64.

@@ -276,7 +276,7 @@ def test_preparing_equals_rebuilding_every_row(compiler, batch):
     before = [None if s is None else allowed(s) for s in states]
     for state, tokens in zip(states, drafts):
         if state is not None:
-            prepare([state], [tokens])
+            prepare([state], [tokens], [None])
     cut = [t if s is None else s.allowed(t) for s, t in zip(states, drafts)]
     bitmask = verification_masks(states, cut, VOCAB_SIZE)
     expected_lens, expected_rows = rebuilt_rows(compiler, outputs, drafts)

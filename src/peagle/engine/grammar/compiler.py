@@ -57,9 +57,9 @@ class DraftMasks:
     """The masks that verify the drafts of a sequence.
 
     Row j has the tokens allowed after the first j drafts, in a tree after the drafts on its path.
-    There are no rows behind a draft that is not allowed. Rows after a stop id allow everything.
-    Of a tree `parents` has the row of each draft's parent, `scores` the score of its path; None: a
-    chain.
+    Behind a draft that is not allowed a chain has no rows, and those of a tree allow everything, as
+    rows after a stop id do. Of a tree `parents` has the row of each draft's parent, and `scores`
+    the score of its path where it is known; None: a chain.
     """
 
     drafts: tuple[int, ...]
@@ -298,21 +298,35 @@ class GrammarState(Spender):
         else:
             move(0, self)
 
-    def prepare(self, drafts: Sequence[int]) -> None:
+    def prepare(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Find which drafts may stand, and the masks of the rows that verify them.
 
         The state ends where it was.
+
+        Args:
+            parents: of a tree the row of each draft's parent; None: a chain.
         """
         bitmask_RW = full_bitmask(len(drafts) + 1, self.vocab_size)
-        length = 0
-        self.mask_into(bitmask_RW, 0)
-        for token in drafts:
-            if not self.try_advance(token):
-                break
-            length += 1
-            self.mask_into(bitmask_RW, length)
-        self.rollback(length)
-        self.prepared = DraftMasks(tuple(drafts), bitmask_RW[: length + 1])
+        children: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
+        rows_before = range(len(drafts)) if parents is None else parents
+        for node, row_before in enumerate(rows_before[: len(drafts)]):
+            children[row_before].append(node)
+
+        def visit(row: int) -> int:
+            """Return the last row that a path of allowed drafts from here on comes to."""
+            last = row
+            self.mask_into(bitmask_RW, row)
+            for node in children[row]:
+                if self.try_advance(drafts[node]):
+                    last = max(last, visit(node + 1))
+                    self.rollback(1)
+            return last
+
+        last = visit(0)
+        if parents is None:
+            self.prepared = DraftMasks(tuple(drafts), bitmask_RW[: last + 1])
+        else:
+            self.prepared = DraftMasks(tuple(drafts), bitmask_RW, tuple(rows_before))
 
     def is_prepared_for(self, drafts: Sequence[int]) -> bool:
         """Return whether the masks of these drafts are there, and the state is free."""

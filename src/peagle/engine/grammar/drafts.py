@@ -18,18 +18,25 @@ from peagle.engine.grammar.compiler import DraftMasks, GrammarState, full_bitmas
 LogitsAfter = Callable[[Sequence[int]], Tensor]
 
 
-def prepare(states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> None:
+def prepare(
+    states: Sequence[GrammarState],
+    drafts: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int] | None],
+) -> None:
     """Find the masks that verify each state's drafts, unless the state has them.
 
     A state whose grammar takes long is busy when this returns, see `StepBudget`; one that has gone
     beyond the budget is marked so.
+
+    Args:
+        parents: of drafts that are a tree the row of each one's parent; None for a chain.
     """
     budget = states[0].budget
     missing = [
         None if state.is_prepared_for(tokens) else state
         for state, tokens in zip(states, drafts, strict=True)
     ]
-    budget.each(missing, lambda b, state: state.prepare(drafts[b]))
+    budget.each(missing, lambda b, state: state.prepare(drafts[b], parents[b]))
     budget.mark_excess()
 
 
