@@ -3,7 +3,7 @@
 The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits.
 
 Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card experts`,
-`... unpacking`, `... caches`, `... verification` or `... trees`.
+`... unpacking`, `... caches`, `... verification`, `... trees` or `... rules`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from peagle.kernels import (
     experts_triton,
     kv_moves_triton,
     kv_write_triton,
+    logprobs_triton,
     packed_gluon,
     packed_weights_triton,
     paged_attention_triton,
+    penalties_triton,
     rejection_triton,
     step_state_triton,
     tree_growth_triton,
@@ -330,6 +332,30 @@ def verification() -> dict[str, dict[str, Any]]:
     return found
 
 
+def rules() -> dict[str, dict[str, Any]]:
+    """Kernels of rules and log-probabilities, of bfloat16 logits."""
+    chunk, join = logprobs_triton.chunk_logprobs_kernel, logprobs_triton.join_logprobs_kernel
+    penalise = penalties_triton.penalise_kernel
+    names = {name for kernel in (chunk, join, penalise) for name in kernel.arg_names}
+    types = {name: "*i64" for name in names if name.endswith("_ptr")}
+    types |= {"logits_ptr": "*bf16", "table_ptr": "*fp64"}
+    types |= dict.fromkeys(("above_ptr", "top_ids_ptr", "outputs_ptr"), "*i32")
+    types |= dict.fromkeys(("max_ptr", "sum_ptr", "top_ptr", "out_ptr"), "*fp32")
+    types |= dict.fromkeys(("in_prompt_ptr", "before_ptr"), "*i1")
+    types |= dict.fromkeys(("repetition_ptr", "presence_ptr", "frequency_ptr"), "*fp64")
+    loose = tuple(name for name in names if not name.endswith("_ptr"))
+
+    def compiled(kernel: Any, num_warps: int, **sizes: Any) -> dict[str, Any]:
+        return compile_kernel(kernel, ASTSource, types, sizes, {"num_warps": num_warps}, loose)
+
+    every = {"REPEATS": True, "PRESENT": True, "FREQUENT": True}
+    return {
+        "penalise": compiled(penalise, 4, BLOCK=2048, **every),
+        "chunk": compiled(chunk, 8, MAX_TOP=32, CHUNK=4096),
+        "join": compiled(join, 4, MAX_TOP=32, CHUNKS=64, CANDIDATES=2048),
+    }
+
+
 def trees() -> dict[str, dict[str, Any]]:
     """Kernels of candidate trees, of bfloat16 logits."""
     growth = tree_growth_triton
@@ -373,5 +399,6 @@ if __name__ == "__main__":
         "caches": caches,
         "verification": verification,
         "trees": trees,
+        "rules": rules,
     }
     print(json.dumps(of_kind[sys.argv[1]]()))

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.logprobs import TokenLogprobs, token_logprobs
+from peagle.kernels.logprobs import TokenLogprobs, logprob_table, token_logprobs
+from tests.kernels.devices import DEVICES, INTERPRETED
 
 INF = math.inf
 
@@ -89,3 +90,42 @@ def test_the_logits_are_not_changed_and_no_rows_give_nothing() -> None:
     token_logprobs(logits, [0, 1, 2], [0, 20, 3])
     assert torch.equal(logits, before)
     assert token_logprobs(logits[:0], [], []) == []
+
+
+# --- in two launches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype", "num_top"),
+    [
+        (1, torch.float32, 3),
+        (17, torch.bfloat16, 20),
+        (4096, torch.float32, 0),
+        (4097, torch.float16, 1),
+        (9001, torch.bfloat16, 5),
+        (20_000, torch.float32, 20),
+    ],
+)
+def test_two_launches_equal_the_table(
+    device: str, vocab_size: int, dtype: torch.dtype, num_top: int
+) -> None:
+    """Rows of any order, ties, tokens of probability 0; broken rows give no number."""
+    tabulate_logprobs = pytest.importorskip("peagle.kernels.logprobs_triton").tabulate_logprobs
+    if not (INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("needs a card, or TRITON_INTERPRET=1")
+    torch.manual_seed(vocab_size)
+    logits = (4 * torch.randn(6, vocab_size)).to(dtype)
+    logits[1] = (logits[1] / 4).round()
+    logits[2, :-1] = -INF
+    logits[3] = -INF
+    logits[4, vocab_size // 2] = math.nan
+    logits[5, : vocab_size // 2] = -INF
+    rows = torch.tensor([5, 0, 1, 1, 2, 3, 4])
+    tokens = torch.randint(vocab_size, (len(rows),))
+    arguments = (x.to(device) for x in (logits, rows, tokens))
+    found = tabulate_logprobs(*arguments, num_top).cpu()
+    wanted = logprob_table(logits[rows], tokens, num_top)
+    whole = slice(5)  # no one reads the numbers of the two broken rows
+    assert found[5:, 0].isnan().all() and wanted[5:, 0].isnan().all()
+    torch.testing.assert_close(found[whole], wanted[whole], rtol=0, atol=2e-5)

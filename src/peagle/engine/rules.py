@@ -70,21 +70,26 @@ def has_penalties(sequence: Sequence) -> bool:
     return penalties != (1, 0, 0)
 
 
+def has_masks(sequence: Sequence) -> bool:
+    """Return whether the request forbids tokens, or adds to the logits of some."""
+    params = sequence.params
+    return bool(
+        sequence.grammar is not None
+        or params.logit_bias
+        or params.bad_words
+        or params.allowed_token_ids is not None
+        or (params.min_tokens > sequence.num_output_tokens and sequence.stop_token_ids)
+    )
+
+
 def has_rules(sequence: Sequence) -> bool:
     """Return whether the request has a grammar, or `build_rules` finds a rule in it.
 
     Min-p alone is none.
     """
     params = sequence.params
-    return bool(
-        sequence.grammar is not None
-        or has_penalties(sequence)
-        or params.logit_bias
-        or params.bad_words
-        or params.allowed_token_ids is not None
-        or (params.typical_p < 1 and not params.is_greedy)
-        or (params.min_tokens > sequence.num_output_tokens and sequence.stop_token_ids)
-    )
+    is_typical = params.typical_p < 1 and not params.is_greedy
+    return has_masks(sequence) or has_penalties(sequence) or is_typical
 
 
 def build_rules(

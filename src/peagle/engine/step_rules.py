@@ -5,8 +5,8 @@ tokens outside a graph, and `StepRules` replaces those of these sequences. It la
 the step's stream and never waits for the device: what changes from step to step lies there.
 
 Shapes: B rows of the step's buffers, K most drafts of a sequence, J = K + 1, T target rows, V
-vocabulary. Of the sequences that ask for something, M have rules, P want log-probabilities and N do
-one or both; R rows of these, J a sequence, W tokens of a tail, X columns of `logprob_table`.
+vocabulary. P sequences want log-probabilities, and of those with rules M are treated together; R
+rows, J a sequence, W tokens of a tail, X columns of `logprob_table`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from peagle.engine.grammar.compiler import full_bitmask, unpack
 from peagle.engine.rules import (
     CountSlots,
     build_rules,
+    has_masks,
     has_penalties,
     has_rules,
     without_reached_minimum,
@@ -36,7 +37,9 @@ from peagle.kernels.logits_rules import (
     context_tails,
     shift_tails,
 )
-from peagle.kernels.logprobs import TokenLogprobs, logprob_table, read_logprobs
+from peagle.kernels.logprobs import TokenLogprobs, read_logprobs
+from peagle.kernels.logprobs_triton import tabulate_logprobs
+from peagle.kernels.penalties_triton import penalise
 from peagle.kernels.step_state import StepRecord, StepState
 from peagle.kernels.trees import TreePaths
 from peagle.kernels.upload import upload, upload_ints
@@ -124,33 +127,46 @@ class _Tails:
 
 
 @dataclass(slots=True)
-class _Batch:
-    """The N sequences that ask for something: first the M with rules, last the P.
+class _Ruled:
+    """The M sequences whose rules are applied together.
 
     Attributes:
         num_columns: J.
-        ruled: the M sequences.
-        rows: the step's row of each of the N.
-        num_top: most likely tokens that each of the P wants.
-        rules: of the M; None without any.
-        has_grammars: whether some of the M have one.
-        rows_N: `rows` on the device.
+        sequences: the M.
+        rows: the step's row of each.
+        rules: None without any but grammars.
+        has_grammars: whether some have one.
+        rows_M: `rows` on the device.
         start_loc_B: first of the R rows of each sequence, by its row in the step.
-        scratch: for the M * J rows.
+        scratch: for the R rows.
         tails: None where no rule needs any.
-        logits_TV: of the step, between `StepRules.apply` and `StepRules.after`.
     """
 
     num_columns: int
-    ruled: list[Sequence]
+    sequences: list[Sequence]
     rows: list[int]
-    num_top: list[int]
     rules: LogitsRules | None
     has_grammars: bool
-    rows_N: Tensor
+    rows_M: Tensor
     start_loc_B: Tensor
     scratch: VerifyScratch
     tails: _Tails | None
+
+
+@dataclass(slots=True)
+class _Wanting:
+    """The P sequences that want log-probabilities.
+
+    Attributes:
+        rows: the step's row of each.
+        num_top: most likely tokens that each wants.
+        rows_P: `rows` on the device.
+        logits_TV: of the step, between `StepRules.apply` and `StepRules.after`.
+    """
+
+    rows: list[int]
+    num_top: list[int]
+    rows_P: Tensor
     logits_TV: Tensor | None = None
 
 
@@ -158,7 +174,8 @@ class StepRules:
     """Applies the rules of sequences, and measures log-probabilities, between a step's graphs.
 
     A step is `apply`, the match of its drafts with the tokens, `after`. The result is that of
-    `Sampler.sample`, up to the rounding of the kernels.
+    `Sampler.sample`, up to the rounding of the kernels. Masks pass the logits several times, so
+    sequences that have any go apart from the others.
 
     Args:
         slots: the sampler's, so that its steps and these may take turns.
@@ -169,13 +186,19 @@ class StepRules:
         self._vocab_size = vocab_size
         self._device = device
         self._key: object = None
-        self._batch: _Batch | None = None
+        self._masked: _Ruled | None = None
+        self._unmasked: _Ruled | None = None
+        self._wanting: _Wanting | None = None
 
     @property
     def is_needed(self) -> bool:
         """Whether a sequence of the step has rules or wants log-probabilities."""
-        batch = self._batch
-        return batch is not None and bool(batch.rules or batch.has_grammars or batch.num_top)
+        return bool(self._ruled or self._wanting)
+
+    @property
+    def _ruled(self) -> list[_Ruled]:
+        every = (self._masked, self._unmasked)
+        return [ruled for ruled in every if ruled and (ruled.rules or ruled.has_grammars)]
 
     @torch.inference_mode()
     def set_rows(self, sequences: SequenceOf[Sequence | None], num_drafts: int) -> None:
@@ -190,42 +213,57 @@ class StepRules:
             sequences: one a row; None for empty rows.
             num_drafts: K, 0 for steps without drafts.
         """
-        members = [
-            (rank, row, s)
-            for row, s in enumerate(sequences)
-            if s is not None and (rank := _rank(s)) is not None
-        ]
-        members.sort(key=lambda member: member[:2])
+        masked, unmasked, wanting = dict[int, Sequence](), dict[int, Sequence](), list[int]()
+        for row, sequence in enumerate(sequences):
+            if sequence is None:
+                continue
+            if has_rules(sequence):
+                (masked if has_masks(sequence) else unmasked)[row] = sequence
+            if sequence.params.logprobs is not None:
+                wanting.append(row)
         # A sequence that was released has another slot.
-        slots = [self._slots.of(s) if has_penalties(s) else -1 for _, _, s in members]
-        of_rows = [(rank, row, s.seq_id) for rank, row, s in members]
-        key = num_drafts, of_rows, slots
-        old, device, columns = self._batch, self._device, num_drafts + 1
+        both = (*masked.values(), *unmasked.values())
+        slots = [self._slots.of(s) if has_penalties(s) else -1 for s in both]
+        key = num_drafts, list(masked), list(unmasked), [s.seq_id for s in both], slots, wanting
+        old = self._masked
         if key == self._key and (old is None or old.tails is None):
             return
-        self._key, self._batch = key, None
-        if not members:
-            return
-        ruled = [s for rank, _, s in members if rank < _LOGPROBS]
-        rules = build_rules(ruled, self._slots, self._vocab_size, device) if ruled else None
-        tails = None
-        if rules is not None and (words := rules.bad_words) is not None and words.prefix_len:
-            tails = _Tails.start(ruled, words.prefix_len, device, old and old.tails)
-        rows = [row for _, row, _ in members]
+        self._key = key
+        self._masked = self._build(masked, num_drafts + 1, old and old.tails)
+        self._unmasked = self._build(unmasked, num_drafts + 1, None)
+        self._wanting = None
+        if wanting:
+            tops = [s.params.logprobs for s in sequences if s is not None]
+            num_top = [top for top in tops if top is not None]
+            self._wanting = _Wanting(wanting, num_top, upload_ints(wanting, self._device))
+
+    def _build(
+        self, sequence_of: dict[int, Sequence], num_columns: int, tails: _Tails | None
+    ) -> _Ruled | None:
+        """Return the sequences of some rows with their rules; `tails` are those of the step before.
+
+        None: there are no sequences.
+        """
+        if not sequence_of:
+            return None
+        rows, sequences = list(sequence_of), list(sequence_of.values())
+        rules = build_rules(sequences, self._slots, self._vocab_size, self._device)
+        words = None if rules is None else rules.bad_words
+        width = 0 if words is None else words.prefix_len
         start_loc = [0] * (max(rows) + 1)
         for index, row in enumerate(rows):
-            start_loc[row] = index * columns
-        self._batch = _Batch(
-            num_columns=columns,
-            ruled=ruled,
+            start_loc[row] = index * num_columns
+        num_rows = len(rows) * num_columns
+        return _Ruled(
+            num_columns=num_columns,
+            sequences=sequences,
             rows=rows,
-            num_top=[n for _, _, s in members if (n := s.params.logprobs) is not None],
             rules=rules,
-            has_grammars=any(s.grammar is not None for s in ruled),
-            rows_N=upload_ints(rows, device),
-            start_loc_B=upload_ints(start_loc, device),
-            scratch=VerifyScratch.allocate(len(ruled) * columns, self._vocab_size, device),
-            tails=tails,
+            has_grammars=any(s.grammar is not None for s in sequences),
+            rows_M=upload_ints(rows, self._device),
+            start_loc_B=upload_ints(start_loc, self._device),
+            scratch=VerifyScratch.allocate(num_rows, self._vocab_size, self._device),
+            tails=_Tails.start(sequences, width, self._device, tails) if width else None,
         )
 
     @torch.inference_mode()
@@ -260,68 +298,68 @@ class StepRules:
                 row of each sequence, which sequences run there, and what was found of the rows.
                 None: no draft was drawn.
         """
-        batch = self._batch
-        assert batch is not None, "no sequence asks for anything"
-        batch.logits_TV = logits_TV if batch.num_top else None
-        if batch.rules is not None:
-            batch.rules = without_reached_minimum(batch.rules, batch.ruled)
-        if batch.rules is None and not batch.has_grammars:
-            return
-        rows_M = batch.rows_N[: len(batch.ruled)]
-        columns_J = torch.arange(batch.num_columns, device=self._device)
-        is_row_MJ = columns_J <= state.num_drafts_B[rows_M].unsqueeze(1)
-        is_row_MJ = is_row_MJ & (running_B[rows_M] != 0).unsqueeze(1)
-        at_MJ = (start_loc[rows_M].unsqueeze(1) + columns_J).clamp_max(len(tokens_T) - 1)
-        at_R = at_MJ.flatten()
-        raw_RV = logits_TV[at_R]
-        sizes = (
-            drafts_BK[rows_M, : batch.num_columns - 1],
-            state.num_drafts_B[rows_M],
-            state.num_outputs_B[rows_M],
-            len(at_R),
-            None if batch.tails is None else batch.tails.tails_MW,
-        )
-        paths = None if paths_of is None else paths_of(rows_M, at_MJ)
-        processed_RV = process_logits(
-            raw_RV,
-            PaddedRows(*sizes) if paths is None else PaddedTreeRows(*sizes, paths),
-            batch.rules or LogitsRules(),
-            sampling.temperature_B[rows_M],
-            self._slots.counts,
-            self._grammar_masks(batch),
-        )
-        all_greedy = reject is None and all(s.params.is_greedy for s in batch.ruled)
-        own_tokens(
-            processed_RV,
-            torch.where(is_row_MJ, rows_M.unsqueeze(1), -1).flatten(),
-            batch.start_loc_B,
-            None if all_greedy else replace(sampling, min_p_B=None),
-            state.num_outputs_B,
-            batch.scratch,
-            offsets_R=None if paths is None else paths.depths_BJ.flatten(),
-        )
-        # Rules may hide that the logits mean nothing.
-        is_broken_R = ~raw_RV.amax(-1).isfinite()
-        own_R = batch.scratch.tokens_R.masked_fill_(is_broken_R, NO_TOKEN)
-        if reject is not None:
-            runs_B = torch.zeros_like(running_B)
-            runs_B[rows_M] = running_B[rows_M]
-            reject(processed_RV, batch.start_loc_B, runs_B, batch.scratch)
-        # Padding adds 0, so that it may share a row with others.
-        change_R = torch.where(is_row_MJ.flatten(), own_R - tokens_T[at_R], 0)
-        tokens_T.index_add_(0, at_R, change_R)
+        if self._wanting is not None:
+            self._wanting.logits_TV = logits_TV
+        for ruled in self._ruled:
+            if ruled.rules is not None:
+                ruled.rules = without_reached_minimum(ruled.rules, ruled.sequences)
+        for ruled in self._ruled:
+            rows_M = ruled.rows_M
+            columns_J = torch.arange(ruled.num_columns, device=self._device)
+            is_row_MJ = columns_J <= state.num_drafts_B[rows_M].unsqueeze(1)
+            is_row_MJ = is_row_MJ & (running_B[rows_M] != 0).unsqueeze(1)
+            at_MJ = (start_loc[rows_M].unsqueeze(1) + columns_J).clamp_max(len(tokens_T) - 1)
+            at_R = at_MJ.flatten()
+            raw_RV = logits_TV[at_R]
+            sizes = (
+                drafts_BK[rows_M, : ruled.num_columns - 1],
+                state.num_drafts_B[rows_M],
+                state.num_outputs_B[rows_M],
+                len(at_R),
+                None if ruled.tails is None else ruled.tails.tails_MW,
+            )
+            paths = None if paths_of is None else paths_of(rows_M, at_MJ)
+            processed_RV = process_logits(
+                raw_RV,
+                PaddedRows(*sizes) if paths is None else PaddedTreeRows(*sizes, paths),
+                ruled.rules or LogitsRules(),
+                sampling.temperature_B[rows_M],
+                self._slots.counts,
+                self._grammar_masks(ruled),
+                penalise,
+            )
+            all_greedy = reject is None and all(s.params.is_greedy for s in ruled.sequences)
+            own_tokens(
+                processed_RV,
+                torch.where(is_row_MJ, rows_M.unsqueeze(1), -1).flatten(),
+                ruled.start_loc_B,
+                None if all_greedy else replace(sampling, min_p_B=None),
+                state.num_outputs_B,
+                ruled.scratch,
+                offsets_R=None if paths is None else paths.depths_BJ.flatten(),
+            )
+            # Rules may hide that the logits mean nothing.
+            is_broken_R = ~raw_RV.amax(-1).isfinite()
+            own_R = ruled.scratch.tokens_R.masked_fill_(is_broken_R, NO_TOKEN)
+            if reject is not None:
+                runs_B = torch.zeros_like(running_B)
+                runs_B[rows_M] = running_B[rows_M]
+                reject(processed_RV, ruled.start_loc_B, runs_B, ruled.scratch)
+            # Padding adds 0, so that it may share a row with others.
+            change_R = torch.where(is_row_MJ.flatten(), own_R - tokens_T[at_R], 0)
+            tokens_T.index_add_(0, at_R, change_R)
 
-    def _grammar_masks(self, batch: _Batch) -> Tensor | None:
-        """Return what grammars permit in the rows of the M sequences, bool; None without grammars.
+    def _grammar_masks(self, ruled: _Ruled) -> Tensor | None:
+        """Return what grammars permit in the R rows, bool; None without grammars.
 
         Rows behind a draft that a grammar refuses permit everything: no token is taken from them.
         """
-        if not batch.has_grammars:
+        if not ruled.has_grammars:
             return None
-        packed_RW = full_bitmask(len(batch.ruled) * batch.num_columns, self._vocab_size)
-        packed_MJW = packed_RW.view(len(batch.ruled), batch.num_columns, -1)
-        for index, bitmask_RW in _prepared_masks(batch):
-            prepared_JW = bitmask_RW[: batch.num_columns]
+        packed_RW = full_bitmask(len(ruled.sequences) * ruled.num_columns, self._vocab_size)
+        packed_MJW = packed_RW.view(len(ruled.sequences), ruled.num_columns, -1)
+        for index, bitmask_RW in _prepared_masks(ruled):
+            prepared_JW = bitmask_RW[: ruled.num_columns]
             packed_MJW[index, : len(prepared_JW)] = prepared_JW
         return unpack(upload(packed_RW, self._device), self._vocab_size)
 
@@ -331,12 +369,10 @@ class StepRules:
 
         Such acceptance takes drafts that no grammar permits. The masks must be prepared by then.
         """
-        batch = self._batch
-        assert batch is not None, "no sequence asks for anything"
-        if not batch.has_grammars:
+        if self._masked is None or not self._masked.has_grammars:
             return
-        found = _prepared_masks(batch)
-        rows_M = upload_ints([batch.rows[index] for index, _ in found], self._device)
+        found = _prepared_masks(self._masked)
+        rows_M = upload_ints([self._masked.rows[index] for index, _ in found], self._device)
         most_M = upload_ints([len(bitmask_RW) - 1 for _, bitmask_RW in found], self._device)
         state.num_drafts_B[rows_M] = torch.minimum(state.num_drafts_B[rows_M], most_M)
 
@@ -353,52 +389,38 @@ class StepRules:
             rows_X: where drafts are trees, where the row of a token was at `apply`, see
                 `StepTrees`. None: where it is.
         """
-        batch = self._batch
-        assert batch is not None, "no sequence asks for anything"
-        emitted_NJ = out.emitted_BJ[batch.rows_N, : batch.num_columns]
-        emitted_MJ = emitted_NJ[: len(batch.ruled)]
-        if batch.rules is not None and batch.rules.has_penalties:
-            counts, slots_M = self._slots.counts, batch.rules.count_slots_B
-            assert counts is not None and slots_M is not None
-            counts.add(
-                slots_M.unsqueeze(1).expand_as(emitted_MJ), emitted_MJ, emitted_MJ != NO_TOKEN
-            )
-        if batch.tails is not None:
-            batch.tails = batch.tails.shifted(emitted_MJ)
-        if not batch.num_top:
+        for ruled in self._ruled:
+            emitted_MJ = out.emitted_BJ[ruled.rows_M, : ruled.num_columns]
+            if ruled.rules is not None and ruled.rules.has_penalties:
+                counts, slots_M = self._slots.counts, ruled.rules.count_slots_B
+                assert counts is not None and slots_M is not None
+                counts.add(
+                    slots_M.unsqueeze(1).expand_as(emitted_MJ), emitted_MJ, emitted_MJ != NO_TOKEN
+                )
+            if ruled.tails is not None:
+                ruled.tails = ruled.tails.shifted(emitted_MJ)
+        wanting = self._wanting
+        if wanting is None:
             return None
-        logits_TV, batch.logits_TV = batch.logits_TV, None
+        logits_TV, wanting.logits_TV = wanting.logits_TV, None
         assert logits_TV is not None, "`apply` comes first"
-        num_wanting = len(batch.num_top)
-        emitted_PJ, rows_P = emitted_NJ[-num_wanting:], batch.rows_N[-num_wanting:]
+        emitted_PJ = out.emitted_BJ[wanting.rows_P]
         columns_J = torch.arange(emitted_PJ.shape[1], device=self._device)
-        at_PJ = (start_loc[rows_P].unsqueeze(1) + columns_J).clamp_max(len(logits_TV) - 1)
+        at_PJ = (start_loc[wanting.rows_P].unsqueeze(1) + columns_J).clamp_max(len(logits_TV) - 1)
         if rows_X is not None:
             at_PJ = rows_X[at_PJ]
-        table_RX = logprob_table(
-            logits_TV[at_PJ.flatten()], emitted_PJ.flatten().clamp_min(0), max(batch.num_top)
-        )
+        tokens_R, num_top = emitted_PJ.flatten().clamp_min(0), max(wanting.num_top)
+        table_RX = tabulate_logprobs(logits_TV, at_PJ.flatten(), tokens_R, num_top)
         shape = *emitted_PJ.shape, table_RX.shape[1]
         table_PJX = torch.empty(shape, dtype=table_RX.dtype, pin_memory=table_RX.is_cuda)
         table_PJX.copy_(table_RX.view(shape), non_blocking=True)
-        return PendingLogprobs(batch.rows[-num_wanting:], batch.num_top, table_PJX)
+        return PendingLogprobs(wanting.rows, wanting.num_top, table_PJX)
 
 
-def _prepared_masks(batch: _Batch) -> list[tuple[int, Tensor]]:
+def _prepared_masks(ruled: _Ruled) -> list[tuple[int, Tensor]]:
     """Return the index among the M and the masks of each grammar that has some prepared."""
     return [
         (index, masks.bitmask_RW)
-        for index, sequence in enumerate(batch.ruled)
+        for index, sequence in enumerate(ruled.sequences)
         if sequence.grammar is not None and (masks := sequence.grammar.prepared) is not None
     ]
-
-
-_LOGPROBS = 2
-
-
-def _rank(sequence: Sequence) -> int | None:
-    """Return 0 for rules alone, 1 for both, 2 for log-probabilities alone, None for neither."""
-    wants_logprobs = sequence.params.logprobs is not None
-    if has_rules(sequence):
-        return int(wants_logprobs)
-    return _LOGPROBS if wants_logprobs else None

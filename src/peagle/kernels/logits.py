@@ -24,6 +24,8 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,8 @@ from peagle.kernels.logits_rules import (
 )
 from peagle.kernels.sampling import at_least_float32, tempered_probs
 
+Penalise = Callable[[Tensor, VerificationRows, LogitsRules, TokenCounts], Tensor]
+
 
 def process_logits(
     logits_RV: Tensor,
@@ -46,6 +50,7 @@ def process_logits(
     temperature_B: Tensor,
     counts: TokenCounts | None = None,
     grammar_RV: Tensor | None = None,
+    penalise: Penalise | None = None,
 ) -> Tensor:
     """Steps 1 to 3 of the module's order, for raw target logits.
 
@@ -53,6 +58,7 @@ def process_logits(
         temperature_B: 0 is greedy; scales what min-p and typical-p see, not the result.
         counts: counts up to row 0; needed where the rules have penalties.
         grammar_RV: bool, what a grammar permits; rows of other sequences are all true.
+        penalise: computes what `apply_penalties` does; None: that itself.
 
     Returns:
         [R, V] in at least float32 for `probs_from_logits` or `verify`; removed tokens are -inf.
@@ -61,7 +67,7 @@ def process_logits(
     logits_RV = apply_masks(logits_RV, rows, rules, grammar_RV)
     if rules.has_penalties:
         assert counts is not None, "penalties need the token counts"
-        logits_RV = apply_penalties(logits_RV, rows, rules, counts)
+        logits_RV = (penalise or apply_penalties)(logits_RV, rows, rules, counts)
     if rules.min_p_B is None and rules.typical_p_B is None:
         return logits_RV
     of_R = rows.sequences_R

@@ -94,8 +94,9 @@ def logprob_table(logits_NV: Tensor, tokens_N: Tensor, num_top: int) -> Tensor:
     tokens_N1 = tokens_N.unsqueeze(1)
     greater_NV = logits_NV > logits_NV.gather(1, tokens_N1)
     ranks_N1 = greater_NV.sum(-1, keepdim=True) + 1
-    ids_NP, top_NP = _most_likely(logprobs_NV, min(num_top, logits_NV.shape[1]))
-    columns = logprobs_NV.gather(1, tokens_N1), ranks_N1, ids_NP, top_NP
+    ids_NP = _most_likely(logits_NV, min(num_top, logits_NV.shape[1]))
+    logprobs = logprobs_NV.gather(1, tokens_N1), logprobs_NV.gather(1, ids_NP)
+    columns = logprobs[0], ranks_N1, ids_NP, logprobs[1]
     return torch.cat([column.double() for column in columns], 1)
 
 
@@ -107,14 +108,13 @@ def read_logprobs(row: Sequence[float], token_id: int, num_top: int) -> TokenLog
     return TokenLogprobs(token_id, logprob, int(rank), top)
 
 
-def _most_likely(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return ids and values [N, P] of the greatest values; of equal ones the lower id comes first.
+def _most_likely(values_NV: Tensor, count: int) -> Tensor:
+    """Return the ids [N, P] of the greatest values; of equal ones the lower id comes first.
 
     topk alone leaves open which of equal values it takes. Does not wait for the device.
     """
     if count == 0:
-        nothing_N0 = values_NV[:, :0]
-        return nothing_N0.long(), nothing_N0
+        return values_NV[:, :0].long()
     values_NV = values_NV.nan_to_num(-torch.inf, neginf=-torch.inf)  # NaN equals nothing
     last_N1 = values_NV.topk(count, dim=-1).values[:, -1:]
     above_NV, ties_NV = values_NV > last_N1, values_NV == last_N1
@@ -124,5 +124,5 @@ def _most_likely(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     falling_V = torch.arange(values_NV.shape[1], 0, -1, dtype=torch.int32, device=values_NV.device)
     ids_NP = torch.where(taken_NV, falling_V, 0).topk(count, dim=-1).indices
     # The ids ascend, so a stable sort keeps the lower of equal ones first.
-    top_NP, order_NP = values_NV.gather(1, ids_NP).sort(dim=-1, descending=True, stable=True)
-    return ids_NP.gather(1, order_NP), top_NP
+    order_NP = values_NV.gather(1, ids_NP).sort(dim=-1, descending=True, stable=True).indices
+    return ids_NP.gather(1, order_NP)
