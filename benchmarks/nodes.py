@@ -2,19 +2,25 @@
 
     python benchmarks/nodes.py --conc 1,2,4 --threads 1
     python benchmarks/nodes.py --target DIR --draft HEAD --conc 1,2,4,8,16,32,64,128,256
+    python benchmarks/nodes.py --target DIR --draft HEAD --eagle3 HEAD --ways plain,chain,eagle3,n
 
 Closed loops over prompts at each concurrency, all ways to decode taking turns; output tokens per
-second, medians. A way is `plain`, `chain K=7`, `n=N` (every step verifies trees of N nodes),
-`shared n=N` (the requests share N nodes for each of them, out of trees of the greatest N), or
-`adaptive`. On a CPU `adaptive` is the greatest fixed number, and is left out. With one thread the
-thread's own time counts, as in `peagle tune`.
+second, medians. A way is `plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies trees of N
+nodes), `shared n=N` (the requests share N nodes for each of them, out of trees of the greatest N),
+or `adaptive`. On a CPU `adaptive` is the greatest fixed number, and is left out. With one thread
+the thread's own time counts, as in `peagle tune`.
+
+A small model falls into loops, which are easy to draft. `--cut-loops` measures each concurrency a
+second time, with outputs that end where plain decoding begins its first loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -25,7 +31,7 @@ from peagle.cli.setup import quiet_libraries, set_threads
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.placement import load_target
 from peagle.environment import environment
-from peagle.evaluation.acceptance import DraftedStep, decode_steps
+from peagle.evaluation.acceptance import DraftedStep, decode_steps, loop_start
 from peagle.evaluation.decoding import Request
 from peagle.evaluation.engine_backend import EngineBackend, build
 from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
@@ -41,6 +47,9 @@ def main() -> None:
     )
     options.add_argument("--target", default=str(BUNDLED_TARGET), help="folder of the target")
     options.add_argument("--draft", default=str(BUNDLED_PEAGLE), help="folder of a P-EAGLE head")
+    options.add_argument("--eagle3", help="folder of an EAGLE-3 head to compare with")
+    options.add_argument("--ways", help="the first words of those to measure (all)")
+    options.add_argument("--cut-loops", action="store_true", help="also without loops")
     options.add_argument("--set", default="humaneval", choices=PROMPT_SETS, help="prompt set")
     options.add_argument("--conc", default="1,2,4", help="requests in flight (1,2,4)")
     options.add_argument("--nodes", default="1,3,7,16", help="numbers of nodes (1,3,7,16)")
@@ -55,31 +64,39 @@ def main() -> None:
     set_threads(args.threads)
     concurrencies = [int(one) for one in args.conc.split(",")]
     target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
-    every = ways(args.draft, sorted(map(int, args.nodes.split(","))), args.depth)
+    every = ways(args.draft, args.eagle3, sorted(map(int, args.nodes.split(","))), args.depth)
     if target.device.type == "cpu":
         del every["adaptive"]
+    if args.ways is not None:
+        wanted = {"plain", *args.ways.split(",")}
+        every = {name: way for name, way in every.items() if re.split("[ =]", name)[0] in wanted}
     llms = build(target, every, max_num_seqs=max(concurrencies))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
     params = SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True)
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {"whole": {}, "before_loops": {}}
     for concurrency in concurrencies:
         prompts = load_prompt_set(args.set, max(4, 2 * concurrency))
         requests = [Request(one.id, one.text, params) for one in prompts]
-        speeds: dict[str, list[float]] = {name: [] for name in backends}
-        steps: dict[str, list[DraftedStep]] = {}
-        turns = take_turns(backends, requests, concurrency, args.repeats, clock)
-        for name, run, seconds in turns:
-            speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
-            steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
-        found[str(concurrency)] = figures(speeds, steps)
+        sizes = {"whole": requests}
+        if args.cut_loops:
+            sizes["before_loops"] = cut_at_loops(requests, backends["plain"], concurrency)
+        for size, some in sizes.items():
+            speeds: dict[str, list[float]] = {name: [] for name in backends}
+            steps: dict[str, list[DraftedStep]] = {}
+            turns = take_turns(backends, some, concurrency, args.repeats, clock)
+            for name, run, seconds in turns:
+                speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
+                steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
+            found[size][str(concurrency)] = figures(speeds, steps)
     stats = {name: llm.stats for name, llm in llms.items()}
     print(
         json.dumps(
             {
                 "command": " ".join(["python", *sys.argv]),
                 "repeats": args.repeats,
-                "by_concurrency": found,
+                "by_concurrency": found["whole"],
+                "before_loops": found["before_loops"],
                 "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
                 "calibration_error": {
                     name: None if (error := one.calibration.error) is None else round(error, 4)
@@ -92,7 +109,19 @@ def main() -> None:
     )
 
 
-def ways(head: str, sizes: list[int], depth: int) -> dict[str, SpeculativeConfig | None]:
+def cut_at_loops(requests: list[Request], plain: EngineBackend, concurrency: int) -> list[Request]:
+    """The same requests, each for as many tokens as plain decoding gives before its first loop."""
+    answers = plain.run(requests, concurrency).answers
+    starts = [loop_start(answer.token_ids) for answer in answers]
+    return [
+        one if start is None else replace(one, params=replace(one.params, max_tokens=start))
+        for one, start in zip(requests, starts, strict=True)
+    ]
+
+
+def ways(
+    head: str, eagle3: str | None, sizes: list[int], depth: int
+) -> dict[str, SpeculativeConfig | None]:
     """Plain decoding, chains, trees of each size, the largest with fewer nodes, and by load."""
 
     def trees(size: int, nodes: object = None) -> SpeculativeConfig:
@@ -105,9 +134,13 @@ def ways(head: str, sizes: list[int], depth: int) -> dict[str, SpeculativeConfig
         )
 
     most = sizes[-1]
+    heads = {"chain": head} | ({} if eagle3 is None else {"eagle3": eagle3})
     return {
         "plain": None,
-        f"chain K={depth}": SpeculativeConfig(model=head, num_speculative_tokens=depth),
+        **{
+            f"{name} K={depth}": SpeculativeConfig(model=one, num_speculative_tokens=depth)
+            for name, one in heads.items()
+        },
         **{f"n={size}": trees(size) for size in sizes},
         **{f"shared n={size}": trees(most, ((1, 1, size),)) for size in sizes[:-1]},
         "adaptive": trees(most, "auto"),

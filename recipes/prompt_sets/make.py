@@ -3,7 +3,8 @@
     python recipes/prompt_sets/make.py --shared ../shared
 
 Writes `summarization.jsonl`, `question_answering.jsonl`, `structured_json.jsonl` and
-`long_output.jsonl`, as `{id, category, turns}` lines. The same pins give the same bytes.
+`long_output.jsonl`, as `{id, category, turns}` lines, and `long_reasoning.jsonl` of the problems in
+`gsm8k.jsonl`. The same pins give the same bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ CODE_CHARACTERS = (350, 1500)
 NUM_CONTINUED, NUM_MANUALS = 12, 8
 OPENING_CHARACTERS, OUTLINE_CHARACTERS = (500, 2600), (700, 2000)
 LONG_FILE = 20_000
+NUM_REASONED, NUM_PROBLEMS = 20, 5
+REASON = (
+    "Solve the five problems below. Reason about each of them step by step. Then solve it again in "
+    "a second way and compare both results; where they differ, find the mistake. End with a list "
+    "of the five answers."
+)
 SUMMARIES = (
     "Summarize the text above in one sentence.",
     "Summarize the text above in three bullet points.",
@@ -222,9 +229,25 @@ def long_rows(files: list[Path]) -> list[Row]:
     return found
 
 
+def reasoning_rows(problems: list[str]) -> list[Row]:
+    """Several problems a prompt, each to be solved twice: thinking about them takes long."""
+    found = []
+    for number in range(NUM_REASONED):
+        some = problems[number * NUM_PROBLEMS :][:NUM_PROBLEMS]
+        listed = [f"{index}. {problem.strip()}" for index, problem in enumerate(some, 1)]
+        turn = "\n\n".join([REASON, *listed])
+        found.append(_row(f"long_reasoning/gsm8k/{number * NUM_PROBLEMS}", "math", turn))
+    return found
+
+
 def write_jsonl(path: Path, lines: list[Row]) -> None:
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     path.write_text(text, encoding="utf-8")
+
+
+def turns_of(path: Path) -> list[str]:
+    """The first turn of each line."""
+    return [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -245,6 +268,7 @@ def main(argv: list[str] | None = None) -> None:
         "question_answering": rows("question_answering", sections + coded, question, used),
         "structured_json": rows("structured_json", sections + coded, as_json, used),
         "long_output": long_rows(files),
+        "long_reasoning": reasoning_rows(turns_of(args.prompts / "gsm8k.jsonl")),
     }
     for name, lines in sets.items():
         write_jsonl(args.prompts / f"{name}.jsonl", lines)

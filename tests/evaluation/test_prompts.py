@@ -22,7 +22,7 @@ from peagle.evaluation.prompts import (
 )
 from tests.fake_hub import FakeHub, message_of, serve, used
 
-SIZES = {"humaneval": 164, "mt_bench": 80, "gsm8k": 200, "heldout_code": 100}
+SIZES = {"humaneval": 164, "mt_bench": 80, "gsm8k": 200, "heldout_code": 100, "long_reasoning": 20}
 HELD_OUT = {"summarization": 40, "question_answering": 40, "structured_json": 40, "long_output": 20}
 
 
@@ -43,6 +43,13 @@ def test_sets_from_held_out_text_are_plain_and_short(name: str) -> None:
     assert all(200 < len(text) < 3500 for text in texts)
     assert not any(re.search(r"[\w.]@[\w-]+\.(com|org|net)|\x00|\ufffd", text) for text in texts)
     assert len({prompt.category for prompt in prompts}) == 2
+
+
+def test_long_reasoning_asks_for_five_sums_at_a_time() -> None:
+    sums = [prompt.text for prompt in load_prompt_set("gsm8k")]
+    for number, prompt in enumerate(load_prompt_set("long_reasoning")):
+        assert all(sum_.strip() in prompt.text for sum_ in sums[5 * number :][:5])
+        assert len(prompt.text) < 3500
 
 
 def test_turns_and_limit() -> None:

@@ -49,7 +49,7 @@ Sets = Annotated[
         metavar="NAME,...",
         help="Prompt sets: bundled or of the hub by name, files (JSONL, text); the bundled "
         "ones are humaneval, mt_bench, gsm8k, heldout_code, summarization, "
-        "question_answering, structured_json and long_output.",
+        "question_answering, structured_json, long_output and long_reasoning.",
         show_default=DEFAULT_SET,
     ),
 ]

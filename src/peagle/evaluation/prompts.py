@@ -20,6 +20,7 @@ PROMPT_SETS = (
     "question_answering",
     "structured_json",
     "long_output",
+    "long_reasoning",
 )
 
 
