@@ -21,6 +21,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -40,8 +41,8 @@ from peagle.evaluation.tuning.machine import clock_of
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
-def main() -> None:
-    """Run it."""
+def parser() -> argparse.ArgumentParser:
+    """The options."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,7 +60,13 @@ def main() -> None:
     options.add_argument("--threads", type=int, help="CPU threads (torch's choice)")
     options.add_argument("--dtype", default="auto")
     options.add_argument("--device", default="auto")
-    args = options.parse_args()
+    options.add_argument("--output", type=Path, help="file for the result, instead of printing it")
+    return options
+
+
+def main() -> None:
+    """Run it."""
+    args = parser().parse_args()
     quiet_libraries()
     set_threads(args.threads)
     concurrencies = [int(one) for one in args.conc.split(",")]
@@ -90,23 +97,26 @@ def main() -> None:
                 steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
             found[size][str(concurrency)] = figures(speeds, steps)
     stats = {name: llm.stats for name, llm in llms.items()}
-    print(
-        json.dumps(
-            {
-                "command": " ".join(["python", *sys.argv]),
-                "repeats": args.repeats,
-                "by_concurrency": found["whole"],
-                "before_loops": found["before_loops"],
-                "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
-                "calibration_error": {
-                    name: None if (error := one.calibration.error) is None else round(error, 4)
-                    for name, one in stats.items()
-                },
-                "environment": environment(target.device),
+    result = json.dumps(
+        {
+            "command": " ".join(["python", *sys.argv]),
+            "repeats": args.repeats,
+            "by_concurrency": found["whole"],
+            "before_loops": found["before_loops"],
+            "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
+            "calibration_error": {
+                name: None if (error := one.calibration.error) is None else round(error, 4)
+                for name, one in stats.items()
             },
-            indent=2,
-        )
+            "environment": environment(target.device),
+        },
+        indent=2,
     )
+    if args.output is None:
+        print(result)
+    else:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(result + "\n", encoding="utf-8")
 
 
 def cut_at_loops(requests: list[Request], plain: EngineBackend, concurrency: int) -> list[Request]:

@@ -23,6 +23,7 @@ from peagle.evaluation.throughput import summarize
 from peagle.models.checkpoint.files import write_json
 from peagle.results import AcceptanceResults, RunFigures, read_document
 
+NODES, NODES_FILE = Path(__file__).parents[2] / "benchmarks" / "nodes.py", "nodes.json"
 HEADS = ("peagle", "eagle3", "eagle3_4l", "peagle_8l")
 LARGEST_FILE = 16 * 2**20
 _SHARED = ("max_new_tokens", "ignore_eos", "temperature", "top_k", "top_p", "seed", "warm_up")
@@ -31,38 +32,46 @@ _SHARED += ("chat_template", "thinking", "extra_body")
 
 def measurements(work: Path, *, small: bool) -> list[Job]:
     """The commands, the most important ones first."""
+    counts = "1,2" if small else "1,4,16,64"
 
-    def bench(name: str, sets: str, concurrency: str, least_s: float) -> Job:
-        arguments = ["--draft", _head(work, "peagle"), "--eagle3", _head(work, "eagle3")]
-        arguments += ["--set", sets, "--concurrency", "1,2" if small else concurrency]
-        arguments += ["-k", "3" if small else "3,5,7", "--repeats", "2" if small else "3"]
-        arguments += ["--limit", "2" if small else "48"]
-        arguments += ["--max-new-tokens", "16" if small else "256", "--temperature", "0"]
-        return _peagle(work, "bench", name, arguments, least_s)
+    def bench(name: str, heads: Sequence[str], sets: str, k: str, *arguments: str) -> Job:
+        given = [*_methods(work, heads), "--set", sets, "-k", "3" if small else k, *arguments]
+        given += ["--repeats", "2" if small else "3", "--limit", "2" if small else "48"]
+        given += ["--max-new-tokens", "16" if small else "256", "--temperature", "0"]
+        return _peagle(work, "bench", name, given)
 
-    def evaluation(name: str, heads: Sequence[str], temperature: str, ks: str) -> Job:
-        arguments = ["--no-ngram", "--temperature", temperature]
-        for head in heads:
-            arguments += ["--method", f"{head}={_head(work, head)}"]
-        arguments += ["--set", "humaneval,mt_bench,gsm8k,heldout_code"]
-        arguments += ["-k", "3" if small else ks, "--limit", "2" if small else "164"]
-        arguments += ["--max-new-tokens", "16" if small else "512"]
-        arguments += ["--concurrency", "2" if small else "64"]
-        return _peagle(work, "eval", name, arguments, 0)
+    def evaluation(name: str, heads: Sequence[str], k: str, *arguments: str) -> Job:
+        given = ["--no-ngram", *_methods(work, heads), "-k", "3" if small else k, *arguments]
+        given += ["--set", "humaneval,mt_bench,gsm8k,heldout_code"]
+        given += ["--limit", "2" if small else "164", "--concurrency", "2" if small else "64"]
+        return _peagle(work, "eval", name, [*given, "--max-new-tokens", "16" if small else "512"])
 
+    def trees(nodes: int) -> list[str]:
+        sizes = {"num_parallel_trees": min(nodes, 16), "prediction_depth": 3 if small else 7}
+        return ["--parallel-drafting-spec", json.dumps(sizes | {"max_nodes": nodes})]
+
+    both, few = ("peagle", "eagle3"), "summarization,question_answering,structured_json,long_output"
     jobs = [
-        bench("bench-humaneval", "humaneval", "1,4,16,64", 0),
-        evaluation("eval-greedy", ("peagle", "eagle3"), "0", "3,5,7"),
+        _nodes(work, "humaneval", small=small),
+        bench("bench-humaneval", both, "humaneval", "3,5,7", "--concurrency", counts),
+        bench("bench-trees", ["tree16"], "humaneval", "7", "--concurrency", counts, *trees(16)),
+        evaluation("eval-tree16", ["tree16"], "7", *trees(16)),
+        evaluation("eval-tree32", ["tree32"], "7", *trees(32)),
+        evaluation("eval-greedy", both, "3,5,7"),
+        *(
+            evaluation(f"{name}-greedy", ["peagle"], "7", "--quantization", name)
+            for name in ("fp8", "int8", "int4")
+        ),
+        bench("workloads", both, f"{few},mt_bench", "7", "--concurrency", "4", "--turns", "all"),
+        evaluation("eval-alone", ["alone"], "7"),
     ]
     if deeper := [head for head in HEADS[2:] if Path(_head(work, head)).exists()]:
-        jobs.append(evaluation("eval-layers", deeper, "0", "7"))
+        jobs.append(evaluation("eval-layers", deeper, "7"))
     return [
         *jobs,
-        bench("bench-mt_bench", "mt_bench", "1,4,16,64", 0),
-        evaluation("eval-sampled", ("peagle", "eagle3"), "1", "7"),
-        bench("bench-humaneval-more", "humaneval", "2,8,32", 150),
-        bench("bench-heldout_code", "heldout_code", "1,4,16,64", 150),
-        bench("bench-gsm8k", "gsm8k", "1,4,16,64", 150),
+        _nodes(work, "mt_bench", small=small),
+        evaluation("eval-sampled", both, "7", "--temperature", "1"),
+        bench("bench-mt_bench", both, "mt_bench", "3,5,7", "--concurrency", counts),
     ]
 
 
@@ -72,13 +81,32 @@ def tuning(work: Path, *, small: bool) -> Job:
     arguments = ["--draft", _head(work, "peagle"), "-k", ks, "--batch-sizes", sizes]
     arguments += ["--limit", "2" if small else "32"]
     arguments += ["--max-new-tokens", "16"] if small else []
-    return _peagle(work, "tune", "tune", arguments, 0)
+    return _peagle(work, "tune", "tune", arguments)
 
 
-def _peagle(work: Path, verb: str, name: str, arguments: Sequence[str], least_s: float) -> Job:
+def _nodes(work: Path, prompts: str, *, small: bool) -> Job:
+    """`benchmarks/nodes.py`: chains, trees and nodes by load, whole outputs and without loops."""
+    command = [sys.executable, str(NODES), "--target", str(work / "target"), "--set", prompts]
+    command += ["--draft", _head(work, "peagle"), "--eagle3", _head(work, "eagle3")]
+    command += ["--cut-loops", "--ways", "chain,eagle3,n,adaptive"]
+    command += ["--depth", "3" if small else "7", "--nodes", "3" if small else "7,16,32"]
+    command += ["--conc", "1" if small else "1,4,16,64", "--repeats", "1" if small else "3"]
+    command += ["--max-new-tokens", "16" if small else "256"]
+    folder = _found(work, f"nodes-{prompts}")
+    # What is interrupted is lost.
+    least_s = 0 if prompts == "humaneval" else 240
+    return Job(f"nodes-{prompts}", (*command, "--output", str(folder / NODES_FILE)), least_s)
+
+
+def _peagle(work: Path, verb: str, name: str, arguments: Sequence[str]) -> Job:
     command = [sys.executable, "-m", "peagle", verb, "--target", str(work / "target")]
-    command += [*arguments, "--output", str(_found(work, name))]
-    return Job(name, tuple(command), least_s)
+    return Job(name, (*command, *arguments, "--output", str(_found(work, name))))
+
+
+def _methods(work: Path, names: Sequence[str]) -> list[str]:
+    """Heads by name: of P-EAGLE with its correction but for `alone`, `tree16` with trees."""
+    folders = {name: "peagle" if name.startswith("tree") else name for name in names}
+    return [f"--method={name}={_head(work, folder)}" for name, folder in folders.items()]
 
 
 def _head(work: Path, name: str) -> str:
@@ -90,8 +118,8 @@ def _found(work: Path, name: str) -> Path:
 
 
 def is_done(work: Path, job: Job) -> bool:
-    """Whether a measurement is whole: its report is written last."""
-    return (_found(work, job.name) / "report.html").exists()
+    """Whether a measurement is whole: its report, or its only file, is written last."""
+    return any((_found(work, job.name) / name).exists() for name in ("report.html", NODES_FILE))
 
 
 # ---- one report -----------------------------------------------------------------------------
@@ -214,6 +242,9 @@ def pack(work: Path, out: Path) -> list[Path]:
     records = [work / name for name in ("target_train.json", "responses.json", "steps.json")]
     records += [work / h / n for h in HEADS for n in ("train.json", "metrics.jsonl")]
     records += [*sorted((work / "logs").glob("*.log")), *sorted(report.glob("*.json"))]
+    # What is in no report: other settings, and what `nodes.py` found.
+    apart = ("acceptance.json", "throughput.json", NODES_FILE)
+    records += [f for n in apart for f in sorted((work / "evaluation").glob(f"*/{n}"))]
     for name, files in (("pictures", pictures), ("records", records)):
         with tarfile.open(out / f"{name}.tar.xz", "w:xz") as archive:
             for file in files:

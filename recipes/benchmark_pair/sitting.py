@@ -33,12 +33,14 @@ from prompts import windows  # noqa: E402
 
 # Minutes of each phase, written before the sitting; budget.md tells what is in them.
 BUDGET = {
-    "setup": 0.5,
-    "pretrain": 4.8,
-    "responses": 1.6,
-    "heads": 7.0,
-    "evaluate": 10.0,
-    "package": 0.5,
+    "setup": 0.3,
+    "pretrain": 4.5,
+    "responses": 2.2,
+    "heads": 5.8,
+    "correction": 1.8,
+    "evaluate": 10.2,
+    "tune": 1.9,
+    "package": 0.3,
 }
 # What starts before the clock of a script: the interpreter, torch, the processes of torchrun.
 START_S = 15
@@ -46,8 +48,7 @@ START_S = 15
 VALIDATION_TOKENS = 400_000
 # Of the heads' minutes: a trial and what is compiled for it, then the start of the runs.
 TRIAL_MINUTES = 1.8
-# Of evaluation's: `peagle tune` with nothing beside it.
-TUNE_S = 240
+CORRECTION = {"correction.steps": 700, "data.batch_tokens": 32_768, "run.validate_every": 350}
 SMALL_TARGET = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -171,21 +172,15 @@ def heads(sitting: Sitting) -> None:
     names = [Path(head).stem for head in sitting.heads]
     if all((work / name / "train.json").exists() for name in names):
         return
-    settings = {"target": work / "target", "data.train": work / "responses.safetensors"}
-    settings |= {"data.validation": work / "responses_val.safetensors"}
     turns = math.ceil(len(names) / max(1, len(gpus())))
     minutes = sitting.seconds("heads") / 60 / turns - TRIAL_MINUTES
     if sitting.small:
         minutes = 0.2
-        settings |= {"data.max_length": 384, "data.batch_tokens": 512, "head.draft_vocab_size": 512}
-        settings |= {"run.validate_every": 1000, "method.depth": 4}
     command: list[object] = [sys.executable, BUNDLED / "heads.py"]
     command += [HERE / head for head in sitting.heads]
     command += ["--minutes", round(minutes, 2), "--output", work, "--resume"]
     command += ["--trial-log-every", 1 if sitting.small else 2]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={json.dumps(value, default=str)}"]
-    sitting.run("heads", *command)
+    sitting.run("heads", *command, *_settings(sitting))
     for name in names:
         made = json.loads((work / name / "train.json").read_text())
         best = made["best"]
@@ -195,18 +190,54 @@ def heads(sitting: Sitting) -> None:
         )
 
 
-def measure(sitting: Sitting) -> None:
-    """Measure acceptance and throughput, one command on each GPU at a time; at last tune, alone."""
+def _settings(sitting: Sitting, **others: object) -> list[object]:
+    """What differs from the configurations of the heads."""
     work = sitting.work
-    seconds = 3600 if sitting.small and sitting.minutes is None else sitting.seconds("evaluate")
-    turns = [evaluate.measurements(work, small=sitting.small)]
-    turns += [[evaluate.tuning(work, small=sitting.small)]]
-    for jobs, limit in zip(turns, (seconds - TUNE_S, TUNE_S), strict=True):
-        due = [job for job in jobs if not evaluate.is_done(work, job)]
-        run_jobs(due, gpus(), work / "logs", limit, sitting.say)
-        left = [job.name for job in due if not evaluate.is_done(work, job)]
-        if left:
-            sitting.say(f"not whole: {', '.join(left)}; what they have is in the report")
+    settings: dict[str, object] = {
+        "target": work / "target",
+        "data.train": work / "responses.safetensors",
+        "data.validation": work / "responses_val.safetensors",
+        **others,
+    }
+    if sitting.small:
+        settings |= {"data.max_length": 384, "data.batch_tokens": 512, "head.draft_vocab_size": 512}
+        settings |= {"run.validate_every": 1000, "method.depth": 4}
+        settings |= {"correction.steps": 3} if others else {}
+    given = ([f"--set={key}={json.dumps(v, default=str)}"] for key, v in settings.items())
+    return [word for words in given for word in words]
+
+
+def correction(sitting: Sitting) -> None:
+    """Fit a correction on the P-EAGLE head; the head stays without one in `alone`."""
+    work = sitting.work
+    head, alone = work / "peagle" / "head", work / "alone" / "head"
+    if (head / "correction.st").exists():
+        return
+    shutil.copytree(head, alone, dirs_exist_ok=True)
+    command = [sys.executable, "-m", "peagle", "train", HERE / "peagle.toml", "--format", "json"]
+    command += ["--correction-on", head, "--output", work / "peagle"]
+    sitting.run("correction", *command, *_settings(sitting, **CORRECTION))
+    record = json.loads((work / "peagle" / "correction" / "train.json").read_text())
+    sitting.say(f"correction: validation's acceptance length {record['best']}")
+
+
+def measure(sitting: Sitting) -> None:
+    """Measure acceptance and throughput, one command on each GPU at a time."""
+    _measure(sitting, "evaluate", evaluate.measurements(sitting.work, small=sitting.small))
+
+
+def tune(sitting: Sitting) -> None:
+    """Let `peagle tune` measure what a step costs, with nothing beside it."""
+    _measure(sitting, "tune", [evaluate.tuning(sitting.work, small=sitting.small)])
+
+
+def _measure(sitting: Sitting, phase: str, jobs: list[Job]) -> None:
+    seconds = 3600 if sitting.small and sitting.minutes is None else sitting.seconds(phase)
+    due = [job for job in jobs if not evaluate.is_done(sitting.work, job)]
+    run_jobs(due, gpus(), sitting.work / "logs", seconds, sitting.say)
+    left = [job.name for job in due if not evaluate.is_done(sitting.work, job)]
+    if left:
+        sitting.say(f"not whole: {', '.join(left)}; what they have is in the report")
 
 
 def package(sitting: Sitting) -> None:
@@ -223,7 +254,9 @@ PHASES: dict[str, Callable[[Sitting], None]] = {
     "pretrain": pretrain,
     "responses": responses,
     "heads": heads,
+    "correction": correction,
     "evaluate": measure,
+    "tune": tune,
     "package": package,
 }
 
