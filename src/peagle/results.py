@@ -479,6 +479,8 @@ class TuneResults(Document):
     speculative_config: dict[str, dict[str, Any] | None] = {}
     break_even: list[BreakEven] = []
     trees: list[TunedTrees] = []
+    # Of chains of drawn drafts, where trees were measured at a temperature above 0.
+    drawn_chain_length: float | None = None
 
     @field_validator("schedule")
     @classmethod

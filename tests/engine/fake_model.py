@@ -212,7 +212,7 @@ class FakeProposer:
         has_drawn_drafts: bool = False,
         max_nodes: int = 0,
     ) -> None:
-        self.draft_sampling = "probabilistic" if has_drawn_drafts else "argmax"
+        self.draws = has_drawn_drafts
         self.trees = CandidateTrees(1, min(8, max_nodes), max_nodes) if max_nodes else None
         self.survival = Survival.uncalibrated(8, "cpu") if max_nodes else None
         self.draft_token_ids = None

@@ -28,14 +28,14 @@ KINDS = pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle
 def make_proposer(
     target: TargetModel, parallel: bool, step: TargetStep, **options: Any
 ) -> ParallelProposer | AutoregressiveProposer:
-    draft_sampling, trees = options.pop("draft_sampling", "argmax"), options.pop("trees", None)
+    draws, trees = options.pop("draft_sampling", "argmax") != "argmax", options.pop("trees", None)
     drafter = make_drafter(target, parallel=parallel, seed=2, **options).double()
     drafter.requires_grad_(False)
     kind = ParallelProposer if parallel else AutoregressiveProposer
     config = drafter.config
     sizes = step.block_tables_BM.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim
     caches = [LayerKVCache(*sizes, torch.float64, target.device) for _ in range(config.num_layers)]
-    ways: dict[str, Any] = {"draft_sampling": draft_sampling, "trees": trees}
+    ways: dict[str, Any] = {"draws": draws, "trees": trees}
     return kind(drafter, TorchAttention(), caches, max_model_len=256, **ways)
 
 
@@ -80,6 +80,7 @@ def prompt_step(
         seq_lens=lens,
         num_drafts=[k] * batch if isinstance(k, int) else list(k),
         sampling=sampling,
+        draws_chain=[],
         histories=[[*prompt, prompt[0]] for prompt in prompts],
     )
 

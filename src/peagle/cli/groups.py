@@ -47,6 +47,9 @@ SPECULATION = group(
         verifies follow the load as K does. [default: chains]
     --draft-sampling TEXT
         Drafts at a temperature above 0: argmax or probabilistic.
+    --drawn-chains-from FLOAT
+        With candidate trees: the temperature from which requests without a seed or a structured
+        output get a chain of drawn drafts instead. [default: trees for all requests]
     --draft-quantization TEXT = speculative.quantization
         Type that the weights of the head's layers get when they are loaded: fp8, int8 or
         int4. [default: as stored]

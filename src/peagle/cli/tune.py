@@ -153,6 +153,7 @@ def tune(
     from peagle.evaluation.tuning.acceptance import (
         acceptance_of_file,
         measure_acceptance,
+        measure_drawn_acceptance,
         measure_tree_acceptance,
     )
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
@@ -231,6 +232,12 @@ def tune(
             watch=lambda nodes: view.say(f"acceptance of trees of {nodes} nodes is there"),
             **limits,
         )
+        drawn_length = None
+        if shapes and not params.is_greedy:
+            depth = max(shape.prediction_depth for shape in shapes)
+            everything = target, head.folder, depth, prompts, params, journal
+            drawn_length = measure_drawn_acceptance(*everything, chat=chat, **limits)
+            view.say(f"acceptance of {depth} drawn drafts is there")
         timed = EngineMachine(
             target,
             head.folder,
@@ -268,6 +275,7 @@ def tune(
         provenance=provenance,
         settings=settings,
         trees=lambda chains: tuned_trees(shapes, lengths, seconds, chains, threshold),
+        drawn_chain_length=drawn_length,
     )
     harness.conclude(results, result_text(results), TUNE, output, output_format)
 
@@ -440,6 +448,12 @@ def _trees(result: TuneResults) -> list[str]:
     heading += f"(* over {result.threshold:.0%} above every K)"
     columns = [f"{one.parallel_drafting_spec['max_nodes']} " for one in result.trees]
     lines = ["", heading, *_table("batch", rows, columns)]
+    if (drawn := result.drawn_chain_length) is not None:
+        temperature = result.settings["temperature"]
+        lines.append(
+            f"A chain of drawn drafts has the acceptance length {drawn:.2f} at temperature "
+            f"{temperature:g}. Where trees have less, drawn_chains_from gives requests such chains."
+        )
     config = result.speculative_config.get("peagle_trees")
     if config is None:
         return [*lines, "Chains or no drafts are as fast at every batch size."]

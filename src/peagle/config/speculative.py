@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -113,6 +114,10 @@ _CHECKS = {
     "check_target": BOOLEAN,
     "correction": BOOLEAN,
     "max_model_len": whole(1, optional=True),
+    "drawn_chains_from": FieldCheck(
+        lambda value: value is None or (is_number(value) and 0 < value < math.inf),
+        "a temperature above 0, or none",
+    ),
     "draft_window": FieldCheck(
         whole(0, optional=True).accepts, "a whole number, 0 for no window, or none"
     ),
@@ -146,6 +151,11 @@ class SpeculativeConfig:
             their depth. None: chains.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
+        drawn_chains_from: where drafts are trees, the temperature from which a request gets a chain
+            of drawn drafts instead, which the target accepts more often at high temperatures
+            (`peagle tune --max-nodes` tells from where). Requests with a seed or a structured
+            output keep trees. K of such chains never follows their acceptance, so "auto" means the
+            same nodes in every step. None: all requests get trees.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
         quantization: type that the weights of the head's layers get when they are loaded; None
             takes them as they are stored.
@@ -177,6 +187,7 @@ class SpeculativeConfig:
     parallel_drafting: bool | None = None
     parallel_drafting_spec: CandidateTrees | None = None
     draft_sampling: DraftSampling = "argmax"
+    drawn_chains_from: float | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     quantization: Quantization | None = None
@@ -205,6 +216,8 @@ class SpeculativeConfig:
             self._check_lookup()
         if self.parallel_drafting_spec is not None:
             self._check_trees(CandidateTrees.parse(self.parallel_drafting_spec))
+        elif (first := self.drawn_chains_from) is not None:
+            require(False, "drawn_chains_from", first, f"none without {_TREES}")
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.synthetic_acceptance_rates is not None:
@@ -250,6 +263,11 @@ class SpeculativeConfig:
         ok = all(one[1] < other[0] for one, other in pairwise(ranges))
         require(ok, name, schedule, "ascending ranges that do not overlap")
         object.__setattr__(self, name, tuple(map(tuple, ranges)))
+
+    @property
+    def draws(self) -> bool:
+        """Whether drafts of some requests are drawn."""
+        return self.draft_sampling != "argmax" or self.drawn_chains_from is not None
 
     @property
     def num_drafts(self) -> int:

@@ -70,6 +70,7 @@ _INTS = (
     "active",
     "context_starts",
     "feature_slots",
+    "draws_chain",  # where the drafts of others are trees
 )
 _FLOATS = ("temperature", "top_p", "min_p")
 
@@ -118,6 +119,7 @@ class StepRows:
         active_B: 1 for rows that are sequences, else 0; int64.
         context_starts_B: first drafter slot that attention may read.
         feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
+        draws_chain_B: 1 where drafts are a drawn chain and those of others trees, else 0; int64.
     """
 
     state: StepState
@@ -131,6 +133,7 @@ class StepRows:
     active_B: Tensor
     context_starts_B: Tensor
     feature_slots_B: Tensor
+    draws_chain_B: Tensor
 
     @property
     def parents_BK(self) -> Tensor:
@@ -206,11 +209,12 @@ class StepBuffers:
             synthetic=rates_K if rates_K is None else SyntheticAcceptance(rates_K, seeds_B),
             drafts_BK=self._drafts_of(num_drafts)[:num_seqs],
             nodes_BX=self._nodes_BX[:num_seqs],
-            draft_probs=None if drawn is None else drawn.rows(num_seqs, num_drafts),
+            draft_probs=None if drawn is None else drawn.rows(num_seqs, sizes.depth(num_drafts)),
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],
             context_starts_B=ints["context_starts"],
             feature_slots_B=ints["feature_slots"],
+            draws_chain_B=ints["draws_chain"],
         )
 
     def _drafts_of(self, num_drafts: int) -> Tensor:
@@ -266,7 +270,10 @@ class StepBuffers:
             return empty, [0.0] * len(_FLOATS)
         params, ring = sequence.params, sequence.pending_features
         drafts = sequence.drafts[: columns if self.num_drafts else 0]
-        parents = (sequence.draft_parents or [])[: len(drafts)]
+        parents = sequence.draft_parents
+        if parents is None and self.sizes.trees is not None:
+            parents = list(range(len(drafts)))
+        parents = (parents or [])[: len(drafts)]
         scores = (sequence.draft_scores or [])[: len(drafts)]
         stop_ids = sorted(sequence.stop_token_ids)
         fields = {
@@ -284,6 +291,7 @@ class StepBuffers:
             "active": 1,
             "context_starts": sequence.drafter_start,
             "feature_slots": NO_SLOT if ring is None else ring.slot,
+            "draws_chain": int(sequence.draws_chain),
         }
         ints = [fields[name] for name in _INTS]
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))
@@ -393,6 +401,8 @@ class DecodeStep:
                 self.out.num_accepted_B,
                 self.target,
                 survival=proposer.survival,
+                draws_chain_B=own.draws_chain_B if self.draws else None,
+                most_drawn=num_drafts,
                 max_model_len=buffers.sizes.max_model_len,
                 vocab_size=proposer.drafter.config.draft_vocab_size,
             )
@@ -455,7 +465,7 @@ class DecodeStep:
 
     @property
     def draws(self) -> bool:
-        """Whether drafts are drawn: greedy sequences then take the way of the others."""
+        """Whether drafts are drawn; if all are, greedy sequences take the way of the others."""
         return self.rows.draft_probs is not None
 
     @torch.inference_mode()
@@ -468,7 +478,8 @@ class DecodeStep:
             rules: replace the tokens where requests have rules; not to be captured. None: no
                 request asks for any.
         """
-        assert not (greedy and self.draws), "only draws leave what the rejection reads"
+        may_skip = self.trees is not None or not self.draws
+        assert may_skip or not greedy, "only draws leave what the rejection reads"
         logits_TV = self.target.compute_logits(self.hidden_TH)
         own_tokens(
             logits_TV,
@@ -479,7 +490,7 @@ class DecodeStep:
             self.scratch,
             offsets_R=None if self.trees is None else self.trees.depths_T,
         )
-        if self.draws:
+        if self.draws and not greedy:
             self._reject(logits_TV, self.batch.query_start_loc, self.running_B, self.scratch)
         if rules is not None:
             self._apply(rules, logits_TV)
@@ -490,6 +501,8 @@ class DecodeStep:
         """Count the drawn drafts that pass, and replace the own token behind them."""
         own = self.rows
         assert own.draft_probs is not None, "drafts are drawn"
+        if self.trees is not None:
+            active_B = active_B * own.draws_chain_B
         reject_drafts(
             logits_RV,
             start_loc,
@@ -564,7 +577,7 @@ class DecodeStep:
 class CapturedDraft:
     """A `DraftExecutor` over the rows of a step, all of one size.
 
-    It makes argmax drafts, drawn ones, or trees.
+    It makes argmax drafts, drawn ones, or trees, beside which some sequences may draw chains.
     """
 
     def __init__(self, step: DecodeStep, proposer: HeadProposer) -> None:
@@ -585,11 +598,13 @@ class CapturedDraft:
         self._hidden_SD = self._h_shared_D.new_zeros(num_slots, config.hidden_size)
         all_at_once = config.is_parallel and drafter.correction is None
         columns, vocab_size = k if all_at_once else 1, config.draft_vocab_size
+        self._chain_BK = step.rows.drafts_BK
+        if proposer.trees is not None:
+            self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
+            self._chain_BK = torch.zeros(num_seqs, k, dtype=torch.int64, device=device)
         if step.draws:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
-        elif proposer.trees is not None:
-            self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
-        else:
+        elif proposer.trees is None:
             self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
         drafter.reserve_positions(sizes.max_model_len + step.max_accepted + k)
 
@@ -645,17 +660,25 @@ class CapturedDraft:
             states_NJW = correction.start(drafter.normed(hidden_NJD))
         if (trees := self._step.trees) is not None:
             depths_N = self._step.rows.state.num_drafts_B
-            trees.plant(*self._growth(logits_NJV, states_NJW, depths_N))
-            return
+            grown = self._growth(logits_NJV, states_NJW, depths_N)
+            if self._step.draws:
+                self._choose_chains(logits_NJV, states_NJW, first)
+            trees.plant(*grown, self._chain_BK if self._step.draws else None)
+        else:
+            self._choose_chains(logits_NJV, states_NJW, first)
+
+    def _choose_chains(self, logits_NJV: Tensor, states_NJW: Tensor | None, first: int) -> None:
+        """Choose chains; the correction changes the logits in place."""
+        correction, num_columns = self._drafter.correction, logits_NJV.shape[1]
         if correction is None or states_NJW is None:
-            self._put(logits_RV, slice(first, first + num_columns))
+            self._put(logits_NJV.flatten(0, 1), slice(first, first + num_columns))
             return
         for j in range(num_columns):
             if j:
                 correct_logits(
                     logits_NJV[:, j],
                     states_NJW[:, j],
-                    self._step.rows.drafts_BK[:, first + j - 1],
+                    self._chain_BK[:, first + j - 1],
                     correction.tokens_VW,
                     correction.down_rW,
                     correction.weight_Vr,
@@ -665,7 +688,7 @@ class CapturedDraft:
     def _put(self, logits_RV: Tensor, columns: slice) -> None:
         """Choose the drafts of some columns from their logits."""
         own, d2t = self._step.rows, self._drafter.d2t
-        drafts_BJ = own.drafts_BK[:, columns]
+        drafts_BJ = self._chain_BK[:, columns]
         if own.draft_probs is None:
             choose_drafts(logits_RV, d2t, self._choices, drafts_BJ)
             return

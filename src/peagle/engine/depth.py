@@ -122,7 +122,7 @@ def make_depth(
     if speculative is None:
         return ScheduledDepth(lambda _: 0)
     # K may change the output of drawn drafts.
-    is_free = is_captured and speculative.draft_sampling == "argmax"
+    is_free = is_captured and not speculative.draws
     if is_free and speculative.num_speculative_tokens_per_batch_size == AUTO:
         most = speculative.num_verified
         if trees is None and trained_depth is not None:

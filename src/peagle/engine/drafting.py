@@ -29,7 +29,7 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.errors import UserError
 from peagle.kernels.sampling import at_least_float32
-from peagle.kernels.survival import Survival
+from peagle.kernels.survival import SURELY_VERIFIED, Survival
 from peagle.kernels.trees import row_depths, share_nodes
 from peagle.kernels.upload import upload_ints
 from peagle.models.checkpoint import (
@@ -131,8 +131,8 @@ def make_drafting(
         backend,
         [],
         max_model_len=max_model_len,
-        draft_sampling=speculative.draft_sampling,
         trees=speculative.parallel_drafting_spec,
+        draws=speculative.draws,
     )
     vocab_size = sampler.vocab_size
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
@@ -144,6 +144,16 @@ def keeps_k(params: SamplingParams) -> bool:
     Its output depends on them: with a seed it must not depend on the load as well.
     """
     return not params.is_greedy and params.seed is not None
+
+
+def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
+    """Return whether a request gets chains of drawn drafts where others get trees.
+
+    The output of a seed must not depend on drafts, and no grammar restricts such draws.
+    """
+    first = None if speculative is None else speculative.drawn_chains_from
+    is_free = params.seed is None and params.structured_output is None
+    return first is not None and is_free and params.temperature >= first
 
 
 class Drafting:
@@ -317,12 +327,16 @@ class HeadDrafting(Drafting):
         for row, reading in growing:
             sequence, grammar = reading.sequence, reading.sequence.grammar
             found = tokens[row][: drafts.lens[row]], parents[row], scores[row]
+            if sequence.draws_chain and drafts.probs_BKV is not None:
+                sequence.draft_probs_KV = drafts.probs_BKV[row]
             if grammar is not None:
                 found = grammar.prepared_tree()
             # The nodes of a depth share a position, but each needs a slot.
             count = min(len(found[0]), self.max_model_len - len(sequence))
             sequence.drafts, sequence.draft_parents = (some[:count] for some in found[:2])
             sequence.draft_scores = found[2][:count]
+            if sequence.draws_chain:
+                sequence.draft_parents = sequence.draft_scores = None
 
     def _logits_after(self, slots: TreeSlots) -> LogitsAfter:
         """Return the logits behind a path of drafts, on the host, where grammars are."""
@@ -349,8 +363,12 @@ class HeadDrafting(Drafting):
         return copy.deepcopy(correction).cpu()
 
     def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
-        counts, survival = super().num_verified(sequences, most), self.proposer.survival
-        budget = most * len(sequences)
+        survival, budget = self.proposer.survival, most * len(sequences)
+        # How many drawn drafts are verified must not depend on any drafts.
+        counts = [
+            min(count, most) if sequence.draws_chain else count
+            for sequence, count in zip(sequences, super().num_verified(sequences, most))
+        ]
         if survival is None or sum(counts) <= budget:
             return counts
         width = max(counts)
@@ -359,13 +377,13 @@ class HeadDrafting(Drafting):
         scores_BN = torch.tensor([some + [0.0] * (width - len(some)) for some in scores])
         depths_BN = torch.tensor([some + [0] * (width - len(some)) for some in depths])
         survival_BN = Survival(survival.weights_D2.cpu())(scores_BN, depths_BN)
+        survival_BN[[s.draws_chain for s in sequences]] = SURELY_VERIFIED
         return share_nodes(survival_BN, torch.tensor(counts), budget).tolist()
 
     def most_drafts_of(self, sequence: Sequence) -> int:
         if (trees := self.proposer.trees) is not None:
             return trees.depth(self.most_drafts)
-        draws = self.proposer.draft_sampling != "argmax"
-        keeps = draws and keeps_k(sequence.params)
+        keeps = self.proposer.draws and keeps_k(sequence.params)
         return MAX_SPECULATIVE_TOKENS if keeps else self.most_drafts
 
     def _read(
@@ -486,5 +504,6 @@ class HeadDrafting(Drafting):
             num_drafts=num_drafts,
             sampling=sampling,
             histories=[s.token_ids for s in sequences],
+            draws_chain=[s.draws_chain for s in sequences],
             context_starts_B=ints(context_starts) if any(context_starts) else None,
         )

@@ -16,7 +16,7 @@ from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, make_depth
-from peagle.engine.drafting import HeadDrafting, load_head, make_drafting
+from peagle.engine.drafting import HeadDrafting, draws_chain, load_head, make_drafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
 from peagle.engine.graph_runner import (
@@ -139,7 +139,7 @@ class LLMEngine:
             is_pipelined=is_pipelined,
         )
         kept_bytes = 0
-        if is_pipelined and drafter and speculative and speculative.draft_sampling != "argmax":
+        if is_pipelined and drafter and speculative and speculative.draws:
             num_rows = buckets(config.max_num_seqs)[-1]
             kept_bytes = drawn_bytes(drafter, num_rows, self.num_speculative_tokens)
         if is_pipelined:
@@ -292,6 +292,7 @@ class LLMEngine:
             leader=leader if shares else None,
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
+            draws_chain=draws_chain(params, self.speculative),
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
         if needed > self.blocks.num_blocks:
@@ -580,8 +581,9 @@ class LLMEngine:
         rejected = sequence.rejected_drafts(report.new_token_ids[:accepted], drafted)
         self._emit(sequence, report.new_token_ids, drafted, accepted, rejected, report.logprobs)
         if sequence.num_speculative_tokens:
-            sequence.drafts, sequence.draft_parents = report.drafts, report.parents
-            sequence.draft_scores = report.scores
+            sequence.drafts = report.drafts
+            if not sequence.draws_chain:
+                sequence.draft_parents, sequence.draft_scores = report.parents, report.scores
             if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
                 sequence.pending_features.advance(1)
             else:

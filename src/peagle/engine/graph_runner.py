@@ -188,8 +188,8 @@ def make_graph_runner(
         trees=trees,
     )
     drawn, most_drafts = None, max(k for _, k in num_rows)
-    if proposer is not None and proposer.draft_sampling != "argmax":
-        drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, most_drafts)
+    if proposer is not None and proposer.draws:
+        drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, sizes.depth(most_drafts))
     buffers = StepBuffers(sizes, target.device, drawn)
 
     def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
@@ -305,7 +305,7 @@ class _Graph:
         self._run_target = capture(step.run_target)
         self._find_own_tokens = {
             greedy: capture(partial(step.find_own_tokens, greedy=greedy))
-            for greedy in ((False,) if step.draws else (True, False))
+            for greedy in ((False,) if step.draws and step.trees is None else (True, False))
         }
         self._finish = capture(step.finish)
         shape, self._is_cuda = step.report_RX.shape, step.report_RX.is_cuda
@@ -328,7 +328,7 @@ class _Graph:
             meanwhile()
             sequences = self._without_waiting(sequences)
         all_greedy = all(s.params.is_greedy for s in sequences if s is not None)
-        greedy = all_greedy and not self._step.draws
+        greedy = all_greedy and True in self._find_own_tokens
         if rules.is_needed:
             self._step.find_own_tokens(greedy=greedy, rules=rules)
         else:
@@ -464,6 +464,8 @@ class GraphRunner:
             made_up = Sequence(row, [token], params, row, frozenset())
             made_up.num_speculative_tokens = self._buffers.sizes.depth(num_drafts)
             made_up.drafts = drafts
+            if self._buffers.trees is not None:
+                made_up.draft_parents = [0] * num_drafts
             sequences.append(made_up)
         self._size = num_rows, num_drafts
         self._buffers.switch(num_drafts)
@@ -496,7 +498,7 @@ class GraphRunner:
         keeps_features = self._features is not None and not self._depth(len(sequences))
         if not keeps_features and any(s.pending_features is not None for s in sequences):
             return "missed_features"
-        if self.draws:
+        if self.draws and self._buffers.trees is None:
             k = self._depth(len(sequences))
             if any(keeps_k(s.params) and s.num_speculative_tokens > k for s in sequences):
                 return "kept_k"
@@ -576,7 +578,9 @@ class GraphRunner:
         for row, sequence in enumerate(seats):
             if sequence is not None and sequence not in staying:
                 seats[row] = written[row] = None
-                if drawn is not None and sequence.status is SequenceStatus.RUNNING:
+                draws = self._buffers.trees is None or sequence.draws_chain
+                leaves = sequence.status is SequenceStatus.RUNNING
+                if drawn is not None and draws and leaves:
                     sequence.draft_probs_KV = drawn.read(row)
         free = [row for row in range(num_rows) if seats[row] is None]
         moves = {row: free.pop(0) for row in range(num_rows, len(seats)) if seats[row] is not None}

@@ -53,6 +53,7 @@ class Sequence:
             Preemption keeps them, so that it changes no output.
         draft_parents: of drafts that are a tree the row of each one's parent, see `kernels.trees`;
             None for a chain. `draft_scores` has the score of each one's path then.
+        draws_chain: whether its drafts are a drawn chain where those of others are trees.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: when it was first admitted, by `time.perf_counter`.
@@ -86,6 +87,7 @@ class Sequence:
     draft_parents: list[int] | None = None
     draft_scores: list[float] | None = None
     draft_probs_KV: Tensor | None = None
+    draws_chain: bool = False
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     admitted_s: float | None = None

@@ -6,8 +6,11 @@ come first, and the rest of the step sees a chain. `ModelRunner.run` is the same
 The trees share the rows of the step: which nodes it verifies, of all that were drafted, the step
 itself decides (`share`). Drafts are deterministic, so this changes no output.
 
+Some sequences may have chains of drawn drafts in place of trees. Rejection sampling says how many
+of these pass, and how many are verified depends on no draft.
+
 Shapes: B rows of a step, one a sequence; T target rows; N nodes of a tree, J = N + 1; D most nodes
-on a path.
+on a path; K drafts of a chain.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from peagle.engine.model_runner import cached_bytes
 from peagle.kernels.batches import TargetBatch
 from peagle.kernels.kv_moves import SlotMoves
 from peagle.kernels.step_state import StepState
-from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT, Survival
+from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT, SURELY_VERIFIED, Survival
 from peagle.kernels.tree_paths_triton import Descent, descend, place_rows
 from peagle.kernels.trees import TreePaths, count_nodes, share_nodes
 from peagle.models.target import TargetModel
@@ -33,6 +36,8 @@ class StepTrees:
         batch, state, drafts_BN, parents_BN, scores_BN, running_B, num_accepted_B: the step's.
         target: whose KV caches hold the rows.
         survival: how probable it is that a node is accepted.
+        draws_chain_B: which sequences have drawn chains; None: none can have any.
+        most_drawn: drafts of a chain that the step verifies at most.
         max_model_len: no node has a slot from here on.
         vocab_size: tokens from which the head drafts.
 
@@ -56,6 +61,8 @@ class StepTrees:
         target: TargetModel,
         *,
         survival: Survival,
+        draws_chain_B: Tensor | None,
+        most_drawn: int,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
@@ -63,6 +70,8 @@ class StepTrees:
         self._batch, self._state, self._running_B = batch, state, running_B
         self._drafts_BN, self._parents_BN = drafts_BN, parents_BN
         self._scores_BN, self._survival = scores_BN, survival
+        self._draws_B1 = None if draws_chain_B is None else draws_chain_B.unsqueeze(1)
+        self._most_drawn = most_drawn
         self._max_model_len, self._depth = max_model_len, depth
         self._move = SlotMoves(cached_bytes(target))
         self._columns_N = torch.arange(shape.max_nodes, device=device)
@@ -82,10 +91,16 @@ class StepTrees:
         """
         num_nodes_B = self._state.num_drafts_B
         num_nodes_B.mul_(self._running_B)
+        if self._draws_B1 is not None:
+            num_drawn_B = num_nodes_B.clamp_max(self._most_drawn)
+            is_drawn_B = self._draws_B1.squeeze(1) != 0
+            num_nodes_B.copy_(torch.where(is_drawn_B, num_drawn_B, num_nodes_B))
         budget = len(self._batch.tokens_R) - len(num_nodes_B)
         if budget < self._scores_BN.numel():
             paths = TreePaths.of(self._parents_BN, self._depth)
             survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
+            if self._draws_B1 is not None:
+                survival_BN = torch.where(self._draws_B1 != 0, SURELY_VERIFIED, survival_BN)
             num_nodes_B.copy_(share_nodes(survival_BN, num_nodes_B, budget))
 
     def begin(self) -> None:
@@ -109,19 +124,53 @@ class StepTrees:
         Args:
             tokens_T: the target's own token of each row; they move too.
         """
-        state, found = self._state, self._descent
-        drafts = self._drafts_BN, self._parents_BN, state.num_drafts_B
+        found, num_nodes_B = self._descent, self._state.num_drafts_B
+        if self._draws_B1 is not None:
+            num_nodes_B = self._pass_drawn(tokens_T, self._draws_B1 != 0)
+        drafts = self._drafts_BN, self._parents_BN, num_nodes_B
         descend(tokens_T, *drafts, self._running_B, self._batch, found)
         self._move(found.from_BD, found.to_BD)
 
-    def plant(self, tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor) -> None:
+    def _pass_drawn(self, tokens_T: Tensor, is_drawn_B1: Tensor) -> Tensor:
+        """Let the drafts of drawn chains that passed be the own tokens of their rows.
+
+        Returns the nodes to which each sequence may descend: those that passed are all of a chain.
+        """
+        num_nodes_B, num_passed_B = self._state.num_drafts_B, self._descent.num_accepted_B
+        runs_B1 = self._running_B.unsqueeze(1) != 0
+        passes_BN = is_drawn_B1 & runs_B1 & (self._columns_N < num_passed_B.unsqueeze(1))
+        at_BN = self._batch.query_start_loc[:-1].unsqueeze(1) + self._columns_N
+        at_BN = at_BN.clamp_max(len(tokens_T) - 1)
+        change_BN = torch.where(passes_BN, self._drafts_BN - tokens_T[at_BN], 0)
+        tokens_T.index_add_(0, at_BN.flatten(), change_BN.flatten())
+        return torch.where(is_drawn_B1.squeeze(1), num_passed_B, num_nodes_B)
+
+    def plant(
+        self,
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        scores_BN: Tensor,
+        chains_BK: Tensor | None = None,
+    ) -> None:
         """Take the trees that the next step may verify, as many nodes as have KV slots.
 
         The state has K of each sequence, and gets the number of its nodes.
+
+        Args:
+            chains_BK: of sequences that draw them; None: no sequence does.
         """
         state = self._state
+        num_nodes_B = self._num_nodes_K[state.num_drafts_B]
+        if chains_BK is not None and self._draws_B1 is not None:
+            is_drawn_B1, width = self._draws_B1 != 0, chains_BK.shape[1]
+            pairs = (tokens_BN, chains_BK), (parents_BN, self._columns_N[:width])
+            tokens_BN, parents_BN = (
+                torch.cat((torch.where(is_drawn_B1, own, of_BN[:, :width]), of_BN[:, width:]), 1)
+                for of_BN, own in pairs
+            )
+            num_nodes_B = torch.where(is_drawn_B1.squeeze(1), state.num_drafts_B, num_nodes_B)
         num_slots_B = (self._max_model_len - 1 - state.first_positions_B).clamp_min(0)
-        num_nodes_B = torch.minimum(self._num_nodes_K[state.num_drafts_B], num_slots_B)
+        num_nodes_B = torch.minimum(num_nodes_B, num_slots_B)
         state.num_drafts_B.copy_(num_nodes_B)
         is_node_BN = self._columns_N < num_nodes_B.unsqueeze(1)
         self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))

@@ -22,6 +22,7 @@ from torch import Tensor
 # Scores cross to the host and back as whole numbers of these units, none below the least one.
 SCORE_UNIT = 2.0**-16
 LEAST_SCORE = -1e4
+SURELY_VERIFIED = 2.0  # more than any probability: such nodes take their share first
 MOST_CERTAIN = 8.0  # |x| is at most that: probabilities from 0.0003 to 0.9997
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend, LayerKVCache, Passes, PreparedPaged
-from peagle.config import CandidateTrees, DraftSampling
+from peagle.config import CandidateTrees
 from peagle.kernels.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import sample_from_weights
@@ -65,6 +65,8 @@ class TargetStep:
         num_drafts: k_b, drafts to make for each sequence, at most K; with 0 a head only reads on.
         sampling: with num_outputs counting the emitted tokens; None where nothing is drafted.
         histories: every token of each sequence, the emitted ones included.
+        draws_chain: of each sequence, whether it gets a chain of drawn drafts where others get
+            trees.
         context_starts_B: first drafter slot of each sequence that may be looked at; None: all.
         constraint: which tokens may be drafted; None: all.
     """
@@ -80,6 +82,7 @@ class TargetStep:
     num_drafts: Sequence[int]
     sampling: SamplingTensors | None
     histories: Sequence[Sequence[int]]
+    draws_chain: Sequence[bool]
     context_starts_B: Tensor | None = None
     constraint: DraftConstraint | None = None
 
@@ -104,7 +107,8 @@ class Drafts:
     Attributes:
         tokens_BK: target ids; what stands at or above lens means nothing.
         lens: drafts of each sequence: as many as were asked for, unless fewer were found.
-        probs_BKV: the draft distributions in the target vocabulary; None for argmax drafts.
+        probs_BKV: the draft distributions in the target vocabulary; 0 for drafts that were not
+            drawn, None where no draft was.
         parents_BK: the row of each draft's parent where drafts are trees (`kernels.trees`); None
             for chains. K is then the nodes of a tree.
         scores_BK: the scores of the nodes then, as `best_first_trees` gives them.
@@ -161,6 +165,7 @@ class HeadProposer:
         caches: one KV cache a drafter layer, in the block-id space of the target.
         max_model_len: positions from here on write no KV.
         trees: draft trees of this shape; None: chains.
+        draws: whether drafts of some sequences are drawn.
 
     Attributes:
         passes: passes of the drafter.
@@ -175,8 +180,8 @@ class HeadProposer:
         caches: Sequence[LayerKVCache],
         *,
         max_model_len: int,
-        draft_sampling: DraftSampling = "argmax",
         trees: CandidateTrees | None = None,
+        draws: bool = False,
     ) -> None:
         self.drafter = drafter
         self.drafter.reserve_positions(max_model_len)
@@ -184,8 +189,8 @@ class HeadProposer:
         self.readings = Passes(self._read, backend)
         self.caches = list(caches)
         self.max_model_len = max_model_len
-        self.draft_sampling = draft_sampling
         self.trees = trees
+        self.draws = draws
         self.survival: Survival | None = None
         if trees is not None:
             self.survival = Survival.uncalibrated(
@@ -383,8 +388,15 @@ class EagerDraft:
             states_NJW = correction.start(drafter.normed(hidden_NJD))
         if self._proposer.trees is not None:
             self._trees = self._grow(logits_NJV, states_NJW, self._proposer.trees)
-            return
-        sequences_N = self._still_drafting(first)
+            chains = [n for n, b in enumerate(self._order) if self._step.draws_chain[b]]
+            if not chains:
+                return
+            chains_N = upload_ints(chains, self._device)
+            logits_NJV, constraint = logits_NJV[chains_N], None
+            states_NJW = None if states_NJW is None else states_NJW[chains_N]
+            sequences_N = self._order_N[chains_N]
+        else:
+            sequences_N = self._still_drafting(first)
         if constraint is None and correction is None:
             self._put(logits_NJV, sequences_N, first)
             return
@@ -405,7 +417,7 @@ class EagerDraft:
     def drafts(self) -> Drafts:
         """The drafts chosen, cut where the constraint ends them."""
         if self._trees is not None:
-            return self._trees
+            return self._with_chains(self._trees)
         lens, constraint = self._lens, self._step.constraint
         if constraint is not None:
             lens = list(map(min, lens, constraint.lens))
@@ -427,6 +439,19 @@ class EagerDraft:
         }
         return Drafts(every[0], lens, parents_BK=every[1], scores_BK=scores_BX, slots=slots)
 
+    def _with_chains(self, trees: Drafts) -> Drafts:
+        """Put the drawn chains in the place of the trees of their sequences."""
+        if self._probs_BKV is None:
+            return trees
+        assert trees.parents_BK is not None and trees.scores_BK is not None
+        chains = [b for b in self._order if self._step.draws_chain[b]]
+        chains_N, nodes = upload_ints(chains, self._device), slice(self.num_drafts)
+        trees.tokens_BK[chains_N, nodes] = self._tokens_BK[chains_N]
+        trees.parents_BK[chains_N, nodes] = torch.arange(self.num_drafts, device=self._device)
+        trees.scores_BK[chains_N] = 0
+        lens = [k if b in chains else n for b, (k, n) in enumerate(zip(self._lens, trees.lens))]
+        return replace(trees, lens=lens, probs_BKV=self._probs_BKV)
+
     def _still_drafting(self, column: int) -> Tensor:
         """The sequences that draft more than `column`."""
         return self._order_N[: sum(self._lens[b] > column for b in self._order)]
@@ -437,7 +462,7 @@ class EagerDraft:
         assert sampling is not None, "drafts are made"
         batch, columns = logits_NJV.shape[:2]
         places = sequences_N, slice(first, first + columns)
-        if self._proposer.draft_sampling == "argmax" or sampling.all_greedy:
+        if not self._proposer.draws or sampling.all_greedy:
             self._tokens_BK[places] = drafter.to_target_ids(logits_NJV.argmax(-1))
             return
         logits_RV = logits_NJV.flatten(0, 1)

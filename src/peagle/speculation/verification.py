@@ -80,7 +80,7 @@ def verify(
 
     In a tree (`TreeRows`) x is the own token of a node's row: verification descends to the child
     that equals x while there is one. Children of one node must differ. A chain is the tree of one
-    branch.
+    branch; beside trees it may be drawn as a whole.
 
     Drafts that were all drawn are verified as a block. p_0 = 1, and draft x of position j gives
     p_j = min(p_{j-1} p(x) / q(x), 1). It is tried with h_j = Z_j / (Z_j + 1 - p_j), where Z_j is
@@ -110,25 +110,49 @@ def verify(
         tokens_R = sample_from_weights(probs_RV, u_R)
     tokens_BJ = tokens_R[rows.rows_BJ]
     if isinstance(rows, TreeRows):
-        assert draft_probs_BKV is None and synthetic_rates_K is None, "trees are not drawn"
+        assert synthetic_rates_K is None, "acceptance of trees is real"
         reached_BJ = rows.reached(tokens_BJ)
         order_BJ = path_rows(reached_BJ)
         num_accepted_B = reached_BJ.sum(-1) - 1
         next_tokens_B = _at(tokens_BJ, _at(order_BJ, num_accepted_B))
+        if probs_RV is not None and draft_probs_BKV is not None:
+            chains = _verify_drawn(probs_RV, draft_probs_BKV, rows, sampling, tokens_BJ)
+            is_drawn_B = (draft_probs_BKV[:, 0] > 0).any(-1)
+            num_accepted_B = torch.where(is_drawn_B, chains.num_accepted_B, num_accepted_B)
+            next_tokens_B = torch.where(is_drawn_B, chains.next_tokens_B, next_tokens_B)
+            order_BJ = torch.where(is_drawn_B.unsqueeze(1), rows.columns_J, order_BJ)
         return Verified(num_accepted_B, next_tokens_B, order_BJ)
-    matches_BK = tokens_BJ[:, :-1] == rows.drafts_BK
     if probs_RV is None or draft_probs_BKV is None or not rows.max_drafts:
+        matches_BK = tokens_BJ[:, :-1] == rows.drafts_BK
         num_accepted_B = _count_first(matches_BK & rows.drafted_BK)
         next_tokens_B = _at(tokens_BJ, num_accepted_B)
     else:
-        given = probs_RV, draft_probs_BKV, rows, sampling
-        num_accepted_B, shares_BJ = _accept_drawn(*given, matches_BK)
-        drawn_B = _draw_rejected(*given, num_accepted_B, _at(shares_BJ, num_accepted_B))
-        is_rejected_B = num_accepted_B < rows.num_drafts_B
-        next_tokens_B = torch.where(is_rejected_B, drawn_B, _at(tokens_BJ, num_accepted_B))
+        verified = _verify_drawn(probs_RV, draft_probs_BKV, rows, sampling, tokens_BJ)
+        num_accepted_B, next_tokens_B = verified.num_accepted_B, verified.next_tokens_B
     if synthetic_rates_K is not None:
         num_accepted_B = _accept_synthetically(rows, sampling, synthetic_rates_K)
         next_tokens_B = _at(tokens_BJ, num_accepted_B)
+    return Verified(num_accepted_B, next_tokens_B)
+
+
+def _verify_drawn(
+    probs_RV: Tensor,
+    q_BKV: Tensor,
+    rows: VerificationRows,
+    sampling: SamplingTensors,
+    tokens_BJ: Tensor,
+) -> Verified:
+    """Return what `verify` decides of chains of which some drafts were drawn.
+
+    Args:
+        tokens_BJ: the target's own tokens.
+    """
+    given = probs_RV, q_BKV, rows, sampling
+    matches_BK = tokens_BJ[:, :-1] == rows.drafts_BK
+    num_accepted_B, shares_BJ = _accept_drawn(*given, matches_BK)
+    drawn_B = _draw_rejected(*given, num_accepted_B, _at(shares_BJ, num_accepted_B))
+    is_rejected_B = num_accepted_B < rows.num_drafts_B
+    next_tokens_B = torch.where(is_rejected_B, drawn_B, _at(tokens_BJ, num_accepted_B))
     return Verified(num_accepted_B, next_tokens_B)
 
 

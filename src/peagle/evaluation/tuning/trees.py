@@ -106,13 +106,23 @@ def tuned_trees(
     ]
 
 
-def tree_config(draft: str, trees: Sequence[TunedTrees]) -> dict[str, Any] | None:
+def tree_config(
+    draft: str, trees: Sequence[TunedTrees], temperature: float, drawn_length: float | None
+) -> dict[str, Any] | None:
     """Return the value of `--speculative-config` for the shape that wins at most batch sizes.
 
     Of shapes with as many the one of fewer nodes; None where chains or no drafts win everywhere.
+    From the temperature on requests draw chains if these are accepted longer than such trees.
+
+    Args:
+        temperature: at which all was measured.
+        drawn_length: acceptance length of chains of drawn drafts; None: not measured.
     """
     best = max(trees, key=lambda one: len(one.wins_at), default=None)
     if best is None or not best.wins_at:
         return None
     shape = best.parallel_drafting_spec
-    return {"method": "eagle3", "model": draft, "parallel_drafting_spec": shape}
+    config = {"method": "eagle3", "model": draft, "parallel_drafting_spec": shape}
+    if drawn_length is not None and drawn_length > best.acceptance_length:
+        config["drawn_chains_from"] = temperature
+    return config

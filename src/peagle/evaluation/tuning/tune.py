@@ -161,6 +161,7 @@ def tune_results(
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],
     trees: Callable[[Sequence[Prediction]], list[TunedTrees]] = lambda chains: [],
+    drawn_chain_length: float | None = None,
 ) -> TuneResults:
     """Fit the model of costs, check it, and choose K.
 
@@ -199,7 +200,8 @@ def tune_results(
         "vllm_single_k": vllm_config(draft, single, is_parallel=shape.is_parallel),
     }
     tuned_trees = trees(predictions)
-    if (config := tree_config(draft, tuned_trees)) is not None:
+    given = float(settings.get("temperature", 0.0)), drawn_chain_length
+    if (config := tree_config(draft, tuned_trees, *given)) is not None:
         configs["peagle_trees"] = config
     return TuneResults(
         provenance=Provenance(**provenance),
@@ -233,6 +235,7 @@ def tune_results(
             for k in grid.ks
         ],
         trees=tuned_trees,
+        drawn_chain_length=drawn_chain_length,
     )
 
 
