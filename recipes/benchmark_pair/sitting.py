@@ -218,7 +218,8 @@ def correction(sitting: Sitting) -> None:
     command += ["--correction-on", head, "--output", work / "peagle"]
     sitting.run("correction", *command, *_settings(sitting, **CORRECTION))
     record = json.loads((work / "peagle" / "correction" / "train.json").read_text())
-    sitting.say(f"correction: validation's acceptance length {record['best']}")
+    best = record["best"]
+    sitting.say(f"correction: acceptance length at K = {best['k']} {best['acceptance_length']:.2f}")
 
 
 def measure(sitting: Sitting) -> None:
