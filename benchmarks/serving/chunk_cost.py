@@ -43,7 +43,8 @@ ROUTES = {
 }
 COUNTERS = ("steps", "chunks", "step", "text", "message", "write")
 MAX_TOKENS = 2000
-WARM_UP, START_S = 20, 60.0  # steps before the time is taken, and seconds that they may take
+WARM_UP = 20  # events of each stream before the time is taken
+START_S = 60.0  # and the longest time in which nothing comes
 
 
 class Counters:
@@ -161,6 +162,19 @@ def thread_seconds(pid: int) -> tuple[float, float]:
     return main, others
 
 
+async def until(
+    server: Served, is_reached: Callable[[], bool], progress: Callable[[], float], fault: str
+) -> None:
+    """Wait; a UserError if the server is dead, or there is no progress for START_S seconds."""
+    last, deadline = progress(), time.monotonic() + START_S
+    while not is_reached():
+        if (now := progress()) != last:
+            last, deadline = now, time.monotonic() + START_S
+        if server.process.poll() is not None or time.monotonic() > deadline:
+            raise UserError(f"{fault}; the server said:\n{server.log()}")
+        await asyncio.sleep(0.01)
+
+
 async def measure(server: Served, counters: Counters, route: str, streams: int, steps: int) -> Any:
     """Return microseconds a chunk by part, in steps in which all streams are under way."""
     path, fields = ROUTES[route]
@@ -187,11 +201,8 @@ async def measure(server: Served, counters: Counters, route: str, streams: int, 
             )
             transports.append(transport)
             transport.write(request)
-        deadline = time.monotonic() + START_S
-        while min(counts) < WARM_UP:
-            if server.process.poll() is not None or time.monotonic() > deadline:
-                raise UserError(f"The streams do not begin; the server said:\n{server.log()}")
-            await asyncio.sleep(0.01)
+        fault = "The streams do not begin"
+        await until(server, lambda: min(counts) >= WARM_UP, lambda: sum(counts), fault)
 
         def look() -> Iterator[float]:
             yield from counters.read().values()
@@ -200,8 +211,13 @@ async def measure(server: Served, counters: Counters, route: str, streams: int, 
             yield sum(counts)
 
         start, first = time.perf_counter(), list(look())
-        while counters.read()["steps"] < first[0] + steps:
-            await asyncio.sleep(0.01)
+
+        def is_over() -> bool:
+            """Also of the events: the front end may be behind the engine."""
+            return counters.read()["steps"] >= first[0] + steps and sum(counts) > first[-1]
+
+        fault = "The streams ended before the steps did (--interval-ms may be too short)"
+        await until(server, is_over, lambda: counters.read()["steps"] + sum(counts), fault)
         seconds = time.perf_counter() - start
         spent = [now - then for now, then in zip(look(), first)]
     finally:

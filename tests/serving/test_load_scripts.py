@@ -506,7 +506,8 @@ def test_a_missed_bound_is_status_1(
 
 
 def test_the_cost_of_a_chunk_is_measured() -> None:
-    words = ["--streams", "2", "--steps", "3", "--interval-ms", "1", "--json"]
+    # All steps together take some ten seconds: the client may be that late.
+    words = ["--streams", "2", "--steps", "3", "--interval-ms", "20", "--json"]
     done = subprocess.run(
         [sys.executable, str(FOLDER / "chunk_cost.py"), *words],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
@@ -521,3 +522,14 @@ def test_the_cost_of_a_chunk_is_measured() -> None:
         assert run["chunks"] >= 2 * 3 and run["events"] > 0
         parts = run["us_a_chunk"]
         assert min(parts.values()) >= 0 and parts["front end"] > 0 < parts["engine process"]
+
+
+@pytest.mark.parametrize(("status", "patience_s"), [(1, 60.0), (None, 0.05)], ids=["dead", "still"])
+def test_a_measurement_of_nothing_ends(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, status: int | None, patience_s: float
+) -> None:
+    chunk_cost = scripts["chunk_cost"]
+    monkeypatch.setattr(chunk_cost, "START_S", patience_s)
+    server = SimpleNamespace(process=SimpleNamespace(poll=lambda: status), log=lambda: "oh")
+    with pytest.raises(UserError, match="It stands; the server said:\noh"):
+        asyncio.run(chunk_cost.until(server, lambda: False, lambda: 1.0, "It stands"))
