@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType, SimpleNamespace
@@ -19,6 +20,21 @@ import numpy as np
 
 _KNOWN = "3.9."  # the Triton whose parts are replaced
 _MAX_CONSTANTS = 4096  # kept ones, and elements of each
+# Of operands of one type: numpy's operation, and whether each may point (`operands` below).
+_SUMS = {
+    "__add__": (np.add, True, True),
+    "__sub__": (np.subtract, True, False),
+    "__mul__": (np.multiply, False, False),
+}
+_COMPARISONS = {
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+}
+_BITS = {"__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor}
 
 
 def lighten() -> None:
@@ -44,10 +60,10 @@ def lighten() -> None:
         builder.options = replace(builder.options, sanitize_overflow=False)
     core: Any = importlib.import_module("triton.language.core")
     _keep_types(core, interpreter)
-    _keep_constants(core, interpreter)
+    constants = _keep_constants(core, interpreter)
     _spread_lightly(core, interpreter)
     _lighten_values(core, interpreter)
-    _patch_once(core, interpreter)
+    _patch_once(core, interpreter, _operators(core, interpreter, constants))
     _launch_lightly(interpreter)
 
 
@@ -127,7 +143,7 @@ def _once_a_type(np_dtype: Any) -> Any:
     return look_up
 
 
-def _keep_constants(core: Any, interpreter: Any) -> None:
+def _keep_constants(core: Any, interpreter: Any) -> dict[Any, Any]:
     """The number in `tensor + 1` is made and spread once, what becomes of two types found once."""
     tensor = core.tensor
     semantic: Any = type(interpreter.interpreter_semantic)
@@ -180,6 +196,108 @@ def _keep_constants(core: Any, interpreter: Any) -> None:
         return pair
 
     semantic.binary_op_type_checking_impl = operands
+    return kept
+
+
+def _operators(core: Any, interpreter: Any, constants: dict[Any, Any]) -> dict[str, Any]:
+    """Operators of tensors: each makes one from what computes in general.
+
+    Operands of one type, or one and a constant that is kept, go to numpy at once, which spreads
+    them as Triton does where shapes fit. So do places behind a pointer, and new axes.
+    """
+    tensor, handle_of, constexpr = core.tensor, interpreter.TensorHandle, core.constexpr
+    pointer_type, dtype = core.pointer_type, core.dtype
+    integers = frozenset(dtype.SINT_TYPES + dtype.UINT_TYPES)
+    numbers = (integers - {"int1"}) | {"fp16", "fp32", "fp64"}  # bfloat16 is held as integers
+    types: dict[Any, Any] = {}
+
+    def joined(own: Any, other: Any) -> Any:
+        """The type of what the shapes of both make, with the elements of the first, or None."""
+        key = own.name, other.name
+        if key not in types:
+            ours, theirs = getattr(own, "sizes", None), getattr(other, "sizes", None)
+            if theirs is None or ours == theirs:
+                types[key] = own
+            elif ours is None:
+                types[key] = other.with_element_ty(own)
+            elif len(ours) == len(theirs) and all(
+                1 in (a, b) or a == b for a, b in zip(ours, theirs)
+            ):
+                sizes = [b if a == 1 else a for a, b in zip(ours, theirs)]
+                types[key] = core.block_type(own.element_ty, sizes)
+            else:
+                types[key] = None
+        return types[key]
+
+    def direct(compute: Any, names: frozenset[str], rest: Any, is_comparison: bool) -> Any:
+        def make(general: Callable[..., Any]) -> Callable[..., Any]:
+            def operate(self: Any, other: Any) -> Any:
+                kind, found_type = type(other), self.type
+                if kind is constexpr:
+                    other = other.value
+                    kind = type(other)
+                if self.dtype.name not in names:
+                    if points and kind is tensor and type(self.dtype) is pointer_type:
+                        return behind(self, other) or general(self, other)
+                    return general(self, other)
+                if kind is tensor:
+                    right = other
+                    if other.type is not found_type:
+                        # Triton spreads a truth value as the type that it was loaded as.
+                        is_one = other.dtype is self.dtype and self.dtype.name != "int1"
+                        found_type = joined(found_type, other.type) if is_one else None
+                        if found_type is None:
+                            return general(self, other)
+                else:
+                    is_number = kind is int or kind is float or kind is bool
+                    key = True, other, kind, found_type.name, rest
+                    right = constants.get(key) if is_number else None
+                    if right is None:
+                        return general(self, other)
+                handle = self.handle
+                data = compute(handle.data, right.handle.data)
+                if is_comparison:
+                    found_type = found_type.with_element_ty(core.int1)
+                return tensor(handle_of(data, handle.dtype.scalar), found_type)
+
+            points = compute is np.add
+            return operate
+
+        return make
+
+    def behind(pointer: Any, places: Any) -> Any:
+        found_type = joined(pointer.type, places.type)
+        if found_type is None or places.dtype.name not in ("int32", "int64"):
+            return None
+        handle = pointer.handle
+        num_bytes = max(1, handle.get_element_ty().primitive_bitwidth // 8)
+        data = handle.data + num_bytes * places.handle.data.astype(np.uint64)
+        return tensor(handle_of(data, handle.dtype), found_type)
+
+    def with_axes(general: Callable[..., Any]) -> Callable[..., Any]:
+        def get(self: Any, slices: Any) -> Any:
+            if type(slices) is not tuple or not self.type.is_block():
+                return general(self, slices)
+            if any(one is not None and one != slice(None) for one in slices):
+                return general(self, slices)
+            handle = self.handle
+            key = self.type.name, tuple([one is None for one in slices])
+            if key not in types:
+                types[key] = general(self, slices).type
+            return tensor(handle_of(handle.data[slices], handle.dtype.scalar), types[key])
+
+        return get
+
+    plain = False, False, True, False
+    return {
+        **{
+            name: direct(compute, numbers, (*points, True, False), False)
+            for name, (compute, *points) in _SUMS.items()
+        },
+        **{name: direct(compute, numbers, plain, True) for name, compute in _COMPARISONS.items()},
+        **{name: direct(compute, integers, plain, False) for name, compute in _BITS.items()},
+        "__getitem__": with_axes,
+    }
 
 
 def _spread_lightly(core: Any, interpreter: Any) -> None:
@@ -189,6 +307,10 @@ def _spread_lightly(core: Any, interpreter: Any) -> None:
     builder: Any = type(interpreter.interpreter_builder)
     broadcast, cast = semantic.broadcast_impl_value, semantic.cast
     create_splat = builder.create_splat
+    integers = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+    floats = {"fp16", "fp32", "fp64"}  # bfloat16 is held as integers
+    converts = dict.fromkeys(integers - {"int1"}, integers)
+    converts |= {"fp32": integers | floats, "fp64": integers | {"fp32", "fp64"}}
 
     def spread(self: Any, scalar: Any, block: Any) -> Any:
         block = block.with_element_ty(scalar.type)
@@ -219,7 +341,11 @@ def _spread_lightly(core: Any, interpreter: Any) -> None:
     def converted(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         if input.dtype is dst_ty:
             return input
-        return cast(self, input, dst_ty, fp_downcast_rounding)
+        is_plain = dst_ty.name in converts and input.dtype.name in converts[dst_ty.name]
+        if not is_plain or fp_downcast_rounding is not None:
+            return cast(self, input, dst_ty, fp_downcast_rounding)
+        data = input.handle.data.astype(interpreter._get_np_dtype(dst_ty))
+        return tensor(handle_of(data, dst_ty), input.type.with_element_ty(dst_ty))
 
     def splat(self: Any, ret_ty: Any, arg: Any) -> Any:
         if arg.dtype.is_block():
@@ -255,7 +381,7 @@ def _lighten_values(core: Any, interpreter: Any) -> None:
     handle_of.__init__ = hold
 
 
-def _patch_once(core: Any, interpreter: Any) -> None:
+def _patch_once(core: Any, interpreter: Any, operators: dict[str, Any]) -> None:
     """Patch `triton.language` once for each module of kernels, for good."""
     patch_lang, semantic = interpreter._patch_lang, interpreter.interpreter_semantic
     is_builtin, wrapper = core.is_builtin, core.builtin(lambda: None).__code__
@@ -271,7 +397,8 @@ def _patch_once(core: Any, interpreter: Any) -> None:
             kwargs["_semantic"] = semantic
             return inner(*args, **kwargs)
 
-        scope.set_attr(obj, name, call)
+        is_operator = obj is core.tensor and name in operators
+        scope.set_attr(obj, name, operators[name](call) if is_operator else call)
 
     def patch(fn: FunctionType) -> Any:
         module = id(fn.__globals__)

@@ -45,6 +45,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 NUMBERS = (0, 1, -1, 3, 300, 2**31, 2**40, True, False, 0.0, -0.0, 1.5, -2.0, 1e-42, 1e300)
 NUMBERS += (float("inf"), float("nan"))
 FOUND: dict[str, list[Any]] = {}
+PLACES = [0]  # where the memory is that pointers are into
 
 
 def keep(label: str, compute: Callable[[], Any]) -> None:
@@ -55,6 +56,8 @@ def keep(label: str, compute: Callable[[], Any]) -> None:
         return
     for one in value if isinstance(value, (list, tuple)) else [value]:
         data = one.handle.data
+        if one.dtype.is_ptr():
+            data = data - PLACES[0]
         fact = [str(one.dtype.name), [int(unwrapped(size)) for size in one.shape], one.type.name]
         fact += [one.numel.value, one.handle.dtype.name, list(data.shape), data.dtype.str]
         FOUND.setdefault(label, []).append([*fact, data.tobytes().hex()])
@@ -108,8 +111,22 @@ def of_numbers(label, x_ptr, SIZE: tl.constexpr):
 def of_shapes(label, x_ptr, y_ptr, SIZE: tl.constexpr):
     row = tl.load(x_ptr + tl.arange(0, SIZE))
     place = tl.arange(0, SIZE)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    PLACES[0] = y_ptr.handle.data[0]
     table = tl.load(y_ptr + place, mask=place < SIZE + 3, other=1)
     keep(f"{label} place", lambda: y_ptr + place)
+    keep(f"{label} place one", lambda: y_ptr + tl.program_id(0) + 2)
+    keep(f"{label} place few", lambda: (y_ptr + tl.arange(0, SIZE)) + tl.load(y_ptr + 1))
+    keep(
+        f"{label} place cross",
+        lambda: (y_ptr + tl.arange(0, SIZE)[:, None]) + tl.arange(0, 2)[None],
+    )
+    keep(
+        f"{label} place sum", lambda: (y_ptr + tl.arange(0, 2)[None]) + tl.arange(0, SIZE)[:, None]
+    )
+    keep(f"{label} place misfit", lambda: (y_ptr + tl.arange(0, 2)) + tl.arange(0, SIZE))
+    keep(f"{label} axes", lambda: (row[None, :], row[:, None], row[None, :, None], table[:, None]))
+    keep(f"{label} no axes", lambda: row[0])
+    keep(f"{label} many axes", lambda: row[:, :])
     keep(f"{label} place back", lambda: (y_ptr + place) - 1)
     keep(f"{label} bare", lambda: tl.load(y_ptr + place, mask=place < 3))
     for name, operation in OPERATIONS.items():
