@@ -71,11 +71,11 @@ FULL = Sizes(
     check=("--prompts", "32", "--max-new-tokens", "128", "--concurrency", "4"),
 )
 SMALL = Sizes(
-    num_documents=60,
-    target=("--batch", "8", "--seq-len", "128", "--steps", "16"),
+    num_documents=20,
+    target=("--batch", "8", "--seq-len", "64", "--steps", "16"),
     num_prompts=16,
-    response_tokens=24,
-    head=("data.batch_tokens=1024", "optimizer.steps=12", "run.validate_every=6"),
+    response_tokens=16,
+    head=("data.batch_tokens=512", "optimizer.steps=12", "run.validate_every=6"),
     check=("--prompts", "2", "--max-new-tokens", "8", "--concurrency", "2"),
 )
 
