@@ -254,8 +254,10 @@ def _operators(core: Any, interpreter: Any, constants: dict[Any, Any]) -> dict[s
                     right = constants.get(key) if is_number else None
                     if right is None:
                         return general(self, other)
-                handle = self.handle
-                data = compute(handle.data, right.handle.data)
+                handle, data = self.handle, self.handle.data
+                if data.dtype is not right.handle.data.dtype:  # a truth value, held as an integer
+                    return general(self, other)
+                data = compute(data, right.handle.data)
                 if is_comparison:
                     found_type = found_type.with_element_ty(core.int1)
                 return tensor(handle_of(data, handle.dtype.scalar), found_type)

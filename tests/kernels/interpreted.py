@@ -155,6 +155,7 @@ def of_shapes(label, x_ptr, y_ptr, SIZE: tl.constexpr):
     keep(f"{label} negative", lambda: -table)
     keep(f"{label} not", lambda: ~table)
     keep(f"{label} chain", lambda: (table > 0) & (table < 5) | (row[:, None] == 1))
+    keep(f"{label} truths", lambda: (row == 1) | ((tl.load(y_ptr) > 0) & (row == row)))
     for name in ("abs", "exp", "sqrt", "floor", "log"):
         keep(f"{label} {name}", lambda name=name: getattr(tl, name)(table))
     keep(f"{label} fma", lambda: tl.fma(table, table, row[:, None]))
