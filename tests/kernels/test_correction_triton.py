@@ -46,9 +46,9 @@ def by_loops(
     out = logits_NV.double().clone()
     for n, draft in enumerate(drafts_N.tolist()):
         inner = states_NW[n].double() + tokens[draft].double()
+        silu = [float(x * torch.sigmoid(x)) for x in inner]
         term = [
-            sum(float(a) * float(x * torch.sigmoid(x)) for a, x in zip(row, inner, strict=True))
-            for row in down.double()
+            sum(a * x for a, x in zip(row, silu, strict=True)) for row in down.double().tolist()
         ]
         out[n] += w.double() @ torch.tensor(term, dtype=torch.float64, device=w.device)
     return out
