@@ -248,15 +248,15 @@ def experts() -> dict[str, dict[str, Any]]:
     found = {
         f"{format} {gate} {mode} {wx}": grouped(format, gate, mode, wx=wx)
         for format in FORMATS
-        for gate, mode, wx in ((1, 2, True), (0, 1, True), (0, 0, False))
+        for gate, mode, wx in ((1, 2, True), (0, 0, False))
     }
+    for format in ("plain", "int4"):  # parts of a sum
+        found[f"{format} 0 1 True"] = grouped(format, 0, 1, wx=True)
     for name, config in IN_REGISTERS.items():
-        for format, scale_k, gate, mode in (
-            ("mxfp4", 32, 2, 2),
-            ("fp8", 128, 1, 2),
-            ("fp8", 128, 0, 1),
-            ("fp8", 0, 0, 0),
-        ):
+        cases = [("mxfp4", 32, 2, 2), ("fp8", 128, 1, 2)]
+        if name in ("registers m16", "warpgroup m128"):  # one of each kind
+            cases += [("fp8", 128, 0, 1), ("fp8", 0, 0, 0)]
+        for format, scale_k, gate, mode in cases:
             needs = in_registers(format, scale_k, gate, mode, config)
             found[f"{format} {scale_k} {name} {gate} {mode}"] = needs
     return found
@@ -265,12 +265,17 @@ def experts() -> dict[str, dict[str, Any]]:
 def caches() -> dict[str, dict[str, Any]]:
     """Writes to 8-bit caches and attention over them, on cards with and without that type."""
     found = {}
+    of_trees, steps_and_prompts = (
+        ((128, 16), (512, 64)),
+        ((128, 8), (512, 8), (128, 900), (512, 900)),
+    )
     for capability, cache in ((80, "*u8"), (90, "*fp8e4nv")):
+        is_old = capability == 80  # it differs in how a key is converted, not in what is done
         found[f"write {capability}"] = kv_write(capability, cache)
-        for head_dim, queries in ((128, 8), (512, 8), (128, 900), (512, 900)):
+        for head_dim, queries in steps_and_prompts[:: 3 if is_old else 1]:
             needs = attention(capability, cache, head_dim, queries)
             found[f"attend {capability} {head_dim} {queries}"] = needs
-        for head_dim, queries in ((128, 16), (512, 64)):
+        for head_dim, queries in of_trees[is_old:]:
             needs = attention(capability, cache, head_dim, queries, tree=True)
             found[f"attend {capability} {head_dim} {queries} tree"] = needs
     return found
