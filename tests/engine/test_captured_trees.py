@@ -118,6 +118,7 @@ def plant_answers(
         tokens_BN: torch.Tensor,
         parents_BN: torch.Tensor,
         scores_BN: torch.Tensor,
+        _: None,
     ) -> None:
         state, histories, lens = self._state, list[list[int]](), list[int]()
         depths = state.num_drafts_B.tolist()
