@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.config import CandidateTrees
@@ -21,7 +21,8 @@ from peagle.kernels.survival import MOST_CERTAIN, Survival, score_logits
 from peagle.kernels.trees import row_depths
 from peagle.kernels.upload import upload
 
-# Trees of a step that are looked at; more say little that is new.
+# Trees that are learnt from at once, and most of a step that are looked at: more say little that
+# is new.
 TREES_A_STEP = 8
 # Steps with trees after which w and b are fitted anew; the first times come sooner.
 REFIT_STEPS = 100
@@ -97,6 +98,7 @@ class TreeRecord:
         self._shared: Survival | None = None
         self._tried_DX, self._passed_DX = torch.zeros(2, depth, _CELLS, dtype=torch.float64)
         self._pending: list[tuple[Sequence[float], list[int], list[int], int]] = []
+        self._has_new = False  # trees of this step
         self._num_steps = self._next_fit = 0
         self._trees: dict[int, _Trees] = {}  # by their greatest depth
         self._latest = depth  # of the trees that are verified next
@@ -108,7 +110,7 @@ class TreeRecord:
 
     @property
     def looks(self) -> bool:
-        """Whether `saw` may take another tree of this step."""
+        """Whether `saw` may take another tree."""
         return len(self._pending) < TREES_A_STEP
 
     def saw(
@@ -122,9 +124,13 @@ class TreeRecord:
             verified: the nodes that were verified, the first ones; may be 0.
         """
         self._pending.append((scores, row_depths(parents)[1:], [*path], verified))
+        self._has_new = True
 
     def add(self, k: int, accepted: Sequence[int]) -> None:
-        """Count a step, and the trees that it verified, those of the step before it.
+        """Count a step, and learn from the trees that it verified, those of the step before it.
+
+        Trees wait until they are enough to be worth the small operations, or next ones are of
+        another depth.
 
         Args:
             k: nodes of the step for each sequence.
@@ -135,13 +141,15 @@ class TreeRecord:
         for trees in self._trees.values():
             trees.weight *= 1 - 1 / FORGOTTEN_STEPS
         drafted, next_depth = self._latest, self._shape.depth(k)
-        if self._pending:
+        self._num_steps += self._has_new
+        self._has_new = False
+        if self._pending and (not self.looks or next_depth != drafted):
             self._learn(drafted)
         if next_depth:
             self._latest = next_depth
 
     def _learn(self, depth: int) -> None:
-        """Take the trees of a step, which were drafted up to a depth."""
+        """Take the trees that wait, which were drafted up to a depth."""
         count, nodes = len(self._pending), self._num_nodes
         scores_SN = torch.tensor([[*s, *[0.0] * (nodes - len(s))] for s, *_ in self._pending])
         depths_SN = torch.tensor([[*d, *[0] * (nodes - len(d))] for _, d, *_ in self._pending])
@@ -156,7 +164,6 @@ class TreeRecord:
             empty_RN = torch.zeros(LATEST_TREES, nodes)
             self._trees[depth] = _Trees(empty_RN, empty_RN.long())
         self._trees[depth].put(scores_SN, depths_SN)
-        self._num_steps += 1
         if self._num_steps >= self._next_fit:
             self._next_fit = self._num_steps + min(self._num_steps, REFIT_STEPS)
             self._fit()
@@ -238,21 +245,23 @@ def fit_logistic(tried_X: Tensor, passed_X: Tensor, prior_2: Tensor) -> Tensor:
         tried_X, passed_X: nodes in the cells of score logits, and those of them that passed.
     """
 
-    def loss_at(weights_2: Tensor) -> float:
-        z_X = _FEATURES_X2 @ weights_2
-        missed = tried_X @ F.softplus(z_X) - passed_X @ z_X
-        return float(missed + PRIOR_NODES / 2 * (weights_2 - prior_2).square().sum())
+    tried, passed, prior = tried_X.numpy(), passed_X.numpy(), prior_2.numpy()
+    features = _FEATURES_X2.numpy()
 
-    weights_2, loss = prior_2, loss_at(prior_2)
+    def loss_at(weights: np.ndarray) -> float:
+        z = features @ weights
+        missed = tried @ np.logaddexp(0, z) - passed @ z
+        return float(missed + PRIOR_NODES / 2 * np.square(weights - prior).sum())
+
+    weights, loss = prior, loss_at(prior)
     for _ in range(_NEWTON_STEPS):
-        p_X = torch.sigmoid(_FEATURES_X2 @ weights_2)
-        slope_2 = _FEATURES_X2.mT @ (tried_X * p_X - passed_X) + PRIOR_NODES * (weights_2 - prior_2)
-        curvature_22 = (_FEATURES_X2.mT * (tried_X * p_X * (1 - p_X))) @ _FEATURES_X2
-        curvature_22.diagonal().add_(PRIOR_NODES)
-        step_2 = torch.linalg.solve(curvature_22, slope_2)
-        while (found := loss_at(weights_2 - step_2)) > loss and step_2.abs().max() > _LEAST_STEP:
-            step_2 = step_2 / 2
+        p = 0.5 + 0.5 * np.tanh(features @ weights / 2)
+        slope = features.T @ (tried * p - passed) + PRIOR_NODES * (weights - prior)
+        curvature = (features.T * (tried * p * (1 - p))) @ features + PRIOR_NODES * np.eye(2)
+        step = np.linalg.solve(curvature, slope)
+        while (found := loss_at(weights - step)) > loss and np.abs(step).max() > _LEAST_STEP:
+            step = step / 2
         if found >= loss:
             break
-        weights_2, loss = weights_2 - step_2, found
-    return weights_2
+        weights, loss = weights - step, found
+    return torch.from_numpy(weights)
