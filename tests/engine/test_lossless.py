@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,8 +226,8 @@ def test_a_wrong_slot_is_noticed(target_folder: Path, monkeypatch: pytest.Monkey
     assert engine_outputs(target_folder, None) != reference_outputs(target_folder)
 
 
-def positions_by_row(parents_BN: Tensor, depth: int) -> TreePaths:
-    paths = TreePaths.of(parents_BN, depth)
+def paths_by_row(*trees: Any) -> TreePaths:
+    paths = OF_LISTS(*trees)
     return replace(
         paths, depths_BJ=torch.arange(paths.depths_BJ.shape[1]).expand_as(paths.depths_BJ)
     )
@@ -245,9 +244,9 @@ def accept_the_first_node(self: TreeRows, tokens_BJ: Tensor) -> Tensor:
     return reached_BJ
 
 
-REACHED = TreeRows.reached
+REACHED, OF_LISTS = TreeRows.reached, TreePaths.of_lists
 TREE_FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a position is the row": (model_runner, "TreePaths", SimpleNamespace(of=positions_by_row)),
+    "a position is the row": (TreePaths, "of_lists", staticmethod(paths_by_row)),
     "siblings are seen": (TorchPreparedAttention, "_see_path", see_all_rows_before),
     "the path is not moved": (model_runner, "move_path", lambda *_: None),
     "a node passes unseen": (TreeRows, "reached", accept_the_first_node),

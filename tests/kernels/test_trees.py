@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from peagle.kernels.kv_moves import SlotMoves
@@ -16,13 +20,25 @@ from peagle.kernels.trees import (
     count_nodes,
     move_slots,
     path_rows,
+    row_depths,
+    searched_trees,
 )
 from tests.kernels.devices import DEVICES
 from tests.kernels.tree_reference import exact_tree, paths_of
 
+Grow = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
+
+def search(logits: Tensor, depths: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return searched_trees(logits, depths.tolist(), **options)
+
+
+EITHER = pytest.mark.parametrize("grow", [best_first_trees, search])
+
+
+@EITHER
 @pytest.mark.parametrize("seed", range(25))
-def test_trees_are_those_of_an_exact_best_first_search(seed: int) -> None:
+def test_trees_are_those_of_an_exact_best_first_search(seed: int, grow: Grow) -> None:
     """25 batches of 12 trees, of all shapes."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -33,7 +49,7 @@ def test_trees_are_those_of_an_exact_best_first_search(seed: int) -> None:
     logits = sharpness * torch.randn(12, depth, vocab, generator=generator, dtype=torch.float64)
     depths = [rng.randint(1, depth) for _ in range(12)]
     shape = {"num_parallel_trees": w, "max_nodes": n, "temperature": temperature}
-    found = best_first_trees(logits, torch.tensor(depths), **shape)  # type: ignore[arg-type]
+    found = grow(logits, torch.tensor(depths), **shape)
     tokens, parents, scores = (x.tolist() for x in found)
     for b, d in enumerate(depths):
         logprobs_KV = torch.log_softmax(logits[b] / temperature, -1)
@@ -48,15 +64,59 @@ def test_trees_are_those_of_an_exact_best_first_search(seed: int) -> None:
         assert set(paths_of(tokens[b][:few], parents[b][:few])) == set(expected[:few])
 
 
-def test_ties_and_broken_logits_keep_parents_before_children() -> None:
+@EITHER
+def test_ties_and_broken_logits_keep_parents_before_children(grow: Grow) -> None:
     certain = torch.full((3, 4, 9), -1e4)
     certain[0, :, 2] = 0  # every child is as probable as its parent
     certain[1] = 0
     certain[2, 1] = torch.nan
     shape = {"num_parallel_trees": 3, "max_nodes": 12, "temperature": 0.7}
-    _, parents, _ = best_first_trees(certain, torch.full((3,), 4), **shape)  # type: ignore[arg-type]
+    _, parents, _ = grow(certain, torch.full((3,), 4), **shape)
     rows = torch.arange(1, 13)
     assert (parents < rows).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_search_gives_the_trees_of_all_depths_at_once(data: st.DataObject) -> None:
+    """Odd shapes, and logits of few values: where paths tie, equal scores and depths will do."""
+    draw = data.draw
+    num_seqs, depth, vocab = (draw(st.integers(1, most)) for most in (3, 6, 9))
+    n = draw(st.sampled_from([1, 2, 5, 16, 63]))
+    w, values = draw(st.integers(1, n)), draw(st.integers(2, 1000))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    logits = torch.randint(values, (num_seqs, depth, vocab), generator=generator) * (9.0 / values)
+    after_VV = torch.randint(values, (vocab, vocab), generator=generator) * (4.0 / values)
+    depths = [draw(st.integers(1, depth)) for _ in range(num_seqs)]
+    shape: dict[str, Any] = {"num_parallel_trees": w, "max_nodes": n, "temperature": 0.7}
+    hooks: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    if draw(st.booleans()):
+        logits = logits.double()
+
+        def logprobs(column: int, tokens: Tensor) -> Tensor:
+            own = logits[:, column, None] + after_VV[tokens]
+            return torch.log_softmax(own / 0.7, -1)
+
+        def children(column: int, tokens_BW: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            found = logprobs(column, tokens_BW)
+            return found, torch.arange(vocab).expand_as(found)
+
+        def after(b: int, column: int, token: int) -> tuple[list[float], list[int]]:
+            best = logprobs(column, torch.full((num_seqs, 1), token))[b, 0].sort(descending=True)
+            return best.values.tolist(), best.indices.tolist()
+
+        hooks = {"children": children}, {"after": after}
+    expected = best_first_trees(logits.double(), torch.tensor(depths), **shape, **hooks[0])
+    found = searched_trees(logits.double(), depths, **shape, **hooks[1])
+    for b, most in enumerate(depths):
+        count = count_nodes(most, w, n, vocab)
+        tree, other = (tuple(x[b, :count].tolist() for x in of) for of in (found, expected))
+        assert tree[2] == other[2]
+        assert row_depths(tree[1]) == row_depths(other[1])
+        pairs = list(zip(tree[0], tree[1], strict=True))
+        assert len(set(pairs)) == count
+        if len(set(tree[2])) == count:
+            assert pairs[:-1] == list(zip(*other[:2], strict=True))[:-1]
 
 
 def test_children_may_depend_on_their_parent() -> None:
@@ -88,12 +148,13 @@ def test_children_may_depend_on_their_parent() -> None:
         assert all(y == (x + 1) % 2 for path in paths for x, y in pairwise(path))
 
 
+@EITHER
 @pytest.mark.parametrize("broken", [[0, 1, 2], [1, 2], [2]])
-def test_siblings_differ_where_logits_are_broken(broken: list[int]) -> None:
+def test_siblings_differ_where_logits_are_broken(broken: list[int], grow: Grow) -> None:
     """Or a target's token would be accepted more than once."""
     logits = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(0))
     logits[:, broken] = torch.nan
-    tokens, parents, _ = best_first_trees(
+    tokens, parents, _ = grow(
         logits, torch.tensor([3]), num_parallel_trees=2, max_nodes=9, temperature=0.7
     )
     pairs = list(zip(parents[0].tolist(), tokens[0].tolist(), strict=True))
@@ -110,6 +171,9 @@ def test_paths_are_those_of_the_parents() -> None:
     for n in (1, 5, 63):
         parents = [random_parents(rng, n), list(range(n))]
         paths = TreePaths.of(torch.tensor(parents), depth=n)
+        listed = TreePaths.of_lists(parents, "cpu")
+        assert torch.equal(listed.visible_BJ, paths.visible_BJ)
+        assert torch.equal(listed.depths_BJ, paths.depths_BJ) and listed.depth == n
         for b, of in enumerate(parents):
             above: list[set[int]] = [{0}]
             for row, parent in enumerate(of, start=1):

@@ -6,7 +6,7 @@ of the largest tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -21,7 +21,7 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.kernels.batches import TargetBatch, slot_mapping
 from peagle.kernels.logprobs import token_logprobs
-from peagle.kernels.trees import TreePaths, move_slots, row_depths
+from peagle.kernels.trees import TreePaths, move_slots
 from peagle.kernels.upload import upload_ints
 from peagle.models.target import TargetModel
 
@@ -129,14 +129,24 @@ class ModelRunner:
         self._prompt_logprobs(chunks, hidden_TH, lens)
         sampled = self._sample(chunks, hidden_TH, lens, paths)
         if paths is not None and sampled is not None:
-            verified, order_BJ = sampled.verified, sampled.verified.order_BJ
-            assert order_BJ is not None
-            move_path(self.target, batch, order_BJ, verified.num_accepted_B, paths.depth)
-            row_T = start_loc[sequences_T] + order_BJ[sequences_T, offset_T]
-            batch = replace(
-                batch, tokens_R=batch.tokens_R[row_T], positions_R=batch.positions_R[row_T]
-            )
-            features_TA = features_TA[row_T]
+            order = [
+                start + row
+                for start, rows, length in zip(_starts(lens), sampled.order, lens, strict=True)
+                for row in rows[:length]
+            ]
+            moves = [
+                [order[start + j], start + j]
+                for start, accepted in zip(_starts(lens), sampled.num_accepted, strict=True)
+                for j in range(1, accepted + 1)
+                if order[start + j] != start + j
+            ]
+            if moves:
+                move_path(self.target, batch.slots_R[self._ints(moves)])
+                row_T = self._ints(order)
+                batch = replace(
+                    batch, tokens_R=batch.tokens_R[row_T], positions_R=batch.positions_R[row_T]
+                )
+                features_TA = features_TA[row_T]
         return TargetPass(chunks, first, batch, features_TA, tables_BM, sampled)
 
     def _paths(self, chunks: SequenceOf[Chunk]) -> TreePaths | None:
@@ -148,9 +158,7 @@ class ModelRunner:
             (chunk.sequence.draft_parents or list(range(chunk.num_drafts)))[: chunk.num_drafts]
             for chunk in chunks
         ]
-        most = max(map(len, trees))
-        depth = max(max(row_depths(tree)) for tree in trees)
-        return TreePaths.of(self._ints([tree + [0] * (most - len(tree)) for tree in trees]), depth)
+        return TreePaths.of_lists(trees, self.device)
 
     def _sample(
         self,
@@ -226,31 +234,20 @@ def cached_bytes(target: TargetModel) -> list[Tensor]:
     return [x.view(torch.uint8).flatten(2).flatten(0, 1) for pair in pairs for x in pair]
 
 
-def move_path(
-    target: TargetModel,
-    batch: TargetBatch,
-    order_BJ: Tensor,
-    num_accepted_B: Tensor,
-    depth: int,
-) -> None:
+def move_path(target: TargetModel, slots_X2: Tensor) -> None:
     """Move the target's keys and values of accepted paths to the slots of chains.
 
     The head's need no move: real tokens overwrite them.
 
     Args:
-        batch: the pass that wrote them.
-        order_BJ: the rows of each sequence, those of the path first.
-        depth: no path has more nodes.
+        slots_X2: where they are, and where they go.
     """
-    first_B1 = batch.query_start_loc[:-1].unsqueeze(1)
-    columns_D = torch.arange(1, depth + 1, device=order_BJ.device)
-    is_moved_BD = columns_D <= num_accepted_B.unsqueeze(1)
-    # What is not on the path stays where it is: the root's slot is copied to itself.
-    from_BD, to_BD = (
-        batch.slots_R[first_B1 + torch.where(is_moved_BD, rows, 0)]
-        for rows in (order_BJ[:, 1 : depth + 1], columns_D)
-    )
-    move_slots(cached_bytes(target), from_BD, to_BD)
+    move_slots(cached_bytes(target), slots_X2[:, 0], slots_X2[:, 1])
+
+
+def _starts(lens: list[int]) -> Iterator[int]:
+    """The packed row at which each sequence starts."""
+    return accumulate(lens[:-1], initial=0)
 
 
 def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:

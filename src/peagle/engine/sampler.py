@@ -30,6 +30,7 @@ class SampledStep:
     Attributes:
         verified: accepted drafts and next tokens, on the device.
         num_accepted: the same counts on the host.
+        order: the rows of each sequence, those of the newest token and the accepted drafts first.
         new_token_ids: the emitted tokens: accepted drafts, then the target's own.
         rejected_token_ids: the other drafts.
         sampling: with num_outputs counting the emitted tokens.
@@ -40,6 +41,7 @@ class SampledStep:
 
     verified: Verified
     num_accepted: list[int]
+    order: SequenceOf[SequenceOf[int]]
     new_token_ids: list[list[int]]
     rejected_token_ids: list[list[int]]
     sampling: SamplingTensors
@@ -157,6 +159,7 @@ class Sampler:
         return SampledStep(
             verified,
             num_accepted,
+            order,
             new_token_ids,
             [tokens[a:] for tokens, a in zip(drafts, num_accepted, strict=True)],
             replace(sampling, num_outputs_B=num_outputs_B),

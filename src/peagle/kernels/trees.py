@@ -13,16 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
 
 from peagle.kernels.sampling import at_least_float32
+from peagle.kernels.upload import upload, upload_ints
 
 # children(column, tokens, parents) -> (log-probabilities, tokens), both [B, W, C]: the candidates
 # that may follow, in the slot of that column, the W nodes of the depth before it. These have the
 # given tokens, and stand behind the given ones of the W nodes before them, both int64 [B, W].
 Children = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+# Log-probabilities and tokens of candidates, most probable first.
+Ranked = tuple[Sequence[float], Sequence[int]]
+# after(b, column, token) -> what may follow the token in the slot of that column, of sequence b.
+After = Callable[[int, int, int], Ranked]
 
 
 def best_first_trees(
@@ -89,6 +96,77 @@ def best_first_trees(
     rows_BN = rank_BX.gather(1, parents_BN.clamp_min(0)) + 1
     rows_BN = torch.where(parents_BN < 0, 0, rows_BN)
     return tokens_BX.gather(1, nodes_BN), rows_BN, sorted_BX[:, :max_nodes]
+
+
+def searched_trees(
+    logits_BKV: Tensor,
+    depths: Sequence[int],
+    *,
+    num_parallel_trees: int,
+    max_nodes: int,
+    temperature: float,
+    after: After | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the trees of `best_first_trees`, which this one finds node by node: for a CPU.
+
+    The best path of a heap goes into the tree, and its sibling and its first child into the heap,
+    so that only nodes of the tree are asked for what may follow them.
+
+    Args:
+        logits_BKV, num_parallel_trees, max_nodes, temperature: as there.
+        depths: most nodes on a path of each sequence, up to K.
+        after: the candidates after a token; None takes those of the slot for every token.
+    """
+    count = min(max_nodes, logits_BKV.shape[2])
+    known_BKV = logits_BKV[:, :1] if after else logits_BKV
+    slots = [rank(of_KV, count) for of_KV in _log_softmax(known_BKV, temperature)]
+    find = after or (lambda b, column, _: slots[b][column])
+    trees = []
+    for b, (depth, (first, *_)) in enumerate(zip(depths, slots, strict=True)):
+        roots = first[0][:num_parallel_trees], first[1][:num_parallel_trees]
+        tree = _search(roots, partial(find, b), depth, max_nodes)
+        trees.append([[*of, *[0] * (max_nodes - len(of))] for of in tree])
+    tokens, parents, scores = zip(*trees, strict=True)
+    dtype = at_least_float32(logits_BKV).dtype
+    return torch.tensor(tokens), torch.tensor(parents), torch.tensor(scores, dtype=dtype)
+
+
+def rank(logprobs_XC: Tensor, count: int) -> list[Ranked]:
+    """Return the most probable columns of each row."""
+    best = logprobs_XC.topk(count, -1)
+    return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+
+
+def _search(
+    roots: Ranked, after: Callable[[int, int], Ranked], depth: int, max_nodes: int
+) -> tuple[list[int], list[int], list[float]]:
+    """Return tokens, parents and scores of the nodes of one tree."""
+    tokens, parents, scores = list[int](), list[int](), list[float]()
+    rows: list[tuple[float, int, Ranked]] = []  # score, depth and candidates of each row
+    heap: list[tuple[float, int, int, int]] = []  # score, depth, row of the parent, rank
+
+    def push(row: int, rank: int) -> None:
+        score, level, (logprobs, _) = rows[row]
+        if level < depth and rank < len(logprobs):
+            heappush(heap, (-score - logprobs[rank], level, row, rank))
+
+    def add_row(score: float, level: int, candidates: Ranked) -> None:
+        rows.append((score, level, candidates))
+        push(len(rows) - 1, 0)
+
+    add_row(0.0, 0, roots)
+    while heap:
+        negative, level, row, rank = heappop(heap)
+        token = rows[row][2][1][rank]
+        tokens.append(token)
+        parents.append(row)
+        scores.append(-negative)
+        if len(tokens) == max_nodes:
+            break
+        push(row, rank + 1)
+        is_last = level + 1 == depth
+        add_row(-negative, level + 1, ((), ()) if is_last else after(level + 1, token))
+    return tokens, parents, scores
 
 
 def _of_slots(logits_BKV: Tensor, count: int, temperature: float) -> Children:
@@ -190,6 +268,24 @@ class TreePaths:
             visible_BJ = own_J | visible_BJ.gather(1, parents_BJ)
             depths_BJ = is_node_J * (1 + depths_BJ.gather(1, parents_BJ))
         return cls(parents_BN, visible_BJ, depths_BJ, depth)
+
+    @classmethod
+    def of_lists(cls, trees: Sequence[Sequence[int]], device: torch.device | str) -> TreePaths:
+        """Return `of` for trees that the host knows; missing nodes are children of the root."""
+        most = max(map(len, trees))
+        parents = [[*tree, *[0] * (most - len(tree))] for tree in trees]
+        depths = [row_depths(tree) for tree in parents]
+        visible = [[1] for _ in parents]
+        for words, tree in zip(visible, parents, strict=True):
+            for row, parent in enumerate(tree, start=1):
+                words.append(words[parent] | 1 << row)
+        visible_BJ = torch.tensor(visible, dtype=torch.uint64).view(torch.int64)
+        return cls(
+            upload_ints(parents, device),
+            upload(visible_BJ, device),
+            upload_ints(depths, device),
+            max(map(max, depths)),
+        )
 
     def reached(self, tokens_BJ: Tensor, drafts_BN: Tensor, num_drafts_B: Tensor) -> Tensor:
         """Return which rows a descent comes to that goes to the child equal to a row's token.

@@ -19,14 +19,17 @@ candidates of a slot.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.kernels.sampling import at_least_float32
-from peagle.kernels.trees import Children
+from peagle.kernels.trees import After, Children, Ranked
 
 CANDIDATES = 64  # of a slot of a tree: as many as a depth may hold nodes
+_LIKELIEST = 8  # tokens of a slot of which `tree_search` computes at once what follows them
 _ROWS_AT_ONCE = 1 << 14  # of an embedding
 
 
@@ -138,25 +141,84 @@ class DraftCorrection(nn.Module):
             states_BJW: s, of the slots, from `start`.
             target_ids_V: the target id of every draft id.
         """
-        scaled_BJV = at_least_float32(logits_BJV) / temperature
-        columns_BJC = scaled_BJV.topk(min(CANDIDATES, scaled_BJV.shape[2]), -1).indices
-        others_BJ = scaled_BJV.scatter(2, columns_BJC, -torch.inf).logsumexp(-1)
+        columns_BJC, logprobs = self._candidates(logits_BJV, states_BJW, target_ids_V, temperature)
 
         def find(slot: int, tokens_BP: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-            columns_BC = columns_BJC[:, slot]
-            term_BPr = self._term(states_BJW[:, slot, None], target_ids_V[tokens_BP])
-            added_BPC = term_BPr @ self.weight_Vr[columns_BC].mT
-            logits_B1C = logits_BJV[:, slot].gather(1, columns_BC).unsqueeze(1)
-            scores_BPC = at_least_float32(logits_B1C + added_BPC) / temperature
-            total_BP = torch.logaddexp(scores_BPC.logsumexp(-1), others_BJ[:, slot, None])
-            logprobs_BPC = (scores_BPC - total_BP.unsqueeze(2)).nan_to_num(-torch.inf)
-            return logprobs_BPC, columns_BC.unsqueeze(1).expand(logprobs_BPC.shape)
+            at = slice(None), slice(slot, slot + 1)
+            found_BPC = logprobs(at, tokens_BP.unsqueeze(1)).squeeze(1)
+            return found_BPC, columns_BJC[:, slot, None].expand(found_BPC.shape)
 
         return find
 
+    def tree_search(
+        self,
+        logits_BJV: Tensor,
+        states_BJW: Tensor,
+        target_ids_V: Tensor,
+        temperature: float,
+        count: int,
+    ) -> After:
+        """Return what finds the candidates of `tree_children` after one token, the `count` best.
+
+        What follows the likeliest tokens of each slot is computed at once, and the rest if asked
+        for.
+        """
+        columns_BJC, logprobs = self._candidates(logits_BJV, states_BJW, target_ids_V, temperature)
+        columns = columns_BJC.tolist()
+        count = min(count, columns_BJC.shape[2])
+        known: dict[tuple[int, int, int], tuple[list[float], list[int]]] = {}
+
+        def learn(first: int, slot: int, tokens_BJP: Tensor) -> None:
+            """Compute what follows tokens, those of a sequence and a slot first."""
+            num_seqs, num_slots, _ = tokens_BJP.shape
+            at = slice(first, first + num_seqs), slice(slot, slot + num_slots)
+            best = logprobs(at, tokens_BJP).flatten(0, 2).topk(count)
+            keys = (
+                (b, j, token)
+                for b, of_slots in enumerate(tokens_BJP.tolist(), start=first)
+                for j, of_slot in enumerate(of_slots, start=slot)
+                for token in of_slot
+            )
+            known.update(zip(keys, zip(best.values.tolist(), best.indices.tolist())))
+
+        def after(b: int, slot: int, token: int) -> Ranked:
+            if (b, slot, token) not in known:
+                learn(b, slot, torch.tensor([[[token]]]))
+            values, ranks = known[b, slot, token]
+            return values, [columns[b][slot][rank] for rank in ranks]
+
+        learn(0, 1, columns_BJC[:, :-1, :_LIKELIEST])
+        return after
+
+    def _candidates(
+        self,
+        logits_BJV: Tensor,
+        states_BJW: Tensor,
+        target_ids_V: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Callable[[tuple[slice, slice], Tensor], Tensor]]:
+        """Return the candidates of each slot, likeliest first, and what finds their
+        log-probabilities [B, J, P, C], for some sequences and slots, after tokens [B, J, P].
+        """
+        scaled_BJV = at_least_float32(logits_BJV) / temperature
+        columns_BJC = scaled_BJV.topk(min(CANDIDATES, scaled_BJV.shape[2]), -1).indices
+        others_BJ11 = scaled_BJV.scatter(2, columns_BJC, -torch.inf).logsumexp(-1)[..., None, None]
+        logits_BJC = logits_BJV.gather(2, columns_BJC)
+        weight_BJrC = F.embedding(columns_BJC, self.weight_Vr).mT
+
+        def logprobs(at: tuple[slice, slice], tokens_BJP: Tensor) -> Tensor:
+            term_BJPr = self._term(states_BJW[at].unsqueeze(2), target_ids_V[tokens_BJP])
+            logits_BJPC = logits_BJC[at].unsqueeze(2) + term_BJPr @ weight_BJrC[at]
+            scores_BJPC = at_least_float32(logits_BJPC) / temperature
+            others_BJP1 = others_BJ11[at].expand(*scores_BJPC.shape[:3], 1)
+            every_BJPX = torch.cat((scores_BJPC, others_BJP1), -1)
+            return torch.log_softmax(every_BJPX, -1)[..., :-1].nan_to_num(-torch.inf)
+
+        return columns_BJC, logprobs
+
     def _term(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Wo silu(s + We norm(e(x))), [..., r]."""
-        return F.silu(states + self.tokens_VW[tokens]) @ self.down_rW.mT
+        return F.silu(states + F.embedding(tokens, self.tokens_VW)) @ self.down_rW.mT
 
 
 def _at(slots_JW: Tensor, slot: Tensor) -> Tensor:
