@@ -39,7 +39,7 @@ class TorchPreparedAttention:
 
     def __init__(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
-        self._masks: dict[int | None, Tensor | None] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
         self._context_blocks: Tensor | slice | None = None
         self._write_slots_T: Tensor | None = None
         start = metadata.query_start_loc
@@ -68,7 +68,7 @@ class TorchPreparedAttention:
             self._pad(query_THd).transpose(1, 2),
             self._context(cache.keys).to(query_THd.dtype).transpose(1, 2),
             self._context(cache.values).to(query_THd.dtype).transpose(1, 2),
-            self._mask(sliding_window),
+            self._mask(sliding_window, query_THd.dtype),
             **options,
         )
         out = out_BHQd.transpose(1, 2).flatten(0, 1)
@@ -110,13 +110,21 @@ class TorchPreparedAttention:
                 self._context_blocks = blocks_BM[:, :num_blocks].flatten()
         return self._context_blocks
 
-    def _mask(self, sliding_window: int | None) -> Tensor | None:
-        """Boolean [B, 1, Q, S], true where a query may look; None where every key is visible."""
+    def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What to add to the scores, [B, 1, Q, S]: 0 where a query may look, else -inf.
+
+        None where every key is visible. Of a boolean mask torch makes this one in each layer.
+        """
         if sliding_window is not None and sliding_window >= self.metadata.max_seq_len:
             sliding_window = None  # it hides nothing yet
-        if sliding_window not in self._masks:
-            self._masks[sliding_window] = self._make_mask(sliding_window)
-        return self._masks[sliding_window]
+        key = sliding_window, dtype
+        if key not in self._masks:
+            visible = self._make_mask(sliding_window)
+            if visible is not None:
+                hidden = torch.full_like(visible, -torch.inf, dtype=dtype)
+                visible = hidden.masked_fill_(visible, 0)
+            self._masks[key] = visible
+        return self._masks[key]
 
     def _make_mask(self, sliding_window: int | None) -> Tensor | None:
         meta = self.metadata
@@ -307,7 +315,8 @@ def masked_attention(
 
     Args:
         query_BHQd: [B, Hq, Q, d]; keys_BHSd, values_BHSd: [B, Hkv, S, d].
-        mask: boolean, broadcast to [B, Hq, Q, S], true where a query may look; None shows all.
+        mask: broadcast to [B, Hq, Q, S], true or the number 0 where a query may look, else false or
+            -inf; None shows all.
         scaling, sinks, softcap: as `ScoreOptions`.
         is_causal: in place of a mask where Q = S, without sinks and softcap: faster.
     """
@@ -330,7 +339,8 @@ def masked_attention(
     if softcap is not None:
         scores_BHQS = torch.tanh(scores_BHQS / softcap) * softcap
     if mask is not None:
-        scores_BHQS = scores_BHQS.masked_fill(~mask, -torch.inf)
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        scores_BHQS = scores_BHQS.masked_fill(~visible, -torch.inf)
     highest = scores_BHQS.amax(-1, keepdim=True)
     if sinks is not None:
         sinks = sinks.to(dtype).view(-1, 1, 1)

@@ -99,13 +99,7 @@ def best_first_trees(
 
 
 def searched_trees(
-    logits_BKV: Tensor,
-    depths: Sequence[int],
-    *,
-    num_parallel_trees: int,
-    max_nodes: int,
-    temperature: float,
-    after: After | None = None,
+    after: After, depths: Sequence[int], *, num_parallel_trees: int, max_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the trees of `best_first_trees`, which this one finds node by node: for a CPU.
 
@@ -113,28 +107,26 @@ def searched_trees(
     so that only nodes of the tree are asked for what may follow them.
 
     Args:
-        logits_BKV, num_parallel_trees, max_nodes, temperature: as there.
-        depths: most nodes on a path of each sequence, up to K.
-        after: the candidates after a token; None takes those of the slot for every token.
+        after: at least N candidates after each token, of which column 0 has none before it.
+        depths: most nodes on a path of each sequence.
+        num_parallel_trees, max_nodes: as there.
     """
-    count = min(max_nodes, logits_BKV.shape[2])
-    known_BKV = logits_BKV[:, :1] if after else logits_BKV
-    slots = [rank(of_KV, count) for of_KV in _log_softmax(known_BKV, temperature)]
-    find = after or (lambda b, column, _: slots[b][column])
     trees = []
-    for b, (depth, (first, *_)) in enumerate(zip(depths, slots, strict=True)):
-        roots = first[0][:num_parallel_trees], first[1][:num_parallel_trees]
-        tree = _search(roots, partial(find, b), depth, max_nodes)
+    for b, depth in enumerate(depths):
+        logprobs, tokens = after(b, 0, 0)
+        roots = logprobs[:num_parallel_trees], tokens[:num_parallel_trees]
+        tree = _search(roots, partial(after, b), depth, max_nodes)
         trees.append([[*of, *[0] * (max_nodes - len(of))] for of in tree])
     tokens, parents, scores = zip(*trees, strict=True)
-    dtype = at_least_float32(logits_BKV).dtype
-    return torch.tensor(tokens), torch.tensor(parents), torch.tensor(scores, dtype=dtype)
+    return torch.tensor(tokens), torch.tensor(parents), torch.tensor(scores, dtype=torch.float64)
 
 
-def rank(logprobs_XC: Tensor, count: int) -> list[Ranked]:
-    """Return the most probable columns of each row."""
-    best = logprobs_XC.topk(count, -1)
-    return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+def after_slots(logits_BKV: Tensor, count: int, temperature: float) -> After:
+    """Return what finds the likeliest tokens of a slot, the same ones after every token."""
+    count = min(count, logits_BKV.shape[2])
+    best = _log_softmax(logits_BKV, temperature).topk(count, -1)
+    values, tokens = best.values.tolist(), best.indices.tolist()
+    return lambda b, column, _: (values[b][column], tokens[b][column])
 
 
 def _search(

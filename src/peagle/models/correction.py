@@ -29,7 +29,7 @@ from peagle.kernels.sampling import at_least_float32
 from peagle.kernels.trees import After, Children, Ranked
 
 CANDIDATES = 64  # of a slot of a tree: as many as a depth may hold nodes
-_LIKELIEST = 8  # tokens of a slot of which `tree_search` computes at once what follows them
+_LIKELIEST = 12  # tokens of a slot of which `tree_search` computes at once what follows them
 _ROWS_AT_ONCE = 1 << 14  # of an embedding
 
 
@@ -161,7 +161,7 @@ class DraftCorrection(nn.Module):
         """Return what finds the candidates of `tree_children` after one token, the `count` best.
 
         What follows the likeliest tokens of each slot is computed at once, and the rest if asked
-        for.
+        for. Those of slot 0 are its own.
         """
         columns_BJC, logprobs = self._candidates(logits_BJV, states_BJW, target_ids_V, temperature)
         columns = columns_BJC.tolist()
@@ -182,12 +182,14 @@ class DraftCorrection(nn.Module):
             known.update(zip(keys, zip(best.values.tolist(), best.indices.tolist())))
 
         def after(b: int, slot: int, token: int) -> Ranked:
-            if (b, slot, token) not in known:
+            if not slot:
+                token = columns[b][-1][0]  # any that is known
+            elif (b, slot, token) not in known:
                 learn(b, slot, torch.tensor([[[token]]]))
             values, ranks = known[b, slot, token]
             return values, [columns[b][slot][rank] for rank in ranks]
 
-        learn(0, 1, columns_BJC[:, :-1, :_LIKELIEST])
+        learn(0, 0, columns_BJC[..., :_LIKELIEST].roll(1, 1))
         return after
 
     def _candidates(
@@ -205,6 +207,7 @@ class DraftCorrection(nn.Module):
         others_BJ11 = scaled_BJV.scatter(2, columns_BJC, -torch.inf).logsumexp(-1)[..., None, None]
         logits_BJC = logits_BJV.gather(2, columns_BJC)
         weight_BJrC = F.embedding(columns_BJC, self.weight_Vr).mT
+        weight_BJrC[:, 0] = 0  # nothing is drafted before slot 0
 
         def logprobs(at: tuple[slice, slice], tokens_BJP: Tensor) -> Tensor:
             term_BJPr = self._term(states_BJW[at].unsqueeze(2), target_ids_V[tokens_BJP])

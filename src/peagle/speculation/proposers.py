@@ -24,7 +24,7 @@ from peagle.kernels.batches import DraftBatch, PackedBatch, expand_draft_batch, 
 from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.kernels.survival import Survival
-from peagle.kernels.trees import best_first_trees, count_nodes, searched_trees
+from peagle.kernels.trees import after_slots, best_first_trees, count_nodes, searched_trees
 from peagle.kernels.upload import upload_ints
 from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
@@ -238,23 +238,26 @@ class HeadProposer:
         """
         shape, correction = self.trees, self.drafter.correction
         assert shape is not None, "the head drafts chains"
-        sizes = {
-            "num_parallel_trees": shape.num_parallel_trees,
-            "max_nodes": shape.max_nodes,
-            "temperature": TREE_TEMPERATURE,
-        }
-        on_host = logits_NKV.device.type == "cpu"
-        after = children = None
-        if correction is not None and states_NKW is not None:
-            given = logits_NKV, states_NKW, self.target_ids, TREE_TEMPERATURE
-            if on_host:
-                after = correction.tree_search(*given, shape.max_nodes)
+        w, most = shape.num_parallel_trees, shape.max_nodes
+        ids, heat = self.target_ids, TREE_TEMPERATURE
+        children = None
+        if logits_NKV.device.type == "cpu":
+            if correction is None or states_NKW is None:
+                after = after_slots(logits_NKV, most, heat)
             else:
-                children = correction.tree_children(*given)
-        if on_host:
-            grown = searched_trees(logits_NKV, depths_N.tolist(), **sizes, after=after)
+                after = correction.tree_search(logits_NKV, states_NKW, ids, heat, most)
+            grown = searched_trees(after, depths_N.tolist(), num_parallel_trees=w, max_nodes=most)
         else:
-            grown = best_first_trees(logits_NKV, depths_N, **sizes, children=children)
+            if correction is not None and states_NKW is not None:
+                children = correction.tree_children(logits_NKV, states_NKW, ids, heat)
+            grown = best_first_trees(
+                logits_NKV,
+                depths_N,
+                num_parallel_trees=w,
+                max_nodes=most,
+                temperature=heat,
+                children=children,
+            )
         tokens_NX, parents_NX, scores_NX = grown
         return self.drafter.to_target_ids(tokens_NX), parents_NX, scores_NX
 
