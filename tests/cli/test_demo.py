@@ -21,7 +21,7 @@ from peagle.llm import StreamChunk
 from tests.cli.conftest import Pair, Peagle, environment
 from tests.conftest import byte_tokenizer
 
-METHODS = ["plain", "EAGLE-3", "P-EAGLE"]
+METHODS = ["plain", "EAGLE-3", "P-EAGLE", "P-EAGLE tree"]
 
 
 def options(pair: Pair) -> tuple[object, ...]:
@@ -37,6 +37,8 @@ def test_json(peagle: Peagle, pair: Pair) -> None:
     expected |= {"temperature": 0, "identical_outputs": True, "num_different_outputs": 0}
     assert {name: report[name] for name in expected} == expected
     assert report["environment"]["threads"] == 1
+    tree = {"num_parallel_trees": 8, "prediction_depth": 3, "max_nodes": 19}
+    assert report["parallel_drafting_spec"] == tree
     assert [output["id"] for output in report["outputs"]] == ["HumanEval/0", "HumanEval/1"]
     assert [method["name"] for method in report["methods"]] == METHODS
     plain, *drafted = report["methods"]
@@ -52,8 +54,10 @@ def test_text_outside_a_terminal(peagle: Peagle, pair: Pair, colours: list[str])
     result = peagle("demo", *options(pair), *colours)
     assert result.status == 0, result.err
     assert "\x1b" not in result.out
-    for word in ("HumanEval/0", "HumanEval/1", *METHODS, "acceptance", "speed-up", "K=7"):
-        assert word in result.out
+    shown = " ".join(result.out.split())
+    facts = ("HumanEval/0", "HumanEval/1", "acceptance", "speed-up", "K=7, trees of 19 nodes")
+    for words in (*METHODS, *facts):
+        assert words in shown
     assert "unconditional" in result.out
     assert "Identical outputs" in result.out
 
@@ -61,7 +65,11 @@ def test_text_outside_a_terminal(peagle: Peagle, pair: Pair, colours: list[str])
 def test_a_target_without_an_eagle3_head(peagle: Peagle, pair: Pair) -> None:
     call = ("demo", *pair.options, "--limit", 1, "--max-new-tokens", 4, "--format", "json")
     report = json.loads(peagle(*call).out)
-    assert [method["name"] for method in report["methods"]] == ["plain", "P-EAGLE"]
+    assert [method["name"] for method in report["methods"]] == [
+        "plain",
+        "P-EAGLE",
+        "P-EAGLE tree",
+    ]
 
 
 def test_commands_are_printed_as_this_folder_can_call_them(

@@ -1,4 +1,4 @@
-"""`peagle demo`: three ways to decode the same prompts, watched and compared.
+"""`peagle demo`: four ways to decode the same prompts, watched and compared.
 
 The screen shows text that grows in a terminal, lines elsewhere, and a table at the end.
 """
@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -27,7 +27,7 @@ from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import check_paths, own_target, quiet_libraries, set_threads
 from peagle.cli.terminal import command_prefix, printable
-from peagle.config import SamplingParams, SpeculativeConfig
+from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.prompts import Prompt, load_prompt_set
 
@@ -51,7 +51,9 @@ Models of your own:
 """
 
 DEFAULT_LIMIT = 12
-PLAIN, EAGLE3, PEAGLE = "plain", "EAGLE-3", "P-EAGLE"
+PLAIN, EAGLE3, PEAGLE, TREE = "plain", "EAGLE-3", "P-EAGLE", "P-EAGLE tree"
+# Of the bundled pair's trees on a CPU, the fastest (docs/experiments.md).
+TREE_NODES, TREE_ROOTS = 19, 8
 _K, _REVISION = "speculative.num_speculative_tokens", "speculative.revision"
 _FRAMES_PER_S = 30
 _MOST_LINES = 22  # of the panel
@@ -88,7 +90,8 @@ def demo(
 ) -> None:
     """Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.
 
-    All three run in turn on each prompt, greedily, one prompt at a time.
+    P-EAGLE drafts chains, then candidate trees as deep. All four run in turn on each prompt,
+    greedily, one prompt at a time.
     Accepted draft tokens are coloured; the others are the target's own.
     """
     prompts = load_prompt_set("humaneval", limit)
@@ -117,6 +120,7 @@ def demo(
 
         model = load_target(folder, engine)
         _check_kinds(configurations, model.num_layers)
+        configurations[TREE] = _with_trees(configurations[PEAGLE], model.num_layers)
         llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=1)
         warm_up(llms, [prompts[0].text])
     results = {name: Run() for name in llms}
@@ -126,7 +130,7 @@ def demo(
                 view.begin(prompt, name)
                 results[name].extend(measure(llm, [prompt.text], params, view.show))
                 view.end(results)
-    report = _report(model, prompts, params, configurations[PEAGLE].num_drafts, results)
+    report = _report(model, prompts, params, configurations, results)
     if output_format is OutputFormat.JSON:
         print(json.dumps(report, indent=2))
         return
@@ -167,6 +171,17 @@ def _check_kinds(configurations: dict[str, SpeculativeConfig], num_target_layers
             )
 
 
+def _with_trees(config: SpeculativeConfig, num_target_layers: int) -> SpeculativeConfig:
+    """Return the configuration with trees as deep as its chains, and as the head was trained."""
+    from peagle.models.checkpoint import read_head_config
+
+    assert config.model is not None
+    head, _ = read_head_config(config.model, num_target_layers=num_target_layers)
+    depth = min(config.num_drafts, head.trained_depth or config.num_drafts)
+    shape = CandidateTrees(TREE_ROOTS, depth, max(TREE_NODES, depth))
+    return replace(config, num_speculative_tokens=depth, parallel_drafting_spec=shape)
+
+
 # ---- results --------------------------------------------------------------------------------
 
 
@@ -174,7 +189,7 @@ def _report(
     target: TargetModel,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    k: int,
+    configurations: Mapping[str, SpeculativeConfig],
     results: Mapping[str, Run],
 ) -> dict[str, Any]:
     """Return all results as one JSON object, compared with plain decoding."""
@@ -183,6 +198,9 @@ def _report(
     from peagle.models.target_facts import precision_of
 
     plain = results[PLAIN]
+    k = {name: config.num_drafts for name, config in configurations.items()}
+    tree = configurations[TREE].parallel_drafting_spec
+    assert tree is not None
     differences = {
         name: [
             prompt.id
@@ -198,14 +216,15 @@ def _report(
         "num_prompts": len(prompts),
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
-        "num_speculative_tokens": k,
+        "num_speculative_tokens": k[PEAGLE],
+        "parallel_drafting_spec": asdict(tree),
         "dtype": precision_of(target),
         "concurrency": 1,
         "environment": environment(target.device),
         "methods": [
             {
                 "name": name,
-                "num_speculative_tokens": 0 if name == PLAIN else k,
+                "num_speculative_tokens": k.get(name, 0),
                 "seconds": result.seconds,
                 "tokens_per_s": result.tokens_per_s,
                 "speed_up": result.tokens_per_s / plain.tokens_per_s,
@@ -248,7 +267,7 @@ def _results_table(results: Mapping[str, Run]) -> Table:
             positions,
             f"{speed:.0f}",
             f"{speed / results[PLAIN].tokens_per_s:.2f}x",
-            style="bold" if name == PEAGLE else None,
+            style="bold" if name == TREE else None,
         )
     return table
 
@@ -277,10 +296,12 @@ def _facts(report: Mapping[str, Any]) -> list[str]:
     return [
         f"{report['num_prompts']} HumanEval prompts, one at a time, up to "
         f"{report['max_new_tokens']} new tokens each. K={report['num_speculative_tokens']}, "
+        f"trees of {report['parallel_drafting_spec']['max_nodes']} nodes, "
         f"temperature {report['temperature']:g}, {report['dtype']}; {hardware}, "
         f"torch {machine['torch']}.",
         "Acceptance length: 1 + accepted draft tokens / drafts. By position: share of drafts "
-        "whose first 1, 2, ... K tokens were all accepted (unconditional).",
+        "whose first 1, 2, ... K tokens were all accepted (unconditional); in a tree, those of a "
+        "path.",
         "tokens/s: output tokens by time in the engine, prompt passes included, display left out.",
     ]
 
