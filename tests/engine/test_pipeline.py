@@ -318,11 +318,8 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
     buffers: Any = SimpleNamespace(drawn=None, trees=None)
     graphs = GraphRunner(buffers, never, 4, 100, depth, never, nothing, None, nothing)
     assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
-    # Between the graphs of a step nothing knows trees.
     buffers.trees = object()
-    asks = ("params" in changes and changes["params"] != INSIDE) or "grammar" in changes
-    expected = "candidate_trees" if asks else reason
-    assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == expected
+    assert graphs.obstacle([sequence_with(), sequence_with(**changes)]) == reason
     missed = sequence_with()
     missed.pending_features = FeatureRing(torch.zeros(2, 3), 0)
     assert graphs.obstacle([missed]) == "missed_features"
