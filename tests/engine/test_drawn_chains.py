@@ -36,13 +36,13 @@ def make(
     """An engine with trees; requests of a temperature of at least `first` draw chains."""
     speculative = {"model": str(head), "parallel_drafting_spec": TREES, "drawn_chains_from": first}
     sizes: dict[str, Any] = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 2, "seed": 1}
+    sizes["device"] = "cpu"
     if "schedule" in options:
         speculative["num_speculative_tokens_per_batch_size"] = options.pop("schedule")
     return LLM(
         target,
         speculative_config=speculative,
         dtype="float32",
-        device="cpu",
         enforce_eager=eager,
         **{**sizes, **options},
     )
@@ -127,12 +127,15 @@ def head(head_folders: Callable[..., Path]) -> Path:
     return head_folders(parallel=True)
 
 
-@interpreted
 @pytest.mark.usefixtures("graphs_everywhere")
-def test_captured_steps_are_eager_ones(target_folder: Path, head: Path) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_captured_steps_are_eager_ones(target_folder: Path, head: Path, device: str) -> None:
     """Requests with chains and with trees join and leave."""
     pytest.importorskip("triton")
-    eager, llm = (make(target_folder, head, eager=eager) for eager in (True, False))
+    eager, llm = (make(target_folder, head, eager=eager, device=device) for eager in (True, False))
     expected, found = outputs(eager), outputs(llm)
     assert found == expected
     assert llm.stats.eager_steps == {}
