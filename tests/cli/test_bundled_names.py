@@ -141,7 +141,7 @@ def test_the_demo_takes_the_names(peagle: Peagle) -> None:
     )
     assert result.status == 0, result.err
     methods = [method["name"] for method in json.loads(result.out)["methods"]]
-    assert methods == ["plain", "EAGLE-3", "P-EAGLE"]
+    assert methods == ["plain", "EAGLE-3", "P-EAGLE", "P-EAGLE tree"]
 
 
 def test_the_server_takes_the_names() -> None:

@@ -341,7 +341,7 @@ def test_demo_from_the_hub(peagle: Peagle, hub: FakeHub) -> None:
     result = peagle(*call, "--draft-revision", "v1", "--eagle3", "org/eagle3@v1")
     assert result.status == 0, result.err
     names = [method["name"] for method in json.loads(result.out)["methods"]]
-    assert names == ["plain", "EAGLE-3", "P-EAGLE"]
+    assert names == ["plain", "EAGLE-3", "P-EAGLE", "P-EAGLE tree"]
     result = peagle(*call, "--draft-revision", "v9")
     assert (result.status, result.out) == (2, "")
     assert "The draft head 'org/peagle' has no revision 'v9'" in result.err
