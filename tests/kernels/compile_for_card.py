@@ -353,9 +353,8 @@ def rules() -> dict[str, dict[str, Any]]:
     def compiled(kernel: Any, num_warps: int, **sizes: Any) -> dict[str, Any]:
         return compile_kernel(kernel, ASTSource, types, sizes, {"num_warps": num_warps}, loose)
 
-    every = {"REPEATS": True, "PRESENT": True, "FREQUENT": True}
     return {
-        "penalise": compiled(penalise, 4, BLOCK=2048, **every),
+        "penalise": compiled(penalise, 4, BLOCK=2048),
         "chunk": compiled(chunk, 8, MAX_TOP=32, CHUNK=4096),
         "join": compiled(join, 4, MAX_TOP=32, CHUNKS=64, CANDIDATES=2048),
     }

@@ -19,7 +19,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from peagle.kernels.penalties_triton import penalise
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-EXTREMES = [torch.inf, -torch.inf, 3e38, -3e38, 0.0, torch.nan]
+EXTREMES = [-torch.inf, 3e38, -3e38, 0.0, torch.nan]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -442,13 +442,15 @@ class GraphRunner:
         Args:
             release: takes back what the sampler keeps for a sequence.
         """
-        params = SamplingParams(
+        penalised = SamplingParams(
             max_tokens=1 << 20, temperature=1.0, frequency_penalty=0.1, typical_p=0.9, logprobs=1
         )
-        for rows, most in greatest_depths(self._sizes).items():
-            for sequences in self._make_up(rows, most, params, 1):
-                for sequence in sequences:
-                    release(sequence)
+        # Masks give float32, where others have the type of the target.
+        for params in (penalised, replace(penalised, logit_bias={0: 0.1})):
+            for rows, most in greatest_depths(self._sizes).items():
+                for sequences in self._make_up(rows, most, params, 1):
+                    for sequence in sequences:
+                        release(sequence)
 
     def _make_up(
         self, num_rows: int, num_drafts: int, params: SamplingParams, num_steps: int

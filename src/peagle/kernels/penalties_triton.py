@@ -35,9 +35,6 @@ def penalise_kernel(
     out_ptr,
     vocab_size,
     num_drafts,
-    REPEATS: tl.constexpr,
-    PRESENT: tl.constexpr,
-    FREQUENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block of one row: count its tokens in prompt, output and drafts before it; penalise."""
@@ -55,17 +52,12 @@ def penalise_kernel(
             draft = tl.load(drafts_ptr + b * num_drafts + k)
             count += is_before * (v == draft).to(tl.int32)
         is_output = count > 0
-        is_seen = is_output
-        y = x
-        if REPEATS:
-            is_seen = is_seen | (tl.load(in_prompt_ptr + at, mask=inside, other=0) != 0)
-            factor = tl.load(repetition_ptr + b).to(tl.float32)
-            factor = tl.minimum(tl.maximum(factor, _TINY), _MAX)
-            y = tl.where(is_seen, tl.where(x > 0, x / factor, x * factor), x)
-        if PRESENT:
-            y = y - tl.load(presence_ptr + b).to(tl.float32) * is_output.to(tl.float32)
-        if FREQUENT:
-            y = y - tl.load(frequency_ptr + b).to(tl.float32) * count.to(tl.float32)
+        is_seen = is_output | (tl.load(in_prompt_ptr + at, mask=inside, other=0) != 0)
+        factor = tl.load(repetition_ptr + b).to(tl.float32)
+        factor = tl.minimum(tl.maximum(factor, _TINY), _MAX)
+        y = tl.where(x > 0, x / factor, x * factor)
+        y = y - tl.load(presence_ptr + b).to(tl.float32) * is_output.to(tl.float32)
+        y = y - tl.load(frequency_ptr + b).to(tl.float32) * count.to(tl.float32)
         y = tl.minimum(tl.maximum(y, -_MAX), _MAX)
         x = tl.where(is_seen & (x > -float("inf")), y, x)
     tl.store(out_ptr + row * vocab_size + v, x, mask=inside)
@@ -74,7 +66,9 @@ def penalise_kernel(
 def penalise(
     logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules, counts: TokenCounts
 ) -> Tensor:
-    """Return what `apply_penalties` returns, in float32, up to its rounding. One launch.
+    """Return what `apply_penalties` returns, in float32, up to its rounding.
+
+    One variant of the kernel serves all rules: no request waits while another one compiles.
 
     Args:
         logits_RV: float32, bfloat16 or float16.
@@ -85,6 +79,7 @@ def penalise(
     num_rows, vocab_size = logits_RV.shape
     out_RV = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits_RV.device)
     slots_B, drafts_BK = rules.count_slots_B, rows.drafts_BK.contiguous()
+    nothing_B = torch.zeros(len(slots_B), dtype=torch.float64, device=slots_B.device)
     repetition_B, presence_B = rules.repetition_penalty_B, rules.presence_penalty_B
     frequency_B = rules.frequency_penalty_B
     launch(
@@ -93,9 +88,9 @@ def penalise(
         logits_RV.contiguous(),
         rows.sequences_R,
         slots_B,
-        slots_B if repetition_B is None else repetition_B,
-        slots_B if presence_B is None else presence_B,
-        slots_B if frequency_B is None else frequency_B,
+        nothing_B + 1 if repetition_B is None else repetition_B,
+        nothing_B if presence_B is None else presence_B,
+        nothing_B if frequency_B is None else frequency_B,
         counts.in_prompt_SV,
         counts.outputs_SV,
         drafts_BK,
@@ -103,9 +98,6 @@ def penalise(
         out_RV,
         vocab_size,
         drafts_BK.shape[1],
-        REPEATS=repetition_B is not None,
-        PRESENT=presence_B is not None,
-        FREQUENT=frequency_B is not None,
         BLOCK=_BLOCK,
         num_warps=4,
     )
