@@ -467,6 +467,15 @@ def test_rules_are_built_once_for_rows_that_stay(monkeypatch: pytest.MonkeyPatch
     assert built == [2, 2, 1, 1]
 
 
+def test_each_request_gets_as_many_most_likely_tokens_as_it_wants() -> None:
+    """Also where one takes the row of another that wanted fewer, and neither has rules."""
+    requests = [Request(i, SamplingParams(logprobs=n), i) for i, n in enumerate((1, 4, 0))]
+    world = World(requests, 1)
+    for pair in world.pairs:
+        world.set_rows([pair], 0)
+        world.captured([pair], 0)
+
+
 WAITING = (
     "aten::_local_scalar_dense",
     "aten::is_nonzero",

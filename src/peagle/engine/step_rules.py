@@ -213,29 +213,29 @@ class StepRules:
             sequences: one a row; None for empty rows.
             num_drafts: K, 0 for steps without drafts.
         """
-        masked, unmasked, wanting = dict[int, Sequence](), dict[int, Sequence](), list[int]()
+        masked, unmasked, num_top = dict[int, Sequence](), dict[int, Sequence](), dict[int, int]()
         for row, sequence in enumerate(sequences):
             if sequence is None:
                 continue
             if has_rules(sequence):
                 (masked if has_masks(sequence) else unmasked)[row] = sequence
             if sequence.params.logprobs is not None:
-                wanting.append(row)
+                num_top[row] = sequence.params.logprobs
         # A sequence that was released has another slot.
         both = (*masked.values(), *unmasked.values())
         slots = [self._slots.of(s) if has_penalties(s) else -1 for s in both]
-        key = num_drafts, list(masked), list(unmasked), [s.seq_id for s in both], slots, wanting
+        key = num_drafts, list(masked), list(unmasked), [s.seq_id for s in both], slots, num_top
         old = self._masked
         if key == self._key and (old is None or old.tails is None):
             return
         self._key = key
         self._masked = self._build(masked, num_drafts + 1, old and old.tails)
         self._unmasked = self._build(unmasked, num_drafts + 1, None)
+        rows = list(num_top)
         self._wanting = None
-        if wanting:
-            tops = [s.params.logprobs for s in sequences if s is not None]
-            num_top = [top for top in tops if top is not None]
-            self._wanting = _Wanting(wanting, num_top, upload_ints(wanting, self._device))
+        if rows:
+            rows_P = upload_ints(rows, self._device)
+            self._wanting = _Wanting(rows, list(num_top.values()), rows_P)
 
     def _build(
         self, sequence_of: dict[int, Sequence], num_columns: int, tails: _Tails | None
