@@ -119,11 +119,10 @@ class TorchPreparedAttention:
             sliding_window = None  # it hides nothing yet
         key = sliding_window, dtype
         if key not in self._masks:
-            visible = self._make_mask(sliding_window)
+            visible, mask = self._make_mask(sliding_window), None
             if visible is not None:
-                hidden = torch.full_like(visible, -torch.inf, dtype=dtype)
-                visible = hidden.masked_fill_(visible, 0)
-            self._masks[key] = visible
+                mask = torch.full_like(visible, -torch.inf, dtype=dtype).masked_fill_(visible, 0)
+            self._masks[key] = mask
         return self._masks[key]
 
     def _make_mask(self, sliding_window: int | None) -> Tensor | None:

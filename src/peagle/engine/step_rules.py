@@ -303,7 +303,8 @@ class StepRules:
         for ruled in self._ruled:
             if ruled.rules is not None:
                 ruled.rules = without_reached_minimum(ruled.rules, ruled.sequences)
-        for ruled in self._ruled:
+            if ruled.rules is None and not ruled.has_grammars:
+                continue
             rows_M = ruled.rows_M
             columns_J = torch.arange(ruled.num_columns, device=self._device)
             is_row_MJ = columns_J <= state.num_drafts_B[rows_M].unsqueeze(1)

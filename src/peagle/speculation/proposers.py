@@ -240,7 +240,6 @@ class HeadProposer:
         assert shape is not None, "the head drafts chains"
         w, most = shape.num_parallel_trees, shape.max_nodes
         ids, heat = self.target_ids, TREE_TEMPERATURE
-        children = None
         if logits_NKV.device.type == "cpu":
             if correction is None or states_NKW is None:
                 after = after_slots(logits_NKV, most, heat)
@@ -248,6 +247,7 @@ class HeadProposer:
                 after = correction.tree_search(logits_NKV, states_NKW, ids, heat, most)
             grown = searched_trees(after, depths_N.tolist(), num_parallel_trees=w, max_nodes=most)
         else:
+            children = None
             if correction is not None and states_NKW is not None:
                 children = correction.tree_children(logits_NKV, states_NKW, ids, heat)
             grown = best_first_trees(
