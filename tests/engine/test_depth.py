@@ -86,9 +86,9 @@ class Card:
             self.policy.measure(ROWS, step_s)
         self.policy.observe(0)
 
-    def step(self, load: int) -> list[int]:
+    def step(self, load: int, num_joining: int = 0) -> list[int]:
         """Returns the tokens of each sequence."""
-        self.policy.observe(load)
+        self.policy.observe(load + num_joining)
         k = self.policy(load)
         before = self.ks[-1] if self.ks else k
         self.ks.append(k)
@@ -241,6 +241,27 @@ def test_an_idle_moment_makes_a_change_free() -> None:
     assert card.policy(1) == MOST
     card.policy.observe(256)  # all at once
     assert card.policy(256) == 0
+
+
+@pytest.mark.parametrize("head", ["good", "middling", "bad"])
+@pytest.mark.parametrize(("num_requests", "least"), [(64, 1.0), (128, 0.98), (256, 0.97)])
+def test_a_burst_is_drafted_for_as_a_whole(num_requests: int, least: float, head: str) -> None:
+    """Requests come at once, and a few prompts a step are computed; against plain decoding."""
+
+    def seconds(card: Card) -> float:
+        begin, waiting, left = card.seconds, num_requests, list[int]()
+        card.policy.observe(0)
+        while waiting or left:
+            joining = min(16, waiting)
+            waiting, left = waiting - joining, left + [128] * joining
+            tokens = card.step(len(left), waiting)
+            left = [n - new for n, new in zip(left, tokens, strict=True) if n > new]
+        return card.seconds - begin
+
+    card = Card(AutomaticDepth(MOST), HEADS[head])
+    seconds(card)  # what there is to learn
+    plain_s = seconds(Card(ScheduledDepth(lambda _: 0), HEADS[head]))
+    assert 5 * plain_s >= least * sum(seconds(card) for _ in range(5))
 
 
 @pytest.mark.parametrize(("load", "most"), [(1, 20_000), (16, 20_000), (64, 20_000)])

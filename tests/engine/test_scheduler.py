@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from peagle.config import SamplingParams
 from peagle.engine.block_manager import BlockManager
@@ -86,6 +88,28 @@ def test_a_plan_that_preempts_is_announced() -> None:
     run(scheduler)
     scheduler.add(make_sequence(3, 3, 9))
     assert scheduler.may_preempt()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 16), max_size=8),
+    num_blocks=st.integers(6, 20),
+    max_num_seqs=st.integers(1, 8),
+)
+def test_load_counts_those_that_join_as_soon_as_their_prompts_may(
+    lengths: list[int], num_blocks: int, max_num_seqs: int
+) -> None:
+    """A scheduler whose steps hold any number of prompt tokens admits as many at once."""
+    small, large = (make_scheduler(num_blocks, max_num_seqs, budget) for budget in (4, 1000))
+    for scheduler in (small, large):
+        for seq_id, length in enumerate(lengths):
+            scheduler.add(make_sequence(seq_id, length, 1))
+    load = large.load
+    assert small.load == load
+    if lengths:
+        assert len(large.schedule().admitted) == load
+        small.schedule()
+        assert small.load == load and len(small.running) <= load
+    assert large.load == len(large.running)
 
 
 def test_prompts_share_a_pass_and_are_cut_at_the_budget() -> None:

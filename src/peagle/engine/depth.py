@@ -47,8 +47,8 @@ class DepthPolicy:
         """Return every K that steps of so many sequences may have, short of a pause."""
         raise NotImplementedError
 
-    def observe(self, num_sequences: int) -> None:
-        """Count a step that begins with so many running sequences."""
+    def observe(self, load: int) -> None:
+        """Count a step that begins with so many sequences, as `Scheduler.load` counts them."""
         raise NotImplementedError
 
     def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
@@ -92,10 +92,10 @@ class ScheduledDepth(DepthPolicy):
     def possible(self, num_sequences: int) -> set[int]:
         return {self._scheduled(num_sequences)}
 
-    def observe(self, num_sequences: int) -> None:
-        if not num_sequences:
+    def observe(self, load: int) -> None:
+        if not load:
             self._num_calm = RESUME_AFTER
-        elif self._scheduled(num_sequences):
+        elif self._scheduled(load):
             self._num_calm += 1
         else:
             self._num_calm = 0
@@ -257,7 +257,8 @@ class AutomaticDepth(DepthPolicy):
     At each step another K would have gained or lost time for the same tokens. K changes when the
     gains of another one have added up to what the change costs: at once where that gains much, and
     not for small gains or short ones. A change from or to 0 costs most, because the drafter has to
-    read what it missed. With nothing running a change is free.
+    read what it missed. With nothing running a change is free: a burst of requests begins with the
+    K that suits all of it.
 
     Prompts do not matter to it. They run before the pass that decodes or in it, and a request needs
     them once: with a greater K more prompts a second want to be computed, too.
@@ -290,15 +291,14 @@ class AutomaticDepth(DepthPolicy):
     def possible(self, num_sequences: int) -> set[int]:
         return set(self._candidates)
 
-    def observe(self, num_sequences: int) -> None:
+    def observe(self, load: int) -> None:
         costs = self._costs
         if costs is None:
             return
-        load = max(num_sequences, 1)
-        step_s = {k: costs(load, k) for k in self._candidates}
+        step_s = {k: costs(max(load, 1), k) for k in self._candidates}
         speed = {k: self._acceptance.tokens(k) / step_s[k] for k in self._candidates}
         ready = list(self._candidates)
-        if num_sequences and not self._is_idle:
+        if load and not self._is_idle:
             now = self._k
             for k in self._candidates:
                 gain = (1 - speed[now] / speed[k] - MARGIN) * step_s[now] / step_s[0]
@@ -306,7 +306,7 @@ class AutomaticDepth(DepthPolicy):
             ready = [k for k in self._candidates if self._gains[k] >= self._price(k)]
         if ready:
             self._change(max(ready, key=speed.__getitem__))
-        self._is_idle = not num_sequences
+        self._is_idle = not load
 
     def _price(self, k: int) -> float:
         """Return what a change to k costs, in plain steps."""

@@ -412,7 +412,7 @@ class LLMEngine:
         A sequence whose prompt is not yet computed has no output.
         """
         self._claim_target()
-        self._depth.observe(len(self.scheduler.running))
+        self._depth.observe(self.scheduler.load)
         outputs = self._outputs = []
         self._counts["num_steps"] += 1
         pipeline = self._pipeline

@@ -95,6 +95,18 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def load(self) -> int:
+        """Number of sequences that run, and of those for which places and blocks are free."""
+        load, num_free = len(self.running), self.blocks.num_free_blocks
+        for sequence in self.waiting[: self.max_num_seqs - load]:
+            num_new = self.blocks.blocks_for(self._slots(len(sequence)))
+            if num_new + load > num_free:  # as in `_make_room`
+                break
+            num_free -= num_new
+            load += 1
+        return load
+
     def schedule(self) -> Schedule:
         """Choose the next step's chunks; there must be unfinished sequences."""
         plan = Schedule()
