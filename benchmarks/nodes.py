@@ -4,11 +4,12 @@
     python benchmarks/nodes.py --target DIR --draft HEAD --conc 1,2,4,8,16,32,64,128,256
     python benchmarks/nodes.py --target DIR --draft HEAD --eagle3 HEAD --ways plain,chain,eagle3,n
 
-Closed loops over prompts at each concurrency, all ways to decode taking turns; output tokens per
-second, medians. A way is `plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies trees of N
-nodes), `shared n=N` (the requests share N nodes for each of them, out of trees of the greatest N),
-or `adaptive`. On a CPU `adaptive` is the greatest fixed number, and is left out. With one thread
-the thread's own time counts, as in `peagle tune`.
+Closed loops over prompts at each concurrency, twice as many as are in flight or --prompts, all ways
+to decode taking turns; output tokens per second, medians. A set with fewer begins anew. A way is
+`plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies trees of N nodes), `shared n=N` (the
+requests share N nodes for each of them, out of trees of the greatest N), or `adaptive`. On a CPU
+`adaptive` is the greatest fixed number, and is left out. With one thread the thread's own time
+counts, as in `peagle tune`.
 
 A small model falls into loops, which are easy to draft. `--cut-loops` measures each concurrency a
 second time, with outputs that end where plain decoding begins its first loop.
@@ -21,6 +22,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -52,9 +54,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--ways", help="the first words of those to measure (all)")
     options.add_argument("--cut-loops", action="store_true", help="also without loops")
     options.add_argument("--set", default="humaneval", choices=PROMPT_SETS, help="prompt set")
+    options.add_argument("--prompts", type=int, default=4, help="of a small concurrency (4)")
     options.add_argument("--conc", default="1,2,4", help="requests in flight (1,2,4)")
     options.add_argument("--nodes", default="1,3,7,16", help="numbers of nodes (1,3,7,16)")
-    options.add_argument("--depth", type=int, default=7, help="K, and depth of the trees (7)")
+    options.add_argument("--depth", type=int, default=7, help="of the trees (7)")
+    options.add_argument("--chains", default="7", help="K of the chains (7)")
     options.add_argument("--repeats", type=int, default=5, help="of each (5)")
     options.add_argument("--max-new-tokens", type=int, default=64)
     options.add_argument("--threads", type=int, help="CPU threads (torch's choice)")
@@ -71,7 +75,8 @@ def main() -> None:
     set_threads(args.threads)
     concurrencies = [int(one) for one in args.conc.split(",")]
     target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
-    every = ways(args.draft, args.eagle3, sorted(map(int, args.nodes.split(","))), args.depth)
+    sizes, ks = (sorted(map(int, one.split(","))) for one in (args.nodes, args.chains))
+    every = ways(args.draft, args.eagle3, sizes, args.depth, ks)
     if target.device.type == "cpu":
         del every["adaptive"]
     if args.ways is not None:
@@ -83,19 +88,20 @@ def main() -> None:
     params = SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True)
     found: dict[str, dict[str, Any]] = {"whole": {}, "before_loops": {}}
     for concurrency in concurrencies:
-        prompts = load_prompt_set(args.set, max(4, 2 * concurrency))
-        requests = [Request(one.id, one.text, params) for one in prompts]
-        sizes = {"whole": requests}
+        count = max(args.prompts, 2 * concurrency)
+        prompts = islice(cycle(load_prompt_set(args.set, count)), count)
+        requests = [Request(f"{i}-{one.id}", one.text, params) for i, one in enumerate(prompts)]
+        lengths = {"whole": requests}
         if args.cut_loops:
-            sizes["before_loops"] = cut_at_loops(requests, backends["plain"], concurrency)
-        for size, some in sizes.items():
+            lengths["before_loops"] = cut_at_loops(requests, backends["plain"], concurrency)
+        for length, some in lengths.items():
             speeds: dict[str, list[float]] = {name: [] for name in backends}
             steps: dict[str, list[DraftedStep]] = {}
             turns = take_turns(backends, some, concurrency, args.repeats, clock)
             for name, run, seconds in turns:
                 speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
                 steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
-            found[size][str(concurrency)] = figures(speeds, steps)
+            found[length][str(concurrency)] = figures(speeds, steps)
     stats = {name: llm.stats for name, llm in llms.items()}
     result = json.dumps(
         {
@@ -130,7 +136,7 @@ def cut_at_loops(requests: list[Request], plain: EngineBackend, concurrency: int
 
 
 def ways(
-    head: str, eagle3: str | None, sizes: list[int], depth: int
+    head: str, eagle3: str | None, sizes: list[int], depth: int, ks: list[int]
 ) -> dict[str, SpeculativeConfig | None]:
     """Plain decoding, chains, trees of each size, the largest with fewer nodes, and by load."""
 
@@ -148,8 +154,9 @@ def ways(
     return {
         "plain": None,
         **{
-            f"{name} K={depth}": SpeculativeConfig(model=one, num_speculative_tokens=depth)
+            f"{name} K={k}": SpeculativeConfig(model=one, num_speculative_tokens=k)
             for name, one in heads.items()
+            for k in ks
         },
         **{f"n={size}": trees(size) for size in sizes},
         **{f"shared n={size}": trees(most, ((1, 1, size),)) for size in sizes[:-1]},

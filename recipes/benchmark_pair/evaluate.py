@@ -90,6 +90,7 @@ def _nodes(work: Path, prompts: str, *, small: bool) -> Job:
     command += ["--draft", _head(work, "peagle"), "--eagle3", _head(work, "eagle3")]
     command += ["--cut-loops", "--ways", "chain,eagle3,n,adaptive"]
     command += ["--depth", "3" if small else "7", "--nodes", "3" if small else "7,16,32"]
+    command += ["--chains", "3" if small else "3,7", "--prompts", "4" if small else "12"]
     command += ["--conc", "1" if small else "1,4,16,64", "--repeats", "1" if small else "3"]
     command += ["--max-new-tokens", "16" if small else "256"]
     folder = _found(work, f"nodes-{prompts}")
