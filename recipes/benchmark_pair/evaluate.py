@@ -23,7 +23,7 @@ from peagle.evaluation.throughput import summarize
 from peagle.models.checkpoint.files import write_json
 from peagle.results import AcceptanceResults, RunFigures, read_document
 
-NODES, NODES_FILE = Path(__file__).parents[2] / "benchmarks" / "nodes.py", "nodes.json"
+BENCHMARKS, NODES_FILE = Path(__file__).parents[2] / "benchmarks", "nodes.json"
 HEADS = ("peagle", "eagle3", "eagle3_4l", "peagle_8l")
 LARGEST_FILE = 16 * 2**20
 _SHARED = ("max_new_tokens", "ignore_eos", "temperature", "top_k", "top_p", "seed", "warm_up")
@@ -58,6 +58,7 @@ def measurements(work: Path, *, small: bool) -> list[Job]:
         evaluation("eval-tree16", ["tree16"], "7", *trees(16)),
         evaluation("eval-tree32", ["tree32"], "7", *trees(32)),
         evaluation("eval-greedy", both, "3,5,7"),
+        _eagle3_trees(work, small=small),
         *(
             evaluation(f"{name}-greedy", ["peagle"], "7", "--quantization", name)
             for name in ("fp8", "int8", "int4")
@@ -86,7 +87,14 @@ def tuning(work: Path, *, small: bool) -> Job:
 
 def _nodes(work: Path, prompts: str, *, small: bool) -> Job:
     """`benchmarks/nodes.py`: chains, trees and nodes by load, whole outputs and without loops."""
-    command = [sys.executable, str(NODES), "--target", str(work / "target"), "--set", prompts]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "nodes.py"),
+        "--target",
+        str(work / "target"),
+        "--set",
+        prompts,
+    ]
     command += ["--draft", _head(work, "peagle"), "--eagle3", _head(work, "eagle3")]
     command += ["--cut-loops", "--ways", "chain,eagle3,n,adaptive"]
     command += ["--depth", "3" if small else "7", "--nodes", "3" if small else "7,16,32"]
@@ -97,6 +105,16 @@ def _nodes(work: Path, prompts: str, *, small: bool) -> Job:
     # What is interrupted is lost.
     least_s = 0 if prompts == "humaneval" else 240
     return Job(f"nodes-{prompts}", (*command, "--output", str(folder / NODES_FILE)), least_s)
+
+
+def _eagle3_trees(work: Path, *, small: bool) -> Job:
+    """`benchmarks/eagle3_trees.py`: what trees would bring EAGLE-3."""
+    command = [sys.executable, str(BENCHMARKS / "eagle3_trees.py"), "--target"]
+    command += [str(work / "target"), "--eagle3", _head(work, "eagle3")]
+    command += ["--depth", "3"] if small else []
+    command += ["--limit", "2" if small else "164", "--max-new-tokens", "16" if small else "512"]
+    file = _found(work, "eagle3-trees") / NODES_FILE
+    return Job("eagle3-trees", (*command, "--output", str(file)))
 
 
 def _peagle(work: Path, verb: str, name: str, arguments: Sequence[str]) -> Job:
@@ -243,7 +261,7 @@ def pack(work: Path, out: Path) -> list[Path]:
     records = [work / name for name in ("target_train.json", "responses.json", "steps.json")]
     records += [work / h / n for h in HEADS for n in ("train.json", "metrics.jsonl")]
     records += [*sorted((work / "logs").glob("*.log")), *sorted(report.glob("*.json"))]
-    # What is in no report: other settings, and what `nodes.py` found.
+    # What is in no report: other settings, and what was found about nodes.
     apart = ("acceptance.json", "throughput.json", NODES_FILE)
     records += [f for n in apart for f in sorted((work / "evaluation").glob(f"*/{n}"))]
     for name, files in (("pictures", pictures), ("records", records)):
