@@ -37,7 +37,7 @@ class Model:
     num_blocks: int
     size: int
     owners: list[Owner] = field(default_factory=list)
-    published: dict[tuple[int, ...], int] = field(default_factory=dict)
+    published: dict[tuple[bool, tuple[int, ...]], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_blocks))  # the one to take next comes first
@@ -46,15 +46,20 @@ class Model:
         """What a block depends on: all tokens up to its end, and the one after it."""
         return tuple(tokens[: (index + 1) * self.size + 1])
 
-    def match(self, tokens: list[int]) -> list[int]:
+    def match(self, tokens: list[int], unread: bool) -> list[int]:
         found: list[int] = []
         # One token at least is left to compute.
         while (len(found) + 1) * self.size < len(tokens):
-            block = self.published.get(self.key(tokens, len(found)))
-            if block is None:
+            key = self.key(tokens, len(found))
+            kinds = (True, False) if unread else (True,)
+            blocks = [self.published[kind, key] for kind in kinds if (kind, key) in self.published]
+            if not blocks:
                 break
-            found.append(block)
+            found.append(blocks[0])
         return found
+
+    def are_read(self, blocks: list[int]) -> bool:
+        return all(is_read for (is_read, _), block in self.published.items() if block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.size - 1) // self.size
@@ -64,9 +69,10 @@ class Model:
         self.published = {p: b for p, b in self.published.items() if b not in taken}
         return taken
 
-    def publish(self, owner: Owner, num_tokens: int) -> None:
+    def publish(self, owner: Owner, num_tokens: int, num_read: int) -> None:
         for index in range(owner.offered, num_tokens // self.size):
-            key = self.key(owner.sequence.token_ids, index)
+            is_read = num_read >= (index + 1) * self.size
+            key = is_read, self.key(owner.sequence.token_ids, index)
             self.published.setdefault(key, owner.table[index])
             owner.offered = index + 1
 
@@ -84,11 +90,13 @@ class Blocks(RuleBasedStateMachine):
         self.model = Model(num_blocks, size)
         self.blocks = BlockManager(num_blocks, size)
 
-    @rule(tokens=TOKENS, room=st.integers(0, 5), keep=st.integers(0, 3))
-    def admit(self, tokens: list[int], room: int, keep: int) -> None:
+    @rule(tokens=TOKENS, room=st.integers(0, 5), keep=st.integers(0, 3), unread=st.booleans())
+    def admit(self, tokens: list[int], room: int, keep: int, unread: bool) -> None:
         sequence = make_sequence(tokens)
-        matched = self.blocks.match(sequence)
-        assert matched == self.model.match(tokens)
+        matched = self.blocks.match(sequence, unread=unread)
+        assert matched == self.model.match(tokens, unread)
+        assert self.blocks.are_read(sequence, matched) == self.model.are_read(matched)
+        assert unread or self.model.are_read(matched)
         assert len(matched) * self.model.size < len(tokens)
         held = len(tokens) + room
         left = [block for block in self.model.free if block not in matched]
@@ -114,12 +122,13 @@ class Blocks(RuleBasedStateMachine):
             owner.table, owner.held = owner.table + self.model.take(new), held
 
     @precondition(lambda self: self.model.owners)
-    @rule(which=WHICH, unsettled=st.integers(1, 4))
-    def publish(self, which: int, unsettled: int) -> None:
+    @rule(which=WHICH, unsettled=st.integers(1, 4), unread=st.sampled_from([0, 0, 1, 3, 99]))
+    def publish(self, which: int, unsettled: int, unread: int) -> None:
         owner = self.model.owners[which % len(self.model.owners)]
         settled = max(0, len(owner.sequence) - unsettled)
-        self.blocks.publish(owner.sequence, settled)
-        self.model.publish(owner, settled)
+        num_read = max(0, settled - unread)
+        self.blocks.publish(owner.sequence, settled, num_read)
+        self.model.publish(owner, settled, num_read)
 
     @precondition(lambda self: self.model.owners)
     @rule(which=WHICH)
@@ -159,7 +168,7 @@ def test_the_block_used_longest_ago_is_taken_first_and_ends_before_beginnings() 
     first, second = make_sequence([1, 2, 3, 4, 9]), make_sequence([5, 6, 7, 8, 9])
     for sequence in (first, second):
         blocks.admit(sequence, [], 4)
-        blocks.publish(sequence, 4)
+        blocks.publish(sequence, 4, 4)
     tables = [list(first.block_table), list(second.block_table)]
     blocks.free(second)
     blocks.free(first)
@@ -174,5 +183,5 @@ def test_the_block_used_longest_ago_is_taken_first_and_ends_before_beginnings() 
 def test_without_prefix_caching_nothing_is_shared() -> None:
     blocks, sequence = BlockManager(4, 2, enable_prefix_caching=False), make_sequence([1, 2, 3])
     blocks.admit(sequence, [], 3)
-    blocks.publish(sequence, 2)
+    blocks.publish(sequence, 2, 2)
     assert blocks.match(make_sequence([1, 2, 3])) == []

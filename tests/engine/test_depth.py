@@ -186,6 +186,37 @@ def test_prompts_in_flight(head: str, in_flight: int, prompt_s: float) -> None:
     assert found >= 0.98 * fixed[0]
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [128, 1024])
+@pytest.mark.parametrize("in_flight", [16, 128, 256])
+@pytest.mark.parametrize("head", ["great", "good", "middling"])
+def test_drafts_pay_for_the_heads_reading(
+    head: str, in_flight: int, num_prompt_tokens: int
+) -> None:
+    """A head that pauses reads no prompts: each request costs it nothing."""
+    reading_s = 5e-6
+
+    def run(policy: AutomaticDepth | ScheduledDepth, *, knows: bool = True) -> float:
+        card = Card(policy, HEADS[head])
+        if isinstance(policy, AutomaticDepth):
+            policy.measure(ROWS, step_s, reading_s if knows else 0.0)
+        rng = random.Random(1)
+        left = [rng.randrange(1, 128) for _ in range(in_flight)]
+        for _ in range(1500):
+            left = [n - new for n, new in zip(left, card.step(in_flight), strict=True)]
+            for _ in range(sum(n <= 0 for n in left)):
+                policy.served(num_prompt_tokens, 128)
+                card.seconds += num_prompt_tokens * (25e-6 + reading_s * (card.ks[-1] > 0))
+            left = [n if n > 0 else 128 for n in left]
+        return card.num_tokens / card.seconds
+
+    fixed = {k: run(ScheduledDepth(lambda _, k=k: k)) for k in KS}
+    found = run(AutomaticDepth(MOST))
+    assert found >= 0.98 * max(fixed.values())
+    if (head, in_flight, num_prompt_tokens) == ("good", 128, 1024):
+        assert max(fixed, key=fixed.__getitem__) == 0, "decode steps alone would choose drafts"
+        assert run(AutomaticDepth(MOST), knows=False) < 0.98 * max(fixed.values())
+
+
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("head", ["good", "bad"])
 def test_prompts_in_every_step(head: str, load: int) -> None:

@@ -181,7 +181,7 @@ def test_blocks_of_another_type_or_other_scales_have_another_hash(
     for llm in (plain, fp8, scaled, again):
         sequence = make_sequence(list(range(9)))
         llm.engine.blocks.admit(sequence, [], 9)
-        llm.engine.blocks.publish(sequence, 8)
+        llm.engine.blocks.publish(sequence, 8, 8)
         assert len(sequence.block_hashes) == 2
         hashes.append(tuple(sequence.block_hashes))
     assert len({one for each in hashes[:3] for one in each}) == 6
@@ -193,7 +193,7 @@ def test_the_identity_of_kv_and_the_salt_do_not_run_together() -> None:
     for sequence, identity in zip(sequences, (b"ab", b"a", b""), strict=True):
         blocks = BlockManager(4, 2, kv_identity=identity)
         blocks.admit(sequence, [], 3)
-        blocks.publish(sequence, 2)
+        blocks.publish(sequence, 2, 2)
     assert len({sequence.block_hashes[0] for sequence in sequences}) == 3
 
 

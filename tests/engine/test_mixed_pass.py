@@ -221,7 +221,7 @@ def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 def test_prompts_mix_while_drafting_pauses(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step keeps features from the end of the prompt on, and the head reads the prompt."""
+    """The step keeps features from a prompt's end on; those of the prompt are put before them."""
     monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
     schedule = [[1, 1, 3], [2, 4, 0]]
     paused = {"num_speculative_tokens_per_batch_size": schedule, "correction": False}
@@ -235,6 +235,10 @@ def test_prompts_mix_while_drafting_pauses(device: str, monkeypatch: pytest.Monk
     assert (1, 17) in mixed.mixed, "drafting paused then"
     assert_same(mixed, apart)
     assert mixed.drafts == apart.drafts != {}, "what the head reads when it resumes"
+    never = make(BUNDLED_PEAGLE, device, speculative={"correction": False}, enforce_eager=True)
+    expected = watch_drafts(never)
+    never.generate([list(text[:-1]) for text in mixed.drafts], GREEDY)
+    assert mixed.drafts == {text: expected[text] for text in mixed.drafts}
     assert set(mixed.stats.decode_steps) == {0, 3}
 
 

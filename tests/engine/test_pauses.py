@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
 from peagle.engine.depth import RESUME_AFTER, ScheduledDepth
+from peagle.engine.drafting import HeadDrafting
 from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
 from peagle.engine.graph_runner import GraphRunner, graph_sizes
+from peagle.engine.sequence import Sequence
+from peagle.models.drafter import Drafter
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -59,21 +62,75 @@ def test_every_bucket_has_a_graph_without_drafts_if_one_has() -> None:
 
 
 def test_prompts_are_shared_while_nobody_drafts(
-    target_folder: Path, heads: dict[bool, Path]
+    target_folder: Path, heads: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head reads them, so that the next request with the same prompt need not compute it."""
+    """The head does not read them. Who drafts then computes them again, and shares what is read."""
     config = scheduled(config_of("peagle", heads), [[1, 4, 0]])
     llm = make_llm(target_folder, config, block_size=4)
     fresh = make_llm(target_folder, config_of("peagle", heads), block_size=4)
-    for _ in range(2):
-        drive(llm, [PROMPTS[3]], GREEDY)
-    assert llm.engine.stats.num_cached_tokens >= len(PROMPTS[3]) - 8
+    cached: list[int] = []
+
+    def once(engine: LLM) -> None:
+        before = engine.engine.stats.num_cached_tokens
+        drive(engine, [PROMPTS[3]], GREEDY)
+        cached.append(engine.engine.stats.num_cached_tokens - before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafter, "forward", None)  # a call would fail
+        patch.setattr(Drafter, "read", None)
+        once(llm)
+        once(llm)
     expected = watch_drafts(fresh)
     drive(fresh, [PROMPTS[3]], GREEDY)
     llm.engine._depth = ScheduledDepth(lambda n: K)
     found = watch_drafts(llm)
+    once(llm)
+    assert found == expected, "what the head reads is whole"
+    once(llm)
+    shared = (len(PROMPTS[3]) - 1) // 4 * 4
+    assert cached == [0, shared, 0, shared] and shared > 0
+    llm.engine._depth = ScheduledDepth(lambda n: 0)
+    once(llm)
+    assert cached[-1] == shared, "blocks that the head has read serve all"
+
+
+def test_a_prompt_of_unread_blocks_is_drafted_for_behind_them(
+    target_folder: Path, heads: dict[bool, Path]
+) -> None:
+    """Drafting resumes while its last tokens are computed: the head's context begins there."""
+    config = scheduled(config_of("peagle", heads), [[1, 4, 0]])
+    llm = make_llm(target_folder, config, block_size=4, max_num_batched_tokens=4)
+    prompt = [*PROMPTS[3], *range(40, 50)]
     drive(llm, [PROMPTS[3]], GREEDY)
-    assert found == expected, "what it shares is whole"
+    starts: list[int] = []
+
+    def resume(step: int, sequences: list[Sequence]) -> None:
+        if step == 1:
+            starts.append(sequences[0].drafter_start)
+            llm.engine._depth = ScheduledDepth(lambda n: K)
+
+    found = watch_drafts(llm)
+    (sequence,) = drive(llm, [prompt], GREEDY, before_step=resume)
+    assert starts == [len(PROMPTS[3]) // 4 * 4] == [sequence.drafter_start]
+    assert found
+    plain = make_llm(target_folder)
+    (expected,) = drive(plain, [prompt], GREEDY)
+    assert sequence.output_token_ids == expected.output_token_ids
+
+
+def test_the_head_times_its_reading_and_changes_nothing(
+    target_folder: Path, heads: dict[bool, Path]
+) -> None:
+    llm = make_llm(target_folder, config_of("peagle", heads))
+    expected = watch_drafts(llm)
+    drive(llm, PROMPTS, GREEDY)
+    again = make_llm(target_folder, config_of("peagle", heads))
+    drafting = again.engine.drafting
+    assert isinstance(drafting, HeadDrafting)
+    assert 0 < drafting.time_reading(9) < 1
+    found = watch_drafts(again)
+    drive(again, PROMPTS, GREEDY)
+    assert found == expected
 
 
 # ---- rings in one tensor --------------------------------------------------------------------
@@ -201,6 +258,31 @@ def test_depth_follows_the_load(
 
 
 # ---- one ring -------------------------------------------------------------------------------
+
+
+@given(
+    capacity=st.integers(1, 9),
+    before=st.integers(0, 12),
+    behind=st.integers(0, 3),
+    later=st.integers(0, 2),
+)
+def test_takes_the_positions_before_its_first_one(
+    capacity: int, before: int, behind: int, later: int
+) -> None:
+    """As many as displace none, even of those that come meanwhile."""
+    ring = FeatureRing(torch.empty(capacity, 1, dtype=torch.float64), 20)
+
+    def rows(first: int, end: int) -> torch.Tensor:
+        return torch.arange(float(first), float(end), dtype=torch.float64).unsqueeze(1)
+
+    ring.put(rows(20, 20 + behind))
+    first = ring.first
+    ring.put_before(rows(first - before, first))
+    assert first - before <= ring.first <= first
+    ring.put(rows(20 + behind, 20 + behind + later))
+    assert ring.get().squeeze(1).tolist() == list(range(ring.first, 20 + behind + later))
+    room = capacity - (20 + behind - first) - 2
+    assert ring.first == max(first - min(before, max(room, 0)), 20 + behind + later - capacity)
 
 
 @given(

@@ -53,7 +53,7 @@ def run(scheduler: Scheduler) -> Schedule:
             sequence.append([7], MAX_MODEL_LEN)
             sequence.drafts = []
         settled = min(sequence.num_computed_tokens, len(sequence) - 1)
-        scheduler.blocks.publish(sequence, settled)
+        scheduler.blocks.publish(sequence, settled, settled)
         if sequence.is_finished:
             scheduler.retire(sequence)
     return plan

@@ -452,7 +452,8 @@ def forget_drafts_too(self: Sequence) -> None:
 
 
 def publish_what_the_drafter_has_not_read(self: LLMEngine, sequence: Sequence) -> None:
-    self.blocks.publish(sequence, min(sequence.num_computed_tokens, len(sequence) - 1))
+    settled = min(sequence.num_computed_tokens, len(sequence) - 1)
+    self.blocks.publish(sequence, settled, settled)
 
 
 def free_twice(self: BlockManager, sequence: Sequence) -> None:

@@ -11,6 +11,8 @@ from itertools import islice
 
 from peagle.engine.sequence import Sequence
 
+_UNREAD = b"unread"
+
 
 class BlockManager:
     """Hands out KV blocks; target and drafter layers share the block ids.
@@ -21,7 +23,8 @@ class BlockManager:
     used free block is taken first.
 
     The next token counts because the drafter's slot p reads token p + 1: equal blocks before
-    different tokens hold different drafter KV.
+    different tokens hold different drafter KV. Blocks that the drafter has not read are published
+    under hashes of their own: a sequence that drafts computes such tokens again.
 
     Args:
         kv_identity: what makes the KV of equal tokens differ between engines: its type and scales.
@@ -54,16 +57,30 @@ class BlockManager:
         """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, sequence: Sequence) -> list[int]:
-        """Return published blocks that hold the sequence's beginning without its last token."""
+    def match(self, sequence: Sequence, *, unread: bool = False) -> list[int]:
+        """Return published blocks that hold the sequence's beginning without its last token.
+
+        Args:
+            unread: take those that the drafter has not read, too.
+        """
         blocks: list[int] = []
         if self.enable_prefix_caching:
             for index in range((len(sequence) - 1) // self.block_size):
-                block = self._published.get(self._hash(sequence, index))
+                key = self._hash(sequence, index)
+                block = self._published.get(key)
+                if block is None and unread:
+                    block = self._published.get(key + _UNREAD)
                 if block is None:
                     break
                 blocks.append(block)
         return blocks
+
+    def are_read(self, sequence: Sequence, matched: list[int]) -> bool:
+        """Return whether the drafter has read all of these blocks of the sequence."""
+        return all(
+            self._hash_of[block] == self._hash(sequence, index)
+            for index, block in enumerate(matched)
+        )
 
     def can_admit(self, matched: list[int], num_tokens: int, num_reserved: int = 0) -> bool:
         """Return whether a sequence that shares `matched` gets blocks for `num_tokens` tokens.
@@ -98,16 +115,21 @@ class BlockManager:
             sequence.block_table.append(block)
         return True
 
-    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+    def publish(self, sequence: Sequence, num_tokens: int, num_read: int) -> None:
         """Share the full blocks of the first `num_tokens` tokens, whose KV is settled.
 
         The sequence must have one token more.
+
+        Args:
+            num_read: how many of these tokens the drafter has read; all where there is none.
         """
         assert num_tokens < len(sequence), "the token after the last block is part of its hash"
         if not self.enable_prefix_caching:
             return
         for index in range(sequence.num_published_blocks, num_tokens // self.block_size):
             block, key = sequence.block_table[index], self._hash(sequence, index)
+            if (index + 1) * self.block_size > num_read:
+                key += _UNREAD
             if key not in self._published:
                 self._published[key] = block
                 self._hash_of[block] = key

@@ -27,6 +27,8 @@ MOST_ALIKE = 0.8
 
 # How many drafts the prior counts for, and how many the latest ones do.
 PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
+# The latest requests that tell how long prompts are beside outputs.
+LATEST_REQUESTS = 64
 # The latest steps of which the mean tells what contexts add to a step.
 LATEST_STEPS = 8
 # Steps of the same rows after which that mean holds for them.
@@ -59,6 +61,9 @@ class DepthPolicy:
             seconds: time of the step on the device; None where it is not known, or is also that of
                 prompts.
         """
+
+    def served(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Learn from a request that ended how many prompt tokens were computed for its output."""
 
     def most_resuming(self, max_num_seqs: int) -> int:
         """Return how many sequences at most resume drafting together; 0 where K is never 0."""
@@ -260,8 +265,8 @@ class AutomaticDepth(DepthPolicy):
     read what it missed. With nothing running a change is free: a burst of requests begins with the
     K that suits all of it.
 
-    Prompts do not matter to it. They run before the pass that decodes or in it, and a request needs
-    them once: with a greater K more prompts a second want to be computed, too.
+    The target computes prompts whatever K is. The head reads them where K is above 0, and each
+    output token bears its share of that time, as in the latest requests.
 
     Args:
         most: the greatest K.
@@ -275,13 +280,22 @@ class AutomaticDepth(DepthPolicy):
         self._k = most
         self._is_idle = True
         self._gains = dict.fromkeys(self._candidates, 0.0)  # in plain steps
+        self._reading_s = 0.0  # seconds in which the head reads a prompt token
+        self._prompt_tokens = self._output_tokens = 0.0  # of the latest requests
 
-    def measure(self, rows: Iterable[int], time_step: Callable[[int, int], float]) -> None:
+    def measure(
+        self,
+        rows: Iterable[int],
+        time_step: Callable[[int, int], float],
+        reading_s: float = 0.0,
+    ) -> None:
         """Measure the table of costs; K is `most` until then.
 
         Args:
             time_step: runs steps of (rows, K) and returns the seconds of one.
+            reading_s: seconds in which the head reads a prompt token.
         """
+        self._reading_s = reading_s
         sizes = [(num_rows, k) for num_rows in rows for k in self._candidates]
         self._costs = StepCosts({size: time_step(*size) for size in sizes})
 
@@ -295,8 +309,13 @@ class AutomaticDepth(DepthPolicy):
         costs = self._costs
         if costs is None:
             return
-        step_s = {k: costs(max(load, 1), k) for k in self._candidates}
-        speed = {k: self._acceptance.tokens(k) / step_s[k] for k in self._candidates}
+        rows = max(load, 1)
+        step_s = {k: costs(rows, k) for k in self._candidates}
+        reading_s = self._reading_s * self._prompt_tokens / max(self._output_tokens, 1.0)
+        speed = dict[int, float]()
+        for k in self._candidates:
+            token_s = step_s[k] / (rows * self._acceptance.tokens(k))
+            speed[k] = 1 / (token_s + reading_s if k else token_s)
         ready = list(self._candidates)
         if load and not self._is_idle:
             now = self._k
@@ -315,6 +334,11 @@ class AutomaticDepth(DepthPolicy):
     def _change(self, k: int) -> None:
         self._k = k
         self._gains = dict.fromkeys(self._candidates, 0.0)
+
+    def served(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        kept = 1 - 1 / LATEST_REQUESTS
+        self._prompt_tokens = self._prompt_tokens * kept + num_prompt_tokens
+        self._output_tokens = self._output_tokens * kept + num_output_tokens
 
     def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
         if not accepted:

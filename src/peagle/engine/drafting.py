@@ -1,18 +1,19 @@
 """After a target pass: the drafter reads its states, and makes the drafts of the next step.
 
-A sequence that does not draft leaves a hole in the drafter's KV. Its last features are kept. When
-it drafts again, one pass over them closes the hole; if the hole is larger than what is kept, the
-drafter's context begins behind it. Attention never reads a hole.
+A sequence that does not draft leaves a hole in the drafter's KV, its prompt included. Its last
+features are kept. When it drafts again, one pass over them closes the hole; if the hole is larger
+than what is kept, the drafter's context begins behind it. Attention never reads a hole.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import torch
@@ -55,6 +56,7 @@ from peagle.speculation.proposers import TREE_TEMPERATURE
 
 # From so many positions on that no draft needs, a pass of their own pays.
 READ_APART_FROM = 256
+_TIMED_READINGS = 4
 
 
 def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Drafter | None:
@@ -362,6 +364,38 @@ class HeadDrafting(Drafting):
             return correction
         return copy.deepcopy(correction).cpu()
 
+    @torch.inference_mode()
+    def time_reading(self, num_tokens: int) -> float:
+        """Return the seconds in which the head reads a token of a prompt: the fastest of a few.
+
+        It writes to KV block 0: this is for the time before requests come.
+        """
+        drafter, caches = self.proposer.drafter, self.proposer.caches
+        weight, block_size = drafter.norm.weight, caches[0].keys.shape[1]
+        ints = partial(torch.zeros, dtype=torch.int64, device=weight.device)
+        step = TargetStep(
+            tokens_T=ints(num_tokens),
+            positions_T=torch.arange(num_tokens, device=weight.device),
+            start_loc=upload_ints([0, num_tokens], weight.device),
+            features_TA=weight.new_zeros(num_tokens, drafter.config.feature_size),
+            next_tokens_B=ints(1),
+            block_tables_BM=ints(1, -(-num_tokens // block_size)),
+            num_rows=[num_tokens],
+            seq_lens=[num_tokens],
+            num_drafts=[0],
+            sampling=None,
+            histories=[()],
+            draws_chain=[False],
+        )
+        seconds: list[float] = []
+        for _ in range(_TIMED_READINGS):
+            start_s = time.perf_counter()
+            self.proposer.read(step)
+            if weight.is_cuda:
+                torch.cuda.synchronize(weight.device)
+            seconds.append(time.perf_counter() - start_s)
+        return min(seconds) / num_tokens
+
     def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
         survival, budget = self.proposer.survival, most * len(sequences)
         # How many drawn drafts are verified must not depend on any drafts.
@@ -399,23 +433,16 @@ class HeadDrafting(Drafting):
             sequence.draft_parents = sequence.draft_scores = None
         if not sequence.num_speculative_tokens:
             return None
-        # While drafting pauses the head still reads prompts, which costs little beside the target's
-        # pass: sequences can then share the prompt's blocks, and no hole begins before the output.
-        is_decoding = chunk.samples and pass_start >= sequence.num_prompt_tokens
+        if not self.most_drafts_of(sequence):
+            self._keep(sequence, pass_start, features_TA[row : row + max(end - pass_start, 0)])
+            return None
         kept = sequence.pending_features
         if kept is not None and kept.first == sequence.num_computed_tokens:
             kept = None  # of the step in whose pass this prompt runs: it begins behind the prompt
-        if is_decoding and not self.most_drafts_of(sequence):
-            features_NA = features_TA[row : row + max(end - pass_start, 0)]
-            if len(features_NA):
-                if kept is None:
-                    kept = self.features.open(sequence.seq_id, pass_start, features_NA)
-                    sequence.pending_features = kept
-                kept.put(features_NA)
-            return None
         first = sequence.num_drafter_tokens
-        if kept is not None and kept.first > first:
-            first = sequence.drafter_start = kept.first
+        begin = pass_start if kept is None else kept.first
+        if begin > first:
+            first = sequence.drafter_start = begin
         # Captured steps keep features beyond the head's reach too.
         kept_NA = None
         if kept is not None:
@@ -426,6 +453,19 @@ class HeadDrafting(Drafting):
             return None
         sequence.num_drafter_tokens = end
         return _Reading(sequence, first, end, pass_start, row, kept_NA, k)
+
+    def _keep(self, sequence: Sequence, start: int, features_NA: Tensor) -> None:
+        """Keep the features of the positions from `start` on while a sequence does not draft."""
+        ring = sequence.pending_features
+        if not len(features_NA):
+            return
+        if ring is None:
+            ring = self.features.open(sequence.seq_id, start, features_NA)
+            sequence.pending_features = ring
+        if ring.end == start:
+            ring.put(features_NA)
+        else:  # of a prompt in the pass of a step, which keeps what comes behind it
+            ring.put_before(features_NA)
 
     def _num_drafts_within(self, sequence: Sequence) -> int:
         k = self.num_drafts(sequence)

@@ -64,6 +64,8 @@ _COUNTERS = (
 _CHECK_SALT = b"peagle self-check"
 # Made-up prompts: some that fill a pass together, and more short ones than a graph takes.
 _LONG_PROMPTS, _SHORT_PROMPTS, _SHORT_TOKENS = 5, MAX_SEQUENCES + 1, 64
+# Prompt tokens of the pass that tells what the head's reading costs.
+_TIMED_TOKENS = 2048
 # Wait between two looks at grammars, while all sequences wait for theirs.
 _GRAMMAR_WAIT_S = 0.002
 
@@ -174,8 +176,10 @@ class LLMEngine:
                 features=self._features,
                 max_draft_len=self.max_draft_len,
             )
-            if isinstance(self._depth, AutomaticDepth):
-                self._depth.measure(buckets(config.max_num_seqs), graphs.time_step)
+            if isinstance(self._depth, AutomaticDepth) and isinstance(self.drafting, HeadDrafting):
+                most = min(config.max_num_batched_tokens, self.max_draft_len, _TIMED_TOKENS)
+                reading_s = self.drafting.time_reading(most)
+                self._depth.measure(buckets(config.max_num_seqs), graphs.time_step, reading_s)
             self._pipeline = Pipeline(graphs, self.scheduler, self._take, self._prepare_grammars)
         self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()
@@ -412,7 +416,9 @@ class LLMEngine:
         A sequence whose prompt is not yet computed has no output.
         """
         self._claim_target()
-        self._depth.observe(self.scheduler.load)
+        load = self.scheduler.load
+        self._depth.observe(load)
+        self.scheduler.drafting_pauses = not self._depth(max(load, 1))
         outputs = self._outputs = []
         self._counts["num_steps"] += 1
         pipeline = self._pipeline
@@ -644,17 +650,20 @@ class LLMEngine:
 
     def _publish(self, sequence: Sequence) -> None:
         """Publish the blocks in which all slots are settled, the drafter's too."""
-        # Behind a hole the drafter's KV is not what others would compute.
-        if self._is_checking or sequence.error is not None or sequence.drafter_start:
+        if self._is_checking or sequence.error is not None:
             return
-        settled = min(sequence.num_computed_tokens, len(sequence) - 1)
+        settled = read = min(sequence.num_computed_tokens, len(sequence) - 1)
         if sequence.num_drafter_tokens < self.max_draft_len:
-            settled = min(settled, sequence.num_drafter_tokens)
-        self.blocks.publish(sequence, settled)
+            read = min(settled, sequence.num_drafter_tokens)
+        # Behind a hole the drafter's KV is not what others would compute.
+        self.blocks.publish(sequence, settled, 0 if sequence.drafter_start else read)
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.retire(sequence)
         self._release(sequence)
+        if not self._is_checking:
+            num_computed = sequence.num_prompt_tokens - (sequence.num_cached_tokens or 0)
+            self._depth.served(num_computed, sequence.num_output_tokens)
         ended = "num_cancelled" if sequence.finish_reason == "cancelled" else "num_finished"
         self._counts[ended] += 1
 

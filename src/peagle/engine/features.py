@@ -15,7 +15,7 @@ NO_SLOT = -1
 class FeatureRing:
     """The features of a sequence's last positions, at most C of them.
 
-    Row p % C holds the feature of position p. Positions are put in order and without gaps.
+    Row p % C holds the feature of position p. There are no gaps.
 
     Attributes:
         slot: index of the ring in `FeatureRings.rows_SCA`; NO_SLOT for a ring with its own memory.
@@ -33,6 +33,16 @@ class FeatureRing:
         self.advance(features_NA.shape[0])
         kept_NA = features_NA[max(0, features_NA.shape[0] - self.capacity) :]
         self._rows_CA[self._index(self.end - kept_NA.shape[0], self.end)] = kept_NA
+
+    def put_before(self, features_NA: Tensor) -> None:
+        """Add the features of the positions before the first one, where they displace none.
+
+        A step that is in flight may add one more meanwhile.
+        """
+        room = max(0, self.capacity - (self.end - self.first) - 2)
+        kept_NA = features_NA[max(0, features_NA.shape[0] - room) :]
+        self._rows_CA[self._index(self.first - kept_NA.shape[0], self.first)] = kept_NA
+        self.first -= kept_NA.shape[0]
 
     def advance(self, num_new: int) -> None:
         """Count features of the next positions, which a captured step has written."""

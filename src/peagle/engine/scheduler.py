@@ -55,6 +55,9 @@ class Scheduler:
         max_num_batched_tokens: most prompt tokens of one step.
         max_itl_ms: as in `EngineConfig`.
         num_lookahead_slots: KV slots that a step may touch beyond the last token.
+
+    Attributes:
+        drafting_pauses: sequences may share blocks that the drafter has not read.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Scheduler:
         self.prompt_budget = PromptBudget(max_itl_ms, max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.num_lookahead_slots = num_lookahead_slots
+        self.drafting_pauses = False
         # Both in the order of `Sequence.order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -161,13 +165,18 @@ class Scheduler:
                 break
             if sequence.waits_for_leader or sequence.waits_for_grammar:
                 continue
-            matched = [] if sequence.needs_every_token else self.blocks.match(sequence)
+            unread = self.drafting_pauses or not sequence.num_speculative_tokens
+            matched = []
+            if not sequence.needs_every_token:
+                matched = self.blocks.match(sequence, unread=unread)
             if not self._make_room(sequence, matched, plan):
                 break
             self.waiting.remove(sequence)
             self.blocks.admit(sequence, matched, self._slots(len(sequence)))
             num_cached = len(matched) * self.blocks.block_size
             sequence.num_computed_tokens = sequence.num_drafter_tokens = num_cached
+            if not self.blocks.are_read(sequence, matched):
+                sequence.drafter_start = num_cached
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = num_cached
             sequence.status = SequenceStatus.RUNNING
