@@ -22,11 +22,15 @@ def make_sequence(tokens: list[int] | None = None) -> Sequence:
 
 @dataclass
 class Owner:
-    """A sequence, the blocks it should have, and how many of them it has offered to others."""
+    """A sequence, the blocks it should have, and how many of them it has offered to others.
+
+    `read` of these it has offered as read by the drafter.
+    """
 
     sequence: Sequence
     table: list[int]
     offered: int
+    read: int
     held: int  # tokens that fit
 
 
@@ -70,10 +74,15 @@ class Model:
         return taken
 
     def publish(self, owner: Owner, num_tokens: int, num_read: int) -> None:
-        for index in range(owner.offered, num_tokens // self.size):
+        has_read_more = num_read // self.size > owner.read
+        for index in range(owner.read if has_read_more else owner.offered, num_tokens // self.size):
+            key, block = self.key(owner.sequence.token_ids, index), owner.table[index]
             is_read = num_read >= (index + 1) * self.size
-            key = is_read, self.key(owner.sequence.token_ids, index)
-            self.published.setdefault(key, owner.table[index])
+            if is_read:
+                owner.read = index + 1
+                if self.published.get((False, key)) == block:
+                    del self.published[False, key]
+            self.published.setdefault((is_read, key), block)
             owner.offered = index + 1
 
     def release(self, owner: Owner) -> None:
@@ -107,7 +116,8 @@ class Blocks(RuleBasedStateMachine):
             self.blocks.admit(sequence, matched, held)
             self.model.free = left
             table = matched + self.model.take(new)
-            self.model.owners.append(Owner(sequence, table, len(matched), held))
+            read = len(matched) if self.model.are_read(matched) else 0
+            self.model.owners.append(Owner(sequence, table, len(matched), read, held))
 
     @precondition(lambda self: self.model.owners)
     @rule(which=WHICH, tokens=TOKENS)

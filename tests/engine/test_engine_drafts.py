@@ -161,7 +161,7 @@ def test_blocks_with_holes_are_not_shared(
     (again,) = drive(llm, longer, GREEDY)
     assert found == expected
     assert again.num_cached_tokens is not None
-    shared = {"never drafts": 0, "large": len(prompt) // 4 * 4}
+    shared = {"never drafts": 0, "large": 0}
     if hole in shared:
         assert again.num_cached_tokens == shared[hole]
     else:

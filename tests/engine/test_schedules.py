@@ -447,7 +447,8 @@ def hash_of_the_block_alone(self: BlockManager, sequence: Sequence, index: int) 
 
 def forget_drafts_too(self: Sequence) -> None:
     self.num_computed_tokens = self.num_drafter_tokens = self.drafter_start = 0
-    self.num_published_blocks, self.pending_features = 0, None
+    self.num_published_blocks = self.num_read_blocks = 0
+    self.pending_features = None
     self.drafts = []
 
 

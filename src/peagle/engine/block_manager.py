@@ -99,6 +99,7 @@ class BlockManager:
             self._num_owners[block] += 1
         sequence.block_table = list(matched)
         sequence.num_published_blocks = len(matched)
+        sequence.num_read_blocks = len(matched) if self.are_read(sequence, matched) else 0
         assert self.extend(sequence, num_tokens), "not enough free blocks"
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -126,9 +127,16 @@ class BlockManager:
         assert num_tokens < len(sequence), "the token after the last block is part of its hash"
         if not self.enable_prefix_caching:
             return
-        for index in range(sequence.num_published_blocks, num_tokens // self.block_size):
+        first, num_read_blocks = sequence.num_published_blocks, num_read // self.block_size
+        if num_read_blocks > sequence.num_read_blocks:
+            first = sequence.num_read_blocks  # the drafter has read some since
+        for index in range(first, num_tokens // self.block_size):
             block, key = sequence.block_table[index], self._hash(sequence, index)
-            if (index + 1) * self.block_size > num_read:
+            if index < num_read_blocks:
+                if self._hash_of.get(block) == key + _UNREAD:
+                    self._unpublish(block)
+                sequence.num_read_blocks = index + 1
+            else:
                 key += _UNREAD
             if key not in self._published:
                 self._published[key] = block

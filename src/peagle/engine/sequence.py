@@ -45,6 +45,8 @@ class Sequence:
         samples_prompt: whether the pass over a prompt's end gives the first token; else that pass
             leaves the last token to the first decode step.
         block_hashes: hashes of the full blocks so far, see BlockManager.
+        num_published_blocks: blocks that others may share; `num_read_blocks` of them are published
+            as read by the drafter.
         num_computed_tokens: tokens whose KV the target has written.
         num_drafter_tokens: slots that the drafter has written.
         drafter_start: first slot that the drafter's attention may read; above 0 behind a hole.
@@ -79,6 +81,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
+    num_read_blocks: int = 0
     num_computed_tokens: int = 0
     num_drafter_tokens: int = 0
     drafter_start: int = 0
@@ -192,5 +195,5 @@ class Sequence:
     def forget_computed(self) -> None:
         """Forget the KV, whose blocks are gone; keep tokens and drafts."""
         self.num_computed_tokens = self.num_drafter_tokens = self.drafter_start = 0
-        self.num_published_blocks = 0
+        self.num_published_blocks = self.num_read_blocks = 0
         self.pending_features = None
