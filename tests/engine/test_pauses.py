@@ -118,6 +118,22 @@ def test_a_prompt_of_unread_blocks_is_drafted_for_behind_them(
     assert sequence.output_token_ids == expected.output_token_ids
 
 
+def test_a_seed_of_drawn_drafts_does_not_see_what_others_left_unread(
+    target_folder: Path, heads: dict[bool, Path]
+) -> None:
+    """Its output follows from its drafts, which go on while those of others pause."""
+    drawn = {**(config_of("peagle", heads) or {}), "draft_sampling": "probabilistic"}
+    llm = make_llm(target_folder, scheduled(drawn, [[1, 4, 0]]), block_size=4)
+    seeded = replace(GREEDY, temperature=1.0, seed=7)
+    drive(llm, [PROMPTS[3]], GREEDY)
+    (found,) = drive(llm, [PROMPTS[3]], seeded)
+    fresh = make_llm(target_folder, scheduled(drawn, [[1, 4, 0]]), block_size=4)
+    (expected,) = drive(fresh, [PROMPTS[3]], seeded)
+    assert found.output_token_ids == expected.output_token_ids
+    assert found.stats == expected.stats and found.stats.num_drafts > 0
+    assert found.num_cached_tokens == 0
+
+
 def test_the_head_times_its_reading_and_changes_nothing(
     target_folder: Path, heads: dict[bool, Path]
 ) -> None:

@@ -140,12 +140,15 @@ def make_drafting(
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
 
 
-def keeps_k(params: SamplingParams) -> bool:
-    """Return whether a request keeps its K under load if drafts are drawn.
+def keeps_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
+    """Return whether a request keeps its K under load.
 
-    Its output depends on them: with a seed it must not depend on the load as well.
+    Where drafts are drawn its output depends on them: with a seed it must not depend on the load as
+    well.
     """
-    return not params.is_greedy and params.seed is not None
+    if speculative is None or speculative.parallel_drafting_spec is not None:
+        return False
+    return speculative.draws and not params.is_greedy and params.seed is not None
 
 
 def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
@@ -417,8 +420,7 @@ class HeadDrafting(Drafting):
     def most_drafts_of(self, sequence: Sequence) -> int:
         if (trees := self.proposer.trees) is not None:
             return trees.depth(self.most_drafts)
-        keeps = self.proposer.draws and keeps_k(sequence.params)
-        return MAX_SPECULATIVE_TOKENS if keeps else self.most_drafts
+        return MAX_SPECULATIVE_TOKENS if sequence.keeps_k else self.most_drafts
 
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor

@@ -16,7 +16,7 @@ from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, make_depth
-from peagle.engine.drafting import HeadDrafting, draws_chain, load_head, make_drafting
+from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, load_head, make_drafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
 from peagle.engine.graph_runner import (
@@ -297,6 +297,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
             draws_chain=draws_chain(params, self.speculative),
+            keeps_k=keeps_k(params, self.speculative),
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
         if needed > self.blocks.num_blocks:

@@ -23,7 +23,6 @@ from torch import Tensor
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.capture import Capturer, make_capturer
 from peagle.engine.depth import DepthPolicy
-from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRings
 from peagle.engine.mixed_pass import MixedPass
 from peagle.engine.model_runner import ModelRunner, RunTarget
@@ -500,10 +499,9 @@ class GraphRunner:
         keeps_features = self._features is not None and not self._depth(len(sequences))
         if not keeps_features and any(s.pending_features is not None for s in sequences):
             return "missed_features"
-        if self.draws and self._buffers.trees is None:
-            k = self._depth(len(sequences))
-            if any(keeps_k(s.params) and s.num_speculative_tokens > k for s in sequences):
-                return "kept_k"
+        k = self._depth(len(sequences))
+        if any(s.keeps_k and s.num_speculative_tokens > k for s in sequences):
+            return "kept_k"
         has_many = any(len(s.stop_token_ids) > MAX_STOP_IDS for s in sequences)
         return "stop_token_ids" if has_many else None
 

@@ -165,7 +165,8 @@ class Scheduler:
                 break
             if sequence.waits_for_leader or sequence.waits_for_grammar:
                 continue
-            unread = self.drafting_pauses or not sequence.num_speculative_tokens
+            pauses = self.drafting_pauses and not sequence.keeps_k
+            unread = pauses or not sequence.num_speculative_tokens
             matched = []
             if not sequence.needs_every_token:
                 matched = self.blocks.match(sequence, unread=unread)
