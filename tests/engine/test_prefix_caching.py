@@ -110,3 +110,16 @@ def test_prompts_that_part_at_any_token(
         # A block counts with the token after it: the drafter's last slot reads that one.
         assert output.num_cached_tokens == 4 * ((length - 1) // 4)
     assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("num_drafts", [0, K])
+def test_outputs_of_one_request_share_its_prompt_whether_they_draft_or_not(
+    target_folder: Path, heads: dict[bool, Path], num_drafts: int
+) -> None:
+    llm = make_llm(target_folder, config_of("peagle", heads), block_size=4)
+    params = SamplingParams(
+        n=3, max_tokens=5, temperature=1.0, seed=3, num_speculative_tokens=num_drafts
+    )
+    (output,) = llm.generate([list(range(20, 41))], params)
+    assert len(output.outputs) == 3
+    assert llm.engine.stats.num_cached_tokens == 2 * 20

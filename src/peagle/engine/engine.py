@@ -282,8 +282,8 @@ class LLMEngine:
         seed = params.seed
         if seed is None:
             seed = derive_seed(self.config.seed, self._num_requests)
-        # A follower reuses blocks that its leader publishes, once the head has read them.
-        shares = self.config.enable_prefix_caching and (k > 0 or self.max_draft_len == 0)
+        # A follower reuses blocks that its leader publishes.
+        shares = self.config.enable_prefix_caching
         sequence = Sequence(
             self._num_requests,
             prompt,
