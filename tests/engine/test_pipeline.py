@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.config import EngineConfig, SamplingParams
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, Sequence
 from peagle.engine.depth import ScheduledDepth
+from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRing
 from peagle.engine.graph_runner import GraphRunner, RowReport, read_report
 from peagle.engine.outputs import StepOutput, StreamChunk
@@ -328,25 +329,28 @@ def test_why_no_graph_can_run_a_step(reason: str | None, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("reason", "drawn", "changes"),
+    ("reason", "sampling", "changes"),
     [
-        (None, object(), {}),
-        (None, object(), {"params": replace(PLAIN, seed=1)}),
-        (None, object(), {"params": replace(PLAIN, temperature=0.7)}),
-        ("kept_k", object(), {"params": replace(PLAIN, seed=1, temperature=0.7)}),
-        (None, None, {"params": replace(PLAIN, seed=1, temperature=0.7)}),
+        (None, "probabilistic", {}),
+        (None, "probabilistic", {"seed": 1}),
+        (None, "probabilistic", {"temperature": 0.7}),
+        ("kept_k", "probabilistic", {"seed": 1, "temperature": 0.7}),
+        (None, "argmax", {"seed": 1, "temperature": 0.7}),
     ],
 )
 def test_drawn_drafts_of_a_seed_keep_a_step_out_of_the_graphs(
-    reason: str | None, drawn: Any, changes: dict[str, Any]
+    reason: str | None, sampling: Any, changes: dict[str, Any]
 ) -> None:
     """Where K is less than theirs."""
     unused: Any = None
-    buffers: Any = SimpleNamespace(drawn=drawn, trees=None)
+    buffers: Any = SimpleNamespace(trees=None)
+    params = replace(PLAIN, **changes)
+    speculative = SpeculativeConfig(model="head", num_speculative_tokens=2, draft_sampling=sampling)
     for k in (1, 2):
         depth = ScheduledDepth(lambda n, k=k: k)
         graphs = GraphRunner(buffers, unused, 4, 100, depth, unused, unused, None, unused)
-        sequence = sequence_with(**changes)
+        sequence = sequence_with(params=params)
+        sequence.keeps_k = keeps_k(params, speculative)
         sequence.num_speculative_tokens = 2
         assert graphs.obstacle([sequence]) == (reason if k == 1 else None)
 

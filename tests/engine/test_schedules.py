@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from peagle.config import EngineConfig, SamplingParams
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, ScheduledDepth
@@ -116,6 +116,10 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     fake.runner, fake.sampler = FakeRunner(*size, kind.has_drawn_drafts), FakeSampler()
     if kind.has_head:
         fake.num_speculative_tokens = K
+        sampling = "probabilistic" if kind.has_drawn_drafts else "argmax"
+        fake.speculative = SpeculativeConfig(
+            model="head", num_speculative_tokens=K, draft_sampling=sampling
+        )
         fake._depth = ScheduledDepth(kind.depths.__getitem__)
         if kind.chooses_k:
             # The fake graphs keep no features, so that drafting never pauses.
