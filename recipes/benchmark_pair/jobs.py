@@ -1,7 +1,8 @@
-"""Commands in processes of their own: one on each GPU at a time, each with a log."""
+"""Commands in processes of their own: one on each GPU at a time, with its cores and a log."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -58,7 +59,8 @@ def run_jobs(
 
     Args:
         jobs: each name once.
-        places: values of CUDA_VISIBLE_DEVICES, each for one command at a time.
+        places: values of CUDA_VISIBLE_DEVICES, each for one command at a time. Each has its share
+            of the cores, so that the commands beside it do not change what it measures.
         logs: folder of NAME.log, which is appended to.
         seconds: until the deadline.
         say: gets a line for each begin and end, and what the logs end with meanwhile.
@@ -70,6 +72,7 @@ def run_jobs(
     started, said = time.monotonic(), time.monotonic()
     codes: dict[str, int | None] = {job.name: None for job in jobs}
     waiting, free, running = list(jobs), list(places), []
+    cores = shares(available_cores(), len(places))
     try:
         while waiting or running:
             left = seconds - (time.monotonic() - started)
@@ -85,8 +88,8 @@ def run_jobs(
                 break
             waiting = [job for job in waiting if job.least_s < left]
             while waiting and free:
-                job = waiting.pop(0)
-                running.append(_start(job, free.pop(0), logs))
+                job, place = waiting.pop(0), free.pop(0)
+                running.append(_start(job, place, logs, cores[places.index(place)]))
                 say(f"{job.name} begins on GPU {running[-1].gpu or 'none'}")
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
@@ -98,7 +101,20 @@ def run_jobs(
     return codes
 
 
-def _start(job: Job, gpu: str, logs: Path) -> _Running:
+def available_cores() -> list[int]:
+    """The cores that this process may run on; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def shares(cores: Sequence[int], count: int) -> list[list[int]]:
+    """Cut the cores into equal shares of neighbours; all of them for each where they are fewer."""
+    size = len(cores) // max(count, 1)
+    if size == 0:
+        return [list(cores)] * count
+    return [list(cores[i * size : (i + 1) * size]) for i in range(count)]
+
+
+def _start(job: Job, gpu: str, logs: Path, cores: Sequence[int]) -> _Running:
     log = logs / f"{job.name}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -109,6 +125,9 @@ def _start(job: Job, gpu: str, logs: Path) -> _Running:
             # A group of its own: an interrupt reaches what it started too.
             start_new_session=True,
         )
+    if cores:
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(process.pid, cores)
     return _Running(job, gpu, process, log)
 
 

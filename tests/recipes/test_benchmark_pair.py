@@ -33,7 +33,7 @@ import eagle3_trees  # noqa: E402
 import evaluate  # noqa: E402
 import nodes  # noqa: E402
 import sitting  # noqa: E402
-from jobs import Job, run_jobs  # noqa: E402
+from jobs import Job, available_cores, run_jobs, shares  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "benchmark_pair"
 HEADS = [f"{name}.toml" for name in evaluate.HEADS]
@@ -238,6 +238,22 @@ def test_jobs_take_turns_on_each_gpu(tmp_path: Path) -> None:
     assert len(events) == 10
     assert lines[:2] == ["job0 begins on GPU 0", "job1 begins on GPU 1"]
     assert "why" in lines, "what a failed one said last"
+
+
+@pytest.mark.skipif(len(available_cores()) < 2, reason="needs two cores")
+def test_jobs_beside_each_other_have_cores_of_their_own(tmp_path: Path) -> None:
+    code = (
+        "time.sleep(0.3)\n"
+        f"name = os.path.join({str(tmp_path)!r}, os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "open(name, 'w').write(' '.join(map(str, sorted(os.sched_getaffinity(0)))))"
+    )
+    run_jobs(
+        [python("one", code), python("two", code)], ["0", "1"], tmp_path, 60, lambda line: None
+    )
+    first, second = ((tmp_path / gpu).read_text().split() for gpu in "01")
+    assert first and second and not set(first) & set(second)
+    assert shares([3, 4, 7, 9, 10], 2) == [[3, 4], [7, 9]]
+    assert shares([3], 2) == [[3], [3]] and shares([], 1) == [[]]
 
 
 def test_the_deadline_interrupts_and_begins_nothing_more(tmp_path: Path) -> None:
