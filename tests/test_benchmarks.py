@@ -450,6 +450,7 @@ def test_step_price_compares_the_three_prices_of_a_mixture() -> None:
 def test_nodes_are_measured_beside_both_heads_and_without_loops() -> None:
     command = [sys.executable, FOLDER / "nodes.py", "--threads", "1", "--conc", "1"]
     command += ["--nodes", "5", "--repeats", "1", "--max-new-tokens", "16", "--set", "gsm8k"]
+    command += ["--prompts", "2"]
     command += ["--eagle3", str(BUNDLED_EAGLE3), "--ways", "chain,eagle3,n", "--cut-loops"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -187,8 +187,8 @@ def test_prompts_in_flight(head: str, in_flight: int, prompt_s: float) -> None:
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [128, 1024])
-@pytest.mark.parametrize("in_flight", [16, 128, 256])
-@pytest.mark.parametrize("head", ["great", "good", "middling"])
+@pytest.mark.parametrize("in_flight", [16, 128])
+@pytest.mark.parametrize("head", ["great", "good"])
 def test_drafts_pay_for_the_heads_reading(
     head: str, in_flight: int, num_prompt_tokens: int
 ) -> None:

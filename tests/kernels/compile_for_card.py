@@ -265,17 +265,14 @@ def experts() -> dict[str, dict[str, Any]]:
 def caches() -> dict[str, dict[str, Any]]:
     """Writes to 8-bit caches and attention over them, on cards with and without that type."""
     found = {}
-    of_trees, steps_and_prompts = (
-        ((128, 16), (512, 64)),
-        ((128, 8), (512, 8), (128, 900), (512, 900)),
-    )
+    of_trees, steps_and_prompts = ((128, 16), (512, 64)), ((128, 8), (512, 900))
     for capability, cache in ((80, "*u8"), (90, "*fp8e4nv")):
         is_old = capability == 80  # it differs in how a key is converted, not in what is done
         found[f"write {capability}"] = kv_write(capability, cache)
-        for head_dim, queries in steps_and_prompts[:: 3 if is_old else 1]:
+        for head_dim, queries in steps_and_prompts[: 1 if is_old else 2]:
             needs = attention(capability, cache, head_dim, queries)
             found[f"attend {capability} {head_dim} {queries}"] = needs
-        for head_dim, queries in of_trees[is_old:]:
+        for head_dim, queries in () if is_old else of_trees:
             needs = attention(capability, cache, head_dim, queries, tree=True)
             found[f"attend {capability} {head_dim} {queries} tree"] = needs
     return found
