@@ -226,7 +226,7 @@ def main() -> None:
     prompts = [
         llm.tokenizer(one.text)["input_ids"] for one in load_prompt_set(args.set, args.limit)
     ]
-    params = SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.max_new_tokens)
     outputs = [one.token_ids for one in llm.generate(prompts, params)]
     target = llm.target
     head = load_drafter(args.eagle3, target)
