@@ -23,6 +23,7 @@ from peagle.attention import AttentionMetadata
 from peagle.attention.torch_backend import TorchAttention, TorchPreparedAttention
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
+from peagle.engine.features import FeatureRing
 from peagle.engine.graph_runner import GraphRunner
 from peagle.engine.mixed_pass import MixedPass
 from peagle.engine.pass_graphs import PassGraphs
@@ -240,6 +241,36 @@ def test_prompts_mix_while_drafting_pauses(device: str, monkeypatch: pytest.Monk
     never.generate([list(text[:-1]) for text in mixed.drafts], GREEDY)
     assert mixed.drafts == {text: expected[text] for text in mixed.drafts}
     assert set(mixed.stats.decode_steps) == {0, 3}
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("device", DEVICES)
+def test_long_prompts_mix_while_drafting_pauses(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk as long as a ring leaves the row of the step that runs in its pass."""
+    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", 8)
+    schedule = [[1, 1, 3], [2, 4, 0]]
+    paused = {"num_speculative_tokens_per_batch_size": schedule, "correction": False}
+    arrivals = {
+        0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=7)), ([17, 18], GREEDY)],
+        3: [([*range(300, 325)], replace(GREEDY, max_tokens=18))],
+    }
+    sizes = {"max_num_batched_tokens": 12, "speculative": paused}
+    get, read = FeatureRing.get, list[Tensor]()
+
+    def watched(self: FeatureRing) -> Tensor:
+        read.append(get(self))
+        return read[-1]
+
+    monkeypatch.setattr(FeatureRing, "get", watched)
+    mixed = run(make(BUNDLED_PEAGLE, device, **sizes), arrivals, monkeypatch)
+    apart = run(make(BUNDLED_PEAGLE, device, **sizes), arrivals, monkeypatch, mixes=False)
+    assert (1, 12) in mixed.mixed, "drafting paused then"
+    assert_same(mixed, apart)
+    torch.testing.assert_close(read[0], read[1])
+    assert len(read) == 2 and len(read[0]) == 8
 
 
 @INTERPRETED

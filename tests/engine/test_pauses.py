@@ -285,20 +285,21 @@ def test_depth_follows_the_load(
 def test_takes_the_positions_before_its_first_one(
     capacity: int, before: int, behind: int, later: int
 ) -> None:
-    """As many as displace none, even of those that come meanwhile."""
+    """As many as displace none, nor what a step in flight has written behind them."""
     ring = FeatureRing(torch.empty(capacity, 1, dtype=torch.float64), 20)
 
     def rows(first: int, end: int) -> torch.Tensor:
         return torch.arange(float(first), float(end), dtype=torch.float64).unsqueeze(1)
 
     ring.put(rows(20, 20 + behind))
-    first = ring.first
+    first, end = ring.first, 20 + behind
+    ring._rows_CA[end % capacity] = end  # by the step
     ring.put_before(rows(first - before, first))
-    assert first - before <= ring.first <= first
-    ring.put(rows(20 + behind, 20 + behind + later))
-    assert ring.get().squeeze(1).tolist() == list(range(ring.first, 20 + behind + later))
-    room = capacity - (20 + behind - first) - 2
-    assert ring.first == max(first - min(before, max(room, 0)), 20 + behind + later - capacity)
+    assert ring.first == first - min(before, capacity - 1 - (end - first))
+    ring.advance(1)
+    assert ring.get().squeeze(1).tolist() == list(range(ring.first, end + 1))
+    ring.put(rows(end + 1, end + 1 + later))
+    assert ring.get().squeeze(1).tolist() == list(range(ring.first, end + 1 + later))
 
 
 @given(
@@ -314,8 +315,10 @@ def test_keeps_the_last_positions(capacity: int, position: int, puts: list[int])
     for count in puts:
         new = list(range(end, end + count))
         end += count
+        ring._rows_CA[end % capacity] = -1  # by a step in flight
         ring.put(torch.tensor([[p, -p] for p in new], dtype=torch.float64).view(-1, 2))
-        kept = (kept + new)[-capacity:]
+        kept = (kept + new)[::-1][: capacity - 1][::-1]
+        assert ring._rows_CA[end % capacity].tolist() == [-1, -1]
         assert all(got.tolist() == rows for got, rows in before), "what was got is a copy"
         assert (ring.first, ring.end) == (end - len(kept), end)
         assert ring.get().tolist() == [[p, -p] for p in kept]

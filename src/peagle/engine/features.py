@@ -29,17 +29,22 @@ class FeatureRing:
         self._rows_CA = rows_CA
 
     def put(self, features_NA: Tensor) -> None:
-        """Add the features of the next positions, over the oldest ones."""
-        self.advance(features_NA.shape[0])
-        kept_NA = features_NA[max(0, features_NA.shape[0] - self.capacity) :]
+        """Add the features of the next positions, over the oldest ones.
+
+        The row behind them stays as it is: a step in flight may have written it.
+        """
+        most = self.capacity - 1
+        self.end += features_NA.shape[0]
+        self.first = max(self.first, self.end - most)
+        kept_NA = features_NA[max(0, features_NA.shape[0] - most) :]
         self._rows_CA[self._index(self.end - kept_NA.shape[0], self.end)] = kept_NA
 
     def put_before(self, features_NA: Tensor) -> None:
         """Add the features of the positions before the first one, where they displace none.
 
-        A step that is in flight may add one more meanwhile.
+        The row behind the last one stays as it is too.
         """
-        room = max(0, self.capacity - (self.end - self.first) - 2)
+        room = max(0, self.capacity - 1 - (self.end - self.first))
         kept_NA = features_NA[max(0, features_NA.shape[0] - room) :]
         self._rows_CA[self._index(self.first - kept_NA.shape[0], self.first)] = kept_NA
         self.first -= kept_NA.shape[0]
