@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,7 +116,17 @@ def finish(args: argparse.Namespace, target: TargetModel, **results: Any) -> Non
         "dtype": str(target.dtype).removeprefix("torch."),
         **results,
     }
-    print(json.dumps(result, indent=2))
+    write_result(result, None)
+
+
+def write_result(result: dict[str, Any], output: Path | None) -> None:
+    """Write one JSON object to a file, whose folder is made, or print it."""
+    text = json.dumps(result, indent=2)
+    if output is None:
+        print(text)
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n", encoding="utf-8")
 
 
 def run_guarded(main: Callable[[], None]) -> None:

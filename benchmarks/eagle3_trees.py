@@ -16,7 +16,6 @@ beam, d head size.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import run_guarded
+from common import run_guarded, write_result
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -256,12 +255,7 @@ def main() -> None:
         **{of: {name: length(each) for name, each in ways.items()} for of, ways in steps.items()},
         "environment": environment(target.device),
     }
-    text = json.dumps(found, indent=2)
-    if args.output is None:
-        print(text)
-    else:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n", encoding="utf-8")
+    write_result(found, args.output)
 
 
 def _before(accepted: Sequence[int], end: int) -> list[int]:

@@ -18,7 +18,6 @@ second time, with outputs that end where plain decoding begins its first loop.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from dataclasses import replace
@@ -27,7 +26,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from common import run_guarded, take_turns
+from common import run_guarded, take_turns, write_result
 
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries, set_threads
@@ -103,26 +102,19 @@ def main() -> None:
                 steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
             found[length][str(concurrency)] = figures(speeds, steps)
     stats = {name: llm.stats for name, llm in llms.items()}
-    result = json.dumps(
-        {
-            "command": " ".join(["python", *sys.argv]),
-            "repeats": args.repeats,
-            "by_concurrency": found["whole"],
-            "before_loops": found["before_loops"],
-            "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
-            "calibration_error": {
-                name: None if (error := one.calibration.error) is None else round(error, 4)
-                for name, one in stats.items()
-            },
-            "environment": environment(target.device),
+    result = {
+        "command": " ".join(["python", *sys.argv]),
+        "repeats": args.repeats,
+        "by_concurrency": found["whole"],
+        "before_loops": found["before_loops"],
+        "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
+        "calibration_error": {
+            name: None if (error := one.calibration.error) is None else round(error, 4)
+            for name, one in stats.items()
         },
-        indent=2,
-    )
-    if args.output is None:
-        print(result)
-    else:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(result + "\n", encoding="utf-8")
+        "environment": environment(target.device),
+    }
+    write_result(result, args.output)
 
 
 def cut_at_loops(requests: list[Request], plain: EngineBackend, concurrency: int) -> list[Request]:

@@ -87,14 +87,8 @@ def tuning(work: Path, *, small: bool) -> Job:
 
 def _nodes(work: Path, prompts: str, *, small: bool) -> Job:
     """`benchmarks/nodes.py`: chains, trees and nodes by load, whole outputs and without loops."""
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "nodes.py"),
-        "--target",
-        str(work / "target"),
-        "--set",
-        prompts,
-    ]
+    command = [sys.executable, str(BENCHMARKS / "nodes.py"), "--set", prompts]
+    command += ["--target", str(work / "target")]
     command += ["--draft", _head(work, "peagle"), "--eagle3", _head(work, "eagle3")]
     command += ["--cut-loops", "--ways", "chain,eagle3,n,adaptive"]
     command += ["--depth", "3" if small else "7", "--nodes", "3" if small else "7,16,32"]

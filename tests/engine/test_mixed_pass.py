@@ -41,6 +41,8 @@ DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=py
 HEADS = {"plain": None, "peagle": BUNDLED_PEAGLE, "eagle3": BUNDLED_EAGLE3}
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_k=40, seed=5)
+# Drafting pauses from two requests on.
+PAUSED = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 0]], "correction": False}
 
 
 class PaddedTorchAttention(TorchAttention):
@@ -224,13 +226,11 @@ def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.Mon
 def test_prompts_mix_while_drafting_pauses(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step keeps features from a prompt's end on; those of the prompt are put before them."""
     monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
-    schedule = [[1, 1, 3], [2, 4, 0]]
-    paused = {"num_speculative_tokens_per_batch_size": schedule, "correction": False}
     arrivals = {
         0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=9)), ([17, 18], GREEDY)],
         3: [([*range(300, 318)], replace(GREEDY, max_tokens=18))],
     }
-    llms = [make(BUNDLED_PEAGLE, device, speculative=paused) for _ in range(2)]
+    llms = [make(BUNDLED_PEAGLE, device, speculative=PAUSED) for _ in range(2)]
     mixed = run(llms[0], arrivals, monkeypatch)
     apart = run(llms[1], arrivals, monkeypatch, mixes=False)
     assert (1, 17) in mixed.mixed, "drafting paused then"
@@ -251,13 +251,11 @@ def test_long_prompts_mix_while_drafting_pauses(
     """A chunk as long as a ring leaves the row of the step that runs in its pass."""
     monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
     monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", 8)
-    schedule = [[1, 1, 3], [2, 4, 0]]
-    paused = {"num_speculative_tokens_per_batch_size": schedule, "correction": False}
     arrivals = {
         0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=7)), ([17, 18], GREEDY)],
         3: [([*range(300, 325)], replace(GREEDY, max_tokens=18))],
     }
-    sizes = {"max_num_batched_tokens": 12, "speculative": paused}
+    sizes = {"max_num_batched_tokens": 12, "speculative": PAUSED}
     get, read = FeatureRing.get, list[Tensor]()
 
     def watched(self: FeatureRing) -> Tensor:

@@ -282,8 +282,6 @@ class LLMEngine:
         seed = params.seed
         if seed is None:
             seed = derive_seed(self.config.seed, self._num_requests)
-        # A follower reuses blocks that its leader publishes.
-        shares = self.config.enable_prefix_caching
         sequence = Sequence(
             self._num_requests,
             prompt,
@@ -293,7 +291,8 @@ class LLMEngine:
             priority=priority,
             num_speculative_tokens=k,
             grammar=grammar,
-            leader=leader if shares else None,
+            # A follower reuses blocks that its leader publishes.
+            leader=leader if self.config.enable_prefix_caching else None,
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
             draws_chain=draws_chain(params, self.speculative),

@@ -176,7 +176,7 @@ class Scheduler:
             self.blocks.admit(sequence, matched, self._slots(len(sequence)))
             num_cached = len(matched) * self.blocks.block_size
             sequence.num_computed_tokens = sequence.num_drafter_tokens = num_cached
-            if not self.blocks.are_read(sequence, matched):
+            if sequence.num_read_blocks < len(matched):
                 sequence.drafter_start = num_cached
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = num_cached
