@@ -12,12 +12,14 @@ requests share N nodes for each of them, out of trees of the greatest N), or `ad
 counts, as in `peagle tune`.
 
 A small model falls into loops, which are easy to draft. `--cut-loops` measures each concurrency a
-second time, with outputs that end where plain decoding begins its first loop.
+second time, with outputs that end where plain decoding begins its first loop. Standard error shows
+the figures of each concurrency as soon as they are known.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from dataclasses import replace
@@ -101,6 +103,8 @@ def main() -> None:
                 speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
                 steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
             found[length][str(concurrency)] = figures(speeds, steps)
+            line = json.dumps({length: {concurrency: found[length][str(concurrency)]}})
+            print(line, file=sys.stderr, flush=True)  # an interrupted run leaves these
     stats = {name: llm.stats for name, llm in llms.items()}
     result = {
         "command": " ".join(["python", *sys.argv]),
