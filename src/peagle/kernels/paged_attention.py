@@ -303,6 +303,7 @@ def paged_attention(
     tiles = QueryTiles.of(shape, config.block_m)
     groups = tiles.count * num_kv_heads
     assert not is_split or groups <= MAX_ARRIVALS
+    has_tree, has_window = visible_T is not None, sliding_window is not None
     attend_kernel[(groups * config.num_splits,)](
         out_THd,
         partial,
@@ -352,9 +353,10 @@ def paged_attention(
         MIN_TILES=config.min_tiles,
         WRITE_ROWS=power_of_two(max_query_len) if new else 0,
         LIMIT=torch.finfo(keys_NSHd.dtype).max if is_8bit else 0.0,
-        HAS_WINDOW=sliding_window is not None,
+        OPEN_TILES=config.block_m > 32 and not (is_split or new or has_tree or has_window),
+        HAS_WINDOW=has_window,
         HAS_STARTS=context_starts_B is not None,
-        HAS_TREE=visible_T is not None,
+        HAS_TREE=has_tree,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
         num_warps=config.num_warps,

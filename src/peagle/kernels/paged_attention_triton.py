@@ -189,6 +189,7 @@ def attend_kernel(
     MIN_TILES: tl.constexpr,  # as many splits have keys as get so many tiles each
     WRITE_ROWS: tl.constexpr,  # most queries of a sequence, up to a power of two; 0: all is cached
     LIMIT: tl.constexpr,  # the largest number of an 8-bit cache; 0: a cache of the keys' dtype
+    OPEN_TILES: tl.constexpr,  # keys that all rows of a tile see are not masked
     HAS_WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_TREE: tl.constexpr,  # the queries of a sequence are a tree, at most 64
@@ -309,7 +310,33 @@ def attend_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for i in range(num_own):
+    num_open = 0
+    if OPEN_TILES:
+        # Of a prompt most tiles of keys are visible to all rows of a tile.
+        num_visible = tl.minimum(num_cached + first_query + 1, high) // BLOCK_N - first_keys
+        num_open = tl.where(low % BLOCK_N == 0, tl.maximum(num_visible, 0), 0)
+        for i in range(num_open):
+            key = (first_keys + i) * BLOCK_N + tl.arange(0, BLOCK_N)
+            slot = block * stride_block + key % BLOCK_SIZE * stride_slot
+            if HEAD_DIM == BLOCK_D:
+                k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None])
+                v = tl.load(values_ptr + slot[:, None] + offs_d[None, :])
+            else:
+                k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None], in_row[:, None], 0.0)
+                v = tl.load(values_ptr + slot[:, None] + offs_d[None, :], in_row[None, :], 0.0)
+            ahead = key + BLOCK_N
+            block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < high, other=0).to(OFFSET)
+            scores = tl.dot(q, as_read(k, q.dtype), input_precision="ieee") * score_scale
+            if HAS_SOFTCAP:
+                scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
+            risen = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp2(scores - risen[:, None])
+            shrink = tl.exp2(highest - risen)
+            total = total * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(q.dtype), as_read(v, q.dtype), acc, input_precision="ieee")
+            highest = risen
+    for i in range(num_open, num_own):
         key = (first_keys + i * step) * BLOCK_N + tl.arange(0, BLOCK_N)
         # Nothing else is loaded: unused and hidden slots may hold NaN, and 0 * NaN is NaN.
         is_key = (key >= low) & (key < high)
