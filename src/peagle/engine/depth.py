@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from peagle.config import SpeculativeConfig
 from peagle.config.speculative import AUTO
+from peagle.engine.features import FEATURES_KEPT
 from peagle.engine.tree_record import FORGOTTEN_STEPS, PRIOR, TreeRecord
 
 # Steps with drafts scheduled after which drafting resumes; what a pause costs, in plain steps.
@@ -63,7 +64,7 @@ class DepthPolicy:
         """
 
     def served(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Learn from a request that ended how many prompt tokens were computed for its output."""
+        """Learn from a request that ended how many prompt tokens a head reads for its output."""
 
     def most_resuming(self, max_num_seqs: int) -> int:
         """Return how many sequences at most resume drafting together; 0 where K is never 0."""
@@ -261,8 +262,8 @@ class AutomaticDepth(DepthPolicy):
 
     At each step another K would have gained or lost time for the same tokens. K changes when the
     gains of another one have added up to what the change costs: at once where that gains much, and
-    not for small gains or short ones. A change from or to 0 costs most, because the drafter has to
-    read what it missed. With nothing running a change is free: a burst of requests begins with the
+    not for small gains or short ones. A change from 0 costs most, because the drafter has to read
+    what it missed. With nothing running a change is free: a burst of requests begins with the
     K that suits all of it.
 
     The target computes prompts whatever K is. The head reads them where K is above 0, and each
@@ -319,17 +320,20 @@ class AutomaticDepth(DepthPolicy):
         ready = list(self._candidates)
         if load and not self._is_idle:
             now = self._k
+            missed = load * FEATURES_KEPT * self._reading_s / step_s[0]
             for k in self._candidates:
                 gain = (1 - speed[now] / speed[k] - MARGIN) * step_s[now] / step_s[0]
                 self._gains[k] = max(0.0, self._gains[k] + gain)
-            ready = [k for k in self._candidates if self._gains[k] >= self._price(k)]
+            ready = [k for k in self._candidates if self._gains[k] >= self._price(k, missed)]
         if ready:
             self._change(max(ready, key=speed.__getitem__))
         self._is_idle = not load
 
-    def _price(self, k: int) -> float:
-        """Return what a change to k costs, in plain steps."""
-        return CHANGE_COSTS if k and self._k else RESUME_AFTER
+    def _price(self, k: int, missed: float) -> float:
+        """Return what a change to k costs, in plain steps: `missed` to read what was missed."""
+        if k and self._k:
+            return CHANGE_COSTS
+        return RESUME_AFTER + (missed if k else 0.0)
 
     def _change(self, k: int) -> None:
         self._k = k

@@ -291,17 +291,21 @@ def run_largest_passes(
         if drafting is not None:
             drafting.draft(done)
 
-    left, prompts = min(config.max_num_batched_tokens, most * max(1, max_len - 1)), []
-    while left:
-        prompts.append(sequence(len(prompts), min(left, max(1, max_len - 1))))
-        left -= len(prompts[-1])
-    run([Chunk(prompt, len(prompt)) for prompt in prompts])
-    for prompt in prompts:
-        runner.sampler.release(prompt)
-        features.release(prompt.seq_id)
+    # Where the drafter has a window, its attention may begin behind the beginning of a prompt.
+    has_window = isinstance(drafting, HeadDrafting) and drafting.proposer.drafter.window is not None
+    for start in (0, 1) if has_window else (0,):
+        left, prompts = min(config.max_num_batched_tokens, most * max(1, max_len - 1)), []
+        while left:
+            prompts.append(sequence(len(prompts), min(left, max(1, max_len - 1))))
+            left -= len(prompts[-1])
+            prompts[-1].drafter_start = prompts[-1].num_drafter_tokens = start
+        run([Chunk(prompt, len(prompt)) for prompt in prompts])
+        for prompt in prompts:
+            runner.sampler.release(prompt)
+            features.release(prompt.seq_id)
 
-    kept = max(1, min(FEATURES_KEPT, max_len - 2 * k - 4))
-    every = [sequence(i, kept if i < num_resuming else 1) for i in range(most)]
+    kept = max(1, min(FEATURES_KEPT, max_len - 2 * k - 5))
+    every = [sequence(i, kept + 1 if i < num_resuming else 1) for i in range(most)]
     for one in every:
         one.num_computed_tokens = len(one)
         one.token_ids += [0]
@@ -312,16 +316,19 @@ def run_largest_passes(
         one.num_drafter_tokens = len(one) - 1
     run([Chunk(one, 1, k) for one in every])
     # The second step has the first one's drafts, whose probabilities take memory where they are
-    # drawn, and the drafter reads kept features.
-    for one in every[:num_resuming]:
-        assert isinstance(drafting, HeadDrafting)
-        drafter = drafting.proposer.drafter
-        weight, width = drafter.fc.weight, drafter.config.feature_size
-        kept_NA = weight.new_zeros(min(FEATURES_KEPT, one.num_computed_tokens), width)
-        one.num_drafter_tokens, first = 0, one.num_computed_tokens - len(kept_NA)
-        one.pending_features = features.open(one.seq_id, first, kept_NA)
-        one.pending_features.put(kept_NA)
-    run([Chunk(one, 1, len(one.drafts)) for one in every])
+    # drawn, and the drafter reads kept features behind a hole. Where drafting resumes, it may do so
+    # with few drafts: no kernel is to be compiled then.
+    for most_drafts in dict.fromkeys((1, num_drafts)) if num_resuming else (num_drafts,):
+        for one in every:
+            one.num_speculative_tokens = most_drafts
+        for one in every[:num_resuming]:
+            assert isinstance(drafting, HeadDrafting)
+            drafter = drafting.proposer.drafter
+            kept_NA = drafter.fc.weight.new_zeros(kept, drafter.config.feature_size)
+            one.num_drafter_tokens, first = 0, one.num_computed_tokens - len(kept_NA)
+            one.pending_features = features.open(one.seq_id, first, kept_NA)
+            one.pending_features.put(kept_NA)
+        run([Chunk(one, 1, len(one.drafts)) for one in every])
     for one in every:
         runner.sampler.release(one)
         features.release(one.seq_id)
