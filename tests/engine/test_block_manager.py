@@ -30,8 +30,12 @@ class Owner:
     sequence: Sequence
     table: list[int]
     offered: int
-    read: int
+    start: int  # of what the drafter reads
     held: int  # tokens that fit
+    read: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read = self.offered
 
 
 @dataclass
@@ -41,7 +45,7 @@ class Model:
     num_blocks: int
     size: int
     owners: list[Owner] = field(default_factory=list)
-    published: dict[tuple[bool, tuple[int, ...]], int] = field(default_factory=dict)
+    published: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_blocks))  # the one to take next comes first
@@ -50,20 +54,24 @@ class Model:
         """What a block depends on: all tokens up to its end, and the one after it."""
         return tuple(tokens[: (index + 1) * self.size + 1])
 
-    def match(self, tokens: list[int], unread: bool) -> list[int]:
+    def match(self, tokens: list[int], unread_until: int, keeps_k: bool) -> list[int]:
         found: list[int] = []
         # One token at least is left to compute.
-        while (len(found) + 1) * self.size < len(tokens):
+        while (end := (len(found) + 1) * self.size) < len(tokens):
             key = self.key(tokens, len(found))
-            kinds = (True, False) if unread else (True,)
+            kinds = ["read"] + ["in part"] * (not keeps_k) + ["unread"] * (end <= unread_until)
             blocks = [self.published[kind, key] for kind in kinds if (kind, key) in self.published]
             if not blocks:
                 break
             found.append(blocks[0])
         return found
 
-    def are_read(self, blocks: list[int]) -> bool:
-        return all(is_read for (is_read, _), block in self.published.items() if block in blocks)
+    def read_from(self, blocks: list[int]) -> int:
+        kind_of = {block: kind for (kind, _), block in self.published.items()}
+        kinds = [kind_of[block] for block in blocks]
+        if "unread" in kinds:
+            return (len(kinds) - kinds[::-1].index("unread")) * self.size
+        return kinds.index("in part") * self.size if "in part" in kinds else 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.size - 1) // self.size
@@ -75,15 +83,18 @@ class Model:
 
     def publish(self, owner: Owner, num_tokens: int, num_read: int) -> None:
         has_read_more = num_read // self.size > owner.read
-        for index in range(owner.read if has_read_more else owner.offered, num_tokens // self.size):
+        first = min(owner.offered, owner.read) if has_read_more else owner.offered
+        for index in range(first, num_tokens // self.size):
             key, block = self.key(owner.sequence.token_ids, index), owner.table[index]
-            is_read = num_read >= (index + 1) * self.size
-            if is_read:
-                owner.read = index + 1
-                if self.published.get((False, key)) == block:
-                    del self.published[False, key]
-            self.published.setdefault((is_read, key), block)
+            kind = "unread"
+            if owner.start <= index * self.size and (index + 1) * self.size <= num_read:
+                kind = "in part" if owner.start else "read"
+                if self.published.get(("unread", key)) == block:
+                    del self.published["unread", key]
+            if block not in self.published.values():
+                self.published.setdefault((kind, key), block)
             owner.offered = index + 1
+        owner.read = max(owner.read, min(num_read // self.size, owner.offered))
 
     def release(self, owner: Owner) -> None:
         self.owners.remove(owner)
@@ -99,13 +110,24 @@ class Blocks(RuleBasedStateMachine):
         self.model = Model(num_blocks, size)
         self.blocks = BlockManager(num_blocks, size)
 
-    @rule(tokens=TOKENS, room=st.integers(0, 5), keep=st.integers(0, 3), unread=st.booleans())
-    def admit(self, tokens: list[int], room: int, keep: int, unread: bool) -> None:
+    @rule(
+        tokens=TOKENS,
+        room=st.integers(0, 5),
+        keep=st.integers(0, 3),
+        unread_until=st.sampled_from([0, 0, 2, 5, 99]),
+        window=st.sampled_from([99, 1, 3]),
+        keeps_k=st.booleans(),
+    )
+    def admit(
+        self, tokens: list[int], room: int, keep: int, unread_until: int, window: int, keeps_k: bool
+    ) -> None:
         sequence = make_sequence(tokens)
-        matched = self.blocks.match(sequence, unread=unread)
-        assert matched == self.model.match(tokens, unread)
-        assert self.blocks.are_read(sequence, matched) == self.model.are_read(matched)
-        assert unread or self.model.are_read(matched)
+        sequence.keeps_k = keeps_k
+        matched = self.blocks.match(sequence, unread_until=unread_until)
+        assert matched == self.model.match(tokens, unread_until, keeps_k)
+        start = self.blocks.read_from(matched)
+        assert start == self.model.read_from(matched)
+        assert not start or unread_until or not keeps_k
         assert len(matched) * self.model.size < len(tokens)
         held = len(tokens) + room
         left = [block for block in self.model.free if block not in matched]
@@ -116,8 +138,10 @@ class Blocks(RuleBasedStateMachine):
             self.blocks.admit(sequence, matched, held)
             self.model.free = left
             table = matched + self.model.take(new)
-            read = len(matched) if self.model.are_read(matched) else 0
-            self.model.owners.append(Owner(sequence, table, len(matched), read, held))
+            if len(matched) * self.model.size < len(tokens) - window:
+                start = len(tokens) - window
+            sequence.drafter_start = start
+            self.model.owners.append(Owner(sequence, table, len(matched), start, held))
 
     @precondition(lambda self: self.model.owners)
     @rule(which=WHICH, tokens=TOKENS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import pytest
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.engine.sequence import Sequence
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.models.checkpoint import trained_length
-from tests.engine.engines import K, make_llm
+from peagle.speculation import TargetStep
+from tests.engine.engines import PROMPTS, K, drive, make_llm, watch_drafts
 from tests.models.editing import edit_config
 
 
@@ -63,6 +67,102 @@ def test_a_length_that_is_none_is_refused(target_folder: Path, telling: Callable
 def test_a_window_that_is_none_is_refused(target_folder: Path, value: object) -> None:
     with pytest.raises(UserError, match=r"draft_window is .*; expected a whole number, 0 for no"):
         make_llm(target_folder, {"model": "head", "draft_window": value})
+
+
+# ---- prompts that are longer than the window ------------------------------------------------
+
+WINDOW, LONG = 8, PROMPTS[3]
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+def make_windowed(folder: Path, head: Path, **options: Any) -> tuple[LLM, list[int]]:
+    """An engine, and the positions that its head reads from now on."""
+    config = {"model": str(head), "num_speculative_tokens": K, "draft_window": WINDOW}
+    llm = make_llm(folder, {**config, **options.pop("speculative", {})}, **options)
+    drafting: Any = llm.engine.drafting
+    proposer, positions = drafting.proposer, list[int]()
+
+    def watch(run: Callable[[TargetStep], Any]) -> Callable[[TargetStep], Any]:
+        def watched(step: TargetStep) -> Any:
+            for start, count in zip(step.start_loc.tolist(), step.num_rows):
+                positions.extend(step.positions_T[start : start + count].tolist())
+            return run(step)
+
+        return watched
+
+    proposer.read, proposer.propose = watch(proposer.read), watch(proposer.propose)
+    return llm, positions
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
+@pytest.mark.parametrize("budget", [7, 512])
+def test_the_head_reads_the_window_of_a_prompt_and_nothing_before_it(
+    target_folder: Path, head_folders: Callable[..., Path], parallel: bool, budget: int
+) -> None:
+    head, (expected,) = (
+        head_folders(parallel=parallel),
+        drive(make_llm(target_folder), [LONG], GREEDY),
+    )
+    drafts: list[dict[tuple[int, ...], list[int]]] = []
+    for poison, looks in ((0.0, False), (1e6, False), (1e6, True)):
+        llm, positions = make_windowed(
+            target_folder, head, max_num_batched_tokens=budget, block_size=1
+        )
+        proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
+        for cache in proposer.caches:
+            cache.keys[:] = cache.values[:] = poison
+        if looks:
+            propose = proposer.propose
+            proposer.propose = partial(blindly, propose)
+        drafts.append(watch_drafts(llm))
+        (found,) = drive(llm, [LONG], GREEDY)
+        assert found.output_token_ids == expected.output_token_ids
+        assert found.drafter_start == min(positions) == len(LONG) - WINDOW
+        assert len([p for p in positions if p < len(LONG) - 1]) == WINDOW - 1
+    assert drafts[0] == drafts[1] != drafts[2], "the poison shows if attention looks there"
+
+
+def blindly(propose: Callable[[TargetStep], Any], step: TargetStep) -> Any:
+    return propose(replace(step, context_starts_B=None))
+
+
+def test_prompts_that_are_longer_than_the_window_share_their_blocks(
+    target_folder: Path, head_folders: Callable[..., Path]
+) -> None:
+    llm, positions = make_windowed(target_folder, head_folders(), block_size=2)
+    drafts = watch_drafts(llm)
+
+    def run(prompt: list[int]) -> tuple[Sequence, dict[tuple[int, ...], list[int]]]:
+        drafts.clear()
+        positions.clear()
+        (sequence,) = drive(llm, [prompt], GREEDY)
+        return sequence, dict(drafts)
+
+    first, expected = run(LONG)
+    again, found = run(LONG)
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 34)
+    assert found == expected and min(positions) == 34
+    # A prompt that parts from it: half a window at least is read, by itself or by the first one.
+    for shared, cached, start in ((32, 30, 26), (20, 18, 18)):
+        other, _ = run([*LONG[:shared], 3, 4])
+        assert (other.num_cached_tokens, other.drafter_start) == (cached, start)
+        assert min(positions) == cached
+    # A short one reads all of itself: nothing of theirs was read with what stands before it.
+    short, _ = run(LONG[:WINDOW])
+    assert (short.num_cached_tokens, short.drafter_start, min(positions)) == (0, 0, 0)
+    assert run(LONG[:WINDOW])[0].num_cached_tokens == 6
+
+
+def test_a_seed_of_drawn_drafts_reads_all_of_a_prompt(
+    target_folder: Path, head_folders: Callable[..., Path]
+) -> None:
+    """Its output follows from its drafts, which do not depend on what is cached."""
+    drawn = {"draft_sampling": "probabilistic"}
+    llm, positions = make_windowed(target_folder, head_folders(), speculative=drawn, block_size=2)
+    drive(llm, [LONG], GREEDY)
+    positions.clear()
+    (sequence,) = drive(llm, [LONG], SamplingParams(max_tokens=4, temperature=1.0, seed=3))
+    assert (sequence.num_cached_tokens, sequence.drafter_start, min(positions)) == (0, 0, 0)
 
 
 def test_the_bundled_head_drafts_on_beyond_the_lengths_of_its_training() -> None:

@@ -212,7 +212,7 @@ def test_drafting_stops_beyond_the_heads_length(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("window", [0, 36])  # outputs pass it, no prompt does
 def test_drafts_do_not_depend_on_the_schedule(
     target_folder: Path,
     heads: dict[bool, Path],

@@ -167,7 +167,9 @@ class SpeculativeConfig:
         draft_window: how many tokens a position of the head attends to, itself and those before
             it; 0: all. None takes the longest sequence of the head's training where its config.json
             has it (`max_sequence_length_trained`), else all: above all mask slots draft badly if
-            they attend to more tokens than in training (docs/experiments.md).
+            they attend to more tokens than in training (docs/experiments.md). Of a longer prompt
+            the head reads the last so many tokens only, but for requests with a seed whose drafts
+            are drawn.
         synthetic_acceptance_rates: r_1 to r_K; at least the first i drafts are accepted with
             probability r_i, whatever they are. The output is then NOT the model's own: for
             measuring speed only, with heads that cannot draft (random weights). None: acceptance

@@ -11,7 +11,8 @@ from itertools import islice
 
 from peagle.engine.sequence import Sequence
 
-_UNREAD = b"unread"
+# Ends of the hashes of blocks that the drafter has not read, or read without all before them.
+_UNREAD, _IN_PART = b"unread", b"in part"
 
 
 class BlockManager:
@@ -24,7 +25,8 @@ class BlockManager:
 
     The next token counts because the drafter's slot p reads token p + 1: equal blocks before
     different tokens hold different drafter KV. Blocks that the drafter has not read are published
-    under hashes of their own: a sequence that drafts computes such tokens again.
+    under hashes of their own, and so are those that it has read without what stands before them:
+    their drafter KV is another one.
 
     Args:
         kv_identity: what makes the KV of equal tokens differ between engines: its type and scales.
@@ -57,30 +59,42 @@ class BlockManager:
         """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, sequence: Sequence, *, unread: bool = False) -> list[int]:
+    def match(self, sequence: Sequence, *, unread_until: int = 0) -> list[int]:
         """Return published blocks that hold the sequence's beginning without its last token.
 
+        A sequence that keeps its K gets none that the drafter has read in part: its drafts must not
+        depend on what others left.
+
         Args:
-            unread: take those that the drafter has not read, too.
+            unread_until: take blocks before this position that the drafter has not read, too.
         """
         blocks: list[int] = []
         if self.enable_prefix_caching:
             for index in range((len(sequence) - 1) // self.block_size):
                 key = self._hash(sequence, index)
                 block = self._published.get(key)
-                if block is None and unread:
+                if block is None and not sequence.keeps_k:
+                    block = self._published.get(key + _IN_PART)
+                if block is None and (index + 1) * self.block_size <= unread_until:
                     block = self._published.get(key + _UNREAD)
                 if block is None:
                     break
                 blocks.append(block)
         return blocks
 
-    def are_read(self, sequence: Sequence, matched: list[int]) -> bool:
-        """Return whether the drafter has read all of these blocks of the sequence."""
-        return all(
-            self._hash_of[block] == self._hash(sequence, index)
-            for index, block in enumerate(matched)
-        )
+    def read_from(self, matched: list[int]) -> int:
+        """Return the position from which on the drafter has read these blocks of a sequence.
+
+        0 says that it has read all of them, each with all that stands before it.
+        """
+        first = 0
+        for index, block in enumerate(matched):
+            kind = self._hash_of[block][len(self._root) :]
+            if kind == _UNREAD:
+                first = (index + 1) * self.block_size
+            elif kind == _IN_PART and not first:
+                first = index * self.block_size
+        return first
 
     def can_admit(self, matched: list[int], num_tokens: int, num_reserved: int = 0) -> bool:
         """Return whether a sequence that shares `matched` gets blocks for `num_tokens` tokens.
@@ -98,8 +112,7 @@ class BlockManager:
             self._free.pop(block, None)
             self._num_owners[block] += 1
         sequence.block_table = list(matched)
-        sequence.num_published_blocks = len(matched)
-        sequence.num_read_blocks = len(matched) if self.are_read(sequence, matched) else 0
+        sequence.num_published_blocks = sequence.num_read_blocks = len(matched)
         assert self.extend(sequence, num_tokens), "not enough free blocks"
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -122,26 +135,30 @@ class BlockManager:
         The sequence must have one token more.
 
         Args:
-            num_read: how many of these tokens the drafter has read; all where there is none.
+            num_read: the drafter has read from `drafter_start` to before this position. Where there
+                is no drafter, all tokens.
         """
         assert num_tokens < len(sequence), "the token after the last block is part of its hash"
         if not self.enable_prefix_caching:
             return
-        first, num_read_blocks = sequence.num_published_blocks, num_read // self.block_size
+        start, num_read_blocks = sequence.drafter_start, num_read // self.block_size
+        first = sequence.num_published_blocks
         if num_read_blocks > sequence.num_read_blocks:
-            first = sequence.num_read_blocks  # the drafter has read some since
+            first = min(first, sequence.num_read_blocks)  # the drafter has read some since
         for index in range(first, num_tokens // self.block_size):
             block, key = sequence.block_table[index], self._hash(sequence, index)
-            if index < num_read_blocks:
+            if index < num_read_blocks and index * self.block_size >= start:
                 if self._hash_of.get(block) == key + _UNREAD:
                     self._unpublish(block)
-                sequence.num_read_blocks = index + 1
+                key += _IN_PART if start else b""
             else:
                 key += _UNREAD
-            if key not in self._published:
+            if key not in self._published and block not in self._hash_of:
                 self._published[key] = block
                 self._hash_of[block] = key
             sequence.num_published_blocks = index + 1
+        settled = min(num_read_blocks, sequence.num_published_blocks)
+        sequence.num_read_blocks = max(sequence.num_read_blocks, settled)
 
     def free(self, sequence: Sequence) -> None:
         """Take back the sequence's blocks; published ones stay until the space is needed."""

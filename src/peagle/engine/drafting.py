@@ -2,7 +2,8 @@
 
 A sequence that does not draft leaves a hole in the drafter's KV, its prompt included. Its last
 features are kept. When it drafts again, one pass over them closes the hole; if the hole is larger
-than what is kept, the drafter's context begins behind it. Attention never reads a hole.
+than what is kept, the drafter's context begins behind it. Where the drafter has a window, its
+context begins that far before the end of a prompt. Attention reads nothing before a context.
 """
 
 from __future__ import annotations
@@ -448,7 +449,7 @@ class HeadDrafting(Drafting):
         # Captured steps keep features beyond the head's reach too.
         kept_NA = None
         if kept is not None:
-            kept_NA = kept.get()[: max(end - kept.first, 0)]
+            kept_NA = kept.get()[first - kept.first : max(end - kept.first, 0)]
             self.features.release(sequence.seq_id)
             sequence.pending_features = None
         if first >= end:

@@ -163,6 +163,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             num_lookahead_slots=num_lookahead_slots,
+            draft_window=None if drafter is None else drafter.window,
             max_itl_ms=config.max_itl_ms,
         )
         self._pipeline: Pipeline | None = None
@@ -655,15 +656,16 @@ class LLMEngine:
         settled = read = min(sequence.num_computed_tokens, len(sequence) - 1)
         if sequence.num_drafter_tokens < self.max_draft_len:
             read = min(settled, sequence.num_drafter_tokens)
-        # Behind a hole the drafter's KV is not what others would compute.
-        self.blocks.publish(sequence, settled, 0 if sequence.drafter_start else read)
+        self.blocks.publish(sequence, settled, read)
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.retire(sequence)
         self._release(sequence)
         if not self._is_checking:
-            num_computed = sequence.num_prompt_tokens - (sequence.num_cached_tokens or 0)
-            self._depth.served(num_computed, sequence.num_output_tokens)
+            num_read = sequence.num_prompt_tokens - (sequence.num_cached_tokens or 0)
+            if (window := self.scheduler.draft_window) is not None:
+                num_read = min(num_read, window)
+            self._depth.served(num_read, sequence.num_output_tokens)
         ended = "num_cancelled" if sequence.finish_reason == "cancelled" else "num_finished"
         self._counts[ended] += 1
 

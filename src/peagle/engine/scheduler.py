@@ -55,6 +55,9 @@ class Scheduler:
         max_num_batched_tokens: most prompt tokens of one step.
         max_itl_ms: as in `EngineConfig`.
         num_lookahead_slots: KV slots that a step may touch beyond the last token.
+        draft_window: tokens that a position of the drafter attends to. Of a longer prompt the
+            drafter reads only so many, the last ones: a text of the length that it knows from
+            training. None: all.
 
     Attributes:
         drafting_pauses: sequences may share blocks that the drafter has not read.
@@ -68,6 +71,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_lookahead_slots: int,
+        draft_window: int | None = None,
         max_itl_ms: float = 0.0,
     ) -> None:
         self.blocks = blocks
@@ -76,6 +80,7 @@ class Scheduler:
         self.prompt_budget = PromptBudget(max_itl_ms, max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.num_lookahead_slots = num_lookahead_slots
+        self.draft_window = draft_window
         self.drafting_pauses = False
         # Both in the order of `Sequence.order`.
         self.waiting: list[Sequence] = []
@@ -165,19 +170,20 @@ class Scheduler:
                 break
             if sequence.waits_for_leader or sequence.waits_for_grammar:
                 continue
-            pauses = self.drafting_pauses and not sequence.keeps_k
-            unread = pauses or not sequence.num_speculative_tokens
             matched = []
             if not sequence.needs_every_token:
-                matched = self.blocks.match(sequence, unread=unread)
+                unread_until = self._unread_until(sequence)
+                matched = self.blocks.match(sequence, unread_until=unread_until)
             if not self._make_room(sequence, matched, plan):
                 break
             self.waiting.remove(sequence)
             self.blocks.admit(sequence, matched, self._slots(len(sequence)))
             num_cached = len(matched) * self.blocks.block_size
-            sequence.num_computed_tokens = sequence.num_drafter_tokens = num_cached
-            if sequence.num_read_blocks < len(matched):
-                sequence.drafter_start = num_cached
+            sequence.num_computed_tokens = num_cached
+            sequence.num_drafter_tokens = max(num_cached, self._window_start(sequence))
+            sequence.drafter_start = self.blocks.read_from(matched)
+            if num_cached < sequence.num_drafter_tokens:
+                sequence.drafter_start = sequence.num_drafter_tokens
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = num_cached
             sequence.status = SequenceStatus.RUNNING
@@ -188,6 +194,28 @@ class Scheduler:
                 budget -= plan.prefill[-1].num_tokens
             else:
                 plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
+
+    def _window_start(self, sequence: Sequence) -> int:
+        """Return the first position that the drafter reads of a sequence without cached blocks.
+
+        A block begins there, so that an equal prompt can share all that the drafter has read.
+        """
+        if self.draft_window is None or sequence.keeps_k:
+            return 0
+        num_before = max(0, sequence.num_prompt_tokens - self.draft_window)
+        return num_before // self.blocks.block_size * self.blocks.block_size
+
+    def _unread_until(self, sequence: Sequence) -> int:
+        """Return before which position cached blocks need not be read by the drafter.
+
+        Half the window behind them is enough for it, or a prompt that is a little shorter than the
+        one before it would share few of its blocks.
+        """
+        if not sequence.num_speculative_tokens or (self.drafting_pauses and not sequence.keeps_k):
+            return len(sequence)
+        if self.draft_window is None or not self._window_start(sequence):
+            return 0
+        return sequence.num_prompt_tokens - self.draft_window // 2
 
     def _make_room(self, sequence: Sequence, matched: list[int], plan: Schedule) -> bool:
         """Find a place and blocks; preempt running sequences of lower priority if needed."""
