@@ -98,7 +98,7 @@ class Card:
         resuming_s = (30e-3 + load * self.missed_s) * (k > before == 0)
         self.seconds += device_s + 1.5e-3 * (k != before) + resuming_s
         accepted = [self._accepted(min(k, before)) for _ in range(load)]
-        self.policy.record(k, accepted, device_s if self.knows_times else None)
+        self.policy.record(k, accepted, load, device_s if self.knows_times else None)
         self.num_tokens += load * tokens_of(self.shares, min(k, before))
         return [1 + count for count in accepted]
 
@@ -352,7 +352,7 @@ def test_k_is_always_a_candidate(data: st.DataObject, most: int) -> None:
         assert {policy(n) for n in range(1, 9)} == {k}, "one K within a step"
         accepted = data.draw(st.lists(st.integers(0, k), max_size=load))
         seconds = data.draw(st.none() | costs)
-        policy.record(k, accepted, seconds)
+        policy.record(k, accepted, len(accepted), seconds)
 
 
 def test_the_same_observations_give_the_same_choices() -> None:

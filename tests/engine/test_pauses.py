@@ -228,6 +228,28 @@ def test_captured_steps_choose_k_and_change_no_output(
     assert sum(steps.values()) == 11 - found[0].stats.num_accepted_tokens
 
 
+@pytest.mark.usefixtures("graphs_everywhere")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sequence_that_has_no_drafts_yet_says_nothing_of_acceptance(
+    target_folder: Path, heads: dict[bool, Path], device: str
+) -> None:
+    config = {"model": str(heads[True]), "num_speculative_tokens": 3}
+    llm = LLM(target_folder, speculative_config=config, **CAPTURED, device=device)
+    counted: list[tuple[int, int]] = []
+
+    class Watching(ScheduledDepth):
+        def record(
+            self, k: int, accepted: list[int], num_sequences: int, seconds: float | None
+        ) -> None:
+            counted.append((len(accepted), num_sequences))
+
+    llm.engine._depth = Watching(lambda n: 3)
+    outputs = llm.generate(PROMPTS[:2], replace(GREEDY, max_tokens=9))
+    num_steps = sum(output.stats.num_drafts for output in outputs)
+    assert sum(known for known, _ in counted) == num_steps
+    assert sum(running for _, running in counted) == num_steps + len(outputs)
+
+
 # ---- K by load ------------------------------------------------------------------------------
 
 # A schedule, and K by the number of sequences that run.

@@ -167,7 +167,7 @@ class TreeCard:
                     passed_BN[b].nonzero().flatten().tolist(),
                     int(counts_B[b]),
                 )
-        self.policy.record(n, passed_BN.sum(1).tolist(), device_s)
+        self.policy.record(n, passed_BN.sum(1).tolist(), load, device_s)
 
     def run(self, load: int, steps: int) -> float:
         """Tokens a second over some steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import multiprocessing
 import threading
@@ -107,6 +108,14 @@ def test_the_steps_of_a_request_add_up(front: Front) -> None:
     for chunk in chunks[:-1]:
         assert len(chunk.rejected_token_ids) == chunk.num_drafted - chunk.num_accepted
     assert 0 <= output.queue_time_s <= output.time_to_first_token_s <= output.elapsed_s
+
+
+def test_no_collection_goes_through_what_is_loaded(front: Front) -> None:
+    front.add(7, SamplingParams(max_tokens=1))
+    front.until(lambda: 7 in front.outputs)
+    later: list[Any] = [[]]
+    visited = {id(one) for one in gc.get_objects()}
+    assert id(front.llm.engine.__dict__) not in visited and id(later) in visited
 
 
 def test_a_bad_request_is_refused_and_the_next_one_runs(front: Front) -> None:

@@ -54,11 +54,15 @@ class DepthPolicy:
         """Count a step that begins with so many sequences, as `Scheduler.load` counts them."""
         raise NotImplementedError
 
-    def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
+    def record(
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: float | None
+    ) -> None:
         """Learn from a decode step of K drafts.
 
         Args:
-            accepted: number of accepted drafts of each sequence.
+            accepted: number of accepted drafts of each sequence, without those that have just
+                joined and have no drafts yet.
+            num_sequences: in the step, with those.
             seconds: time of the step on the device; None where it is not known, or is also that of
                 prompts.
         """
@@ -106,8 +110,10 @@ class ScheduledDepth(DepthPolicy):
         else:
             self._num_calm = 0
 
-    def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
-        if self._trees is not None:
+    def record(
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: float | None
+    ) -> None:
+        if self._trees is not None and accepted:
             self._trees.add(k, accepted)
 
 
@@ -344,9 +350,10 @@ class AutomaticDepth(DepthPolicy):
         self._prompt_tokens = self._prompt_tokens * kept + num_prompt_tokens
         self._output_tokens = self._output_tokens * kept + num_output_tokens
 
-    def record(self, k: int, accepted: Sequence[int], seconds: float | None) -> None:
-        if not accepted:
-            return
-        self._acceptance.add(k, accepted)
+    def record(
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: float | None
+    ) -> None:
+        if accepted:
+            self._acceptance.add(k, accepted)
         if self._costs is not None:
-            self._costs.add(len(accepted), k, seconds)
+            self._costs.add(num_sequences, k, seconds)

@@ -516,10 +516,11 @@ class LLMEngine:
 
     def _record(self, k: int, outputs: list[StepOutput], seconds: float | None) -> None:
         """Count a decode step of depth k by its outputs; K follows from such steps."""
-        accepted = [output.num_accepted for output in outputs if output.new_token_ids]
-        if accepted and not self._is_checking:
+        decoded = [output for output in outputs if output.new_token_ids]
+        if decoded and not self._is_checking:
             self._decode_steps[k] += 1
-            self._depth.record(k, accepted, seconds)
+            accepted = [o.num_accepted for o in decoded if not (k and o.begins_without_drafts)]
+            self._depth.record(k, accepted, len(decoded), seconds)
 
     def _prepare_grammars(self) -> None:
         """Find the tokens that grammars allow next; end sequences whose grammar took too long."""

@@ -49,6 +49,12 @@ class StepOutput(NamedTuple):
     rejected_token_ids: SequenceOf[int] = ()
     draft_tree: DraftTree | None = None
 
+    @property
+    def begins_without_drafts(self) -> bool:
+        """Whether the sequence drafts, and this is its first step, before there was any draft."""
+        is_first = len(self.new_token_ids) == self.sequence.num_output_tokens
+        return is_first and not self.num_drafted and self.sequence.num_speculative_tokens > 0
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
