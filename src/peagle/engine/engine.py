@@ -64,8 +64,8 @@ _COUNTERS = (
 _CHECK_SALT = b"peagle self-check"
 # Made-up prompts: some that fill a pass together, and more short ones than a graph takes.
 _LONG_PROMPTS, _SHORT_PROMPTS, _SHORT_TOKENS = 5, MAX_SEQUENCES + 1, 64
-# Prompt tokens of the pass that tells what the head's reading costs.
-_TIMED_TOKENS = 2048
+# Prompt tokens of the pass that tells what the head's reading costs: few, as under load.
+_TIMED_TOKENS = 512
 # Wait between two looks at grammars, while all sequences wait for theirs.
 _GRAMMAR_WAIT_S = 0.002
 
