@@ -161,6 +161,8 @@ class TreeCard:
         self.num_tokens += load + float((survival_BN * is_seen_BN).sum())
         if n and before:
             for b, tree in enumerate(trees[:TREES_A_STEP].tolist()):
+                if not self.record.looks:
+                    break
                 self.record.saw(
                     pool.scores_PN[tree].tolist(),
                     pool.parents_PN[tree].tolist(),

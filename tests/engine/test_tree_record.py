@@ -71,13 +71,35 @@ def test_survival_follows_what_is_accepted() -> None:
 def test_the_error_is_that_of_predictions() -> None:
     record = TreeRecord(SHAPE)
     assert record.calibration.error is None
-    feed(record, random.Random(2), 1, trees=8)
+    feed(record, random.Random(2), 1, trees=tree_record.TREES_A_STEP)
     first = record.calibration.error
     assert first is not None and first > 0.1, "it is the head's own at first"
     feed(record, random.Random(1), 400)
     record.calibration = Calibration()
     feed(record, random.Random(2), 200)
     assert record.calibration.error is not None and record.calibration.error < 0.03
+
+
+@pytest.mark.parametrize(("trees", "steps"), [(2, 8), (16, 8), (64, 8)])
+def test_what_is_known_is_learnt_from_seldom(trees: int, steps: int) -> None:
+    """And before, from the trees of every step."""
+    record = TreeRecord(SHAPE)
+    learnt: list[int] = []
+    learn = record._learn
+    record._learn = lambda depth: (learnt.append(len(record._pending)), learn(depth))[1]
+    looked = [feed_where_it_looks(record, trees) for _ in range(400)]
+    first = 128 // min(trees, 16)
+    assert all(looked[:first]) and learnt[:8] == [16] * 8
+    assert len(learnt) == pytest.approx(8 + (400 - first) / steps, abs=1)
+
+
+def feed_where_it_looks(record: TreeRecord, trees: int) -> bool:
+    looks = record.looks
+    for _ in range(trees):
+        if record.looks:
+            record.saw([-0.1, -0.2, -1.0, -0.4], PARENTS, [0], verified=3)
+    record.add(3, [1] * trees)
+    return looks
 
 
 def test_a_record_without_a_fit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

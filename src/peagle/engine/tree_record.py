@@ -22,15 +22,16 @@ from peagle.kernels.trees import row_depths
 from peagle.kernels.upload import upload
 
 # Trees that are learnt from at once, and most of a step that are looked at: more say little that
-# is new.
-TREES_A_STEP = 8
-# Steps with trees after which w and b are fitted anew; the first times come sooner.
-REFIT_STEPS = 100
+# is new. Once LATEST_TREES are known, the next ones are learnt from LEARN_STEPS later: to learn
+# takes half a millisecond of the host, a quarter of a small model's step.
+TREES_A_STEP, LEARN_STEPS = 16, 8
+# Steps that it looked at after which w and b are fitted anew; the first times come sooner.
+REFIT_STEPS = 50
 # Verified nodes of a depth that count, and how many nodes w and b of the depth before count for.
 LATEST_NODES, PRIOR_NODES = 4096, 8
-# The latest trees, of which the mean tells what a tree brings, and the steps after which it is
-# computed anew.
-LATEST_TREES, CURVE_STEPS = 128, 8
+# The latest trees, of which the mean tells what a tree brings, and the steps that it looked at
+# until the mean is computed anew.
+LATEST_TREES, CURVE_STEPS = 128, 4
 # How many trees the prior counts for, and how many the latest ones do.
 PRIOR_TREES, MOST_TREES = 1, 512
 # The share of each draft that is accepted, before there is a record: a good head's.
@@ -100,6 +101,7 @@ class TreeRecord:
         self._pending: list[tuple[Sequence[float], list[int], list[int], int]] = []
         self._has_new = False  # trees of this step
         self._num_steps = self._next_fit = 0
+        self._num_resting = 0  # steps before it looks again
         self._trees: dict[int, _Trees] = {}  # by their greatest depth
         self._latest = depth  # of the trees that are verified next
         self._group = 1
@@ -111,7 +113,7 @@ class TreeRecord:
     @property
     def looks(self) -> bool:
         """Whether `saw` may take another tree."""
-        return len(self._pending) < TREES_A_STEP
+        return not self._num_resting and len(self._pending) < TREES_A_STEP
 
     def saw(
         self, scores: Sequence[float], parents: Sequence[int], path: Sequence[int], verified: int
@@ -143,8 +145,11 @@ class TreeRecord:
         drafted, next_depth = self._latest, self._shape.depth(k)
         self._num_steps += self._has_new
         self._has_new = False
-        if self._pending and (not self.looks or next_depth != drafted):
+        self._num_resting = max(0, self._num_resting - 1)
+        if self._pending and (len(self._pending) >= TREES_A_STEP or next_depth != drafted):
             self._learn(drafted)
+            if self._trees[drafted].count >= LATEST_TREES:
+                self._num_resting = LEARN_STEPS - max(1, TREES_A_STEP // self._group)
         if next_depth:
             self._latest = next_depth
 
