@@ -54,7 +54,7 @@ def measurements(work: Path, *, small: bool) -> list[Job]:
     jobs = [
         _nodes(work, "humaneval", small=small),
         bench("bench-humaneval", both, "humaneval", "3,5,7", "--concurrency", counts),
-        bench("bench-trees", ["tree16"], "humaneval", "7", "--concurrency", counts, *trees(16)),
+        bench("bench-trees", ["tree15"], "humaneval", "7", "--concurrency", counts, *trees(15)),
         evaluation("eval-tree16", ["tree16"], "7", *trees(16)),
         evaluation("eval-tree32", ["tree32"], "7", *trees(32)),
         evaluation("eval-greedy", both, "3,5,7"),
@@ -91,7 +91,7 @@ def _nodes(work: Path, prompts: str, *, small: bool) -> Job:
     command += ["--target", str(work / "target")]
     command += ["--draft", _head(work, "peagle"), "--eagle3", _head(work, "eagle3")]
     command += ["--cut-loops", "--ways", "chain,eagle3,n,adaptive"]
-    command += ["--depth", "3" if small else "7", "--nodes", "3" if small else "7,16,32"]
+    command += ["--depth", "3" if small else "7", "--nodes", "3" if small else "7,15,31"]
     command += ["--chains", "3" if small else "3,7", "--prompts", "4" if small else "12"]
     command += ["--conc", "1" if small else "1,4,16,64", "--repeats", "1" if small else "3"]
     command += ["--max-new-tokens", "16" if small else "256"]
@@ -117,7 +117,7 @@ def _peagle(work: Path, verb: str, name: str, arguments: Sequence[str]) -> Job:
 
 
 def _methods(work: Path, names: Sequence[str]) -> list[str]:
-    """Heads by name: of P-EAGLE with its correction but for `alone`, `tree16` with trees."""
+    """Heads by name: of P-EAGLE with its correction but for `alone`, `treeN` with trees."""
     folders = {name: "peagle" if name.startswith("tree") else name for name in names}
     return [f"--method={name}={_head(work, folder)}" for name, folder in folders.items()]
 
