@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention, TreeMask
+from peagle.attention import ALL_BEFORE, AttentionMetadata, LayerKVCache, TorchAttention, TreeMask
 from peagle.kernels.trees import row_depths
 
 FP8 = torch.float8_e4m3fn
@@ -143,6 +143,9 @@ class PagedCase:
             return None
         every = range(len(self.new))
         words = [sum(1 << row for row in path) for b in every for path in self.paths(b)]
+        # Prompts, which are chains, may have more rows than a word has bits.
+        long = [new > 64 for new in self.new for _ in range(new)]
+        words = [ALL_BEFORE if is_long else word for word, is_long in zip(words, long, strict=True)]
         words = [word - 2**64 if word >= 2**63 else word for word in words]
         positions = [p for b in every for p in self.positions(b)[self.past[b] :]]
         both = (torch.tensor([*x, *[0] * padding_rows]) for x in (words, positions))

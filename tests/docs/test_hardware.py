@@ -78,9 +78,9 @@ def test_slots_ahead_and_graphs() -> None:
     drafter: Any = SimpleNamespace(
         config=SimpleNamespace(feature_size=3 * 5376, draft_vocab_size=32_000)
     )
-    outputs = output_bytes(gemma, drafter, sum(mixed_buckets(gemma, None)))
+    outputs = output_bytes(gemma, drafter, sum(mixed_buckets(gemma)))
     packed: Any = SimpleNamespace(quantization="fp8")
-    assert not mixed_buckets(packed, None)
+    assert not mixed_buckets(packed)
     told = (GRAPH_BYTES, outputs, drawn_bytes(drafter, 32, 7))
     for size in map(size_text, told):
         assert f" {size.replace('.0 MiB', ' MiB')} for " in PAGE

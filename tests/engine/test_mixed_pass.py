@@ -39,6 +39,7 @@ INTERPRETED = pytest.mark.skipif(
 )
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS = {"plain": None, "peagle": BUNDLED_PEAGLE, "eagle3": BUNDLED_EAGLE3}
+TREES = {"num_parallel_trees": 3, "prediction_depth": 3, "max_nodes": 7}
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_k=40, seed=5)
 # Drafting pauses from two requests on.
@@ -185,14 +186,16 @@ def traffic() -> dict[int, list[tuple[list[int], SamplingParams]]]:
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [*HEADS, "trees"])
 def test_mixed_passes_change_nothing(
     kind: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"max_num_batched_tokens": 12}
+    head, options = HEADS.get(kind, BUNDLED_PEAGLE), {"max_num_batched_tokens": 12}
+    if kind == "trees":
+        options["speculative"] = {"parallel_drafting_spec": TREES}
     cancels = {6: 3}
-    mixed = run(make(HEADS[kind], device, **options), traffic(), monkeypatch, cancels=cancels)
-    apart = make(HEADS[kind], device, **options)
+    mixed = run(make(head, device, **options), traffic(), monkeypatch, cancels=cancels)
+    apart = make(head, device, **options)
     apart_run = run(apart, traffic(), monkeypatch, mixes=False, cancels=cancels)
     assert_same(mixed, apart_run)
     assert mixed.drafts == apart_run.drafts
@@ -223,24 +226,32 @@ def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
-def test_prompts_mix_while_drafting_pauses(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [3, 7], ids=["chains", "trees"])
+def test_prompts_mix_while_drafting_pauses(
+    most: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step keeps features from a prompt's end on; those of the prompt are put before them."""
     monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
     arrivals = {
         0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=9)), ([17, 18], GREEDY)],
         3: [([*range(300, 318)], replace(GREEDY, max_tokens=18))],
     }
-    llms = [make(BUNDLED_PEAGLE, device, speculative=PAUSED) for _ in range(2)]
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, most], [2, 4, 0]]}
+    trees = {"parallel_drafting_spec": TREES} if most == 7 else {}
+    speculative = {**PAUSED, **schedule, **trees}
+    llms = [make(BUNDLED_PEAGLE, device, speculative=speculative) for _ in range(2)]
     mixed = run(llms[0], arrivals, monkeypatch)
     apart = run(llms[1], arrivals, monkeypatch, mixes=False)
     assert (1, 17) in mixed.mixed, "drafting paused then"
     assert_same(mixed, apart)
     assert mixed.drafts == apart.drafts != {}, "what the head reads when it resumes"
-    never = make(BUNDLED_PEAGLE, device, speculative={"correction": False}, enforce_eager=True)
+    never = make(
+        BUNDLED_PEAGLE, device, speculative={"correction": False, **trees}, enforce_eager=True
+    )
     expected = watch_drafts(never)
     never.generate([list(text[:-1]) for text in mixed.drafts], GREEDY)
     assert mixed.drafts == {text: expected[text] for text in mixed.drafts}
-    assert set(mixed.stats.decode_steps) == {0, 3}
+    assert set(mixed.stats.decode_steps) == {0, most}
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -273,19 +284,31 @@ def test_long_prompts_mix_while_drafting_pauses(
 
 @INTERPRETED
 @pytest.mark.parametrize("device", ["cpu"])
-def test_graphs_of_mixed_passes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_trees", [False, True])
+def test_graphs_of_mixed_passes(
+    has_trees: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over fixed buffers with padding, and over KV that is poisoned where nothing was written."""
-    options = {"max_num_batched_tokens": 12, "max_num_seqs": 3}
+    options: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 3}
+    if has_trees:
+        options["speculative"] = {"parallel_drafting_spec": TREES}
+    head = BUNDLED_PEAGLE if has_trees else None
     arrivals = {
         0: [([5, 9, 200, 31, 77], replace(GREEDY, max_tokens=7))],
         2: [([*range(300, 315)], replace(SAMPLED, max_tokens=2))],
         4: [([41, 42, 43], replace(GREEDY, max_tokens=2))],
     }
-    llms = [make(None, device, dtype="float32", **options) for _ in range(2)]
+    llms = [make(head, device, dtype="float32", **options) for _ in range(2)]
     engine: Any = llms[0].engine
     passes = engine._pipeline.runner._mixed_pass.passes
     graphs = PassGraphs(
-        passes, lambda run: run, 16, 4, torch.device(device), token_buckets=(16, 24, 32)
+        passes,
+        lambda run: run,
+        16,
+        4,
+        torch.device(device),
+        token_buckets=(16, 24, 40),
+        has_trees=has_trees,
     )
     taken: Counter[bool] = Counter()
 

@@ -143,6 +143,18 @@ def test_trees(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 4, 70])
+def test_a_prompt_beside_trees(window: int | None, num_splits: int, device: str) -> None:
+    """It has more rows than a word has bits: each sees its own and all before it."""
+    new = [17, 90, 5]
+    trees = random_trees(new, 3)
+    trees[1] = list(range(89))
+    case = PagedCase([61, 30, 0], new, 4, 2, device=device, trees=trees, padding_rows=2)
+    check(case, config(64, 16, num_splits), False, window)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @WRITTEN
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize(

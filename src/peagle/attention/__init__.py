@@ -3,6 +3,7 @@
 import torch
 
 from peagle.attention.base import (
+    ALL_BEFORE,
     AttentionBackend,
     AttentionMetadata,
     LayerKVCache,
@@ -14,6 +15,7 @@ from peagle.attention.passes import Passes, Run
 from peagle.attention.torch_backend import TorchAttention
 
 __all__ = [
+    "ALL_BEFORE",
     "AttentionBackend",
     "AttentionMetadata",
     "LayerKVCache",

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ALL_BEFORE = -1  # see `TreeMask`
+
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
@@ -23,8 +25,8 @@ class TreeMask:
     path. Sliding windows count positions, which slots are not.
 
     Attributes:
-        visible_T: int64, bit i says that a token sees row i of its sequence in this pass; no
-            sequence has more than 64 rows.
+        visible_T: int64, bit i says that a token sees row i of its sequence in this pass; a tree
+            has at most 64 rows. ALL_BEFORE: it sees its own row and all before it, as in a prompt.
         positions_T: int64, position of each token: that of the root plus its depth.
     """
 

@@ -145,7 +145,7 @@ class LLMEngine:
             num_rows = buckets(config.max_num_seqs)[-1]
             kept_bytes = drawn_bytes(drafter, num_rows, self.num_speculative_tokens)
         if is_pipelined:
-            num_kept = sum(mixed_buckets(target, trees))
+            num_kept = sum(mixed_buckets(target))
             if trees is not None:
                 num_kept += buckets(config.max_num_seqs)[-1] * (trees.max_nodes + 1)
             kept_bytes += output_bytes(target, drafter, num_kept)

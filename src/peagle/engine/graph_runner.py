@@ -69,14 +69,13 @@ def buckets(max_num_seqs: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def mixed_buckets(target: TargetModel, trees: CandidateTrees | None) -> tuple[int, ...]:
+def mixed_buckets(target: TargetModel) -> tuple[int, ...]:
     """Return the numbers of rows for which a pass over a step and prompts has a graph.
 
     Weights of 4 or 8 bits are read as they are for few rows, and unpacked first for many: there a
-    step and short prompts are faster apart. Of candidate trees a pass holds nothing else, as the
-    mask of a tree has no more than 64 rows.
+    step and short prompts are faster apart.
     """
-    return _MIXED_BUCKETS if target.quantization is None and trees is None else ()
+    return _MIXED_BUCKETS if target.quantization is None else ()
 
 
 def graph_sizes(
@@ -202,7 +201,9 @@ def make_graph_runner(
             kept_SCA=None if num_drafts else features.rows_SCA,
         )
 
-    mixed_pass = MixedPass(runner.passes) if mixed_buckets(target, trees) else None
+    mixed_pass = None
+    if mixed_buckets(target):
+        mixed_pass = MixedPass(runner.passes, has_trees=trees is not None)
     graphs = GraphRunner(
         buffers,
         make_step,
@@ -223,9 +224,10 @@ def make_graph_runner(
             mixed_pass.passes.graphs = PassGraphs(
                 mixed_pass.passes,
                 *shape,
-                token_buckets=mixed_buckets(target, trees),
+                token_buckets=mixed_buckets(target),
                 max_sequences=sizes.num_seqs + 1 + MAX_SEQUENCES,
                 always_pays=True,
+                has_trees=trees is not None,
             )
         if proposer is not None:
             hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)

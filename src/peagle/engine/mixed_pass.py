@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.attention import Passes
+from peagle.attention import ALL_BEFORE, Passes
 from peagle.attention.triton_backend import TritonAttention
 from peagle.kernels.batches import PackedBatch
 
@@ -28,12 +28,14 @@ class MixedPass:
 
     Args:
         target_passes: the target's.
+        has_trees: drafts are candidate trees.
 
     Attributes:
         passes: these, with keys and values written before any row attends.
     """
 
-    def __init__(self, target_passes: Passes) -> None:
+    def __init__(self, target_passes: Passes, *, has_trees: bool) -> None:
+        self._has_trees = has_trees
         self.passes = Passes(target_passes.run, TritonAttention(one_launch=False))
 
     @torch.inference_mode()
@@ -54,7 +56,7 @@ class MixedPass:
             batch: the prompts.
             block_tables_BM: KV blocks of the prompts, [b, m].
             max_query_len, max_seq_len: of the prompts, as `Passes` takes them.
-            visible_R: of candidate trees; prompts have none.
+            visible_R: of candidate trees; prompts have none, and the step has its own.
         """
         step.begin()
         own, tables_BM = step.batch, step.rows.block_tables_BM
@@ -68,11 +70,17 @@ class MixedPass:
             query_start_loc=torch.cat([own.query_start_loc, num_rows + batch.query_start_loc]),
             seq_lens_B=torch.cat([own.seq_lens_B, F.pad(batch.seq_lens_B, (1, 0))]),
         )
+        seen_R = None
+        if self._has_trees:
+            seen_R = torch.full_like(both.tokens_R, ALL_BEFORE)
+            if step.trees is not None:
+                seen_R[:num_rows] = step.trees.visible_T
         outputs = self.passes(
             both,
             torch.cat([tables_BM, tables_bM]),
             max_query_len=max(max_query_len, num_rows),
             max_seq_len=max(max_seq_len, step.buffers.sizes.max_model_len),
+            visible_R=seen_R,
         )
         step.take([output[:num_rows] for output in outputs])
         return tuple(output[num_rows:] for output in outputs)

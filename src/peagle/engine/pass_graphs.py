@@ -41,6 +41,7 @@ class PassGraphs:
         token_buckets: tokens of the passes that have graphs.
         max_sequences: most sequences of a pass that runs as a graph.
         always_pays: a graph runs every pass that fits, whatever its padding.
+        has_trees: passes say which rows a row sees (`TreeMask`); else none does.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class PassGraphs:
         token_buckets: Sequence[int] = TOKEN_BUCKETS,
         max_sequences: int = MAX_SEQUENCES,
         always_pays: bool = False,
+        has_trees: bool = False,
     ) -> None:
         launched = Passes(passes.run, passes.backend)
         # Of all passes, because only one of them runs at a time.
         tables_BM = torch.zeros(max_sequences, table_width, dtype=torch.int64, device=device)
-        self._max_sequences = max_sequences
+        self._max_sequences, self._has_trees = max_sequences, has_trees
         self._passes = [
-            _Pass(launched, capture, num_rows, tables_BM, block_size, hidden_1D)
+            _Pass(launched, capture, num_rows, tables_BM, block_size, hidden_1D, has_trees)
             for num_rows in reversed(token_buckets)
         ][::-1]
         if not always_pays:
@@ -69,16 +71,20 @@ class PassGraphs:
                 one.find_least_rows()
 
     def __call__(
-        self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
+        self,
+        batch: PackedBatch,
+        block_tables_BM: Tensor,
+        hidden_RD: Tensor | None,
+        visible_R: Tensor | None = None,
     ) -> tuple[Tensor, ...] | None:
         """Return the model's outputs; None where no graph fits the pass, or none pays."""
-        num_rows = batch.tokens_R.shape[0]
-        if batch.seq_lens_B.shape[0] > self._max_sequences:
+        num_rows, has_trees = batch.tokens_R.shape[0], visible_R is not None
+        if batch.seq_lens_B.shape[0] > self._max_sequences or has_trees != self._has_trees:
             return None
         for fitting in self._passes:
             if fitting.num_rows >= num_rows:
                 pays = num_rows >= fitting.least_rows
-                return fitting(batch, block_tables_BM, hidden_RD) if pays else None
+                return fitting(batch, block_tables_BM, hidden_RD, visible_R) if pays else None
         return None
 
 
@@ -97,6 +103,7 @@ class _Pass:
         tables_BM: Tensor,
         block_size: int,
         hidden_1D: Tensor | None,
+        has_trees: bool,
     ) -> None:
         self.num_rows = num_rows
         self.least_rows = 0
@@ -108,6 +115,7 @@ class _Pass:
         self._hidden_RD = None
         if hidden_1D is not None:
             self._hidden_RD = hidden_1D.new_zeros(num_rows, hidden_1D.shape[1])
+        self._visible_R = torch.zeros_like(self._batch.tokens_R) if has_trees else None
         self._outputs: tuple[Tensor, ...] = ()
         self._replay = capture(self._keep_outputs)
 
@@ -141,11 +149,16 @@ class _Pass:
             self._hidden_RD,
             max_query_len=self.num_rows,
             max_seq_len=self._max_seq_len,
+            visible_R=self._visible_R,
         )
 
     @torch.inference_mode()
     def __call__(
-        self, batch: PackedBatch, block_tables_BM: Tensor, hidden_RD: Tensor | None
+        self,
+        batch: PackedBatch,
+        block_tables_BM: Tensor,
+        hidden_RD: Tensor | None,
+        visible_R: Tensor | None,
     ) -> tuple[Tensor, ...]:
         own, count = self._batch, batch.tokens_R.shape[0]
         num_seqs, width = block_tables_BM.shape
@@ -161,5 +174,7 @@ class _Pass:
         self._tables_BM[:num_seqs, :width].copy_(block_tables_BM)
         if self._hidden_RD is not None and hidden_RD is not None:
             self._hidden_RD[:count].copy_(hidden_RD)
+        if self._visible_R is not None and visible_R is not None:
+            self._visible_R[:count].copy_(visible_R)
         self._replay()
         return tuple(output[:count] for output in self._outputs)

@@ -192,7 +192,7 @@ def attend_kernel(
     OPEN_TILES: tl.constexpr,  # keys that all rows of a tile see are not masked
     HAS_WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-    HAS_TREE: tl.constexpr,  # the queries of a sequence are a tree, at most 64
+    HAS_TREE: tl.constexpr,  # the queries of a sequence are a tree of at most 64, or a prompt
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
@@ -389,7 +389,8 @@ def attend_kernel(
             is_node = is_key & (key_row >= 0)
             bit = tl.minimum(tl.maximum(key_row, 0), 63).to(tl.int64)
             on_path = (seen[:, None] >> bit[None, :]) & 1
-            visible = is_key[None, :] & ((key_row < 0)[None, :] | (on_path != 0))
+            before = key_row[None, :] <= query[:, None]  # of a prompt, whose bits are all set
+            visible = is_key[None, :] & ((key_row < 0)[None, :] | ((on_path != 0) & before))
             if HAS_WINDOW:
                 node = tl.load(positions_ptr + query_start + key_row, mask=is_node, other=0)
                 key_position = tl.where(is_node, node.to(tl.int32), key)
