@@ -166,6 +166,7 @@ def attention(
         "MIN_TILES": 2,
         "WRITE_ROWS": queries if is_step else 0,
         "LIMIT": 448.0,
+        "OPEN_TILES": not (is_step or tree),
         "HAS_WINDOW": True,
         "HAS_STARTS": True,
         "HAS_TREE": tree,
