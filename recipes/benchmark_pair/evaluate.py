@@ -53,8 +53,7 @@ def measurements(work: Path, *, small: bool) -> list[Job]:
     both, few = ("peagle", "eagle3"), "summarization,question_answering,structured_json,long_output"
     jobs = [
         _nodes(work, "humaneval", small=small),
-        bench("bench-humaneval", both, "humaneval", "3,5,7", "--concurrency", counts),
-        bench("bench-trees", ["tree15"], "humaneval", "7", "--concurrency", counts, *trees(15)),
+        bench("bench-humaneval", both, "humaneval", "3,5,7", "--concurrency", counts, *trees(15)),
         evaluation("eval-tree16", ["tree16"], "7", *trees(16)),
         evaluation("eval-tree32", ["tree32"], "7", *trees(32)),
         evaluation("eval-greedy", both, "3,5,7"),

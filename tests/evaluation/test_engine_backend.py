@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,11 +128,12 @@ def test_mistakes(llm: LLM, requests: list[Request]) -> None:
 
 def test_an_interruption_leaves_nothing_running(llm: LLM, requests: list[Request]) -> None:
     def interrupt(index: int, answer: Answer) -> None:
+        assert not gc.isenabled(), "no collection is timed"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         EngineBackend(llm).run(requests, 4, interrupt)
-    assert not llm.requests.has_unfinished
+    assert not llm.requests.has_unfinished and gc.isenabled()
     assert EngineBackend(llm).run(requests[:1], 1).answers[0].num_tokens == 8
     nothing = EngineBackend(llm).run([], 4)
     assert (nothing.answers, nothing.counters) == ([], SpeculationStats(0, 0, 0, [0] * K))
@@ -184,6 +186,7 @@ def test_measure_counts_steps_and_leaves_the_watcher_out(llms: dict[str, LLM]) -
     chunks: list[StreamChunk] = []
 
     def watch(chunk: StreamChunk) -> None:
+        assert not gc.isenabled()
         chunks.append(chunk)
         time.sleep(0.02)
 

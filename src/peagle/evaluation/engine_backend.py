@@ -86,17 +86,34 @@ def measure(
     answers: dict[tuple[int, int], Answer] = {}
     seconds = 0.0
     stream = llm.stream(prompts, params)
-    while True:
-        start = time.perf_counter()
-        chunk = next(stream, None)
-        seconds += time.perf_counter() - start
-        if chunk is None:
-            break
-        answer = answers.setdefault((chunk.index, chunk.output_index), Answer())
-        _add_chunk(answer, chunk, seconds)
-        if watch is not None:
-            watch(chunk)
+    with _collections_paused():
+        while True:
+            start = time.perf_counter()
+            chunk = next(stream, None)
+            seconds += time.perf_counter() - start
+            if chunk is None:
+                break
+            answer = answers.setdefault((chunk.index, chunk.output_index), Answer())
+            _add_chunk(answer, chunk, seconds)
+            if watch is not None:
+                watch(chunk)
     return Run([answers[key] for key in sorted(answers)], seconds)
+
+
+@contextmanager
+def _collections_paused() -> Iterator[None]:
+    """Collect no garbage, as in `timeit`.
+
+    To go through all that is loaded takes up to half a second, in one run of a few. The engine of a
+    server does not go through it either.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:
@@ -202,18 +219,19 @@ class EngineBackend:
 
         before = self.counters
         first = last = time.perf_counter()
-        try:
-            fill()
-            while engine.has_unfinished:
-                chunks = engine.step()
-                last = time.perf_counter()
-                for chunk in chunks:
-                    _add_chunk(answers[chunk.index], chunk, last - sent_s[chunk.index])
-                    if chunk.output is not None:
-                        end(chunk.index)
+        with _collections_paused():
+            try:
                 fill()
-        finally:
-            engine.cancel_all()
+                while engine.has_unfinished:
+                    chunks = engine.step()
+                    last = time.perf_counter()
+                    for chunk in chunks:
+                        _add_chunk(answers[chunk.index], chunk, last - sent_s[chunk.index])
+                        if chunk.output is not None:
+                            end(chunk.index)
+                    fill()
+            finally:
+                engine.cancel_all()
         return Run(answers, last - first, self.counters.since(before))
 
 
