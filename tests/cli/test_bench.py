@@ -16,6 +16,7 @@ from peagle.evaluation.decoding import Request, Run
 from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.report.charts import can_draw
+from peagle.evaluation.sweep import LOG_NAME
 from peagle.evaluation.timing import figures_of
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.fake_endpoint import NUM_TOKENS, TEXT, Script, endpoint, metrics
@@ -278,6 +279,16 @@ def test_methods_of_all_kinds(
     assert done.status == 2 and "give the endpoint another name" in done.err
 
 
+def test_a_window_of_the_head(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    """It is a part of what a sweep is of: one that goes on must have the same."""
+    some = (*pair.options, *SIZES, "--repeats", 1, "-k", 2, "--concurrency", 1)
+    done = peagle("bench", *some, "--draft-window", 8, "--output", tmp_path)
+    assert done.status == 0, done.err
+    done = peagle("bench", *some, "--draft-window", 9, "--output", tmp_path)
+    assert done.status == 2 and "Give the same settings to go on with it" in done.err
+    assert '"draft_window": 8' in (tmp_path / LOG_NAME).read_text()
+
+
 def test_what_a_chat_server_is_sent(peagle: Peagle) -> None:
     script = Script()
     with endpoint(script) as url:
@@ -322,6 +333,8 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
         (("--price-per-hour", "1e7"), "at most 1,000,000"),
         (("--requests-per-second", "-3"), "--requests-per-second is '-3'; expected a number"),
         (("--requests-per-second", "inf"), "Give one like 20."),
+        (("--draft-window", -1), "draft_window is -1; expected a whole number, 0 for no"),
+        (("--draft-window", 9, "--engine", "vllm"), "in vLLM heads look back over all tokens"),
         (("--target", "./nowhere"), "nowhere"),
     ],
 )

@@ -83,6 +83,7 @@ _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
 # Settings that may change when a sweep goes on: more of the same is measured, or judged otherwise.
 _TREES = "speculative.parallel_drafting_spec"
 _DRAFT_SAMPLING = "speculative.draft_sampling"
+_WINDOW = "speculative.draft_window"
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
 _PREFIX_CACHING = group(
@@ -96,7 +97,7 @@ _PREFIX_CACHING = group(
 
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING),
+    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick(groups.FINER_SAMPLING, "sampling.ignore_eos"),
@@ -209,6 +210,11 @@ def bench(
     on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and _TREES in given:
         raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
+    if on_vllm and given.value(_WINDOW):
+        raise UserError(
+            f"--draft-window is {given.value(_WINDOW)}; in vLLM heads look back over all tokens. "
+            "Leave it out."
+        )
     if on_vllm and given.value(_DRAFT_SAMPLING, "argmax") != "argmax":
         raise UserError(
             f"--draft-sampling is {given.value(_DRAFT_SAMPLING)!r}; with --engine vllm drafts are "
