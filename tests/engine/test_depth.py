@@ -88,8 +88,8 @@ class Card:
             self.policy.measure(ROWS, step_s)
         self.policy.observe(0)
 
-    def step(self, load: int, num_joining: int = 0) -> list[int]:
-        """Returns the tokens of each sequence."""
+    def step(self, load: int, num_joining: int = 0, num_new: int = 0) -> list[int]:
+        """Returns the tokens of each sequence; the last `num_new` of them have no drafts yet."""
         self.policy.observe(load + num_joining)
         k = self.policy(load)
         before = self.ks[-1] if self.ks else k
@@ -97,10 +97,11 @@ class Card:
         device_s = step_s(rows_of(load), k) + load * self.context_s
         resuming_s = (30e-3 + load * self.missed_s) * (k > before == 0)
         self.seconds += device_s + 1.5e-3 * (k != before) + resuming_s
-        accepted = [self._accepted(min(k, before)) for _ in range(load)]
+        drafted = load - num_new
+        accepted = [self._accepted(min(k, before)) for _ in range(drafted)]
         self.policy.record(k, accepted, load, device_s if self.knows_times else None)
-        self.num_tokens += load * tokens_of(self.shares, min(k, before))
-        return [1 + count for count in accepted]
+        self.num_tokens += num_new + drafted * tokens_of(self.shares, min(k, before))
+        return [1 + count for count in accepted] + [1] * num_new
 
     def _accepted(self, most: int) -> int:
         count = 0
@@ -278,7 +279,7 @@ def test_an_idle_moment_makes_a_change_free() -> None:
 
 
 @pytest.mark.parametrize("head", ["good", "middling", "bad"])
-@pytest.mark.parametrize(("num_requests", "least"), [(64, 1.0), (128, 0.98), (256, 0.97)])
+@pytest.mark.parametrize(("num_requests", "least"), [(64, 0.99), (128, 0.98), (256, 0.97)])
 def test_a_burst_is_drafted_for_as_a_whole(num_requests: int, least: float, head: str) -> None:
     """Requests come at once, and a few prompts a step are computed; against plain decoding."""
 
@@ -288,7 +289,7 @@ def test_a_burst_is_drafted_for_as_a_whole(num_requests: int, least: float, head
         while waiting or left:
             joining = min(16, waiting)
             waiting, left = waiting - joining, left + [128] * joining
-            tokens = card.step(len(left), waiting)
+            tokens = card.step(len(left), waiting, joining)
             left = [n - new for n, new in zip(left, tokens, strict=True) if n > new]
         return card.seconds - begin
 
