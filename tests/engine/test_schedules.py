@@ -56,6 +56,7 @@ class Kind:
     has_drawn_drafts: bool = False
     chooses_k: bool = False
     max_nodes: int = 0  # of trees; 0: chains
+    draft_window: int | None = None
 
 
 KINDS = {
@@ -67,6 +68,8 @@ KINDS = {
     "trees, K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0), max_nodes=9),
     "K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0)),
     "K by itself": Kind(features_kept=6, chooses_k=True),
+    "a window, K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0), draft_window=6),
+    "drawn drafts, a window": Kind(has_drawn_drafts=True, draft_window=4),
     "mostly no drafts": Kind(depths=(K, K, 0, 0, 0)),
     "graphs": Kind(depths=(K,) * 9, has_graphs=True),
     "graphs, K by itself": Kind(has_graphs=True, chooses_k=True),
@@ -135,6 +138,7 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
             fake._features,
         )
         num_slots = (3 if kind.has_graphs else 2) * (K + 1)
+        engine.scheduler.draft_window = kind.draft_window
         engine.scheduler.num_lookahead_slots = max(num_slots, kind.max_nodes + 1)
     if kind.has_graphs:
         head = fake.drafting.proposer
