@@ -10,6 +10,7 @@ without this.
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -122,6 +123,7 @@ def take_over(
         folder: where the program runs.
         files: what becomes standard input, output and error.
     """
+    gc.freeze()  # else each collection visits all that is imported, and copies its pages
     os.setsid()
     threading.Thread(target=_end_with_starter, daemon=True).start()
     os.environ.clear()
