@@ -105,6 +105,7 @@ def _run(
     written = os.open(log, os.O_WRONLY | os.O_APPEND)
     take_over(words, environment, folder, [0, written, written])
     if script is not None:
+        sys.path.insert(0, str(script.parent))
         runpy.run_path(str(script), run_name="__main__")
         return
     from peagle.cli.main import main
