@@ -38,7 +38,10 @@ PRELOADED += [
     *("matplotlib.backends.backend_agg", "matplotlib.pyplot", "rich.live"),
 ]
 LIMITS = {
-    "bench": ["--limit", "2", "--max-new-tokens", "2", "--repeats", "1", "--concurrency", "1,2"],
+    "bench": [
+        *("--limit", "2", "--max-new-tokens", "2"),
+        *("--concurrency", "1", "--warm-up", "0", "--repeats", "1"),
+    ],
     "data regenerate": ["--limit", "8", "--max-new-tokens", "16"],
     "demo": ["--limit", "1", "--max-new-tokens", "8"],
     "doctor": ["--prompts", "few.jsonl"],
@@ -56,7 +59,7 @@ LIMITS = {
         *("--limit", "2", "--max-new-tokens", "4"),
     ],
 }
-_NUM_FEW = 12  # prompts of few.jsonl
+_NUM_FEW = 4  # prompts of few.jsonl
 _PAIR2 = ROOT / "tests" / "fixtures" / "pair2"  # it has a chat template with a thinking mode
 # Stand-ins for the models, heads and prompts of the reader's own that pages name.
 _STAND_INS = {

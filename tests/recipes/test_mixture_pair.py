@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
 from peagle.training.config import TrainConfig
+from serving.warm import WarmProcess
 
 RECIPE = ROOT / "recipes" / "mixture_pair"
 
@@ -139,12 +140,31 @@ def test_a_wrong_token_is_a_fault(pair: Path, monkeypatch: pytest.MonkeyPatch) -
 # ---- the whole recipe -----------------------------------------------------------------------
 
 
+def warm(command: list[str], *, stdout: IO[bytes], stderr: int, env: dict[str, str]) -> WarmProcess:
+    """Stand in for `subprocess.Popen`, with a process that has imported torch already."""
+    python, *words = command
+    assert (python, stderr) == (sys.executable, subprocess.STDOUT)
+    log = Path(str(stdout.name))
+    if words[:2] == ["-m", "peagle"]:
+        return WarmProcess(words[1:], env, log)
+    return WarmProcess(words, env, log, script=Path(words[0]))
+
+
 @pytest.mark.slow
-def test_the_whole_recipe_in_tiny_sizes(tmp_path: Path) -> None:
-    command = [sys.executable, RECIPE / "make.py", "--output", tmp_path / "out", "--small"]
-    done = subprocess.run([*command, "--minutes", "9"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.strip().splitlines()[-1]
+def test_the_whole_recipe_in_tiny_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = load_script("make")
+    names = ("STDOUT", "TimeoutExpired")
+    started = SimpleNamespace(Popen=warm, **{name: getattr(subprocess, name) for name in names})
+    monkeypatch.setattr(make, "subprocess", started)
+    words = ["make.py", "--output", str(tmp_path / "out"), "--small", "--minutes", "9"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        make.main()
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0, printed
+    last = printed.strip().splitlines()[-1]
     assert last.startswith("RESULT ")
     result = json.loads(last.removeprefix("RESULT "))
     assert result["passed"] and result["error"] is None

@@ -505,18 +505,15 @@ def test_a_missed_bound_is_status_1(
         scripts["bench_serving"].main()
 
 
-def test_the_cost_of_a_chunk_is_measured() -> None:
+def test_the_cost_of_a_chunk_is_measured(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # it tells its server two variables
     # All steps together take some ten seconds: the client may be that late.
     words = ["--streams", "2", "--steps", "3", "--interval-ms", "20", "--json"]
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "chunk_cost.py"), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    runs = json.loads(done.stdout)["runs"]
+    monkeypatch.setattr(sys, "argv", ["chunk_cost.py", *words])
+    scripts["chunk_cost"].main()
+    runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["route"] for run in runs] == ["completions", "chat"]
     for run in runs:
         assert run["chunks"] >= 2 * 3 and run["events"] > 0

@@ -10,6 +10,7 @@ without this.
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -104,6 +105,7 @@ def _run(
     written = os.open(log, os.O_WRONLY | os.O_APPEND)
     take_over(words, environment, folder, [0, written, written])
     if script is not None:
+        sys.path.insert(0, str(script.parent))
         runpy.run_path(str(script), run_name="__main__")
         return
     from peagle.cli.main import main
@@ -122,6 +124,7 @@ def take_over(
         folder: where the program runs.
         files: what becomes standard input, output and error.
     """
+    gc.freeze()  # else each collection visits all that is imported, and copies its pages
     os.setsid()
     threading.Thread(target=_end_with_starter, daemon=True).start()
     os.environ.clear()
