@@ -84,6 +84,7 @@ def parse_args() -> argparse.Namespace:
         default=[[1, 16, 7], [17, 32, 5], [33, 128, 4]],
         help="K of by-load by the sequences that run, in JSON",
     )
+    run.add_argument("--draft-window", type=int, help="tokens that peagle's heads look back (all)")
     run.add_argument("--saturation", type=float, help="requests/s (the most vLLM had, closed loop)")
     run.add_argument("--goodput", default="ttft:500 tpot:20", help="limits (ttft:500 tpot:20)")
     run.add_argument("--rounds", type=int, default=4, help="requests over those in flight (4)")

@@ -65,7 +65,7 @@ class Variant:
 
 
 def speculation(variant: Variant, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The speculative configuration, in the form that both servers take; None decodes plainly."""
+    """The speculative configuration, in vLLM's form; None decodes plainly."""
     if variant.head is None:
         return None
     sys.path.append(str(BENCHMARKS))
@@ -82,6 +82,8 @@ def speculation(variant: Variant, args: argparse.Namespace) -> dict[str, Any] | 
     }
     if variant.is_scheduled:
         config["num_speculative_tokens_per_batch_size"] = args.schedule
+    if variant.side == "peagle" and args.draft_window is not None:
+        config["draft_window"] = args.draft_window
     return config
 
 

@@ -235,6 +235,19 @@ def test_a_head_has_the_same_rates_at_every_k(scripts: SimpleNamespace, model: P
     assert 1 + sum(rates("vllm/eagle3-k3")) == pytest.approx(2.65)
 
 
+def test_a_window_is_of_our_heads_alone(scripts: SimpleNamespace, model: Path) -> None:
+    against = scripts.contenders
+    args = arguments(scripts, "run", "--model", model, "--draft-window", "256")
+    found = {
+        name: (against.speculation(against.Variant.parse(name), args) or {}).get("draft_window")
+        for name in ("peagle/by-load", "peagle/k7", "peagle/plain", "vllm/k7")
+    }
+    assert found == {
+        **dict.fromkeys(("peagle/plain", "vllm/k7")),
+        **dict.fromkeys(("peagle/by-load", "peagle/k7"), 256),
+    }
+
+
 # ---- results --------------------------------------------------------------------------------
 
 

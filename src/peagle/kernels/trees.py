@@ -223,8 +223,9 @@ def path_nodes(parents: Sequence[int], tokens: Sequence[int], path: Iterable[int
     """Return the nodes of a tree on the path of some tokens, from the root on."""
     found, row = [], 0
     for token in path:
-        nodes = enumerate(zip(parents, tokens, strict=True))
-        node = next(node for node, is_next in nodes if is_next == (row, token))
+        node = row  # children stand behind their parent
+        while parents[node] != row or tokens[node] != token:
+            node += 1
         found.append(node)
         row = node + 1
     return found
