@@ -45,11 +45,12 @@ class Sequence:
         samples_prompt: whether the pass over a prompt's end gives the first token; else that pass
             leaves the last token to the first decode step.
         block_hashes: hashes of the full blocks so far, see BlockManager.
-        num_published_blocks: blocks that others may share; `num_read_blocks` of them are published
-            as read by the drafter.
+        num_published_blocks: blocks that others may share; of `num_read_blocks` of them it is said
+            whether the drafter has read them.
         num_computed_tokens: tokens whose KV the target has written.
-        num_drafter_tokens: slots that the drafter has written.
-        drafter_start: first slot that the drafter's attention may read; above 0 behind a hole.
+        num_drafter_tokens: slots that the drafter has written, or leaves out at the beginning.
+        drafter_start: first slot that the drafter's attention may read; above 0 behind a hole, and
+            where the drafter reads the end of a prompt only.
         pending_features: features that the drafter has not read; None if it has read all.
         drafts: tokens that the next step verifies; `draft_probs_KV` is their q, None for argmax.
             Preemption keeps them, so that it changes no output.
