@@ -94,6 +94,16 @@ def test_trees_are_a_method_of_their_own(peagle: Peagle, pair: Pair) -> None:
     assert len({one["pooled"]["num_tokens"] for one in entries}) == 1
 
 
+def test_a_window_of_the_heads(peagle: Peagle) -> None:
+    """What sees itself alone drafts otherwise, and outputs stay."""
+    options = ("--target", "bundled", "--draft", "bundled", "--no-ngram", "-k", 2, *JSON)
+    options = (*options, "--set", "humaneval", "--limit", 1, "--max-new-tokens", 12)
+    whole, *_ = entries_of(peagle("eval", *options))
+    blind, *_ = entries_of(peagle("eval", *options, "--draft-window", 1))
+    assert blind["pooled"]["num_tokens"] == whole["pooled"]["num_tokens"]
+    assert blind["pooled"]["acceptance_length"] < whole["pooled"]["acceptance_length"]
+
+
 def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     sizes = ("--limit", 2, "--max-new-tokens", 6, "-k", "1,2", "--output", tmp_path)
     result = peagle("eval", *pair.options, "--no-ngram", *sizes, "--set", "humaneval,mt_bench")
@@ -284,6 +294,7 @@ def test_another_run_is_not_taken_for_the_same(peagle: Peagle, pair: Pair, tmp_p
         (("--shuffle-seed", 3), "prompts_sha256"),
         (("--dtype", "float64"), 'dtype "float32", not "float64"'),
         (("--seed", 5), "seed 0, not 5"),
+        (("--draft-window", 5), "draft_window"),
     ):
         result = peagle(*base, *SMALL, *extra)
         assert result.status == 2 and message in result.err and "another --output" in result.err
@@ -504,6 +515,9 @@ def test_the_certificate_decides_the_status(
         (("--model", "m"), "without --endpoint"),
         (("--samples", "9"), "without --certify"),
         (("--certify", "--endpoint", "http://x"), "leave --endpoint out"),
+        (("--draft-window", "-2"), "draft_window is -2; expected a whole number, 0 for no"),
+        (("--certify", "--draft-window", "9"), "no window changes; leave it out"),
+        (("--draft-window", "9", "--engine", "vllm"), "in vLLM heads look back over all tokens"),
         (("--certify", "--kv-cache-dtype", "fp8"), "does not round keys and values; leave"),
         (("--certify", "--set", "humaneval,gsm8k"), "takes its prompts from one"),
         (("--endpoint", "http://x", "--eagle3", "y"), "--eagle3 and --endpoint contradict"),

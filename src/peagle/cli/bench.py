@@ -210,11 +210,6 @@ def bench(
     on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and _TREES in given:
         raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
-    if on_vllm and given.value(_WINDOW):
-        raise UserError(
-            f"--draft-window is {given.value(_WINDOW)}; in vLLM heads look back over all tokens. "
-            "Leave it out."
-        )
     if on_vllm and given.value(_DRAFT_SAMPLING, "argmax") != "argmax":
         raise UserError(
             f"--draft-sampling is {given.value(_DRAFT_SAMPLING)!r}; with --engine vllm drafts are "

@@ -66,13 +66,14 @@ A certificate that the output is that of the target alone; status 1 if it is not
 """
 
 _DRAFT_SAMPLING = "speculative.draft_sampling"
+_WINDOW = "speculative.draft_window"
 _TREES = "speculative.parallel_drafting_spec"
 _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 
 
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING),
+    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
     *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
     *pick(groups.SAMPLING, "sampling.seed"),
     *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
@@ -146,6 +147,8 @@ def eval(
             "--certify compares with transformers, which does not round keys and values; leave "
             "--kv-cache-dtype out."
         )
+    if certify and _WINDOW in given:
+        raise UserError("--certify looks at outputs, which no window changes; leave it out.")
     if _TREES in given and on_vllm:
         source = given[_TREES].source
         raise UserError(f"{source} and --engine vllm: chains alone. Leave one of them out.")
@@ -157,10 +160,11 @@ def eval(
     if not endpoint:
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     temperatures = _temperatures(temperature)
-    draft_sampling = given.value(_DRAFT_SAMPLING, "argmax")
-    # Any head will do: only trees and draft sampling are checked.
+    draft_sampling, window = given.value(_DRAFT_SAMPLING, "argmax"), given.value(_WINDOW)
+    drafting = {"draft_sampling": draft_sampling, "draft_window": window}
+    # Any head will do: only trees and how it drafts are checked.
     head = {"model": "head", "parallel_drafting_spec": given.value(_TREES)}
-    SpeculativeConfig.parse({**head, "draft_sampling": draft_sampling})
+    SpeculativeConfig.parse({**head, **drafting})
     certificate = (
         _certificate_options(given, sets, limit, temperatures, samples) if certify else None
     )
@@ -209,7 +213,7 @@ def eval(
                 given, flags or [], models, ks, installation, extra, concurrency
             )
         else:
-            arms, dtype = _engine_arms(models, ks, draft_sampling, concurrency, thinking)
+            arms, dtype = _engine_arms(models, ks, drafting, concurrency, thinking)
         device = vllm.device_of(installation) if installation else models.target.device
         provenance = harness.provenance(models.name, dtype, device)
         target_sha256 = models.target_sha256
@@ -217,7 +221,8 @@ def eval(
     from peagle.evaluation.turns import sent_turns
     from peagle.results import ACCEPTANCE
 
-    plan = EvalPlan(prompts, temperatures, params, draft_sampling, concurrency, chat, thinking)
+    requests = prompts, temperatures, params, draft_sampling
+    plan = EvalPlan(*requests, concurrency, chat, thinking, window)
     file = AcceptanceFile(output, provenance, plan.settings(target_sha256), sent_turns(prompts))
     text = _measure(arms, plan, file, output, output_format)
     harness.conclude(file.results, text, ACCEPTANCE, output, output_format)
@@ -279,7 +284,7 @@ def _certificate_options(
 def _engine_arms(
     models: Models,
     ks: Sequence[int],
-    draft_sampling: str,
+    drafting: dict[str, Any],
     concurrency: int,
     thinking: bool | None,
 ) -> tuple[list[EvalArm], str]:
@@ -290,8 +295,8 @@ def _engine_arms(
     options = {"max_num_seqs": concurrency, **models.engine_options}
 
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
-        sampling = {"draft_sampling": draft_sampling} if one.folder else {}
-        return open_engine(models.target, one.config(k, **sampling), thinking=thinking, **options)
+        config = one.config(k, **drafting if one.folder else {})
+        return open_engine(models.target, config, thinking=thinking, **options)
 
     arms = [
         EvalArm(one, k, partial(opened, one, k)) for one in models.methods for k in one.depths(ks)

@@ -48,6 +48,10 @@ def is_vllm(given: Given, flags: Sequence[str]) -> bool:
         for key in ("engine.quantization", "engine.kv_cache_dtype"):
             if key in given:
                 raise UserError(f"{given[key].source} was given: {_WITHOUT_EQUAL[key][0]}.")
+        if given.value(window := "speculative.draft_window"):
+            raise UserError(
+                f"{given[window].source} was given: in vLLM heads look back over all tokens."
+            )
         return True
     refuse_vllm_options(given, list(flags))
     return False

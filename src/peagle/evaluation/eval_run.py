@@ -120,6 +120,7 @@ class EvalPlan:
     concurrency: int
     chat: bool  # prompts go behind the chat template
     thinking: bool | None = None  # mode of the template; None leaves it to the template
+    draft_window: int | None = None  # of heads; None is that of each
 
     def settings(self, target_sha256: str) -> dict[str, Any]:
         """Return the settings that all entries share, as JSON."""
@@ -128,7 +129,8 @@ class EvalPlan:
             for prompt in prompts:
                 for text in (name, prompt.id, prompt.category, *prompt.turns):
                     digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
-        return {
+        window = {} if self.draft_window is None else {"draft_window": self.draft_window}
+        return window | {
             "sets": {name: len(prompts) for name, prompts in self.sets.items()},
             "max_new_tokens": self.params.max_tokens,
             "top_p": self.params.top_p,
