@@ -49,8 +49,8 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
         passes.backend = backend
         graphs = PassGraphs(passes, capture, 16, 4, llm.target.device, *hidden_1D, **FEW_SIZES)
 
-        def call(batch: PackedBatch, tables_BM: Tensor, hidden: Tensor | None) -> Any:
-            done = graphs(batch, tables_BM, hidden)
+        def call(batch: PackedBatch, tables_BM: Tensor, *inputs: Tensor | None) -> Any:
+            done = graphs(batch, tables_BM, *inputs)
             seen.append((len(batch.tokens_R), len(tables_BM), done is not None))
             return done
 

@@ -425,9 +425,9 @@ def test_k_by_itself_changes_in_these_schedules(
     engine = make_engine(KINDS[name], EngineConfig(num_kv_blocks=80, block_size=4))
     record, told = engine._depth.record, []
 
-    def watched(k: int, accepted: list[int], seconds: float | None) -> None:
-        told.append((k, len(accepted), sum(accepted)))
-        record(k, accepted, seconds)
+    def watched(k: int, accepted: list[int], num_sequences: int, seconds: float | None) -> None:
+        told.append((k, num_sequences, sum(accepted)))
+        record(k, accepted, num_sequences, seconds)
 
     monkeypatch.setattr(engine._depth, "record", watched)
     for index, tokens in enumerate((4, 12, 20, 30)):
