@@ -171,7 +171,7 @@ def test_the_largest_passes_read_kept_features(
     llm = make_llm(target_folder, config_of("peagle", heads), **sizes)
     rows = largest_passes(llm, monkeypatch, num_resuming=2)
     *_, apart, last = rows["drafter"]
-    assert apart >= 2 * (200 - 2 * 5 - 5) > FEATURES_KEPT
+    assert apart >= 2 * (200 - 3 * 5 - 5) > FEATURES_KEPT
     assert last == 3 * (1 + 4)
 
 

@@ -304,7 +304,7 @@ def run_largest_passes(
             runner.sampler.release(prompt)
             features.release(prompt.seq_id)
 
-    kept = max(1, min(FEATURES_KEPT, max_len - 2 * k - 5))
+    kept = max(1, min(FEATURES_KEPT, max_len - 3 * k - 5))  # and three steps that accept all
     every = [sequence(i, kept + 1 if i < num_resuming else 1) for i in range(most)]
     for one in every:
         one.num_computed_tokens = len(one)
