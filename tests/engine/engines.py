@@ -75,6 +75,12 @@ def know_the_answer(
     proposer.propose = informed
 
 
+def look_before_contexts(proposer: Any) -> None:
+    """Let attention read what stands before the context of a drafter, too."""
+    propose = proposer.propose
+    proposer.propose = lambda step: propose(replace(step, context_starts_B=None))
+
+
 def replant(
     step: TargetStep,
     drafts: Drafts,

@@ -83,7 +83,7 @@ class Model:
 
     def publish(self, owner: Owner, num_tokens: int, num_read: int) -> None:
         has_read_more = num_read // self.size > owner.read
-        first = min(owner.offered, owner.read) if has_read_more else owner.offered
+        first = owner.read if has_read_more else owner.offered
         for index in range(first, num_tokens // self.size):
             key, block = self.key(owner.sequence.token_ids, index), owner.table[index]
             kind = "unread"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,14 @@ from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.models.checkpoint import trained_length
 from peagle.speculation import TargetStep
-from tests.engine.engines import PROMPTS, K, drive, make_llm, watch_drafts
+from tests.engine.engines import (
+    PROMPTS,
+    K,
+    drive,
+    look_before_contexts,
+    make_llm,
+    watch_drafts,
+)
 from tests.models.editing import edit_config
 
 
@@ -69,6 +74,26 @@ def test_a_window_that_is_none_is_refused(target_folder: Path, value: object) ->
         make_llm(target_folder, {"model": "head", "draft_window": value})
 
 
+def test_the_bundled_head_drafts_on_beyond_the_lengths_of_its_training() -> None:
+    """Without the window mask slots guess badly there; with it they do as before."""
+    config = json.loads((BUNDLED_PEAGLE / "config.json").read_text())
+    length = trained_length(config["peagle"])
+    assert length == 768
+    (prompt,) = load_prompt_set("humaneval", 1)
+    params = SamplingParams(max_tokens=1150, temperature=0.0, ignore_eos=True)
+    found = {}
+    for window in (None, 0):
+        speculative = {"model": str(BUNDLED_PEAGLE), "draft_window": window}
+        llm = LLM(BUNDLED_TARGET, speculative_config=speculative)
+        size, steps, late = len(llm.requests.encode(prompt.text)), 0, 0
+        for chunk in llm.stream([prompt.text], params):
+            size += len(chunk.token_ids)
+            steps += size > length
+            late += len(chunk.token_ids) * (size > length)
+        found[window] = late / steps
+    assert found[None] > 1.5 * found[0], found
+
+
 # ---- prompts that are longer than the window ------------------------------------------------
 
 WINDOW, LONG = 8, PROMPTS[3]
@@ -99,31 +124,22 @@ def make_windowed(folder: Path, head: Path, **options: Any) -> tuple[LLM, list[i
 def test_the_head_reads_the_window_of_a_prompt_and_nothing_before_it(
     target_folder: Path, head_folders: Callable[..., Path], parallel: bool, budget: int
 ) -> None:
-    head, (expected,) = (
-        head_folders(parallel=parallel),
-        drive(make_llm(target_folder), [LONG], GREEDY),
-    )
+    head, options = head_folders(parallel=parallel), {"max_num_batched_tokens": budget}
+    (expected,) = drive(make_llm(target_folder), [LONG], GREEDY)
     drafts: list[dict[tuple[int, ...], list[int]]] = []
     for poison, looks in ((0.0, False), (1e6, False), (1e6, True)):
-        llm, positions = make_windowed(
-            target_folder, head, max_num_batched_tokens=budget, block_size=1
-        )
+        llm, positions = make_windowed(target_folder, head, block_size=1, **options)
         proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
         for cache in proposer.caches:
             cache.keys[:] = cache.values[:] = poison
         if looks:
-            propose = proposer.propose
-            proposer.propose = partial(blindly, propose)
+            look_before_contexts(proposer)
         drafts.append(watch_drafts(llm))
         (found,) = drive(llm, [LONG], GREEDY)
         assert found.output_token_ids == expected.output_token_ids
         assert found.drafter_start == min(positions) == len(LONG) - WINDOW
         assert len([p for p in positions if p < len(LONG) - 1]) == WINDOW - 1
     assert drafts[0] == drafts[1] != drafts[2], "the poison shows if attention looks there"
-
-
-def blindly(propose: Callable[[TargetStep], Any], step: TargetStep) -> Any:
-    return propose(replace(step, context_starts_B=None))
 
 
 def test_prompts_that_are_longer_than_the_window_share_their_blocks(
@@ -163,23 +179,3 @@ def test_a_seed_of_drawn_drafts_reads_all_of_a_prompt(
     positions.clear()
     (sequence,) = drive(llm, [LONG], SamplingParams(max_tokens=4, temperature=1.0, seed=3))
     assert (sequence.num_cached_tokens, sequence.drafter_start, min(positions)) == (0, 0, 0)
-
-
-def test_the_bundled_head_drafts_on_beyond_the_lengths_of_its_training() -> None:
-    """Without the window mask slots guess badly there; with it they do as before."""
-    config = json.loads((BUNDLED_PEAGLE / "config.json").read_text())
-    length = trained_length(config["peagle"])
-    assert length == 768
-    (prompt,) = load_prompt_set("humaneval", 1)
-    params = SamplingParams(max_tokens=1150, temperature=0.0, ignore_eos=True)
-    found = {}
-    for window in (None, 0):
-        speculative = {"model": str(BUNDLED_PEAGLE), "draft_window": window}
-        llm = LLM(BUNDLED_TARGET, speculative_config=speculative)
-        size, steps, late = len(llm.requests.encode(prompt.text)), 0, 0
-        for chunk in llm.stream([prompt.text], params):
-            size += len(chunk.token_ids)
-            steps += size > length
-            late += len(chunk.token_ids) * (size > length)
-        found[window] = late / steps
-    assert found[None] > 1.5 * found[0], found

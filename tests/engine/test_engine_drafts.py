@@ -18,6 +18,7 @@ from tests.engine.engines import (
     config_of,
     drive,
     know_the_answer,
+    look_before_contexts,
     make_llm,
     watch_drafts,
 )
@@ -94,8 +95,7 @@ def run_with_a_large_hole(
     drafting: Any = llm.engine.drafting
     proposer = drafting.proposer
     if looks_inside:
-        propose = proposer.propose
-        proposer.propose = lambda step: propose(replace(step, context_starts_B=None))
+        look_before_contexts(proposer)
     drafts = watch_drafts(llm)
     switch, before, hole = switch_off(llm, 3, 15), set[tuple[int, ...]](), list[int]()
 

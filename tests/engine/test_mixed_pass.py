@@ -42,8 +42,12 @@ HEADS = {"plain": None, "peagle": BUNDLED_PEAGLE, "eagle3": BUNDLED_EAGLE3}
 TREES = {"num_parallel_trees": 3, "prediction_depth": 3, "max_nodes": 7}
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_k=40, seed=5)
-# Drafting pauses from two requests on.
-PAUSED = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 0]], "correction": False}
+
+
+def paused(most: int) -> dict[str, Any]:
+    """A configuration with which drafting pauses from two requests on."""
+    schedule = [[1, 1, most], [2, 4, 0]]
+    return {"num_speculative_tokens_per_batch_size": schedule, "correction": False}
 
 
 class PaddedTorchAttention(TorchAttention):
@@ -236,10 +240,8 @@ def test_prompts_mix_while_drafting_pauses(
         0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=9)), ([17, 18], GREEDY)],
         3: [([*range(300, 318)], replace(GREEDY, max_tokens=18))],
     }
-    schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, most], [2, 4, 0]]}
     trees = {"parallel_drafting_spec": TREES} if most == 7 else {}
-    speculative = {**PAUSED, **schedule, **trees}
-    llms = [make(BUNDLED_PEAGLE, device, speculative=speculative) for _ in range(2)]
+    llms = [make(BUNDLED_PEAGLE, device, speculative=paused(most) | trees) for _ in range(2)]
     mixed = run(llms[0], arrivals, monkeypatch)
     apart = run(llms[1], arrivals, monkeypatch, mixes=False)
     assert (1, 17) in mixed.mixed, "drafting paused then"
@@ -266,7 +268,7 @@ def test_long_prompts_mix_while_drafting_pauses(
         0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=7)), ([17, 18], GREEDY)],
         3: [([*range(300, 325)], replace(GREEDY, max_tokens=18))],
     }
-    sizes = {"max_num_batched_tokens": 12, "speculative": PAUSED}
+    sizes = {"max_num_batched_tokens": 12, "speculative": paused(3)}
     get, read = FeatureRing.get, list[Tensor]()
 
     def watched(self: FeatureRing) -> Tensor:

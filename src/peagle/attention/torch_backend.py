@@ -156,7 +156,8 @@ class TorchPreparedAttention:
         bit_BS = row_BS.clamp_max(63)
         bits_BQS = (words_BQ.unsqueeze(-1) >> bit_BS.unsqueeze(1)).bitwise_and(1).bool()
         # Of a prompt, whose bits are all set, a row sees no later one.
-        bits_BQS &= row_BS.unsqueeze(1) <= torch.arange(words_BQ.shape[1]).to(row_BS).view(1, -1, 1)
+        query_row_Q1 = torch.arange(words_BQ.shape[1], device=row_BS.device).unsqueeze(1)
+        bits_BQS &= row_BS.unsqueeze(1) <= query_row_Q1
         # Keys beyond the rows of a sequence stand for none.
         bits_BQS &= (key_rows_BS == row_BS).unsqueeze(1)
         visible_BQS = bits_BQS | ~in_pass_BS.unsqueeze(1)

@@ -148,7 +148,10 @@ def eval(
             "--kv-cache-dtype out."
         )
     if certify and _WINDOW in given:
-        raise UserError("--certify looks at outputs, which no window changes; leave it out.")
+        raise UserError(
+            f"--draft-window is {given.value(_WINDOW)}; --certify looks at outputs, which "
+            "no window changes; leave it out."
+        )
     if _TREES in given and on_vllm:
         source = given[_TREES].source
         raise UserError(f"{source} and --engine vllm: chains alone. Leave one of them out.")
@@ -221,8 +224,9 @@ def eval(
     from peagle.evaluation.turns import sent_turns
     from peagle.results import ACCEPTANCE
 
-    requests = prompts, temperatures, params, draft_sampling
-    plan = EvalPlan(*requests, concurrency, chat, thinking, window)
+    plan = EvalPlan(
+        prompts, temperatures, params, draft_sampling, concurrency, chat, thinking, window
+    )
     file = AcceptanceFile(output, provenance, plan.settings(target_sha256), sent_turns(prompts))
     text = _measure(arms, plan, file, output, output_format)
     harness.conclude(file.results, text, ACCEPTANCE, output, output_format)

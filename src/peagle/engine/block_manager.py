@@ -144,7 +144,7 @@ class BlockManager:
         start, num_read_blocks = sequence.drafter_start, num_read // self.block_size
         first = sequence.num_published_blocks
         if num_read_blocks > sequence.num_read_blocks:
-            first = min(first, sequence.num_read_blocks)  # the drafter has read some since
+            first = sequence.num_read_blocks  # the drafter has read some since
         for index in range(first, num_tokens // self.block_size):
             block, key = sequence.block_table[index], self._hash(sequence, index)
             if index < num_read_blocks and index * self.block_size >= start:

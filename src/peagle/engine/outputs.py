@@ -52,8 +52,9 @@ class StepOutput(NamedTuple):
     @property
     def begins_without_drafts(self) -> bool:
         """Whether the sequence drafts, and this is its first step, before there was any draft."""
-        is_first = len(self.new_token_ids) == self.sequence.num_output_tokens
-        return is_first and not self.num_drafted and self.sequence.num_speculative_tokens > 0
+        if self.num_drafted or not self.sequence.num_speculative_tokens:
+            return False
+        return len(self.new_token_ids) == self.sequence.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,19 @@ def _write_rows(
     tl.store(values_ptr + target, as_stored(value, value_factor, dtype, LIMIT), mask=mask)
 
 
+@triton.jit
+def _add_tile(scores, values, highest, total, acc, dtype: tl.constexpr):
+    """Add a tile of keys to an online softmax; scores of -inf are keys that a row does not see."""
+    risen = tl.maximum(highest, tl.max(scores, 1))
+    base = tl.where(risen == float("-inf"), 0.0, risen)  # nothing seen yet: inf - inf
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(dtype), as_read(values, dtype), acc, input_precision="ieee")
+    return risen, total, acc
+
+
 @triton.jit(
     do_not_specialize=[
         "stride_table",
@@ -329,13 +342,7 @@ def attend_kernel(
             scores = tl.dot(q, as_read(k, q.dtype), input_precision="ieee") * score_scale
             if HAS_SOFTCAP:
                 scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
-            risen = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp2(scores - risen[:, None])
-            shrink = tl.exp2(highest - risen)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(weights.to(q.dtype), as_read(v, q.dtype), acc, input_precision="ieee")
-            highest = risen
+            highest, total, acc = _add_tile(scores, v, highest, total, acc, q.dtype)
     for i in range(num_open, num_own):
         key = (first_keys + i * step) * BLOCK_N + tl.arange(0, BLOCK_N)
         # Nothing else is loaded: unused and hidden slots may hold NaN, and 0 * NaN is NaN.
@@ -399,15 +406,7 @@ def attend_kernel(
         if HAS_WINDOW:
             visible = visible & (position[:, None] - key_position[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
-
-        risen = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(risen == float("-inf"), 0.0, risen)  # nothing seen yet: inf - inf
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), as_read(v, q.dtype), acc, input_precision="ieee")
-        highest = risen
+        highest, total, acc = _add_tile(scores, v, highest, total, acc, q.dtype)
 
     is_part = False
     if IS_SPLIT:

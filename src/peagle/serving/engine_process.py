@@ -7,7 +7,6 @@ heartbeat in memory that both processes share.
 from __future__ import annotations
 
 import ctypes
-import gc
 import math
 import multiprocessing
 import os
@@ -37,7 +36,7 @@ from peagle.engine.requests import Requests
 from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.serving.logs import configure_logging
-from peagle.serving.memory_release import trim
+from peagle.serving.memory_release import leave_to_itself, trim
 
 CPU_KV_GIB = 2.0  # KV cache of all engines on a CPU by default
 _STATS_EVERY_S = 0.1
@@ -397,9 +396,7 @@ class EngineWorker(EngineLoop):
 
     def serve(self) -> None:
         """Serve until the front end says stop, or until the pipe ends."""
-        # A collection that goes through all that is loaded would stop every stream for 0.2 s.
-        gc.collect()
-        gc.freeze()
+        leave_to_itself()  # or a collection stops every stream
         threading.Thread(target=self._receive, name="peagle-orders", daemon=True).start()
         self._send([], always=True)
         self.run()
