@@ -20,6 +20,7 @@ from typing import Any
 from common import run_guarded
 
 from peagle.config import SamplingParams
+from peagle.engine.depth import StepSeconds
 from peagle.engine.graph_runner import RowReport
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.sequence import Sequence
@@ -37,7 +38,7 @@ class MadeUpSteps:
 
     Attributes:
         draws: whether drafts are drawn.
-        last_read: K and no time.
+        last_read: K and no times.
     """
 
     draws = False
@@ -46,7 +47,7 @@ class MadeUpSteps:
         self._text, self._num_drafts = text, num_drafts
         self._random = random.Random(0)
         self._sequences: list[Sequence] = []
-        self.last_read: tuple[int, None] = (num_drafts, None)
+        self.last_read = num_drafts, StepSeconds()
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         return None
@@ -75,7 +76,7 @@ class MadeUpSteps:
     def sequences(self) -> list[Sequence]:
         return self._sequences
 
-    def read(self, flight: MadeUpSteps) -> list[RowReport]:
+    def read(self, flight: MadeUpSteps, *, follows: bool) -> list[RowReport]:
         return [self._report() for _ in self._sequences]
 
     def _report(self) -> RowReport:

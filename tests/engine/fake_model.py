@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peagle.config import CandidateTrees
-from peagle.engine.depth import DepthPolicy
+from peagle.engine.depth import DepthPolicy, StepSeconds
 from peagle.engine.graph_runner import RowReport, buckets
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.scheduler import Chunk
@@ -342,7 +342,8 @@ class FakeGraphs:
         self.launches: list[int] = []  # how many sequences, for each time that they were given
         self.num_launches = self.num_reads = self.num_mixed = 0
         self.times: dict[int, Any] = {}
-        self.last_read: tuple[int, None] = (0, None)
+        self.last_read: tuple[int, StepSeconds] = (0, StepSeconds())
+        self.num_following = 0  # steps with nothing between them and the one before
 
     @property
     def draws(self) -> bool:
@@ -400,10 +401,11 @@ class FakeGraphs:
         assert len(self._unread) == 1, "one step is in flight"
         return self._launch()
 
-    def read(self, flight: Flight) -> list[Any]:
+    def read(self, flight: Flight, *, follows: bool = False) -> list[Any]:
         assert self._unread.pop(0) is flight, "steps are read once, and in their order"
         self.num_reads += 1
-        self.last_read = flight.num_drafts, None
+        self.last_read = flight.num_drafts, StepSeconds()
+        self.num_following += follows
         return flight.reports
 
     def _launch(self) -> Flight:

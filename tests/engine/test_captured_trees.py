@@ -333,8 +333,8 @@ def test_nodes_by_themselves(
     assert pipeline is not None
     read, shares = pipeline.runner.read, list[list[int]]()
 
-    def watched(flight: Flight) -> list[RowReport]:
-        reports = read(flight)
+    def watched(flight: Flight, *, follows: bool) -> list[RowReport]:
+        reports = read(flight, follows=follows)
         rows, n = len(flight.sequences), flight.num_drafts
         num_rows = pipeline.runner._graphs[rows, n].num_rows
         shares.append([one.num_drafted for one in reports if one.new_token_ids])

@@ -27,6 +27,7 @@ from peagle.engine.depth import (
     DepthPolicy,
     ScheduledDepth,
     StepCosts,
+    StepSeconds,
     candidates,
     make_depth,
     node_counts,
@@ -76,6 +77,7 @@ class Card:
     policy: AutomaticDepth | ScheduledDepth
     shares: tuple[float, ...] = HEADS["good"]
     context_s: float = 0.0  # of each sequence
+    host_s: float = 0.0  # of a step with drafts; half of it of a plain one
     missed_s: float = 0.0  # that the head takes for a sequence where drafting resumes
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     seconds: float = 0.0
@@ -96,10 +98,12 @@ class Card:
         self.ks.append(k)
         device_s = step_s(rows_of(load), k) + load * self.context_s
         resuming_s = (30e-3 + load * self.missed_s) * (k > before == 0)
-        self.seconds += device_s + 1.5e-3 * (k != before) + resuming_s
+        period_s = self.period_s(load, k)
+        self.seconds += period_s + 1.5e-3 * (k != before) + resuming_s
         drafted = load - num_new
         accepted = [self._accepted(min(k, before)) for _ in range(drafted)]
-        self.policy.record(k, accepted, load, device_s if self.knows_times else None)
+        seconds = StepSeconds(device_s, period_s) if self.knows_times else StepSeconds()
+        self.policy.record(k, accepted, load, seconds)
         self.num_tokens += num_new + drafted * tokens_of(self.shares, min(k, before))
         return [1 + count for count in accepted] + [1] * num_new
 
@@ -109,10 +113,14 @@ class Card:
             count += 1
         return count
 
+    def period_s(self, load: int, k: int) -> float:
+        """Seconds from step to step: the device runs one while the host reads the one before."""
+        device_s = step_s(rows_of(load), k) + load * self.context_s
+        return max(device_s, self.host_s if k else self.host_s / 2)
+
     def speed(self, load: int, k: int) -> float:
         """Tokens a second of a fixed K, in the long run."""
-        seconds = step_s(rows_of(load), k) + load * self.context_s
-        return load * tokens_of(self.shares, k) / seconds
+        return load * tokens_of(self.shares, k) / self.period_s(load, k)
 
     def best(self, load: int) -> float:
         return max(self.speed(load, k) for k in KS)
@@ -143,6 +151,14 @@ def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str)
     found = card.run(load, 3000)
     assert found >= 0.98 * card.best(load)
     assert found >= 0.98 * card.speed(load, 0)
+
+
+@pytest.mark.parametrize("host_s", [9e-3, 25e-3])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("load", [1, 16, 64, 128, 256])
+def test_where_the_host_is_slower_than_the_device(load: int, head: str, host_s: float) -> None:
+    card = Card(AutomaticDepth(MOST), HEADS[head], host_s=host_s)
+    assert card.run(load, 3000) >= 0.98 * max(card.best(load), card.speed(load, 0))
 
 
 @pytest.mark.parametrize("error", [-0.1, 0.1])
@@ -352,7 +368,7 @@ def test_k_is_always_a_candidate(data: st.DataObject, most: int) -> None:
         assert k in candidates(most) and 0 <= k <= most
         assert {policy(n) for n in range(1, 9)} == {k}, "one K within a step"
         accepted = data.draw(st.lists(st.integers(0, k), max_size=load))
-        seconds = data.draw(st.none() | costs)
+        seconds = StepSeconds(data.draw(st.none() | costs), data.draw(st.none() | costs))
         policy.record(k, accepted, len(accepted), seconds)
 
 
@@ -434,7 +450,7 @@ def test_a_record_of_few_counts_little() -> None:
     assert record.tokens(1) == pytest.approx(1 + PRIOR * PRIOR_DRAFTS / (PRIOR_DRAFTS + 1))
 
 
-TABLE = {(2, 0): 1.0, (2, 3): 1.5, (8, 0): 2.0, (8, 3): 4.0}
+TABLE = {(2, 0): 1.0, (2, 1): 1.2, (2, 3): 1.5, (8, 0): 2.0, (8, 1): 3.0, (8, 3): 4.0}
 
 
 def test_costs_are_those_of_the_next_larger_graph_less_a_doubt() -> None:
@@ -442,7 +458,7 @@ def test_costs_are_those_of_the_next_larger_graph_less_a_doubt() -> None:
     found = [costs(n, 3) for n in (1, 2, 3, 8, 16)]
     assert found == pytest.approx([1.5 * left, 1.5 * left, 4 * left, 4 * left, 8 * left])
     for _ in range(TRUSTED_STEPS):
-        costs.add(8, 3, 4.0)
+        costs.add(8, 3, StepSeconds(4.0))
     assert (costs(8, 3), costs(16, 3)) == (4.0, 8.0)
     assert costs(8, 0) == 2.0 * left
 
@@ -450,24 +466,24 @@ def test_costs_are_those_of_the_next_larger_graph_less_a_doubt() -> None:
 def test_contexts_cost_the_same_at_each_k() -> None:
     costs, left = StepCosts(TABLE), 1 - DOUBT
     for _ in range(200):
-        costs.add(6, 0, 2.0 + 3.0)
+        costs.add(6, 0, StepSeconds(2.0 + 3.0))
     assert costs(6, 0) == pytest.approx(5.0)
     assert costs(6, 3) == pytest.approx(4.0 * left + 3.0)
     for _ in range(200):
-        costs.add(6, 0, 0.1)
+        costs.add(6, 0, StepSeconds(0.1))
     assert costs(6, 0) == 1.0, "never less than half of the table"
 
 
 def test_the_first_steps_of_another_k_correct_its_entry() -> None:
     costs = StepCosts(TABLE)
     for _ in range(200):
-        costs.add(8, 0, 2.0 + 4.0)
+        costs.add(8, 0, StepSeconds(2.0 + 4.0))
     for _ in range(TRUSTED_STEPS):
-        costs.add(8, 3, 4.6 + 4.0)
+        costs.add(8, 3, StepSeconds(4.6 + 4.0))
     assert costs(8, 3) == pytest.approx(8.6, rel=0.01)
     assert costs(8, 0) == pytest.approx(6.0, rel=0.01)
     for _ in range(200):  # later steps tell of contexts
-        costs.add(8, 3, 4.6 + 8.0)
+        costs.add(8, 3, StepSeconds(4.6 + 8.0))
     assert costs(8, 3) == pytest.approx(12.6, rel=0.01)
     assert costs(8, 0) == pytest.approx(10.0, rel=0.01)
 
@@ -476,11 +492,30 @@ def test_an_entry_is_not_corrected_beyond_doubt() -> None:
     """What a step takes beyond that is its contexts'."""
     costs = StepCosts(TABLE)
     for _ in range(TRUSTED_STEPS):
-        costs.add(8, 0, 2.0)
+        costs.add(8, 0, StepSeconds(2.0))
     for _ in range(200):
-        costs.add(8, 3, 14.0)
+        costs.add(8, 3, StepSeconds(14.0))
     assert costs(8, 3) == pytest.approx(14.0, rel=0.01)
     assert costs(8, 0) == pytest.approx(2.0 + 14.0 - 4.0 * (1 + DOUBT), rel=0.01)
+
+
+def test_a_step_takes_no_less_than_the_host() -> None:
+    costs = StepCosts(TABLE)
+    for _ in range(100):
+        costs.add(8, 3, StepSeconds(4.0, 7.0))
+    assert costs(8, 1) == costs(8, 3) == pytest.approx(7.0, rel=0.01)
+    assert costs(8, 0) == 2.0 * (1 - DOUBT), "plain steps are another matter"
+    costs.add(8, 3, StepSeconds(4.0, 500.0))
+    assert costs(8, 3) < 8.0, "it stood still once"
+    costs.add(8, 3, StepSeconds(4.0, 4.1))
+    assert costs(8, 3) == pytest.approx(4.1), "the host was done before the device"
+
+
+def test_a_busy_device_says_little_of_the_host() -> None:
+    costs = StepCosts(TABLE)
+    for _ in range(100):
+        costs.add(8, 3, StepSeconds(4.0, 4.1))
+    assert costs(8, 1) == TABLE[8, 1] * (1 - DOUBT)
 
 
 # ---- who gets it ----------------------------------------------------------------------------

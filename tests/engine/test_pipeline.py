@@ -68,6 +68,19 @@ def started(max_tokens: list[int], **options: Any) -> Steps:
     return steps
 
 
+@pytest.mark.parametrize(("prompt", "num_mixed"), [(3, 1), (5, 0)])
+def test_which_steps_follow_the_one_before_with_nothing_between(
+    prompt: int, num_mixed: int
+) -> None:
+    steps = started([9, 9])
+    steps.add(9, prompt)
+    assert not steps.step(), "a prompt, in the step's pass or before it"
+    steps.run_to_the_end()
+    device = steps.device
+    assert device.num_mixed == num_mixed
+    assert device.num_reads - device.num_following == 2 - num_mixed, "the first step follows none"
+
+
 def test_one_step_is_in_flight_while_the_last_is_read() -> None:
     steps = started([9, 9])
     for _ in range(4):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from peagle.config import SpeculativeConfig
 from peagle.config.speculative import AUTO
@@ -37,6 +38,22 @@ SETTLED_STEPS = 2 * LATEST_STEPS
 # By how much an entry of the table may be wrong until its K ran for so many steps at its rows, and
 # the share of a step's error that corrects it meanwhile.
 DOUBT, TRUSTED_STEPS, CORRECTION = 0.2, 12, 0.3
+# The device waits for the host where it rests for more than this share of a step behind it.
+RESTS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """What a decode step took.
+
+    Attributes:
+        device: seconds on the device; None where they are not known, or are also those of prompts.
+        period: seconds from the end of the step before to the end of this one, which the device
+            may in part have waited for the host; None where something else ran between.
+    """
+
+    device: float | None = None
+    period: float | None = None
 
 
 class DepthPolicy:
@@ -55,7 +72,7 @@ class DepthPolicy:
         raise NotImplementedError
 
     def record(
-        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: float | None
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: StepSeconds
     ) -> None:
         """Learn from a decode step of K drafts.
 
@@ -63,8 +80,7 @@ class DepthPolicy:
             accepted: number of accepted drafts of each sequence, without those that have just
                 joined and have no drafts yet.
             num_sequences: in the step, with those.
-            seconds: time of the step on the device; None where it is not known, or is also that of
-                prompts.
+            seconds: what the step took.
         """
 
     def served(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
@@ -111,7 +127,7 @@ class ScheduledDepth(DepthPolicy):
             self._num_calm = 0
 
     def record(
-        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: float | None
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: StepSeconds
     ) -> None:
         if self._trees is not None and accepted:
             self._trees.add(k, accepted)
@@ -217,6 +233,10 @@ class StepCosts:
     the table, by DOUBT at most. Until then an entry counts for so much less: a K that might pay is
     tried once. A step whose time is not known corrects nothing, and is a try all the same.
 
+    Where the host takes longer for a step than the device, as it may for many sequences of a small
+    model, a step takes the host's time, whatever K is, if it has drafts; plain steps have less to
+    tell the host. That time is known where the device waits, and an upper bound of it elsewhere.
+
     Args:
         table: seconds by (rows, K), for every K at the same rows.
     """
@@ -227,6 +247,7 @@ class StepCosts:
         self._num_run = dict.fromkeys(table, 0)
         self._contexts_s = 0.0
         self._latest_rows, self._num_latest = 0, 0
+        self._host_s: dict[tuple[int, bool], float] = {}  # by rows and whether there are drafts
 
     def __call__(self, num_sequences: int, k: int) -> float:
         rows = self._rows_of(num_sequences)
@@ -234,17 +255,30 @@ class StepCosts:
         table_s = self._table[rows, k] * share
         if self._num_run[rows, k] < TRUSTED_STEPS:
             table_s *= 1 - DOUBT
-        return max(table_s + self._contexts_s, table_s / 2)
+        host_s = self._host_s.get((rows, k > 0), 0.0) * share
+        return max(table_s + self._contexts_s, table_s / 2, host_s)
 
     def _rows_of(self, num_sequences: int) -> int:
         return self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
 
-    def add(self, num_sequences: int, k: int, seconds: float | None) -> None:
-        """Count a step; its time is None where it is not known."""
+    def add(self, num_sequences: int, k: int, seconds: StepSeconds) -> None:
+        """Count a step."""
         rows = self._rows_of(num_sequences)
-        if seconds is not None:
-            self._correct(num_sequences, rows, k, seconds)
+        if seconds.device is not None:
+            self._correct(num_sequences, rows, k, seconds.device)
+            if seconds.period is not None:
+                share = max(1.0, num_sequences / rows)
+                self._follow_host((rows, k > 0), seconds.device / share, seconds.period / share)
         self._num_run[rows, k] += 1
+
+    def _follow_host(self, key: tuple[int, bool], device_s: float, period_s: float) -> None:
+        """Learn the host's time from a step; one that stood still counts as twice the usual."""
+        if period_s > (1 + RESTS) * device_s:
+            host_s = self._host_s.get(key, device_s)
+            change_s = min(period_s, 2 * host_s) - host_s
+            self._host_s[key] = host_s + change_s / LATEST_STEPS
+        elif key in self._host_s:
+            self._host_s[key] = min(self._host_s[key], period_s)
 
     def _correct(self, num_sequences: int, rows: int, k: int, seconds: float) -> None:
         if rows != self._latest_rows:
@@ -351,7 +385,7 @@ class AutomaticDepth(DepthPolicy):
         self._output_tokens = self._output_tokens * kept + num_output_tokens
 
     def record(
-        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: float | None
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: StepSeconds
     ) -> None:
         if accepted:
             self._acceptance.add(k, accepted)

@@ -15,7 +15,7 @@ from itertools import islice
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.depth import AutomaticDepth, make_depth
+from peagle.engine.depth import AutomaticDepth, StepSeconds, make_depth
 from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, load_head, make_drafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
@@ -487,7 +487,8 @@ class LLMEngine:
             obstacle = pipeline.runner.obstacle(sequences)
             is_launched = bool(sequences) and obstacle is None
             if is_launched:
-                pipeline.launch(sequences, partial(self._run, prompts) if is_mixed else None)
+                run_prompts = partial(self._run, prompts) if is_mixed else None
+                pipeline.launch(sequences, run_prompts, is_alone=is_mixed or not prompts)
             else:
                 pipeline.drain()
             self._count_read(pipeline)
@@ -505,7 +506,7 @@ class LLMEngine:
             counts = self.drafting.num_verified(sequences, k)
         self._run([Chunk(s, 1, count) for s, count in zip(sequences, counts, strict=True)])
         budget.gave()
-        self._record(k, self._outputs[num_before:], None)
+        self._record(k, self._outputs[num_before:], StepSeconds())
 
     def _count_read(self, pipeline: Pipeline) -> None:
         """Count the step whose results were taken, if it brought tokens."""
@@ -514,7 +515,7 @@ class LLMEngine:
             k, seconds = pipeline.runner.last_read
             self._record(k, self._outputs, seconds)
 
-    def _record(self, k: int, outputs: list[StepOutput], seconds: float | None) -> None:
+    def _record(self, k: int, outputs: list[StepOutput], seconds: StepSeconds) -> None:
         """Count a decode step of depth k by its outputs; K follows from such steps."""
         decoded = [output for output in outputs if output.new_token_ids]
         if decoded and not self._is_checking:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.capture import Capturer, make_capturer
-from peagle.engine.depth import DepthPolicy
+from peagle.engine.depth import DepthPolicy, StepSeconds
 from peagle.engine.features import FeatureRings
 from peagle.engine.mixed_pass import MixedPass
 from peagle.engine.model_runner import ModelRunner, RunTarget
@@ -384,8 +384,7 @@ class GraphRunner:
 
     Attributes:
         times: device times of the steps without prompts, by the rows of the graph.
-        last_read: K of the step that was read last, and its seconds on the device; None where
-            nothing stamps it.
+        last_read: K of the step that was read last, and what it took.
     """
 
     def __init__(
@@ -416,7 +415,8 @@ class GraphRunner:
         self._num_blocks = [0] * self._buckets[-1]  # of each row, those that the device knows
         self._has_warned = False
         self.times: dict[int, StepTimes] = {}
-        self.last_read: tuple[int, float | None] = (0, None)
+        self.last_read: tuple[int, StepSeconds] = (0, StepSeconds())
+        self._last_end_ns = 0  # of the step that was read last
 
     @property
     def draws(self) -> bool:
@@ -432,9 +432,9 @@ class GraphRunner:
         """Return the seconds of a greedy step of (rows, K) on the device: the fastest of a few."""
         params, seconds = SamplingParams(max_tokens=1 << 20), list[float]()
         for _ in self._make_up(num_rows, num_drafts, params, _TIMED_STEPS):
-            _, step_s = self.last_read
-            assert step_s is not None, "a GPU alone stamps its steps"
-            seconds.append(step_s)
+            _, taken = self.last_read
+            assert taken.device is not None, "a GPU alone stamps its steps"
+            seconds.append(taken.device)
         return min(seconds)
 
     def warm_up_rules(self, release: Callable[[Sequence], None]) -> None:
@@ -633,19 +633,26 @@ class GraphRunner:
         self._seat([], 0)
         self._rules.set_rows([], 0)
 
-    def read(self, flight: Flight) -> list[RowReport]:
-        """Wait for a step and return its report, a row a sequence."""
+    def read(self, flight: Flight, *, follows: bool = False) -> list[RowReport]:
+        """Wait for a step and return its report, a row a sequence.
+
+        Args:
+            follows: the device had nothing to run between the step read last and this one.
+        """
         if flight.done is not None:
             flight.done.synchronize()
         *rows, times = flight.report_RX.tolist()
-        seconds = None
+        seconds, before_ns = StepSeconds(), self._last_end_ns
+        _, _, _, self._last_end_ns = times[:4]
         if flight.done is not None and not flight.has_prompts:
-            seconds = self.times.setdefault(len(rows), StepTimes()).add(times)
+            device_s = self.times.setdefault(len(rows), StepTimes()).add(times)
+            period_s = (self._last_end_ns - before_ns) * 1e-9 if follows else None
+            seconds = StepSeconds(device_s, period_s)
         reports = [read_report(row, flight.max_accepted, flight.max_drafts) for row in rows]
         # Sequences that ended in the step before may leave a graph larger than the others need.
         num_active = sum(bool(report.new_token_ids) for report in reports)
         if not num_active or self._rows_for(num_active) != len(rows):
-            seconds = None
+            seconds = StepSeconds()
         self.last_read = flight.num_drafts, seconds
         if flight.logprobs is not None:
             found = flight.logprobs.read([report.new_token_ids for report in reports])

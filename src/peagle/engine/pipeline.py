@@ -36,6 +36,7 @@ class Pipeline:
         self._take = take
         self._prepare = prepare
         self._flight: Flight | None = None
+        self._follows = False  # the step in flight runs right behind the one before it
         self._has_grammars = False
         self._version: int | None = None  # of the scheduler, at the last launch; None: others wait
 
@@ -48,11 +49,14 @@ class Pipeline:
         self,
         sequences: SequenceOf[Sequence],
         run_prompts: Callable[[RunTarget], None] | None = None,
+        *,
+        is_alone: bool = True,
     ) -> None:
         """Launch a step of these sequences, then take the results of the one in flight.
 
         Args:
             run_prompts: as of `GraphRunner.launch`.
+            is_alone: nothing else was launched since the last step.
         """
         if self._flight is not None and self.runner.needs_results(sequences):
             self.drain()
@@ -63,24 +67,28 @@ class Pipeline:
         alone = len(sequences) == len(self._scheduler.running)
         self._version = self._scheduler.version if alone else None
         self._has_grammars = any(s.grammar is not None for s in sequences)
-        self._launch(partial(self.runner.launch, sequences, run_prompts=run_prompts))
+        launch = partial(self.runner.launch, sequences, run_prompts=run_prompts)
+        self._launch(launch, is_alone=is_alone)
 
-    def _launch(self, launch: Callable[[Callable[[], None] | None], Flight]) -> None:
+    def _launch(
+        self, launch: Callable[[Callable[[], None] | None], Flight], *, is_alone: bool = True
+    ) -> None:
         """Launch a step and take the results of the last.
 
         Masks of grammars follow from these results: then they are taken while the target runs.
         """
-        flight = self._flight
+        flight, follows = self._flight, self._follows
+        self._follows = is_alone and flight is not None
 
         def meanwhile() -> None:
-            self._read(flight)
+            self._read(flight, follows)
             self._prepare()
 
         if self._has_grammars:
             self._flight = launch(meanwhile)
         else:
             self._flight = launch(None)
-            self._read(flight)
+            self._read(flight, follows)
 
     def go_on(self) -> bool:
         """Launch the next step, then take the results of the last; return false if that cannot be.
@@ -110,15 +118,16 @@ class Pipeline:
     def drain(self) -> None:
         """Take the results of the step in flight, if there is one; the sequences then join anew."""
         flight, self._flight = self._flight, None
-        self._read(flight)
+        self._read(flight, self._follows)
         self.runner.clear()
 
-    def _read(self, flight: Flight | None) -> None:
-        """Take the results of a step, if there is one."""
+    def _read(self, flight: Flight | None, follows: bool) -> None:
+        """Take the results of a step, if there is one; `follows` as in `GraphRunner.read`."""
         if flight is None:
             return
         num_ended = num_left = 0
-        for sequence, report in zip(flight.sequences, self.runner.read(flight), strict=True):
+        reports = self.runner.read(flight, follows=follows)
+        for sequence, report in zip(flight.sequences, reports, strict=True):
             # One that was preempted meanwhile computes the same again.
             if sequence is not None and sequence.status is SequenceStatus.RUNNING:
                 self._take(sequence, report)
