@@ -237,6 +237,27 @@ def test_drafts_pay_for_the_heads_reading(
         assert run(AutomaticDepth(MOST), knows=False) < 0.98 * max(fixed.values())
 
 
+@pytest.mark.parametrize("length", [4, 8, 40])
+@pytest.mark.parametrize("in_flight", [8, 64, 128])
+def test_a_request_begins_with_a_step_without_drafts(in_flight: int, length: int) -> None:
+    def run(policy: AutomaticDepth | ScheduledDepth, *, knows: bool = True) -> float:
+        card, rng = Card(policy), random.Random(1)
+        left, num_new = [rng.randrange(1, length) for _ in range(in_flight)], 0
+        for _ in range(1500):
+            tokens = card.step(in_flight, num_new=num_new)
+            left = [n - new for n, new in zip(left, tokens, strict=True) if n > new]
+            num_new = in_flight - len(left)
+            left += [length] * num_new  # the new ones are the last
+            for _ in range(num_new * knows):
+                policy.served(0, length)
+        return card.num_tokens / card.seconds
+
+    fixed = {k: run(ScheduledDepth(lambda _, k=k: k)) for k in KS}
+    assert run(AutomaticDepth(MOST)) >= 0.98 * max(fixed.values())
+    if in_flight == 128:
+        assert run(AutomaticDepth(MOST), knows=False) < 0.98 * max(fixed.values())
+
+
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("head", ["good", "bad"])
 def test_prompts_in_every_step(head: str, load: int) -> None:

@@ -307,7 +307,8 @@ class AutomaticDepth(DepthPolicy):
     K that suits all of it.
 
     The target computes prompts whatever K is. The head reads them where K is above 0, and each
-    output token bears its share of that time, as in the latest requests.
+    output token bears its share of that time, as in the latest requests. The first step of a
+    request has no drafts.
 
     Args:
         most: the greatest K.
@@ -322,7 +323,7 @@ class AutomaticDepth(DepthPolicy):
         self._is_idle = True
         self._gains = dict.fromkeys(self._candidates, 0.0)  # in plain steps
         self._reading_s = 0.0  # seconds in which the head reads a prompt token
-        self._prompt_tokens = self._output_tokens = 0.0  # of the latest requests
+        self._num_requests = self._prompt_tokens = self._output_tokens = 0.0  # the latest ones
 
     def measure(
         self,
@@ -355,7 +356,7 @@ class AutomaticDepth(DepthPolicy):
         reading_s = self._reading_s * self._prompt_tokens / max(self._output_tokens, 1.0)
         speed = dict[int, float]()
         for k in self._candidates:
-            token_s = step_s[k] / (rows * self._acceptance.tokens(k))
+            token_s = step_s[k] / (rows * self._tokens(k))
             speed[k] = 1 / (token_s + reading_s if k else token_s)
         ready = list(self._candidates)
         if load and not self._is_idle:
@@ -366,8 +367,17 @@ class AutomaticDepth(DepthPolicy):
                 self._gains[k] = max(0.0, self._gains[k] + gain)
             ready = [k for k in self._candidates if self._gains[k] >= self._price(k, missed)]
         if ready:
-            self._change(max(ready, key=speed.__getitem__))
+            # Drafts have to gain a little: speeds are estimates.
+            self._change(max(ready, key=lambda k: speed[k] * (1 - MARGIN * (k > 0))))
         self._is_idle = not load
+
+    def _tokens(self, k: int) -> float:
+        """Return the tokens of a sequence in a step of depth k, its first step counted."""
+        tokens = self._acceptance.tokens(k)
+        if self._num_requests:
+            length = max(self._output_tokens / self._num_requests, 1.0)
+            tokens = length / (1 + (length - 1) / tokens)
+        return tokens
 
     def _price(self, k: int, missed: float) -> float:
         """Return what a change to k costs, in plain steps: `missed` to read what was missed."""
@@ -381,6 +391,7 @@ class AutomaticDepth(DepthPolicy):
 
     def served(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         kept = 1 - 1 / LATEST_REQUESTS
+        self._num_requests = self._num_requests * kept + 1
         self._prompt_tokens = self._prompt_tokens * kept + num_prompt_tokens
         self._output_tokens = self._output_tokens * kept + num_output_tokens
 
