@@ -147,6 +147,24 @@ def test_many_together_give_the_nodes_to_the_surest() -> None:
     assert together[2] > alone[2] + 0.3
 
 
+def test_what_is_known_is_counted_again_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though some of those that run join, and have no drafts in their first step."""
+    record, counted = TreeRecord(SHAPE), list[int]()
+    curve = record._make_curve
+    monkeypatch.setattr(record, "_make_curve", lambda of: (counted.append(1), curve(of))[1])
+    for step in range(400):
+        for _ in range(16):
+            if record.looks:
+                record.saw([-0.1, -0.2, -1.0, -0.4], PARENTS, [0], verified=3)
+        record.add(3, [1] * (16 - step % 3))
+        record.tokens(3)
+    assert len(counted) <= 8 + 400 // tree_record.LEARN_STEPS
+    number = len(counted)
+    record.add(3, [1] * 40)
+    record.tokens(3)
+    assert len(counted) == number + 1, "many more share their nodes"
+
+
 # ---- nodes that trees share -----------------------------------------------------------------
 
 

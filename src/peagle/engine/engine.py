@@ -613,7 +613,7 @@ class LLMEngine:
         tree = depth = None
         if num_drafted and sequence.draft_parents is not None:
             nodes = slice(num_drafted)
-            tree = DraftTree(sequence.drafts[nodes], sequence.draft_parents[nodes])
+            tree = DraftTree.of(sequence.drafts[nodes], sequence.draft_parents[nodes])
             depth = tree.depth
         record, parents = self._tree_record, sequence.draft_parents
         if record is not None and record.looks and parents and not self._is_checking:

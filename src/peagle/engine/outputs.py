@@ -20,15 +20,17 @@ class DraftTree(NamedTuple):
     Attributes:
         tokens: of the nodes, the likeliest first.
         parents: the row of each node's parent; row 0 is the newest token, row i + 1 is node i.
+        depth: most nodes on a path.
     """
 
     tokens: list[int]
     parents: list[int]
+    depth: int
 
-    @property
-    def depth(self) -> int:
-        """Most nodes on a path."""
-        return max(row_depths(self.parents))
+    @staticmethod
+    def of(tokens: list[int], parents: list[int]) -> DraftTree:
+        """Return the tree of these nodes."""
+        return DraftTree(tokens, parents, max(row_depths(parents)))
 
     def path(self, tokens: Iterable[int]) -> list[int]:
         """Return the nodes on the path of these tokens, from the newest token on."""

@@ -105,6 +105,8 @@ class TreeRecord:
         self._trees: dict[int, _Trees] = {}  # by their greatest depth
         self._latest = depth  # of the trees that are verified next
         self._group = 1
+        self._found: dict[int, float] = {}  # what `tokens` returns, for LEARN_STEPS
+        self._age = 0  # of that, in steps
 
     def calibrates(self, survival: Survival | None) -> None:
         """Let w and b that are fitted go to `survival`, which decides about the nodes of steps."""
@@ -138,8 +140,11 @@ class TreeRecord:
             k: nodes of the step for each sequence.
             accepted: accepted nodes of each sequence that ran.
         """
-        if accepted:
-            self._group = 1 << (min(len(accepted), LATEST_TREES).bit_length() - 1)
+        before = self._group, self._latest
+        count = min(len(accepted), LATEST_TREES)
+        # About as many go on together while some join, whose first step has no drafts.
+        if count and not self._group // 2 < count < 2 * self._group:
+            self._group = 1 << (count.bit_length() - 1)
         for trees in self._trees.values():
             trees.weight *= 1 - 1 / FORGOTTEN_STEPS
         drafted, next_depth = self._latest, self._shape.depth(k)
@@ -152,6 +157,11 @@ class TreeRecord:
                 self._num_resting = LEARN_STEPS - max(1, TREES_A_STEP // self._group)
         if next_depth:
             self._latest = next_depth
+        self._age += 1
+        is_known = drafted in self._trees and self._trees[drafted].count >= LATEST_TREES
+        if self._age == LEARN_STEPS or not is_known or before != (self._group, self._latest):
+            self._age = 0
+            self._found.clear()
 
     def _learn(self, depth: int) -> None:
         """Take the trees that wait, which were drafted up to a depth."""
@@ -205,6 +215,11 @@ class TreeRecord:
 
     def tokens(self, k: int) -> float:
         """Return the tokens of a sequence in a step that verifies k nodes of each."""
+        if k not in self._found:
+            self._found[k] = self._tokens(k)
+        return self._found[k]
+
+    def _tokens(self, k: int) -> float:
         prior, wanted = sum(PRIOR**i for i in range(1, k + 1)), self._shape.depth(k)
         if not self._trees:
             return 1 + prior
