@@ -137,6 +137,22 @@ def watch_drafts(llm: LLM) -> dict[tuple[int, ...], list[int]]:
     return seen
 
 
+def watch_steps(llm: LLM) -> dict[tuple[int, ...], list[int]]:
+    """The drafts that steps leave, by the tokens that they follow, from now on."""
+    engine: Any = llm.engine
+    step = engine.step
+    seen: dict[tuple[int, ...], list[int]] = {}
+
+    def watching() -> Any:
+        outputs = step()
+        left = {tuple(o.sequence.token_ids): o.sequence.drafts for o in outputs}
+        seen.update({text: drafts for text, drafts in left.items() if drafts})
+        return outputs
+
+    engine.step = watching
+    return seen
+
+
 def drive(
     llm: LLM,
     prompts: Sequence[list[int]],

@@ -30,7 +30,7 @@ from peagle.engine.pass_graphs import PassGraphs
 from peagle.engine.stats import EngineStats
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-from tests.engine.engines import watch_drafts
+from tests.engine.engines import watch_drafts, watch_steps
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("graphs_everywhere")
@@ -139,7 +139,7 @@ def run(
         patch.setattr(MixedPass, "__call__", watched)
         if not mixes:
             patch.setattr(GraphRunner, "can_mix", lambda *sizes: False)
-        drafts = {} if llm.engine.drafting is None else watch_drafts(llm)
+        drafts = watch_steps(llm)
         ids: dict[int, list[int]] = {}
         while requests.has_unfinished or steps <= last:
             for prompt, params in arrivals.get(steps, []):

@@ -1,9 +1,10 @@
 """After a target pass: the drafter reads its states, and makes the drafts of the next step.
 
 A sequence that does not draft leaves a hole in the drafter's KV, its prompt included. Its last
-features are kept. When it drafts again, one pass over them closes the hole; if the hole is larger
-than what is kept, the drafter's context begins behind it. Where the drafter has a window, its
-context begins that far before the end of a prompt. Attention reads nothing before a context.
+features are kept. Before it drafts again the drafter catches up: a pass over them closes the hole.
+If the hole is larger than what is kept, the drafter's context begins behind it. Where the drafter
+has a window, its context begins that far before the end of a prompt. Attention reads nothing before
+a context.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import DraftGrammar, LogitsAfter, grow_trees, prepare
 from peagle.engine.model_runner import TargetPass, block_tables
+from peagle.engine.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
@@ -54,9 +56,12 @@ from peagle.speculation import (
     TreeSlots,
 )
 from peagle.speculation.proposers import TREE_TEMPERATURE
+from peagle.speculation.verification import SamplingTensors
 
 # From so many positions on that no draft needs, a pass of their own pays.
 READ_APART_FROM = 256
+# Most positions of a pass that closes holes; with MAX_SEQUENCES sequences a graph can run it.
+MOST_CAUGHT_UP = TOKEN_BUCKETS[-1]
 _TIMED_READINGS = 4
 
 
@@ -174,6 +179,9 @@ class Drafting:
         self.max_model_len = max_model_len
         self.most_drafts = MAX_SPECULATIVE_TOKENS
 
+    def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
+        """Read what was kept of those of the sequences that draft again, before their next pass."""
+
     def draft(self, done: TargetPass) -> None:
         """Draft for the sequences of a pass whose new tokens have been appended."""
         raise NotImplementedError
@@ -220,36 +228,28 @@ class LookupDrafting(Drafting):
 class _Reading:
     """Positions `first` to before `end` of a sequence that the drafter reads now.
 
-    `row` is the packed target row of the position `pass_start`; features of positions before that
-    one are `kept_NA`.
+    `row` is the row of the first one in the features that are read.
     """
 
     sequence: Sequence
     first: int
     end: int
-    pass_start: int
     row: int
-    kept_NA: Tensor | None
-    num_drafts: int
+    num_drafts: int = 0
 
     def __len__(self) -> int:
         return self.end - self.first
 
     @property
-    def row_end(self) -> int:
-        """The row after the last one of the pass that is read."""
-        return self.row + max(self.end - self.pass_start, 0)
+    def rows(self) -> range:
+        """The rows of the positions."""
+        return range(self.row, self.row + len(self))
 
     def split(self) -> tuple[_Reading, _Reading]:
         """Return the positions before the one from which drafts start, and that one."""
         at = self.end - 1 if self.num_drafts else self.end
-        before_NA = last_NA = None
-        if self.kept_NA is not None:
-            before_NA, last_NA = self.kept_NA.tensor_split([at - self.first])
-        return (
-            replace(self, end=at, kept_NA=before_NA, num_drafts=0),
-            replace(self, first=at, kept_NA=last_NA),
-        )
+        row = self.row + at - self.first
+        return replace(self, end=at, num_drafts=0), replace(self, first=at, row=row)
 
 
 class HeadDrafting(Drafting):
@@ -308,6 +308,41 @@ class HeadDrafting(Drafting):
                 reading.sequence.draft_probs_KV = None if probs_BKV is None else probs_BKV[row]
         if constraint is not None:
             constraint.finish()
+
+    @torch.inference_mode()
+    def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
+        group, kept = list[_Reading](), list[Tensor]()
+        for sequence in sequences:
+            ring = sequence.pending_features
+            # Of a prompt that runs in the pass of a step the ring begins where that step stands.
+            if ring is None or ring.first >= sequence.num_computed_tokens:
+                continue
+            if not self.most_drafts_of(sequence):
+                continue
+            end = min(sequence.num_computed_tokens, self.max_draft_len)
+            first = _first_unread(sequence, ring.first)
+            if first < end:
+                num_together = sum(map(len, group)) + end - first
+                if len(group) == MAX_SEQUENCES or (group and num_together > MOST_CAUGHT_UP):
+                    self._read_kept(group, kept)
+                    group, kept = [], []
+                group.append(_Reading(sequence, first, end, row=0))
+                # Captured steps keep features beyond the head's reach too.
+                kept.append(ring.get()[first - ring.first : end - ring.first])
+                sequence.num_drafter_tokens = end
+            self.features.release(sequence.seq_id)
+            sequence.pending_features = None
+        if group:
+            self._read_kept(group, kept)
+
+    def _read_kept(self, readings: list[_Reading], kept: list[Tensor]) -> None:
+        """Read features that lie one behind another."""
+        tokens = [t for r in readings for t in r.sequence.token_ids[r.first : r.end]]
+        positions = [p for r in readings for p in range(r.first, r.end)]
+        features_TA = torch.cat(kept)
+        tokens_T, positions_T = (upload_ints(x, features_TA.device) for x in (tokens, positions))
+        rows = tokens_T, positions_T, features_TA
+        self.proposer.read(self._target_step(_one_behind_another(readings), *rows))
 
     def _plant(
         self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor, scores_BN: Tensor
@@ -439,23 +474,11 @@ class HeadDrafting(Drafting):
         if not self.most_drafts_of(sequence):
             self._keep(sequence, pass_start, features_TA[row : row + max(end - pass_start, 0)])
             return None
-        kept = sequence.pending_features
-        if kept is not None and kept.first == sequence.num_computed_tokens:
-            kept = None  # of the step in whose pass this prompt runs: it begins behind the prompt
-        first = sequence.num_drafter_tokens
-        begin = pass_start if kept is None else kept.first
-        if begin > first:
-            first = sequence.drafter_start = begin
-        # Captured steps keep features beyond the head's reach too.
-        kept_NA = None
-        if kept is not None:
-            kept_NA = kept.get()[first - kept.first : max(end - kept.first, 0)]
-            self.features.release(sequence.seq_id)
-            sequence.pending_features = None
+        first = _first_unread(sequence, pass_start)
         if first >= end:
             return None
         sequence.num_drafter_tokens = end
-        return _Reading(sequence, first, end, pass_start, row, kept_NA, k)
+        return _Reading(sequence, first, end, row + first - pass_start, k)
 
     def _keep(self, sequence: Sequence, start: int, features_NA: Tensor) -> None:
         """Keep the features of the positions from `start` on while a sequence does not draft."""
@@ -499,54 +522,73 @@ class HeadDrafting(Drafting):
         return [last for _, last in parts if len(last)]
 
     def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> TargetStep:
-        """Return what is read: the rows of the pass where they are, or a copy of some of them."""
-        device = done.features_TA.device
+        """Return what is read of a pass: its rows where they are, or a copy of some of them."""
+        batch, sampled = done.batch, done.sampled
+        rows = batch.tokens_R, batch.positions_R, done.features_TA
+        if 2 * sum(map(len, readings)) < len(done.features_TA):
+            every = [row for reading in readings for row in reading.rows]
+            rows_N = upload_ints(every, done.features_TA.device)
+            rows = batch.tokens_R[rows_N], batch.positions_R[rows_N], done.features_TA[rows_N]
+            readings = _one_behind_another(readings)
+        sequences = [reading.sequence for reading in readings]
+        # A decode step mostly reads all sequences of its pass, whose tensors are there already.
+        is_all = sequences == [chunk.sequence for chunk in done.chunks]
+        tables_BM = done.block_tables_BM if is_all else None
+        sampling = None
+        if any(reading.num_drafts for reading in readings):
+            are_known = sequences == [chunk.sequence for chunk in done.chunks if chunk.samples]
+            known = sampled.sampling if sampled is not None and are_known else None
+            sampling = known or self.sampler.tensors(sequences)
+        return self._target_step(readings, *rows, tables_BM=tables_BM, sampling=sampling)
+
+    def _target_step(
+        self,
+        readings: SequenceOf[_Reading],
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        features_TA: Tensor,
+        *,
+        tables_BM: Tensor | None = None,
+        sampling: SamplingTensors | None = None,
+    ) -> TargetStep:
+        """Return what is read of some rows; the KV blocks are looked up where they are None."""
+        sequences = [reading.sequence for reading in readings]
+        context_starts = [s.drafter_start for s in sequences]
+        device = features_TA.device
+        if tables_BM is None:
+            tables_BM = block_tables(sequences, device)
 
         def ints(values: Iterable[int]) -> Tensor:
             return upload_ints(list(values), device)
 
-        batch, features_TA = done.batch, done.features_TA
-        tokens_T, positions_T, num_pass_rows = batch.tokens_R, batch.positions_R, len(features_TA)
-        num_rows = [len(reading) for reading in readings]
-        starts = [reading.row + reading.first - reading.pass_start for reading in readings]
-        kept = [reading.kept_NA for reading in readings if reading.kept_NA is not None]
-        if kept or 2 * sum(num_rows) < num_pass_rows:
-            rows: list[int] = []
-            num_features = num_pass_rows
-            for reading in readings:
-                if reading.kept_NA is not None:
-                    rows += range(num_features, num_features + len(reading.kept_NA))
-                    num_features += len(reading.kept_NA)
-                first = max(reading.first, reading.pass_start)
-                rows += range(reading.row + first - reading.pass_start, reading.row_end)
-            features_TA = torch.cat([features_TA, *kept]) if kept else features_TA
-            features_TA = features_TA[ints(rows)]
-            tokens_T = ints(t for r in readings for t in r.sequence.token_ids[r.first : r.end])
-            positions_T = ints(p for r in readings for p in range(r.first, r.end))
-            starts = list(accumulate(num_rows, initial=0))[:-1]
-        sequences = [reading.sequence for reading in readings]
-        num_drafts = [reading.num_drafts for reading in readings]
-        # A decode step mostly reads all sequences of its pass, whose tensors are there already.
-        is_all = sequences == [chunk.sequence for chunk in done.chunks]
-        tables_BM = done.block_tables_BM if is_all else block_tables(sequences, device)
-        sampling, sampled = None, done.sampled
-        if any(num_drafts):
-            are_known = sequences == [chunk.sequence for chunk in done.chunks if chunk.samples]
-            known = sampled.sampling if sampled is not None and are_known else None
-            sampling = known or self.sampler.tensors(sequences)
-        context_starts = [s.drafter_start for s in sequences]
         return TargetStep(
             tokens_T=tokens_T,
             positions_T=positions_T,
-            start_loc=ints([*starts, len(tokens_T)]),
+            start_loc=ints([*(reading.row for reading in readings), len(tokens_T)]),
             features_TA=features_TA,
             next_tokens_B=ints(r.sequence.token_ids[r.end] for r in readings),
             block_tables_BM=tables_BM,
-            num_rows=num_rows,
+            num_rows=[len(reading) for reading in readings],
             seq_lens=[reading.end for reading in readings],
-            num_drafts=num_drafts,
+            num_drafts=[reading.num_drafts for reading in readings],
             sampling=sampling,
             histories=[s.token_ids for s in sequences],
             draws_chain=[s.draws_chain for s in sequences],
             context_starts_B=ints(context_starts) if any(context_starts) else None,
         )
+
+
+def _first_unread(sequence: Sequence, known: int) -> int:
+    """Return the first position that the drafter has not read, of those from `known` on.
+
+    If it is `known`, the drafter's context begins there.
+    """
+    if known > sequence.num_drafter_tokens:
+        sequence.num_drafter_tokens = sequence.drafter_start = known
+    return sequence.num_drafter_tokens
+
+
+def _one_behind_another(readings: SequenceOf[_Reading]) -> list[_Reading]:
+    """Return the readings of rows that were put together."""
+    starts = accumulate(map(len, readings), initial=0)
+    return [replace(reading, row=start) for reading, start in zip(readings, starts, strict=False)]

@@ -484,6 +484,8 @@ class LLMEngine:
         is_launched = was_in_flight = False
         if pipeline is not None:
             was_in_flight = pipeline.is_in_flight
+            if sequences and not was_in_flight:
+                self._catch_up(sequences, len(sequences))
             obstacle = pipeline.runner.obstacle(sequences)
             is_launched = bool(sequences) and obstacle is None
             if is_launched:
@@ -542,13 +544,19 @@ class LLMEngine:
         """Compute chunks, give their sequences the new tokens, and let these be drafted for."""
         if self.on_pass is not None:
             self.on_pass(sum(chunk.num_tokens + chunk.num_drafts for chunk in chunks))
+        self._catch_up([chunk.sequence for chunk in chunks], len(self.scheduler.running))
         done = self.runner.run(chunks, run_target)
         self._append(done)
         if self.drafting is not None:
-            self.drafting.most_drafts = self._depth(len(self.scheduler.running))
             self.drafting.draft(done)
         for chunk in chunks:
             self._settle(chunk.sequence)
+
+    def _catch_up(self, sequences: list[Sequence], num_sequences: int) -> None:
+        """Let the drafter read what it has missed, if K of so many sequences is above 0."""
+        if self.drafting is not None:
+            self.drafting.most_drafts = self._depth(num_sequences)
+            self.drafting.catch_up(sequences)
 
     def _settle(self, sequence: Sequence) -> None:
         """Publish the settled blocks of a sequence, and retire it if it has ended."""

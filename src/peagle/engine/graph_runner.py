@@ -483,8 +483,8 @@ class GraphRunner:
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         """Return why no graph can run these sequences; None: one can.
 
-        It is what a request asks for, "too_many_sequences", "missed_features" where the head reads
-        features first that it has missed, or "kept_k" where drafts are drawn for a request that
+        It is what a request asks for, "too_many_sequences", "missed_features" until the head has
+        caught up, or "kept_k" where drafts are drawn for a request that
         keeps a greater K than the step has.
         """
         most = self._buckets[-1]

@@ -316,19 +316,18 @@ def run_largest_passes(
         one.num_drafter_tokens = len(one) - 1
     run([Chunk(one, 1, k) for one in every])
     # The second step has the first one's drafts, whose probabilities take memory where they are
-    # drawn, and the drafter reads kept features behind a hole. Where drafting resumes, it may do so
-    # with few drafts: no kernel is to be compiled then.
-    for most_drafts in dict.fromkeys((1, num_drafts)) if num_resuming else (num_drafts,):
-        for one in every:
-            one.num_speculative_tokens = most_drafts
+    # drawn. Where drafting has paused, the drafter reads what was kept first.
+    for one in every:
+        one.num_speculative_tokens = num_drafts
+    if isinstance(drafting, HeadDrafting):
+        drafter = drafting.proposer.drafter
         for one in every[:num_resuming]:
-            assert isinstance(drafting, HeadDrafting)
-            drafter = drafting.proposer.drafter
             kept_NA = drafter.fc.weight.new_zeros(kept, drafter.config.feature_size)
             one.num_drafter_tokens, first = 0, one.num_computed_tokens - len(kept_NA)
             one.pending_features = features.open(one.seq_id, first, kept_NA)
             one.pending_features.put(kept_NA)
-        run([Chunk(one, 1, len(one.drafts)) for one in every])
+        drafting.catch_up(every)
+    run([Chunk(one, 1, len(one.drafts)) for one in every])
     for one in every:
         runner.sampler.release(one)
         features.release(one.seq_id)
