@@ -19,7 +19,7 @@ from torch import Tensor
 from peagle import LLM, SamplingParams
 from peagle.attention import Passes
 from peagle.engine.capture import make_capturer
-from peagle.engine.pass_graphs import PassGraphs
+from peagle.engine.pass_graphs import PassGraphs, _Pass
 from peagle.kernels.batches import PackedBatch
 from tests.engine.engines import drive, watch_drafts
 
@@ -47,7 +47,8 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
 
     def use(passes: Passes, *hidden_1D: Tensor) -> None:
         passes.backend = backend
-        graphs = PassGraphs(passes, capture, 16, 4, llm.target.device, *hidden_1D, **FEW_SIZES)
+        sizes = FEW_SIZES | {"has_starts": bool(hidden_1D)}
+        graphs = PassGraphs(passes, capture, 16, 4, llm.target.device, *hidden_1D, **sizes)
 
         def call(batch: PackedBatch, tables_BM: Tensor, *inputs: Tensor | None) -> Any:
             done = graphs(batch, tables_BM, *inputs)
@@ -71,7 +72,8 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("kind", "one_launch"), [("plain", False), ("peagle", True), ("eagle3", False)]
+    ("kind", "one_launch"),
+    [("plain", False), ("peagle", True), ("eagle3", False), ("window", True)],
 )
 def test_prompts_in_chunks_and_decode_steps(
     target_folder: Path,
@@ -82,8 +84,10 @@ def test_prompts_in_chunks_and_decode_steps(
 ) -> None:
     """Ragged chunks alone and together, with padding and without, larger ones before smaller."""
     monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 6)
-    head = None if kind == "plain" else head_folders(parallel=kind == "peagle", num_layers=1)
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 9}
+    head = None if kind == "plain" else head_folders(parallel=kind != "eagle3", num_layers=1)
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 9}
+    if kind == "window":  # a longer prompt's context begins that far before its end
+        sizes["draft_window"] = 6
     eager = make(target_folder, head, eager=True, device="cpu", **sizes)
     graphs = make(target_folder, head, eager=True, device="cpu", **sizes)
     seen = use_graphs(graphs, one_launch=one_launch)
@@ -97,7 +101,9 @@ def test_prompts_in_chunks_and_decode_steps(
 
 
 @needs_interpreter
-def test_the_smallest_graph_runs_and_what_does_not_fit_is_refused(target_folder: Path) -> None:
+def test_the_smallest_graph_runs_and_what_does_not_fit_is_refused(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = make(target_folder, None, eager=True, device="cpu")
     sizes: list[int] = []
 
@@ -123,13 +129,26 @@ def test_the_smallest_graph_runs_and_what_does_not_fit_is_refused(target_folder:
         assert taken(count)
         found += sizes
     assert found == [4, 4, 8, 8, 16, 16]
+    assert passes.graphs.most_rows == 16
+    monkeypatch.setattr(_Pass, "find_least_rows", lambda own: setattr(own, "least_rows", 3))
+    padded = PassGraphs(passes, lambda run: run, 16, 4, llm.target.device, **FEW_SIZES)
+    assert padded.most_rows is None, "larger passes are as fast without a graph"
     assert taken(3, 4) and not taken(5, 5)
     assert not taken(17)
     assert not taken(3, context_starts_B=torch.ones(1, dtype=torch.int64))
 
 
-def make(folder: Path, head: Path | None, *, eager: bool, **options: Any) -> LLM:
-    config = None if head is None else {"model": str(head), "num_speculative_tokens": 3}
+def make(
+    folder: Path,
+    head: Path | None,
+    *,
+    eager: bool,
+    draft_window: int | None = None,
+    **options: Any,
+) -> LLM:
+    config: dict[str, Any] | None = None
+    if head is not None:
+        config = {"model": str(head), "num_speculative_tokens": 3, "draft_window": draft_window}
     options = {"device": "cuda", "block_size": 4, "max_num_seqs": 4, **options}
     return LLM(
         folder,
@@ -159,9 +178,13 @@ def test_prompts_of_any_length_give_the_same(
     call = PassGraphs.__call__
 
     def watched(
-        self: PassGraphs, batch: PackedBatch, tables_BM: Tensor, hidden: Tensor | None
+        self: PassGraphs,
+        batch: PackedBatch,
+        tables_BM: Tensor,
+        hidden: Tensor | None,
+        *others: Tensor | None,
     ) -> tuple[Tensor, ...] | None:
-        done = call(self, batch, tables_BM, hidden)
+        done = call(self, batch, tables_BM, hidden, *others)
         if done is not None:
             taken[hidden is not None].append(batch.tokens_R.shape[0])
         return done

@@ -43,6 +43,17 @@ def drive(budget: PromptBudget, machine: Machine, num_steps: int, prompts: bool 
     return taken
 
 
+def test_a_limit_of_tokens_holds_for_every_step() -> None:
+    machine = Machine(10.0, 0.001)
+    budget = PromptBudget(100.0, 4096, machine.clock)
+    drive(budget, machine, 20)
+    assert budget(decoding=True) == budget(decoding=False) == 4096
+    budget.limit(2048)
+    assert budget(decoding=True) == budget(decoding=False) == 2048
+    budget.limit(3000)
+    assert budget(decoding=False) == 2048
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     limit_ms=st.floats(5, 500),

@@ -14,8 +14,11 @@ from peagle.kernels.batches import PackedBatch
 
 # run(tokens [R], positions [R], attend, hidden [R, D] or None) -> outputs, R rows each
 Run = Callable[[Tensor, Tensor, PreparedPaged, Tensor | None], tuple[Tensor, ...]]
-# graphs(batch, block tables [B, M], hidden, visible [R]) -> outputs; None where no graph fits
-Graphs = Callable[[PackedBatch, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...] | None]
+# graphs(batch, block tables [B, M], hidden, visible [R], context starts [B]) -> outputs; None where
+# no graph fits
+Graphs = Callable[
+    [PackedBatch, Tensor, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, ...] | None
+]
 
 
 class Passes:
@@ -54,8 +57,8 @@ class Passes:
             context_starts_B: first visible position of each context; None shows all.
             visible_R: which rows of its sequence a row sees (`TreeMask`); None: all before it.
         """
-        if self.graphs is not None and context_starts_B is None:
-            done = self.graphs(batch, block_tables_BM, hidden_RD, visible_R)
+        if self.graphs is not None:
+            done = self.graphs(batch, block_tables_BM, hidden_RD, visible_R, context_starts_B)
             if done is not None:
                 return done
         metadata = AttentionMetadata(

@@ -181,6 +181,8 @@ class LLMEngine:
                 most = min(config.max_num_batched_tokens, self.max_draft_len, _TIMED_TOKENS)
                 reading_s = self.drafting.time_reading(most)
                 self._depth.measure(buckets(config.max_num_seqs), graphs.time_step, reading_s)
+            if graphs.most_prompt_tokens is not None:
+                self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)
             self._pipeline = Pipeline(graphs, self.scheduler, self._take, self._prepare_grammars)
         self._outputs: list[StepOutput] = []
         self.speculation_stats = SpeculationStats()

@@ -219,7 +219,8 @@ def make_graph_runner(
         graphs.capture_all()
         graphs.warm_up_rules(runner.sampler.release)
         shape = capture, table_width, runner.block_size, target.device
-        runner.passes.graphs = PassGraphs(runner.passes, *shape)
+        runner.passes.graphs = prompt_graphs = PassGraphs(runner.passes, *shape)
+        graphs.most_prompt_tokens = prompt_graphs.most_rows
         if mixed_pass is not None:
             mixed_pass.passes.graphs = PassGraphs(
                 mixed_pass.passes,
@@ -232,7 +233,7 @@ def make_graph_runner(
         if proposer is not None:
             hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)
             for passes in (proposer.passes, proposer.readings):
-                passes.graphs = PassGraphs(passes, *shape, hidden_1D)
+                passes.graphs = PassGraphs(passes, *shape, hidden_1D, has_starts=True)
     return graphs
 
 
@@ -385,6 +386,8 @@ class GraphRunner:
     Attributes:
         times: device times of the steps without prompts, by the rows of the graph.
         last_read: K of the step that was read last, and what it took.
+        most_prompt_tokens: prompts of more tokens are computed faster in several passes; None sets
+            no limit.
     """
 
     def __init__(
@@ -417,6 +420,7 @@ class GraphRunner:
         self.times: dict[int, StepTimes] = {}
         self.last_read: tuple[int, StepSeconds] = (0, StepSeconds())
         self._last_end_ns = 0  # of the step that was read last
+        self.most_prompt_tokens: int | None = None
 
     @property
     def draws(self) -> bool:

@@ -24,7 +24,7 @@ TOKEN_BUCKETS = (32, 128, 256, 512, 1024, 2048)
 # they have no more than this share of padding.
 ALWAYS_PAYS = 512
 MOST_PADDING = 0.1
-MAX_SEQUENCES = 16
+MAX_SEQUENCES = 32
 
 
 class PassGraphs:
@@ -42,6 +42,7 @@ class PassGraphs:
         max_sequences: most sequences of a pass that runs as a graph.
         always_pays: a graph runs every pass that fits, whatever its padding.
         has_trees: passes say which rows a row sees (`TreeMask`); else none does.
+        has_starts: passes may say where contexts begin; else none does.
     """
 
     def __init__(
@@ -57,18 +58,30 @@ class PassGraphs:
         max_sequences: int = MAX_SEQUENCES,
         always_pays: bool = False,
         has_trees: bool = False,
+        has_starts: bool = False,
     ) -> None:
         launched = Passes(passes.run, passes.backend)
         # Of all passes, because only one of them runs at a time.
         tables_BM = torch.zeros(max_sequences, table_width, dtype=torch.int64, device=device)
+        starts_B = torch.zeros_like(tables_BM[:, 0]) if has_starts else None
         self._max_sequences, self._has_trees = max_sequences, has_trees
+        self._has_starts = has_starts
+        shared = tables_BM, starts_B, block_size, hidden_1D, has_trees
         self._passes = [
-            _Pass(launched, capture, num_rows, tables_BM, block_size, hidden_1D, has_trees)
-            for num_rows in reversed(token_buckets)
+            _Pass(launched, capture, num_rows, *shared) for num_rows in reversed(token_buckets)
         ][::-1]
         if not always_pays:
             for one in self._passes:
                 one.find_least_rows()
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows of the largest graph, if it is faster than its kernels one by one with few rows too.
+
+        Then several passes of that size are faster than a larger one, which has no graph.
+        """
+        largest = self._passes[-1]
+        return None if largest.least_rows else largest.num_rows
 
     def __call__(
         self,
@@ -76,15 +89,19 @@ class PassGraphs:
         block_tables_BM: Tensor,
         hidden_RD: Tensor | None,
         visible_R: Tensor | None = None,
+        starts_B: Tensor | None = None,
     ) -> tuple[Tensor, ...] | None:
         """Return the model's outputs; None where no graph fits the pass, or none pays."""
         num_rows, has_trees = batch.tokens_R.shape[0], visible_R is not None
         if batch.seq_lens_B.shape[0] > self._max_sequences or has_trees != self._has_trees:
             return None
+        if starts_B is not None and not self._has_starts:
+            return None
         for fitting in self._passes:
             if fitting.num_rows >= num_rows:
                 pays = num_rows >= fitting.least_rows
-                return fitting(batch, block_tables_BM, hidden_RD, visible_R) if pays else None
+                inputs = batch, block_tables_BM, hidden_RD, visible_R, starts_B
+                return fitting(*inputs) if pays else None
         return None
 
 
@@ -101,6 +118,7 @@ class _Pass:
         capture: Capturer,
         num_rows: int,
         tables_BM: Tensor,
+        starts_B: Tensor | None,
         block_size: int,
         hidden_1D: Tensor | None,
         has_trees: bool,
@@ -110,7 +128,7 @@ class _Pass:
         self._passes = passes
         self._batch = TargetBatch.allocate(len(tables_BM), num_rows, tables_BM.device)
         self._batch.slots_R.fill_(PADDING_SLOT)
-        self._tables_BM = tables_BM
+        self._tables_BM, self._starts_B = tables_BM, starts_B
         self._max_seq_len = tables_BM.shape[1] * block_size
         self._hidden_RD = None
         if hidden_1D is not None:
@@ -149,6 +167,7 @@ class _Pass:
             self._hidden_RD,
             max_query_len=self.num_rows,
             max_seq_len=self._max_seq_len,
+            context_starts_B=self._starts_B,
             visible_R=self._visible_R,
         )
 
@@ -159,6 +178,7 @@ class _Pass:
         block_tables_BM: Tensor,
         hidden_RD: Tensor | None,
         visible_R: Tensor | None,
+        starts_B: Tensor | None,
     ) -> tuple[Tensor, ...]:
         own, count = self._batch, batch.tokens_R.shape[0]
         num_seqs, width = block_tables_BM.shape
@@ -172,6 +192,10 @@ class _Pass:
             buffer[: values.shape[0]].copy_(values)
             buffer[values.shape[0] :].fill_(padding)
         self._tables_BM[:num_seqs, :width].copy_(block_tables_BM)
+        if self._starts_B is not None:
+            self._starts_B.zero_()
+            if starts_B is not None:
+                self._starts_B[:num_seqs].copy_(starts_B)
         if self._hidden_RD is not None and hidden_RD is not None:
             self._hidden_RD[:count].copy_(hidden_RD)
         if self._visible_R is not None and visible_R is not None:

@@ -63,6 +63,10 @@ class PromptBudget:
         fitting = int(left_s / max(median(self._token_s), 1e-9))
         return min(max(fitting, MIN_TOKENS), self._max_tokens)
 
+    def limit(self, most: int) -> None:
+        """Let no step compute more prompt tokens than that."""
+        self._max_tokens = min(self._max_tokens, most)
+
     def ran(self, num_tokens: int) -> None:
         """Count prompt tokens that a step computes before it gives tokens."""
         self._num_tokens += num_tokens
