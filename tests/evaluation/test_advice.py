@@ -6,6 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -162,9 +163,9 @@ def test_records_of_training(tmp_path: Path) -> None:
 
 def test_ties_go_to_the_simpler_choice() -> None:
     cells = [
-        *(make_cell("plain", 0, 1, 95, 105), make_cell("plain", 0, 16, 900, 1000)),
+        *(make_cell("plain", 0, 1, 95, 105), make_cell("plain", 0, 16, 1000, 1040)),
         *(make_cell("ngram", 3, 1, 100, 120), make_cell("ngram", 3, 16, 950, 980)),
-        *(make_cell("peagle", 3, 1, 180, 200), make_cell("peagle", 5, 1, 190, 210)),
+        *(make_cell("peagle", 3, 1, 188, 204), make_cell("peagle", 5, 1, 190, 210)),
         *(make_cell("peagle", 3, 16, 990, 1100), make_cell("peagle", 5, 16, 700, 800)),
     ]
     file = {"provenance": provenance("peagle bench"), "cells": cells}
@@ -234,8 +235,9 @@ def at(k: int, median: float, least: float, most: float) -> Cell:
 @pytest.mark.parametrize(
     ("cells", "tied", "best"),
     [
-        ([at(3, 100, 95, 104), at(5, 110, 103, 112), at(7, 90, 80, 102)], [3, 5], 3),
-        ([at(3, 100, 95, 102.9), at(5, 110, 103, 112), at(7, 90, 80, 102)], [5], 5),
+        ([at(3, 108, 95, 109), at(5, 110, 103, 112), at(7, 107, 80, 104)], [3, 5, 7], 3),
+        ([at(3, 108, 95, 102.9), at(5, 110, 103, 112), at(7, 107, 80, 102)], [5], 5),
+        ([at(3, 106, 95, 109), at(5, 110, 103, 112)], [5], 5),
         ([at(7, 100, 100, 100), at(5, 100, 100, 100), at(3, 99, 99, 99)], [7, 5], 5),
     ],
 )
@@ -255,8 +257,9 @@ def test_all_places_agree(tmp_path: Path, seed: int) -> None:
             for cell in result.cells
             if cell.method == "peagle" and cell.concurrency == load
         }
-        fastest = max(own.values(), key=sum)
-        assert best[load] == min(k for k, runs in own.items() if max(runs) >= min(fastest)), load
+        fastest = max(own.values(), key=median)
+        near = {k: runs for k, runs in own.items() if median(runs) >= 0.97 * median(fastest)}
+        assert best[load] == min(k for k, runs in near.items() if max(runs) >= min(fastest)), load
     write(tmp_path, throughput=result.to_json())
     page = write_report(tmp_path).read_text()
     results = read_results(tmp_path)

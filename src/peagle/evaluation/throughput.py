@@ -2,8 +2,8 @@
 
 The best K at a load is the smallest K that is not shown to be slower than another. Runs of one
 configuration differ, so the fastest median may be luck. Two speeds tie where the ranges of their
-repeats overlap, and of the K that tie with the fastest the smallest is the best one: it drafts and
-verifies the fewest tokens for the same speed.
+repeats overlap and their medians are close. Of the K that tie with the fastest the smallest is the
+best one: it drafts and verifies the fewest tokens for the same speed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ from peagle.results import (
 )
 
 EAGLE3 = "eagle3"
+# Cells whose medians are further apart do not tie: ranges of few repeats overlap by one slow run.
+TIE = 0.03
 
 
 def tied_fastest(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the fastest cell by its median, and all whose repeats overlap its own, in order.
+    """Return the fastest cell by its median, and all that tie with it, in order.
 
-    `cells` are those of one load, at least one.
+    A cell ties whose repeats overlap the fastest cell's, and whose median is at most TIE below its
+    own. `cells` are those of one load, at least one.
     """
     every = list(cells)
     fastest = max(every, key=lambda cell: cell.speed)
-    return [cell for cell in every if cell.speed_range[1] >= fastest.speed_range[0]]
+    least = fastest.speed_range[0]
+    near = [cell for cell in every if cell.speed >= (1 - TIE) * fastest.speed]
+    return [cell for cell in near if cell.speed_range[1] >= least]
 
 
 def best_k_cell(cells: Iterable[Cell]) -> Cell:
@@ -69,7 +74,7 @@ def summarize(
       1 where requests do not slow each other down;
     - meets_objective: whether the medians of its latencies keep the objective;
     - cost_per_million_tokens at `price_per_hour`, and the instances for `requests_per_second`.
-    tied_k lists every K whose repeats overlap those of the fastest. Goodput is the most requests/s
+    tied_k lists every K that ties with the fastest. Goodput is the most requests/s
     of a method at one K among the concurrencies that keep the objective; where none does, there is
     no entry. `training` has the length of each head's training by method, `experts` the distinct
     experts that a decode step touches, `turns` the turns of the sets whose prompts have several.

@@ -88,8 +88,8 @@ def _compared(one: Comparison) -> str:
 def throughput_advice(file: ThroughputResults) -> str:
     """What `peagle bench` advises: the simplest of the fastest methods at each load.
 
-    A method takes part with its best K. Those whose repeats overlap those of the fastest tie with
-    it, and the simplest of them is advised: plain decoding, then prompt lookup, then a head.
+    A method takes part with its best K. Of those that tie with the fastest (`tied_fastest`) the
+    simplest is advised: plain decoding, then prompt lookup, then a head.
     """
     if not file.cells:
         return ""
