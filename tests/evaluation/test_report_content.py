@@ -18,12 +18,14 @@ from markupsafe import escape
 
 from evaluation import report_samples as samples
 from evaluation.report_pages import Parsed, page_of, small, some
+from peagle.config import CandidateTrees
+from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.charts import Axis, Chart, ChartLine, ChartPoint
 from peagle.evaluation.report.files import Results, read_results
 from peagle.evaluation.report.page import page_html
 from peagle.evaluation.report.series import Cast
-from peagle.evaluation.report.text import milliseconds, visible
+from peagle.evaluation.report.text import method_name, milliseconds, visible
 from peagle.results import AcceptanceResults, ThroughputResults, TuneResults
 
 
@@ -271,6 +273,16 @@ def test_a_server_that_tells_only_counters(tmp_path):
 
 
 @pytest.mark.usefixtures("_undrawn")
+def test_methods_are_named_in_words():
+    trees = CandidateTrees(4, 3, 9), CandidateTrees(9, 3, 9)
+    names = [DecodingMethod("peagle", "head").with_trees(one).name for one in trees]
+    assert [*map(method_name, names)] == [
+        "P-EAGLE, trees of 9 nodes, 4 wide",
+        "P-EAGLE, trees of 9 nodes",
+    ]
+    assert method_name("mine") == "mine" and method_name("eagle3") == "EAGLE-3"
+
+
 def test_candidate_trees_stand_beside_chains(tmp_path):
     documents = some("tune")
     text = text_of(tmp_path, **documents)

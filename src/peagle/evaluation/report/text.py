@@ -25,6 +25,7 @@ _SET_NAMES = {
     "mbpp": "MBPP",
     "heldout_code": "Held-out code",
 }
+_TREES = re.compile(r"(.+)-tree-w(\d+)-n(\d+)")
 # Invisible, or able to turn the order of the text around them.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff"
@@ -34,7 +35,15 @@ _MISSING = "–"
 
 
 def method_name(method: str) -> str:
-    """The name of a method in a sentence: "peagle" is P-EAGLE."""
+    """The name of a method in a sentence: "peagle" is P-EAGLE.
+
+    "peagle-tree-w15-n15" (`DecodingMethod.with_trees`) is "P-EAGLE, trees of 15 nodes"; a width
+    other than the number of nodes is named too.
+    """
+    if (found := _TREES.fullmatch(method)) is not None:
+        name, width, nodes = found.groups()
+        wide = "" if width == nodes else f", {width} wide"
+        return f"{method_name(name)}, trees of {nodes} nodes{wide}"
     return _NAMES.get(method, method)
 
 
