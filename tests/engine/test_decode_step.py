@@ -229,10 +229,10 @@ def test_a_slow_grammar_sits_out_steps(
                 grammar.is_busy = True
                 grammars.append(grammar)
 
-    def read_counting(flight: Any) -> None:
+    def read_counting(flight: Any, follows: bool) -> None:
         nonlocal num_out
         num_out += 0 if flight is None else flight.sequences.count(None)
-        read(flight)
+        read(flight, follows)
 
     late: list[int] = []
     monkeypatch.setattr(pipeline, "_prepare", prepare_slowly)
