@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from peagle.config import SamplingParams
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.scheduler import Chunk, Schedule, Scheduler
+from peagle.engine.scheduler import BLOCKS_AHEAD, Chunk, Schedule, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
 
 MAX_MODEL_LEN = 24
@@ -208,6 +209,27 @@ def test_higher_priority_takes_seats_and_blocks_of_lower(
     assert plan.admitted == ([urgent] if takes else [])
     assert plan.preempted == ([running[1]] if takes else []), "the last to come goes first"
     assert running[1].seq_id not in dict(ids(plan.decode)) or not takes
+
+
+@pytest.mark.parametrize(("num_blocks", "are_many"), [(200, True), (20, False)])
+def test_blocks_come_ahead_and_for_all_together_where_many_are_free(
+    num_blocks: int, are_many: bool
+) -> None:
+    """Lengths differ, so that each by itself would need its next block at another step."""
+    scheduler = make_scheduler(num_blocks)
+    sequences = [make_sequence(i, 2 + i, max_tokens=40) for i in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run(scheduler)
+    seen: list[list[int]] = []
+    for _ in range(BLOCKS_AHEAD * 4):
+        run(scheduler)
+        seen.append([len(one.block_table) for one in sequences])
+        held = [one.block_table for one in sequences]
+        assert len({block for table in held for block in table}) == sum(map(len, held))
+        assert all(4 * len(one.block_table) <= MAX_MODEL_LEN for one in sequences)
+    changes = sum(now != before for before, now in pairwise(seen))
+    assert changes <= 1 if are_many else changes > 8
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "running"])

@@ -115,6 +115,10 @@ class BlockManager:
         sequence.num_published_blocks = sequence.num_read_blocks = len(matched)
         assert self.extend(sequence, num_tokens), "not enough free blocks"
 
+    def holds(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Return whether so many tokens fit into the blocks that a sequence has."""
+        return self.blocks_for(num_tokens) <= len(sequence.block_table)
+
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Add blocks until `num_tokens` tokens fit; return False, unchanged, if they cannot."""
         num_new = self.blocks_for(num_tokens) - len(sequence.block_table)

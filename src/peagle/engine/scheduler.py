@@ -10,6 +10,9 @@ from peagle.engine.block_manager import BlockManager
 from peagle.engine.prompt_budget import PromptBudget
 from peagle.engine.sequence import Sequence, SequenceStatus
 
+# Blocks that sequences get before they need them, where many are free.
+BLOCKS_AHEAD = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -130,8 +133,20 @@ class Scheduler:
         return plan
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
-        """Give running sequences the blocks of their next step without preemption."""
-        return all(self.blocks.extend(s, self._slots(len(s))) for s in sequences)
+        """Give running sequences the blocks of their next step without preemption.
+
+        Where many blocks are free, all get some more as soon as one needs any: a device that is
+        told of new blocks waits for the host.
+        """
+        every = list(sequences)
+        if all(self.blocks.holds(s, self._slots(len(s))) for s in every):
+            return True
+        ahead = BLOCKS_AHEAD * self.blocks.block_size
+        most = self.blocks.blocks_for(self.num_lookahead_slots + ahead) + 1
+        if len(every) * most > self.blocks.num_free_blocks // 2:
+            ahead = 0
+        slots = (min(self._slots(len(s)) + ahead, self.most_slots(s)) for s in every)
+        return all(map(self.blocks.extend, every, slots))
 
     def may_preempt(self) -> bool:
         """Return whether the next plan may take the blocks of a running sequence."""
@@ -142,9 +157,10 @@ class Scheduler:
         return not self.reserve(s for s in self.running if not s.is_prefilling)
 
     def _decode(self, plan: Schedule) -> None:
-        for sequence in list(self.running):
-            is_running = sequence.status is SequenceStatus.RUNNING
-            if not is_running or sequence.is_prefilling or sequence.waits_for_grammar:
+        decoding = [s for s in self.running if not (s.is_prefilling or s.waits_for_grammar)]
+        self.reserve(decoding)
+        for sequence in decoding:
+            if sequence.status is not SequenceStatus.RUNNING:
                 continue
             slots = self._slots(len(sequence))
             while not self.blocks.extend(sequence, slots):
