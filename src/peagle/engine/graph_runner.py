@@ -488,8 +488,8 @@ class GraphRunner:
         """Return why no graph can run these sequences; None: one can.
 
         It is what a request asks for, "too_many_sequences", "missed_features" until the head has
-        caught up, or "kept_k" where drafts are drawn for a request that
-        keeps a greater K than the step has.
+        caught up, or "kept_k" where drafts are drawn for a request that keeps a greater K than the
+        step has.
         """
         most = self._buckets[-1]
         if len(sequences) > most:
