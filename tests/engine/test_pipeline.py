@@ -16,10 +16,10 @@ import torch
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, Sequence
-from peagle.engine.depth import ScheduledDepth
+from peagle.engine.depth import ScheduledDepth, StepSeconds
 from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRing
-from peagle.engine.graph_runner import GraphRunner, RowReport, read_report
+from peagle.engine.graph_runner import Flight, GraphRunner, RowReport, read_report
 from peagle.engine.outputs import StepOutput, StreamChunk
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.requests import Requests
@@ -301,6 +301,35 @@ def sequence_with(**changes: Any) -> Sequence:
     made = Sequence(0, [3, 4], params, 0, stops, grammar=changes.get("grammar"))
     made.draft_probs_KV = changes.get("draft_probs_KV")
     return made
+
+
+def test_what_steps_take_is_read_from_their_stamps() -> None:
+    """Of a step behind another, from end to end too: the card may have waited between them."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("nothing is captured")
+
+    nothing: Any = None
+    depth = ScheduledDepth(lambda n: 0)
+    graphs = GraphRunner(nothing, never, 2, 100, depth, never, nothing, None, nothing)
+
+    def seconds_of(*stamps_us: int, follows: bool = False, rows: int = 2, **of: Any) -> StepSeconds:
+        report = [[0, 0, 0, 7]] * rows + [[1000 * stamp for stamp in stamps_us]]
+        done: Any = SimpleNamespace(synchronize=lambda: None)
+        sequences = [None] * rows
+        flight = Flight(0, sequences, 0, 0, torch.tensor(report), None, done, **of)
+        graphs.read(flight, follows=follows)
+        return graphs.last_read[1]
+
+    def is_about(found: StepSeconds, device: float, period: float | None) -> bool:
+        assert found.device == pytest.approx(device * 1e-6)
+        return found.period == (None if period is None else pytest.approx(period * 1e-6))
+
+    assert is_about(seconds_of(10, 20, 30, 60), 50, None)
+    assert is_about(seconds_of(75, 80, 90, 100, follows=True), 25, 40)
+    assert seconds_of(101, 150, 180, 200, follows=True, has_prompts=True) == StepSeconds()
+    assert is_about(seconds_of(230, 240, 250, 260, follows=True), 30, 60), "prompts are over"
+    assert is_about(seconds_of(900, 910, 920, 930), 30, None), "something ran between"
 
 
 @pytest.mark.parametrize(
