@@ -132,12 +132,12 @@ def make_steps_up(llm: Any, counters: Counters) -> None:
         due_s = 0.0
         times: ClassVar[dict[int, Any]] = {}
 
-        def read(self, flight: MadeUpSteps) -> Any:
+        def read(self, flight: MadeUpSteps, *, follows: bool) -> Any:
             start = time.thread_time()
             now = time.monotonic()
             self.due_s = max(self.due_s + interval_s, now)
             time.sleep(self.due_s - now)
-            reports = super().read(flight)
+            reports = super().read(flight, follows=follows)
             counters.add("step", start - time.thread_time())  # a device's work, not the host's
             return reports
 
