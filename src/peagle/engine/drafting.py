@@ -311,38 +311,44 @@ class HeadDrafting(Drafting):
 
     @torch.inference_mode()
     def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
-        group, kept = list[_Reading](), list[Tensor]()
+        group: list[tuple[_Reading, Tensor]] = []
         for sequence in sequences:
-            ring = sequence.pending_features
-            # Of a prompt that runs in the pass of a step the ring begins where that step stands.
-            if ring is None or ring.first >= sequence.num_computed_tokens:
+            missed = self._missed(sequence)
+            if missed is None:
                 continue
-            if not self.most_drafts_of(sequence):
-                continue
-            end = min(sequence.num_computed_tokens, self.max_draft_len)
-            first = _first_unread(sequence, ring.first)
-            if first < end:
-                num_together = sum(map(len, group)) + end - first
-                if len(group) == MAX_SEQUENCES or (group and num_together > MOST_CAUGHT_UP):
-                    self._read_kept(group, kept)
-                    group, kept = [], []
-                group.append(_Reading(sequence, first, end, row=0))
-                # Captured steps keep features beyond the head's reach too.
-                kept.append(ring.get()[first - ring.first : end - ring.first])
-                sequence.num_drafter_tokens = end
-            self.features.release(sequence.seq_id)
-            sequence.pending_features = None
+            num_positions = sum(len(reading) for reading, _ in group) + len(missed[0])
+            if group and (num_positions > MOST_CAUGHT_UP or len(group) == MAX_SEQUENCES):
+                self._read_kept(group)
+                group = []
+            group.append(missed)
         if group:
-            self._read_kept(group, kept)
+            self._read_kept(group)
 
-    def _read_kept(self, readings: list[_Reading], kept: list[Tensor]) -> None:
-        """Read features that lie one behind another."""
+    def _missed(self, sequence: Sequence) -> tuple[_Reading, Tensor] | None:
+        """Return what was kept of a sequence and its features, if the drafter is to read them."""
+        ring = sequence.pending_features
+        if ring is None or not self.most_drafts_of(sequence):
+            return None
+        if ring.first >= sequence.num_computed_tokens:
+            return None  # of a step in whose pass the sequence's prompt runs
+        end = min(sequence.num_computed_tokens, self.max_draft_len)
+        first = _first_unread(sequence, ring.first)
+        # Captured steps keep features beyond the head's reach too.
+        kept_NA = ring.get()[first - ring.first : max(end - ring.first, 0)]
+        self.features.release(sequence.seq_id)
+        sequence.pending_features = None
+        if first >= end:
+            return None
+        sequence.num_drafter_tokens = end
+        return _Reading(sequence, first, end, row=0), kept_NA
+
+    def _read_kept(self, missed: list[tuple[_Reading, Tensor]]) -> None:
+        readings = _one_behind_another([reading for reading, _ in missed])
+        features_TA = torch.cat([kept_NA for _, kept_NA in missed])
         tokens = [t for r in readings for t in r.sequence.token_ids[r.first : r.end]]
         positions = [p for r in readings for p in range(r.first, r.end)]
-        features_TA = torch.cat(kept)
         tokens_T, positions_T = (upload_ints(x, features_TA.device) for x in (tokens, positions))
-        rows = tokens_T, positions_T, features_TA
-        self.proposer.read(self._target_step(_one_behind_another(readings), *rows))
+        self.proposer.read(self._target_step(readings, tokens_T, positions_T, features_TA))
 
     def _plant(
         self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor, scores_BN: Tensor
