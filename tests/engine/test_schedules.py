@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.depth import AutomaticDepth, ScheduledDepth
+from peagle.engine.depth import AutomaticDepth, ScheduledDepth, StepSeconds
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.pipeline import Pipeline
@@ -425,7 +425,7 @@ def test_k_by_itself_changes_in_these_schedules(
     engine = make_engine(KINDS[name], EngineConfig(num_kv_blocks=80, block_size=4))
     record, told = engine._depth.record, []
 
-    def watched(k: int, accepted: list[int], num_sequences: int, seconds: float | None) -> None:
+    def watched(k: int, accepted: list[int], num_sequences: int, seconds: StepSeconds) -> None:
         told.append((k, num_sequences, sum(accepted)))
         record(k, accepted, num_sequences, seconds)
 

@@ -158,7 +158,7 @@ def test_what_is_known_is_counted_again_seldom(monkeypatch: pytest.MonkeyPatch) 
                 record.saw([-0.1, -0.2, -1.0, -0.4], PARENTS, [0], verified=3)
         record.add(3, [1] * (16 - step % 3))
         record.tokens(3)
-    assert len(counted) <= 8 + 400 // tree_record.LEARN_STEPS
+    assert len(counted) <= 8 + 400 // tree_record.HELD_STEPS
     number = len(counted)
     record.add(3, [1] * 40)
     record.tokens(3)

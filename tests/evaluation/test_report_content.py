@@ -272,7 +272,6 @@ def test_a_server_that_tells_only_counters(tmp_path):
     assert "The backend tells no figures by request, so there are no intervals." in text
 
 
-@pytest.mark.usefixtures("_undrawn")
 def test_methods_are_named_in_words():
     trees = CandidateTrees(4, 3, 9), CandidateTrees(9, 3, 9)
     names = [DecodingMethod("peagle", "head").with_trees(one).name for one in trees]
@@ -283,6 +282,7 @@ def test_methods_are_named_in_words():
     assert method_name("mine") == "mine" and method_name("eagle3") == "EAGLE-3"
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_candidate_trees_stand_beside_chains(tmp_path):
     documents = some("tune")
     text = text_of(tmp_path, **documents)

@@ -250,24 +250,24 @@ class StepCosts:
         self._host_s: dict[tuple[int, bool], float] = {}  # by rows and whether there are drafts
 
     def __call__(self, num_sequences: int, k: int) -> float:
-        rows = self._rows_of(num_sequences)
-        share = max(1.0, num_sequences / rows)
+        rows, share = self._size_of(num_sequences)
         table_s = self._table[rows, k] * share
         if self._num_run[rows, k] < TRUSTED_STEPS:
             table_s *= 1 - DOUBT
         host_s = self._host_s.get((rows, k > 0), 0.0) * share
         return max(table_s + self._contexts_s, table_s / 2, host_s)
 
-    def _rows_of(self, num_sequences: int) -> int:
-        return self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
+    def _size_of(self, num_sequences: int) -> tuple[int, float]:
+        """Return the rows of a step's graph, and its sequences over these where none is larger."""
+        rows = self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
+        return rows, max(1.0, num_sequences / rows)
 
     def add(self, num_sequences: int, k: int, seconds: StepSeconds) -> None:
         """Count a step."""
-        rows = self._rows_of(num_sequences)
+        rows, share = self._size_of(num_sequences)
         if seconds.device is not None:
-            self._correct(num_sequences, rows, k, seconds.device)
+            self._correct(rows, share, k, seconds.device)
             if seconds.period is not None:
-                share = max(1.0, num_sequences / rows)
                 self._follow_host((rows, k > 0), seconds.device / share, seconds.period / share)
         self._num_run[rows, k] += 1
 
@@ -280,10 +280,9 @@ class StepCosts:
         elif key in self._host_s:
             self._host_s[key] = min(self._host_s[key], period_s)
 
-    def _correct(self, num_sequences: int, rows: int, k: int, seconds: float) -> None:
+    def _correct(self, rows: int, share: float, k: int, seconds: float) -> None:
         if rows != self._latest_rows:
             self._latest_rows, self._num_latest = rows, 0
-        share = max(1.0, num_sequences / rows)
         error_s = seconds - self._table[rows, k] * share - self._contexts_s
         others = (n for (r, other), n in self._num_run.items() if r == rows and other != k)
         is_new = self._num_run[rows, k] < TRUSTED_STEPS <= max(others, default=0)

@@ -9,7 +9,7 @@ Shapes: D depths, X cells of score logits, R trees, N nodes of a tree, S trees o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,9 +29,9 @@ TREES_A_STEP, LEARN_STEPS = 16, 8
 REFIT_STEPS = 50
 # Verified nodes of a depth that count, and how many nodes w and b of the depth before count for.
 LATEST_NODES, PRIOR_NODES = 4096, 8
-# The latest trees, of which the mean tells what a tree brings, and the steps that it looked at
-# until the mean is computed anew.
-LATEST_TREES, CURVE_STEPS = 128, 4
+# The latest trees, of which the mean tells what a tree brings, and the steps for which that is
+# held: while fewer are known, and later.
+LATEST_TREES, FIRST_HELD_STEPS, HELD_STEPS = 128, 4, 8
 # How many trees the prior counts for, and how many the latest ones do.
 PRIOR_TREES, MOST_TREES = 1, 512
 # The share of each draft that is accepted, before there is a record: a good head's.
@@ -53,16 +53,12 @@ class _Trees:
         scores_RN, depths_RN: a ring; nodes that a tree does not have are at depth 0.
         count: trees that ever came.
         weight: how many trees the record counts for; it fades.
-        curve: the sum of survival of n nodes of each tree, for n from 0 to N.
-        made_at: the batch size and the step of the curve.
     """
 
     scores_RN: Tensor
     depths_RN: Tensor
     count: int = 0
     weight: float = 0.0
-    curve: list[float] = field(default_factory=list)
-    made_at: tuple[int, int] = (0, 0)
 
     def put(self, scores_SN: Tensor, depths_SN: Tensor) -> None:
         """Add the trees of a step."""
@@ -105,8 +101,9 @@ class TreeRecord:
         self._trees: dict[int, _Trees] = {}  # by their greatest depth
         self._latest = depth  # of the trees that are verified next
         self._group = 1
-        self._found: dict[int, float] = {}  # what `tokens` returns, for LEARN_STEPS
-        self._age = 0  # of that, in steps
+        self._found: dict[int, float] = {}  # what `tokens` returns
+        self._curves: dict[int, list[float]] = {}  # what `_curve` returns
+        self._age = 0  # of both, in steps
 
     def calibrates(self, survival: Survival | None) -> None:
         """Let w and b that are fitted go to `survival`, which decides about the nodes of steps."""
@@ -159,9 +156,11 @@ class TreeRecord:
             self._latest = next_depth
         self._age += 1
         is_known = drafted in self._trees and self._trees[drafted].count >= LATEST_TREES
-        if self._age == LEARN_STEPS or not is_known or before != (self._group, self._latest):
+        most = HELD_STEPS if is_known else FIRST_HELD_STEPS
+        if self._age >= most or before != (self._group, self._latest):
             self._age = 0
             self._found.clear()
+            self._curves.clear()
 
     def _learn(self, depth: int) -> None:
         """Take the trees that wait, which were drafted up to a depth."""
@@ -224,18 +223,17 @@ class TreeRecord:
         if not self._trees:
             return 1 + prior
         depth = min(self._trees, key=lambda known: (known < wanted, abs(known - wanted)))
-        trees, latest = self._trees[depth], self._trees.get(self._latest, self._trees[depth])
-        found = self._curve(trees)[k]
-        if latest is not trees:
-            found = min(found * self._curve(latest)[1] / self._curve(trees)[1], k)
+        trees, latest = self._trees[depth], self._latest
+        found = self._curve(depth)[k]
+        if latest != depth and latest in self._trees:
+            found = min(found * self._curve(latest)[1] / self._curve(depth)[1], k)
         return 1 + (found * trees.weight + prior * PRIOR_TREES) / (trees.weight + PRIOR_TREES)
 
-    def _curve(self, trees: _Trees) -> list[float]:
-        """Return the sum of survival of n nodes of each tree, for n from 0 to N."""
-        group, step = trees.made_at
-        if group != self._group or self._num_steps >= step + CURVE_STEPS:
-            trees.curve, trees.made_at = self._make_curve(trees), (self._group, self._num_steps)
-        return trees.curve
+    def _curve(self, depth: int) -> list[float]:
+        """Return the sum of survival of n nodes of each tree of a depth, for n from 0 to N."""
+        if depth not in self._curves:
+            self._curves[depth] = self._make_curve(self._trees[depth])
+        return self._curves[depth]
 
     def _make_curve(self, trees: _Trees) -> list[float]:
         known = min(trees.count, LATEST_TREES)
