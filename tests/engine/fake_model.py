@@ -19,7 +19,7 @@ import torch
 from peagle.config import CandidateTrees
 from peagle.engine.depth import DepthPolicy, StepSeconds
 from peagle.engine.graph_runner import RowReport, buckets
-from peagle.engine.model_runner import TargetPass, block_tables
+from peagle.engine.model_runner import TargetPass
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.kernels.survival import Survival
@@ -75,9 +75,6 @@ class FakeRunner:
         new: list[list[int]] = []
         rejected: list[list[int]] = []
         features: list[list[float]] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        start_loc = [0]
         starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
         for chunk, start in zip(chunks, starts, strict=True):
             sequence = chunk.sequence
@@ -87,13 +84,9 @@ class FakeRunner:
                 path, own = self._run_tree(sequence, start, drafts)
                 emitted = [*(rows[row] for row in path), own]
                 rest = [row for row in range(1, len(rows)) if row not in path]
-                order = [0, *path, *rest]
                 contexts = [self._context(sequence, p) for p in range(start, start + 1 + len(path))]
                 contexts += [(-1,)] * len(rest)  # of rows that nobody may read
                 features += [[float(digest(context))] for context in contexts]
-                tokens += [rows[row] for row in order]
-                positions += range(start, start + len(rows))
-                start_loc.append(len(tokens))
                 accepted.append(len(path))
                 new.append(emitted)
                 rejected.append([rows[row] for row in rest])
@@ -103,9 +96,6 @@ class FakeRunner:
             # All of them are written before any of them looks, as in a packed pass.
             contexts = [self._context(sequence, p) for p in range(start, start + len(rows))]
             features += [[float(digest(context))] for context in contexts]
-            tokens += rows
-            positions += range(start, start + len(rows))
-            start_loc.append(len(tokens))
             if chunk.samples:
                 emitted = self.verify(sequence, contexts[len(rows) - len(drafts) - 1 :], drafts)
                 accepted.append(len(emitted) - 1)
@@ -114,9 +104,7 @@ class FakeRunner:
         return TargetPass(
             chunks,
             starts,
-            batch=_batch(tokens, positions, start_loc),
             features_TA=torch.tensor(features, dtype=torch.float64),
-            block_tables_BM=block_tables([chunk.sequence for chunk in chunks], CPU),
             sampled=_sampled(accepted, new, rejected),
         )
 
@@ -158,14 +146,6 @@ class FakeRunner:
     def _context(self, sequence: Sequence, position: int) -> tuple[int, ...]:
         table = sequence.block_table
         return tuple(self.kv[self.slot(table, p)] for p in range(position + 1))
-
-
-def _batch(tokens: list[int], positions: list[int], start_loc: list[int]) -> Any:
-    return SimpleNamespace(
-        tokens_R=torch.tensor(tokens),
-        positions_R=torch.tensor(positions),
-        query_start_loc=torch.tensor(start_loc),
-    )
 
 
 def _sampled(accepted: list[int], new: list[list[int]], rejected: list[list[int]]) -> Any:

@@ -179,7 +179,7 @@ def test_paths_are_those_of_the_parents() -> None:
     for n in (1, 5, 63):
         parents = [random_parents(rng, n), list(range(n))]
         paths = TreePaths.of(torch.tensor(parents), depth=n)
-        listed = TreePaths.of_lists(parents, "cpu")
+        listed = TreePaths.of_lists(parents)
         assert torch.equal(listed.visible_BJ, paths.visible_BJ)
         assert torch.equal(listed.depths_BJ, paths.depths_BJ) and listed.depth == n
         for b, of in enumerate(parents):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -345,10 +344,7 @@ class HeadDrafting(Drafting):
     def _read_kept(self, missed: list[tuple[_Reading, Tensor]]) -> None:
         readings = _one_behind_another([reading for reading, _ in missed])
         features_TA = torch.cat([kept_NA for _, kept_NA in missed])
-        tokens = [t for r in readings for t in r.sequence.token_ids[r.first : r.end]]
-        positions = [p for r in readings for p in range(r.first, r.end)]
-        tokens_T, positions_T = (upload_ints(x, features_TA.device) for x in (tokens, positions))
-        self.proposer.read(self._target_step(readings, tokens_T, positions_T, features_TA))
+        self.proposer.read(_target_step(readings, features_TA))
 
     def _plant(
         self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor, scores_BN: Tensor
@@ -417,11 +413,11 @@ class HeadDrafting(Drafting):
         """
         drafter, caches = self.proposer.drafter, self.proposer.caches
         weight, block_size = drafter.norm.weight, caches[0].keys.shape[1]
-        ints = partial(torch.zeros, dtype=torch.int64, device=weight.device)
+        ints = partial(torch.zeros, dtype=torch.int64)
         step = TargetStep(
             tokens_T=ints(num_tokens),
-            positions_T=torch.arange(num_tokens, device=weight.device),
-            start_loc=upload_ints([0, num_tokens], weight.device),
+            positions_T=torch.arange(num_tokens),
+            start_loc=torch.tensor([0, num_tokens]),
             features_TA=weight.new_zeros(num_tokens, drafter.config.feature_size),
             next_tokens_B=ints(1),
             block_tables_BM=ints(1, -(-num_tokens // block_size)),
@@ -529,59 +525,50 @@ class HeadDrafting(Drafting):
 
     def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> TargetStep:
         """Return what is read of a pass: its rows where they are, or a copy of some of them."""
-        batch, sampled = done.batch, done.sampled
-        rows = batch.tokens_R, batch.positions_R, done.features_TA
-        if 2 * sum(map(len, readings)) < len(done.features_TA):
+        features_TA, sampled = done.features_TA, done.sampled
+        if 2 * sum(map(len, readings)) < len(features_TA):
             every = [row for reading in readings for row in reading.rows]
-            rows_N = upload_ints(every, done.features_TA.device)
-            rows = batch.tokens_R[rows_N], batch.positions_R[rows_N], done.features_TA[rows_N]
+            features_TA = features_TA[upload_ints(every, features_TA.device)]
             readings = _one_behind_another(readings)
-        sequences = [reading.sequence for reading in readings]
-        # A decode step mostly reads all sequences of its pass, whose tensors are there already.
-        is_all = sequences == [chunk.sequence for chunk in done.chunks]
-        tables_BM = done.block_tables_BM if is_all else None
         sampling = None
         if any(reading.num_drafts for reading in readings):
+            # A decode step mostly reads all sequences of its pass, whose tensors are there already.
+            sequences = [reading.sequence for reading in readings]
             are_known = sequences == [chunk.sequence for chunk in done.chunks if chunk.samples]
             known = sampled.sampling if sampled is not None and are_known else None
             sampling = known or self.sampler.tensors(sequences)
-        return self._target_step(readings, *rows, tables_BM=tables_BM, sampling=sampling)
+        return _target_step(readings, features_TA, sampling)
 
-    def _target_step(
-        self,
-        readings: SequenceOf[_Reading],
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        features_TA: Tensor,
-        *,
-        tables_BM: Tensor | None = None,
-        sampling: SamplingTensors | None = None,
-    ) -> TargetStep:
-        """Return what is read of some rows; the KV blocks are looked up where they are None."""
-        sequences = [reading.sequence for reading in readings]
-        context_starts = [s.drafter_start for s in sequences]
-        device = features_TA.device
-        if tables_BM is None:
-            tables_BM = block_tables(sequences, device)
 
-        def ints(values: Iterable[int]) -> Tensor:
-            return upload_ints(list(values), device)
-
-        return TargetStep(
-            tokens_T=tokens_T,
-            positions_T=positions_T,
-            start_loc=ints([*(reading.row for reading in readings), len(tokens_T)]),
-            features_TA=features_TA,
-            next_tokens_B=ints(r.sequence.token_ids[r.end] for r in readings),
-            block_tables_BM=tables_BM,
-            num_rows=[len(reading) for reading in readings],
-            seq_lens=[reading.end for reading in readings],
-            num_drafts=[reading.num_drafts for reading in readings],
-            sampling=sampling,
-            histories=[s.token_ids for s in sequences],
-            draws_chain=[s.draws_chain for s in sequences],
-            context_starts_B=ints(context_starts) if any(context_starts) else None,
+def _target_step(
+    readings: SequenceOf[_Reading], features_TA: Tensor, sampling: SamplingTensors | None = None
+) -> TargetStep:
+    """Return what is read of the rows of some features."""
+    sequences = [reading.sequence for reading in readings]
+    # Of rows that nobody reads the token and the position mean nothing.
+    tokens, positions = ([0] * len(features_TA) for _ in range(2))
+    for reading in readings:
+        at, own = slice(reading.row, reading.row + len(reading)), slice(reading.first, reading.end)
+        tokens[at], positions[at] = (
+            reading.sequence.token_ids[own],
+            range(reading.first, reading.end),
         )
+    context_starts = [s.drafter_start for s in sequences]
+    return TargetStep(
+        tokens_T=torch.tensor(tokens),
+        positions_T=torch.tensor(positions),
+        start_loc=torch.tensor([*(reading.row for reading in readings), len(tokens)]),
+        features_TA=features_TA,
+        next_tokens_B=torch.tensor([r.sequence.token_ids[r.end] for r in readings]),
+        block_tables_BM=block_tables(sequences),
+        num_rows=[len(reading) for reading in readings],
+        seq_lens=[reading.end for reading in readings],
+        num_drafts=[reading.num_drafts for reading in readings],
+        sampling=sampling,
+        histories=[s.token_ids for s in sequences],
+        draws_chain=[s.draws_chain for s in sequences],
+        context_starts_B=torch.tensor(context_starts) if any(context_starts) else None,
+    )
 
 
 def _first_unread(sequence: Sequence, known: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -22,7 +22,7 @@ from peagle.engine.sequence import Sequence
 from peagle.kernels.batches import TargetBatch, slot_mapping
 from peagle.kernels.logprobs import token_logprobs
 from peagle.kernels.trees import TreePaths, move_slots
-from peagle.kernels.upload import upload_ints
+from peagle.kernels.upload import upload_ints, upload_together
 from peagle.models.target import TargetModel
 
 # Runs the target as `Passes.__call__` does.
@@ -39,18 +39,14 @@ class TargetPass:
     Attributes:
         chunks: chunks of the pass, in the order of the packed rows.
         starts: position of the first row of each chunk.
-        batch: the packed rows; where drafts are trees, first those of the newest token and of the
-            accepted drafts of each sequence, as of a chain.
-        features_TA: aux features of the rows.
-        block_tables_BM: KV blocks of each sequence.
+        features_TA: aux features of the packed rows; where drafts are trees, first those of the
+            newest token and of the accepted drafts of each sequence, as of a chain.
         sampled: new tokens of the chunks that sample; None if none does.
     """
 
     chunks: SequenceOf[Chunk]
     starts: list[int]
-    batch: TargetBatch
     features_TA: Tensor
-    block_tables_BM: Tensor
     sampled: SampledStep | None
 
 
@@ -98,27 +94,10 @@ class ModelRunner:
             for s, start, chunk in zip(sequences, first, chunks, strict=True)
         ]
         lens = [len(row) for row in rows]
-        lens_B, first_B = self._ints(lens), self._ints(first)
-        start_loc = torch.nn.functional.pad(lens_B.cumsum(0), (1, 0))
-        sequences_T = torch.repeat_interleave(lens_B, output_size=sum(lens))
-        offset_T = torch.arange(sum(lens), device=self.device) - start_loc[sequences_T]
-        # In a tree the nodes of one depth have one position, but each has a slot of its own.
-        slot_T = positions_T = first_B[sequences_T] + offset_T
-        paths, visible_T = self._paths(chunks), None
+        paths = _paths(chunks)
+        batch, tables_BM, visible_T = self._batch(rows, first, block_tables(sequences), paths)
         if paths is not None:
-            visible_T = paths.visible_BJ[sequences_T, offset_T]
-            positions_T = first_B[sequences_T] + paths.depths_BJ[sequences_T, offset_T]
-        tables_BM = block_tables(sequences, self.device)
-        batch = TargetBatch(
-            tokens_R=self._ints([token for row in rows for token in row]),
-            positions_R=positions_T,
-            slots_R=slot_mapping(
-                tables_BM, sequences_T, slot_T, self.block_size, self.max_model_len
-            ),
-            query_start_loc=start_loc,
-            seq_lens_B=first_B + lens_B,
-            sequences_R=sequences_T,
-        )
+            paths = paths.to(self.device)
         hidden_TH, features_TA = (run_target or self.passes)(
             batch,
             tables_BM,
@@ -142,23 +121,50 @@ class ModelRunner:
             ]
             if moves:
                 move_path(self.target, batch.slots_R[self._ints(moves)])
-                row_T = self._ints(order)
-                batch = replace(
-                    batch, tokens_R=batch.tokens_R[row_T], positions_R=batch.positions_R[row_T]
-                )
-                features_TA = features_TA[row_T]
-        return TargetPass(chunks, first, batch, features_TA, tables_BM, sampled)
+                features_TA = features_TA[self._ints(order)]
+        return TargetPass(chunks, first, features_TA, sampled)
 
-    def _paths(self, chunks: SequenceOf[Chunk]) -> TreePaths | None:
-        """Return the paths of the rows of each chunk; None if all drafts are chains."""
-        if not any(chunk.sequence.draft_parents for chunk in chunks if chunk.num_drafts):
-            return None
-        assert all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks), "a decode step"
-        trees = [
-            (chunk.sequence.draft_parents or list(range(chunk.num_drafts)))[: chunk.num_drafts]
-            for chunk in chunks
-        ]
-        return TreePaths.of_lists(trees, self.device)
+    def _batch(
+        self,
+        rows: SequenceOf[SequenceOf[int]],
+        first: SequenceOf[int],
+        tables_BM: Tensor,
+        paths: TreePaths | None,
+    ) -> tuple[TargetBatch, Tensor, Tensor | None]:
+        """Return the batch of some rows on the device, its KV blocks, and which rows a row sees.
+
+        The host makes them: launching a kernel takes longer than computing so little.
+
+        Args:
+            rows: the tokens of each sequence.
+            first: the position of its first row.
+            tables_BM: its KV blocks, on the host.
+            paths: how its rows relate, on the host; None: each sees those before it.
+        """
+        lens_B, first_B = torch.tensor([len(row) for row in rows]), torch.tensor(first)
+        start_loc = torch.nn.functional.pad(lens_B.cumsum(0), (1, 0))
+        sequences_T = torch.repeat_interleave(lens_B)
+        offset_T = torch.arange(len(sequences_T)) - start_loc[sequences_T]
+        # In a tree the nodes of one depth have one position, but each has a slot of its own.
+        slot_T = positions_T = first_B[sequences_T] + offset_T
+        own_of_pass = [tables_BM]
+        if paths is not None:
+            own_of_pass.append(paths.visible_BJ[sequences_T, offset_T])
+            positions_T = first_B[sequences_T] + paths.depths_BJ[sequences_T, offset_T]
+        batch = TargetBatch(
+            tokens_R=torch.tensor([token for row in rows for token in row]),
+            positions_R=positions_T,
+            slots_R=slot_mapping(
+                tables_BM, sequences_T, slot_T, self.block_size, self.max_model_len
+            ),
+            query_start_loc=start_loc,
+            seq_lens_B=first_B + lens_B,
+            sequences_R=sequences_T,
+        )
+        num_own = len(own_of_pass)
+        there = upload_together([*own_of_pass, *batch.tensors], self.device)
+        tables_BM, *visible = there[:num_own]
+        return TargetBatch(*there[num_own:]), tables_BM, visible[0] if visible else None
 
     def _sample(
         self,
@@ -217,6 +223,19 @@ class ModelRunner:
         return upload_ints(values, self.device)
 
 
+def _paths(chunks: SequenceOf[Chunk]) -> TreePaths | None:
+    """Return the paths of the rows of each chunk, on the host; None if all drafts are chains."""
+    if not any(chunk.sequence.draft_parents for chunk in chunks if chunk.num_drafts):
+        return None
+    assert all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks), "a decode step"
+    return TreePaths.of_lists(
+        [
+            (chunk.sequence.draft_parents or list(range(chunk.num_drafts)))[: chunk.num_drafts]
+            for chunk in chunks
+        ]
+    )
+
+
 def target_passes(target: TargetModel, backend: AttentionBackend) -> Passes:
     """Return the passes of `TargetModel.forward`: final hidden states and features."""
 
@@ -250,12 +269,12 @@ def _starts(lens: list[int]) -> Iterator[int]:
     return accumulate(lens[:-1], initial=0)
 
 
-def block_tables(sequences: SequenceOf[Sequence], device: torch.device) -> Tensor:
-    """Return the KV blocks of the sequences, padded, int64 [B, M]; M is that of the longest.
+def block_tables(sequences: SequenceOf[Sequence]) -> Tensor:
+    """Return the KV blocks of the sequences on the host, padded, [B, M]; M is of the longest.
 
     A sequence's own first block pads its row: attention multiplies masked values by a weight of 0,
     and a NaN in another request's block would still spread.
     """
     width = max(len(s.block_table) for s in sequences)
     tables = [(s.block_table + (s.block_table[:1] or [0]) * width)[:width] for s in sequences]
-    return upload_ints(tables, device)
+    return torch.tensor(tables)

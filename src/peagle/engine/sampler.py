@@ -19,7 +19,7 @@ from peagle.kernels.logits import process_logits
 from peagle.kernels.logits_rules import LogitsRules, TreeRows, VerificationRows, context_tails
 from peagle.kernels.logprobs import TokenLogprobs, token_logprobs
 from peagle.kernels.trees import TreePaths
-from peagle.kernels.upload import upload_floats, upload_ints
+from peagle.kernels.upload import upload_ints, upload_together
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
 
@@ -124,9 +124,11 @@ class Sampler:
                 build_rules(sequences, self.slots, self.vocab_size, self.device),
                 any(s.params.logprobs is not None for s in sequences),
             )
+            sampling = batch.sampling
+        else:
+            sampling = self._current(batch, sequences)
         if batch.rules is not None:
             batch.rules = without_reached_minimum(batch.rules, sequences)
-        sampling = self._current(batch, sequences)
         rows = self._rows(batch, sequences, num_drafted, sampling, len(logits_RV), paths)
         processed_RV = logits_RV
         if batch.rules is not None or masks_RV is not None:
@@ -180,12 +182,24 @@ class Sampler:
 
     def _sampling(self, sequences: SequenceOf[Sequence]) -> SamplingTensors:
         params = [s.params for s in sequences]
+        # In double precision, so that host and device agree on which temperature is 0.
+        floats = [p.temperature for p in params], [p.top_p for p in params]
+        ints = (
+            [min(p.top_k, self.vocab_size) for p in params],
+            [s.seed for s in sequences],
+            [s.num_output_tokens for s in sequences],
+        )
+        values = [torch.tensor(of, dtype=torch.float64) for of in floats]
+        values += [torch.tensor(of) for of in ints]
+        temperature_B, top_p_B, top_k_B, seeds_B, num_outputs_B = upload_together(
+            values, self.device
+        )
         return SamplingTensors(
-            temperature_B=self._floats([p.temperature for p in params]),
-            top_k_B=self._ints([min(p.top_k, self.vocab_size) for p in params]),
-            top_p_B=self._floats([p.top_p for p in params]),
-            seeds_B=self._ints([s.seed for s in sequences]),
-            num_outputs_B=self._ints([s.num_output_tokens for s in sequences]),
+            temperature_B=temperature_B,
+            top_k_B=top_k_B,
+            top_p_B=top_p_B,
+            seeds_B=seeds_B,
+            num_outputs_B=num_outputs_B,
             all_greedy=all(p.is_greedy for p in params),
         )
 
@@ -207,8 +221,9 @@ class Sampler:
         if words is not None and words.prefix_len > 0:
             contexts = [s.token_ids for s in sequences]
             tails_BW = context_tails(contexts, words.prefix_len, self.device)
-        drafts_BK = self._ints(padded).view(len(sequences), most)
-        sizes = drafts_BK, self._ints(num_drafted), sampling.num_outputs_B, num_rows, tails_BW
+        drafts_BK = torch.tensor(padded, dtype=torch.int64).view(len(sequences), most)
+        drafts_BK, lens_B = upload_together([drafts_BK, torch.tensor(num_drafted)], self.device)
+        sizes = drafts_BK, lens_B, sampling.num_outputs_B, num_rows, tails_BW
         return VerificationRows(*sizes) if paths is None else TreeRows(*sizes, paths)
 
     def _draft_probs(
@@ -269,10 +284,6 @@ class Sampler:
 
     def _ints(self, values: SequenceOf[int] | list[list[int]]) -> Tensor:
         return upload_ints(values, self.device)
-
-    def _floats(self, values: list[float]) -> Tensor:
-        # In double precision, so that host and device agree on which temperature is 0.
-        return upload_floats(values, self.device)
 
 
 def _broken(logits_RV: Tensor, rows: VerificationRows, verified: Verified) -> Tensor:

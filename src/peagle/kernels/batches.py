@@ -6,7 +6,7 @@ drafter), M blocks a sequence. In a bucket the last rows may be padding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ class PackedBatch:
     slots_R: Tensor
     query_start_loc: Tensor
     seq_lens_B: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order in which a batch is made of them."""
+        return [getattr(self, one.name) for one in fields(self)]
 
 
 @dataclass(frozen=True, slots=True)

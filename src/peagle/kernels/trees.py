@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.sampling import at_least_float32
-from peagle.kernels.upload import upload, upload_ints
+from peagle.kernels.upload import upload_together
 
 # children(column, tokens, parents) -> (log-probabilities, tokens), both [B, W, C]: the candidates
 # that may follow, in the slot of that column, the W nodes of the depth before it. These have the
@@ -263,7 +263,7 @@ class TreePaths:
         return cls(parents_BN, visible_BJ, depths_BJ, depth)
 
     @classmethod
-    def of_lists(cls, trees: Sequence[Sequence[int]], device: torch.device | str) -> TreePaths:
+    def of_lists(cls, trees: Sequence[Sequence[int]]) -> TreePaths:
         """Return `of` for trees that the host knows; missing nodes are children of the root."""
         most = max(map(len, trees))
         parents = [[*tree, *[0] * (most - len(tree))] for tree in trees]
@@ -273,12 +273,13 @@ class TreePaths:
             for row, parent in enumerate(tree, start=1):
                 words.append(words[parent] | 1 << row)
         visible_BJ = torch.tensor(visible, dtype=torch.uint64).view(torch.int64)
-        return cls(
-            upload_ints(parents, device),
-            upload(visible_BJ, device),
-            upload_ints(depths, device),
-            max(map(max, depths)),
-        )
+        return cls(torch.tensor(parents), visible_BJ, torch.tensor(depths), max(map(max, depths)))
+
+    def to(self, device: torch.device | str) -> TreePaths:
+        """Return the same paths on a device."""
+        tensors = self.parents_BN, self.visible_BJ, self.depths_BJ
+        parents_BN, visible_BJ, depths_BJ = upload_together(tensors, device)
+        return TreePaths(parents_BN, visible_BJ, depths_BJ, self.depth)
 
     def reached(self, tokens_BJ: Tensor, drafts_BN: Tensor, num_drafts_B: Tensor) -> Tensor:
         """Return which rows a descent comes to that goes to the child equal to a row's token.

@@ -25,7 +25,7 @@ from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import sample_from_weights
 from peagle.kernels.survival import Survival
 from peagle.kernels.trees import after_slots, best_first_trees, count_nodes, searched_trees
-from peagle.kernels.upload import upload_ints
+from peagle.kernels.upload import upload_ints, upload_together
 from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
 
@@ -53,8 +53,10 @@ class DraftConstraint(Protocol):
 class TargetStep:
     """What a proposer may read: rows that the target ran, and what verification decided.
 
+    Features and sampling parameters are on the device, all other tensors on the host.
+
     Attributes:
-        tokens_T, positions_T: the packed target batch.
+        tokens_T, positions_T: of the rows that the target ran.
         start_loc: [B+1], first row of each sequence.
         features_TA: aux features of the rows.
         next_tokens_B: the token after them: emitted, or the next one of a prompt.
@@ -322,20 +324,19 @@ class EagerDraft:
 
     def __init__(self, proposer: HeadProposer, step: TargetStep, passes: Passes) -> None:
         self._proposer, self._step, self._passes = proposer, step, passes
-        self._device = step.tokens_T.device
+        self._device = step.features_TA.device
         lens = self._lens = list(step.num_drafts)
         self.num_drafts = max(lens)
         drafting = [b for b, k in enumerate(lens) if k]
         self._order = sorted(drafting, key=lambda b: -lens[b])
-        self._order_N = upload_ints(self._order, self._device)
         shape = len(lens), self.num_drafts
         self._tokens_BK = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._probs_BKV: Tensor | None = None
         self._trees: Drafts | None = None
         self._max_query_len = self._max_seq_len = 1
-        self._tables_NM, self._starts_N = step.block_tables_BM, step.context_starts_B
 
     def first_batch(self) -> DraftBatch:
+        """Return the drafter's batch; the host makes it, and sends all of it in one copy."""
         step, own = self._step, self._proposer
         parallel = own.drafter.config.is_parallel
         num_mask_slots = [max(k - 1, 0) if parallel else 0 for k in self._lens]
@@ -343,11 +344,11 @@ class EagerDraft:
             step.tokens_T,
             step.positions_T,
             step.start_loc,
-            upload_ints(step.num_rows, self._device) - 1,
+            torch.tensor(step.num_rows) - 1,
             step.next_tokens_B,
             step.block_tables_BM,
             block_size=own.caches[0].block_size,
-            num_mask_slots_B=upload_ints(num_mask_slots, self._device),
+            num_mask_slots_B=torch.tensor(num_mask_slots),
             max_drafts=self.num_drafts,
             mask_token_id=own.drafter.config.mask_token_id or 0,
             max_model_len=own.max_model_len,
@@ -355,8 +356,18 @@ class EagerDraft:
         )
         self._max_query_len = max(map(add, step.num_rows, num_mask_slots))
         self._max_seq_len = max(map(add, step.seq_lens, num_mask_slots))
-        self._last_N = batch.positions_R[batch.last_ntp_B[self._order_N]]
-        return replace(batch, draft_rows_BK=batch.draft_rows_BK[self._order_N])
+        order_N = torch.tensor(self._order, dtype=torch.int64)
+        last_N = batch.positions_R[batch.last_ntp_B[order_N]]
+        batch = replace(batch, draft_rows_BK=batch.draft_rows_BK[order_N])
+        own_of_step = [order_N, last_N, step.block_tables_BM]
+        if step.context_starts_B is not None:
+            own_of_step.append(step.context_starts_B)
+        num_own = len(own_of_step)
+        there = upload_together([*own_of_step, *batch.tensors], self._device)
+        self._order_N, self._last_N, self._tables_BM, *starts = there[:num_own]
+        self._starts_B = starts[0] if starts else None
+        self._tables_NM, self._starts_N = self._tables_BM, self._starts_B
+        return DraftBatch(*there[num_own:])
 
     def gather(self, features_TD: Tensor, batch: DraftBatch) -> Tensor:
         if self.num_drafts > 1 and self._proposer.drafter.config.is_parallel:
@@ -366,9 +377,9 @@ class EagerDraft:
     def next_batch(self, column: int) -> PackedBatch:
         own, step, sequences_N = self._proposer, self._step, self._still_drafting(column)
         num_seqs = sequences_N.shape[0]
-        self._tables_NM = step.block_tables_BM[sequences_N]
-        if step.context_starts_B is not None:
-            self._starts_N = step.context_starts_B[sequences_N]
+        self._tables_NM = self._tables_BM[sequences_N]
+        if self._starts_B is not None:
+            self._starts_N = self._starts_B[sequences_N]
         position_N = self._last_N[:num_seqs] + column
         rows = torch.arange(num_seqs + 1, device=self._device)
         size = own.caches[0].block_size

@@ -1,0 +1,59 @@
+"""Several tensors in one copy to the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peagle.kernels.upload import upload_together
+from tests.kernels.devices import DEVICES
+
+TYPES = (torch.int64, torch.float64, torch.float32, torch.bool)
+SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape, dtype = draw(SHAPES), draw(st.sampled_from(TYPES))
+    count = torch.Size(shape).numel()
+    values = draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count))
+    return torch.tensor(values, dtype=torch.int64).view(shape).to(dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(values=st.lists(tensors(), max_size=6))
+def test_every_tensor_arrives_whole(device: str, values: list[Tensor]) -> None:
+    found = upload_together(values, device)
+    assert len(found) == len(values)
+    for one, value in zip(found, values, strict=True):
+        assert one.device.type == torch.device(device).type
+        assert one.dtype == value.dtype and torch.equal(one.cpu(), value)
+        assert not one.numel() or one.data_ptr() % 16 == 0, "kernels take such a start for granted"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_contiguous_arrives_in_order(device: str) -> None:
+    value = torch.arange(12).view(3, 4).T
+    (found,) = upload_together([value], device)
+    assert torch.equal(found.cpu(), value)
+
+
+@pytest.mark.gpu
+def test_a_later_copy_leaves_an_earlier_one_alone() -> None:
+    """The host goes on before the copies are done, and its memory is used again."""
+    device = torch.device("cuda")
+    upload_together([torch.ones(1)], device)  # allocates
+    torch.cuda._sleep(20_000_000)
+    event = torch.cuda.Event()
+    found = [
+        upload_together([torch.full((1000,), value), torch.full((3,), -value)], device)
+        for value in range(1, 6)
+    ]
+    event.record()
+    assert not event.query(), "the host has waited for a copy"
+    torch.cuda.synchronize()
+    values = [(set(a.tolist()), set(b.tolist())) for a, b in found]
+    assert values == [({value}, {-value}) for value in range(1, 6)]
