@@ -16,7 +16,7 @@ from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, StepSeconds, make_depth
-from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, load_head, make_drafting
+from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, make_drafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
 from peagle.engine.graph_runner import (
@@ -27,6 +27,7 @@ from peagle.engine.graph_runner import (
     mixed_buckets,
     runs_as_graphs,
 )
+from peagle.engine.head import load_head
 from peagle.engine.memory_plan import (
     MemoryPlan,
     drafter_kv_shapes,

@@ -1,0 +1,69 @@
+"""The draft head that a speculative configuration names."""
+
+from __future__ import annotations
+
+import warnings
+
+from peagle.config import CandidateTrees, SpeculativeConfig
+from peagle.errors import UserError
+from peagle.models.checkpoint import (
+    load_correction,
+    load_drafter,
+    read_head_config,
+    trained_length,
+)
+from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.quantize import quantize_head
+from peagle.models.target import TargetModel
+
+
+def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Drafter | None:
+    """Return the draft head of a configuration, None if it has none.
+
+    Raises:
+        UserError: parallel_drafting contradicts the kind of head.
+        CheckpointError: the head does not fit the target, or its correction does not fit the head.
+    """
+    if speculative is None or speculative.model is None:
+        return None
+    head, facts = read_head_config(speculative.model, num_target_layers=target.num_layers)
+    parallel = speculative.parallel_drafting
+    if parallel is not None and parallel != head.is_parallel:
+        kind = "a P-EAGLE" if head.is_parallel else "an autoregressive EAGLE-3"
+        raise UserError(
+            f"parallel_drafting is {parallel}, but {speculative.model!r} is {kind} head. "
+            f"Set it to {head.is_parallel} or leave it out."
+        )
+    depth = head.trained_depth
+    if (trees := speculative.parallel_drafting_spec) is not None:
+        _check_trees(trees, speculative.model, head)
+    if depth is not None and speculative.num_drafts > depth:
+        warnings.warn(
+            f"num_speculative_tokens is {speculative.num_drafts}, but the head "
+            f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
+            stacklevel=4,
+        )
+    drafter = load_drafter(speculative.model, target, check_target=speculative.check_target)
+    if speculative.correction:
+        drafter.correction = load_correction(speculative.model, drafter)
+    if speculative.quantization is not None:
+        quantize_head(drafter, speculative.quantization, unpack=target.device.type != "cuda")
+    window = speculative.draft_window
+    drafter.window = trained_length(facts) if window is None else window or None
+    return drafter
+
+
+def _check_trees(trees: CandidateTrees, name: str, head: DrafterConfig) -> None:
+    """Refuse trees of a head that drafts one token a pass, or fewer tokens than they are deep."""
+    if not head.is_parallel:
+        raise UserError(
+            f"parallel_drafting_spec asks for candidate trees, but {name!r} is an autoregressive "
+            "EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name such a head, or "
+            "leave it out: chains."
+        )
+    depth = head.trained_depth
+    if depth is not None and trees.prediction_depth > depth:
+        raise UserError(
+            f"parallel_drafting_spec.prediction_depth is {trees.prediction_depth}; the head "
+            f"{name!r} was trained for {depth}. Ask for no more."
+        )
