@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import json
 import logging
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -21,9 +22,6 @@ from peagle.kernels.logprobs import TokenLogprobs
 from peagle.serving.errors import ApiError
 
 logger = logging.getLogger("peagle.serving")
-
-# Stands for the text of an event in its template; no other part of an event has it.
-_PLACE = uuid.uuid4().hex
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
 
@@ -125,18 +123,25 @@ def event_bytes(event: dict[str, Any]) -> bytes:
 
 
 class EventTemplate:
-    """An event of which only a text changes: all else is written once.
+    """An event of which only some values change: all else is written once.
 
     Args:
-        make: returns the event of a text.
+        make: returns the event of a text and of numbers.
+        num_numbers: how many numbers there are.
     """
 
-    def __init__(self, make: Callable[[str], bytes]) -> None:
-        self._parts = make(_PLACE).split(to_json(_PLACE))
+    def __init__(self, make: Callable[..., bytes], num_numbers: int = 0) -> None:
+        # Names of places; no other part of an event has them.
+        names = [uuid.uuid4().hex for _ in range(1 + num_numbers)]
+        places = [to_json(name) for name in names]
+        literals = re.split(b"(%b)" % b"|".join(places), make(*names))
+        self._order = [places.index(place) for place in literals[1::2]]
+        self._form = b"%b".join(literal.replace(b"%", b"%%") for literal in literals[::2])
 
-    def __call__(self, text: str) -> bytes:
-        """Return the event of this text."""
-        return to_json(text).join(self._parts)
+    def __call__(self, text: str, *numbers: int) -> bytes:
+        """Return the event of these values."""
+        values = to_json(text), *[b"%d" % number for number in numbers]
+        return self._form % tuple([values[index] for index in self._order])
 
 
 # ---- usage ---------------------------------------------------------------------------------------

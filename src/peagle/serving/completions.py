@@ -72,8 +72,6 @@ class _Completions(GenerationAnswer):
         self._has_last_usage = options.include_usage or self.report
         self._has_running_usage = options.include_usage and options.continuous_usage_stats
         self._num_tokens: Counter[tuple[int, int]] = Counter()
-        # Whether events have choices and nothing beside them.
-        self.has_only_choices = not (self.report or self._has_running_usage)
         self._templates: dict[Any, EventTemplate] = {}
 
     @abstractmethod
@@ -116,15 +114,29 @@ class _Completions(GenerationAnswer):
             event_bytes({**self.head, "choices": [choice], **others}) for choice in choices
         )
 
-    def text_event(self, key: Any, make: Callable[[str], dict[str, Any]], text: str) -> bytes:
-        """Return the event of the choice `make(text)`; all `make` of a key do the same."""
+    def text_event(
+        self,
+        key: Any,
+        make: Callable[[str], dict[str, Any]],
+        text: str,
+        others: dict[str, dict[str, int]],
+    ) -> bytes:
+        """Return the event of the choice `make(text)`, with `others` of `running_usage` beside it.
+
+        All `make` of a key do the same.
+        """
+        counts = others.get("usage", {})
         template = self._templates.get(key)
         if template is None:
-            template = EventTemplate(lambda text: self.choice_events([make(text)]))
-            self._templates[key] = template
-        return template(text)
 
-    def running_usage(self, prompt_index: int, chunk: StreamChunk) -> dict[str, Any]:
+            def event(text: str, *numbers: Any) -> bytes:
+                usage = {"usage": dict(zip(counts, numbers))} if counts else {}
+                return self.choice_events([make(text)], **usage)
+
+            template = self._templates[key] = EventTemplate(event, len(counts))
+        return template(text, *counts.values())
+
+    def running_usage(self, prompt_index: int, chunk: StreamChunk) -> dict[str, dict[str, int]]:
         """Return the usage of a choice up to this chunk, if the stream wants it in every chunk."""
         if not self._has_running_usage:
             return {}
@@ -163,7 +175,7 @@ class _Completion(_Completions):
         self._only_prompt = body.max_tokens == 0
         self._offsets: dict[int, TextOffset] = {}
         self._echoed: set[int] = set()
-        self._has_only_text = self.has_only_choices and body.logprobs is None and not body.echo
+        self._has_only_text = not self.report and body.logprobs is None and not body.echo
 
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
         prompt = await self._prompt_text(prompt_index) if self._body.echo else ""
@@ -213,11 +225,11 @@ class _Completion(_Completions):
 
     async def chunk_events(self, prompt_index: int, chunk: StreamChunk) -> bytes:
         index = prompt_index * self._n + chunk.output_index
+        others: dict[str, Any] = self.running_usage(prompt_index, chunk)
         if self._has_only_text and chunk.output is None:
             if not chunk.text:
                 return b""  # half a character: the next chunk brings it
-            return self.text_event(index, lambda text: _choice(index, text), chunk.text)
-        others = self.running_usage(prompt_index, chunk)
+            return self.text_event(index, lambda text: _choice(index, text), chunk.text, others)
         prompt = ""
         if self._body.echo and index not in self._echoed:
             self._echoed.add(index)
@@ -374,7 +386,7 @@ class _Chat(_Completions):
         object = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, generation, "chatcmpl", object)
         self._has_logprobs = bool(body.logprobs)
-        self._has_only_text = self.has_only_choices and not self._has_logprobs
+        self._has_only_text = not self.report and not self._has_logprobs
         self._readers = readers
         self._begun: set[int] = set()
 
@@ -409,14 +421,17 @@ class _Chat(_Completions):
         """Return the role first, then the new deltas, and the reason at the end."""
         index, reader = chunk.output_index, self._readers[chunk.output_index]
         new = reader.add(chunk.text, final=chunk.output is not None)
+        others: dict[str, Any] = self.running_usage(prompt_index, chunk)
         if self._has_only_text and chunk.output is None and index in self._begun:
             if not new:
                 return b""
             if len(new) == 1 and not isinstance(new[0], CallDelta):
                 kind = type(new[0])
-                key, text = (index, kind), new[0].text
-                return self.text_event(key, lambda text: _delta(index, kind(text).body()), text)
-        others = self.running_usage(prompt_index, chunk)
+
+                def choice(text: str) -> dict[str, Any]:
+                    return _delta(index, kind(text).body())
+
+                return self.text_event((index, kind), choice, new[0].text, others)
         deltas: list[dict[str, Any]] = []
         if index not in self._begun:
             self._begun.add(index)

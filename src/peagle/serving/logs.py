@@ -138,7 +138,11 @@ class TextFormatter(logging.Formatter):
             # Indented, since a message with newlines could otherwise pass for a record.
             lines += ["    " + part for part in self.formatException(record.exc_info).splitlines()]
         return "\n".join(
-            "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in part)
+            part
+            if part.isprintable()
+            else "".join(
+                c if c.isprintable() else c.encode("unicode_escape").decode() for c in part
+            )
             for part in lines
         )
 
