@@ -42,7 +42,7 @@ BATCHES, CONTEXTS, QUERIES = (1, 4, 16, 64), (256, 1024), (8, 1)
 # Keys of a tile, warps, stages.
 TILES = ((64, 4, 3), (32, 4, 3), (32, 4, 4), (64, 8, 3), (64, 4, 2), (32, 2, 3))
 CAPS = (33, 16)
-MIN_TILES = (1, 2, 4, 8)
+MIN_KEYS = (64, 128, 256, 512)
 Timer = Callable[[list[Callable[[], Tensor]]], float]
 
 
@@ -127,7 +127,7 @@ def ways(batch: int, queries: int) -> list[Way]:
         )
         if tile == TILES[0]:
             found.append(Way(config, False))
-        found += [Way(replace(config, min_tiles=n), True) for n in MIN_TILES]
+        found += [Way(replace(config, min_keys=n), True) for n in MIN_KEYS]
     return found
 
 
@@ -202,7 +202,7 @@ def measure_decode(seconds: Timer, top: int) -> list[dict[str, Any]]:
 def cut(way: Way) -> str:
     c = way.config
     tile = f"m{c.block_m} n{c.block_n} s{c.num_splits}"
-    return f"{tile} w{c.num_warps} st{c.num_stages} min{c.min_tiles}"
+    return f"{tile} w{c.num_warps} st{c.num_stages} min{c.min_keys}"
 
 
 def is_chosen_tile(way: Way) -> bool:

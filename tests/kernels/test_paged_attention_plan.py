@@ -54,6 +54,23 @@ def test_the_queries_of_a_step_share_one_tile(queries: int) -> None:
     assert chosen.block_m < max(17, 2 * queries * shape.group)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        ({"num_sequences": 16, "max_query_len": 8}, (32, 128, 4)),  # nothing is split
+        ({"num_sequences": 4, "max_query_len": 8}, (32, 64, 4)),
+        ({"num_sequences": 4, "max_query_len": 16}, (64, 32, 4)),  # many rows
+        ({"max_query_len": 16, "num_heads": 64, "head_dim": 64}, (128, 32, 8)),
+        ({"num_sequences": 64, "max_query_len": 8}, (32, 32, 2)),  # several a multiprocessor
+        ({"max_query_len": 2048}, (128, 64, 8)),
+    ],
+)
+def test_the_tiles_that_were_fastest(sizes: dict[str, int], tile: tuple[int, int, int]) -> None:
+    """Of the sweep on an H200 in docs/experiments.md."""
+    chosen = choose_config(shape_of(**sizes), H100)
+    assert (chosen.block_m, chosen.block_n, chosen.num_warps) == tile
+
+
 def test_a_prompt_is_not_split() -> None:
     shape = shape_of(num_sequences=3, max_query_len=2048, num_tokens=2400)
     chosen = choose_config(shape, H100)

@@ -86,7 +86,8 @@ class PagedAttentionConfig:
         block_n: keys of a tile; a power of two from 16 on.
         num_splits: programs that share the keys of one tile of rows.
         num_warps, num_stages: Triton's.
-        min_tiles: a split gets at least so many tiles of keys: a short context has fewer splits.
+        min_keys: a split gets at least so many keys, one of few splits half of them: a short
+            context has fewer splits.
     """
 
     block_m: int
@@ -94,7 +95,7 @@ class PagedAttentionConfig:
     num_splits: int
     num_warps: int
     num_stages: int
-    min_tiles: int = 2
+    min_keys: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,30 +179,35 @@ def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttention
     block_d = _block_d(shape.head_dim)
     # float32 is multiplied without the matrix unit, out of registers.
     largest = 32 if is_float32 else _MAX_BLOCK_M if block_d <= 128 else 64
-    rows = min(shape.max_query_len * shape.group, largest)
-    block_m = max(16, power_of_two(rows), power_of_two(shape.group))
-    block_n = 32 if is_float32 or block_d > 128 else 64
-
-    num_stages = 3
-    itemsize = max(shape.query_dtype.itemsize, shape.cache_dtype.itemsize)
-
-    def shared_bytes() -> int:
-        return (2 * num_stages * block_n + block_m) * block_d * itemsize
-
-    while num_stages > 2 and shared_bytes() > limits.shared_bytes:
-        num_stages -= 1
-    while block_n > 16 and shared_bytes() > limits.shared_bytes:
-        block_n //= 2
-
+    rows = shape.max_query_len * shape.group
+    block_m = max(16, power_of_two(min(rows, largest)), power_of_two(shape.group))
     programs = QueryTiles.of(shape, block_m).count * shape.num_kv_heads
     num_splits = min(max(1, round(WAVES * limits.num_sms / programs)), MAX_SPLITS)
     if programs > limits.num_sms and block_m <= 32 and not is_float32 and block_d <= 128:
         # Many short programs: small ones, of which more fit a multiprocessor.
         return PagedAttentionConfig(block_m, 32, 1, num_warps=2, num_stages=3)
+
+    itemsize = max(shape.query_dtype.itemsize, shape.cache_dtype.itemsize)
+
+    def fits(block_n: int, num_stages: int) -> bool:
+        elements = (2 * num_stages * block_n + block_m) * block_d
+        return elements * itemsize <= limits.shared_bytes
+
     # Enough threads to keep the sums, and in float32 the operands, in registers.
     is_wide = block_m * block_d > 64 * 128 or block_d > 256 or (is_float32 and block_d > 128)
-    num_warps = 8 if is_wide else 4
-    return PagedAttentionConfig(block_m, block_n, num_splits, num_warps, num_stages)
+    block_n = 32 if is_float32 or block_d > 128 else 64
+    if rows <= largest and itemsize == 2 and block_d <= 128:
+        # Verification (a sweep of tiles is in docs/experiments.md).
+        if block_m > 32 and block_m * block_d <= 64 * 128:
+            # Many rows leave few registers to keys.
+            block_n, is_wide = 32, block_m > 64
+        elif block_m <= 32 and num_splits == 1 and fits(128, 3):
+            # A program has its multiprocessor for itself.
+            block_n = 128
+    num_stages = 3 if fits(block_n, 3) else 2
+    while block_n > 16 and not fits(block_n, num_stages):
+        block_n //= 2
+    return PagedAttentionConfig(block_m, block_n, num_splits, 8 if is_wide else 4, num_stages)
 
 
 def paged_attention(
@@ -350,7 +356,7 @@ def paged_attention(
         SEARCH=tiles.per_sequence is None,
         IS_SPLIT=is_split,
         COMBINE_STAGES=min(4, max(1, _COMBINE_BYTES // (config.block_m * block_d * 4))),
-        MIN_TILES=config.min_tiles,
+        MIN_KEYS=config.min_keys,
         WRITE_ROWS=power_of_two(max_query_len) if new else 0,
         LIMIT=torch.finfo(keys_NSHd.dtype).max if is_8bit else 0.0,
         OPEN_TILES=config.block_m > 32 and not (is_split or new or has_tree or has_window),

@@ -20,6 +20,8 @@ import triton.language as tl
 from peagle.kernels.fp8_cache_triton import as_read, as_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# So many splits get half as many keys as others must have.
+_FEW_SPLITS = tl.constexpr(8)
 
 
 @triton.jit
@@ -199,7 +201,7 @@ def attend_kernel(
     SEARCH: tl.constexpr,  # tiles are dealt by _sequence_of_tile, not evenly
     IS_SPLIT: tl.constexpr,  # several programs share the keys of a tile of rows
     COMBINE_STAGES: tl.constexpr,
-    MIN_TILES: tl.constexpr,  # as many splits have keys as get so many tiles each
+    MIN_KEYS: tl.constexpr,  # as many splits have keys as get so many each, a few half of them
     WRITE_ROWS: tl.constexpr,  # most queries of a sequence, up to a power of two; 0: all is cached
     LIMIT: tl.constexpr,  # the largest number of an 8-bit cache; 0: a cache of the keys' dtype
     OPEN_TILES: tl.constexpr,  # keys that all rows of a tile see are not masked
@@ -252,7 +254,11 @@ def attend_kernel(
     num_keys = tl.maximum((high + BLOCK_N - 1) // BLOCK_N - first_keys, 0)
     # Splits take tiles in turns, so that the first tile of each is known before the length is.
     first_keys += split
-    num_active = tl.minimum((num_keys + MIN_TILES - 1) // MIN_TILES, num_splits)
+    MANY: tl.constexpr = (MIN_KEYS + BLOCK_N - 1) // BLOCK_N
+    FEW: tl.constexpr = (MIN_KEYS // 2 + BLOCK_N - 1) // BLOCK_N
+    num_active = tl.minimum((num_keys + FEW - 1) // FEW, _FEW_SPLITS)
+    num_active = tl.maximum((num_keys + MANY - 1) // MANY, num_active)
+    num_active = tl.minimum(num_active, num_splits)
     step = tl.maximum(num_active, 1)
     num_own = tl.where(split < num_active, (num_keys - split + step - 1) // step, 0)
 
