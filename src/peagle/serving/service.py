@@ -113,7 +113,8 @@ class Service:
             refuse_grammars(body)
         proposer, k = self._drafting(body, self.loaded()[1])
         priority = 0 if self.config.ignore_priority else body.priority
-        params = replace(params, num_speculative_tokens=k)
+        if k is not None:  # checking every field anew takes its time
+            params = replace(params, num_speculative_tokens=k)
         return Generation(self, prompts, params, proposer, priority, caller)
 
     def _drafting(self, body: GenerationFields, info: EngineInfo) -> tuple[str, int | None]:
