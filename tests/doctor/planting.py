@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import peagle.engine.drafting as engine_drafting
+import peagle.engine.head as engine_head
 import peagle.speculation.proposers as proposers
 from peagle.doctor.probe import Probe, Question
 from peagle.doctor.serving import EngineServing, Served
@@ -273,7 +273,7 @@ def serve_changed(patch: pytest.MonkeyPatch, change: Callable[[Drafter], Any]) -
         changed = change(drafter)
         return changed if isinstance(changed, Drafter) else drafter
 
-    patch.setattr(engine_drafting, "load_drafter", load)
+    patch.setattr(engine_head, "load_drafter", load)
 
 
 def _reconfigure(**changes: Any) -> Callable[[Drafter], None]:
