@@ -484,14 +484,12 @@ def _target_step(
 ) -> TargetStep:
     """Return what is read of the rows of some features."""
     sequences = [reading.sequence for reading in readings]
-    # Of rows that nobody reads the token and the position mean nothing.
+    # Rows that belong to no reading keep token 0 and position 0, and are not read.
     tokens, positions = ([0] * len(features_TA) for _ in range(2))
     for reading in readings:
-        at, own = slice(reading.row, reading.row + len(reading)), slice(reading.first, reading.end)
-        tokens[at], positions[at] = (
-            reading.sequence.token_ids[own],
-            range(reading.first, reading.end),
-        )
+        rows = slice(reading.row, reading.row + len(reading))
+        tokens[rows] = reading.sequence.token_ids[reading.first : reading.end]
+        positions[rows] = range(reading.first, reading.end)
     context_starts = [s.drafter_start for s in sequences]
     return TargetStep(
         tokens_T=torch.tensor(tokens),
