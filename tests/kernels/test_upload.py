@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.kernels.upload import upload_together
+from peagle.kernels.upload import pack, unpack, upload_together
 from tests.kernels.devices import DEVICES
 
 TYPES = (torch.int64, torch.float64, torch.float32, torch.bool)
@@ -23,22 +25,34 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).view(shape).to(dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@given(values=st.lists(tensors(), max_size=6))
-def test_every_tensor_arrives_whole(device: str, values: list[Tensor]) -> None:
-    found = upload_together(values, device)
+def check(found: Sequence[Tensor], values: list[Tensor]) -> None:
     assert len(found) == len(values)
     for one, value in zip(found, values, strict=True):
-        assert one.device.type == torch.device(device).type
         assert one.dtype == value.dtype and torch.equal(one.cpu(), value)
-        assert not one.numel() or one.data_ptr() % 16 == 0, "kernels take such a start for granted"
+
+
+@given(values=st.lists(tensors(), max_size=6))
+def test_packed_tensors_are_whole(values: list[Tensor]) -> None:
+    packed = pack(values)
+    found = unpack(packed, values)
+    check(found, values)
+    for one in found:
+        offset = one.data_ptr() - packed.data_ptr()
+        assert not one.numel() or offset % 16 == 0, "kernels take such a start for granted"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_not_contiguous_arrives_in_order(device: str) -> None:
+@given(values=st.lists(tensors(), max_size=6))
+def test_every_tensor_arrives(device: str, values: list[Tensor]) -> None:
+    found = upload_together(values, device)
+    check(found, values)
+    assert {one.device.type for one in found} <= {torch.device(device).type}
+
+
+def test_what_is_not_contiguous_keeps_its_order() -> None:
     value = torch.arange(12).view(3, 4).T
-    (found,) = upload_together([value], device)
-    assert torch.equal(found.cpu(), value)
+    (found,) = unpack(pack([value]), [value])
+    assert torch.equal(found, value)
 
 
 @pytest.mark.gpu

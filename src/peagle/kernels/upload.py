@@ -7,6 +7,7 @@ copies go through pinned memory, which torch keeps until they are done.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,22 +25,32 @@ def upload(values: Tensor, device: torch.device | str) -> Tensor:
 
 def upload_together(values: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
     """Return tensors of the host on the device, in one copy: a copy costs the host time, however
-    small it is. The tensors share its memory.
+    small it is. There they share its memory.
     """
-    starts = [0]
-    for one in values:
-        starts.append(starts[-1] + -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    packed = torch.empty(
-        starts[-1], dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda"
-    )
+    if torch.device(device).type != "cuda":
+        return tuple(value.to(device) for value in values)
+    packed = pack(values, pin_memory=True)
+    return unpack(packed.to(device, non_blocking=True), values)
 
-    def part(of: Tensor, start: int, like: Tensor) -> Tensor:
-        return of[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
-    for start, one in zip(starts, values, strict=False):
-        part(packed, start, one).copy_(one)
-    there = packed.to(device, non_blocking=True)
-    return tuple(part(there, start, one) for start, one in zip(starts, values, strict=False))
+def pack(values: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
+    """Return the bytes of tensors, one behind the other, each from a multiple of 16 bytes on."""
+    packed = torch.empty(_starts(values)[-1], dtype=torch.uint8, pin_memory=pin_memory)
+    for part, value in zip(unpack(packed, values), values, strict=True):
+        part.copy_(value)
+    return packed
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors of the types and shapes of `like` over bytes that `pack` put together."""
+    places = zip(_starts(like), like, strict=False)
+    return tuple(packed[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in places)
+
+
+def _starts(values: Sequence[Tensor]) -> list[int]:
+    """The byte at which each tensor begins; the last number is that of the end."""
+    sizes = (-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values)
+    return list(accumulate(sizes, initial=0))
 
 
 def upload_ints(
