@@ -163,7 +163,7 @@ def attention(
         "SEARCH": not is_step,
         "IS_SPLIT": chosen.num_splits > 1,
         "COMBINE_STAGES": 2,
-        "MIN_KEYS": 128,
+        "MIN_KEYS": chosen.min_keys,
         "WRITE_ROWS": queries if is_step else 0,
         "LIMIT": 448.0,
         "OPEN_TILES": not (is_step or tree),

@@ -33,8 +33,8 @@ def check(found: Sequence[Tensor], values: list[Tensor]) -> None:
 
 @given(values=st.lists(tensors(), max_size=6))
 def test_packed_tensors_are_whole(values: list[Tensor]) -> None:
-    packed = pack(values)
-    found = unpack(packed, values)
+    packed, starts = pack(values)
+    found = unpack(packed, starts, values)
     check(found, values)
     for one in found:
         offset = one.data_ptr() - packed.data_ptr()
@@ -51,7 +51,7 @@ def test_every_tensor_arrives(device: str, values: list[Tensor]) -> None:
 
 def test_what_is_not_contiguous_keeps_its_order() -> None:
     value = torch.arange(12).view(3, 4).T
-    (found,) = unpack(pack([value]), [value])
+    (found,) = unpack(*pack([value]), [value])
     assert torch.equal(found, value)
 
 

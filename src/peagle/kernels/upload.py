@@ -29,28 +29,27 @@ def upload_together(values: Sequence[Tensor], device: torch.device | str) -> tup
     """
     if torch.device(device).type != "cuda":
         return tuple(value.to(device) for value in values)
-    packed = pack(values, pin_memory=True)
-    return unpack(packed.to(device, non_blocking=True), values)
+    packed, starts = pack(values, pin_memory=True)
+    return unpack(packed.to(device, non_blocking=True), starts, values)
 
 
-def pack(values: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
-    """Return the bytes of tensors, one behind the other, each from a multiple of 16 bytes on."""
-    packed = torch.empty(_starts(values)[-1], dtype=torch.uint8, pin_memory=pin_memory)
-    for part, value in zip(unpack(packed, values), values, strict=True):
-        part.copy_(value)
-    return packed
+def pack(values: Sequence[Tensor], *, pin_memory: bool = False) -> tuple[Tensor, list[int]]:
+    """Return the bytes of tensors, one behind the other, and where each begins.
 
-
-def unpack(packed: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors of the types and shapes of `like` over bytes that `pack` put together."""
-    places = zip(_starts(like), like, strict=False)
-    return tuple(packed[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in places)
-
-
-def _starts(values: Sequence[Tensor]) -> list[int]:
-    """The byte at which each tensor begins; the last number is that of the end."""
+    All begin at multiples of 16 bytes.
+    """
     sizes = (-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values)
-    return list(accumulate(sizes, initial=0))
+    *starts, end = accumulate(sizes, initial=0)
+    packed = torch.empty(end, dtype=torch.uint8, pin_memory=pin_memory)
+    for part, value in zip(unpack(packed, starts, values), values, strict=True):
+        part.copy_(value)
+    return packed, starts
+
+
+def unpack(packed: Tensor, starts: Sequence[int], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors of the types and shapes of `like` over bytes that `pack` put together."""
+    places = zip(starts, like, strict=True)
+    return tuple(packed[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in places)
 
 
 def upload_ints(
