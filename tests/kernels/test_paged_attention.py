@@ -124,15 +124,16 @@ def random_trees(new: list[int], seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@WRITTEN
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 1, 4, 33])
 @pytest.mark.parametrize(
-    ("new", "block_m", "written"),
-    [([17, 1, 5, 8], 16, False), ([17, 1, 5, 8], 64, True), ([64, 33], 128, False)],
-    ids=["in tiles", "in one tile", "large"],
+    ("new", "block_m"),
+    [([17, 1, 5, 8], 16), ([24, 1, 23, 24], 16), ([17, 1, 5, 8], 64), ([64, 33], 32)],
+    ids=["ragged", "in tiles", "in one tile", "large"],
 )
 def test_trees(
-    new: list[int], block_m: int, written: bool, window: int | None, num_splits: int, device: str
+    new: list[int], block_m: int, window: int | None, num_splits: int, written: bool, device: str
 ) -> None:
     """Windows count positions: a late row of a tree may stand just behind the root."""
     past = [61, 30, 0, 9][: len(new)]

@@ -141,7 +141,7 @@ class TritonPreparedAttention:
             self._plans[shape] = _Plan(
                 config,
                 Workspace.make(shape, config, device),
-                self._one_launch and writes_new(shape, config),
+                self._one_launch and writes_new(shape),
             )
         return self._plans[shape]
 

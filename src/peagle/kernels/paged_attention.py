@@ -9,7 +9,7 @@ N blocks of S slots, M blocks a sequence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,10 +23,8 @@ MAX_HEAD_DIM = 512
 MAX_FLOAT32_HEAD_DIM = 256  # beyond, no tile of it fits the shared memory of small cards
 MAX_SPLITS = 128
 WAVES = 1  # programs of the grid per multiprocessor, about, where keys are split
-# Up to here all queries of a sequence share one tile, so that its keys are read once.
-_MAX_BLOCK_M = 128
-# Most queries of a sequence whose keys and values attention writes itself.
-MAX_WRITE_ROWS = 32
+# Most queries of a sequence in a verification, whose keys and values attention writes itself.
+MAX_WRITE_ROWS = 64
 # Sequences among which a program of a ragged batch looks for its own, at least: batches of any
 # number up to here share a kernel, which takes seconds to compile.
 _SEARCHED = 128
@@ -86,8 +84,8 @@ class PagedAttentionConfig:
         block_n: keys of a tile; a power of two from 16 on.
         num_splits: programs that share the keys of one tile of rows.
         num_warps, num_stages: Triton's.
-        min_keys: a split gets at least so many keys, one of few splits half of them: a short
-            context has fewer splits.
+        few_splits, min_keys, many_keys: a short context has fewer splits. There are up to
+            few_splits where each gets min_keys, and more where each gets many_keys.
     """
 
     block_m: int
@@ -95,7 +93,9 @@ class PagedAttentionConfig:
     num_splits: int
     num_warps: int
     num_stages: int
-    min_keys: int = 128
+    few_splits: int = 8
+    min_keys: int = 64
+    many_keys: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,26 +163,37 @@ class NewKeyValues:
     slots_T: Tensor
 
 
-def writes_new(shape: AttentionShape, config: PagedAttentionConfig) -> bool:
-    """Return whether attention can write the keys: one tile holds all queries of a sequence."""
-    per_sequence = QueryTiles.of(shape, config.block_m).per_sequence
-    return per_sequence == 1 and shape.max_query_len <= MAX_WRITE_ROWS
+def writes_new(shape: AttentionShape) -> bool:
+    """Return whether attention can write the keys: a sequence has few queries."""
+    return shape.max_query_len <= MAX_WRITE_ROWS
 
 
 def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionConfig:
     """Choose a configuration from the shape alone, so that it is the same for all contexts.
 
-    Rows: all of a sequence, where they fit a tile. Splits: as many as make about two programs per
+    Rows: all of a sequence, where they are few. Splits: as many as make about two programs per
     multiprocessor; a large batch or a long prompt has that many without.
     """
     is_float32 = shape.query_dtype == torch.float32
+    is_verification = shape.max_query_len <= MAX_WRITE_ROWS
     block_d = _block_d(shape.head_dim)
     # float32 is multiplied without the matrix unit, out of registers.
-    largest = 32 if is_float32 else _MAX_BLOCK_M if block_d <= 128 else 64
+    largest = 32 if is_float32 else 64 if is_verification or block_d > 128 else 128
     rows = shape.max_query_len * shape.group
-    block_m = max(16, power_of_two(min(rows, largest)), power_of_two(shape.group))
-    programs = QueryTiles.of(shape, block_m).count * shape.num_kv_heads
-    num_splits = min(max(1, round(WAVES * limits.num_sms / programs)), MAX_SPLITS)
+    smallest = power_of_two(shape.group)
+    block_m = max(16, power_of_two(min(rows, largest)), smallest)
+
+    def num_programs(block_m: int) -> int:
+        return QueryTiles.of(shape, block_m).count * shape.num_kv_heads
+
+    has_many_rows = is_verification and rows > 32
+    if has_many_rows:  # a sweep is in docs/experiments.md
+        # Small tiles, where two programs can share the keys of each.
+        while block_m > max(32, smallest) and 2 * num_programs(block_m // 2) <= limits.num_sms:
+            block_m //= 2
+    programs = num_programs(block_m)
+    waves = 2 * WAVES if has_many_rows else WAVES
+    num_splits = min(max(1, round(waves * limits.num_sms / programs)), MAX_SPLITS)
     if programs > limits.num_sms and block_m <= 32 and not is_float32 and block_d <= 128:
         # Many short programs: small ones, of which more fit a multiprocessor.
         return PagedAttentionConfig(block_m, 32, 1, num_warps=2, num_stages=3)
@@ -196,18 +207,19 @@ def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttention
     # Enough threads to keep the sums, and in float32 the operands, in registers.
     is_wide = block_m * block_d > 64 * 128 or block_d > 256 or (is_float32 and block_d > 128)
     block_n = 32 if is_float32 or block_d > 128 else 64
-    if rows <= largest and itemsize == 2 and block_d <= 128:
-        # Verification (a sweep of tiles is in docs/experiments.md).
-        if block_m > 32 and block_m * block_d <= 64 * 128:
-            # Many rows leave few registers to keys.
-            block_n, is_wide = 32, block_m > 64
-        elif block_m <= 32 and num_splits == 1 and fits(128, 3):
-            # A program has its multiprocessor for itself.
-            block_n = 128
+    if is_verification and itemsize == 2 and block_d <= 128:
+        if block_m > 32:
+            block_n = 32  # many rows leave few registers to keys
+        elif num_splits == 1 and fits(128, 3):
+            block_n = 128  # a program has its multiprocessor for itself
     num_stages = 3 if fits(block_n, 3) else 2
     while block_n > 16 and not fits(block_n, num_stages):
         block_n //= 2
-    return PagedAttentionConfig(block_m, block_n, num_splits, 8 if is_wide else 4, num_stages)
+    config = PagedAttentionConfig(block_m, block_n, num_splits, 8 if is_wide else 4, num_stages)
+    if not has_many_rows:
+        return config
+    # The second wave is for contexts in which it has enough to do.
+    return replace(config, few_splits=max(1, num_splits // 2), many_keys=512)
 
 
 def paged_attention(
@@ -293,7 +305,7 @@ def paged_attention(
     partial, lse = (workspace.partial, workspace.lse) if workspace else (out_THd, out_THd)
     is_8bit = keys_NSHd.dtype.itemsize == 1
     if new is not None:
-        assert writes_new(shape, config)
+        assert writes_new(shape)
         assert new.key_THd.stride(2) == new.value_THd.stride(2) == new.slots_T.stride(0) == 1
         assert is_8bit or new.key_THd.dtype == new.value_THd.dtype == keys_NSHd.dtype
         assert is_8bit or key_scale == value_scale == 1.0, "only an 8-bit cache is scaled"
@@ -310,6 +322,9 @@ def paged_attention(
     groups = tiles.count * num_kv_heads
     assert not is_split or groups <= MAX_ARRIVALS
     has_tree, has_window = visible_T is not None, sliding_window is not None
+    # Ragged batches of any length share a kernel.
+    is_ragged = tiles.per_sequence is None
+    write_rows = MAX_WRITE_ROWS if is_ragged else power_of_two(max_query_len)
     attend_kernel[(groups * config.num_splits,)](
         out_THd,
         partial,
@@ -343,6 +358,7 @@ def paged_attention(
         num_tokens,
         tiles.per_sequence or 1,
         config.num_splits,
+        config.few_splits,
         sliding_window or 0,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=shape.group,
@@ -352,12 +368,13 @@ def paged_attention(
         BLOCK_D=block_d,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        B2=max(_SEARCHED, power_of_two(num_sequences)) if tiles.per_sequence is None else 1,
-        SEARCH=tiles.per_sequence is None,
+        B2=max(_SEARCHED, power_of_two(num_sequences)) if is_ragged else 1,
+        SEARCH=is_ragged,
         IS_SPLIT=is_split,
         COMBINE_STAGES=min(4, max(1, _COMBINE_BYTES // (config.block_m * block_d * 4))),
         MIN_KEYS=config.min_keys,
-        WRITE_ROWS=power_of_two(max_query_len) if new else 0,
+        MANY_KEYS=config.many_keys,
+        WRITE_ROWS=write_rows if new else 0,
         LIMIT=torch.finfo(keys_NSHd.dtype).max if is_8bit else 0.0,
         OPEN_TILES=config.block_m > 32 and not (is_split or new or has_tree or has_window),
         HAS_WINDOW=has_window,

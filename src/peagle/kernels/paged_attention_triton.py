@@ -20,8 +20,6 @@ import triton.language as tl
 from peagle.kernels.fp8_cache_triton import as_read, as_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# So many splits get half as many keys as others must have.
-_FEW_SPLITS = tl.constexpr(8)
 
 
 @triton.jit
@@ -147,6 +145,7 @@ def _add_tile(scores, values, highest, total, acc, dtype: tl.constexpr):
         "num_rows",
         "tiles_per_sequence",
         "num_splits",
+        "few_splits",
         "window",
     ]
 )
@@ -188,6 +187,7 @@ def attend_kernel(
     num_rows,
     tiles_per_sequence,
     num_splits,
+    few_splits,
     window,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a key head
@@ -201,7 +201,8 @@ def attend_kernel(
     SEARCH: tl.constexpr,  # tiles are dealt by _sequence_of_tile, not evenly
     IS_SPLIT: tl.constexpr,  # several programs share the keys of a tile of rows
     COMBINE_STAGES: tl.constexpr,
-    MIN_KEYS: tl.constexpr,  # as many splits have keys as get so many each, a few half of them
+    MIN_KEYS: tl.constexpr,  # as many splits have keys as get so many each, up to few_splits
+    MANY_KEYS: tl.constexpr,  # and further ones as long as each gets so many
     WRITE_ROWS: tl.constexpr,  # most queries of a sequence, up to a power of two; 0: all is cached
     LIMIT: tl.constexpr,  # the largest number of an 8-bit cache; 0: a cache of the keys' dtype
     OPEN_TILES: tl.constexpr,  # keys that all rows of a tile see are not masked
@@ -216,10 +217,11 @@ def attend_kernel(
     # Heads next to each other: they read neighbouring memory.
     program = tl.program_id(0)
     kv_head = program % NUM_KV_HEADS
-    split = program // NUM_KV_HEADS % num_splits
     num_tiles = tl.num_programs(0) // (NUM_KV_HEADS * num_splits)
+    # The last splits have no keys in a short context: all others get a multiprocessor before them.
+    split = program // (NUM_KV_HEADS * num_tiles)
     # The last tiles of a prompt see the most keys; started last they would be waited for.
-    tile = num_tiles - 1 - program // (NUM_KV_HEADS * num_splits)
+    tile = num_tiles - 1 - program // NUM_KV_HEADS % num_tiles
     counter = tile * NUM_KV_HEADS + kv_head
     first_padding = tile
     # In a short context it has no keys, and so the time for what has to be done once.
@@ -254,9 +256,9 @@ def attend_kernel(
     num_keys = tl.maximum((high + BLOCK_N - 1) // BLOCK_N - first_keys, 0)
     # Splits take tiles in turns, so that the first tile of each is known before the length is.
     first_keys += split
-    MANY: tl.constexpr = (MIN_KEYS + BLOCK_N - 1) // BLOCK_N
-    FEW: tl.constexpr = (MIN_KEYS // 2 + BLOCK_N - 1) // BLOCK_N
-    num_active = tl.minimum((num_keys + FEW - 1) // FEW, _FEW_SPLITS)
+    FEW: tl.constexpr = (MIN_KEYS + BLOCK_N - 1) // BLOCK_N
+    MANY: tl.constexpr = (MANY_KEYS + BLOCK_N - 1) // BLOCK_N
+    num_active = tl.minimum((num_keys + FEW - 1) // FEW, few_splits)
     num_active = tl.maximum((num_keys + MANY - 1) // MANY, num_active)
     num_active = tl.minimum(num_active, num_splits)
     step = tl.maximum(num_active, 1)
@@ -295,7 +297,7 @@ def attend_kernel(
         key_ptr += kv_head * stride_key_head
         value_ptr += kv_head * stride_value_head
         # No program reads these slots in this launch: any program may write them at any time.
-        if is_last_split:
+        if is_last_split & (first_query == 0):
             _write_rows(
                 key_ptr,
                 value_ptr,
