@@ -20,6 +20,7 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
 from peagle.engine.grammar import GrammarState
+from peagle.engine.pass_graphs import MAX_SEQUENCES
 from peagle.engine.pipeline import Pipeline
 from tests.corrections import add_correction
 
@@ -135,6 +136,7 @@ def test_a_rehearsal_leaves_no_trace(
     engine.on_pass = passes.append
     engine.rehearse()
     assert max(passes) >= 18 and engine.stats == before
+    assert engine.scheduler.max_prompts == MAX_SEQUENCES  # no graph takes more
     assert list(engine.blocks._free) == free and not engine.blocks._published
     assert [o.token_ids for o in steps.generate(PROMPTS[:2], GREEDY)] == [
         o.token_ids for o in expected

@@ -120,6 +120,14 @@ def test_prompts_share_a_pass_and_are_cut_at_the_budget() -> None:
     assert prefills(scheduler) == [[(0, 6), (1, 10)], [(1, 2), (2, 1), (3, 13)], [(3, 7)]]
 
 
+def test_a_step_computes_a_limited_number_of_prompts() -> None:
+    scheduler = make_scheduler(num_blocks=40, max_num_seqs=9)
+    scheduler.max_prompts = 2
+    for i in range(5):
+        scheduler.add(make_sequence(i, 3, 9))
+    assert prefills(scheduler) == [[(0, 3), (1, 3)], [(2, 3), (3, 3)], [(4, 3)]]
+
+
 def test_a_long_prompt_goes_in_chunks_while_others_decode() -> None:
     scheduler = make_scheduler(budget=8)
     scheduler.add(make_sequence(0, 2, 9))

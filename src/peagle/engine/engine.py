@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
@@ -63,8 +63,9 @@ _COUNTERS = (
     "num_output_tokens",
 )
 _CHECK_SALT = b"peagle self-check"
-# Made-up prompts: some that fill a pass together, and more short ones than a graph takes.
-_LONG_PROMPTS, _SHORT_PROMPTS, _SHORT_TOKENS = 5, MAX_SEQUENCES + 1, 64
+# Made-up prompts: some that fill a pass together, one alone, and as many as a pass takes, of few
+# tokens each, as where most of a prompt is cached. The latter two would pad much of a graph.
+_NUM_LONG, _ALONE, _SHORT = 5, 520, (64, 32, 32, 32)
 # Prompt tokens of the pass that tells what the head's reading costs: few, as under load.
 _TIMED_TOKENS = 512
 # Wait between two looks at grammars, while all sequences wait for theirs.
@@ -182,6 +183,7 @@ class LLMEngine:
                 most = min(config.max_num_batched_tokens, self.max_draft_len, _TIMED_TOKENS)
                 reading_s = self.drafting.time_reading(most)
                 self._depth.measure(buckets(config.max_num_seqs), graphs.time_step, reading_s)
+            self.scheduler.max_prompts = MAX_SEQUENCES
             if graphs.most_prompt_tokens is not None:
                 self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)
             self._pipeline = Pipeline(graphs, self.scheduler, self._take, self._prepare_grammars)
@@ -351,19 +353,18 @@ class LLMEngine:
     def rehearse(self) -> None:
         """Run made-up prompts and forget them, so that no request waits while their passes compile.
 
-        Of two passes one has as many prompt tokens as a step may have, one has many short prompts.
-        Without CUDA graphs nothing is compiled, and nothing runs.
+        Attention has a kernel for passes like each of these. Without CUDA graphs nothing is
+        compiled, and nothing runs.
         """
         if self._pipeline is None:
             return
         slots = self.blocks.num_blocks * self.config.block_size - self.scheduler.num_lookahead_slots
         longest = min(self.max_model_len, slots) - 2
-        long = min(self.config.max_num_batched_tokens // _LONG_PROMPTS + 1, longest)
-        num_short = min(_SHORT_PROMPTS, self.config.max_num_seqs)
-        short = min(_SHORT_TOKENS, longest)
-        if short > 0:
-            self._run_and_forget([long] * _LONG_PROMPTS)
-            self._run_and_forget([short] * num_short)
+        long = self.config.max_num_batched_tokens // _NUM_LONG + 1
+        num_short = min(MAX_SEQUENCES, self.config.max_num_seqs)
+        for lens in ([long] * _NUM_LONG, [_ALONE], islice(cycle(_SHORT), num_short)):
+            if longest > 0:
+                self._run_and_forget([min(length, longest) for length in lens])
         self.scheduler.prompt_budget.forget()  # these measurements include compilation
         self._pipeline.runner.times.clear()
 

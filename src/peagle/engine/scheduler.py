@@ -64,6 +64,7 @@ class Scheduler:
 
     Attributes:
         drafting_pauses: sequences may share blocks that the drafter has not read.
+        max_prompts: most prompts of which a step computes a part; None sets no limit.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Scheduler:
         self.num_lookahead_slots = num_lookahead_slots
         self.draft_window = draft_window
         self.drafting_pauses = False
+        self.max_prompts: int | None = None
         # Both in the order of `Sequence.order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -174,15 +176,19 @@ class Scheduler:
         """Add chunks of the running prompts; return what is left of the step's tokens."""
         budget = self.prompt_budget(decoding=bool(plan.decode))
         for sequence in self.running:
-            if sequence.is_prefilling and budget and not sequence.waits_for_grammar:
+            if not budget or len(plan.prefill) == self.max_prompts:
+                break
+            if sequence.is_prefilling and not sequence.waits_for_grammar:
                 plan.prefill.append(_prompt_chunk(sequence, budget))
                 budget -= plan.prefill[-1].num_tokens
         return budget
 
     def _admit(self, plan: Schedule, budget: int) -> None:
         for sequence in list(self.waiting):
+            if not budget or len(plan.prefill) == self.max_prompts:
+                break
             # No sequence overtakes one that has just been preempted.
-            if not budget or any(s.order <= sequence.order for s in plan.preempted):
+            if any(s.order <= sequence.order for s in plan.preempted):
                 break
             if sequence.waits_for_leader or sequence.waits_for_grammar:
                 continue
