@@ -62,6 +62,12 @@ def test_a_small_model_gets_one_thread_and_a_large_one_all(
     assert torch.get_num_threads() == 4
 
 
+def test_a_model_that_is_not_on_a_cpu_gets_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "BYTES_PER_THREAD", 8)
+    choose_threads(nn.Linear(8, 8, device="meta"))
+    assert torch.get_num_threads() == 1
+
+
 @pytest.mark.parametrize("variable", placement.VARIABLES)
 def test_the_environment_wins(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "4")

@@ -78,17 +78,18 @@ def set_threads(threads: int) -> None:
 def choose_threads(model: nn.Module) -> None:
     """Let torch use the number of CPU threads that `fast_threads` gives for a model on a CPU.
 
+    For a model on a GPU it is one: the CPU computes little, and threads that wait for more of it
+    take the cores of those that launch kernels, or serve.
+
     The number is the whole process's. It stays as it is after `set_threads`, where the environment
     sets OMP_NUM_THREADS or MKL_NUM_THREADS, and where a program has called torch.set_num_threads:
     torch then has a number that is neither its own default nor one from here.
     """
     global _chosen
-    weights = list(model.parameters())
-    if any(weight.device.type != "cpu" for weight in weights):
-        return
     now = torch.get_num_threads()
     if _is_set or any(map(os.environ.get, VARIABLES)) or now not in (_chosen, *_defaults()):
         return
+    weights = (weight for weight in model.parameters() if weight.device.type == "cpu")
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     _chosen = fast_threads(weight_bytes, usable_cores())
     torch.set_num_threads(_chosen)
