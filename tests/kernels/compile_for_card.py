@@ -41,7 +41,12 @@ from peagle.kernels import (
 )
 from peagle.kernels.experts import GroupedConfig, max_registers
 from peagle.kernels.packed_weights import FORMATS
-from peagle.kernels.paged_attention import AttentionShape, DeviceLimits, choose_config
+from peagle.kernels.paged_attention import (
+    MAX_WRITE_ROWS,
+    AttentionShape,
+    DeviceLimits,
+    choose_config,
+)
 from peagle.kernels.random import Purpose
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -145,11 +150,11 @@ def unpacked(format: str) -> dict[str, Any]:
 def attention(
     capability: int, cache: str, head_dim: int, queries: int, *, tree: bool = False
 ) -> dict[str, Any]:
-    """`attend_kernel` of a step (up to 32 queries) or a prompt, over an 8-bit cache."""
+    """`attend_kernel` of a step (up to 64 queries) or a prompt, over an 8-bit cache."""
     types = (torch.bfloat16, torch.float8_e4m3fn)
     shape = AttentionShape(4, 4 * queries, queries, 32, 8, head_dim, *types)
     chosen = choose_config(shape, DeviceLimits(108, SHARED_BYTES[capability]))
-    is_step = queries <= 32
+    is_step = queries <= MAX_WRITE_ROWS
     constants: dict[str, Any] = {
         "NUM_KV_HEADS": 8,
         "GROUP": 4,
@@ -164,6 +169,7 @@ def attention(
         "IS_SPLIT": chosen.num_splits > 1,
         "COMBINE_STAGES": 2,
         "MIN_KEYS": chosen.min_keys,
+        "MANY_KEYS": chosen.many_keys,
         "WRITE_ROWS": queries if is_step else 0,
         "LIMIT": 448.0,
         "OPEN_TILES": not (is_step or tree),
@@ -183,7 +189,7 @@ def attention(
     pointers |= dict.fromkeys(numbers, "fp32")
     kernel = paged_attention_triton.attend_kernel
     loose = (*numbers, "table_width", "num_sequences", "num_rows", "tiles_per_sequence")
-    loose = (*loose, "stride_table", "num_splits", "window")
+    loose = (*loose, "stride_table", "num_splits", "few_splits", "window")
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     return compile_kernel(kernel, ASTSource, pointers, constants, options, loose, capability)
 
@@ -266,7 +272,7 @@ def experts() -> dict[str, dict[str, Any]]:
 def caches() -> dict[str, dict[str, Any]]:
     """Writes to 8-bit caches and attention over them, on cards with and without that type."""
     found = {}
-    of_trees, steps_and_prompts = ((128, 16), (512, 64)), ((128, 8), (512, 900))
+    of_trees, steps_and_prompts = ((128, 16), (128, 64), (512, 64)), ((128, 8), (512, 900))
     for capability, cache in ((80, "*u8"), (90, "*fp8e4nv")):
         is_old = capability == 80  # it differs in how a key is converted, not in what is done
         found[f"write {capability}"] = kv_write(capability, cache)
