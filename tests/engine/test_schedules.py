@@ -141,6 +141,7 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         engine.scheduler.draft_window = kind.draft_window
         engine.scheduler.num_lookahead_slots = max(num_slots, kind.max_nodes + 1)
     if kind.has_graphs:
+        engine.scheduler.max_prompts = 2
         head = fake.drafting.proposer
         sizes = config.max_num_seqs, MAX_MODEL_LEN
         graphs: Any = FakeGraphs(fake.runner, head, *sizes, engine._depth)
