@@ -11,6 +11,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from functools import cache
 from typing import Any
 
 from starlette.responses import Response
@@ -122,6 +123,14 @@ def event_bytes(event: dict[str, Any]) -> bytes:
     return name + b"data: " + to_json(event) + b"\n\n"
 
 
+@cache
+def _names(count: int) -> tuple[list[str], list[bytes], re.Pattern[bytes]]:
+    """Return names of places in a template, their JSON, and what finds them: no event has them."""
+    names = [uuid.uuid4().hex for _ in range(count)]
+    places = [to_json(name) for name in names]
+    return names, places, re.compile(b"(%b)" % b"|".join(places))
+
+
 class EventTemplate:
     """An event of which only some values change: all else is written once.
 
@@ -131,10 +140,8 @@ class EventTemplate:
     """
 
     def __init__(self, make: Callable[..., bytes], num_numbers: int = 0) -> None:
-        # Names of places; no other part of an event has them.
-        names = [uuid.uuid4().hex for _ in range(1 + num_numbers)]
-        places = [to_json(name) for name in names]
-        literals = re.split(b"(%b)" % b"|".join(places), make(*names))
+        names, places, pattern = _names(1 + num_numbers)
+        literals = pattern.split(make(*names))
         self._order = [places.index(place) for place in literals[1::2]]
         self._form = b"%b".join(literal.replace(b"%", b"%%") for literal in literals[::2])
 
