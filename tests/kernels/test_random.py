@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from peagle.kernels.random import Purpose, uniform
+from peagle.kernels.random import Purpose, derive_seed, uniform
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -31,6 +31,11 @@ def reference(seed: int, position: int, purpose: int) -> float:
     counter = 3 * position + purpose + 1
     bits = splitmix((splitmix((seed + GOLDEN) & MASK) + counter * GOLDEN) & MASK)
     return (bits >> 11) / 2**53
+
+
+@given(st.integers(-MAX_SEED - 1, MAX_SEED), st.integers(-(2**40), 2**40))
+def test_a_derived_seed_is_a_number_of_its_seed(seed: int, index: int) -> None:
+    assert derive_seed(seed, index) == reference(seed, index, Purpose.SAMPLE) * 2**53
 
 
 def numbers(seeds: Tensor | int, positions: Tensor | int, purpose: Purpose) -> Tensor:
