@@ -52,7 +52,7 @@ class MadeUpSteps:
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         return None
 
-    def can_mix(self, sequences: SequenceOf[Sequence], num_prompts: int, num_tokens: int) -> bool:
+    def can_mix(self, sequences: SequenceOf[Sequence], num_tokens: int) -> bool:
         return False
 
     def is_tight(self, num_sequences: int) -> bool:

@@ -333,7 +333,7 @@ class FakeGraphs:
         is_missing = any(s.pending_features is not None for s in sequences)
         return "missed_features" if is_missing else None
 
-    def can_mix(self, sequences: list[Sequence], num_prompts: int, num_prompt_tokens: int) -> bool:
+    def can_mix(self, sequences: list[Sequence], num_prompt_tokens: int) -> bool:
         """Some prompts are too many for one pass with a step."""
         is_possible = bool(sequences) and self.obstacle(sequences) is None
         return is_possible and num_prompt_tokens % 4 > 0

@@ -352,5 +352,4 @@ def test_when_prompts_do_not_mix(device: str, monkeypatch: pytest.MonkeyPatch) -
     assert mixed() == [(1, 4), (1, 9)]
     assert mixed(_MIXED_BUCKETS=(8,)) == [(1, 4)]
     assert mixed(_MAX_MIXED_CONTEXT=8) == [(1, 4)]
-    assert mixed(MAX_SEQUENCES=0) == []
     assert mixed(mixed_buckets=lambda *_: ()) == []

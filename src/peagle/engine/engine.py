@@ -471,7 +471,7 @@ class LLMEngine:
         if any(chunk.sequence.needs_every_token for chunk in prompts):
             return False
         num_tokens = sum(chunk.num_tokens for chunk in prompts)
-        return self._pipeline.runner.can_mix(decoding, len(prompts), num_tokens)
+        return self._pipeline.runner.can_mix(decoding, num_tokens)
 
     def _decode(self, sequences: list[Sequence], prompts: list[Chunk], *, is_mixed: bool) -> None:
         """Run a decode step, as a graph where one can.

@@ -511,11 +511,9 @@ class GraphRunner:
         has_many = any(len(s.stop_token_ids) > MAX_STOP_IDS for s in sequences)
         return "stop_token_ids" if has_many else None
 
-    def can_mix(
-        self, sequences: SequenceOf[Sequence], num_prompts: int, num_prompt_tokens: int
-    ) -> bool:
+    def can_mix(self, sequences: SequenceOf[Sequence], num_prompt_tokens: int) -> bool:
         """Return whether the target's pass of a step of these sequences may compute prompts too."""
-        if self._mixed_pass is None or not sequences or num_prompts > MAX_SEQUENCES:
+        if self._mixed_pass is None or not sequences:
             return False
         if self.obstacle(sequences) is not None or self.needs_results(sequences):
             return False
