@@ -124,7 +124,7 @@ def test_a_step_takes_one_launch(monkeypatch: pytest.MonkeyPatch, device: str) -
         kv_write(*args, **scales)
 
     monkeypatch.setattr(triton_backend, "kv_write", count)
-    for queries, one_launch, expected in ((8, True, 0), (8, False, 1), (40, True, 1)):
+    for queries, one_launch, expected in ((8, True, 0), (8, False, 1), (65, True, 1)):
         writes.clear()
         case = PagedCase([20, 3], [queries, 2], device=device)
         prepared = TritonAttention(wide_config, one_launch=one_launch).prepare(case.metadata())

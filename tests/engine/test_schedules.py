@@ -141,7 +141,6 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         engine.scheduler.draft_window = kind.draft_window
         engine.scheduler.num_lookahead_slots = max(num_slots, kind.max_nodes + 1)
     if kind.has_graphs:
-        engine.scheduler.max_prompts = 2
         head = fake.drafting.proposer
         sizes = config.max_num_seqs, MAX_MODEL_LEN
         graphs: Any = FakeGraphs(fake.runner, head, *sizes, engine._depth)
@@ -223,6 +222,7 @@ class Schedules(RuleBasedStateMachine):
             enable_prefix_caching=caching,
         )
         self.engine = make_engine(self.kind, config)
+        self.engine.scheduler.max_prompts = 2 if self.kind.has_graphs else None
         self.engine.scheduler.schedule = self._scheduled  # type: ignore[method-assign]
         self.sequences: list[Sequence] = []
         self.stopped: set[int] = set()
