@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 512
 MAX_FLOAT32_HEAD_DIM = 256  # beyond, no tile of it fits the shared memory of small cards
 MAX_SPLITS = 128
 WAVES = 1  # programs of the grid per multiprocessor, about, where keys are split
-# Most queries of a sequence in a verification, whose keys and values attention writes itself.
+# Most queries of a sequence in a verification; attention writes their keys and values itself.
 MAX_WRITE_ROWS = 64
 # Sequences among which a program of a ragged batch looks for its own, at least: batches of any
 # number up to here share a kernel, which takes seconds to compile.
@@ -171,8 +171,8 @@ def writes_new(shape: AttentionShape) -> bool:
 def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionConfig:
     """Choose a configuration from the shape alone, so that it is the same for all contexts.
 
-    Rows: all of a sequence, where they are few. Splits: as many as make about two programs per
-    multiprocessor; a large batch or a long prompt has that many without.
+    Rows: all of a sequence, where they are few. Splits: as many as make about one program per
+    multiprocessor, two where rows are many; a large batch or a long prompt has that many without.
     """
     is_float32 = shape.query_dtype == torch.float32
     is_verification = shape.max_query_len <= MAX_WRITE_ROWS
