@@ -79,7 +79,7 @@ def of_step(num_outputs: Tensor, column: Tensor | int) -> Tensor:
 
 def derive_seed(seed: int, index: int) -> int:
     """Return a seed of 53 random bits for the request or output `index`, made from one of many."""
-    # The bits of `uniform`: tensors of one number would take twenty times as long.
+    # The bits of `uniform`, whose tensors of one number would take 0.1 ms.
     counter = index * COUNTERS_PER_POSITION + Purpose.SAMPLE + 1
     return _mix_word(_mix_word(seed + _GOLDEN) + counter * _GOLDEN) >> 11
 
