@@ -176,19 +176,14 @@ class Scheduler:
         """Add chunks of the running prompts; return what is left of the step's tokens."""
         budget = self.prompt_budget(decoding=bool(plan.decode))
         for sequence in self.running:
-            if not budget or len(plan.prefill) == self.max_prompts:
-                break
-            if sequence.is_prefilling and not sequence.waits_for_grammar:
-                plan.prefill.append(_prompt_chunk(sequence, budget))
-                budget -= plan.prefill[-1].num_tokens
+            if sequence.is_prefilling and budget and not sequence.waits_for_grammar:
+                budget = self._add_prompt(plan, sequence, budget)
         return budget
 
     def _admit(self, plan: Schedule, budget: int) -> None:
         for sequence in list(self.waiting):
-            if not budget or len(plan.prefill) == self.max_prompts:
-                break
             # No sequence overtakes one that has just been preempted.
-            if any(s.order <= sequence.order for s in plan.preempted):
+            if not budget or any(s.order <= sequence.order for s in plan.preempted):
                 break
             if sequence.waits_for_leader or sequence.waits_for_grammar:
                 continue
@@ -212,10 +207,17 @@ class Scheduler:
             insort(self.running, sequence, key=lambda s: s.order)
             plan.admitted.append(sequence)
             if sequence.is_prefilling:
-                plan.prefill.append(_prompt_chunk(sequence, budget))
-                budget -= plan.prefill[-1].num_tokens
+                budget = self._add_prompt(plan, sequence, budget)
             else:
                 plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
+
+    def _add_prompt(self, plan: Schedule, sequence: Sequence, budget: int) -> int:
+        """Add a chunk of a prompt; return how many tokens of further prompts the step computes."""
+        remaining = sequence.prefill_end - sequence.num_computed_tokens
+        num_tokens = min(remaining, budget)
+        samples = num_tokens == remaining and sequence.prefill_end == len(sequence)
+        plan.prefill.append(Chunk(sequence, num_tokens, samples=samples))
+        return 0 if len(plan.prefill) == self.max_prompts else budget - num_tokens
 
     def _window_start(self, sequence: Sequence) -> int:
         """Return the first position that the drafter reads of a sequence without cached blocks.
@@ -270,10 +272,3 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         self.blocks.free(sequence)
-
-
-def _prompt_chunk(sequence: Sequence, budget: int) -> Chunk:
-    remaining = sequence.prefill_end - sequence.num_computed_tokens
-    num_tokens = min(remaining, budget)
-    samples = num_tokens == remaining and sequence.prefill_end == len(sequence)
-    return Chunk(sequence, num_tokens, samples=samples)
