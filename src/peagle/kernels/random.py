@@ -9,15 +9,16 @@ that step saw of them must not count: their numbers belong to the step (`of_step
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Word = TypeVar("Word", int, Tensor)
 # The increment and multipliers of SplitMix64 (Steele, Lea and Flood, 2014), as signed 64-bit.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
-_WORD = 2**64 - 1
 
 # A position's share of the counters. It stays what it is when a purpose is added: otherwise every
 # seed would draw anew.
@@ -40,12 +41,13 @@ class Purpose(IntEnum):
     SYNTHETIC = COUNTERS_PER_POSITION << 40
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    # torch shifts int64 arithmetically; the mask makes the shift logical.
+def _shift_right(x: Word, bits: int) -> Word:
+    # torch shifts int64 arithmetically; the mask makes the shift logical. Python's integers never
+    # wrap around; the mask leaves what counts of them.
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Word) -> Word:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -62,9 +64,13 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     Returns:
         float64 of the broadcast shape.
     """
+    return _draw(seeds, positions, purpose).to(torch.float64) * 2.0**-53
+
+
+def _draw(seeds: Word, positions: Word, purpose: Purpose) -> Word:
+    """Return 53 random bits."""
     counter = positions * COUNTERS_PER_POSITION + int(purpose) + 1
-    bits = _mix(_mix(seeds + _GOLDEN) + counter * _GOLDEN)
-    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+    return _shift_right(_mix(_mix(seeds + _GOLDEN) + counter * _GOLDEN), 11)
 
 
 def of_step(num_outputs: Tensor, column: Tensor | int) -> Tensor:
@@ -79,14 +85,5 @@ def of_step(num_outputs: Tensor, column: Tensor | int) -> Tensor:
 
 def derive_seed(seed: int, index: int) -> int:
     """Return a seed of 53 random bits for the request or output `index`, made from one of many."""
-    # The bits of `uniform`, whose tensors of one number would take 0.1 ms.
-    counter = index * COUNTERS_PER_POSITION + Purpose.SAMPLE + 1
-    return _mix_word(_mix_word(seed + _GOLDEN) + counter * _GOLDEN) >> 11
-
-
-def _mix_word(x: int) -> int:
-    """Return `_mix` of a number modulo 2**64, from 0 on."""
-    x &= _WORD
-    x = (x ^ x >> 30) * _MIX_1 & _WORD
-    x = (x ^ x >> 27) * _MIX_2 & _WORD
-    return x ^ x >> 31
+    # Of Python's integers: tensors of one number would take 0.1 ms.
+    return _draw(seed, index, Purpose.SAMPLE)
