@@ -127,7 +127,7 @@ def ways(batch: int, queries: int) -> list[Way]:
         )
         if tile == TILES[0]:
             found.append(Way(config, False))
-        found += [Way(replace(config, min_keys=n), True) for n in MIN_KEYS]
+        found += [Way(replace(config, min_keys=n // 2, many_keys=n), True) for n in MIN_KEYS]
     return found
 
 
@@ -202,7 +202,7 @@ def measure_decode(seconds: Timer, top: int) -> list[dict[str, Any]]:
 def cut(way: Way) -> str:
     c = way.config
     tile = f"m{c.block_m} n{c.block_n} s{c.num_splits}"
-    return f"{tile} w{c.num_warps} st{c.num_stages} min{c.min_keys}"
+    return f"{tile} w{c.num_warps} st{c.num_stages} min{c.many_keys}"
 
 
 def is_chosen_tile(way: Way) -> bool:
