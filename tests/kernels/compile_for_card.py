@@ -272,7 +272,7 @@ def experts() -> dict[str, dict[str, Any]]:
 def caches() -> dict[str, dict[str, Any]]:
     """Writes to 8-bit caches and attention over them, on cards with and without that type."""
     found = {}
-    of_trees, steps_and_prompts = ((128, 64), (512, 64)), ((128, 8), (512, 900))
+    of_trees, steps_and_prompts = ((128, 16), (128, 64), (512, 64)), ((128, 8), (512, 900))
     for capability, cache in ((80, "*u8"), (90, "*fp8e4nv")):
         is_old = capability == 80  # it differs in how a key is converted, not in what is done
         found[f"write {capability}"] = kv_write(capability, cache)

@@ -127,11 +127,17 @@ def random_trees(new: list[int], seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("device", DEVICES)
 @WRITTEN
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize("window", [None, 1, 4, 33])
 @pytest.mark.parametrize(
     ("new", "block_m"),
-    [([17, 1, 5, 8], 16), ([24, 1, 23, 24], 16), ([17, 1, 5, 8], 64), ([64, 33], 32)],
-    ids=["ragged", "in tiles", "in one tile", "large"],
+    [
+        ([17, 1, 5, 8], 16),
+        ([24, 1, 23, 24], 16),
+        ([17, 1, 5, 8], 64),
+        ([64, 33], 32),
+        ([64, 33], 128),
+    ],
+    ids=["ragged", "in tiles", "in one tile", "large, in tiles", "large"],
 )
 def test_trees(
     new: list[int], block_m: int, window: int | None, num_splits: int, written: bool, device: str
@@ -373,7 +379,7 @@ def test_an_8bit_cache_as_in_two_launches(
 def test_kernels_over_an_8bit_cache_compile_for_cards() -> None:
     """Also for one of compute capability 8.0, which has no instructions for e4m3."""
     found = compile_for_card("caches")
-    assert len(found) == 5 + 2
+    assert len(found) == 5 + 3
     shared_bytes = {"80": 163 * 1024, "90": 227 * 1024}
     for name, needs in found.items():
         what, capability = name.split()[:2]

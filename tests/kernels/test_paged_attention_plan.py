@@ -55,10 +55,11 @@ def test_the_queries_of_a_step_share_one_tile(queries: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 16, 64])
-@pytest.mark.parametrize("queries", [16, 32, 64])
-def test_many_rows_are_shared_out(batch: int, queries: int) -> None:
+@pytest.mark.parametrize("queries", [16, 17, 32, 64])
+@pytest.mark.parametrize("head", [{}, {"num_heads": 64, "head_dim": 64}])
+def test_many_rows_are_shared_out(batch: int, queries: int, head: dict[str, int]) -> None:
     """Into tiles of 32 where two programs can share the keys of each, else of 64."""
-    shape = shape_of(num_sequences=batch, max_query_len=queries)
+    shape = shape_of(num_sequences=batch, max_query_len=queries, **head)
     small = 2 * shape.num_kv_heads * QueryTiles.of(shape, 32).count <= H100.num_sms
     assert choose_config(shape, H100).block_m == (32 if small else 64)
 
