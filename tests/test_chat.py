@@ -9,7 +9,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from peagle.chat import (
-    ChatMessage,
     opens_thinking,
     render_chat,
     resolve_chat_template,
@@ -17,6 +16,7 @@ from peagle.chat import (
     with_answer,
 )
 from peagle.errors import UserError
+from peagle.messages import ChatMessage
 from tests.conftest import byte_tokenizer
 
 CHATML = (

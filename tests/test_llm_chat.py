@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from peagle import LLM, SamplingParams
-from peagle.chat import ChatMessage, render_chat
+from peagle.chat import render_chat
 from peagle.errors import UserError
+from peagle.messages import ChatMessage
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -16,13 +16,13 @@ from tokenizers import normalizers
 from transformers import AutoModelForCausalLM
 
 from peagle import LLM, SamplingParams, StructuredOutput
-from peagle.chat import ChatMessage
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import word_ids
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.engine_backend import measure
 from peagle.kernels.logprobs import TokenLogprobs
+from peagle.messages import ChatMessage
 from peagle.models.target import TargetModel
 from tests.conftest import make_target_folder
 from tests.engine.engines import assert_idle, know_the_answer, make_llm

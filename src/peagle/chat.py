@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +20,23 @@ import jinja2.sandbox
 from jinja2.parser import Parser
 
 from peagle.errors import UserError
+from peagle.messages import (
+    ChatMessage,
+    Message,
+    checked_messages,
+    in_template_form,
+    tools_in_template_form,
+)
 from peagle.model_folder import read_json
+from peagle.thinking import is_harmony
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+_PROBE = "7310592846"
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -42,22 +49,6 @@ _RENDER_ERRORS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation.
-
-    Attributes:
-        role: "system", "user", "assistant", or another one that the template knows.
-        content: text, or a list of `{"type": "text", "text": ...}` parts, as in the OpenAI API.
-    """
-
-    role: str
-    content: str | Sequence[Mapping[str, Any]]
-
-
-Message = ChatMessage | Mapping[str, Any]
-
-
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -67,14 +58,15 @@ def render_chat(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] | str | None = None,
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, ready for the model to answer.
 
     Args:
-        messages: the conversation; other keys of a mapping than role and content reach the
-            template as they are. Text parts are joined by newlines.
+        messages: the conversation, as OpenAI's API has it; `peagle.messages` brings it into the
+            form that the template reads. Other keys of a mapping reach the template as they are.
+            Text parts are joined by newlines.
         chat_template: None takes the tokenizer's own; else a path to a .jinja file, a Jinja
             template, or the name of one of the tokenizer's named templates.
         thinking: None leaves the template's default; True and False set `enable_thinking` and
@@ -84,7 +76,8 @@ def render_chat(
             `continue_final_message`.
         continue_final_message: leave the final message open, for the model to go on with.
         template_kwargs: further variables of the template.
-        tools: JSON schemas of functions, for templates that read `tools`.
+        tools: JSON schemas of functions, for templates that read `tools`; or that list as JSON
+            text.
         encode: makes token ids of the rendered text; None takes the tokenizer's.
 
     Raises:
@@ -95,7 +88,7 @@ def render_chat(
     variables = _variables(source)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    conversation = _checked_messages(messages, source)
+    conversation = checked_messages(messages, _words(source))
     if add_generation_prompt and continue_final_message:
         raise UserError(
             "add_generation_prompt and continue_final_message are both True; the prompt ends "
@@ -108,26 +101,38 @@ def render_chat(
         )
     options = _template_options(variables, thinking, template_kwargs or {})
     is_without = thinking is False or _names_no_thinking(template_kwargs or {})
-    if tools and "tools" not in variables:
+    formed_tools = tools_in_template_form(tools, is_harmony=is_harmony(source))
+    if formed_tools and "tools" not in variables:
         raise UserError(
-            f"{len(tools)} tools were given, and the chat template does not read tools; leave them "
-            "out, or pass chat_template, one that does."
+            f"{len(formed_tools)} tools were given, and the chat template does not read tools; "
+            "leave them out, or pass chat_template, one that does."
         )
-    try:
-        rendered: Any = tokenizer.apply_chat_template(
+
+    def render(conversation: Sequence[Mapping[str, Any]]) -> str:
+        formed = in_template_form(
             conversation,
-            tools=[dict(tool) for tool in tools] if tools else None,
-            chat_template=source,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **options,
+            knows_developer="developer" in _words(source),
+            is_harmony=is_harmony(source),
         )
-    except _RENDER_ERRORS as error:
-        raise UserError(
-            f"The chat template cannot render these {len(conversation)} messages: {error}. Change "
-            "the messages accordingly, or pass another chat_template."
-        ) from error
+        try:
+            rendered: Any = tokenizer.apply_chat_template(
+                formed,
+                tools=[*formed_tools] or None,
+                chat_template=source,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **options,
+            )
+        except _RENDER_ERRORS as error:
+            raise UserError(
+                f"The chat template cannot render these {len(conversation)} messages: {error}. "
+                "Change the messages accordingly, or pass another chat_template."
+            ) from error
+        return rendered
+
+    rendered = render(conversation)
+    _check_developers(conversation, rendered, render)
     if encode is None:
         token_ids = tokenizer.encode(rendered, add_special_tokens=False)
     else:
@@ -143,6 +148,26 @@ def render_chat(
             f"prompt (it reads neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out."
         )
     return list(token_ids)
+
+
+def _check_developers(
+    conversation: Sequence[Mapping[str, Any]],
+    rendered: str,
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> None:
+    """Raise a UserError if the template leaves out a developer message."""
+    for number, message in enumerate(conversation):
+        if message["role"] != "developer" or message["content"].strip() in rendered:
+            continue
+        # The template may change the words, so it is asked again with other words.
+        probe = list(conversation)
+        probe[number] = {**message, "content": _PROBE}
+        if _PROBE not in render(probe):
+            raise UserError(
+                f"Message {number + 1} of {len(conversation)} is a developer message, and the chat "
+                "template would leave it out. Put its text into the first message, or pass another "
+                "chat_template."
+            )
 
 
 def resolve_chat_template(
@@ -238,11 +263,22 @@ class _GenerationBlock(jinja2.ext.Extension):
 @lru_cache(maxsize=16)
 def _variables(source: str) -> frozenset[str]:
     """Names that the template reads and does not define itself."""
+    return frozenset(jinja2.meta.find_undeclared_variables(_parsed(source)))
+
+
+@lru_cache(maxsize=16)
+def _words(source: str) -> frozenset[str]:
+    """Return the words that the template writes in quotes, the roles that it knows among them."""
+    literals = (node.value for node in _parsed(source).find_all(jinja2.nodes.Const))
+    return frozenset(one for one in literals if isinstance(one, str) and one.isidentifier())
+
+
+def _parsed(source: str) -> jinja2.nodes.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     try:
-        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        return environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"The chat template does not parse: line {error.lineno}: {error.message}. Correct it, "
@@ -306,63 +342,6 @@ def _names_no_thinking(options: Mapping[str, Any]) -> bool:
     return any(options.get(name) is False for name in THINKING_VARIABLES)
 
 
-def _checked_messages(messages: Any, source: str = "") -> list[dict[str, Any]]:
-    """The conversation as dictionaries with text content; `source` may name further roles."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise UserError(f"The messages are {messages!r}; expected a list of messages.")
-    if not messages:
-        raise UserError("The list of messages is empty; expected at least one message.")
-    conversation = []
-    for number, message in enumerate(messages, 1):
-        which = f"Message {number} of {len(messages)}"
-        if isinstance(message, ChatMessage):
-            message = {"role": message.role, "content": message.content}
-        if not isinstance(message, Mapping):
-            raise UserError(f"{which} is {message!r}; expected an object with role and content.")
-        role, content = message.get("role"), message.get("content")
-        # A role that the template spells out is fine too; most templates let a misspelt one pass.
-        if not isinstance(role, str) or (
-            role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source
-        ):
-            raise UserError(f"{which} has the role {role!r}; expected one of: {', '.join(ROLES)}.")
-        checked = {key: value for key, value in message.items() if key != "content"}
-        if content is not None:
-            checked["content"] = text_of(content, which)
-        elif not (role == "assistant" and message.get("tool_calls")):
-            raise UserError(f"{which} ({role}) has no content; expected text.")
-        conversation.append(checked)
-    return conversation
-
-
-def text_of(content: Any, which: str) -> str:
-    """Return the content of a message as text, its parts joined by newlines.
-
-    Args:
-        which: name of the message in errors.
-
-    Raises:
-        UserError: the content is neither text nor a list of text parts.
-    """
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise UserError(f"{which} has the content {content!r}; expected text or text parts.")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise UserError(
-                f"{which} has a part of type {kind!r}; peagle reads text only, expected "
-                '{"type": "text", "text": ...}.'
-            )
-        if not isinstance(part.get("text"), str):
-            raise UserError(f"{which} has a text part with the text {part.get('text')!r}.")
-        texts.append(part["text"])
-    if not texts:
-        raise UserError(f"{which} has an empty list of parts as content; expected text.")
-    return "\n".join(texts)
-
-
 def split_thinking(
     text: str, start: str = "<think>", end: str = "</think>", *, opened: bool | None = None
 ) -> tuple[str, str]:
@@ -414,12 +393,12 @@ def with_answer(
         UserError: a message is malformed.
     """
     # Roles were checked against the template when the prompt was made.
-    roles = "".join(
-        f"'{m.role if isinstance(m, ChatMessage) else m.get('role')}'"
+    roles = [
+        str(m.role if isinstance(m, ChatMessage) else m.get("role"))
         for m in messages
         if isinstance(m, ChatMessage | Mapping)
-    )
-    conversation = _checked_messages(messages, roles)
+    ]
+    conversation = checked_messages(messages, roles)
     last = conversation[-1]
     if last["role"] != "assistant":
         _, answer = split_thinking(text, start, end, opened=opened)

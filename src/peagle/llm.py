@@ -11,14 +11,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from peagle.bundled import BUNDLED
-from peagle.chat import (
-    ChatMessage,
-    Message,
-    opens_thinking,
-    render_chat,
-    resolve_chat_template,
-    with_answer,
-)
+from peagle.chat import opens_thinking, render_chat, resolve_chat_template, with_answer
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.config.checks import did_you_mean, require, require_neutral
 from peagle.config.engine import OF_TARGET
@@ -29,6 +22,7 @@ from peagle.engine.placement import choose_threads, load_target
 from peagle.engine.requests import Prompt, Requests
 from peagle.errors import CheckpointError, UserError
 from peagle.kernels.logprobs import TokenLogprobs
+from peagle.messages import ChatMessage, Message
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.thinking import family_splitter

@@ -15,9 +15,9 @@ import torch
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_PROMPTS, BUNDLED_TARGET
-from peagle.chat import ChatMessage
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.outputs import RequestOutput
+from peagle.messages import ChatMessage
 from peagle.models.target import TargetModel
 from tests.engine.engines import K, config_of, make_llm, watch_drafts
 

@@ -224,7 +224,7 @@ def test_items_of_one_turn_become_one_message() -> None:
     calls = [call, {**call, "id": "c2", "function": {"name": "g", "arguments": "{}"}}]
     expected = [
         {"role": "system", "content": "rules"},
-        {"role": "system", "content": "brief"},
+        {"role": "developer", "content": "brief"},
         {"role": "user", "content": "q"},
         {
             "role": "assistant",
@@ -241,8 +241,7 @@ def test_items_of_one_turn_become_one_message() -> None:
             "tool_calls": [{**call, "id": "c3"}],
         },
     ]
-    assert messages_of(items, "rules", "") == expected
-    assert messages_of(items, None, "{{ developer }}")[0]["role"] == "developer"
+    assert messages_of(items, "rules") == expected
 
 
 def test_an_answer_of_nothing_is_an_empty_message() -> None:

@@ -47,8 +47,7 @@ async def respond(service: Service, body: ResponsesBody, caller: Caller) -> Gene
         ApiError: the request cannot be served.
     """
     with _renamed_fields():
-        tokenizer, _ = service.loaded()
-        chat = _as_chat(body, tokenizer.template_source or "")
+        chat = _as_chat(body)
         generation, (reader,) = await prepare_chat(service, chat, caller)
     return _Response(service, body, generation, reader)
 
@@ -68,7 +67,7 @@ def _renamed_fields() -> Iterator[None]:
         raise
 
 
-def _as_chat(body: ResponsesBody, template_source: str) -> ChatBody:
+def _as_chat(body: ResponsesBody) -> ChatBody:
     """Return the request as a chat."""
     shared = {name: getattr(body, name) for name in GenerationFields.model_fields}
     functions = [
@@ -82,7 +81,7 @@ def _as_chat(body: ResponsesBody, template_source: str) -> ChatBody:
     shape = body.text.format if body.text is not None else None
     return ChatBody(
         **shared,
-        messages=messages_of(body.input, body.instructions, template_source),
+        messages=messages_of(body.input, body.instructions),
         max_completion_tokens=body.max_output_tokens,
         tools=[Tool(type="function", function=function) for function in functions] or None,
         tool_choice=choice,
@@ -220,19 +219,17 @@ _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "ref
 
 
 def messages_of(
-    given: str | Sequence[Mapping[str, Any]], instructions: str | None, template_source: str
+    given: str | Sequence[Mapping[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
     """Return a conversation in the form of chat completions.
 
     A message of the assistant, the reasoning before it and the function calls after it become one
-    message. Reasoning that nothing follows is left out. The role "developer" becomes "system"
-    where the chat template does not know it.
+    message. Reasoning that nothing follows is left out.
 
     Args:
         given: the text of a user, or items of the types "message", "function_call",
             "function_call_output" and "reasoning"; a type may be left out of a message.
         instructions: a system message that comes first.
-        template_source: the chat template.
 
     Raises:
         ApiError: 400, an item has another type or another form.
@@ -251,8 +248,6 @@ def messages_of(
             reasoning += _reasoning(item, place)
         elif kind == "message":
             role = _text(item, "role", place)
-            if role == "developer" and role not in template_source:
-                role = "system"
             messages.append({"role": role, "content": _content(item.get("content"), place)})
             reasoning = _explain(messages[-1], reasoning)
         elif kind == "function_call":

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from peagle.chat import opens_thinking, render_chat, resolve_chat_template, text_of
+from peagle.chat import opens_thinking, render_chat, resolve_chat_template
 from peagle.engine.detokenizer import OutputText, token_bytes
 from peagle.engine.requests import word_ids
 from peagle.errors import UserError
@@ -29,7 +27,7 @@ from peagle.markers import marker_token_ids
 from peagle.models.target import load_tokenizer
 from peagle.serving.errors import ApiError
 from peagle.serving.limits import most
-from peagle.thinking import AnswerSplitter, is_harmony
+from peagle.thinking import AnswerSplitter
 
 T = TypeVar("T")
 # Characters, and half as many tokens, above which a text is a long one: some 20 ms of work.
@@ -122,7 +120,7 @@ class Tokenizer:
             UserError: as `peagle.chat.render_chat`; the template renders for too long.
             ApiError: as `encode`, of the rendered text.
         """
-        limit, source = _TimeLimit(most("template_seconds")), self.template_source or ""
+        limit = _TimeLimit(most("template_seconds"))
 
         def call(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], bool]:
             def encode(text: str) -> list[int]:
@@ -133,12 +131,12 @@ class Tokenizer:
             ids = limit.run(
                 lambda: render_chat(
                     tokenizer,
-                    _in_template_form(messages, source),
+                    messages,
                     chat_template=self._template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     template_kwargs=template_kwargs,
-                    tools=_described(tools, source),
+                    tools=tools,
                     encode=encode,
                 )
             )
@@ -280,95 +278,3 @@ def _num_characters(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(_num_characters, value.values()))
     return sum(map(_num_characters, value)) if isinstance(value, list | tuple) else 0
-
-
-def _in_template_form(messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
-    """Return messages of OpenAI's API in the form that the chat template reads.
-
-    OpenAI's API has the arguments of tool calls as JSON text; templates write objects as JSON. Text
-    that is no JSON object stays. vLLM names reasoning `reasoning`, templates `reasoning_content`.
-
-    Raises:
-        UserError: as `_in_harmony_form`.
-    """
-    formed = []
-    for given in messages:
-        message = dict(given)
-        if isinstance(reasoning := message.get("reasoning"), str):
-            message.setdefault("reasoning_content", reasoning)
-        if isinstance(calls := message.get("tool_calls"), list):
-            message["tool_calls"] = [_with_arguments(call) for call in calls]
-        formed.append(message)
-    return _in_harmony_form(formed) if is_harmony(source) else formed
-
-
-def _described(
-    tools: Sequence[Mapping[str, Any]] | None, source: str
-) -> Sequence[Mapping[str, Any]] | None:
-    """Return tools with the description that the template of gpt-oss needs, if need be empty."""
-    if not tools or not is_harmony(source):
-        return tools
-    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
-
-
-def _in_harmony_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as the template of gpt-oss reads them.
-
-    The template names reasoning `thinking`, refuses content beside the thinking of a call, writes
-    the first call of a message alone, takes each result for that of the last call, and leaves out
-    all system messages but the first. So system messages at the start become one, content before a
-    call follows its thinking, and several calls become messages, each before its results.
-
-    Raises:
-        UserError: a system message comes later, and would be lost.
-    """
-    system = list(takewhile(_is_system, messages))
-    if late := [i for i, m in enumerate(messages) if _is_system(m) and i >= len(system)]:
-        raise UserError(
-            f"Message {late[0] + 1} of {len(messages)} is a system message, and the chat template "
-            "of gpt-oss reads such messages at the start alone; move it there."
-        )
-    formed: list[dict[str, Any]] = system[:1]
-    if len(system) > 1:
-        texts = [text_of(m.get("content"), f"Message {i}") for i, m in enumerate(system, 1)]
-        formed = [{**system[0], "content": "\n\n".join(texts)}]
-    turns: list[list[dict[str, Any]]] = []  # a message and the results after it
-    for message in messages[len(system) :]:
-        if message.get("role") == "tool" and turns:
-            turns[-1].append(message)
-        else:
-            turns.append([message])
-    for message, *results in turns:
-        message = dict(message)
-        thinking, calls = message.pop("reasoning_content", None), message.pop("tool_calls", None)
-        if not isinstance(calls, list) or not calls:
-            formed += [{**message, "thinking": thinking} if thinking else message, *results]
-            continue
-        content = text_of(message.pop("content", None) or "", "A message with tool calls")
-        thinking = "\n\n".join(text for text in (thinking, content) if text)
-        for call in calls:
-            message["thinking"] = thinking
-            formed.append({**message, "tool_calls": [call]})
-            thinking = ""
-            name = call.get("id") if isinstance(call, Mapping) else None
-            formed += [result for result in results if result.get("tool_call_id") == name]
-            results = [result for result in results if result.get("tool_call_id") != name]
-        formed += results
-    return formed
-
-
-def _is_system(message: Mapping[str, Any]) -> bool:
-    return message.get("role") in ("system", "developer")
-
-
-def _with_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
