@@ -11,7 +11,12 @@ import numpy
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -28,6 +33,7 @@ from tests.models.test_architectures import ARCHITECTURES, pack_experts
 from tests.models.tiny import EXPERTS, make_model
 
 Tensors = dict[str, Tensor]
+Writer = Callable[[Tensor], tuple[Tensors, Tensor]]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
 TOKENS = torch.randint(320, (1, 12), generator=torch.Generator().manual_seed(7))
@@ -54,10 +60,16 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": stored, "weight_scale_inv": scales}, plain
 
 
-def by_compressed_tensors(format: str, **arguments: Any) -> Callable[[Tensor], Any]:
-    """A writer of the package that defines the format; its own reader says what is stored."""
+def by_compressed_tensors(format: str, **arguments: Any) -> tuple[Writer, dict[str, Any]]:
+    """A writer of the package that defines the format, and the configuration that it writes.
+
+    The package's own reader says what is stored.
+    """
     args = QuantizationArgs(**arguments)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=CompressionFormat(format))
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=format, ignore=["lm_head"]
+    )
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         n, k = weight.shape
@@ -79,7 +91,7 @@ def by_compressed_tensors(format: str, **arguments: Any) -> Callable[[Tensor], A
         plain = compressor.decompress(dict(stored), scheme)["weight"]
         return dict(stored), plain
 
-    return write
+    return write, config.model_dump(mode="json")
 
 
 def integers(weight: Tensor, group: int) -> tuple[Any, Any, Any]:
@@ -138,32 +150,29 @@ def awq(weight: Tensor) -> tuple[Tensors, Tensor]:
 
 FP8 = {"num_bits": 8, "type": "float"}
 INT = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-Writer = Callable[[Tensor], tuple[Tensors, Tensor]]
-CT = {"quant_method": "compressed-tensors"}
+INT8 = {"num_bits": 8, "type": "int"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
-    "fp8 channels": (by_compressed_tensors("float-quantized", **FP8, strategy="channel"), CT),
-    "fp8 tensors": (by_compressed_tensors("float-quantized", **FP8, strategy="tensor"), CT),
-    "fp8 blocks of compressed-tensors": (
-        by_compressed_tensors("float-quantized", **FP8, strategy="block", block_structure=[16, 32]),
-        {**CT, "config_groups": {"group_0": {"weights": {"block_structure": [16, 32]}}}},
+    "fp8 channels": by_compressed_tensors("float-quantized", **FP8, strategy="channel"),
+    "fp8 tensors": by_compressed_tensors("float-quantized", **FP8, strategy="tensor"),
+    "fp8 blocks of compressed-tensors": by_compressed_tensors(
+        "float-quantized", **FP8, strategy="block", block_structure=[16, 32]
     ),
-    "int8 channels": (
-        by_compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel"),
-        CT,
+    "int8 channels": by_compressed_tensors("int-quantized", **INT8, strategy="channel"),
+    "int8 in words": by_compressed_tensors(
+        "pack-quantized", **INT8, strategy="group", group_size=32
     ),
-    "int8 in words": (
-        by_compressed_tensors(
-            "pack-quantized", num_bits=8, type="int", strategy="group", group_size=32
-        ),
-        CT,
+    "int4": by_compressed_tensors("pack-quantized", **INT),
+    "int4 channels": by_compressed_tensors(
+        "pack-quantized", num_bits=4, type="int", strategy="channel"
     ),
-    "int4": (by_compressed_tensors("pack-quantized", **INT), CT),
-    "int4 with zeros": (by_compressed_tensors("pack-quantized", **INT, symmetric=False), CT),
-    "gptq 1": (gptq(1), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
-    "gptq 2": (gptq(2), {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
-    "gptq by activation": (gptq(1, by_activation=True), {"quant_method": "gptq"}),
-    "awq": (awq, {"quant_method": "awq", "version": "gemm"}),
+    "int4 with zeros": by_compressed_tensors("pack-quantized", **INT, symmetric=False),
+    "gptq 1": (gptq(1), GPTQ),
+    "gptq 2": (gptq(2), {**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq by activation": (gptq(1, by_activation=True), {**GPTQ, "desc_act": True}),
+    "awq": (awq, AWQ),
 }
 
 
@@ -342,7 +351,7 @@ REFUSALS: list[tuple[str, Callable[[Tensors], Any], str]] = [
     (
         "fp8 blocks",
         lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 2)}),
-        r"has shape \[3, 2\], which does not divide a weight of 64 x 64 into blocks of 32 x 32",
+        r"q_proj.weight_scale_inv' as float32 of shape \[3, 2\]; expected .* of shape \[2, 2\] \(",
     ),
     ("fp8 blocks", lambda t: t.pop("model.norm.weight"), "lacks tensor 'model.norm.weight'"),
     ("fp8 blocks", lambda t: t.update({f"{Q}.weight": torch.ones(64, 64)}), "expected float8_e4m3"),
@@ -370,7 +379,7 @@ REFUSALS: list[tuple[str, Callable[[Tensors], Any], str]] = [
     (
         "int4",
         lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 5)}),
-        "64 inputs in 5 groups",
+        r"q_proj.weight_scale' as float32 of shape \[64, 5\]; expected .* of shape \[64, 2\]",
     ),
 ]
 

@@ -1,8 +1,8 @@
 """Load a quantised checkpoint into a transformers model, without transformers' quantisers.
 
-The model is built without weights; every tensor is then read out of its file straight to the
-device, one layer's at a time. Packed weights are unpacked there, or stay packed in layers of
-`models.packed_layers`.
+The model is built without weights. The names, shapes and types of all tensors are checked first;
+then every tensor is read out of its file straight to the device, one layer's at a time. Packed
+weights are unpacked there, or stay packed in layers of `models.packed_layers`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ from peagle.models.packed_layers import (
     hold_experts,
     use_experts,
 )
-from peagle.models.quantization import PackedLinearWeight, is_packed, read_linear, read_mxfp4
+from peagle.models.quantization import (
+    PackedLinearWeight,
+    StoredLinear,
+    check_linear,
+    check_mxfp4,
+    is_packed,
+    read_linear,
+    read_mxfp4,
+)
 from peagle.models.stored_tensors import StoredTensors
 from peagle.models.target_facts import build_model, generation_config
 
-# How checkpoints name the projections of one expert.
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+_FUSED = ("gate_up_proj", "down_proj")  # weights of an experts module
 
 
 def load_packed(
@@ -59,7 +66,9 @@ def load_packed(
             experts of the model are of a kind that cannot stay packed.
     """
     model = model_without_weights(str(folder), config, dtype)
-    loader = _Loader(model, StoredTensors(folder, device), quantization, dtype, unpack)
+    described = StoredTensors(folder, torch.device("cpu"))
+    stored = described if device.type == "cpu" else StoredTensors(folder, device)
+    loader = _Loader(model, stored, described, quantization, dtype, unpack)
     loader.load()
     model.tie_weights()
     if not unpack:
@@ -136,34 +145,135 @@ class _Loader:
         self,
         model: Any,
         stored: StoredTensors,
+        described: StoredTensors,
         quantization: Mapping[str, Any],
         dtype: torch.dtype,
         unpack: bool,
     ) -> None:
         self._model, self._stored, self._quantization = model, stored, quantization
+        self._described = described  # on the CPU, where a tensor is mapped, and read when used
         self._dtype, self._unpack = dtype, unpack
         self._prefix = _prefixes(model, stored)
         self._suffixes: dict[str, set[str]] = {}
         for name in stored.names:
             parent, _, last = name.rpartition(".")
             self._suffixes.setdefault(parent, set()).add(last)
+        self._tied = set(model.get_expanded_tied_weights_keys(all_submodels=True))
+        self._experts: dict[str, Any] = {}  # that are packed, or apart from each other
+        self._linears: dict[str, nn.Linear] = {}  # that are packed
+        self._find_packed()
         self.loaded: set[str] = set()
 
     def load(self) -> None:
+        """Check the names, shapes and types of all tensors, and then read them."""
+        covered = self._check()
+        for name, module in self._experts.items():
+            self._load_experts(name, module)
+        for name, module in self._linears.items():
+            self._load_linear(name, module)
+        for name, tensor in self._plain(covered | self.loaded):
+            value = self._read(name)
+            if value is not None:  # else it is tied, and `tie_weights` sets it
+                self._put(name, self._checked(name, value, tensor))
+
+    def _find_packed(self) -> None:
         names = {id(module): name for name, module in self._model.named_modules()}
         for module in experts_of(self._model):
-            self._load_experts(names[id(module)], module)
-        for name, module in list(self._model.named_modules()):
-            if type(module) is nn.Linear and self._is_packed(name):
-                self._load_linear(name, module)
-        tied = self._model.get_expanded_tied_weights_keys(all_submodels=True)
-        for name, tensor in [*self._model.named_parameters(), *self._persistent_buffers()]:
-            if name in self.loaded:
+            name = names[id(module)]
+            if self._has_mxfp4(name) or self._suffixes.get(self._key(f"{name}.0.gate_proj")):
+                self._experts[name] = module
+        for name, module in self._model.named_modules():
+            if not self._is_packed(name):
                 continue
-            value = self._read(name)
-            if value is None and name in tied:
-                continue  # `tie_weights` sets it
-            self._put(name, self._checked(name, value, tensor))
+            if type(module) is not nn.Linear:
+                raise CheckpointError(
+                    f"The target stores {self._key(name)!r} quantised, a {type(module).__name__}; "
+                    "peagle reads quantised linear layers and experts. `peagle serve --engine "
+                    "vllm` may serve the model."
+                )
+            if f"{name}.weight" in self._tied:
+                raise CheckpointError(
+                    f"The target stores {self._key(name)!r} quantised, and its config.json says "
+                    "that the layer has the weight of the embedding (tie_word_embeddings). Correct "
+                    "its config.json, or copy the checkpoint again."
+                )
+            self._linears[name] = module
+
+    def _plain(self, covered: set[str]) -> list[tuple[str, Tensor]]:
+        """The tensors of the model that are stored as they are."""
+        kept = set(self._model.state_dict())
+        buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in kept]
+        found = [*self._model.named_parameters(), *buffers]
+        return [(name, tensor) for name, tensor in found if name not in covered]
+
+    # ---- checks, before any value is read -----------------------------------------------------
+
+    def _check(self) -> set[str]:
+        """Refuse tensors that are missing, surplus, misshapen or of a type that cannot be read.
+
+        Returns:
+            names of the tensors of the model that experts and packed layers fill.
+        """
+        covered: set[str] = set()
+        for name, module in self._experts.items():
+            self._check_experts(name, module)
+            covered |= {f"{name}.{part}" for part in _FUSED}
+        for name, module in self._linears.items():
+            self._check_linear(name, (module.out_features, module.in_features))
+            covered.add(f"{name}.weight")
+        for name, tensor in self._plain(covered):
+            value = self._described.read(self._key(name))
+            if value is not None or name not in self._tied:
+                self._checked(name, value, tensor)
+        return covered
+
+    def _check_linear(self, name: str, shape: tuple[int, int]) -> StoredLinear:
+        key = self._key(name)
+        return check_linear(
+            lambda suffix: self._described.read(f"{key}.{suffix}"),
+            key,
+            shape,
+            self._quantization,
+            self._suffixes[key],
+        )
+
+    def _check_experts(self, name: str, module: Any) -> None:
+        if self._has_mxfp4(name):
+            for part in _FUSED:
+                check_mxfp4(*self._mxfp4(self._described, f"{name}.{part}"), _size(module, part))
+        else:
+            self._check_apart(name, module)
+        if not self._unpack and find_gate(module) is None:
+            raise CheckpointError(
+                f"The experts {name!r} have an activation that peagle does not compute over packed "
+                "weights. `peagle serve --engine vllm` may serve the model."
+            )
+
+    def _check_apart(self, name: str, module: Any) -> None:
+        """Check experts one by one: those of one mixture are stored in one format."""
+        formats: dict[str, tuple[str, str]] = {}  # what is stacked: an expert and its format
+        for expert, part, shape in _parts(module):
+            key = f"{name}.{expert}.{part}"
+            if self._is_packed(key):
+                found = self._check_linear(key, shape).format_text
+            else:
+                self._checked_expert(key, self._described, shape)
+                found = "plain numbers"
+            stack = "down_proj" if part == "down_proj" else "gate_proj and up_proj"
+            first, expected = formats.setdefault(stack, (key, found))
+            if found != expected:
+                raise CheckpointError(
+                    f"The target stores the expert {self._key(key)!r} as {found}, and "
+                    f"{self._key(first)!r} as {expected}; expected one format for {stack} of all "
+                    "experts of a layer. Quantise them alike, or use `peagle serve --engine vllm`."
+                )
+        surplus = self._key(f"{name}.{module.num_experts}.gate_proj")
+        if surplus in self._suffixes:
+            raise CheckpointError(
+                f"The target stores the expert {surplus!r}, and its config.json says that a layer "
+                f"has {module.num_experts} experts. Correct its config.json, or copy the "
+                "checkpoint again."
+            )
 
     # ---- names --------------------------------------------------------------------------------
 
@@ -177,9 +287,9 @@ class _Loader:
     def _is_packed(self, name: str) -> bool:
         return is_packed(self._suffixes.get(self._key(name), set()))
 
-    def _persistent_buffers(self) -> list[tuple[str, Tensor]]:
-        kept = set(self._model.state_dict())
-        return [(name, buffer) for name, buffer in self._model.named_buffers() if name in kept]
+    def _has_mxfp4(self, name: str) -> bool:
+        found = self._suffixes.get(self._key(name), set())
+        return any(last.endswith(("_proj_blocks", "_proj_scales")) for last in found)
 
     # ---- values -------------------------------------------------------------------------------
 
@@ -199,7 +309,7 @@ class _Loader:
             raise CheckpointError(
                 f"The target model {str(self._stored.folder)!r} has {self._key(name)!r} as "
                 f"{value.dtype} of shape {list(value.shape)}; expected plain floating-point "
-                f"numbers of shape {list(like.shape)}."
+                f"numbers of shape {list(like.shape)}. Copy or convert the checkpoint again."
             )
         return value.to(like.dtype)
 
@@ -217,14 +327,26 @@ class _Loader:
             lambda suffix: self._stored.read(f"{key}.{suffix}"), key, shape, self._quantization
         )
 
+    def _refuse_bias(self, name: str) -> None:
+        """Refuse the bias of a layer that has none; some quantisers store one of zeros."""
+        bias = self._read(f"{name}.bias")
+        if bias is not None and bool(bias.any()):
+            raise CheckpointError(
+                f"The target has tensor {self._key(name) + '.bias'!r}, and its config.json says "
+                "that the layer has no bias. Correct its config.json, or copy the checkpoint again."
+            )
+
     def _load_linear(self, name: str, module: nn.Linear) -> None:
         shape = (module.out_features, module.in_features)
         found = self._read_linear(name, shape)
         bias = module.bias
-        if bias is not None:
+        if bias is None:
+            self._refuse_bias(name)
+        else:
             bias = self._checked(f"{name}.bias", self._read(f"{name}.bias"), bias)
             self._put(f"{name}.bias", bias)
-        if self._unpack:
+        # Heads and sampling use the rows of lm_head as plain numbers.
+        if self._unpack or module is self._model.get_output_embeddings():
             weight = found.weight.unpack(self._dtype)
             if found.input_order is not None:
                 weight[:, found.input_order] = weight.clone()
@@ -236,49 +358,55 @@ class _Loader:
     # ---- experts ------------------------------------------------------------------------------
 
     def _load_experts(self, name: str, module: Any) -> None:
-        """Read the experts of a layer if they are packed, or apart from each other."""
-        if f"{self._key(name)}.gate_up_proj_blocks" in self._stored.names:
-            weights = [self._mxfp4(f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
-        elif self._suffixes.get(f"{self._key(name)}.0.{_GATE_UP_DOWN[0]}"):
-            weights = self._one_by_one(name, module)
+        """Read the experts of a layer that are packed, or apart from each other."""
+        if self._has_mxfp4(name):
+            weights = [
+                read_mxfp4(*self._mxfp4(self._stored, f"{name}.{part}"), _size(module, part))
+                for part in _FUSED
+            ]
         else:
-            return  # plain and together: as other parameters
+            weights = self._one_by_one(name, module)
         if self._unpack:
-            for part, weight in zip(("gate_up_proj", "down_proj"), weights, strict=True):
+            for part, weight in zip(_FUSED, weights, strict=True):
                 self._put(f"{name}.{part}", self._unpacked(weight, module))
         else:
             self._hold(name, module, weights)
 
-    def _mxfp4(self, name: str) -> PackedWeight:
-        tensors = [self._read(f"{name}{suffix}") for suffix in ("_blocks", "_scales")]
-        if tensors[0] is None or tensors[1] is None:
+    def _mxfp4(self, stored: StoredTensors, name: str) -> tuple[Tensor, Tensor, str]:
+        """The blocks and the scales of experts, and what they are called."""
+        blocks, scales = (stored.read(f"{self._key(name)}{end}") for end in ("_blocks", "_scales"))
+        if blocks is None or scales is None:
             raise CheckpointError(
                 f"The target model {str(self._stored.folder)!r} lacks {self._key(name)}_blocks or "
                 f"{self._key(name)}_scales. Copy or convert the checkpoint again."
             )
-        return read_mxfp4(tensors[0], tensors[1], self._key(name))
+        return blocks, scales, self._key(name)
 
     def _one_by_one(self, name: str, module: Any) -> list[PackedWeight]:
         """Experts that the checkpoint stores apart, stacked: gates and ups together."""
-        width = module.gate_up_proj.shape[2 if not module.is_transposed else 1]
-        inner = module.gate_up_proj.shape[1 if not module.is_transposed else 2] // 2
-        shapes = {"gate_proj": (inner, width), "up_proj": (inner, width)}
-        shapes["down_proj"] = (width, inner)
         gate_up: list[PackedWeight] = []
         down: list[PackedWeight] = []
-        for expert in range(module.num_experts):
-            gate, up, last = (
-                self._expert(f"{name}.{expert}.{part}", shapes[part]) for part in _GATE_UP_DOWN
-            )
-            gate_up.append(PackedWeight.concatenate([gate, up]))
-            down.append(last)
+        gates: list[PackedWeight] = []
+        for expert, part, shape in _parts(module):
+            weight = self._expert(f"{name}.{expert}.{part}", shape)
+            if part == "down_proj":
+                down.append(weight)
+            elif part == "gate_proj":
+                gates.append(weight)
+            else:
+                gate_up.append(PackedWeight.concatenate([gates.pop(), weight]))
         return [PackedWeight.stack(gate_up), PackedWeight.stack(down)]
 
+    def _checked_expert(self, name: str, stored: StoredTensors, shape: tuple[int, int]) -> Tensor:
+        """The plain weight of one expert."""
+        like = torch.empty(shape, dtype=self._dtype, device="meta")
+        value = stored.read(self._key(f"{name}.weight"))
+        return self._checked(f"{name}.weight", value, like)
+
     def _expert(self, name: str, shape: tuple[int, int]) -> PackedWeight:
+        self._refuse_bias(name)
         if not self._is_packed(name):
-            like = torch.empty(shape, dtype=self._dtype, device="meta")
-            plain = self._checked(f"{name}.weight", self._read(f"{name}.weight"), like)
-            return PackedWeight(plain)
+            return PackedWeight(self._checked_expert(name, self._stored, shape))
         found = self._read_linear(name, shape)
         if found.input_order is not None:
             raise CheckpointError(
@@ -296,11 +424,7 @@ class _Loader:
 
     def _hold(self, name: str, module: Any, weights: list[PackedWeight]) -> None:
         gate = find_gate(module)
-        if gate is None:
-            raise CheckpointError(
-                f"The experts {name!r} have an activation that peagle does not compute over packed "
-                "weights. `peagle serve --engine vllm` may serve the model."
-            )
+        assert gate is not None, "`_check_experts` looks for it"
         gate_up, down = weights
         biases: list[Tensor | None] = [None, None]
         if module.has_bias:
@@ -308,3 +432,20 @@ class _Loader:
                 like = getattr(module, part)
                 biases[i] = self._checked(f"{name}.{part}", self._read(f"{name}.{part}"), like)
         hold_experts(module, ExpertWeights(gate_up, down, gate, biases[0], biases[1]))
+
+
+def _size(module: Any, part: str) -> tuple[int, int, int]:
+    """Experts, outputs and inputs of the weights of an experts module."""
+    experts, *size = getattr(module, part).shape
+    outputs, inputs = reversed(size) if module.is_transposed else size
+    return experts, outputs, inputs
+
+
+def _parts(module: Any) -> Iterator[tuple[int, str, tuple[int, int]]]:
+    """Each expert's projections as checkpoints name them, with their outputs and inputs."""
+    experts, both, width = _size(module, "gate_up_proj")
+    inner = both // 2
+    for expert in range(experts):
+        yield expert, "gate_proj", (inner, width)
+        yield expert, "up_proj", (inner, width)
+        yield expert, "down_proj", (width, inner)
