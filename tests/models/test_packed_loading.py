@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from peagle import LLM, SamplingParams
 from peagle.errors import CheckpointError
 from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.fusion import fuse
 from peagle.models.packed_loading import load_packed
 from peagle.models.quantization import quantization_of
 from peagle.models.target import TargetModel
@@ -152,6 +153,7 @@ FP8 = {"num_bits": 8, "type": "float"}
 INT = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 INT8 = {"num_bits": 8, "type": "int"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+CT = {"quant_method": "compressed-tensors"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
@@ -392,6 +394,206 @@ def test_refusals(
     change(tmp_path, alter)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
+
+
+def cannot_read(*_: Any) -> Any:
+    raise AssertionError("a weight is read before all tensors are checked")
+
+
+@pytest.mark.parametrize("format", ["fp8 blocks", "int4 with zeros", "gptq by activation"])
+def test_every_tensor_is_checked_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    write_checkpoint(tmp_path, format, dense())
+    whole = load_file(tmp_path / "model.safetensors")
+    with monkeypatch.context() as patched:
+        for reader in ("read_linear", "read_mxfp4"):
+            patched.setattr(f"peagle.models.packed_loading.{reader}", cannot_read)
+        with pytest.raises(AssertionError, match="a weight is read"):
+            load(tmp_path)
+        last = "model.layers.3.mlp.down_proj."
+        names = [name for name in whole if name.startswith(last)]
+        assert len(names) >= 2
+        for name in [*names, "model.norm.weight"]:
+            changed = {**whole, name: whole[name].new_zeros(3, 5, 7)}
+            save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+            with pytest.raises(CheckpointError, match=rf"'{name}' as .*\[3, 5, 7\]; expected"):
+                load(tmp_path)
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path)
+
+
+E = "model.layers.1.mlp.experts"
+UNLIKE: list[tuple[str, Callable[[Tensors], Any], str]] = [
+    (
+        "fp8 tensors",
+        lambda t: t.update(plain_instead(t, f"{E}.2.up_proj")),
+        rf"'{E}.2.up_proj' as plain numbers, and '{E}.0.gate_proj' as fp8, a scale for 32 x 64; ",
+    ),
+    (
+        "fp8 tensors",
+        lambda t: t.update(plain_instead(t, f"{E}.0.down_proj")),
+        rf"'{E}.1.down_proj' as fp8, .*, and '{E}.0.down_proj' as plain numbers",
+    ),
+    ("int4 with zeros", lambda t: t.pop(f"{E}.1.up_proj.weight_zero_point"), "zero_point'.* symm"),
+    ("awq", lambda t: t.pop(f"{E}.3.down_proj.qzeros"), f"lacks tensor '{E}.3.down_proj.qzeros'"),
+    ("awq", lambda t: drop(t, f"{E}.3.down_proj."), f"lacks tensor '{E}.3.down_proj.weight'"),
+    ("awq", lambda t: t.update(another(t, 4)), rf"stores the expert '{E}.4.gate_proj'.* 4 experts"),
+    (
+        "awq",
+        lambda t: t.update({f"{E}.0.up_proj.bias": torch.ones(32)}),
+        f"has tensor '{E}.0.up_proj.bias'.* no bias",
+    ),
+]
+
+
+def drop(tensors: Tensors, prefix: str) -> None:
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        del tensors[name]
+
+
+def plain_instead(tensors: Tensors, name: str) -> Tensors:
+    shape = tensors[f"{name}.weight"].shape
+    drop(tensors, f"{name}.")
+    return {f"{name}.weight": torch.ones(shape)}
+
+
+def another(tensors: Tensors, number: int) -> Tensors:
+    """One more expert, equal to the first."""
+    first = f"{E}.0."
+    found = [name for name in tensors if name.startswith(first)]
+    return {name.replace(first, f"{E}.{number}."): tensors[name].clone() for name in found}
+
+
+@pytest.mark.parametrize("unpack", [True, False])
+@pytest.mark.parametrize(("format", "alter", "message"), UNLIKE)
+def test_experts_that_do_not_fit_each_other(
+    tmp_path: Path, format: str, alter: Callable[[Tensors], Any], message: str, unpack: bool
+) -> None:
+    write_checkpoint(tmp_path, format, mixture())
+    change(tmp_path, alter)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, unpack=unpack)
+
+
+def test_experts_of_a_mixture_with_zeros_in_some(tmp_path: Path) -> None:
+    """Symmetric settings leave the zero points to the file; some experts have them here."""
+    write_checkpoint(tmp_path, "int4 with zeros", mixture())
+    edit(tmp_path, quantization_config=FORMATS["int4"][1])
+    load(tmp_path)
+    change(tmp_path, lambda t: t.pop(f"{E}.1.up_proj.weight_zero_point"))
+    with pytest.raises(
+        CheckpointError, match=r"'.*experts\.1\.up_proj' as .*, and .* zero points; "
+    ):
+        load(tmp_path)
+
+
+GPT_OSS = "model.layers.2.mlp.experts"
+MXFP4_FAULTS: list[tuple[Callable[[Tensors], Any], str]] = [
+    (lambda t: t.pop(f"{GPT_OSS}.down_proj_scales"), f"lacks {GPT_OSS}.down_proj_blocks or"),
+    (lambda t: t.pop(f"{GPT_OSS}.gate_up_proj_blocks"), f"lacks {GPT_OSS}.gate_up_proj_blocks or"),
+    (
+        lambda t: t.update({f"{GPT_OSS}.down_proj_scales": torch.zeros(4, 3, 2).byte()}),
+        rf"'{GPT_OSS}.down_proj_scales' as uint8 of shape \[4, 3, 2\]; expected uint8 of shape",
+    ),
+    (lambda t: t.pop(f"{GPT_OSS}.down_proj_bias"), f"lacks tensor '{GPT_OSS}.down_proj_bias'"),
+]
+
+
+@pytest.mark.parametrize(("alter", "message"), MXFP4_FAULTS)
+def test_experts_of_gpt_oss_that_cannot_be(
+    tmp_path: Path, alter: Callable[[Tensors], Any], message: str
+) -> None:
+    options = {**ARCHITECTURES["gpt_oss"].options, "intermediate_size": 64}
+    make_model("gpt_oss", **options).save_pretrained(tmp_path)
+    pack_experts(tmp_path)
+    change(tmp_path, alter)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("unpack", [True, pytest.param(False, marks=needs_interpreter)])
+def test_projections_of_unlike_formats(tmp_path: Path, unpack: bool) -> None:
+    """Of q/k/v two are int4 and one is FP8, and one of gate/up stays plain."""
+    plain = dense()
+    plain.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    writers = {"q_proj": "int4", "k_proj": "fp8 channels", "v_proj": "int4", "up_proj": "int4"}
+    for name, module in plain.named_modules():
+        if (format := writers.get(name.rpartition(".")[2])) is not None:
+            stored, module.weight.data = FORMATS[format][0](tensors.pop(f"{name}.weight"))
+            tensors |= {f"{name}.{last}": value for last, value in stored.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    groups = {
+        name: FORMATS[format][1]["config_groups"]["group_0"] | {"targets": [target]}
+        for name, format, target in (("a", "int4", "Linear"), ("b", "fp8 channels", "re:.*k_proj"))
+    }
+    edit(tmp_path, quantization_config={**CT, "config_groups": groups})
+    model = load(tmp_path, unpack=unpack)
+    fuse(model)
+    assert distance(logits(model), logits(plain)) < (1e-6 if unpack else 1e-4)
+
+
+LM_HEAD_OUTPUTS = 320
+
+
+@pytest.mark.parametrize("unpack", [True, False])
+def test_a_quantised_lm_head_is_unpacked(tmp_path: Path, unpack: bool) -> None:
+    model = dense()
+    model.save_pretrained(tmp_path)
+    stored, plain = awq(model.lm_head.weight)
+    change(tmp_path, lambda t: (t.pop("lm_head.weight"), t.update(prefixed("lm_head", stored))))
+    edit(tmp_path, quantization_config=AWQ)
+    found = load(tmp_path, unpack=unpack).lm_head.weight
+    assert found.shape == (LM_HEAD_OUTPUTS, 64) and distance(found, plain) < 1e-6
+    edit(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"'lm_head' quantised, .*tie_word_embeddings"):
+        load(tmp_path)
+
+
+def prefixed(name: str, tensors: Tensors) -> Tensors:
+    return {f"{name}.{last}": value.contiguous() for last, value in tensors.items()}
+
+
+def test_a_quantised_embedding_is_refused(tmp_path: Path) -> None:
+    model = dense()
+    write_checkpoint(tmp_path, "int8 channels", model)
+    stored, _ = FORMATS["int8 channels"][0](model.model.embed_tokens.weight)
+    change(tmp_path, lambda t: t.update(prefixed("model.embed_tokens", stored)))
+    with pytest.raises(CheckpointError, match=r"'model.embed_tokens' quantised, a Embedding; peag"):
+        load(tmp_path)
+
+
+def test_a_bias_that_the_layer_does_not_have(tmp_path: Path) -> None:
+    """Some quantisers store a bias of zeros for every layer."""
+    plain = write_checkpoint(tmp_path, "gptq 1", dense())
+    change(tmp_path, lambda t: t.update({f"{Q}.bias": torch.zeros(64)}))
+    assert distance(logits(load(tmp_path)), logits(plain)) < 1e-6
+    change(tmp_path, lambda t: t.update({f"{Q}.bias": torch.ones(64)}))
+    with pytest.raises(CheckpointError, match=f"has tensor '{Q}.bias', .* no bias"):
+        load(tmp_path)
+
+
+def test_a_file_that_is_cut(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "awq", dense())
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"'.*model\.safetensors' is not readable as"):
+            load(tmp_path)
+
+
+def test_settings_of_the_decoder_of_a_larger_model(tmp_path: Path) -> None:
+    """Where config.json has them in text_config."""
+    found = ARCHITECTURES["gemma3, text and image"]
+    make_model(found.model_type, **found.options).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["quantization_config"] = {**GPTQ, "bits": "4"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="has bits '4'; expected a whole number of bits"):
+        TargetModel.load(tmp_path)
 
 
 def test_refuses_methods_that_it_does_not_know(tmp_path: Path) -> None:

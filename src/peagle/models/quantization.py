@@ -346,7 +346,7 @@ def _expected(
     if kind == "int4 in words":
         scales = scales[:1]
         zeros = _Expected([(-(-n // 8), k // group)], int32, is_needed=not scheme.is_symmetric)
-    found = {"weight_zero_point": zeros}
+    found: dict[str, _Expected] = {}
     if kind in ("int4 in words", "int8 in words"):
         per_word = 8 if kind == "int4 in words" else 4
         found["weight_packed"] = _Expected([(n, -(-k // per_word))], int32)
@@ -356,7 +356,7 @@ def _expected(
         found["weight"] = _Expected([shape], (dtype,))
     is_inverse = kind == "fp8" and read("weight_scale_inv") is not None
     name = "weight_scale_inv" if is_inverse else "weight_scale"
-    return {name: _Expected(scales, _SCALES), **found}
+    return {**found, name: _Expected(scales, _SCALES), "weight_zero_point": zeros}
 
 
 def _check(tensor: Tensor, name: str, expected: _Expected, scheme: Scheme) -> None:
