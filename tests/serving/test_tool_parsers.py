@@ -272,7 +272,11 @@ DOUBLE_ARGUMENTS = '{"parameters": {"a": 1}, "name": "get", "parameters": {}}'
          [("get", r'{"a": "x\"y", "b": [1, 2]}')]),
         ("gemma4", gemma("get", "a:True,b:None,c:NaN,d:new york,e:"), None,
          [("get", '{"a": true, "b": null, "c": "NaN", "d": "new york", "e": ""}')]),
+        # In quotes, and no JSON between them.
+        ("gemma4", gemma("get", '"b\\q": "c\\q\n",d:["\n"]'), None,
+         [("get", r'{"b\\q": "c\\q\n", "d": ["\n"]}')]),
         # Of another function, cut off, broken, or only spelt.
+        ("gemma4", gemma("get", "a:[1,,2]"), ",2]}<tool_call|>", [("get", '{"a": [1]}')]),
         ("gemma4", gemma("other", "a:^b^"), unmarked(gemma("other", "a:^b^")), []),
         ("gemma4", gemma("get", "a:^bc^")[:31], None, [("get", '{"a": "b')]),
         ("gemma4", gemma("get", "a:^b^,cd:12")[:40], None, [("get", '{"a": "b"')]),
@@ -353,6 +357,106 @@ def test_schemas_decide_what_a_written_value_is():
         expected = {"days": 3, "exact": True, "where": {"a": [1]}, "limit": None, "kind": 2}
         expected |= {"note": "null", "text": "12", "count": "many", "unknown": "7"}
         assert json.loads(arguments) == expected
+
+
+ODD = {
+    "number": {"type": "number"},
+    "list": {"type": "array"},
+    "object": {"type": "object"},
+    "flag": {"type": "boolean"},
+    "odd": {"type": 5},
+    "none": {"type": None},
+    "options": {"anyOf": 3, "oneOf": [{"type": "integer"}, True]},
+    "values": {"enum": {"a": 1}},
+    "any": True,
+    "deep": {"anyOf": [{"anyOf": [{"type": "integer"}]}, {"type": ["null"]}]},
+}
+ODD_TOOLS = [
+    {"type": "function", "function": {"name": "get", "parameters": {"properties": ODD}}},
+    {"type": "function", "function": {"name": "b-2"}},
+]
+
+
+def strict(text: str) -> Any:
+    """The value of JSON as it is defined: without NaN, and of numbers that a float can hold."""
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is no JSON")
+
+    def finite(number: str) -> float:
+        assert abs(float(number)) < float("inf"), number
+        return float(number)
+
+    return json.loads(text, parse_constant=refuse, parse_float=finite)
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        *(("number", text, text) for text in ("NaN", "Infinity", "-Infinity", "1e999", "-1e999")),
+        *(("list", text, text) for text in ("[NaN]", "[1e999]", "['a']", "(1, 2)", "[1")),
+        ("list", "[" * 9999, "[" * 9999),
+        *(("object", text, text) for text in ("{'a': 1}", '{"a": Infinity}', "{a: 1}")),
+        ("object", '{"a": "\n"}', '{"a": "\n"}'),
+        ("number", "9" * 5000, "9" * 5000),
+        ("number", "0x1F", "0x1F"),
+        ("number", "007", "007"),
+        ("number", "1.50", 1.5),
+        ("number", "  -3 ", -3),
+        ("number", "", ""),
+        ("object", '{"a": [1, {"b": null}]}', {"a": [1, {"b": None}]}),
+        ("list", '["\\ud83d"]', ["\ud83d"]),
+        ("flag", "True", True),
+        ("flag", "None", None),
+        ("flag", "yes", "yes"),
+        ("deep", "3", 3),
+        *((key, "3", "3") for key in ("odd", "none", "options", "values", "any", "unknown")),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_no_json_is_a_string(key: str, written: str, value: Any) -> None:
+    for chunks in ([coder("get", **{key: written})], coder("get", **{key: written})):
+        content, [(_, arguments)] = parse(parser_for("qwen3_coder", ODD_TOOLS), *chunks)
+        assert content is None and arguments is not None
+        assert strict(arguments) == {key: value}
+        arguments.encode()  # has no half of a surrogate pair
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ("<parameter=a>\nx\n</function>\n</tool_call>", None, {"a": "x"}),
+        ("<parameter=a>\nx\n</function>", None, {"a": "x"}),
+        ("<parameter=number>\n3\n</function>\n</tool_call>", None, {"number": 3}),
+        ("<parameter=number>3</function></tool_call> Done.", " Done.", {"number": 3}),
+        (
+            "<parameter=a>x</parameter><parameter=list>[1]</function></tool_call>",
+            None,
+            {"a": "x", "list": [1]},
+        ),
+        # The end of a call within a value is text, as long as the value goes on.
+        ("<parameter=a>x</function> y</parameter></function>", None, {"a": "x</function> y"}),
+        ("<parameter=a>x</function>\n</tool</parameter></function>", None,
+         {"a": "x</function>\n</tool"}),
+        ("<parameter=a>\nx\n<parameter=b>\ny\n</parameter></function>", None,
+         {"a": "x\n<parameter=b>\ny"}),
+        ("<parameter=number>1</parameter><parameter=number>2</parameter></function>", None,
+         {"number": 2}),
+    ],
+)  # fmt: skip
+def test_parameters_without_an_end(text: str, content: str | None, arguments: Any) -> None:
+    text = f"<tool_call><function=get>{text}"
+    for chunks in ([text], text):
+        found, [(_, given)] = parse(parser_for("qwen3_coder", ODD_TOOLS), *chunks)
+        assert (found, strict(given or "")) == (content, arguments)
+
+
+def test_a_call_behind_a_parameter_without_an_end() -> None:
+    text = "<function=get><parameter=a>x</function></tool_call>" + coder("b-2", c="1")
+    _, calls = parse(parser_for("qwen3_coder", ODD_TOOLS), *text)
+    assert [(name, strict(given or "")) for name, given in calls] == [
+        ("get", {"a": "x"}),
+        ("b-2", {"c": "1"}),
+    ]
 
 
 def test_strings_of_xml_come_as_they_are_written():
@@ -557,6 +661,68 @@ def test_chunks_make_no_difference(kind, text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
     assert parse(ALL_PARSERS[kind](), *chunks) == expected
+
+
+XML = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<function=get>", "<function=b-2>", "</function>"),
+        *(f"<parameter={key}>" for key in (*ODD, "unknown", 'a"b')),
+        *(
+            "</parameter>",
+            "\n",
+            "\n</parameter>\n",
+            "True",
+            "NaN",
+            "1e999",
+            "[1, ",
+            '{"a": 1}',
+            '"',
+        ),
+    ]
+)
+MEMBERS = st.sampled_from(
+    [
+        *(marked("<|tool_call>call:get{"), marked("<tool_call|>"), marked('<|"|>'), SIGN),
+        *(
+            "a:",
+            '"b":',
+            '"',
+            "\\",
+            "\\q",
+            "\n",
+            ",",
+            ",,",
+            "{",
+            "}",
+            "[",
+            "]",
+            "1",
+            "NaN",
+            "-",
+            "x y",
+        ),
+    ]
+)
+# What ends any call that is open.
+ENDS = {
+    "qwen3_coder": "</parameter></function></tool_call>.",
+    "gemma4": marked('<tool_call|>"<tool_call|>.'),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+@settings(deadline=None, max_examples=250)
+@given(data=st.data())
+def test_arguments_that_a_parser_writes_are_json(kind: str, data: st.DataObject) -> None:
+    """Whatever the model writes, of every call that does not end with the output itself."""
+    pieces = st.lists(XML if kind == "qwen3_coder" else MEMBERS, max_size=25).map("".join)
+    head = "<function=get>" if kind == "qwen3_coder" else marked("<|tool_call>call:get{")
+    is_call = data.draw(st.integers(0, 3)) > 0
+    text = (head + data.draw(pieces) if is_call else data.draw(outputs())) + ENDS[kind]
+    content, calls = parse(parser_for(kind, ODD_TOOLS), text)
+    assert parse(parser_for(kind, ODD_TOOLS), *text) == (content, calls)
+    for _, arguments in calls:
+        assert isinstance(strict(arguments or ""), dict)
 
 
 FRAME = (

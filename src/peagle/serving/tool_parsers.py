@@ -2,9 +2,10 @@
 
 Text that is not surely a call is content, byte for byte. A call is sure once its function's name is
 known and its arguments have begun; from there on the parser passes the arguments on as the model
-writes them, so they may be cut off or no valid JSON, as in OpenAI's API. (Arguments that a model
-writes as XML are given out as JSON.) Marks and braces around
-calls, and blanks between them, are neither content nor arguments.
+writes them, so they may be cut off or no valid JSON, as in OpenAI's API. Arguments that a model
+writes in a form of its own (Qwen3-Coder, Gemma 4) are given out as JSON, whatever it writes; they
+are cut off only where the output is. Marks and braces around calls, and blanks between them, are
+neither content nor arguments.
 
 Parsers are generators that read the text as if it were complete, and yield to wait for more.
 """
@@ -12,6 +13,7 @@ Parsers are generators that read the text as if it were complete, and yield to w
 from __future__ import annotations
 
 import json
+import math
 import re
 import string
 from abc import ABC, abstractmethod
@@ -338,8 +340,9 @@ class Qwen3CoderParser(_MarkedParser):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
     Arguments are given out as JSON. A value is a string, and comes as it is written, unless the
-    parameter's schema allows no string: then it is read as JSON, and stays a string if it is none.
-    One line break after `>` and one before `</parameter>` do not belong to the value.
+    parameter's schema allows no string: then it is read as JSON, and stays a string if it is none,
+    or has NaN or a number that is too large. One line break after `>` and one before `</parameter>`
+    do not belong to the value. The end of the call ends a parameter without an end of its own.
     """
 
     marker = "<tool_call>"
@@ -408,21 +411,28 @@ class Qwen3CoderParser(_MarkedParser):
         self._at = at + len(end)
         return found
 
+    def _end_of_value(self, begin: int) -> tuple[int, int] | None:
+        """Return where a value ends and what follows it begins; None: no end is there yet."""
+        end = self._text.find(_END, begin)
+        closed = (_CLOSED_AT_END if self._ended else _CLOSED).search(self._text, begin)
+        if closed and not 0 <= end < closed.start():
+            return closed.start(), closed.start()
+        return (end, end + len(_END)) if end >= 0 else None
+
     def _text_value(self) -> Steps[bool]:
         """Give out a value as a JSON string while it is written; return whether it ends."""
         self._say('"')
         yield from self._one_of("\n")
         self._drop()
         while True:
-            end = self._text.find(_END, self._at)
-            if end >= 0:
-                self._at = end
-                value = self._text[self._start : end].removesuffix("\n")
+            found = self._end_of_value(self._at)
+            if found is not None:
+                value = self._text[self._start : found[0]].removesuffix("\n")
                 self._say(f'{_json(value)[1:-1]}"')
-                self._at += len(_END)
+                self._at = found[1]
                 self._drop()
                 return True
-            held = 0 if self._ended else open_tail(self._text[self._at :], (_END, f"\n{_END}"))
+            held = 0 if self._ended else _open_end(self._text[self._at :])
             self._at = len(self._text) - held
             self._say(_json(self._text[self._start : self._at])[1:-1])
             if self._ended:
@@ -431,38 +441,88 @@ class Qwen3CoderParser(_MarkedParser):
 
     def _other_value(self) -> Steps[bool]:
         """Give out a value once it is whole, as JSON; return whether it ends."""
-        text = yield from self._up_to(_END)
-        if text is None:
-            return False
-        text = text.strip()
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = {"True": True, "False": False, "None": None}.get(text, text)
-        self._say(_json(value))
+        searched = 0  # characters of the value in which no end begins
+        while (found := self._end_of_value(self._at + searched)) is None:
+            if self._ended:
+                self._at = len(self._text)
+                self._drop()
+                return False
+            searched = max(0, len(self._text) - self._at - _LONGEST_END)
+            yield
+        value = self._text[self._at : found[0]].strip()
+        self._at = found[1]
+        self._say(_as_json(value))
         return True
 
 
 _TAGS = ("<parameter=", "</function>")
 _END = "</parameter>"
+# The end of a call also ends a parameter that has none of its own.
+_CLOSED = re.compile(r"</function>[ \t\r\n]{0,8}</tool_call>")
+_CLOSED_AT_END = re.compile(r"</function>[ \t\r\n]{0,8}(?:</tool_call>|\Z)")
+_LONGEST_END = len("</function></tool_call>") + 8
+
+
+def _open_end(text: str) -> int:
+    """Length of the longest end of a value's text with which the end of the value may begin."""
+    held = open_tail(text, (_END, f"\n{_END}", "</function>", "\n</function>"))
+    function, tag, rest = text[-_LONGEST_END:].rpartition("</function>")
+    if tag and "</tool_call>".startswith(rest.lstrip(_BLANKS)):
+        held = max(held, len(tag) + len(rest) + function.endswith("\n"))
+    return held
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _as_json(text: str) -> str:
+    """Return a written value as it is if it is JSON, else the JSON that stands for it.
+
+    Of words of Python True, False and None stand for true, false and null; all else is a string.
+    """
+    try:
+        json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return {"True": "true", "False": "false", "None": "null"}.get(text, _json(text))
+    return text
+
+
+def _as_string(text: str) -> str:
+    """Return a string in quotes as it is if it is JSON, else what is between them as JSON."""
+    text = unmarked(text)
+    try:
+        json.loads(text)
+    except ValueError:
+        return _json(text[1:-1])
+    return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is too large for a number")
+    return value
+
+
 def _is_text(schema: Any) -> bool:
-    """Return whether a parameter may be a string."""
+    """Return whether a parameter may be a string; a schema that cannot be allows one."""
     if not isinstance(schema, Mapping):
         return True
     kinds = schema.get("type")
     if kinds is None:
-        values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
-        if values is not None:
-            return any(isinstance(value, str) for value in values)
-        options = [o for key in ("anyOf", "oneOf") for o in schema.get(key) or ()]
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if values:
+            return not isinstance(values, list) or any(isinstance(value, str) for value in values)
+        found = (schema.get(key) for key in ("anyOf", "oneOf"))
+        options = [option for one in found if isinstance(one, list) for option in one]
         return not options or any(map(_is_text, options))
-    return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+    if isinstance(kinds, list):
+        return "string" in kinds
+    return kinds == "string" or not isinstance(kinds, str)
 
 
 class Llama3JsonParser(_MarkedParser):
@@ -600,21 +660,23 @@ class Gemma4Parser(_MarkedParser):
                 key = yield from self._member_key()
                 if not key:
                     break
-            self._say(separator + key)
-            separator = ", "
+                self._say(separator + key)
+                separator = ""
             yield from self._blanks()
             kind = yield from self._one_of([_QUOTE, "{", "["])
             if kind == _QUOTE:
-                is_whole = yield from self._string()
+                is_whole = yield from self._string(separator)
             elif kind:
-                self._say(kind)
+                self._say(separator + kind)
                 closings.append(_CLOSING[kind])
-                separator, is_whole = "", True
+                separator = ""
+                continue
             else:
                 self._drop()
                 is_quoted = (yield from self._more()) and self._text[self._at] == '"'
-                word = self._word(is_needed=bool(key))
-                is_whole = yield from self._value('"', stream=True) if is_quoted else word
+                word = self._word(separator, is_needed=bool(key))
+                is_whole = yield from self._quoted(separator) if is_quoted else word
+            separator = ", "
             if not is_whole:
                 break
         if self._ended and self._at == len(self._text):  # cut off
@@ -632,7 +694,7 @@ class Gemma4Parser(_MarkedParser):
             self._at = found.start() if found else self._at
             is_whole = bool((yield from self._one_of([_QUOTE])))
         elif (yield from self._value('"')):
-            key, is_whole = self._text[self._start + begin : self._at], True
+            key, is_whole = _as_string(self._text[self._start + begin : self._at]), True
         else:
             found = yield from self._find(_KEY_END)
             key = _json(found.string[self._at : found.start()].strip()) if found else ""
@@ -650,9 +712,9 @@ class Gemma4Parser(_MarkedParser):
             yield
         return found
 
-    def _string(self) -> Steps[bool]:
+    def _string(self, separator: str) -> Steps[bool]:
         """Give out a string while it is written; return whether it ends."""
-        self._say('"')
+        self._say(f'{separator}"')
         while True:
             end = self._text.find(SIGN, self._at)
             self._at = end if end >= 0 else len(self._text)
@@ -665,7 +727,14 @@ class Gemma4Parser(_MarkedParser):
                 return False
             yield
 
-    def _word(self, *, is_needed: bool) -> Steps[bool]:
+    def _quoted(self, separator: str) -> Steps[bool]:
+        """Give out a string in the quotes of JSON once it is whole; return whether it ends."""
+        is_whole = yield from self._value('"')
+        if is_whole:
+            self._say(separator + _as_string(self._text[self._start : self._at]))
+        return is_whole
+
+    def _word(self, separator: str, *, is_needed: bool) -> Steps[bool]:
         """Give out a bare word once it is whole; return whether there is one."""
         found = yield from self._find(_WORD_END)
         if found is None:
@@ -674,11 +743,7 @@ class Gemma4Parser(_MarkedParser):
         if not word and not is_needed:
             return False
         self._at = found.start()
-        try:
-            json.loads(word, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            word = {"True": "true", "False": "false", "None": "null"}.get(word, _json(word))
-        self._say(word)
+        self._say(separator + _as_json(word))
         return True
 
 
@@ -686,10 +751,6 @@ _QUOTE = f'{SIGN}<|"|>'
 _ANY_SIGN = re.compile(SIGN)
 _KEY_END = re.compile(f"[:{SIGN}]")
 _WORD_END = re.compile(rf"[,}}\]{SIGN}]")
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 class ForcedCall(ToolCallParser):
