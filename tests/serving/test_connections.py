@@ -20,7 +20,14 @@ import pytest
 import uvicorn
 
 from peagle.errors import UserError
-from peagle.serving.connections import MAX_HEADERS, Connections, connection_limit
+from peagle.serving.connections import (
+    MAX_PIPELINED,
+    PROBES,
+    RESERVE,
+    Connections,
+    connection_limit,
+)
+from peagle.serving.http_parser import MAX_HEADERS
 from serving.live import (
     LiveServer,
     environment,
@@ -72,10 +79,10 @@ def answer_on(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed a connection on which nothing is to come."""
+    """Whether the server has closed a silent connection, or refused it."""
     connection.setblocking(False)
     try:
-        return connection.recv(1) == b""
+        return connection.recv(12) in (b"", b"HTTP/1.1 503")
     except BlockingIOError:
         return False
     except OSError:
@@ -136,22 +143,41 @@ def test_a_client_that_leaves_in_its_body_is_no_fault(small: LiveServer) -> None
     assert "Traceback" not in small.text
 
 
-def test_where_all_have_requests_a_new_one_is_refused(
+def test_where_all_have_requests_probes_are_answered_and_others_refused(
     small: LiveServer, opened: contextlib.ExitStack
 ) -> None:
-    streams = [connect(small, opened, request_of(LONG)) for _ in range(MAX_CONNECTIONS)]
-    for stream in streams:
-        assert stream.recv(12) == b"HTTP/1.1 200"
-    refused = connect(small, opened, GET + b"\r\n")
-    status, body, headers = answer_on(refused)
-    assert status == 503
-    assert body["error"]["code"] == "too_many_connections"
-    assert "--max-connections" in body["error"]["message"]
-    assert headers["connection"] == "close" and int(headers["retry-after"]) > 0
-    assert refused.recv(1) == b""
+    streams: list[socket.socket] = []
+
+    def fill() -> bool:  # earlier connections may have to end
+        stream = connect(small, opened, request_of(LONG))
+        if stream.recv(12) == b"HTTP/1.1 200":
+            streams.append(stream)
+        return len(streams) == MAX_CONNECTIONS
+
+    wait_for(fill)
+    for start in (b"GET /v1/models", b"GET /healthy", b"POST /health", b"GET /health/"):
+        refused = connect(small, opened, start + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        status, body, headers = answer_on(refused)
+        assert status == 503
+        assert body["error"]["code"] == "too_many_connections"
+        assert "--max-connections" in body["error"]["message"]
+        assert headers["connection"] == "close" and int(headers["retry-after"]) > 0
+        assert refused.recv(1) == b""
+    # Whatever else is done with the reserve, probes are answered, and their connections closed.
+    silent = [connect(small, opened) for _ in range(RESERVE)]
+    for data in (b"", GET, GET + b"\r\n", (GET + b"\r\n") * MAX_PIPELINED):
+        for _ in range(2 * RESERVE):
+            connect(small, opened, data)
+        for path in PROBES:
+            probe = connect(small, opened, GET.replace(b"/live", path.encode()) + b"\r\n")
+            status, _, headers = answer_on(probe)
+            assert (status, headers["connection"]) == (200, "close")
+            assert probe.recv(1) == b""
+    wait_for(lambda: all(map(is_closed, silent)))
     assert all(stream.recv(1) for stream in streams)
     streams[0].close()
-    wait_for(lambda: answer_on(connect(small, opened, GET + b"\r\n"))[0] == 200)
+    models = GET.replace(b"/live", b"/v1/models") + b"\r\n"
+    wait_for(lambda: answer_on(connect(small, opened, models))[0] == 200)
 
 
 def test_heads_have_a_time_and_rests_between_requests_have_none(
@@ -239,11 +265,34 @@ def test_what_is_no_http_gets_an_error(small: LiveServer, opened: contextlib.Exi
     assert body["error"]["code"] == "invalid_http"
 
 
-def test_pipelined_requests_are_answered_in_turn(
+def test_a_few_requests_at_once_are_answered_in_turn_and_more_are_refused(
     small: LiveServer, opened: contextlib.ExitStack
 ) -> None:
-    connection = connect(small, opened, (GET + b"\r\n") * 5)
-    assert [answer_on(connection)[0] for _ in range(5)] == [200] * 5
+    connection = connect(small, opened)
+    for _ in range(3):
+        connection.sendall((GET + b"\r\n") * MAX_PIPELINED)
+        assert [answer_on(connection)[0] for _ in range(MAX_PIPELINED)] == [200] * MAX_PIPELINED
+    connection.sendall((GET + b"\r\n") * 100)
+    assert [answer_on(connection)[0] for _ in range(MAX_PIPELINED)] == [200] * MAX_PIPELINED
+    status, body, headers = answer_on(connection)
+    assert (status, headers["connection"]) == (429, "close")
+    assert body["error"]["code"] == "too_many_pipelined"
+    assert connection.recv(1) == b""
+
+
+def test_unread_answers_hold_no_connection(small: LiveServer, opened: contextlib.ExitStack) -> None:
+    """Neither of probes nor of other routes; all of the latter are under way at once."""
+    stream = connect(small, opened, request_of(LONG))
+    assert stream.recv(12) == b"HTTP/1.1 200"
+    for path in (b"/health", b"/openapi.json"):
+        requests = (GET.replace(b"/live", path) + b"\r\n") * MAX_PIPELINED
+        held = [connect(small, opened, requests) for _ in range(3 * MAX_CONNECTIONS)]
+        assert is_healthy(small)
+        models = GET.replace(b"/live", b"/v1/models") + b"\r\n"
+        wait_for(lambda models=models: answer_on(connect(small, opened, models))[0] == 200)
+        for connection in held:
+            connection.close()
+    assert stream.recv(1)
 
 
 # ---- the limit of open files --------------------------------------------------------------------
@@ -290,7 +339,7 @@ def test_more_connections_than_files_are_refused() -> None:
     assert connection_limit(3) == 3
 
 
-# ---- clients that do not read -------------------------------------------------------------------
+# ---- clients without a key, and clients that do not read -----------------------------------------
 
 
 @contextlib.asynccontextmanager
