@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +29,9 @@ from peagle.serving.connections import (
     connection_limit,
 )
 from peagle.serving.http_parser import MAX_HEADERS
+from peagle.serving.keys import ApiKeys
+from peagle.serving.security import SecurityMiddleware
+from peagle.serving.server import CountOpen
 from serving.live import (
     LiveServer,
     environment,
@@ -381,6 +385,104 @@ class Endless:
         self.ended.set()
 
 
+KEY = "k" * 24
+HOST = b"Host: localhost\r\n"
+HOLDER = b"GET /%b HTTP/1.1\r\n" + HOST + b"Authorization: Bearer " + KEY.encode() + b"\r\n\r\n"
+STRANGERS = {
+    "silent": b"",
+    "half a head": GET,
+    "half a body": b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: 99\r\n\r\n{",
+    "no key": (b"GET /work HTTP/1.1\r\n" + HOST + b"\r\n") * MAX_PIPELINED,
+    "probes": (GET + b"\r\n") * (MAX_PIPELINED + 1),
+    "chunks": b"POST /work HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
+}
+
+
+async def ask(port: int, data: bytes) -> int:
+    """The status of the answer on a new connection; 0 if there is none."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        return int((await reader.readline()).split()[1])
+    except (OSError, IndexError):
+        return 0
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_keep_nobody_out(kind: str) -> None:
+    """Whatever they do, those with a key get connections, and probes are answered beyond those."""
+    most, released = 30, asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/work":
+            await released.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def strangers(port: int) -> list[asyncio.StreamWriter]:
+        writers = []
+        for _ in range(2 * most):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STRANGERS[kind])
+            writers.append(writer)
+        return writers
+
+    async def run() -> None:
+        service: Any = SimpleNamespace(num_open=0)
+        counted = CountOpen(app, service)
+        guarded = SecurityMiddleware(
+            counted, keys=ApiKeys([KEY]), allowed_hosts=["localhost"], max_body_bytes=1000
+        )
+        connections = Connections(most)
+        async with serving(guarded, connections) as port:
+            held = await strangers(port)
+            work = []
+            for number in range(most):
+                tries = 0
+                while await ask(port, HOLDER % b"quick") != 200:
+                    tries += 1
+                    assert tries < 20
+                    await asyncio.sleep(0.05)
+                assert await ask(port, GET + b"\r\n") == 200, number
+                work.append(asyncio.ensure_future(ask(port, HOLDER % b"work")))
+                while service.num_open <= number:
+                    await asyncio.sleep(0.01)
+                held += await strangers(port) if number in (0, 15, 29) else []
+            await asyncio.sleep(0.1)
+            assert not any(answer.done() for answer in work)
+            for number in range(10):
+                assert await ask(port, GET + b"\r\n") == 200, number
+                assert await ask(port, HOLDER % b"quick") == 503, number
+                held += await strangers(port) if number < 2 else []
+            assert len(connections) <= most + RESERVE
+            released.set()
+            assert await asyncio.gather(*work) == [200] * most
+            for writer in held:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_head_behind_other_requests_has_its_time_too() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.05)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> bytes:
+        async with serving(app, Connections(10, head_timeout_s=0.2)) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write((GET + b"\r\n") * 2 + GET)
+            answers = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            return answers
+
+    answers = asyncio.run(run())
+    assert answers.count(b"HTTP/1.1 200") == 2 and answers.count(b"HTTP/1.1 408") == 1
+
+
 async def _read_by(wait_s: float, num_bytes: int, for_s: float) -> bool:
     """Whether an endless answer has ended, when its client read that many bytes so often."""
     app, loop = Endless(), asyncio.get_running_loop()
@@ -431,9 +533,50 @@ def hung(tmp_path: Path) -> Iterator[LiveServer]:
 
 
 def test_one_signal_ends_it_though_a_template_loops(hung: LiveServer) -> None:
-    hung.terminate()
-    assert hung.process.wait(60) == 0
+    """All requests that cannot end in time are told, whatever they wait for."""
+    with contextlib.ExitStack() as stack:
+        endless = {**LONG, "max_tokens": 2000, "bad_words": ["no such text"]}
+        streams = [connect(hung, stack, request_of({**endless, "n": n})) for n in (1, 3)]
+        for stream in streams:
+            assert stream.recv(12) == b"HTTP/1.1 200"
+        whole = connect(hung, stack, request_of({**endless, "stream": False}))
+        sending = connect(hung, stack, request_of({"prompt": "x" * 100})[:-50])
+        idle = connect(hung, stack)
+        running = 'peagle:num_requests_running{engine="0"}'
+        wait_for(lambda: hung.metrics()[running] == 5)
+        hung.terminate()
+        for connection in (whole, sending):
+            status, answer, headers = answer_on(connection)
+            assert status == 503 and answer["error"]["code"] == "draining"
+            assert int(headers["retry-after"]) > 0
+        for stream in streams:
+            events = events_of(stream)
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["error"]["code"] == "draining"
+            assert json.loads(events[-3])["choices"]
+        assert idle.recv(1) == b""
+        assert hung.process.wait(60) == 0
     assert "SIGTERM" in hung.text
+    assert "requests did not finish in time" in hung.text
+    assert "Traceback" not in hung.text
+
+
+def events_of(stream: socket.socket) -> list[str]:
+    """The events of the rest of a stream in chunks, which must end as HTTP has it."""
+    data = b""
+    while part := stream.recv(65536):
+        data += part
+    _, _, rest = data.partition(b"\r\n\r\n")
+    body = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        body += rest[:length]
+        assert rest[length : length + 2] == b"\r\n"
+        rest = rest[length + 2 :]
+        if not length:
+            assert rest == b""
+            return [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event]
 
 
 def test_two_signals_end_it_though_a_template_loops(hung: LiveServer) -> None:

@@ -33,7 +33,8 @@ _MOST_CONNECTIONS = 4096
 ACCEPTED_AT_ONCE = 8
 # Connections that come while a new one is made, read and given to the application.
 _COME_MEANWHILE = 3 * ACCEPTED_AT_ONCE
-_NEW_S = 0.5  # by then it has happened
+# By then it has happened. A request that has come waits for less of it.
+_NEW_S, _NEW_BESIDE_REQUEST_S = 0.5, 0.05
 # What a load balancer or an orchestrator asks; a connection beyond the limit may ask it too.
 PROBES = ("/live", "/health", "/ready", "/ping")
 RESERVE = 32
@@ -164,7 +165,8 @@ class Connections:
         """
         limit, now = self.max_connections, connection.loop.time()
         if len(self._open) >= limit and (idle := self._longest_idle()) is not None:
-            is_new = now - self._heard_s[idle] < _NEW_S and not idle.has_answered
+            new_s = _NEW_BESIDE_REQUEST_S if connection in self._reserve else _NEW_S
+            is_new = now - self._heard_s[idle] < new_s and not idle.has_answered
             if len(self._heard_s) > _COME_MEANWHILE or not is_new:
                 self.close(idle, f"at the limit of {limit} connections")
         has_room = len(self._open) < limit
