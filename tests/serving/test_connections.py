@@ -483,6 +483,25 @@ def test_a_head_behind_other_requests_has_its_time_too() -> None:
     assert answers.count(b"HTTP/1.1 200") == 2 and answers.count(b"HTTP/1.1 408") == 1
 
 
+def test_a_body_behind_its_answer_ends_too() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> None:
+        async with serving(app, Connections(10, head_timeout_s=0.2)) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n")
+            with pytest.raises(OSError):
+                while True:
+                    writer.write(b"1\r\na\r\n")
+                    await asyncio.wait_for(writer.drain(), 20)
+                    await asyncio.sleep(0.05)
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 async def _read_by(wait_s: float, num_bytes: int, for_s: float) -> bool:
     """Whether an endless answer has ended, when its client read that many bytes so often."""
     app, loop = Endless(), asyncio.get_running_loop()

@@ -12,7 +12,7 @@ import json
 import logging
 import socket
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,6 +31,9 @@ _MOST_FILES = 65536
 _MOST_CONNECTIONS = 4096
 # As asyncio has it, all connections that wait are accepted before the first of them can be refused.
 ACCEPTED_AT_ONCE = 8
+# Connections that are parsed, and may begin a request, in one round of the event loop; the streams
+# of others go on between two rounds. More than are accepted, so that new ones never wait for long.
+_TURNS = 2 * ACCEPTED_AT_ONCE
 # Connections that come while a new one is made, read and given to the application.
 _COME_MEANWHILE = 3 * ACCEPTED_AT_ONCE
 # By then it has happened. A request that has come waits for less of it.
@@ -115,7 +118,7 @@ def _raise_file_limit() -> int:
 class Connections:
     """All connections of a server.
 
-    When there are too many, the idle one that has been silent for longest is closed, so that a
+    When there are too many, the idle one that has had no work for longest is closed, so that a
     client that sends its request at once still gets an answer. Connections with work stay; if all
     have some, a new one belongs to the reserve: it may ask a probe, and is refused anything else
     with status 503. A reserve that is full gives up its oldest connection.
@@ -138,10 +141,12 @@ class Connections:
         self.protocol: Any = partial(Connection, self)
         self.buffer = bytearray(_READ_BYTES)
         self._open: set[Connection] = set()
-        # When the server last heard of those that may be idle, the longest ago first.
-        self._heard_s: OrderedDict[Connection, float] = OrderedDict()
+        # When those that may be idle began, or last had work; the longest ago first.
+        self._idle_s: OrderedDict[Connection, float] = OrderedDict()
         self._reserve: OrderedDict[Connection, None] = OrderedDict()
         self._closed: Counter[str] = Counter()
+        self._num_turns = 0
+        self._queue: deque[Connection] = deque()
 
     def __len__(self) -> int:
         return len(self._open) + len(self._reserve)
@@ -166,8 +171,8 @@ class Connections:
         limit, now = self.max_connections, connection.loop.time()
         if len(self._open) >= limit and (idle := self._longest_idle()) is not None:
             new_s = _NEW_BESIDE_REQUEST_S if connection in self._reserve else _NEW_S
-            is_new = now - self._heard_s[idle] < new_s and not idle.has_answered
-            if len(self._heard_s) > _COME_MEANWHILE or not is_new:
+            is_new = now - self._idle_s[idle] < new_s and not idle.has_answered
+            if len(self._idle_s) > _COME_MEANWHILE or not is_new:
                 self.close(idle, f"at the limit of {limit} connections")
         has_room = len(self._open) < limit
         if has_room:
@@ -178,23 +183,23 @@ class Connections:
         return has_room
 
     def _longest_idle(self) -> Connection | None:
-        """Return the idle connection that has been silent for longest; None if there is none."""
-        while self._heard_s:
-            connection = next(iter(self._heard_s))
+        """Return the idle connection that has had no work for longest; None if there is none."""
+        while self._idle_s:
+            connection = next(iter(self._idle_s))
             if connection.is_idle:
                 return connection
-            del self._heard_s[connection]  # until its work is done
+            del self._idle_s[connection]  # until its work is done
         return None
 
     def note(self, connection: Connection) -> None:
-        """Note that a connection was heard of just now, and may be idle."""
+        """Note that a connection is new or had work until now, and may be idle."""
         if connection in self._open:
-            self._heard_s[connection] = connection.loop.time()
-            self._heard_s.move_to_end(connection)
+            self._idle_s[connection] = connection.loop.time()
+            self._idle_s.move_to_end(connection)
 
     def remove(self, connection: Connection) -> None:
         self._open.discard(connection)
-        self._heard_s.pop(connection, None)
+        self._idle_s.pop(connection, None)
         self._reserve.pop(connection, None)
 
     def close(self, connection: Connection, reason: str) -> None:
@@ -202,6 +207,35 @@ class Connections:
         self._closed[reason] += 1
         self.remove(connection)
         connection.transport.abort()
+
+    # ---- turns ----------------------------------------------------------------------------------
+
+    def take_turn(self, connection: Connection) -> bool:
+        """Return whether a connection may parse in this round; if not, it will be told to.
+
+        The first request of a connection goes before others, so that a client that does not come
+        again and again waits for none that do.
+        """
+        if self._num_turns < _TURNS and not self._queue:
+            if not self._num_turns:
+                connection.loop.call_soon(self._next_round)
+            self._num_turns += 1
+            return True
+        if connection.cycle is None:
+            self._queue.appendleft(connection)
+        else:
+            self._queue.append(connection)
+        return False
+
+    def _next_round(self) -> None:
+        waiting = [self._queue.popleft() for _ in range(min(_TURNS, len(self._queue)))]
+        self._num_turns = len(waiting)
+        if waiting:
+            waiting[0].loop.call_soon(self._next_round)
+        for connection in waiting:
+            connection.handle_turn()
+
+    # ---- limits ---------------------------------------------------------------------------------
 
     def all_busy(self) -> RefusedRequest:
         """Return the refusal of a request for which there is no connection, and count it."""
@@ -270,10 +304,13 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         Or the request is none that the application has taken, see `CountOpen`: it is a probe, or
         about to be refused.
         """
-        cycle = self.cycle
-        if not self.is_answering or cycle.more_body or self.flow.write_paused:
+        if not self.is_answering or self.cycle.more_body or self.flow.write_paused:
             return True
-        return "is_admitted" not in cycle.scope.get("state", {})
+        return not self._is_admitted
+
+    @property
+    def _is_admitted(self) -> bool:
+        return "is_admitted" in self.cycle.scope.get("state", {})
 
     # ---- called by asyncio and uvicorn ----------------------------------------------------------
 
@@ -300,31 +337,43 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             return
         if not self.is_answering:
             self._num_pipelined = 0
-        before = self.cycle
         self.data_received(bytes(memoryview(self._table.buffer)[:nbytes]))
-        if self.cycle is not before:
-            self._table.note(self)
-        self._set_deadline(is_begun=True)
 
     def on_response_complete(self) -> None:
         self._num_pipelined += 1
+        if self._is_admitted:
+            self._table.note(self)
         super().on_response_complete()  # may begin the next request
-        self._table.note(self)
-        self._set_deadline(is_begun=bool(self.conn.trailing_data[0]))
 
-    def _set_deadline(self, *, is_begun: bool) -> None:
-        """Set the end of the time for a head that has begun; while an answer goes on there is none.
+    def handle_events(self) -> None:
+        if self._table.take_turn(self):
+            self._handle_events()
+        else:
+            self.flow.pause_reading()
 
-        A client gets no more time by sending the head in parts.
+    def handle_turn(self) -> None:
+        """Parse what has come, which had to wait."""
+        if not self.transport.is_closing() and self._linger_bytes is None:
+            self.flow.resume_reading()
+            self._handle_events()
+
+    def _handle_events(self) -> None:
+        """Parse what has come, and begin a request if it is there.
+
+        The time for a head begins with its first byte, or with the rest of a body that is not read
+        any more; a client gets no more time by sending it in parts.
         """
+        super().handle_events()
+        has_begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
         if self.is_answering or self._linger_bytes is not None:
             self._head_deadline_s = None
-        elif is_begun and self._head_deadline_s is None:
+        elif has_begun and self._head_deadline_s is None:
             self._head_deadline_s = self.loop.time() + self._table.head_timeout_s
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._table.note(self)
+        if self._is_admitted:
+            self._table.note(self)
 
     def send_400_response(self, msg: str) -> None:
         text = "The request is not one of HTTP/1.1, or its parts contradict each other."
