@@ -31,9 +31,10 @@ _MOST_FILES = 65536
 _MOST_CONNECTIONS = 4096
 # As asyncio has it, all connections that wait are accepted before the first of them can be refused.
 ACCEPTED_AT_ONCE = 8
-# Connections that are parsed, and may begin a request, in one round of the event loop; the streams
-# of others go on between two rounds. More than are accepted, so that new ones never wait for long.
-_TURNS = 2 * ACCEPTED_AT_ONCE
+# Connections that are parsed, and may begin a request, in one round of the event loop, and the time
+# after which no more of them are: the streams of others go on between two rounds. More than are
+# accepted in a round, so that new ones never wait for long.
+_TURNS, _ROUND_S = 2 * ACCEPTED_AT_ONCE, 0.005
 # Connections that come while a new one is made, read and given to the application.
 _COME_MEANWHILE = 3 * ACCEPTED_AT_ONCE
 # By then it has happened. A request that has come waits for less of it.
@@ -145,8 +146,9 @@ class Connections:
         self._idle_s: OrderedDict[Connection, float] = OrderedDict()
         self._reserve: OrderedDict[Connection, None] = OrderedDict()
         self._closed: Counter[str] = Counter()
-        self._num_turns = 0
-        self._queue: deque[Connection] = deque()
+        self._num_turns, self._round_end_s = 0, 0.0
+        self._firsts: deque[Connection] = deque()
+        self._others: deque[Connection] = deque()
 
     def __len__(self) -> int:
         return len(self._open) + len(self._reserve)
@@ -216,24 +218,27 @@ class Connections:
         The first request of a connection goes before others, so that a client that does not come
         again and again waits for none that do.
         """
-        if self._num_turns < _TURNS and not self._queue:
-            if not self._num_turns:
-                connection.loop.call_soon(self._next_round)
-            self._num_turns += 1
+        is_first = connection.cycle is None
+        is_next = not self._firsts and (is_first or not self._others)
+        if is_next and self._begin_turn(connection.loop):
             return True
-        if connection.cycle is None:
-            self._queue.appendleft(connection)
-        else:
-            self._queue.append(connection)
+        (self._firsts if is_first else self._others).append(connection)
         return False
 
-    def _next_round(self) -> None:
-        waiting = [self._queue.popleft() for _ in range(min(_TURNS, len(self._queue)))]
-        self._num_turns = len(waiting)
-        if waiting:
-            waiting[0].loop.call_soon(self._next_round)
-        for connection in waiting:
-            connection.handle_turn()
+    def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> bool:
+        now = loop.time()
+        if not self._num_turns:
+            self._round_end_s = now + _ROUND_S
+            loop.call_soon(self._next_round, loop)
+        elif self._num_turns >= _TURNS or now > self._round_end_s:
+            return False
+        self._num_turns += 1
+        return True
+
+    def _next_round(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_turns = 0
+        while (queue := self._firsts or self._others) and self._begin_turn(loop):
+            queue.popleft().handle_turn()
 
     # ---- limits ---------------------------------------------------------------------------------
 
