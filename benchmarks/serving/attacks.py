@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
 import resource
@@ -194,7 +195,7 @@ def words(size: int = SIZE - 1000) -> str:
     return "".join(f"w{number} " for number in range(size // 4))[:size]
 
 
-def control() -> Run:
+def refused() -> Run:
     """4 MB that are refused by their type: what the bytes alone cost."""
     headers = (("Content-Type", "text/plain"),)
     return storm([Request("415", COMPLETIONS, b" " * SIZE, headers)])
@@ -272,6 +273,19 @@ def messages() -> Run:
             chat("calls", messages=calls),
             request("items", "/v1/responses", input=filled(message)),
             request("messages to tokenize", "/tokenize", messages=filled(message)),
+        ]
+    )
+
+
+def long_field_name() -> Run:
+    """Names near a known one, and far from all."""
+    near, far = "max_tokens" * (SIZE // 10 - 100), words()
+    return storm(
+        [
+            request("near", **{near: 1}),
+            request("far", **{far: 1}),
+            chat("in a message", messages=[{"role": "user", "content": "x", far: 1}]),
+            request("to tokenize", "/tokenize", prompt="x", **{near: 1}),
         ]
     )
 
@@ -381,6 +395,16 @@ def _rules(number: int) -> str:
     return "\n".join(["root ::= r0", *lines])
 
 
+def regex_counts() -> Run:
+    shapes = [".{1,900}", ".{1,129}", "[a-z]{200,900}", "(ab?){1,500}"]
+    return storm(
+        [
+            request(pattern, max_tokens=100, response_format={"type": "regex", "pattern": pattern})
+            for pattern in shapes
+        ]
+    )
+
+
 # ---- much work ----------------------------------------------------------------------------------
 
 
@@ -394,6 +418,11 @@ def outputs() -> Run:
             request("prompts", prompt=["def f():"] * 256, max_tokens=16),
         ]
     )
+
+
+def many_logprobs() -> Run:
+    asked = {"n": 64, "logprobs": 20, "prompt_logprobs": 20, "temperature": 1, "max_tokens": 100}
+    return storm([request("n and logprobs", prompt=words(1000), **asked)])
 
 
 def leavers() -> Run:
@@ -505,6 +534,36 @@ def trickling(start: bytes, part: bytes, pause_s: float) -> Talk:
     return talk
 
 
+def pipelining(sizes: tuple[int, ...]) -> Talk:
+    """Ask probes without a key and read no answer, so many at a time; connections take turns."""
+    turns = itertools.cycle(sizes)
+
+    async def talk(attacker: Attacker, sock: socket.socket) -> str:
+        requests = PROBE * next(turns)
+        while attacker.is_on:
+            await asyncio.get_running_loop().sock_sendall(sock, requests)
+            await asyncio.sleep(0.1)
+        return "open to the end"
+
+    return talk
+
+
+def reading_slowly(start: bytes) -> Talk:
+    """Send requests, the client's long stream if there are none, and read a byte a second."""
+
+    async def talk(attacker: Attacker, sock: socket.socket) -> str:
+        loop = asyncio.get_running_loop()
+        body = request("slow", max_tokens=1500, ignore_eos=True, stream=True).body
+        await loop.sock_sendall(sock, start or attacker.head(len(body)) + body)
+        while attacker.is_on:
+            if not await loop.sock_recv(sock, 1):
+                return "closed"
+            await asyncio.sleep(1.0)
+        return "open to the end"
+
+    return talk
+
+
 async def read_nothing(attacker: Attacker, sock: socket.socket) -> str:
     """Ask for a long stream and never read a byte of it."""
     body = request("unread", max_tokens=1500, ignore_eos=True, stream=True).body
@@ -514,9 +573,36 @@ async def read_nothing(attacker: Attacker, sock: socket.socket) -> str:
     return "open to the end"
 
 
+def slow_reader() -> Run:
+    """Many probes read slowly without a key, and two long streams with one."""
+    probes = connections(150, reading_slowly(PROBE * 8), 2048)
+    streams = connections(2, reading_slowly(b""), 2048)
+
+    async def run(attacker: Attacker) -> None:
+        await asyncio.gather(probes(attacker), streams(attacker))
+
+    return run
+
+
+def chunk_extensions() -> Run:
+    """Bodies without a key that never end: chunks of a byte, with extensions and without."""
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    parts = [b"1\r\n \r\n" * 2000, b"1;%b\r\n \r\n" % (b"x" * 8000), b"1;" + b"x" * 8000]
+    runs = [connections(30, trickling(head, part, 0.01)) for part in parts]
+
+    async def run(attacker: Attacker) -> None:
+        await asyncio.gather(*(one(attacker) for one in runs))
+
+    return run
+
+
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+PROBE = HEAD + b"\r\n"
 ATTACKS = {
-    "control": Attack("4 MB that are refused by their type: the cost of the bytes", control),
+    "refused": Attack("4 MB that are refused by their type: the cost of the bytes", refused),
     "numbers": Attack("4 MB of numbers in bad_words", numbers),
     "strings": Attack("4 MB in bad_words, stop, choices and names: one string, or many", strings),
     "ids": Attack("4 MB of token ids and biases", ids),
@@ -551,6 +637,23 @@ ATTACKS = {
     ),
     "unread": Attack(
         "2 long streams that are never read", lambda: connections(2, read_nothing, 2048)
+    ),
+    "unread_health": Attack(
+        "200 connections without a key that pipeline probes and read no answer",
+        lambda: connections(200, pipelining((100, 8, 1))),
+    ),
+    "slow_reader": Attack("152 connections that read a byte a second", slow_reader),
+    "half_heads": Attack(
+        "200 connections without a key that send half a head",
+        lambda: connections(200, trickling(HEAD, b"", 0.1)),
+    ),
+    "chunk_extensions": Attack(
+        "90 bodies without a key in chunks of a byte, with extensions", chunk_extensions
+    ),
+    "regex_counts": Attack("a regex with a large count", regex_counts),
+    "long_field_name": Attack("names of unknown fields of 4 MB", long_field_name),
+    "many_logprobs": Attack(
+        "n = 64 with 20 log-probabilities of outputs and prompts", many_logprobs, fills_queue=True
     ),
     "template": Attack("a chat template that never ends", template),
 }

@@ -3,7 +3,7 @@
     python benchmarks/serving/bench_serving.py soak
     python benchmarks/serving/bench_serving.py overhead --repeats 7
     python benchmarks/serving/bench_serving.py cancel --minutes 5
-    python benchmarks/serving/bench_serving.py abuse --only prompts --only silent
+    python benchmarks/serving/bench_serving.py abuse --only unread_health --seconds 60
 
 soak      200 clients, 2,000 requests: none lost, all as offline, no memory that grows
 overhead  tokens/s of the served engine against the offline engine at concurrency 16
@@ -14,7 +14,7 @@ drain     SIGTERM under load: what runs finishes, what is new is refused, status
 slow      a client that reads slowly and 1,000 idle connections, beside 8 normal ones
 latency   time to the first token at idle and under Poisson arrivals, speculation on and off
 fuzz      10,000 broken bodies: an answer each, never a 5xx
-abuse     one client attacks in 21 ways: others stream on, /health answers, memory returns
+abuse     one client attacks in 28 ways: others stream on, probes are answered, memory returns
 
 Runs on the bundled pair. Prints one line, RESULT and a JSON object; status 1 if a bound is missed.
 """

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,17 @@ import pytest
 import uvicorn
 
 from peagle.errors import UserError
-from peagle.serving.connections import MAX_HEADERS, Connections, connection_limit
+from peagle.serving.connections import (
+    MAX_PIPELINED,
+    PROBES,
+    RESERVE,
+    Connections,
+    connection_limit,
+)
+from peagle.serving.http_parser import MAX_HEADERS
+from peagle.serving.keys import ApiKeys
+from peagle.serving.security import SecurityMiddleware
+from peagle.serving.server import CountOpen
 from serving.live import (
     LiveServer,
     environment,
@@ -72,10 +83,10 @@ def answer_on(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed a connection on which nothing is to come."""
+    """Whether the server has closed a silent connection, or refused it."""
     connection.setblocking(False)
     try:
-        return connection.recv(1) == b""
+        return connection.recv(12) in (b"", b"HTTP/1.1 503")
     except BlockingIOError:
         return False
     except OSError:
@@ -136,22 +147,41 @@ def test_a_client_that_leaves_in_its_body_is_no_fault(small: LiveServer) -> None
     assert "Traceback" not in small.text
 
 
-def test_where_all_have_requests_a_new_one_is_refused(
+def test_where_all_have_requests_probes_are_answered_and_others_refused(
     small: LiveServer, opened: contextlib.ExitStack
 ) -> None:
-    streams = [connect(small, opened, request_of(LONG)) for _ in range(MAX_CONNECTIONS)]
-    for stream in streams:
-        assert stream.recv(12) == b"HTTP/1.1 200"
-    refused = connect(small, opened, GET + b"\r\n")
-    status, body, headers = answer_on(refused)
-    assert status == 503
-    assert body["error"]["code"] == "too_many_connections"
-    assert "--max-connections" in body["error"]["message"]
-    assert headers["connection"] == "close" and int(headers["retry-after"]) > 0
-    assert refused.recv(1) == b""
+    streams: list[socket.socket] = []
+
+    def fill() -> bool:  # earlier connections may have to end
+        stream = connect(small, opened, request_of(LONG))
+        if stream.recv(12) == b"HTTP/1.1 200":
+            streams.append(stream)
+        return len(streams) == MAX_CONNECTIONS
+
+    wait_for(fill)
+    for start in (b"GET /v1/models", b"GET /healthy", b"POST /health", b"GET /health/"):
+        refused = connect(small, opened, start + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        status, body, headers = answer_on(refused)
+        assert status == 503
+        assert body["error"]["code"] == "too_many_connections"
+        assert "--max-connections" in body["error"]["message"]
+        assert headers["connection"] == "close" and int(headers["retry-after"]) > 0
+        assert refused.recv(1) == b""
+    # Whatever else is done with the reserve, probes are answered, and their connections closed.
+    silent = [connect(small, opened) for _ in range(RESERVE)]
+    for data in (b"", GET, GET + b"\r\n", (GET + b"\r\n") * MAX_PIPELINED):
+        for _ in range(2 * RESERVE):
+            connect(small, opened, data)
+        for path in PROBES:
+            probe = connect(small, opened, GET.replace(b"/live", path.encode()) + b"\r\n")
+            status, _, headers = answer_on(probe)
+            assert (status, headers["connection"]) == (200, "close")
+            assert probe.recv(1) == b""
+    wait_for(lambda: all(map(is_closed, silent)))
     assert all(stream.recv(1) for stream in streams)
     streams[0].close()
-    wait_for(lambda: answer_on(connect(small, opened, GET + b"\r\n"))[0] == 200)
+    models = GET.replace(b"/live", b"/v1/models") + b"\r\n"
+    wait_for(lambda: answer_on(connect(small, opened, models))[0] == 200)
 
 
 def test_heads_have_a_time_and_rests_between_requests_have_none(
@@ -239,11 +269,34 @@ def test_what_is_no_http_gets_an_error(small: LiveServer, opened: contextlib.Exi
     assert body["error"]["code"] == "invalid_http"
 
 
-def test_pipelined_requests_are_answered_in_turn(
+def test_a_few_requests_at_once_are_answered_in_turn_and_more_are_refused(
     small: LiveServer, opened: contextlib.ExitStack
 ) -> None:
-    connection = connect(small, opened, (GET + b"\r\n") * 5)
-    assert [answer_on(connection)[0] for _ in range(5)] == [200] * 5
+    connection = connect(small, opened)
+    for _ in range(3):
+        connection.sendall((GET + b"\r\n") * MAX_PIPELINED)
+        assert [answer_on(connection)[0] for _ in range(MAX_PIPELINED)] == [200] * MAX_PIPELINED
+    connection.sendall((GET + b"\r\n") * 100)
+    assert [answer_on(connection)[0] for _ in range(MAX_PIPELINED)] == [200] * MAX_PIPELINED
+    status, body, headers = answer_on(connection)
+    assert (status, headers["connection"]) == (429, "close")
+    assert body["error"]["code"] == "too_many_pipelined"
+    assert connection.recv(1) == b""
+
+
+def test_unread_answers_hold_no_connection(small: LiveServer, opened: contextlib.ExitStack) -> None:
+    """Neither of probes nor of other routes; all of the latter are under way at once."""
+    stream = connect(small, opened, request_of(LONG))
+    assert stream.recv(12) == b"HTTP/1.1 200"
+    for path in (b"/health", b"/openapi.json"):
+        requests = (GET.replace(b"/live", path) + b"\r\n") * MAX_PIPELINED
+        held = [connect(small, opened, requests) for _ in range(3 * MAX_CONNECTIONS)]
+        assert is_healthy(small)
+        models = GET.replace(b"/live", b"/v1/models") + b"\r\n"
+        wait_for(lambda models=models: answer_on(connect(small, opened, models))[0] == 200)
+        for connection in held:
+            connection.close()
+    assert stream.recv(1)
 
 
 # ---- the limit of open files --------------------------------------------------------------------
@@ -290,7 +343,7 @@ def test_more_connections_than_files_are_refused() -> None:
     assert connection_limit(3) == 3
 
 
-# ---- clients that do not read -------------------------------------------------------------------
+# ---- clients without a key, and clients that do not read -----------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -330,6 +383,123 @@ class Endless:
             pass
         streaming.cancel()
         self.ended.set()
+
+
+KEY = "k" * 24
+HOST = b"Host: localhost\r\n"
+HOLDER = b"GET /%b HTTP/1.1\r\n" + HOST + b"Authorization: Bearer " + KEY.encode() + b"\r\n\r\n"
+STRANGERS = {
+    "silent": b"",
+    "half a head": GET,
+    "half a body": b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: 99\r\n\r\n{",
+    "no key": (b"GET /work HTTP/1.1\r\n" + HOST + b"\r\n") * MAX_PIPELINED,
+    "probes": (GET + b"\r\n") * (MAX_PIPELINED + 1),
+    "chunks": b"POST /work HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
+}
+
+
+async def ask(port: int, data: bytes) -> int:
+    """The status of the answer on a new connection; 0 if there is none."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        return int((await reader.readline()).split()[1])
+    except (OSError, IndexError):
+        return 0
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_keep_nobody_out(kind: str) -> None:
+    """Whatever they do, those with a key get connections, and probes are answered beyond those."""
+    most, released = 30, asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/work":
+            await released.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def strangers(port: int) -> list[asyncio.StreamWriter]:
+        writers = []
+        for _ in range(2 * most):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STRANGERS[kind])
+            writers.append(writer)
+        return writers
+
+    async def run() -> None:
+        service: Any = SimpleNamespace(num_open=0)
+        counted = CountOpen(app, service)
+        guarded = SecurityMiddleware(
+            counted, keys=ApiKeys([KEY]), allowed_hosts=["localhost"], max_body_bytes=1000
+        )
+        connections = Connections(most)
+        async with serving(guarded, connections) as port:
+            held = await strangers(port)
+            work = []
+            for number in range(most):
+                tries = 0
+                while await ask(port, HOLDER % b"quick") != 200:
+                    tries += 1
+                    assert tries < 20
+                    await asyncio.sleep(0.05)
+                assert await ask(port, GET + b"\r\n") == 200, number
+                work.append(asyncio.ensure_future(ask(port, HOLDER % b"work")))
+                while service.num_open <= number:
+                    await asyncio.sleep(0.01)
+                held += await strangers(port) if number in (0, 15, 29) else []
+            await asyncio.sleep(0.1)
+            assert not any(answer.done() for answer in work)
+            for number in range(10):
+                assert await ask(port, GET + b"\r\n") == 200, number
+                assert await ask(port, HOLDER % b"quick") == 503, number
+                held += await strangers(port) if number < 2 else []
+            assert len(connections) <= most + RESERVE
+            released.set()
+            assert await asyncio.gather(*work) == [200] * most
+            for writer in held:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_head_behind_other_requests_has_its_time_too() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.05)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> bytes:
+        async with serving(app, Connections(10, head_timeout_s=0.2)) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write((GET + b"\r\n") * 2 + GET)
+            answers = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            return answers
+
+    answers = asyncio.run(run())
+    assert answers.count(b"HTTP/1.1 200") == 2 and answers.count(b"HTTP/1.1 408") == 1
+
+
+def test_a_body_behind_its_answer_ends_too() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> None:
+        async with serving(app, Connections(10, head_timeout_s=0.2)) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n")
+            with pytest.raises(OSError):
+                while True:
+                    writer.write(b"1\r\na\r\n")
+                    await asyncio.wait_for(writer.drain(), 20)
+                    await asyncio.sleep(0.05)
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 async def _read_by(wait_s: float, num_bytes: int, for_s: float) -> bool:
@@ -382,9 +552,50 @@ def hung(tmp_path: Path) -> Iterator[LiveServer]:
 
 
 def test_one_signal_ends_it_though_a_template_loops(hung: LiveServer) -> None:
-    hung.terminate()
-    assert hung.process.wait(60) == 0
+    """All requests that cannot end in time are told, whatever they wait for."""
+    with contextlib.ExitStack() as stack:
+        endless = {**LONG, "max_tokens": 2000, "bad_words": ["no such text"]}
+        streams = [connect(hung, stack, request_of({**endless, "n": n})) for n in (1, 3)]
+        for stream in streams:
+            assert stream.recv(12) == b"HTTP/1.1 200"
+        whole = connect(hung, stack, request_of({**endless, "stream": False}))
+        sending = connect(hung, stack, request_of({"prompt": "x" * 100})[:-50])
+        idle = connect(hung, stack)
+        running = 'peagle:num_requests_running{engine="0"}'
+        wait_for(lambda: hung.metrics()[running] == 5)
+        hung.terminate()
+        for connection in (whole, sending):
+            status, answer, headers = answer_on(connection)
+            assert status == 503 and answer["error"]["code"] == "draining"
+            assert int(headers["retry-after"]) > 0
+        for stream in streams:
+            events = events_of(stream)
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["error"]["code"] == "draining"
+            assert json.loads(events[-3])["choices"]
+        assert idle.recv(1) == b""
+        assert hung.process.wait(60) == 0
     assert "SIGTERM" in hung.text
+    assert "requests did not finish in time" in hung.text
+    assert "Traceback" not in hung.text
+
+
+def events_of(stream: socket.socket) -> list[str]:
+    """The events of the rest of a stream in chunks, which must end as HTTP has it."""
+    data = b""
+    while part := stream.recv(65536):
+        data += part
+    _, _, rest = data.partition(b"\r\n\r\n")
+    body = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        body += rest[:length]
+        assert rest[length : length + 2] == b"\r\n"
+        rest = rest[length + 2 :]
+        if not length:
+            assert rest == b""
+            return [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event]
 
 
 def test_two_signals_end_it_though_a_template_loops(hung: LiveServer) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from starlette.applications import Starlette
@@ -18,6 +21,7 @@ from peagle.engine.outputs import RequestOutput
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import UserError
 from peagle.extras import install_extra
+from peagle.serving.app import create_app
 from peagle.serving.tracing import Tracing, span_attributes
 from serving.collector import collecting
 from serving.live import wait_for
@@ -180,6 +184,73 @@ def test_a_bad_traceparent_counts_as_none(traced, parent):
     spans = traced(parent=parent)
     assert spans[f"GET {ROUTE}"].parent is None
     assert len(spans) == 4
+
+
+@pytest.mark.parametrize("convention", ["", "http", "http/dup"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "/v1/models?api_key=SECRET",
+        "/v1/models?a=b&key=SECRET#SECRET",
+        "/v1/models?api%5Fkey=%53ECRET",
+        "/v1/models%3Fapi_key=SECRET",
+        "/v1/models&key=SECRET",
+        "/v1/models;key=SECRET",
+        "/http://user:SECRET@localhost/v1/models",
+        "//user:SECRET@localhost/v1/models",
+        "//SECRET@localhost/v1/models?key=SECRET",
+    ],
+)
+def test_spans_and_logs_have_no_secret_of_a_url(monkeypatch, caplog, url, convention):
+    from opentelemetry.instrumentation import _semconv
+
+    state = _semconv._OpenTelemetrySemanticConventionStability
+    monkeypatch.setattr(state, "_initialized", False)
+    monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", convention)
+    monkeypatch.setenv("OTEL_INSTRUMENTATION_HTTP_CAPTURE_HEADERS_SERVER_REQUEST", ".*")
+    caplog.set_level("INFO", "peagle.serving")
+    exporter = memory.InMemorySpanExporter()
+    tracing = Tracing("", exporter=exporter)
+    seen: list[Any] = []
+    service: Any = SimpleNamespace(
+        metrics=SimpleNamespace(failed=lambda reason: None),
+        config=SimpleNamespace(playground=False),
+    )
+    app = create_app(service)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope)
+        await app(scope, receive, send)
+
+    target, _, query = url.partition("?")
+    headers = [("host", "localhost"), ("user-agent", "a client"), ("x-tenant", "a tenant")]
+    headers += [("authorization", "Bearer SECRET"), ("cookie", "a=SECRET"), ("api-key", "SECRET")]
+    headers += [("referer", "http://a/?key=SECRET"), ("x-auth-token", "SECRET")]
+    scope = {
+        **{"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http"},
+        **{"path": unquote(target), "raw_path": target.encode(), "query_string": query.encode()},
+        **{"server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": "", "state": {}},
+        "headers": [(name.encode(), value.encode()) for name, value in headers],
+    }
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    asyncio.run(tracing.wrap(answer)(scope, receive, send))
+    tracing.shutdown()
+    assert seen == [scope] and sent[0]["status"] in (404, 405)
+    (span,) = exporter.get_finished_spans()
+    text = span.to_json()
+    assert "/v1/models" in text and "a client" in text and "a tenant" in text
+    records = [str(vars(record)) for record in caplog.records if record.name == "peagle.serving"]
+    assert len(records) == 1 and "/v1/models" in records[0]
+    assert "SECRET" not in text + records[0]
+    assert "SECRET" not in sent[1]["body"].decode()
+    monkeypatch.setattr(state, "_initialized", False)
 
 
 @pytest.mark.parametrize(

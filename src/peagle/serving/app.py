@@ -23,6 +23,7 @@ from peagle.serving.completions import chat, complete
 from peagle.serving.engine_pool import Deadline
 from peagle.serving.errors import ApiError, reason_for_absence
 from peagle.serving.limits import LARGE, limits_of_model, parse_json
+from peagle.serving.logs import recorded_path
 from peagle.serving.protocol import (
     PROMPT_KINDS,
     ChatBody,
@@ -75,7 +76,7 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
         facts = {
             "request_id": request.scope.get("state", {}).get("request_id"),
             "method": request.method,
-            "path": request.url.path,
+            "path": recorded_path(request.scope["path"]),
             "status": error.status,
             "code": error.code,
         }
@@ -94,12 +95,12 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
+        path = recorded_path(request.scope["path"])
         reason = reason_for_absence(path)
         text = {
-            404: f"There is no route {request.method} {path!r:.200}"
+            404: f"There is no route {request.method} {path!r}"
             + (f": {reason}" if reason else "; see /openapi.json."),
-            405: f"{path!r:.200} does not take {request.method}.",
+            405: f"{path!r} does not take {request.method}.",
             400: "The body is not JSON in UTF-8, or too deeply nested; expected a JSON object.",
         }.get(error.status_code, str(error.detail))
         return answer(request, ApiError(error.status_code, text, headers=error.headers))

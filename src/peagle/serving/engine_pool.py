@@ -369,6 +369,12 @@ class EnginePool:
             )
         return min(ready, key=lambda engine: engine.load)
 
+    def fail_streams(self, error: ApiError) -> None:
+        """End all requests by an error."""
+        for engine in self._engines:
+            for stream in engine.streams.values() if engine is not None else ():
+                stream.fail(error)
+
     # ---- messages -------------------------------------------------------------------------------
 
     def _handle_message(self, engine: EngineProcess, message: Any) -> None:

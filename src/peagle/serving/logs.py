@@ -33,6 +33,17 @@ _USER_TEXT = {
 }
 WINDOW_S = 10.0
 MOST_IN_WINDOW = 50
+_QUERY = re.compile(r"[?&#;].*", re.DOTALL)
+_CREDENTIALS = re.compile(r"[^/]*@")
+
+
+def recorded_path(path: str) -> str:
+    """Return the path of a request as logs and spans record it, at most 200 characters.
+
+    A client that escapes its URL twice, or puts a whole URL into a path, brings a query or
+    credentials along, which may hold a key. They are left out.
+    """
+    return _CREDENTIALS.sub("", _QUERY.sub("", path))[:200]
 
 
 def configure_logging(format: Literal["text", "json"] = "text", level: str = "info") -> None:

@@ -23,6 +23,7 @@ from peagle.serving.config import ServerConfig
 from peagle.serving.connections import (
     ACCEPTED_AT_ONCE,
     BACKLOG,
+    PROBES,
     Connections,
     connection_limit,
     listen,
@@ -30,6 +31,7 @@ from peagle.serving.connections import (
 from peagle.serving.emf import publishing
 from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
 from peagle.serving.engine_process import EngineSpec
+from peagle.serving.errors import ApiError
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
 from peagle.serving.keys import ApiKeys, QuotaMiddleware, Quotas
 from peagle.serving.memory_release import return_memory
@@ -41,7 +43,7 @@ from peagle.serving.tracing import Tracing
 
 logger = logging.getLogger("peagle.serving")
 
-_UNCOUNTED = ("/live", "/health", "/ready", "/ping", "/metrics")
+_UNCOUNTED = (*PROBES, "/metrics")
 # Seconds for answers on their way after the last request, or after an engine died for good.
 _FLUSH_S = 2
 # Seconds for the last lines of the log, whose reader may be gone.
@@ -49,28 +51,53 @@ _LOG_S = 1.0
 
 
 class CountOpen:
-    """Counts the requests under way, so that a drain knows when it is over."""
+    """Counts the requests under way, so that a drain knows when it is over.
+
+    For the connection it sets `scope["state"]["is_admitted"]`: the request is work that is not to
+    be lost, since it has passed the checks and is no probe.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        self._limits: set[asyncio.Timeout] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
             return await self._app(scope, receive, send)
+        scope["state"]["is_admitted"] = True
         self._service.num_open += 1
+        limit = asyncio.timeout(None)
         try:
-            await self._app(scope, receive, send)
+            async with limit:
+                self._limits.add(limit)
+                await self._app(scope, receive, send)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _stopped() from None
         finally:
+            self._limits.discard(limit)
             self._service.num_open -= 1
+
+    def end_all(self) -> None:
+        """End all requests under way: each gets an error, if its answer has not begun."""
+        for limit in self._limits:
+            limit.reschedule(0)
+
+
+def _stopped() -> ApiError:
+    """Return the error of a request that the server cannot finish before it stops."""
+    text = "The server stops, and the answer took longer than it waits for; try another one."
+    return ApiError(503, text, code="draining", headers={"Retry-After": "5"})
 
 
 class Server(uvicorn.Server):
     """Uvicorn, with signals that drain: the first one stops new requests, the second all."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, counter: CountOpen) -> None:
         super().__init__(config)
-        self.service = service
+        self.service, self.counter = service, counter
         self._is_ending = False
         self._drain: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -99,14 +126,21 @@ class Server(uvicorn.Server):
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Take no new requests, let the others finish, then end."""
+        """Take no new requests, let the others finish, end those that take too long, then end."""
         self.service.is_draining = True
-        end = time.monotonic() + self.service.config.drain_timeout_s
-        while self.service.num_open and time.monotonic() < end:
-            await asyncio.sleep(0.05)
+        await self._until_none_is_open(self.service.config.drain_timeout_s)
         if self.service.num_open:
             logger.warning("%d requests did not finish in time", self.service.num_open)
+            self.service.pool.fail_streams(_stopped())
+            await self._until_none_is_open(_FLUSH_S / 2)
+            self.counter.end_all()  # these wait for a client or a thread
+            await self._until_none_is_open(_FLUSH_S / 2)
         self.should_exit = True
+
+    async def _until_none_is_open(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while self.service.num_open and time.monotonic() < end:
+            await asyncio.sleep(0.05)
 
 
 def serve(
@@ -174,8 +208,9 @@ async def _serve(
     )
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
     service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing)
+    counter = _counted(service)
     uvicorn_config = uvicorn.Config(
-        _guarded(service, keys),
+        _guarded(counter, service, keys),
         http=connections.protocol,
         backlog=ACCEPTED_AT_ONCE,
         log_config=None,
@@ -186,7 +221,7 @@ async def _serve(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_FLUSH_S,
     )
-    server = Server(uvicorn_config, service)
+    server = Server(uvicorn_config, service, counter)
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("listening on %s; loading %s", url, name)
@@ -210,13 +245,16 @@ async def _serve(
                     tracing.shutdown()
 
 
-def _guarded(service: Service, keys: ApiKeys) -> ASGIApp:
-    config = service.config
-    hosts = config.allowed_hosts
+def _counted(service: Service) -> CountOpen:
     app: ASGIApp = create_app(service)
     if service.tracing is not None:
         app = service.tracing.wrap(app)
-    app = CountOpen(app, service)
+    return CountOpen(app, service)
+
+
+def _guarded(app: ASGIApp, service: Service, keys: ApiKeys) -> ASGIApp:
+    config = service.config
+    hosts = config.allowed_hosts
     if (quotas := Quotas.of(config, has_keys=bool(keys))) is not None:
         app = QuotaMiddleware(app, quotas, service.metrics)
     return SecurityMiddleware(

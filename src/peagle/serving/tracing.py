@@ -6,6 +6,7 @@ OpenTelemetry's ASGI instrumentation makes the span of a request; this file adds
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,18 @@ from urllib.parse import urlsplit
 from peagle import __version__
 from peagle.errors import UserError
 from peagle.extras import install_extra
+from peagle.serving.logs import recorded_path
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
-    from starlette.types import ASGIApp, Scope
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from peagle.engine.outputs import RequestOutput
 
 # Probes and files of the page have no span.
 _UNTRACED = "/(live|health|ready|ping|metrics)$,/static/,://[^/]+/?$"
+# Names of headers that hold keys, or URLs of other pages.
+_SECRETS = re.compile(rb"authorization|cookie|key|password|referer|secret|token")
 
 
 class Tracing:
@@ -69,13 +73,22 @@ class Tracing:
             request_id = scope.get("state", {}).get("request_id", "")
             span.set_attribute("peagle.request_id", request_id)
 
-        return self._middleware(
-            app,
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await app(scope.get("peagle.whole_scope", scope), receive, send)
+
+        middleware = self._middleware(
+            answer,
             excluded_urls=_UNTRACED,
             server_request_hook=name_request,
             tracer_provider=self._provider,
             exclude_spans=["receive", "send"],
         )
+
+        async def trace(scope: Scope, receive: Receive, send: Send) -> None:
+            traced = without_secrets(scope) if scope["type"] == "http" else scope
+            await middleware(traced, receive, send)
+
+        return trace
 
     def describe(
         self,
@@ -121,6 +134,18 @@ class Tracing:
         worker = threading.Thread(target=self._provider.shutdown, daemon=True)
         worker.start()
         worker.join(timeout_s)
+
+
+def without_secrets(scope: Scope) -> Scope:
+    """Return what a span may record of a request; its item "peagle.whole_scope" is the request.
+
+    Left out are the query, what else of the path may hold a key, and headers with keys, which
+    OTEL_INSTRUMENTATION_HTTP_CAPTURE_HEADERS_SERVER_REQUEST could ask for.
+    """
+    headers = [(name, value) for name, value in scope["headers"] if not _SECRETS.search(name)]
+    path = recorded_path(scope["path"])
+    given = {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
+    return {**scope, **given, "peagle.whole_scope": scope}
 
 
 def span_attributes(route: str, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
