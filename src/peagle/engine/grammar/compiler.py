@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar.ebnf_check import check_ebnf
+from peagle.engine.grammar.ebnf import Rules
 from peagle.engine.grammar.json_grammar import json_grammar
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
 from peagle.engine.grammar.step_budget import Spender, StepBudget
+from peagle.engine.grammar.user_ebnf import user_grammar
 from peagle.errors import UserError
 from peagle.extras import install_extra
 
@@ -171,15 +172,26 @@ class GrammarCompiler:
         source = structure.source
         if len(source) > MAX_SOURCE:
             raise UserError(f"it has {len(source)} characters; expected {MAX_SOURCE} at most.")
+        rules = Rules()
         if structure.kind == "regex":
-            source = f"root ::= {translate(source)}"
+            source = rules.grammar({"root": translate(source, rules)})
         elif structure.kind == "ebnf":
-            check_ebnf(source)
+            source = self._user_grammar(source)
         else:
-            prepared, parts = prepare_schema(source or '{"type": "object"}')
-            source = json_grammar(prepared, parts, compact=structure.compact)
+            prepared, parts = prepare_schema(source or '{"type": "object"}', rules)
+            source = json_grammar(prepared, parts, rules, compact=structure.compact)
         self._budget.wait_for_room()
         return self._compiler.compile_grammar(source)
+
+    def _user_grammar(self, source: str) -> str:
+        written = user_grammar(source)
+        _import_xgrammar().Grammar.from_ebnf(source)  # its messages name the user's own lines
+        if written is None:
+            raise UserError(
+                "it has more than rules of texts, character classes, names, brackets and repeats; "
+                "write it with these."
+            )
+        return written
 
 
 class GrammarState(Spender):
