@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -239,14 +240,17 @@ class GrammarState(Spender):
         self.is_finished = False  # whether a stop id was accepted
 
     @property
-    def is_free(self) -> bool:
-        """Whether the engine may use the state now."""
-        return not (self.is_busy or self.is_over_budget)
-
-    @property
-    def slow_text(self) -> str:
-        """What a user is told of a grammar that went beyond its budget."""
-        return f"The output ended: {self.budget.excess}"
+    def failure(self) -> tuple[str, str] | None:
+        """Why the request must end: an error's code, and its text for the user; None: it need not."""
+        if self.error is not None:
+            what = _reason(self.error) or type(self.error).__name__
+            return "grammar_failed", (
+                f"The output ended: the matcher of its grammar failed ({what}). This is a fault of "
+                "the server, not of the request; another way to write the grammar may avoid it."
+            )
+        if self.is_over_budget:
+            return "grammar_too_slow", f"The output ended: {self.budget.excess}"
+        return None
 
     @property
     def is_complete(self) -> bool:
@@ -290,25 +294,33 @@ class GrammarState(Spender):
         if count:
             self._matcher.rollback(count)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int]) -> int:
         """Move past tokens that were emitted under this state's masks: a step is over.
 
-        The state is busy afterwards where that takes long.
+        The state is busy afterwards where that takes long. If the matcher refuses a token that a
+        mask allowed, or raises an exception, the state has a `failure` afterwards.
+
+        Returns:
+            how many of the tokens the grammar took: all of them, unless it failed.
         """
         self.spent_s, self.prepared = 0.0, None
+        num_taken = 0
 
         def move(_: int, state: GrammarState) -> None:
+            nonlocal num_taken
             start_s = time.thread_time()
             for token in tokens:
-                accepted = state.try_advance(token)
-                assert accepted, f"token {token} is not allowed here"
+                if not state.try_advance(token):
+                    raise RuntimeError(f"it refuses token {token}, which the mask allowed")
+                num_taken += 1
             state._accept_s = time.thread_time() - start_s
 
         # It grows slowly from token to token, so that the last one tells of this one.
         if self._accept_s > _LONG_ACCEPT_S:
             self.budget.each([self], move)
         else:
-            move(0, self)
+            self.attempt(partial(move, 0, self))
+        return len(tokens) if self.is_busy else num_taken
 
     def prepare(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Find which drafts may stand, and the masks of the rows that verify them.
@@ -343,7 +355,7 @@ class GrammarState(Spender):
     def is_prepared_for(self, drafts: Sequence[int]) -> bool:
         """Return whether the masks of these drafts are there, and the state is free."""
         prepared = self.prepared
-        if self.is_busy or prepared is None:
+        if not self.is_free or prepared is None:
             return False
         return prepared.drafts[: len(drafts)] == tuple(drafts)
 
@@ -357,9 +369,9 @@ class GrammarState(Spender):
     def prepared_tree(self) -> tuple[list[int], list[int], list[float]]:
         """Return drafts, parents and scores of the tree that `grow_trees` left.
 
-        They are empty while it works.
+        They are empty while it works, and where it failed.
         """
-        if self.is_busy or self.prepared is None:
+        if not self.is_free or self.prepared is None:
             return [], [], []
         prepared = self.prepared
         return list(prepared.drafts), list(prepared.parents or ()), list(prepared.scores or ())
