@@ -125,7 +125,7 @@ def is_valid(structure: StructuredOutput, text: str) -> bool:
 
 def params_for(llm: LLM, structure: StructuredOutput, seed: int, most: int) -> SamplingParams:
     """Return how one output is sampled: drawn tokens, with a liking for its end."""
-    bias = dict.fromkeys(llm.engine.eos_token_ids, END_BIAS)
+    bias = tuple((token, END_BIAS) for token in llm.engine.eos_token_ids)
     return SamplingParams(
         max_tokens=most, temperature=1.0, seed=seed, structured_output=structure, logit_bias=bias
     )

@@ -241,7 +241,7 @@ class GrammarState(Spender):
 
     @property
     def failure(self) -> tuple[str, str] | None:
-        """Why the request must end: an error's code, and its text for the user; None: it need not."""
+        """Code and text of the error with which the request must end; None: it goes on."""
         if self.error is not None:
             what = _reason(self.error) or type(self.error).__name__
             return "grammar_failed", (
