@@ -38,6 +38,8 @@ MAX_SOURCE = 64 * 1024
 _SHOWN = 80
 # To move past the tokens of a step takes longer in few grammars only.
 _LONG_ACCEPT_S = 0.001
+# Threads of one compilation.
+MAX_THREADS = min(8, os.cpu_count() or 1)
 # Compiled grammars that are kept for the next request with the same structure.
 _MOST_CACHED_BYTES = 64 << 20
 # Structures that are remembered as too slow.
@@ -105,12 +107,12 @@ class GrammarCompiler:
         info = _tokenizer_info(xgrammar, tokenizer, vocab_size, stop)
         self._textless_ids = frozenset(info.special_token_ids) | self._stop_token_ids
         self._compiler = xgrammar.GrammarCompiler(
-            info, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False
+            info, max_threads=MAX_THREADS, cache_enabled=False
         )
         self._cache: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._cache_size = cache_size
         self._budget = StepBudget(step_budget_s)
-        self._slow: OrderedDict[StructuredOutput, None] = OrderedDict()
+        self._slow: OrderedDict[StructuredOutput, str] = OrderedDict()
         self._lock = threading.Lock()  # of the cache: compilations may run side by side
 
     def compile(self, structure: StructuredOutput) -> CompiledGrammar:
@@ -122,7 +124,7 @@ class GrammarCompiler:
         """
         with self._lock:
             if structure in self._slow:
-                raise UserError(f"{_shown(structure)}: {self._budget.excess}")
+                raise UserError(f"{_shown(structure)}: {self._slow[structure]}")
             if structure in self._cache:
                 self._cache.move_to_end(structure)
                 return self._cache[structure]
@@ -140,7 +142,7 @@ class GrammarCompiler:
             raise UserError(f"{_shown(structure)}: no text of this vocabulary fits it.")
         limit_s = self._budget.seconds
         if limit_s is not None and time.thread_time() - start_s > limit_s:
-            self.refuse(structure)
+            self.refuse(structure, self._budget.excess)
             raise UserError(f"{_shown(structure)}: {self._budget.excess}")
         with self._lock:
             self._cache[structure] = compiled
@@ -161,11 +163,16 @@ class GrammarCompiler:
         stop = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
         return GrammarState(self.compile(structure), stop, self._budget)
 
-    def refuse(self, structure: StructuredOutput) -> None:
-        """Compile a structure no more: its grammar went beyond the budget of a step."""
+    @property
+    def step_excess(self) -> str:
+        """What a user is told of a grammar that went beyond the budget of a step."""
+        return self._budget.excess
+
+    def refuse(self, structure: StructuredOutput, reason: str) -> None:
+        """Compile a structure no more, for a reason that users are told: it takes too long."""
         with self._lock:
             self._cache.pop(structure, None)
-            self._slow[structure] = None
+            self._slow[structure] = reason
             if len(self._slow) > _MOST_SLOW:
                 self._slow.popitem(last=False)
 

@@ -17,13 +17,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from peagle.engine.grammar.processor_time import own_seconds, thread_seconds
+
 _PATIENCE_S = 0.01
 _LOOK_EVERY_S = 0.005
 # Threads that go on beside the engine, each on a core.
 _MOST_BESIDE = max(2, (os.cpu_count() or 1) // 2)
-# Where no thread's clock can be read by another thread, the time is that on the wall.
-_HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")
-_clock = time.thread_time if _HAS_THREAD_CLOCKS else time.perf_counter
 
 
 class Spender:
@@ -159,7 +158,7 @@ class _Job:
             for at, (index, spender) in enumerate(self._items):
                 if at >= self._last:
                     break
-                self._start_s = _clock()
+                self._start_s = own_seconds()
                 self._at = at
                 spender.attempt(partial(self._work, index, spender))
                 with self._lock:
@@ -184,7 +183,7 @@ class _Job:
     def _end(self, spender: Spender) -> None:
         """A call has ended; the engine goes on to wait for the next."""
         self._at = None
-        spender.spent_s += _clock() - self._start_s
+        spender.spent_s += own_seconds() - self._start_s
         spender.is_over_budget |= spender.spent_s > self._seconds
         spender.is_busy = False
 
@@ -235,6 +234,4 @@ class _Worker(threading.Thread):
     def used_s(self) -> float:
         """Processor seconds that the thread has used."""
         assert self.ident is not None
-        if _HAS_THREAD_CLOCKS:
-            return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
-        return _clock()
+        return thread_seconds(self.ident)
