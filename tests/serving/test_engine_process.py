@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import multiprocessing
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import pytest
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
 from peagle.engine.outputs import RequestOutput, StreamChunk
+from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.serving.config import ServerConfig
 from peagle.serving.engine_process import (
@@ -37,6 +39,7 @@ from peagle.serving.metrics import Metrics
 from peagle.serving.service import Caller, Generation, Service
 
 SPECULATIVE = SpeculativeConfig(model=str(BUNDLED_PEAGLE), num_speculative_tokens=3)
+SLOW = SamplingParams(structured_output=StructuredOutput.regex("[a-z]{20,30}"))
 JSON = SamplingParams(max_tokens=30, structured_output=StructuredOutput.json_object())
 
 
@@ -46,6 +49,7 @@ class Front:
 
     connection: Connection
     llm: LLM
+    worker: EngineWorker
     refused: dict[int, Refused] = field(default_factory=dict)
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     seen: list[Any] = field(default_factory=list)
@@ -82,14 +86,12 @@ def llm() -> LLM:
 @pytest.fixture
 def front(llm: LLM) -> Iterator[Front]:
     ours, theirs = Pipe()
-    spec = EngineSpec(
-        str(BUNDLED_TARGET), {"peagle": SPECULATIVE}, EngineConfig(), compile_timeout_s=4
-    )
+    spec = EngineSpec(str(BUNDLED_TARGET), {"peagle": SPECULATIVE}, EngineConfig())
     heartbeat = Heartbeat(multiprocessing, spec.hang_timeout_s)
     worker = EngineWorker({"peagle": llm}, spec, theirs, heartbeat)
     thread = threading.Thread(target=worker.serve)
     thread.start()
-    front = Front(ours, llm)
+    front = Front(ours, llm, worker)
     yield front
     front.send(Stop())
     thread.join(20)
@@ -142,21 +144,70 @@ def test_a_cancelled_request_is_gone_from_the_counters(front: Front) -> None:
 def test_a_grammar_that_takes_too_long_holds_up_nobody(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("xgrammar")
     ended = threading.Event()
 
-    def slow(params: SamplingParams) -> None:
-        ended.wait(20)
+    def burn() -> None:
+        while not ended.is_set():
+            pass
 
-    monkeypatch.setattr(front.llm.requests, "compile_grammar", slow)
-    front.add(1, JSON)
-    front.add(2, SamplingParams(max_tokens=30))
-    front.until(lambda: 2 in front.outputs)
-    front.until(lambda: 1 in front.refused)
-    assert "did not compile within 4 s" in front.refused[1].message
-    ended.set()
+    def slow(params: SamplingParams) -> None:
+        threading.Thread(target=burn).start()  # as xgrammar's own threads
+        ended.wait(60)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(front.llm.requests, "compile_grammar", slow)
+        patched.setattr(front.worker, "_compile_timeout_s", 0.3)
+        front.add(1, SLOW)
+        front.add(2, SamplingParams(max_tokens=30))
+        front.until(lambda: 2 in front.outputs)
+        front.until(lambda: 1 in front.refused)
+        ended.set()
+    assert "more than 0.3 s of the processor to compile" in front.refused[1].message
     front.add(3, SamplingParams(max_tokens=2))
-    front.until(lambda: 3 in front.outputs)
+    front.add(4, SLOW)
+    front.until(lambda: 3 in front.outputs and 4 in front.refused)
+    assert "more than 0.3 s of the processor to compile" in front.refused[4].message
     assert set(front.outputs) == {2, 3}
+
+
+def test_a_grammar_that_waits_for_the_processor_is_compiled(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a compilation takes long, and little of the processor."""
+    pytest.importorskip("xgrammar")
+    compile_grammar = front.llm.requests.compile_grammar
+
+    def waiting(params: SamplingParams) -> None:
+        time.sleep(2.0)
+        compile_grammar(params)
+
+    monkeypatch.setattr(front.llm.requests, "compile_grammar", waiting)
+    monkeypatch.setattr(front.worker, "_compile_timeout_s", 0.5)
+    front.llm.requests.warm_up_grammars()
+    front.add(1, JSON)
+    front.until(lambda: 1 in front.outputs)
+    assert not front.refused
+
+
+def test_the_first_grammar_is_warmed_up() -> None:
+    pytest.importorskip("xgrammar")
+    llm = LLM(max_num_seqs=1, kv_cache_gib=0.1)
+    spec = EngineSpec(str(BUNDLED_TARGET), {"": None}, EngineConfig())
+    heartbeat = Heartbeat(multiprocessing, spec.hang_timeout_s)
+    EngineWorker({"": llm}, spec, Pipe()[1], heartbeat).rehearse()
+    compiler = llm.requests._compiler
+    assert compiler is not None and len(compiler._cache) == 1
+    llm.requests.compile_grammar(JSON)
+    assert llm.requests._compiler is compiler
+
+
+def test_without_the_package_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    llm = LLM(max_num_seqs=1, kv_cache_gib=0.1)
+    llm.requests.warm_up_grammars()
+    with pytest.raises(UserError, match="xgrammar"):
+        llm.requests.compile_grammar(JSON)
 
 
 def test_grammars_are_compiled_aside(front: Front) -> None:

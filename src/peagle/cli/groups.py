@@ -292,7 +292,7 @@ SAFETY = group(
     --head-timeout FLOAT = server.head_timeout_s
         Seconds that a client has for the head of a request.
     --compile-timeout-s FLOAT
-        Seconds that a grammar or a schema may compile.
+        Processor seconds that a grammar or a schema may take to compile.
     --grammar-budget FLOAT = server.grammar_budget_s
         Processor seconds that the grammar of a request may take in a step; beyond that the
         request ends with an error. 0 sets no limit.

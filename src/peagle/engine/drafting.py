@@ -136,10 +136,14 @@ class Drafting:
     def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
         """Return how many drafts of each sequence a decode step verifies.
 
+        A step that ran as a graph leaves drafts that a grammar may refuse.
+
         Args:
             most: of each sequence on the average, where drafts are trees.
         """
-        return [len(sequence.drafts) for sequence in sequences]
+        return [
+            len(s.drafts if s.grammar is None else s.grammar.allowed(s.drafts)) for s in sequences
+        ]
 
 
 class LookupDrafting(Drafting):

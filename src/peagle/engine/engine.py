@@ -530,7 +530,7 @@ class LLMEngine:
             self._depth.record(k, accepted, len(decoded), seconds)
 
     def _prepare_grammars(self) -> None:
-        """Find the tokens that grammars allow next; end sequences whose grammar took too long."""
+        """Find the tokens that grammars allow next; end sequences whose grammar failed."""
         every = (*self.scheduler.running, *self.scheduler.waiting)
         constrained = [(s, s.grammar) for s in every if s.grammar is not None]
         if constrained:
@@ -540,8 +540,8 @@ class LLMEngine:
                 [s.draft_parents for s, _ in constrained],
             )
         for sequence, grammar in constrained:
-            if grammar.is_over_budget:
-                self._fail(sequence, "grammar_too_slow", grammar.slow_text)
+            if (failure := grammar.failure) is not None:
+                self._fail(sequence, *failure)
                 self._settle(sequence)
 
     def _run(self, chunks: list[Chunk], run_target: RunTarget | None = None) -> None:
@@ -645,8 +645,7 @@ class LLMEngine:
 
     def _fail(self, sequence: Sequence, code: str, error: str) -> None:
         """End a sequence with an error; what it has output so far stands."""
-        sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "error"
-        sequence.error_code, sequence.error = code, error
+        sequence.fail(code, error)
         self._outputs.append(StepOutput(sequence, [], 0, 0))
 
     def _fail_broken(self, sequence: Sequence) -> None:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from peagle.config import SamplingParams
+from peagle.engine.grammar import MAX_THREADS, WorkClock
 from peagle.engine.outputs import StreamChunk
 from peagle.engine.requests import Prompt, Requests
 from peagle.errors import UserError
 
 _COMPILERS = 2
+# Between two looks at a compilation.
+_LOOK_EVERY_S = 0.05
 
 Order = Callable[[], object]
 
@@ -31,6 +34,19 @@ class Add:
 
 
 @dataclass(slots=True)
+class _Compilation:
+    """The compilation of a request's grammar, in a thread beside the loop.
+
+    `timer` posts the next look at its clock; None where no time is too long.
+    """
+
+    message: Add
+    clock: WorkClock
+    future: Future[None]
+    timer: threading.Timer | None = None
+
+
+@dataclass(slots=True)
 class _Running:
     requests: Requests
     seq_ids: list[int]
@@ -42,7 +58,8 @@ class EngineLoop:
 
     Args:
         engines: requests of each engine by the name of its proposer.
-        compile_timeout_s: seconds after which a grammar that still compiles is refused; None waits.
+        compile_timeout_s: processor seconds after which a grammar that still compiles is refused;
+            None waits.
     """
 
     def __init__(
@@ -52,7 +69,7 @@ class EngineLoop:
         self._compile_timeout_s = compile_timeout_s
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._running: dict[int, _Running] = {}
-        self._compiling: dict[int, Future[None]] = {}
+        self._compiling: dict[int, _Compilation] = {}
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="peagle-grammar")
 
     def post(self, order: Order | None) -> None:
@@ -102,39 +119,51 @@ class EngineLoop:
         if message.params.structured_output is None:
             self._queue(message)
             return
-        compile_grammar = self._engines[message.proposer].compile_grammar
-        future = self._compilers.submit(compile_grammar, message.params)
-        self._compiling[message.index] = future
-        timer = None
-        if (limit := self._compile_timeout_s) is not None:
-            timer = threading.Timer(
-                limit, self.post, (lambda: self._give_up(message.index, limit),)
-            )
-            timer.daemon = True
-            timer.start()
+        requests, clock = self._engines[message.proposer], WorkClock()
 
-        def compiled(_: Future[None]) -> None:
-            if timer is not None:
-                timer.cancel()
-            self.post(lambda: self._queue_compiled(message))
+        def compile_grammar() -> None:
+            with clock:
+                requests.compile_grammar(message.params)
 
-        future.add_done_callback(compiled)
+        future = self._compilers.submit(compile_grammar)
+        compilation = self._compiling[message.index] = _Compilation(message, clock, future)
+        if self._compile_timeout_s is not None:
+            self._look_later(compilation, self._compile_timeout_s)
+        future.add_done_callback(lambda _: self.post(lambda: self._queue_compiled(compilation)))
 
-    def _queue_compiled(self, message: Add) -> None:
-        future = self._compiling.pop(message.index, None)
-        if future is None or future.cancelled():
+    def _queue_compiled(self, compilation: _Compilation) -> None:
+        message = compilation.message
+        if compilation.timer is not None:
+            compilation.timer.cancel()
+        if self._compiling.get(message.index) is not compilation:
             return  # it was given up or cancelled
-        if (error := future.exception()) is not None:
+        del self._compiling[message.index]
+        if (error := compilation.future.exception()) is not None:
             self.refuse(message.index, error)
         else:
             self._queue(message)
 
-    def _give_up(self, index: int, limit_s: float) -> None:
-        future = self._compiling.pop(index, None)
-        if future is not None:
-            future.cancel()
-            text = f"The structured output did not compile within {limit_s:g} s; simplify it."
-            self.refuse(index, UserError(text))
+    def _look_later(self, compilation: _Compilation, left_s: float) -> None:
+        """Look at a compilation when it may have used so many more processor seconds."""
+        wait_s = max(left_s / MAX_THREADS, _LOOK_EVERY_S)
+        timer = threading.Timer(wait_s, self.post, (lambda: self._look(compilation),))
+        timer.daemon = True
+        timer.start()
+        compilation.timer = timer
+
+    def _look(self, compilation: _Compilation) -> None:
+        """Give a compilation up if it has used too much time."""
+        message, limit_s = compilation.message, self._compile_timeout_s
+        if limit_s is None or self._compiling.get(message.index) is not compilation:
+            return
+        left_s = limit_s - compilation.clock.used_s()
+        if left_s > 0:
+            self._look_later(compilation, left_s)
+            return
+        del self._compiling[message.index]
+        reason = f"it took more than {limit_s:g} s of the processor to compile; simplify it."
+        self._engines[message.proposer].refuse_grammar(message.params, reason)
+        self.refuse(message.index, UserError(f"The structured output was given up: {reason}"))
 
     def _queue(self, message: Add) -> None:
         requests = self._engines[message.proposer]
@@ -153,8 +182,8 @@ class EngineLoop:
 
     def cancel(self, index: int) -> bool:
         """Stop a request and free what it holds; return whether it was running."""
-        if (future := self._compiling.pop(index, None)) is not None:
-            future.cancel()
+        if (compilation := self._compiling.pop(index, None)) is not None:
+            compilation.future.cancel()
         running = self._running.pop(index, None)
         if running is None:
             return False

@@ -82,7 +82,7 @@ class RequestOutput:
         stop_reason: the stop string, or the id out of `stop_token_ids`, that ended the output; None
             where the model's own end of text, or a length, did.
         error: what went wrong, where `finish_reason` is "error".
-        error_code: "logits_not_finite" or "grammar_too_slow" then.
+        error_code: "logits_not_finite", "grammar_too_slow" or "grammar_failed" then.
         prompt: the text of the prompt; None where it was given as token ids.
         request_id: number of the prompt among all that this LLM was given.
         others: the further outputs of the same prompt, where `n` is above 1.

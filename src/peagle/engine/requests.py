@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
 
-from peagle.config import SamplingParams
+from peagle.config import SamplingParams, StructuredOutput
 from peagle.config.checks import is_int, require
 from peagle.engine.detokenizer import OutputText
 from peagle.engine.engine import LLMEngine
@@ -89,7 +90,7 @@ class _Output:
 class Requests:
     """Adds requests to an engine and turns its steps into chunks of text.
 
-    Only `compile_grammar` may be called from several threads.
+    Only `compile_grammar` and `refuse_grammar` may be called from several threads.
 
     Args:
         tokenizer: tokenizer of the engine's target.
@@ -201,6 +202,19 @@ class Requests:
         if params.structured_output is not None:
             self._grammars().compile(params.structured_output)
 
+    def refuse_grammar(self, params: SamplingParams, reason: str) -> None:
+        """Refuse the structure of a request from now on: it takes too long to compile."""
+        if params.structured_output is not None:
+            self._grammars().refuse(params.structured_output, reason)
+
+    def warm_up_grammars(self) -> None:
+        """Compile a first grammar, so that no request pays for what all grammars share.
+
+        Nothing is compiled where structured output cannot be used; requests are told why.
+        """
+        with suppress(UserError):
+            self._grammars().start(StructuredOutput.json_object())
+
     def _grammars(self) -> GrammarCompiler:
         with self._making_compiler:
             if self._compiler is None:
@@ -226,7 +240,8 @@ class Requests:
             del self._running[sequence.seq_id]
             structure = running.params.structured_output
             if structure is not None and sequence.error_code == "grammar_too_slow":
-                self._grammars().refuse(structure)
+                compiler = self._grammars()
+                compiler.refuse(structure, compiler.step_excess)
             output = self._finished(running)
         return StreamChunk(
             running.index,

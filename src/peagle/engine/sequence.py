@@ -171,6 +171,7 @@ class Sequence:
         """Add new tokens up to the first stop condition; return those that were kept.
 
         A stop id is kept as the last token. At the end this sets `status` and `finish_reason`.
+        Where the grammar fails, the sequence ends with an error before the token that it refused.
         """
         room = max(
             1,
@@ -182,18 +183,26 @@ class Sequence:
             kept, self.finish_reason = kept[: end + 1], "stop"
         elif len(kept) == room:
             self.finish_reason = "length"
+        if self.grammar is not None:
+            kept = kept[: self.grammar.accept(kept)]
+            if self.grammar.error is not None and (failure := self.grammar.failure) is not None:
+                self.fail(*failure)
         self.token_ids += kept
         if self.finish_reason:
             self.status = SequenceStatus.FINISHED
-        if self.grammar is not None:
-            self.grammar.accept(kept)
         return kept
+
+    def fail(self, code: str, error: str) -> None:
+        """End with an error; the output so far stands."""
+        self.status, self.finish_reason = SequenceStatus.FINISHED, "error"
+        self.error_code, self.error = code, error
 
     def trim(self, num_surplus: int) -> None:
         """Drop the last tokens of a finished output, those after a stop string."""
         del self.token_ids[len(self.token_ids) - num_surplus :]
         del self.logprobs[self.num_output_tokens :]
         self.finish_reason = "stop"
+        self.error = self.error_code = None  # what failed came after the stop string
 
     def forget_computed(self) -> None:
         """Forget the KV, whose blocks are gone; keep tokens and drafts."""

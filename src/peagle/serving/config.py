@@ -54,7 +54,7 @@ class ServerConfig:
         key_requests_per_minute, key_tokens_per_minute, key_concurrency: limits of each API key:
             requests, tokens of prompts and outputs, requests under way; None sets no limit.
         ignore_priority: `priority` of a request has no effect.
-        compile_timeout_s: seconds that a grammar may compile.
+        compile_timeout_s: processor seconds that a grammar may take to compile.
         grammar_budget_s: processor seconds that a request's grammar may take in one step before
             that request ends with an error; 0 sets no limit.
         user_grammars: whether requests may bring regular expressions and grammars.

@@ -407,6 +407,7 @@ class EngineWorker(EngineLoop):
             with self._heartbeat.step():
                 llm.engine.rehearse()
                 llm.engine.check()
+                llm.requests.warm_up_grammars()
 
     def check(self) -> None:
         """Compute one token with each engine; no request may run."""

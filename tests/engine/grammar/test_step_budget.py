@@ -142,13 +142,12 @@ def test_such_a_structure_is_refused_the_next_time() -> None:
     requests.compile_grammar(SamplingParams(structured_output=StructuredOutput.json_object()))
 
 
-class Spender:
+class Spender(step_budget.Spender):
     """Something that takes its time."""
 
     def __init__(self, seconds: float) -> None:
+        super().__init__()
         self.seconds = seconds
-        self.spent_s = 0.0
-        self.is_busy = self.is_over_budget = False
         self.calls: list[str] = []
 
     def burn(self) -> None:
@@ -208,9 +207,28 @@ def test_the_excess_is_seen_while_the_call_goes_on() -> None:
     assert spender.is_busy and not spender.calls
 
 
-def test_errors_reach_the_engine() -> None:
-    def fail(index: int, spender: Spender) -> None:
+@pytest.mark.parametrize("seconds", [None, 100.0], ids=["in the engine", "in a worker"])
+def test_an_error_stays_with_its_spender(seconds: float | None) -> None:
+    def work(index: int, spender: Any) -> None:
+        if index == 1:
+            raise ValueError("the matcher broke")
+        spender.burn()
+
+    spenders = [Spender(0.0) for _ in range(3)]
+    for _ in range(2):
+        StepBudget(seconds).each(spenders, work)
+    assert [len(spender.calls) for spender in spenders] == [2, 0, 2]
+    assert [str(spender.error) for spender in spenders] == ["None", "the matcher broke", "None"]
+    assert [spender.is_free for spender in spenders] == [True, False, True]
+
+
+def test_an_error_beside_the_engine_stays_with_its_spender() -> None:
+    def work(index: int, spender: Any) -> None:
+        spender.burn()
         raise ValueError("the matcher broke")
 
-    with pytest.raises(ValueError, match="the matcher broke"):
-        StepBudget(100.0).each([Spender(0.0)], fail)
+    spender = Spender(0.3)
+    budget = StepBudget(100.0)
+    assert budget.each([spender], work, lambda *_: spender.calls.append("never")) == {0}
+    until(lambda: not spender.is_busy)
+    assert spender.calls == ["work"] and isinstance(spender.error, ValueError)

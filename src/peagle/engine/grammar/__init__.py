@@ -1,6 +1,6 @@
 """Structured output: grammars that say which tokens may come next."""
 
-from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, unpack
+from peagle.engine.grammar.compiler import MAX_THREADS, GrammarCompiler, GrammarState, unpack
 from peagle.engine.grammar.drafts import (
     DraftGrammar,
     LogitsAfter,
@@ -8,12 +8,15 @@ from peagle.engine.grammar.drafts import (
     prepare,
     verification_masks,
 )
+from peagle.engine.grammar.processor_time import WorkClock
 
 __all__ = [
+    "MAX_THREADS",
     "DraftGrammar",
     "GrammarCompiler",
     "GrammarState",
     "LogitsAfter",
+    "WorkClock",
     "grow_trees",
     "prepare",
     "unpack",

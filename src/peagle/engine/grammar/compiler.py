@@ -13,17 +13,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar.ebnf_check import check_ebnf
+from peagle.engine.grammar.ebnf import Rules
 from peagle.engine.grammar.json_grammar import json_grammar
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
 from peagle.engine.grammar.step_budget import Spender, StepBudget
+from peagle.engine.grammar.user_ebnf import user_grammar
 from peagle.errors import UserError
 from peagle.extras import install_extra
 
@@ -36,6 +38,8 @@ MAX_SOURCE = 64 * 1024
 _SHOWN = 80
 # To move past the tokens of a step takes longer in few grammars only.
 _LONG_ACCEPT_S = 0.001
+# Threads of one compilation.
+MAX_THREADS = min(8, os.cpu_count() or 1)
 # Compiled grammars that are kept for the next request with the same structure.
 _MOST_CACHED_BYTES = 64 << 20
 # Structures that are remembered as too slow.
@@ -103,12 +107,12 @@ class GrammarCompiler:
         info = _tokenizer_info(xgrammar, tokenizer, vocab_size, stop)
         self._textless_ids = frozenset(info.special_token_ids) | self._stop_token_ids
         self._compiler = xgrammar.GrammarCompiler(
-            info, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False
+            info, max_threads=MAX_THREADS, cache_enabled=False
         )
         self._cache: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._cache_size = cache_size
         self._budget = StepBudget(step_budget_s)
-        self._slow: OrderedDict[StructuredOutput, None] = OrderedDict()
+        self._slow: OrderedDict[StructuredOutput, str] = OrderedDict()
         self._lock = threading.Lock()  # of the cache: compilations may run side by side
 
     def compile(self, structure: StructuredOutput) -> CompiledGrammar:
@@ -120,7 +124,7 @@ class GrammarCompiler:
         """
         with self._lock:
             if structure in self._slow:
-                raise UserError(f"{_shown(structure)}: {self._budget.excess}")
+                raise UserError(f"{_shown(structure)}: {self._slow[structure]}")
             if structure in self._cache:
                 self._cache.move_to_end(structure)
                 return self._cache[structure]
@@ -138,7 +142,7 @@ class GrammarCompiler:
             raise UserError(f"{_shown(structure)}: no text of this vocabulary fits it.")
         limit_s = self._budget.seconds
         if limit_s is not None and time.thread_time() - start_s > limit_s:
-            self.refuse(structure)
+            self.refuse(structure, self._budget.excess)
             raise UserError(f"{_shown(structure)}: {self._budget.excess}")
         with self._lock:
             self._cache[structure] = compiled
@@ -159,11 +163,16 @@ class GrammarCompiler:
         stop = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
         return GrammarState(self.compile(structure), stop, self._budget)
 
-    def refuse(self, structure: StructuredOutput) -> None:
-        """Compile a structure no more: its grammar went beyond the budget of a step."""
+    @property
+    def step_excess(self) -> str:
+        """What a user is told of a grammar that went beyond the budget of a step."""
+        return self._budget.excess
+
+    def refuse(self, structure: StructuredOutput, reason: str) -> None:
+        """Compile a structure no more, for a reason that users are told: it takes too long."""
         with self._lock:
             self._cache.pop(structure, None)
-            self._slow[structure] = None
+            self._slow[structure] = reason
             if len(self._slow) > _MOST_SLOW:
                 self._slow.popitem(last=False)
 
@@ -171,15 +180,26 @@ class GrammarCompiler:
         source = structure.source
         if len(source) > MAX_SOURCE:
             raise UserError(f"it has {len(source)} characters; expected {MAX_SOURCE} at most.")
+        rules = Rules()
         if structure.kind == "regex":
-            source = f"root ::= {translate(source)}"
+            source = rules.grammar({"root": translate(source, rules)})
         elif structure.kind == "ebnf":
-            check_ebnf(source)
+            source = self._user_grammar(source)
         else:
-            prepared, parts = prepare_schema(source or '{"type": "object"}')
-            source = json_grammar(prepared, parts, compact=structure.compact)
+            prepared, parts = prepare_schema(source or '{"type": "object"}', rules)
+            source = json_grammar(prepared, parts, rules, compact=structure.compact)
         self._budget.wait_for_room()
         return self._compiler.compile_grammar(source)
+
+    def _user_grammar(self, source: str) -> str:
+        written = user_grammar(source)
+        _import_xgrammar().Grammar.from_ebnf(source)  # its messages name the user's own lines
+        if written is None:
+            raise UserError(
+                "it has more than rules of texts, character classes, names, brackets and repeats; "
+                "write it with these."
+            )
+        return written
 
 
 class GrammarState(Spender):
@@ -227,14 +247,17 @@ class GrammarState(Spender):
         self.is_finished = False  # whether a stop id was accepted
 
     @property
-    def is_free(self) -> bool:
-        """Whether the engine may use the state now."""
-        return not (self.is_busy or self.is_over_budget)
-
-    @property
-    def slow_text(self) -> str:
-        """What a user is told of a grammar that went beyond its budget."""
-        return f"The output ended: {self.budget.excess}"
+    def failure(self) -> tuple[str, str] | None:
+        """Code and text of the error with which the request must end; None: it goes on."""
+        if self.error is not None:
+            what = _reason(self.error) or type(self.error).__name__
+            return "grammar_failed", (
+                f"The output ended: the matcher of its grammar failed ({what}). This is a fault of "
+                "the server, not of the request; another way to write the grammar may avoid it."
+            )
+        if self.is_over_budget:
+            return "grammar_too_slow", f"The output ended: {self.budget.excess}"
+        return None
 
     @property
     def is_complete(self) -> bool:
@@ -278,25 +301,33 @@ class GrammarState(Spender):
         if count:
             self._matcher.rollback(count)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int]) -> int:
         """Move past tokens that were emitted under this state's masks: a step is over.
 
-        The state is busy afterwards where that takes long.
+        The state is busy afterwards where that takes long. If the matcher refuses a token that a
+        mask allowed, or raises an exception, the state has a `failure` afterwards.
+
+        Returns:
+            how many of the tokens the grammar took: all of them, unless it failed.
         """
         self.spent_s, self.prepared = 0.0, None
+        num_taken = 0
 
         def move(_: int, state: GrammarState) -> None:
+            nonlocal num_taken
             start_s = time.thread_time()
             for token in tokens:
-                accepted = state.try_advance(token)
-                assert accepted, f"token {token} is not allowed here"
+                if not state.try_advance(token):
+                    raise RuntimeError(f"it refuses token {token}, which the mask allowed")
+                num_taken += 1
             state._accept_s = time.thread_time() - start_s
 
         # It grows slowly from token to token, so that the last one tells of this one.
         if self._accept_s > _LONG_ACCEPT_S:
             self.budget.each([self], move)
         else:
-            move(0, self)
+            self.attempt(partial(move, 0, self))
+        return len(tokens) if self.is_busy else num_taken
 
     def prepare(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Find which drafts may stand, and the masks of the rows that verify them.
@@ -331,7 +362,7 @@ class GrammarState(Spender):
     def is_prepared_for(self, drafts: Sequence[int]) -> bool:
         """Return whether the masks of these drafts are there, and the state is free."""
         prepared = self.prepared
-        if self.is_busy or prepared is None:
+        if not self.is_free or prepared is None:
             return False
         return prepared.drafts[: len(drafts)] == tuple(drafts)
 
@@ -345,9 +376,9 @@ class GrammarState(Spender):
     def prepared_tree(self) -> tuple[list[int], list[int], list[float]]:
         """Return drafts, parents and scores of the tree that `grow_trees` left.
 
-        They are empty while it works.
+        They are empty while it works, and where it failed.
         """
-        if self.is_busy or self.prepared is None:
+        if not self.is_free or self.prepared is None:
             return [], [], []
         prepared = self.prepared
         return list(prepared.drafts), list(prepared.parents or ()), list(prepared.scores or ())

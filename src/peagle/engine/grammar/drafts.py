@@ -6,6 +6,7 @@ Shapes: B sequences, R packed rows (k_b + 1 of each sequence), V vocabulary, W p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 
 import torch
@@ -25,8 +26,8 @@ def prepare(
 ) -> None:
     """Find the masks that verify each state's drafts, unless the state has them.
 
-    A state whose grammar takes long is busy when this returns, see `StepBudget`; one that has gone
-    beyond the budget is marked so.
+    A state whose grammar takes long is busy when this returns, see `StepBudget`. One whose grammar
+    has gone beyond the budget, or raised an exception, has a `failure`.
 
     Args:
         parents: of drafts that are a tree the row of each one's parent; None for a chain.
@@ -204,7 +205,7 @@ class DraftGrammar:
         """Put the states back to where they were; busy ones go back when their call has ended."""
         for b, state in enumerate(self._states):
             if state is not None and self._masks[b] and state.is_free and not self._was_busy[b]:
-                state.rollback(self.lens[b])
+                state.attempt(partial(state.rollback, self.lens[b]))
                 state.prepared = DraftMasks(tuple(self._tokens[b]), torch.stack(self._masks[b]))
 
     def _fill_column(self, tokens: Sequence[int] | None) -> None:
@@ -237,6 +238,8 @@ class DraftGrammar:
             if b in beside:
                 self._was_busy[b] = self._is_over[b] = True
                 bitmask_BW = bitmask_BW.clone()
+            elif not state.is_free:
+                self._is_over[b] = True
             elif not self._is_over[b]:
                 self._masks[b].append(bitmask_BW[b].clone())
                 may_draft = (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from peagle.errors import UserError
 
 MAX_RULES = 20_000
+# A larger count is made of blocks of so many rounds.
+_LARGEST_COUNT = 128
+_BLOCK = 32
 
 
 class Rules:
-    """The rules of one grammar."""
+    """The rules of one grammar, named by a prefix and a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "r") -> None:
+        self._prefix = prefix
         self._bodies: list[str] = []
         self._names: dict[str, str] = {}
 
@@ -32,27 +36,16 @@ class Rules:
         if len(self._bodies) >= MAX_RULES:
             raise UserError(f"it needs more than {MAX_RULES} rules; make it smaller.")
         self._bodies.append("")
-        return f"r{len(self._bodies) - 1}"
+        return f"{self._prefix}{len(self._bodies) - 1}"
 
     def define(self, name: str, body: str) -> None:
         """Give a reserved rule its body."""
-        self._bodies[int(name[1:])] = body
+        self._bodies[int(name[len(self._prefix) :])] = body
 
-    def grammar(self, root: str) -> str:
-        """Return the whole grammar; its outputs are those of the expression `root`."""
-        rules = (f"r{i} ::= {body}" for i, body in enumerate(self._bodies))
-        return "\n".join([f"root ::= {root}", *rules])
-
-
-def literal(text: str) -> str:
-    """Return an expression for exactly this text."""
-    return f'"{"".join(escaped(ord(character)) for character in text)}"'
-
-
-def escaped(point: int) -> str:
-    """Return one code point as literals and character classes spell it."""
-    character = chr(point)
-    return character if character.isascii() and character.isalnum() else f"\\U{point:08X}"
+    def grammar(self, named: Mapping[str, str]) -> str:
+        """Return the whole grammar: `named` rules, "root" among them, and these."""
+        rules = {f"{self._prefix}{i}": body for i, body in enumerate(self._bodies)}
+        return "\n".join(f"{name} ::= {body}" for name, body in {**named, **rules}.items())
 
 
 def join_parts(*parts: str) -> str:
@@ -68,8 +61,45 @@ def any_of(options: Iterable[str]) -> str:
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
 
-def repeat_counts(least: int, most: int | None) -> str:
-    """Return the suffix that repeats an expression; `most` is None for no bound."""
+def repeated(item: str, least: int, most: int | None, rules: Rules) -> str:
+    """Return an expression for an item from `least` to `most` times; `most` is None for no bound.
+
+    Of a large count xgrammar's matcher follows more than a hundred ways at a time, and of a class
+    it makes as many states as there are rounds. So a large count is made of blocks of rounds, and
+    of blocks of blocks: then few ways are open, and states are as many as a block has rounds.
+    """
+    if max(least, most or 0) <= _LARGEST_COUNT:
+        return _counted(item, least, most)
+    if " " in item or "(" in item:  # it is written more than once
+        item = rules.add(item)
+    more = _counted(item, 0, None) if most is None else _at_most(item, most - least, rules)
+    return join_parts(_exactly(item, least, rules), more)
+
+
+def _exactly(item: str, count: int, rules: Rules) -> str:
+    if count <= _BLOCK:
+        return _counted(item, count, count)
+    num_blocks, rest = divmod(count, _BLOCK)
+    block = rules.add(_counted(item, _BLOCK, _BLOCK))
+    return join_parts(_exactly(block, num_blocks, rules), _counted(item, rest, rest))
+
+
+def _at_most(item: str, count: int, rules: Rules) -> str:
+    """Either not all blocks and a part of one more, or all blocks and no more than the rest."""
+    if count <= _BLOCK:
+        return _counted(item, 0, count)
+    num_blocks, rest = divmod(count, _BLOCK)
+    block = rules.add(_counted(item, _BLOCK, _BLOCK))
+    part = _counted(item, 0, _BLOCK - 1)
+    fewer = join_parts(_at_most(block, num_blocks - 1, rules), part)
+    every = join_parts(_exactly(block, num_blocks, rules), _counted(item, 0, rest))
+    return rules.add(any_of([fewer, every]))
+
+
+def _counted(item: str, least: int, most: int | None) -> str:
+    if most == 0:
+        return '""'
     # xgrammar is faster with the short forms.
-    short = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-    return short.get((least, most), f"{{{least},{'' if most is None else most}}}")
+    short = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
+    count = f"{{{least},{'' if most is None else most}}}"
+    return f"({item}){short.get((least, most), count)}"

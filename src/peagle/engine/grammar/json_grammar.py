@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peagle.engine.grammar.ebnf import Rules, any_of, join_parts, literal, repeat_counts
+from peagle.engine.grammar.characters import literal
+from peagle.engine.grammar.ebnf import Rules, any_of, join_parts, repeated
 from peagle.engine.grammar.formats import FORMATS
 from peagle.engine.grammar.numbers import decimals, integers
 from peagle.engine.grammar.regex import json_character, translate
@@ -32,21 +33,23 @@ _UNICODE_ESCAPE = (
 )
 
 
-def json_grammar(schema: Any, parts: Mapping[str, Any], *, compact: bool) -> str:
+def json_grammar(schema: Any, parts: Mapping[str, Any], rules: Rules, *, compact: bool) -> str:
     """Return the grammar of what `prepare_schema` returns; `compact` allows no layout.
+
+    Args:
+        rules: those that `prepare_schema` began.
 
     Raises:
         UserError: no text fits a part, or there are too many rules.
     """
-    writer = _JsonWriter(parts, compact)
-    return writer.rules.grammar(writer.value(schema, 0))
+    return rules.grammar({"root": _JsonWriter(parts, rules, compact).value(schema, 0)})
 
 
 class _JsonWriter:
     """Methods return expressions; `level` counts the arrays and objects around a value."""
 
-    def __init__(self, parts: Mapping[str, Any], compact: bool) -> None:
-        self.rules = Rules()
+    def __init__(self, parts: Mapping[str, Any], rules: Rules, compact: bool) -> None:
+        self.rules = rules
         self._parts = parts
         self._compact = compact
         self._named: dict[tuple[str, int], str] = {}
@@ -115,10 +118,11 @@ class _JsonWriter:
         if "pattern" in schema:
             inside = schema["pattern"]
         elif "format" in schema:
-            inside = self.rules.add(translate(FORMATS[schema["format"]], json_string=True))
+            pattern = FORMATS[schema["format"]]
+            inside = self.rules.add(translate(pattern, self.rules, json_string=True))
         elif schema.keys() & {"minLength", "maxLength"}:
-            counts = repeat_counts(schema.get("minLength", 0), schema.get("maxLength"))
-            inside = f"{self._character}{counts}"
+            counts = schema.get("minLength", 0), schema.get("maxLength")
+            inside = repeated(self._character, *counts, self.rules)
         else:
             inside = self._characters
         return self.rules.add(join_parts('"\\""', inside, '"\\""'))
@@ -144,7 +148,7 @@ class _JsonWriter:
         rest = '""'
         if more and (most is None or most > len(heads)):
             bounds = max(0, least - len(heads)), None if most is None else most - len(heads)
-            rest = f"({join_parts(comma, more)}){repeat_counts(*bounds)}"
+            rest = repeated(join_parts(comma, more), *bounds, self.rules)
         elif least > len(heads):
             raise UserError(f"no array fits minItems {least} at {schema['path']}.")
         for i in reversed(range(len(heads) if most is None else min(len(heads), most))):
@@ -203,8 +207,9 @@ class _JsonWriter:
         """At least one other property; None if none is allowed, or their number is in doubt."""
         if others is None or (most is not None and most < 1) or least > 1:  # names may be equal
             return None
-        counts = repeat_counts(0, None if most is None else most - 1)
-        return self.rules.add(join_parts(others, f"({join_parts(comma, others)}){counts}"))
+        further = None if most is None else most - 1
+        further = repeated(join_parts(comma, others), 0, further, self.rules)
+        return self.rules.add(join_parts(others, further))
 
     def _other_name(self, names: list[str]) -> str:
         """A quoted name other than these, spelled without \\u, so that none can be hidden."""

@@ -17,16 +17,22 @@ from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-from peagle.engine.grammar.ebnf import any_of, escaped, join_parts, literal, repeat_counts
+from peagle.engine.grammar.characters import (
+    LAST,
+    Ranges,
+    character_options,
+    complement,
+    intersect,
+    literal,
+    merge,
+    without_surrogates,
+)
+from peagle.engine.grammar.ebnf import Rules, any_of, join_parts, repeated
 from peagle.errors import UserError
-
-Ranges = list[tuple[int, int]]  # inclusive code points, ascending, apart
 
 MAX_OPEN_IN_A_ROW = 16
 MAX_ROUNDS = 1000
 
-_LAST = 0x10FFFF
-_SURROGATES = (0xD800, 0xDFFF)
 _DIGIT = [(0x30, 0x39)]
 _WORD = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
 _SPACE = [(0x09, 0x0D), (0x20, 0x20)]
@@ -38,15 +44,16 @@ _UNSUPPORTED = {
     op.GROUPREF_EXISTS: "conditions on groups",
     op.AT: "word boundaries, and anchors in the middle,",
 }
-_JSON_PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _LAST)]
+_JSON_PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST)]
 
 
-def translate(pattern: str, *, json_string: bool = False) -> str:
+def translate(pattern: str, rules: Rules, *, json_string: bool = False) -> str:
     """Return an EBNF expression for the texts that a regular expression matches as a whole.
 
     Args:
         pattern: as Python's `re` reads it. Lazy repeats count as greedy ones, since they match the
             same texts.
+        rules: takes the rules that the expression needs.
         json_string: write it for the inside of a JSON string, where a quote is `\\"`.
 
     Raises:
@@ -64,7 +71,7 @@ def translate(pattern: str, *, json_string: bool = False) -> str:
     if parsed.state.flags & ~re.UNICODE:
         raise UserError("flags such as (?i) are not supported; write out what they stand for.")
     try:
-        return _RegexWriter(json_string).sequence(parsed, first=True, last=True)
+        return _RegexWriter(rules, json_string).sequence(parsed, first=True, last=True)
     except RecursionError:
         raise UserError("it is nested too deeply.") from None
 
@@ -74,14 +81,15 @@ def json_character(*, but: Iterable[str] = ()) -> str:
 
     Each character has its shortest spelling.
     """
-    excluded = _merge([(ord(character), ord(character)) for character in but])
-    return _RegexWriter(True).characters(_complement(excluded))
+    excluded = merge([(ord(character), ord(character)) for character in but])
+    return any_of(_json_options(complement(excluded)))
 
 
 class _RegexWriter:
     """Writes parsed items; `first` and `last` say that nothing comes before, or after, them."""
 
-    def __init__(self, json_string: bool) -> None:
+    def __init__(self, rules: Rules, json_string: bool) -> None:
+        self.rules = rules
         self.json_string = json_string
         self._rounds: list[int] = []  # most rounds of the open counts around the current item
 
@@ -103,9 +111,9 @@ class _RegexWriter:
         if kind is op.LITERAL:
             return self.characters([(value, value)])
         if kind is op.NOT_LITERAL:
-            return self.characters(_complement([(value, value)]))
+            return self.characters(complement([(value, value)]))
         if kind is op.ANY:
-            return self.characters(_complement([(0x0A, 0x0A)]))
+            return self.characters(complement([(0x0A, 0x0A)]))
         if kind is op.IN:
             return self.characters(_ranges(value))
         if kind is op.BRANCH:
@@ -123,8 +131,8 @@ class _RegexWriter:
                     f"it repeats up to {most or least} times what may be empty; let the repeated "
                     "part have at least one character, or use *."
                 )
-            body = self.repeated(inner, most if most != least else None)
-            return f"({body}){repeat_counts(least, most)}"
+            body = self.body(inner, most if most != least else None)
+            return repeated(body, least, most, self.rules)
         at_start = value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
         at_end = value in (op.AT_END, op.AT_END_STRING)
         if kind is op.AT and ((at_start and first) or (at_end and last)):
@@ -132,7 +140,7 @@ class _RegexWriter:
         what = _UNSUPPORTED.get(kind, f"the construct {str(kind).lower()}")
         raise UserError(f"{what} cannot be enforced; leave it out.")
 
-    def repeated(self, inner: Iterable[Any], rounds: int | None) -> str:
+    def body(self, inner: Iterable[Any], rounds: int | None) -> str:
         """What is repeated, up to `rounds` times unless that is fixed or unbounded."""
         self._rounds.append(rounds or 1)
         nested = [n for n in self._rounds if n > 1]
@@ -147,20 +155,25 @@ class _RegexWriter:
 
     def characters(self, ranges: Ranges) -> str:
         """One character out of the ranges."""
-        if not self.json_string:
-            ranges = _intersect(ranges, _complement([_SURROGATES]))
-            if not ranges:
+        if self.json_string:
+            options = _json_options(ranges)
+            if not options:
+                raise UserError("it asks for a control character, which JSON writes as \\u....")
+        else:
+            options = character_options(without_surrogates(ranges))
+            if not options:
                 raise UserError("it asks for a character that does not exist.")
-            return _character_class(ranges)
-        plain = _character_class(_intersect(ranges, _JSON_PLAIN))
-        escapes = [
-            literal(f"\\{letter}")
-            for point, letter in _JSON_ESCAPES.items()
-            if any(low <= point <= high for low, high in ranges)
-        ]
-        if not plain and not escapes:
-            raise UserError("it asks for a control character, which JSON writes as \\u....")
-        return any_of([*([plain] if plain else []), *escapes])
+        return any_of(options)
+
+
+def _json_options(ranges: Ranges) -> list[str]:
+    """Expressions of which one character inside a JSON string fits one."""
+    escapes = [
+        literal(f"\\{letter}")
+        for point, letter in _JSON_ESCAPES.items()
+        if any(low <= point <= high for low, high in ranges)
+    ]
+    return character_options(intersect(ranges, _JSON_PLAIN)) + escapes
 
 
 # The matcher follows each way of sharing a text among repeats, so these are limits of time.
@@ -189,47 +202,15 @@ def _ranges(items: Sequence[Any]) -> Ranges:
             found.append(value)
         else:
             found.extend(_CATEGORIES[value])
-    merged = _merge(found)
-    return _complement(merged) if negated else merged
-
-
-def _merge(ranges: Ranges) -> Ranges:
-    merged: Ranges = []
-    for low, high in sorted(ranges):
-        if merged and low <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-        else:
-            merged.append((low, high))
-    return merged
-
-
-def _complement(ranges: Ranges) -> Ranges:
-    found: Ranges = []
-    start = 0
-    for low, high in ranges:
-        if start < low:
-            found.append((start, low - 1))
-        start = high + 1
-    return [*found, (start, _LAST)] if start <= _LAST else found
-
-
-def _intersect(left: Ranges, right: Ranges) -> Ranges:
-    pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
-    return [(low, high) for low, high in pairs if low <= high]
-
-
-def _character_class(ranges: Ranges) -> str:
-    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-        return literal(chr(ranges[0][0]))
-    pairs = (f"{escaped(low)}-{escaped(high)}" for low, high in ranges)
-    return f"[{''.join(pairs)}]" if ranges else ""
+    merged = merge(found)
+    return complement(merged) if negated else merged
 
 
 _CATEGORIES = {
     op.CATEGORY_DIGIT: _DIGIT,
     op.CATEGORY_WORD: _WORD,
     op.CATEGORY_SPACE: _SPACE,
-    op.CATEGORY_NOT_DIGIT: _complement(_DIGIT),
-    op.CATEGORY_NOT_WORD: _complement(_WORD),
-    op.CATEGORY_NOT_SPACE: _complement(_SPACE),
+    op.CATEGORY_NOT_DIGIT: complement(_DIGIT),
+    op.CATEGORY_NOT_WORD: complement(_WORD),
+    op.CATEGORY_NOT_SPACE: complement(_SPACE),
 }

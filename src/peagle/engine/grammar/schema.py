@@ -20,6 +20,7 @@ from decimal import Decimal
 from itertools import combinations
 from typing import Any
 
+from peagle.engine.grammar.ebnf import Rules
 from peagle.engine.grammar.formats import FORMATS
 from peagle.engine.grammar.numbers import INT64
 from peagle.engine.grammar.regex import translate
@@ -55,8 +56,11 @@ _WITHOUT_RULES = ("password",)  # formats that say how to show a string, not wha
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
 
 
-def prepare_schema(source: str) -> tuple[Any, dict[str, Any]]:
+def prepare_schema(source: str, rules: Rules) -> tuple[Any, dict[str, Any]]:
     """Return the schema with nothing but what restricts values, and its parts by path.
+
+    Args:
+        rules: takes the rules of its patterns, which are returned as EBNF expressions.
 
     Raises:
         UserError: a keyword, or a combination, cannot be enforced or is not valid; the message has
@@ -64,7 +68,7 @@ def prepare_schema(source: str) -> tuple[Any, dict[str, Any]]:
     """
     source.encode()  # a ValueError tells of surrogates
     schema = json.loads(source, parse_constant=_refuse_constant)
-    preparation = _Preparation()
+    preparation = _Preparation(rules)
     prepared = preparation.schema(schema, "#")
     for place, target in preparation.references:
         if target not in preparation.seen:
@@ -89,7 +93,8 @@ def _refuse_constant(name: str) -> None:
 class _Preparation:
     """Collects schemas by path, given and prepared; references and `oneOf`s with their paths."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
         self.seen: dict[str, Any] = {}
         self.prepared: dict[str, Any] = {}
         self.references: list[tuple[str, str]] = []
@@ -187,7 +192,7 @@ class _Preparation:
             if kind in types:
                 result[kind] = _bounds(result, kind, path)
         if "string" in types:
-            _check_string(result, path)
+            _check_string(result, path, self.rules)
         if "array" in types:
             self.prepare_array(result, path, depth)
         if "object" in types:
@@ -235,7 +240,9 @@ class _Preparation:
             patterns = self.schemas(result["patternProperties"], place, depth)
             if len(patterns) > 1:
                 raise UserError(f"{place} has {len(patterns)} patterns; one can be enforced.")
-            result["patternProperties"] = {_pattern(p, place): s for p, s in patterns.items()}
+            result["patternProperties"] = {
+                _pattern(pattern, place, self.rules): inner for pattern, inner in patterns.items()
+            }
         if "propertyNames" in result:
             names = self.schema(result["propertyNames"], f"{path}/propertyNames", depth + 1)
             if not _is_of_strings(names):
@@ -291,7 +298,7 @@ def _bound(value: float, kind: str, beyond: int) -> Any:
     return Decimal(value) if abs(value) >= 2**53 else Decimal(repr(value))
 
 
-def _check_string(schema: dict[str, Any], path: str) -> None:
+def _check_string(schema: dict[str, Any], path: str, rules: Rules) -> None:
     """Check what a string must be, and prepare its pattern in place."""
     given = [k for k in ("pattern", "format") if k in schema]
     if given and (schema.get("minLength", 0) or "maxLength" in schema):
@@ -302,7 +309,7 @@ def _check_string(schema: dict[str, Any], path: str) -> None:
     if len(given) > 1:
         raise UserError(f"format beside pattern at {path} cannot be enforced; leave one out.")
     if "pattern" in schema:
-        schema["pattern"] = _pattern(schema["pattern"], path)
+        schema["pattern"] = _pattern(schema["pattern"], path, rules)
     if schema.get("format") in _WITHOUT_RULES:
         del schema["format"]
     if "format" in schema and schema["format"] not in FORMATS:
@@ -312,11 +319,11 @@ def _check_string(schema: dict[str, Any], path: str) -> None:
         )
 
 
-def _pattern(pattern: Any, path: str) -> str:
+def _pattern(pattern: Any, path: str, rules: Rules) -> str:
     if not isinstance(pattern, str):
         raise UserError(f"pattern at {path} is {pattern!r}; expected text.")
     try:
-        return translate(pattern, json_string=True)
+        return translate(pattern, rules, json_string=True)
     except UserError as error:
         raise UserError(f"pattern {pattern!r} at {path}: {error}") from None
 

@@ -13,16 +13,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
+
+from peagle.engine.grammar.processor_time import own_seconds, thread_seconds
 
 _PATIENCE_S = 0.01
 _LOOK_EVERY_S = 0.005
 # Threads that go on beside the engine, each on a core.
 _MOST_BESIDE = max(2, (os.cpu_count() or 1) // 2)
-# Where no thread's clock can be read by another thread, the time is that on the wall.
-_HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")
-_clock = time.thread_time if _HAS_THREAD_CLOCKS else time.perf_counter
 
 
 class Spender:
@@ -32,11 +32,25 @@ class Spender:
         spent_s: processor seconds of this step so far.
         is_busy: its work goes on beside the engine; nothing else may touch it.
         is_over_budget: its work took too long; it is never touched again.
+        error: exception that its work raised; it is never touched again.
     """
 
     def __init__(self) -> None:
         self.spent_s = 0.0
         self.is_busy = self.is_over_budget = False
+        self.error: Exception | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether work may be done now."""
+        return not (self.is_busy or self.is_over_budget) and self.error is None
+
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Do work; an exception becomes the `error`, which concerns nothing but this spender."""
+        try:
+            work()
+        except Exception as error:
+            self.error = error
 
 
 Work = Callable[[int, Any], None]
@@ -61,8 +75,10 @@ class StepBudget:
     ) -> set[int]:
         """Call `work(index, spender)` for each free spender; a long call makes its spender busy.
 
+        What a call raises becomes the error of its spender.
+
         Args:
-            spenders: None, busy spenders and those over the budget are passed over.
+            spenders: None and spenders that are not free are passed over.
             afterwards: called in the same way behind a call that the engine did not wait for.
 
         Returns:
@@ -71,11 +87,11 @@ class StepBudget:
         items = [
             (index, spender)
             for index, spender in enumerate(spenders)
-            if spender is not None and not (spender.is_busy or spender.is_over_budget)
+            if spender is not None and spender.is_free
         ]
         if self.seconds is None:
             for index, spender in items:
-                work(index, spender)
+                spender.attempt(partial(work, index, spender))
             return set()
         beside: set[int] = set()
         while items:
@@ -142,16 +158,16 @@ class _Job:
             for at, (index, spender) in enumerate(self._items):
                 if at >= self._last:
                     break
-                self._start_s = _clock()
+                self._start_s = own_seconds()
                 self._at = at
-                self._work(index, spender)
+                spender.attempt(partial(self._work, index, spender))
                 with self._lock:
                     is_beside = spender.is_busy
                     if not is_beside:
                         self._end(spender)
                 if is_beside:
-                    if self._afterwards is not None:
-                        self._afterwards(index, spender)
+                    if self._afterwards is not None and spender.error is None:
+                        spender.attempt(partial(self._afterwards, index, spender))
                     with self._lock:
                         self._end(spender)
         except BaseException as error:
@@ -167,7 +183,7 @@ class _Job:
     def _end(self, spender: Spender) -> None:
         """A call has ended; the engine goes on to wait for the next."""
         self._at = None
-        spender.spent_s += _clock() - self._start_s
+        spender.spent_s += own_seconds() - self._start_s
         spender.is_over_budget |= spender.spent_s > self._seconds
         spender.is_busy = False
 
@@ -218,6 +234,4 @@ class _Worker(threading.Thread):
     def used_s(self) -> float:
         """Processor seconds that the thread has used."""
         assert self.ident is not None
-        if _HAS_THREAD_CLOCKS:
-            return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
-        return _clock()
+        return thread_seconds(self.ident)

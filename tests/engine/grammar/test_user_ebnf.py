@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.compiler import GrammarCompiler
-from peagle.engine.grammar.ebnf_check import check_ebnf
+from peagle.engine.grammar.user_ebnf import user_grammar
 from peagle.errors import UserError
 from tests.engine.grammar.conftest import fits
 
@@ -82,7 +82,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_grammars_pass_and_constrain(compiler: GrammarCompiler, name: str) -> None:
     grammar, good, bad = ORDINARY[name]
-    check_ebnf(grammar)
+    user_grammar(grammar)
     assert all(fits(compiler, StructuredOutput.ebnf(grammar), text) for text in good)
     assert not any(fits(compiler, StructuredOutput.ebnf(grammar), text) for text in bad)
 
@@ -104,7 +104,7 @@ pieces = st.sampled_from(PIECES)
 @given(st.lists(pieces, max_size=25).map("".join))
 def test_any_text_is_checked_or_left_to_the_compiler(source: str) -> None:
     try:
-        check_ebnf(source)
+        user_grammar(source)
     except UserError as error:
         assert str(error).endswith((".", "+."))
 
@@ -126,5 +126,5 @@ def test_large_sources_are_checked_in_good_time(source: str) -> None:
     """Each step of the check is about linear in the source; recursion is bounded."""
     start = time.process_time()
     with contextlib.suppress(UserError):
-        check_ebnf(source)
+        user_grammar(source)
     assert time.process_time() - start < 5.0

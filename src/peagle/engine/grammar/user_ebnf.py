@@ -1,8 +1,11 @@
-"""Grammars of users, checked before they are compiled: what makes the matcher explode is refused.
+"""Grammars of users in EBNF notation: checked, and written anew for the compiler.
 
 The matcher follows all ways to read a text at once. Nested counts, repeats of something that may be
 empty and rules that are put together of themselves have so many ways that one mask takes seconds.
 Whether a grammar is ambiguous cannot be decided in general; these forms can be.
+
+Classes and large counts are written anew as `characters` and `ebnf.repeated` do it, without which
+the compiled masks would be wrong or slow.
 """
 
 from __future__ import annotations
@@ -13,6 +16,13 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+from peagle.engine.grammar.characters import (
+    character_options,
+    complement,
+    merge,
+    without_surrogates,
+)
+from peagle.engine.grammar.ebnf import Rules, any_of, repeated
 from peagle.engine.grammar.regex import MAX_OPEN_IN_A_ROW, MAX_ROUNDS
 from peagle.errors import UserError
 
@@ -26,13 +36,20 @@ _TOKEN = re.compile(
     | (?P<class>\[(?:[^\]\\\n]|\\.)*\])
     | (?P<count>\{\s*(?P<least>\d+)\s*(?P<range>,\s*(?P<most>\d*)\s*)?\})
     | (?P<ahead>\(=)
-    | (?P<mark>[|()*+?.])
+    | (?P<mark>[|()*+?])
     """,
     re.VERBOSE,
 )
 _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 # Rules over token ids bypass the text, and xgrammar's tags match nothing or anything.
 _EXTENSION = re.compile(r"\b(Token|ExcludeToken|TagDispatch|TokenTagDispatch)\s*\(")
+# A code point of a class; xgrammar reads as many digits behind \\x as there are.
+_POINT = re.compile(
+    r"\\x(?P<x>[0-9A-Fa-f]+)|\\u(?P<u>[0-9A-Fa-f]{4})|\\U(?P<U>[0-9A-Fa-f]{8})"
+    r"|\\(?P<escape>.)|(?P<plain>.)",
+    re.DOTALL,
+)
+_ESCAPES = dict(zip("abefnrtv0", "\a\b\x1b\f\n\r\t\v\0"))
 
 
 class _Rule(NamedTuple):
@@ -40,7 +57,11 @@ class _Rule(NamedTuple):
 
 
 class _Text(NamedTuple):
-    is_empty: bool
+    source: str  # a literal or a class
+
+    @property
+    def is_empty(self) -> bool:
+        return self.source == '""'
 
 
 class _Choice(NamedTuple):
@@ -56,18 +77,21 @@ class _Repeat(NamedTuple):
 _Node = _Rule | _Text | _Choice | _Repeat
 
 
-def check_ebnf(source: str) -> None:
-    """Refuse a grammar in EBNF notation whose texts can be read in too many ways.
+def user_grammar(source: str) -> str | None:
+    """Return a grammar in EBNF notation as the compiler is to read it.
 
-    What does not parse here is left to the compiler, which says why.
+    None: it does not parse here, and the compiler says why.
 
     Raises:
-        UserError: naming the rule, and how to write it.
+        UserError: its texts can be read in too many ways, or it has what no grammar may have; the
+            message names the rule, and says how to write it.
     """
     if extension := _EXTENSION.search(source):
         raise UserError(f"{extension[1]}(...) is not supported; write the text itself.")
-    if (rules := _parse(source)) is not None:
-        _Grammar(rules).check()
+    if (rules := _parse(source)) is None:
+        return None
+    _Grammar(rules).check()
+    return _Writer(rules).grammar()
 
 
 def _parse(source: str) -> dict[str, _Choice] | None:
@@ -114,16 +138,19 @@ def _choice(tokens: list[re.Match[str]], depth: int) -> _Choice:
                 if token["range"] is not None:
                     most = int(token["most"]) if token["most"] else None
             options[-1].append(_Repeat(item, least, most))
+        elif token["ahead"] is not None:
+            raise UserError(
+                "(=...) is not supported: a text is all that a rule may say; leave it out."
+            )
         elif token["name"] is not None:
             options[-1].append(_Rule(token["name"]))
-        elif token["text"] is not None or token["class"] is not None or mark == ".":
-            options[-1].append(_Text(token["text"] == '""'))
+        elif token["text"] is not None or token["class"] is not None:
+            options[-1].append(_Text(token[0]))
         else:
             inner = _choice(tokens, depth + 1)
             if tokens.pop()["mark"] != ")":
                 raise LookupError
-            if token["ahead"] is None:
-                options[-1].append(inner)
+            options[-1].append(inner)
     return _Choice(tuple(map(tuple, options)))
 
 
@@ -269,6 +296,63 @@ class _Grammar:
         return ()
 
 
+class _Writer:
+    """Writes rules with classes and counts that the matcher reads as they are meant."""
+
+    def __init__(self, rules: dict[str, _Choice]) -> None:
+        prefix = "r"
+        while any(name.startswith(prefix) for name in rules):
+            prefix += "_"
+        self._rules = rules
+        self._further = Rules(prefix)
+
+    def grammar(self) -> str:
+        """Return the whole grammar."""
+        return self._further.grammar({name: self._node(body) for name, body in self._rules.items()})
+
+    def _node(self, node: _Node) -> str:
+        match node:
+            case _Rule(name):
+                if name not in self._rules:
+                    raise UserError(f'rule "{name}" is not defined; define it, or quote a text.')
+                return name
+            case _Text(source):
+                return any_of(_class_options(source)) if source.startswith("[") else source
+            case _Repeat(item, least, most):
+                return repeated(self._node(item), least, most, self._further)
+            case _Choice(options):
+                return any_of(" ".join(map(self._node, items)) or '""' for items in options)
+
+
+def _class_options(source: str) -> list[str]:
+    """Expressions for one character out of a class such as `[^a-z]`."""
+    inside = source[1:-1]
+    is_negative = inside.startswith("^")
+    points = [_point(found) for found in _POINT.finditer(inside, int(is_negative))]
+    ranges = []
+    while points:
+        (low, _), *points = points
+        high = low
+        if len(points) > 1 and points[0] == (ord("-"), False):
+            (high, _), *points = points[1:]
+        ranges.append((low, high))
+    ranges = merge(ranges)
+    options = character_options(without_surrogates(complement(ranges) if is_negative else ranges))
+    if not options:
+        raise UserError(f"the character class {source} has no character; give it one.")
+    return options
+
+
+def _point(found: re.Match[str]) -> tuple[int, bool]:
+    """The code point that a class spells, and whether it is escaped."""
+    digits = found["x"] or found["u"] or found["U"]
+    if digits:
+        return int(digits, 16), True
+    if found["escape"]:
+        return ord(_ESCAPES.get(found["escape"], found["escape"])), True
+    return ord(found["plain"]), False
+
+
 def _nodes(node: _Node) -> Iterator[_Node]:
     yield node
     if isinstance(node, _Repeat):
@@ -290,8 +374,8 @@ def _may_be_empty(node: _Node, empty: set[str]) -> bool:
     match node:
         case _Rule(name):
             return name in empty
-        case _Text(is_empty):
-            return is_empty
+        case _Text():
+            return node.is_empty
         case _Repeat(item, least, _):
             return least == 0 or _may_be_empty(item, empty)
         case _Choice(options):
