@@ -43,7 +43,7 @@ def make_dataset(seed: int = 0) -> ResponseDataset:
     tokens = torch.randint(2, 300, (int(lens.sum()),), generator=generator, dtype=torch.int32)
     start_loc = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
     tokens[int(start_loc[5]) + 6] = RARE
-    return ResponseDataset(tokens, start_loc, prompt_lens)
+    return ResponseDataset.of_prompts(tokens, start_loc, prompt_lens)
 
 
 def writer_of(

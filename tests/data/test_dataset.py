@@ -471,7 +471,7 @@ def test_a_saved_dataset_is_read_as_its_lines(tmp_path: Path, datasets: Any) -> 
         Limits(VOCAB_SIZE),
         "f",
     )
-    assert report.records == 3 + 3 and made.tokens[:5].tolist() == [1, 4, 2, 3, 4]
+    assert report.records == 3 + 3 and made.tokens[0].tolist() == [1, 4, 2, 3, 4]
 
 
 def test_the_format_in_which_it_was_shown_does_not_matter(tmp_path: Path, datasets: Any) -> None:

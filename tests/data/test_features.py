@@ -208,7 +208,9 @@ def test_other_data_is_refused(
     cut = dataset._cut(20)
     with pytest.raises(UserError, match="12 sequences of 201 tokens, the longest of 41; here are"):
         FeatureStore.open(tmp_path, cut, model, AUX)
-    moved = ResponseDataset(dataset.tokens, dataset.start_loc, dataset.prompt_lens.clamp_max(9))
+    moved = ResponseDataset.of_prompts(
+        dataset.tokens, dataset.start_loc, dataset.prompt_lens.clamp_max(9)
+    )
     for other in (make_dataset(seed=1), moved):
         with pytest.raises(UserError, match=r"are of other data.*data.max_length must be the same"):
             FeatureStore.open(tmp_path, other, model, AUX)
