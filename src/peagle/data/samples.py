@@ -176,9 +176,9 @@ class SampleMaker:
         Raises:
             UserError: the record is of none of the forms, or malformed.
         """
-        yield from joined(self._unjoined(record))
+        yield from joined(self._samples(record))
 
-    def _unjoined(self, record: Record) -> Iterator[Sample | Dropped]:
+    def _samples(self, record: Record) -> Iterator[Sample | Dropped]:
         data = record.data
         if any(name in data for name in _ID_PAIRS):
             prompt, response = (_ids(data.get(name), name, record.where) for name in _ID_PAIRS)
