@@ -39,9 +39,9 @@ def peagle_forward(
 def rows_depth(lengths: Tensor, prompt_lens: Tensor, size: int) -> Tensor:
     """`supervised_depth` of rows that hold a prompt and one response each, [B, N]."""
     position = torch.arange(size, device=lengths.device)
-    mask = (position >= prompt_lens.unsqueeze(1)) & (position < lengths.unsqueeze(1))
-    depth = supervised_depth(mask.flatten(), torch.full_like(lengths, size))
-    return depth.unflatten(0, (len(lengths), size))
+    return supervised_depth(
+        (position >= prompt_lens.unsqueeze(1)) & (position < lengths.unsqueeze(1))
+    )
 
 
 def make_plain_batch(tokens: Tensor, prompt_lens: Tensor, lengths: Tensor | None = None) -> Batch:

@@ -101,8 +101,10 @@ def make_batch(
     tokens.view(-1)[at_T] = dataset.tokens[source_T].long()
     documents = torch.full(shape, PADDING_ROW)
     documents.view(-1)[at_T] = numbers.repeat_interleave(size)
-    deepest = torch.full(shape, -1)
-    deepest.view(-1)[at_T] = supervised_depth(dataset.loss_mask[source_T], size)
+    assert not dataset.loss_mask[source].any(), "a sequence begins with a prompt"
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    loss_mask.view(-1)[at_T] = dataset.loss_mask[source_T]
+    deepest = supervised_depth(loss_mask)
     return Batch(
         tokens,
         documents,

@@ -70,24 +70,21 @@ def attention_mask(queries: Elements, keys: Elements) -> Tensor:
     return may_attend(*q, *k).unsqueeze(1)
 
 
-def supervised_depth(loss_mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """Return the deepest supervised element of each anchor, int64 [T]; -1 where none counts.
+def supervised_depth(loss_mask_BN: Tensor) -> Tensor:
+    """Return the deepest supervised element of each anchor, int64 [B, N]; -1 where none counts.
 
     Element (a, d) counts iff x[a+1] to x[a+d+2] all lie in one answer: in one run of the mask.
 
     Args:
-        loss_mask_T: bool, the tokens of answers.
-        lengths_S: tokens of each of S documents, at least one, which lie one after the other.
+        loss_mask_BN: bool, the tokens of answers; false at the first token of every document.
     """
+    loss_mask_T = loss_mask_BN.flatten()
     position_T = torch.arange(len(loss_mask_T), device=loss_mask_T.device)
-    begins_T = torch.zeros_like(loss_mask_T)
-    begins_T[lengths_S.cumsum(0) - lengths_S] = True
-    # An answer ends before the next token that is no answer, and with its document.
-    breaks = torch.cat(((begins_T | ~loss_mask_T).nonzero().flatten(), lengths_S.sum()[None]))
-    end_T = breaks[torch.searchsorted(breaks, position_T, right=True).clamp_max(len(breaks) - 1)]
-    deepest_T = torch.where(loss_mask_T & ~begins_T, end_T - position_T - 2, -1).clamp_min(-1)
-    # Found at x[a+1]; the last token of a document comes before the first of the next.
-    return torch.nn.functional.pad(deepest_T[1:], (0, 1), value=-1)
+    others = (~loss_mask_T).nonzero().flatten()
+    others = torch.nn.functional.pad(others, (0, 1), value=len(loss_mask_T))
+    end_T = others[torch.searchsorted(others, position_T, right=True)]
+    deepest_T = torch.where(loss_mask_T, end_T - position_T - 2, -1)  # found at x[a+1]
+    return torch.nn.functional.pad(deepest_T[1:], (0, 1), value=-1).view_as(loss_mask_BN)
 
 
 def depth_counts(num_anchors: int | Tensor, num_depths: int, ratio: float, floor: float) -> list:
