@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.chat import render_chat
 from peagle.data.readers import Record, messages_of
+from peagle.data.segments import SegmentEncoder
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import read_object
 
@@ -141,6 +142,9 @@ class SampleMaker:
     ) -> None:
         self.tokenizer = tokenizer
         self._options: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
+        if tokenizer is not None:
+            # Each prompt has the whole conversation before it.
+            self._options["encode"] = SegmentEncoder(tokenizer)
         self._stop_ids = frozenset(stop_ids)
         self._chat = chat
         has_template = bool(getattr(tokenizer, "chat_template", None)) or chat_template is not None
