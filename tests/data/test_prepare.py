@@ -6,10 +6,13 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -20,7 +23,7 @@ from peagle.data.readers import Record, read_side
 from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
-from tests.data.files import ids, write
+from tests.data.files import ids, separate, write
 
 END = "<|endoftext|>"
 Messages = list[dict[str, Any]]
@@ -255,6 +258,8 @@ def test_sharegpt_is_read_as_messages() -> None:
 
 # ---- whole files ----------------------------------------------------------------------------
 
+LETTERS = st.text("ab", min_size=1, max_size=3)
+
 
 def run(source: Path, fingerprint: str = "f", **limits: Any) -> tuple[Any, Any, PrepareSummary]:
     wanted = {"vocab_size": VOCAB_SIZE, "max_length": 16, **limits}
@@ -285,6 +290,59 @@ def test_limits_duplicates_and_reasons_are_counted(tmp_path: Path) -> None:
     assert report.unknown_tokenizer == [str(source)]
     _, _, strict = run(source, truncate=False)
     assert strict.dropped["longer than 16 tokens"] == 2 and strict.samples == 2
+
+
+@given(
+    st.lists(st.lists(st.tuples(LETTERS, LETTERS), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.integers(3, 80),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_answers_are_kept_as_if_each_had_a_sample(
+    chats: list[Turns], max_length: int, truncate: bool
+) -> None:
+    """Limits, duplicates and reasons count answers; training gets the same tokens."""
+    rows = [{"messages": conversation(turns)} for turns in chats]
+    alone = [ids(tokens(p), tokens(r)) for turns in chats for p, r in pairs(turns)]
+    results = []
+    with TemporaryDirectory() as folder:
+        for name, lines in (("a", rows), ("b", alone)):
+            source = write(Path(folder) / f"{name}.jsonl", *lines)
+            try:
+                results.append(run(source, max_length=max_length, truncate=truncate))
+            except UserError as error:
+                results.append(str(error).partition("became a sample")[2])
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+        return
+    (joined, _, report), (apart, _, expected) = results
+    for name in ("answers", "supervised", "truncated", "duplicates", "dropped"):
+        assert getattr(report, name) == getattr(expected, name), name
+    found = zip(joined.tokens, joined.masks, strict=True)
+    answers = separate([(sequence.tolist(), mask) for sequence, mask in found])
+    wanted = zip(apart.tokens, apart.masks, strict=True)
+    assert sorted(answers) == sorted((sequence.tolist(), list(mask)) for sequence, mask in wanted)
+    assert report.tokens <= expected.tokens
+
+
+def test_lines_of_one_conversation_share_a_sample(tmp_path: Path) -> None:
+    """As `peagle data regenerate` writes them: a line for each answer, conversations mixed."""
+    turns = {name: [(f"{name}{i}", f"answer {i}") for i in range(5)] for name in "xyz"}
+    rows = []
+    for turn in range(1, 6):
+        for name in "xyz":
+            prompt, response = map(tokens, pairs(turns[name])[turn - 1])
+            messages = conversation(turns[name][:turn])
+            rows.append({"turn": turn, "messages": messages, **ids(prompt, response)})
+    train, _, report = run(write(tmp_path / "a.jsonl", *rows), max_length=400)
+    assert (report.samples, report.answers, report.records) == (3, 15, 15)
+    for name, sequence in zip("xyz", train.tokens, strict=True):
+        prompt, response = pairs(turns[name])[-1]
+        assert sequence.tolist() == tokens(prompt + response)
+    # The target wrote other tokens than the template has in the history: a sample of its own.
+    rows[0]["response_token_ids"] = tokens(f"other{END}")
+    _, _, report = run(write(tmp_path / "b.jsonl", *rows), max_length=400)
+    assert (report.samples, report.answers) == (4, 15)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".jsonl"])
