@@ -73,7 +73,7 @@ def test_both_formats_hold_several_answers(tmp_path: Path) -> None:
     cut = load(tmp_path / "a.jsonl", max_length=5)
     assert (cut.tokens.tolist(), cut.start_loc.tolist()) == ([5, 6, 7, 4, 3, 2], [0, 3, 6])
     facts = data_facts(tmp_path / "a.safetensors", packed)
-    assert (facts["sequences"], facts["tokens"], facts["response_tokens"]) == (2, 9, 6)
+    assert (facts["sequences"], facts["responses"], facts["response_tokens"]) == (2, 3, 6)
 
 
 def test_text_rows_are_tokenised(tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ class ResponseDataset:
         answers = self.start_loc.diff() - self.prompt_lens
         return bool((answers == _sums(self.loss_mask, self.start_loc)).all())
 
+    @property
+    def num_responses(self) -> int:
+        """Answers of all sequences."""
+        return len(self._answers()[0])
+
     @cached_property
     def graded(self) -> Tensor:
         """Positions that grade an element: they and the next one are of one answer; bool [T]."""
@@ -319,5 +324,6 @@ def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
         "sha256": sha256_of(path),
         "sequences": len(dataset),
         "tokens": len(dataset.tokens),
+        "responses": dataset.num_responses,
         "response_tokens": int(dataset.loss_mask.sum()),
     }
