@@ -122,7 +122,7 @@ def make_inputs(
     options: argparse.Namespace, length: int, dtype: torch.dtype
 ) -> tuple[Batch, TargetStates]:
     tokens = torch.randint(options.draft_vocab_size, (length,), dtype=torch.int32)
-    dataset = ResponseDataset(tokens, torch.tensor([0, length]), torch.tensor([1]))
+    dataset = ResponseDataset.of_prompts(tokens, torch.tensor([0, length]), torch.tensor([1]))
     batch = make_batch(dataset, [[0]], length)
     width = options.hidden_size
     features = torch.randn(1, length, 3 * width, device=DEVICE, dtype=dtype)

@@ -119,7 +119,7 @@ def main() -> None:
         {"tokens": tokens, "sequence_start_loc": start_loc, "prompt_lens": prompt_lens},
         output / "responses.safetensors",
     )
-    dataset = ResponseDataset(tokens, start_loc, prompt_lens)
+    dataset = ResponseDataset.of_prompts(tokens, start_loc, prompt_lens)
     body: Any = RandomBody(TargetEnds.load(target, dtype=torch.bfloat16, device=device), device)
     layers = default_aux_layer_ids(config.num_hidden_layers)
     facts = StoreFacts.of(dataset, body, layers, "bf16", "bfloat16", 1 << 30)

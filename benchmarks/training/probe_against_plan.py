@@ -97,7 +97,7 @@ class Run:
         self.optimizers = build_optimizers(self.masters.named(), self.config.optimizer)
         self.lm_head = torch.randn(head.vocab_size, width, device=DEVICE, dtype=torch.bfloat16)
         tokens = torch.randint(2, head.vocab_size, (length,), dtype=torch.int32)
-        dataset = ResponseDataset(tokens, torch.tensor([0, length]), torch.tensor([1]))
+        dataset = ResponseDataset.of_prompts(tokens, torch.tensor([0, length]), torch.tensor([1]))
         self.stream = BatchStream(dataset, length, 128, 0)
         text: Any = SimpleNamespace(hidden_size=width, vocab_size=head.vocab_size)
         target = TargetShape("none", text, 0, 0, self.lm_head.numel())

@@ -54,7 +54,7 @@ def test_from_prompts_to_what_train_reads(
     assert (json.loads(result.out)["resumed"], json.loads(result.out)["answers"]) == (6, 0)
     result = peagle("data", "prepare", responses, "--target", pair.target, "-o", train)
     assert result.status == 0 and result.err == "", result.err
-    assert result.out.startswith(f"{train}: 6 samples of 6 records, 102 tokens, 70.6% supervised\n")
+    assert result.out.startswith(f"{train}: 6 samples of 6 records, 6 answers, 102 tokens, ")
     dataset = ResponseDataset.load(train, byte_tokenizer(), VOCAB_SIZE, 64)
     assert len(dataset) == 6 and dataset.prompt_lens.tolist() == [5] * 6
     result = peagle("data", "inspect", train, "--format", "json", "--samples", 1)
@@ -86,11 +86,31 @@ def test_samples_are_shown_with_their_mask(
     result = peagle(*command)
     assert result.status == 0, result.err
     assert "<user>q<|endoftext|>\n<assistant>[[yes<|endoftext|>]]\n" in result.out
-    assert result.out.startswith(f"{chats}: 1 samples, 24 tokens, 4 supervised (16.7%)\n")
+    assert result.out.startswith(
+        f"{chats}: 1 samples, 1 answers, 24 tokens, 4 supervised (16.7%)\n"
+    )
     monkeypatch.setattr(data, "has_styles", lambda _: True)
     monkeypatch.setattr(data, "dim", lambda text, _: f"<dim>{text}</dim>")
     monkeypatch.setattr(data, "bright", lambda text, _: f"<bright>{text}</bright>")
     assert "<assistant></dim><bright>yes<|endoftext|></bright>" in peagle(*command).out
+
+
+def test_every_answer_of_a_sample_is_marked(
+    peagle: Peagle, pair: Pair, template: Path, tmp_path: Path
+) -> None:
+    several = [*CHAT["messages"], {"role": "user", "content": "r"}]
+    several.append({"role": "assistant", "content": "n" * 700})
+    chats = write(tmp_path / "chats.jsonl", {"messages": several})
+    command = ["data", "inspect", chats, "--target", pair.target, "--chat-template", template]
+    result = peagle(*command)
+    assert result.status == 0 and ": 1 samples, 2 answers, " in result.out, result.err
+    assert "tokens with 2 answers\n" in result.out
+    shown = "<user>q<|endoftext|>\n<assistant>[[yes<|endoftext|>]]\n<user>r<|endoftext|>\n"
+    assert f"{shown}<assistant>[[nnn" in result.out and "nnn...]]" in result.out
+    (one,) = json.loads(peagle(*command, "--format", "json").out)["shown"]
+    ((begin, end),) = one["gaps"]
+    between = byte_tokenizer().decode(one["response_token_ids"][begin:end])
+    assert (begin, between) == (4, "\n<user>r<|endoftext|>\n<assistant>")
 
 
 def test_prepare_tells_what_it_leaves_out(

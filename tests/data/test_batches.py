@@ -38,7 +38,9 @@ def make_dataset(sizes: list[tuple[int, int]], seed: int = 3) -> ResponseDataset
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(2, 300, (int(lengths.sum()),), generator=generator, dtype=torch.int32)
     start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    return ResponseDataset(tokens, start_loc, torch.tensor([prompt for prompt, _ in sizes]))
+    return ResponseDataset.of_prompts(
+        tokens, start_loc, torch.tensor([prompt for prompt, _ in sizes])
+    )
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(0, 5))

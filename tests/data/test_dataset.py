@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from peagle.cli.main import run
-from peagle.data.dataset import ResponseDataset
+from peagle.data.dataset import ResponseDataset, data_facts
 from peagle.data.inspect import Inspection, inspect_data
 from peagle.data.prepare import Limits, prepare
 from peagle.data.readers import (
@@ -54,6 +54,28 @@ def test_both_formats_give_the_same_sequences(tmp_path: Path) -> None:
         assert torch.equal(getattr(jsonl, name), getattr(packed, name)), name
 
 
+def test_both_formats_hold_several_answers(tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6, 7, 8, 9, 3, 2], "loss_mask": [0, 1, 1, 0, 1, 1, 0]}
+    jsonl = load(write(tmp_path / "a.jsonl", row, ids([4], [3, 2])))
+    mask = torch.tensor([0, 1, 1, 0, 1, 1, 0, 1, 1]).bool()
+    store = {
+        "tokens": torch.tensor([5, 6, 7, 8, 9, 3, 4, 3, 2], dtype=torch.int32),
+        "sequence_start_loc": torch.tensor([0, 6, 9]),
+        "loss_mask": mask,
+    }
+    save_file(store, tmp_path / "a.safetensors")
+    packed = load(tmp_path / "a.safetensors")
+    for dataset in (jsonl, packed):
+        assert torch.equal(dataset.tokens, store["tokens"])
+        assert dataset.start_loc.tolist() == [0, 6, 9]
+        assert torch.equal(dataset.loss_mask, mask)
+        assert dataset.prompt_lens.tolist() == [1, 1]
+    cut = load(tmp_path / "a.jsonl", max_length=5)
+    assert (cut.tokens.tolist(), cut.start_loc.tolist()) == ([5, 6, 7, 4, 3, 2], [0, 3, 6])
+    facts = data_facts(tmp_path / "a.safetensors", packed)
+    assert (facts["sequences"], facts["responses"], facts["response_tokens"]) == (2, 3, 6)
+
+
 def test_text_rows_are_tokenised(tmp_path: Path) -> None:
     dataset = load(write(tmp_path / "a.jsonl", {"prompt": "ab", "response": "cde"}))
     tokenizer = byte_tokenizer()
@@ -77,6 +99,8 @@ def test_long_sequences_are_cut_and_empty_ones_dropped(tmp_path: Path) -> None:
         ([ids([1], [2, 3]), {"prompt": "x"}], "line 2 is"),
         ([ids([1], [2, 3]), [1, 2]], "line 2 is"),
         ([{"prompt_token_ids": ["a"], "response_token_ids": [1]}], "lists of integers"),
+        ([{"input_ids": [1, 2], "loss_mask": [0]}], "1 values for 2 input_ids"),
+        ([{"input_ids": [1, 2], "loss_mask": [0, "1"]}], "loss_mask is .*list of whole numbers"),
         (['{"prompt_token_ids": [1], "response_token_ids": [2, true]}'], "lists of integers"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "peagle data prepare"),
         ([ids([1], [2, 400])], "token id 400"),
@@ -471,7 +495,7 @@ def test_a_saved_dataset_is_read_as_its_lines(tmp_path: Path, datasets: Any) -> 
         Limits(VOCAB_SIZE),
         "f",
     )
-    assert report.records == 3 + 3 and made.tokens[:5].tolist() == [1, 4, 2, 3, 4]
+    assert report.records == 3 + 3 and made.tokens[0].tolist() == [1, 4, 2, 3, 4]
 
 
 def test_the_format_in_which_it_was_shown_does_not_matter(tmp_path: Path, datasets: Any) -> None:

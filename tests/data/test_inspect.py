@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def test_counts_are_those_by_hand(tmp_path: Path) -> None:
     assert found.length == Lengths(5, 8, 8, 8) and found.response_length == Lengths(2, 3, 3, 3)
     assert (found.duplicates, found.too_short, found.distinct, found.largest_id) == (1, 1, 3, 9)
     assert found.coverage == {3: 1.0}
+
+
+def test_answers_of_a_sample_are_counted_each(tmp_path: Path) -> None:
+    row = {"input_ids": [1, 5, 6, 7, 2, 8, 9], "loss_mask": [0, 1, 1, 0, 0, 1, 0]}
+    found = look(write(tmp_path / "a.jsonl", row, ids([3], [4, 4, 4])))
+    assert (found.samples, found.answers, found.tokens, found.supervised) == (2, 3, 6 + 4, 6)
+    assert found.prompt_length == Lengths(1, 5, 5, 5)
+    assert found.response_length == Lengths(2, 3, 3, 3)
+    assert found.too_short == 1 and found.distinct == 4 and found.largest_id == 8
 
 
 def test_percentiles_are_nearest_ranks() -> None:
@@ -105,6 +115,15 @@ def test_a_store_that_was_cut_off(tmp_path: Path) -> None:
             look(path)
 
 
+def test_a_store_of_a_later_format_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = {"tokens": torch.arange(10), "borders": torch.tensor([0, 10])}
+    for version in (3, "2", None):
+        metadata = {"peagle_data": json.dumps({"format_version": version})}
+        save_file(tensors, tmp_path / "a.safetensors", metadata=metadata)
+        with pytest.raises(UserError, match=f"has format_version {version!r}; .* reads up to 2"):
+            look(tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -118,6 +137,8 @@ def test_a_store_that_was_cut_off(tmp_path: Path) -> None:
         ({"tokens": torch.zeros(2, 5, dtype=torch.int32)}, r"shape \(2, 5\)"),
         ({"prompt_lens": None}, "not a whole store"),
         ({"tokens": torch.arange(10) - 3}, "token id -3"),
+        ({"loss_mask": torch.ones(9).bool()}, "9 values of loss_mask do not fit"),
+        ({"loss_mask": torch.ones(10).int()}, "loss_mask is torch.int32 .* true and false"),
     ],
 )
 def test_tensors_that_are_no_store(tmp_path: Path, changes: dict, message: str) -> None:

@@ -6,10 +6,13 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -20,7 +23,7 @@ from peagle.data.readers import Record, read_side
 from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
-from tests.data.files import ids, write
+from tests.data.files import ids, separate, write
 
 END = "<|endoftext|>"
 Messages = list[dict[str, Any]]
@@ -114,10 +117,16 @@ def maker(template: str | None = None, **options: Any) -> SampleMaker:
     return SampleMaker(byte_tokenizer(), (0,), chat_template=template, **options)
 
 
-def made(one: SampleMaker, **data: Any) -> list[tuple[list[int], list[int]]]:
+def samples_of(one: SampleMaker, **data: Any) -> list[Sample]:
     found = list(one.samples(record(**data)))
     assert all(isinstance(sample, Sample) for sample in found), found
-    return [(s.prompt, s.response) for s in found if isinstance(s, Sample)]
+    return [sample for sample in found if isinstance(sample, Sample)]
+
+
+def made(one: SampleMaker, **data: Any) -> list[tuple[list[int], list[int]]]:
+    """Every answer with all that comes before it in its sample."""
+    found = samples_of(one, **data)
+    return [(s.ids[:begin], s.ids[begin:end]) for s in found for begin, end in s.answers]
 
 
 WORDS = ["a", "b c", "é", "日本", "{{ x }}", "two\nlines", "q? ", "<user>", "1", "end."]
@@ -150,6 +159,8 @@ def test_masks_equal_those_by_hand(
     for seed in range(25):
         turns = random_turns(seed, blanks=template is TRIMS)
         found = made(one, messages=conversation(turns))
+        num_samples = len(samples_of(one, messages=conversation(turns)))
+        assert num_samples == (len(turns) if template is THINKS else 1), "one where it is exact"
         wanted = [(tokens(prompt), tokens(response)) for prompt, response in expected(turns)]
         assert found == wanted, turns
 
@@ -179,13 +190,14 @@ def test_reasoning_is_supervised_in_its_own_turn_only() -> None:
     messages[1]["reasoning_content"] = "hm"
     messages[3]["reasoning_content"] = "well"
     first, second = made(maker(THINKS, thinking=True), messages=messages)
+    assert len(samples_of(maker(THINKS, thinking=True), messages=messages)) == 2
     begin = f"<user>q{END}\n<assistant>"
     assert first == (tokens(begin), tokens(f"<think>\nhm\n</think>\n\nyes{END}"))
     begin += f"yes{END}\n<user>r{END}\n<assistant>"
     assert second == (tokens(begin), tokens(f"<think>\nwell\n</think>\n\nno{END}"))
 
 
-def test_a_cut_answer_has_no_end_and_a_numbered_turn_is_one_sample() -> None:
+def test_a_cut_answer_has_no_end_and_a_numbered_turn_is_one_answer() -> None:
     messages = conversation([("q", "yes"), ("r", "no")])
     one = maker(ADDS)
     cut = made(one, messages=messages, finish_reason="length")
@@ -224,6 +236,9 @@ def test_token_ids_and_masks_pass_as_they_are() -> None:
     assert made(SampleMaker(None), **ids) == [([5, 6], [7, 0])]
     runs = made(SampleMaker(None), input_ids=[9, 8, 7, 6, 5, 4], loss_mask=[0, 1, 1, 0, 1, 1])
     assert runs == [([9], [8, 7]), ([9, 8, 7, 6], [5, 4])]
+    (sample,) = samples_of(SampleMaker(None), input_ids=[9, 8, 7, 6, 5], loss_mask=[0, 1, 0, 1, 0])
+    assert (sample.prompt, sample.response, sample.gaps) == ([9], [8, 7, 6], ((1, 2),))
+    assert list(sample.loss_mask) == [0, 1, 0, 1], "what follows the last answer is left out"
 
 
 def test_pairs_are_chats_or_plain_text() -> None:
@@ -242,6 +257,8 @@ def test_sharegpt_is_read_as_messages() -> None:
 
 
 # ---- whole files ----------------------------------------------------------------------------
+
+LETTERS = st.text("ab", min_size=1, max_size=3)
 
 
 def run(source: Path, fingerprint: str = "f", **limits: Any) -> tuple[Any, Any, PrepareSummary]:
@@ -269,10 +286,63 @@ def test_limits_duplicates_and_reasons_are_counted(tmp_path: Path) -> None:
     }
     assert report.details["empty prompt"].endswith("a.jsonl, line 5")
     assert (report.tokens, report.supervised) == (5 + 5 + 16, 3 + 4 + 6)
-    assert train.tokens.tolist()[-16:] == [7] * 10 + [8] * 6
+    assert train.tokens[-1].tolist() == [7] * 10 + [8] * 6
     assert report.unknown_tokenizer == [str(source)]
     _, _, strict = run(source, truncate=False)
     assert strict.dropped["longer than 16 tokens"] == 2 and strict.samples == 2
+
+
+@given(
+    st.lists(st.lists(st.tuples(LETTERS, LETTERS), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.integers(3, 80),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_answers_are_kept_as_if_each_had_a_sample(
+    chats: list[Turns], max_length: int, truncate: bool
+) -> None:
+    """Limits, duplicates and reasons count answers; training gets the same tokens."""
+    rows = [{"messages": conversation(turns)} for turns in chats]
+    alone = [ids(tokens(p), tokens(r)) for turns in chats for p, r in pairs(turns)]
+    results = []
+    with TemporaryDirectory() as folder:
+        for name, lines in (("a", rows), ("b", alone)):
+            source = write(Path(folder) / f"{name}.jsonl", *lines)
+            try:
+                results.append(run(source, max_length=max_length, truncate=truncate))
+            except UserError as error:
+                results.append(str(error).partition("became a sample")[2])
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+        return
+    (joined, _, report), (apart, _, expected) = results
+    for name in ("answers", "supervised", "truncated", "duplicates", "dropped"):
+        assert getattr(report, name) == getattr(expected, name), name
+    found = zip(joined.tokens, joined.masks, strict=True)
+    answers = separate([(sequence.tolist(), mask) for sequence, mask in found])
+    wanted = zip(apart.tokens, apart.masks, strict=True)
+    assert sorted(answers) == sorted((sequence.tolist(), list(mask)) for sequence, mask in wanted)
+    assert report.tokens <= expected.tokens
+
+
+def test_lines_of_one_conversation_share_a_sample(tmp_path: Path) -> None:
+    """As `peagle data regenerate` writes them: a line for each answer, conversations mixed."""
+    turns = {name: [(f"{name}{i}", f"answer {i}") for i in range(5)] for name in "xyz"}
+    rows = []
+    for turn in range(1, 6):
+        for name in "xyz":
+            prompt, response = map(tokens, pairs(turns[name])[turn - 1])
+            messages = conversation(turns[name][:turn])
+            rows.append({"turn": turn, "messages": messages, **ids(prompt, response)})
+    train, _, report = run(write(tmp_path / "a.jsonl", *rows), max_length=400)
+    assert (report.samples, report.answers, report.records) == (3, 15, 15)
+    for name, sequence in zip("xyz", train.tokens, strict=True):
+        prompt, response = pairs(turns[name])[-1]
+        assert sequence.tolist() == tokens(prompt + response)
+    # The target wrote other tokens than the template has in the history: a sample of its own.
+    rows[0]["response_token_ids"] = tokens(f"other{END}")
+    _, _, report = run(write(tmp_path / "b.jsonl", *rows), max_length=400)
+    assert (report.samples, report.answers) == (4, 15)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".jsonl"])
@@ -285,16 +355,24 @@ def test_train_reads_what_is_written(tmp_path: Path, suffix: str) -> None:
     dataset = ResponseDataset.load(output, byte_tokenizer(), VOCAB_SIZE, 64)
     wanted = [([1, 2], [3, 4, 5])]
     wanted += [(tokens(p), tokens(r)) for p, r in pairs([("q", "yes"), ("r", "no")])]
-    assert dataset.tokens.tolist() == [token for p, r in wanted for token in p + r]
-    assert dataset.prompt_lens.tolist() == [len(p) for p, _ in wanted]
-    assert dataset.start_loc.diff().tolist() == [len(p) + len(r) for p, r in wanted]
+    first, before, whole = (p + r for p, r in wanted)
+    assert dataset.tokens.tolist() == first + whole
+    assert dataset.prompt_lens.tolist() == [len(p) for p, _ in wanted[:2]]
+    assert dataset.start_loc.tolist() == [0, len(first), len(first + whole)]
+    between = len(whole) - len(before) - len(wanted[2][1])
+    mask = [0] * 2 + [1] * 3 + [0] * len(wanted[1][0]) + [1] * len(wanted[1][1])
+    assert dataset.loss_mask.int().tolist() == mask + [0] * between + [1] * len(wanted[2][1])
     again, _, report = run(output, max_length=64)
-    assert again.tokens == train.tokens and report.unknown_tokenizer == []
+    assert (again.tokens, again.masks) == (train.tokens, train.masks)
+    assert report.unknown_tokenizer == []
     if suffix == ".jsonl":
         assert read_side(output) == {"tokenizer_sha256": "f"}
+        lines = list(map(json.loads, output.read_text().splitlines()))
+        assert lines[0] == rows[0] and lines[1].keys() == {"input_ids", "loss_mask"}
     else:
         with safe_open(output, framework="pt") as store:
-            assert json.loads(store.metadata()["peagle_data"]) == {"tokenizer_sha256": "f"}
+            facts = json.loads(store.metadata()["peagle_data"])
+            assert facts == {"tokenizer_sha256": "f", "format_version": 2}
             assert store.get_tensor("tokens").dtype == torch.int32
     with pytest.raises(UserError, match="another tokenizer"):
         run(output, fingerprint="ours")
@@ -312,18 +390,16 @@ def test_a_conversation_is_on_one_side_of_the_split(tmp_path: Path) -> None:
     text = byte_tokenizer().decode
     sides = []
     for side in (train, held_out):
-        begin, firsts = 0, []
-        for length in side.lens:
-            first = str(text(side.tokens[begin : begin + length].tolist())).split(END)[0]
-            firsts.append(first)
-            begin += length
-        assert all(firsts.count(first) == 2 for first in firsts), "both turns of a conversation"
+        firsts = [str(text(ids.tolist())).split(END)[0] for ids in side.tokens]
+        assert len(set(firsts)) == len(firsts) and side.num_answers == 2 * len(firsts), (
+            "both turns of a conversation share a sample"
+        )
         sides.append(set(firsts))
     assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 200
-    assert 25 <= len(sides[1]) <= 75 and report.validation_samples == 2 * len(sides[1])
+    assert 25 <= len(sides[1]) <= 75 and report.validation_answers == 2 * len(sides[1])
     rows.reverse()
     again = run(write(tmp_path / "b.jsonl", *rows), max_length=200, validation_share=0.25)[2]
-    assert again.validation_samples == report.validation_samples, "the order does not matter"
+    assert again.validation_answers == report.validation_answers, "the order does not matter"
 
 
 @pytest.mark.parametrize(

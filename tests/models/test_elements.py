@@ -12,8 +12,8 @@ from peagle.models.elements import (
     attention_mask,
     depth_counts,
     sample_elements,
-    supervised_depth,
 )
+from tests.training.reference import rows_depth
 
 
 def listed(elements: Elements, row: int = 0) -> set[tuple[int, int]]:
@@ -24,7 +24,7 @@ def listed(elements: Elements, row: int = 0) -> set[tuple[int, int]]:
 
 
 def test_worked_example_of_the_docstring() -> None:
-    deepest = supervised_depth(torch.tensor([5]), torch.tensor([1]), 5)
+    deepest = rows_depth(torch.tensor([5]), torch.tensor([1]), 5)
     assert deepest.tolist() == [[2, 1, 0, -1, -1]]
     elements = sample_elements(deepest, 3, ratio=1.0)
     assert listed(elements) == {(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 2)}
@@ -33,7 +33,7 @@ def test_worked_example_of_the_docstring() -> None:
 
 def test_prompt_positions_are_context_only() -> None:
     # Prompt of 3, response x[3], x[4], x[5]: (2, 0) reads x[3] and predicts x[4].
-    deepest = supervised_depth(torch.tensor([6]), torch.tensor([3]), 8)
+    deepest = rows_depth(torch.tensor([6]), torch.tensor([3]), 8)
     assert deepest.tolist() == [[-1, -1, 1, 0, -1, -1, -1, -1]]
 
 
@@ -53,7 +53,7 @@ def test_sampled_elements_obey_the_definition(
     lengths, prompts = torch.tensor([length, 12]), torch.tensor([prompt, 2])
     size = max(length, 12) + 3
     elements = sample_elements(
-        supervised_depth(lengths, prompts, size),
+        rows_depth(lengths, prompts, size),
         depths,
         ratio=ratio,
         floor=floor,
@@ -75,7 +75,7 @@ def test_sampled_elements_obey_the_definition(
 
 
 def test_counts_match_the_ratio_where_there_is_room() -> None:
-    deepest = supervised_depth(torch.tensor([1000]), torch.tensor([1]), 1000)
+    deepest = rows_depth(torch.tensor([1000]), torch.tensor([1]), 1000)
     elements = sample_elements(deepest, 6, ratio=0.7, floor=0.3)
     for depth in range(6):
         expected = 998 * max(0.7**depth, 0.3)
@@ -87,7 +87,7 @@ def test_counts_match_the_ratio_where_there_is_room() -> None:
 
 
 def test_a_generator_decides_the_sample() -> None:
-    deepest = supervised_depth(torch.tensor([60]), torch.tensor([4]), 64)
+    deepest = rows_depth(torch.tensor([60]), torch.tensor([4]), 64)
     draws = [
         sample_elements(deepest, 5, generator=torch.Generator().manual_seed(seed))
         for seed in (3, 3, 4)
@@ -99,7 +99,7 @@ def test_a_generator_decides_the_sample() -> None:
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_attention_rule_against_the_definition(multiple: int) -> None:
-    deepest = supervised_depth(torch.tensor([9, 7]), torch.tensor([2, 3]), 9)
+    deepest = rows_depth(torch.tensor([9, 7]), torch.tensor([2, 3]), 9)
     e = sample_elements(deepest, 4, ratio=0.8, floor=0.2, multiple=multiple)
     mask = attention_mask(e, e)[:, 0]
     for row in range(2):

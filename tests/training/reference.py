@@ -10,7 +10,7 @@ from torch import Tensor
 from peagle.data.batches import Batch, Place
 from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter, DrafterConfig
-from peagle.models.elements import PADDING_ROW, Elements
+from peagle.models.elements import PADDING_ROW, Elements, supervised_depth
 from peagle.training.element_attention import dense_attention
 
 HIDDEN, VOCAB = 12, 50
@@ -34,6 +34,14 @@ def peagle_forward(
     hidden = torch.where(is_ntp.unsqueeze(-1), combined, drafter.shared_hidden())
     attention = dense_attention(elements, elements)
     return drafter(tokens, hidden, elements.positions, lambda _, q, k, v: attention(q, k, v))
+
+
+def rows_depth(lengths: Tensor, prompt_lens: Tensor, size: int) -> Tensor:
+    """`supervised_depth` of rows that hold a prompt and one response each, [B, N]."""
+    position = torch.arange(size, device=lengths.device)
+    return supervised_depth(
+        (position >= prompt_lens.unsqueeze(1)) & (position < lengths.unsqueeze(1))
+    )
 
 
 def make_plain_batch(tokens: Tensor, prompt_lens: Tensor, lengths: Tensor | None = None) -> Batch:

@@ -393,7 +393,9 @@ def test_a_mistake_is_told_once(
     ],
 )
 def test_rows_that_processes_cannot_share(processes: int, batch_tokens: int, advice: str) -> None:
-    dataset = ResponseDataset(torch.ones(32), torch.arange(0, 33, 8), torch.ones(4).long())
+    dataset = ResponseDataset.of_prompts(
+        torch.ones(32), torch.arange(0, 33, 8), torch.ones(4).long()
+    )
     with pytest.raises(UserError, match=advice):
         BatchStream(dataset, batch_tokens, 8, seed=0, world_size=processes)
     assert BatchStream(dataset, 32, 8, seed=0, world_size=4).num_rows == 4

@@ -10,17 +10,17 @@ from peagle.models.elements import (
     Elements,
     attention_mask,
     sample_elements,
-    supervised_depth,
 )
 from peagle.training.element_attention import BLOCK, BlockTable, dense_attention, flex_attention
 from peagle.training.partition import split_by_anchor
 from peagle.training.training_methods import concatenate
+from tests.training.reference import rows_depth
 
 
 def make_elements(device: str, multiple: int, rows: int = 3, length: int = 40) -> Elements:
     lengths = torch.tensor([length - 3 * i for i in range(rows)], device=device)
     prompts = torch.tensor([2 + i for i in range(rows)], device=device)
-    deepest = supervised_depth(lengths, prompts, length)
+    deepest = rows_depth(lengths, prompts, length)
     return sample_elements(deepest, 5, ratio=0.8, floor=0.2, multiple=multiple)
 
 

@@ -116,6 +116,8 @@ def test_a_record_is_told_wherever_training_or_its_owner_put_it(head: Path, plac
     folder = head if place == "inside" else head.parent
     last = {"step": 9, "loss": 9.0, "acceptance_lengths": [9.0]}
     changes = {"best": {"validation": VALIDATION}, "validation": last} if place == "best" else {}
+    if place == "best":  # several answers of a conversation are one sequence
+        changes |= {"data": {"train": {"responses": 98765}}, "sequences": 4000}
     write_record(folder / "train.json", read_head(head), **changes)
     facts = read_head(head)
     assert facts.notes == () and ("train.json" in facts.files) == (place == "inside")

@@ -102,6 +102,7 @@ def test_the_record_says_where_the_head_comes_from(
         "file": "responses.jsonl",
         "sha256": sha256_of(responses),
         "sequences": 48,
+        "responses": 48,
         "tokens": 48 * 30,
         "response_tokens": 48 * 24,
     }

@@ -49,7 +49,7 @@ def make_stream(processes: Processes) -> BatchStream:
     lengths = torch.randint(4, 36, (40,), generator=generator)
     prompts = (torch.rand(40, generator=generator) * (lengths - 3)).long() + 1
     tokens = torch.randint(2, VOCAB, (int(lengths.sum()),), generator=generator)
-    dataset = ResponseDataset(tokens.int(), F.pad(lengths.cumsum(0), (1, 0)), prompts)
+    dataset = ResponseDataset.of_prompts(tokens.int(), F.pad(lengths.cumsum(0), (1, 0)), prompts)
     rank, count = processes.rank, processes.world_size
     return BatchStream(dataset, 4 * 36, 4, seed=3, rank=rank, world_size=count)
 

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,6 +101,7 @@ def inspect(
             parts: dict[str, Any] = {
                 "prompt_token_ids": sample.prompt,
                 "response_token_ids": sample.response,
+                "gaps": sample.gaps,
             }
             if tokenizer is not None:
                 parts["prompt"] = _decode(tokenizer, sample.prompt)
@@ -116,8 +117,8 @@ def _print_inspection(
     file: Path, found: Inspection, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     print(
-        f"{file}: {found.samples} samples, {found.tokens} tokens, {found.supervised} supervised "
-        f"({found.supervised_share:.1%})"
+        f"{file}: {found.samples} samples, {found.answers} answers, {found.tokens} tokens, "
+        f"{found.supervised} supervised ({found.supervised_share:.1%})"
     )
     print(f"{'tokens':<12}{'P50':>9}{'P90':>9}{'P99':>9}{'longest':>9}")
     for name in ("length", "prompt_length", "response_length"):
@@ -133,24 +134,35 @@ def _print_inspection(
     print(f"supervised tokens: {found.distinct} different, largest id {found.largest_id}")
     print(f"covered by the most frequent: {shares or 'nothing is supervised'}")
     for number, sample in enumerate(found.shown, start=1):
-        print(f"--- sample {number}: {len(sample.prompt)} + {len(sample.response)} tokens")
+        several = f" with {len(sample.answers)} answers" if sample.gaps else ""
+        print(f"--- sample {number}: {len(sample.prompt)} + {len(sample.response)} tokens{several}")
         print(_sample_text(sample, tokenizer))
 
 
 def _sample_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return the end of the prompt and the beginning of the response, with the response marked."""
-    parts = []
-    for ids in (sample.prompt, sample.response):
-        text = " ".join(map(str, ids)) if tokenizer is None else _decode(tokenizer, ids)
-        parts.append(printable(text))
-    prompt, response = parts
-    if len(prompt) > _SHOWN_CHARACTERS:
-        prompt = "..." + prompt[-_SHOWN_CHARACTERS:]
-    if len(response) > _SHOWN_CHARACTERS:
-        response = response[:_SHOWN_CHARACTERS] + "..."
-    if has_styles(sys.stdout):
-        return dim(prompt, sys.stdout) + bright(response, sys.stdout)
-    return f"{prompt}[[{response}]]"
+    """Return the end of the first prompt and what follows it, with the answers marked."""
+    borders = [0, *(place for answer in sample.answers for place in answer)]
+    parts = [sample.ids[begin:end] for begin, end in pairwise(borders)]
+    texts = [printable(_text_of(part, tokenizer)) for part in parts]
+    if len(texts[0]) > _SHOWN_CHARACTERS:
+        texts[0] = "..." + texts[0][-_SHOWN_CHARACTERS:]
+    room = _SHOWN_CHARACTERS
+    for index, text in enumerate(texts[1:], start=1):
+        if len(text) > room:
+            texts[index:] = [text[:room] + "..."]
+            break
+        room -= len(text)
+
+    def marked(text: str, is_answer: bool) -> str:
+        if has_styles(sys.stdout):
+            return (bright if is_answer else dim)(text, sys.stdout)
+        return f"[[{text}]]" if is_answer else text
+
+    return "".join(marked(text, index % 2 == 1) for index, text in enumerate(texts))
+
+
+def _text_of(ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
+    return " ".join(map(str, ids)) if tokenizer is None else _decode(tokenizer, ids)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -386,7 +398,8 @@ def prepare(
     """Tokenise conversations and responses for training.
 
     Only the target's own tokens are supervised: answers with their end-of-turn token, each behind
-    the prompt that serving would have made. The command counts what it leaves out, by reason.
+    the prompt that serving would have made. The answers of a conversation share a sample where the
+    chat template renders earlier turns alike. The command counts what it leaves out, by reason.
     """
     share = validation_share
     if share is None:
@@ -488,11 +501,12 @@ def _print_preparation(
         return
     share = report.supervised / report.tokens
     print(
-        f"{output}: {report.samples} samples of {report.records} records, {report.tokens} tokens, "
-        f"{share:.1%} supervised"
+        f"{output}: {report.samples} samples of {report.records} records, "
+        f"{report.answers} answers, {report.tokens} tokens, {share:.1%} supervised"
     )
     if validation is not None:
-        print(f"{validation}: {report.validation_samples} samples")
+        counts = f"{report.validation_samples} samples, {report.validation_answers} answers"
+        print(f"{validation}: {counts}")
     if report.truncated:
         print(f"truncated at {max_length} tokens: {report.truncated}")
     if report.duplicates:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
-from peagle.models.elements import PADDING_ROW, deepest_of
+from peagle.models.elements import PADDING_ROW, supervised_depth
 
 # Sequences packed together: enough to fill rows well, few enough to keep their order random.
 _PACKED_TOGETHER = 1024
@@ -82,13 +82,12 @@ def make_batch(
             start += places[-1].length
         assert start <= length, "rows hold what fits into them"
     numbers = torch.tensor([i for indices in rows for i in range(len(indices))])
-    row, start, size, prompt, source = (
+    row, start, size, source = (
         torch.tensor(column)
         for column in (
             [place.row for place in places],
             [place.start for place in places],
             [place.length for place in places],
-            dataset.prompt_lens[[place.sequence for place in places]].tolist(),
             dataset.start_loc[[place.sequence for place in places]].tolist(),
         )
     )
@@ -96,14 +95,16 @@ def make_batch(
     first_T = (size.cumsum(0) - size).repeat_interleave(size)
     offset_T = torch.arange(int(size.sum())) - first_T
     at_T = (row * length + start).repeat_interleave(size) + offset_T
+    source_T = source.repeat_interleave(size) + offset_T
     shape = (len(rows), length)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    tokens.view(-1)[at_T] = dataset.tokens[source.repeat_interleave(size) + offset_T].long()
+    tokens.view(-1)[at_T] = dataset.tokens[source_T].long()
     documents = torch.full(shape, PADDING_ROW)
     documents.view(-1)[at_T] = numbers.repeat_interleave(size)
-    deepest = torch.full(shape, -1)
-    of_each_T = (x.repeat_interleave(size) for x in (size, prompt))
-    deepest.view(-1)[at_T] = deepest_of(offset_T, *of_each_T)
+    assert not dataset.loss_mask[source].any(), "a sequence begins with a prompt"
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    loss_mask.view(-1)[at_T] = dataset.loss_mask[source_T]
+    deepest = supervised_depth(loss_mask)
     return Batch(
         tokens,
         documents,
@@ -205,7 +206,7 @@ class BatchStream:
         self.steps_per_epoch = max(1, len(self._rows) // self.num_rows)
         self.fill = len(dataset.tokens) / (len(self._rows) * self.row_length)
         self.tokens_per_step = self.fill * self.num_rows * self.row_length
-        of_sequence = (dataset.start_loc.diff() - dataset.prompt_lens - 1).clamp_min(0).tolist()
+        of_sequence = dataset.num_graded.tolist()
         self.anchors = [sum(of_sequence[i] for i in row) for row in self._rows]
         self.is_packed = any(len(row) > 1 for row in self._rows)
         self._epoch = -1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +15,73 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from peagle.data.readers import STORE_KEY, Record, metadata_of, read_records, read_side
+from peagle.data.samples import masked_ids
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of
+from peagle.models.checkpoint.files import save_tensors
+
+FORMAT_VERSION = 2  # of a store; format 1 has prompt_lens in place of loss_mask
 
 
 class ResponseDataset:
-    """Prompts with the target's responses, as flat tokens.
+    """Conversations with the target's answers, as flat tokens: most are a prompt and its response.
 
     Attributes:
-        tokens: int32, prompt and response of every sequence, one after the other.
+        tokens: int32 [T], all sequences, one after the other.
         start_loc: int64 [S+1], where each begins.
-        prompt_lens: int64 [S].
+        loss_mask: bool [T], the tokens that the target wrote. A run of them within a sequence is an
+            answer; all tokens before it are its prompt.
     """
 
-    def __init__(self, tokens: Tensor, start_loc: Tensor, prompt_lens: Tensor) -> None:
+    def __init__(self, tokens: Tensor, start_loc: Tensor, loss_mask: Tensor) -> None:
         self.tokens = tokens
         self.start_loc = start_loc
-        self.prompt_lens = prompt_lens
+        self.loss_mask = loss_mask
+
+    @classmethod
+    def of_prompts(cls, tokens: Tensor, start_loc: Tensor, prompt_lens: Tensor) -> ResponseDataset:
+        """Make a dataset of prompts (int64 [S], their lengths) with one response each."""
+        response_T = torch.arange(len(tokens)) >= _repeat(start_loc[:-1] + prompt_lens, start_loc)
+        return cls(tokens, start_loc, response_T)
 
     def __len__(self) -> int:
-        return len(self.prompt_lens)
+        return len(self.start_loc) - 1
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return int(self.start_loc.diff().max())
+
+    @property
+    def prompt_lens(self) -> Tensor:
+        """Tokens of each sequence before its first answer, int64 [S]."""
+        answered = torch.cat((self.loss_mask.nonzero().flatten(), self.start_loc[-1:]))
+        first = answered[torch.searchsorted(answered, self.start_loc[:-1])]
+        return first.minimum(self.start_loc[1:]) - self.start_loc[:-1]
+
+    @property
+    def has_one_answer_each(self) -> bool:
+        """Whether every sequence is a prompt and one response, up to its end."""
+        answers = self.start_loc.diff() - self.prompt_lens
+        return bool((answers == _sums(self.loss_mask, self.start_loc)).all())
+
+    @property
+    def num_responses(self) -> int:
+        """Answers of all sequences."""
+        return len(self._answers()[0])
+
+    @cached_property
+    def graded(self) -> Tensor:
+        """Positions that grade an element: they and the next one are of one answer; bool [T]."""
+        graded_T = self.loss_mask.clone()
+        graded_T[:-1] &= self.loss_mask[1:]
+        graded_T[self.start_loc[1:] - 1] = False
+        return graded_T
+
+    @property
+    def num_graded(self) -> Tensor:
+        """Positions of each sequence that grade an element, int64 [S]."""
+        return _sums(self.graded, self.start_loc)
 
     @classmethod
     def load(
@@ -50,9 +94,9 @@ class ResponseDataset:
     ) -> ResponseDataset:
         """Read a .jsonl or .safetensors file; sequences longer than `max_length` are cut there.
 
-        JSONL: one object a line, {"prompt_token_ids", "response_token_ids"} or
-        {"prompt", "response"} as text. Safetensors: `tokens` (flat), `sequence_start_loc` [S+1],
-        `prompt_lens` [S].
+        JSONL: one object a line, {"prompt_token_ids", "response_token_ids"}, {"input_ids",
+        "loss_mask"} or {"prompt", "response"} as text. Safetensors: `tokens` (flat),
+        `sequence_start_loc` [S+1], and `loss_mask` (flat) or `prompt_lens` [S].
 
         Raises:
             UserError: the file is missing or malformed (with the line), made with a tokenizer of
@@ -64,12 +108,11 @@ class ResponseDataset:
         if path.suffix == ".safetensors":
             dataset, metadata = read_store(path)
         elif path.suffix == ".jsonl":
-            pairs = [_ids_of(record, tokenizer) for record in read_records(path)]
-            lens = torch.tensor([0] + [len(prompt) + len(response) for prompt, response in pairs])
-            flat = [token for pair in pairs for ids in pair for token in ids]
-            prompt_lens = torch.tensor([len(prompt) for prompt, _ in pairs])
-            dataset = cls(torch.tensor(flat, dtype=torch.int32), lens.cumsum(0), prompt_lens)
-            metadata = read_side(path)
+            rows = [_masked_ids(record, tokenizer) for record in read_records(path)]
+            lens = torch.tensor([0, *(len(ids) for ids, _ in rows)])
+            tokens = torch.tensor([i for ids, _ in rows for i in ids], dtype=torch.int32)
+            mask = torch.tensor([on for _, mask in rows for on in mask], dtype=torch.bool)
+            dataset, metadata = cls(tokens, lens.cumsum(0), mask), read_side(path)
         else:
             raise UserError(
                 f"The data file {str(path)!r} ends in {path.suffix!r}; "
@@ -92,37 +135,95 @@ class ResponseDataset:
         return dataset
 
     def _cut(self, max_length: int) -> ResponseDataset:
-        """Cut long sequences and drop those without a supervised element."""
-        lens = self.start_loc.diff().clamp_max(max_length)
-        keep = (lens - self.prompt_lens >= 2) & (self.prompt_lens >= 1)
-        starts, lens = self.start_loc[:-1][keep], lens[keep]
+        """Cut long sequences, and leave out what nothing is learned from.
+
+        That is an answer without a prompt or of less than two tokens, what follows the last answer
+        of a sequence, and a sequence without one.
+        """
+        begins, ends = self._answers()
+        sequence = torch.searchsorted(self.start_loc, begins, right=True) - 1
+        first = self.start_loc[sequence]
+        ends = ends.minimum(first + max_length)
+        keep = (ends - begins >= 2) & (begins > first)
+        begins, ends, sequence = begins[keep], ends[keep], sequence[keep]
+        stops = self.start_loc[:-1].scatter_reduce(0, sequence, ends, "amax")
+        lens = stops - self.start_loc[:-1]
+        starts, lens = self.start_loc[:-1][lens > 0], lens[lens > 0]
         start_loc = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-        offset = torch.arange(int(start_loc[-1])) - start_loc[:-1].repeat_interleave(lens)
-        tokens = self.tokens[starts.repeat_interleave(lens) + offset]
-        return ResponseDataset(tokens, start_loc, self.prompt_lens[keep])
+        kept = torch.arange(int(start_loc[-1])) + _repeat(starts - start_loc[:-1], start_loc)
+        borders = torch.zeros(len(self.tokens) + 1, dtype=torch.int8)
+        borders[begins], borders[ends] = 1, -1
+        mask = borders.cumsum(0, dtype=torch.int8).bool()
+        return ResponseDataset(self.tokens[kept], start_loc, mask[kept])
+
+    def _answers(self) -> tuple[Tensor, Tensor]:
+        """Where each answer begins and ends in the flat tokens, both int64 [R]."""
+        is_begin, is_end = self.loss_mask.clone(), self.loss_mask.clone()
+        within = torch.ones(len(self.loss_mask) + 1, dtype=torch.bool)
+        within[self.start_loc] = False  # a sequence begins: no answer goes on there
+        goes_on = within[1:-1] & self.loss_mask[1:] & self.loss_mask[:-1]
+        is_begin[1:] &= ~goes_on
+        is_end[:-1] &= ~goes_on
+        return is_begin.nonzero().flatten(), is_end.nonzero().flatten() + 1
 
     def response_token_counts(self, vocab_size: int) -> Tensor:
         """Count each token in the responses, int64 [vocab_size]."""
-        lens = self.start_loc.diff()
-        offset = torch.arange(len(self.tokens)) - self.start_loc[:-1].repeat_interleave(lens)
-        in_response = offset >= self.prompt_lens.repeat_interleave(lens)
-        return torch.bincount(self.tokens[in_response].long(), minlength=vocab_size)
+        return torch.bincount(self.tokens[self.loss_mask].long(), minlength=vocab_size)
 
 
-def _ids_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Prompt and response of a record, as token ids."""
+def _repeat(values: Tensor, start_loc: Tensor) -> Tensor:
+    """The value of each sequence, once for each of its tokens."""
+    return values.repeat_interleave(start_loc.diff())
+
+
+def _sums(flags_T: Tensor, start_loc: Tensor) -> Tensor:
+    """The number of true flags of each sequence."""
+    return torch.nn.functional.pad(flags_T.cumsum(0), (1, 0))[start_loc].diff()
+
+
+def _masked_ids(
+    record: Record, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], Sequence[int]]:
+    """Token ids of a record, and for each whether the target wrote it."""
+    if "input_ids" in record.data:
+        return masked_ids(record)
     ids: list[Any] = [record.data.get(n) for n in ("prompt_token_ids", "response_token_ids")]
-    if all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
-        return ids[0], ids[1]
-    texts = [record.data.get(name) for name in ("prompt", "response")]
-    if all(isinstance(x, str) for x in texts):
-        prompt, response = (tokenizer.encode(str(x), add_special_tokens=False) for x in texts)
-        return prompt, response
-    raise UserError(
-        f"{record.where} is {json.dumps(record.data)[:60]}; expected an object with "
-        "prompt_token_ids and response_token_ids (lists of integers), or prompt and response "
-        "(text). Conversations become such by `peagle data prepare`."
-    )
+    if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
+        ids = [record.data.get(name) for name in ("prompt", "response")]
+        if not all(isinstance(x, str) for x in ids):
+            raise UserError(
+                f"{record.where} is {json.dumps(record.data)[:60]}; expected an object with "
+                "prompt_token_ids and response_token_ids (lists of integers), input_ids and "
+                "loss_mask, or prompt and response (text). Conversations become such by "
+                "`peagle data prepare`."
+            )
+        ids = [tokenizer.encode(x, add_special_tokens=False) for x in ids]
+    prompt, response = ids
+    return prompt + response, [0] * len(prompt) + [1] * len(response)
+
+
+def row_of(ids: list[int], loss_mask: Sequence[int]) -> dict[str, list[int]]:
+    """Return the line of a JSONL file for a sequence, as `ResponseDataset.load` reads it."""
+    mask = bytes(loss_mask)
+    prompt_len = len(mask) - mask.count(1)
+    if mask.endswith(b"\1" * mask.count(1)):
+        return {"prompt_token_ids": ids[:prompt_len], "response_token_ids": ids[prompt_len:]}
+    return {"input_ids": ids, "loss_mask": list(mask)}
+
+
+def write_store(path: Path, dataset: ResponseDataset, metadata: dict[str, Any]) -> None:
+    """Write a .safetensors store of responses and its metadata.
+
+    Where every sequence is a prompt and one response, the store has format 1, which every peagle
+    reads.
+    """
+    tensors = {"tokens": dataset.tokens, "sequence_start_loc": dataset.start_loc}
+    if dataset.has_one_answer_each:
+        tensors["prompt_lens"] = dataset.prompt_lens.int()
+    else:
+        tensors["loss_mask"] = dataset.loss_mask
+        metadata = {**metadata, "format_version": FORMAT_VERSION}
+    save_tensors(path, tensors, {STORE_KEY: json.dumps(metadata)})
 
 
 def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
@@ -133,32 +234,51 @@ def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
     """
     if not path.is_file():
         raise UserError(f"The data file {str(path)!r} is not there.")
-    names = ("tokens", "sequence_start_loc", "prompt_lens")
     try:
         with safe_open(path, framework="pt") as reader:
+            metadata = metadata_of((reader.metadata() or {}).get(STORE_KEY), path)
+            _check_version(path, metadata)
+            last = "loss_mask" if "loss_mask" in set(reader.keys()) else "prompt_lens"
+            names = ("tokens", "sequence_start_loc", last)
             tensors = {name: reader.get_tensor(name) for name in names}
-            note = (reader.metadata() or {}).get(STORE_KEY)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{str(path)!r} is not a whole store of responses: {error} ({path.stat().st_size} "
             "bytes). It was cut off or is another kind of file; make it again."
         ) from None
     for name, tensor in tensors.items():
-        if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        is_mask = name == "loss_mask"
+        is_whole = not tensor.is_floating_point() and (tensor.dtype == torch.bool) == is_mask
+        if tensor.dim() != 1 or not is_whole:
             raise UserError(
                 f"{str(path)!r}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected "
-                "whole numbers in one dimension."
+                f"{'true and false' if is_mask else 'whole numbers'} in one dimension."
             )
-    tokens, start_loc, prompt_lens = (tensors[name].long() for name in names)
+    tokens, start_loc, said = tensors["tokens"].int(), *(tensors[name] for name in names[1:])
+    start_loc = start_loc.long()
     lens = start_loc.diff()
-    fits = len(start_loc) == len(prompt_lens) + 1 and int(start_loc[0]) == 0
+    fits = len(start_loc) > 0 and int(start_loc[0]) == 0
     fits = fits and int(start_loc[-1]) == len(tokens) and bool((lens >= 0).all())
-    if not fits or bool(((prompt_lens < 0) | (prompt_lens > lens)).any()):
+    if last == "loss_mask":
+        fits = fits and len(said) == len(tokens)
+    else:
+        fits = fits and len(said) == len(lens) and bool(((said >= 0) & (said <= lens)).all())
+    if not fits:
         raise UserError(
-            f"{str(path)!r} is damaged: {len(tokens)} tokens, {len(prompt_lens)} prompts and "
-            f"{len(start_loc)} borders do not fit together. Make it again."
+            f"{str(path)!r} is damaged: {len(tokens)} tokens, {len(start_loc)} borders and "
+            f"{len(said)} values of {last} do not fit together. Make it again."
         )
-    return ResponseDataset(tokens.int(), start_loc, prompt_lens), metadata_of(note, path)
+    make = ResponseDataset if last == "loss_mask" else ResponseDataset.of_prompts
+    return make(tokens, start_loc, said), metadata
+
+
+def _check_version(path: Path, metadata: dict[str, Any]) -> None:
+    version = metadata.get("format_version", 1)
+    if version not in range(1, FORMAT_VERSION + 1):
+        raise UserError(
+            f"{str(path)!r} has format_version {version!r}; this peagle reads up to "
+            f"{FORMAT_VERSION}. Upgrade peagle, or prepare the data again."
+        )
 
 
 def read_data(source: Path) -> tuple[Iterator[Record], dict[str, Any]]:
@@ -174,11 +294,9 @@ def read_data(source: Path) -> tuple[Iterator[Record], dict[str, Any]]:
 
 
 def _records_of(dataset: ResponseDataset, source: Path) -> Iterator[Record]:
-    borders = dataset.start_loc.tolist()
-    for index, prompt_len in enumerate(dataset.prompt_lens.tolist()):
-        ids = dataset.tokens[borders[index] : borders[index + 1]].tolist()
-        data = {"prompt_token_ids": ids[:prompt_len], "response_token_ids": ids[prompt_len:]}
-        yield Record(data, index + 1, f"{source}, sequence {index + 1}")
+    for index, (begin, end) in enumerate(pairwise(dataset.start_loc.tolist()), start=1):
+        ids, mask = dataset.tokens[begin:end].tolist(), dataset.loss_mask[begin:end].tolist()
+        yield Record(row_of(ids, mask), index, f"{source}, sequence {index}")
 
 
 def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) -> None:
@@ -201,11 +319,11 @@ def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
 
     The name of the file is recorded, not where it lay.
     """
-    responses = dataset.start_loc.diff() - dataset.prompt_lens
     return {
         "file": path.name,
         "sha256": sha256_of(path),
         "sequences": len(dataset),
         "tokens": len(dataset.tokens),
-        "response_tokens": int(responses.sum()),
+        "responses": dataset.num_responses,
+        "response_tokens": int(dataset.loss_mask.sum()),
     }

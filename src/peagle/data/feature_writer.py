@@ -287,12 +287,11 @@ class FeatureWriter:
 
     def _encode(self, batch: Batch, states: TargetStates) -> dict[str, Tensor]:
         """Return the stored tensors of a batch, on the host."""
-        position_N = torch.arange(batch.tokens_BN.shape[1], device=batch.tokens_BN.device)
-        chosen = [place.sequence for place in batch.places]
-        borders = (self.dataset.prompt_lens[chosen], self._lens[chosen] - 1)
-        first_B1, end_B1 = (x.to(position_N.device).unsqueeze(1) for x in borders)
-        graded_BN = (position_N >= first_B1) & (position_N < end_B1)
         real_BN = batch.documents_BN >= 0
+        graded_BN = torch.zeros_like(real_BN)
+        borders = (self.dataset.start_loc[p.sequence :][:2].tolist() for p in batch.places)
+        graded_T = torch.cat([self.dataset.graded[begin:end] for begin, end in borders])
+        graded_BN[real_BN] = graded_T.to(graded_BN.device)
         features_TA = states.features_BNA[real_BN]
         hidden_UH = states.hidden_BNH[graded_BN].to(HIDDEN_DTYPES[self.facts.dtype])
         if self.facts.dtype == "fp8":

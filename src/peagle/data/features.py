@@ -3,7 +3,7 @@
 A store is a folder of safetensors shards and one index. A shard holds whole sequences, one after
 the other: the aux features of every position, and the final hidden states of the positions that
 grade an element. Element (a, d) is graded at position a + d + 1 and counts iff x[a+1] to x[a+d+2]
-lie in the response; with P tokens of prompt and L in all, these are the positions P to L - 2.
+lie in one answer: these are the positions of every answer but its last (`ResponseDataset.graded`).
 
 Shapes: B rows, N positions of a row, S sequences, T positions, U graded positions, A aux states,
 H target width.
@@ -88,7 +88,7 @@ class StoreFacts:
     """Everything that decides the bytes of a store, except for the hardware that computes it.
 
     Attributes:
-        dataset_sha256: of tokens, borders and prompt lengths.
+        dataset_sha256: of tokens, borders and what is supervised.
         num_sequences, num_tokens, longest: sizes of the data after it was cut to its limit.
         target: fingerprint.
         target_dtype: in which the target ran.
@@ -173,16 +173,14 @@ class StoreFacts:
 
 
 def dataset_sha256(dataset: ResponseDataset) -> str:
-    """Return the hash of tokens, borders and prompt lengths."""
+    """Return the hash of tokens, borders and prompt lengths, and of a mask that says more."""
+    parts = [dataset.tokens.int(), dataset.start_loc.long(), dataset.prompt_lens.long()]
+    if not dataset.has_one_answer_each:
+        parts.append(dataset.loss_mask)
     digest = hashlib.sha256()
-    for tensor in (dataset.tokens.int(), dataset.start_loc.long(), dataset.prompt_lens.long()):
+    for tensor in parts:
         digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def num_graded(dataset: ResponseDataset) -> Tensor:
-    """Positions of each sequence that grade an element, int64 [S]; they begin at its response."""
-    return (dataset.start_loc.diff() - dataset.prompt_lens - 1).clamp_min(0)
 
 
 # ---- shards ---------------------------------------------------------------------------------
@@ -252,7 +250,7 @@ class ShardPlan:
 
 def plan_shards(dataset: ResponseDataset, facts: StoreFacts) -> list[ShardPlan]:
     """Divide the sequences, from long to short, into shards of about `facts.shard_bytes`."""
-    lens, graded = dataset.start_loc.diff(), num_graded(dataset)
+    lens, graded = dataset.start_loc.diff(), dataset.num_graded
     order = lens.argsort(descending=True, stable=True)
     sizes = (lens * facts.position_bytes + graded * facts.graded_bytes)[order].tolist()
     counts, filled = [0], 0
@@ -383,8 +381,9 @@ class FeatureStore:
         self.features_dtype = self.hidden_dtype = HIDDEN_DTYPES[self.facts.dtype]
         self._pin_memory = pin_memory
         self._lens = dataset.start_loc.diff().tolist()
-        self._prompt_lens = dataset.prompt_lens.tolist()
-        self._num_graded = num_graded(dataset).tolist()
+        self._starts = dataset.start_loc.tolist()
+        self._graded = dataset.graded
+        self._num_graded = dataset.num_graded.tolist()
         # The shard of each sequence, and its first rows of features and hidden states there.
         self._places: dict[int, tuple[_Shard, int, int]] = {}
         for entry in index.shards:
@@ -442,16 +441,17 @@ class FeatureStore:
         hidden = self._empty(rows * length, self.facts.hidden_size)
         is_empty, is_ungraded = torch.ones(2, rows * length, dtype=torch.bool)
         for place in batch.places:
-            index, prompt_len = place.sequence, self._prompt_lens[place.sequence]
+            index = place.sequence
             assert place.length <= self._lens[index], "the batch is of another dataset"
             begin = place.row * length + place.start
             at = slice(begin, begin + place.length)
             self._read_features(index, features[at])
             is_empty[at] = False
-            count = max(0, min(self._num_graded[index], place.length - prompt_len))
-            graded = slice(begin + prompt_len, begin + prompt_len + count)
+            first_token = self._starts[index]
+            is_graded = self._graded[first_token : first_token + place.length]
+            graded = begin + is_graded.nonzero().flatten()
             shard, _, first = self._places[index]
-            hidden[graded] = shard.hidden_UH[first : first + count]
+            hidden[graded] = shard.hidden_UH[first : first + len(graded)]
             is_ungraded[graded] = False
             # A sum is NaN or infinite if one of its terms is, and fast.
             if not math.isfinite(float(features[at].sum()) + float(hidden[graded].sum())):

@@ -41,10 +41,12 @@ class Inspection:
 
     Attributes:
         samples: sequences, as training reads them.
-        tokens, supervised: tokens of all sequences, and of their responses.
-        length, prompt_length, response_length: lengths of the sequences and their parts.
+        answers: answers in them; a sequence may have several.
+        tokens, supervised: tokens of all sequences, and of their answers.
+        length, prompt_length, response_length: lengths of the sequences, of what comes before each
+            answer, and of the answers.
         duplicates: sequences that are equal to an earlier one.
-        too_short: sequences that training leaves out: no prompt, or less than two response tokens.
+        too_short: answers that training leaves out: no prompt, or less than two tokens.
         dropped: records that are no sequence, by reason.
         distinct: different tokens among the supervised.
         largest_id: largest token id.
@@ -55,6 +57,7 @@ class Inspection:
     """
 
     samples: int
+    answers: int
     tokens: int
     supervised: int
     length: Lengths
@@ -86,7 +89,7 @@ def inspect_data(
     Raises:
         UserError: the file is missing, damaged, empty, or of another tokenizer.
     """
-    lens, prompt_lens = array("q"), array("q")
+    lens, prompt_lens, responses = array("q"), array("q"), array("q")
     counts: Counter[int] = Counter()
     dropped: Counter[str] = Counter()
     seen: set[bytes] = set()
@@ -96,7 +99,7 @@ def inspect_data(
         if isinstance(sample, Dropped):
             dropped[sample.reason] += 1
             continue
-        ids = sample.prompt + sample.response
+        ids, answers = sample.ids, sample.answers
         if ids and min(ids) < 0:
             raise UserError(f"{str(path)!r} holds token id {min(ids)}; expected none below 0.")
         # Every stride-th sample is kept, and the stride doubles when there are too many.
@@ -105,22 +108,24 @@ def inspect_data(
             if len(kept) == 2 * num_shown:
                 kept, stride = kept[::2], 2 * stride
         lens.append(len(ids))
-        prompt_lens.append(len(sample.prompt))
-        counts.update(sample.response)
-        seen.add(hashlib.sha256(repr((len(sample.prompt), ids)).encode()).digest()[:16])
+        for begin, end in answers:
+            prompt_lens.append(begin)
+            responses.append(end - begin)
+            counts.update(ids[begin:end])
+        seen.add(hashlib.sha256(repr((answers, ids)).encode()).digest()[:16])
         largest = max(largest, *ids) if ids else largest
     if not lens:
         why = ", ".join(f"{count} × {reason}" for reason, count in dropped.items())
         raise UserError(f"{str(path)!r} holds no sequence{why and ': ' + why}.")
     if fingerprint is not None:
         check_tokenizer(path, metadata, fingerprint)
-    responses = [length - prompt for length, prompt in zip(lens, prompt_lens, strict=True)]
     pairs = zip(prompt_lens, responses, strict=True)
     ranked, total = sorted(counts.values(), reverse=True), counts.total()
     sizes = [k for k in _MOST_FREQUENT if k < len(ranked)] + [len(ranked)]
     shown = min(num_shown, len(kept))
     return Inspection(
         samples=len(lens),
+        answers=len(responses),
         tokens=sum(lens),
         supervised=sum(responses),
         length=Lengths.of(lens),

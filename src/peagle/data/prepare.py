@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from peagle.data.dataset import check_tokenizer, read_data
-from peagle.data.readers import STORE_KEY, side_file
-from peagle.data.samples import Dropped, Sample, SampleMaker
+from peagle.data.dataset import ResponseDataset, check_tokenizer, read_data, row_of, write_store
+from peagle.data.readers import side_file
+from peagle.data.samples import Dropped, Sample, SampleMaker, continues
 from peagle.errors import UserError
-from peagle.models.checkpoint.files import save_tensors, write_json
+from peagle.models.checkpoint.files import write_json
 
 LEAST_RESPONSE = 2  # a shorter one has no token to draft
 
@@ -58,10 +58,10 @@ class PrepareSummary:
 
     Attributes:
         records: read.
-        samples, tokens, supervised: written for training.
-        validation_samples: written for validation.
-        truncated: samples that were cut at the length limit, as far as they are written.
-        duplicates: samples left out since an equal one was there.
+        samples, answers, tokens, supervised: written for training.
+        validation_samples, validation_answers: written for validation.
+        truncated: answers that were cut at the length limit, as far as they are written.
+        duplicates: answers left out since an equal one, behind an equal prompt, was there.
         dropped: how many were left out, by reason.
         details: the first case of each reason, where there is more to say.
         unknown_tokenizer: files of token ids that do not say which tokenizer made them.
@@ -69,9 +69,11 @@ class PrepareSummary:
 
     records: int = 0
     samples: int = 0
+    answers: int = 0
     tokens: int = 0
     supervised: int = 0
     validation_samples: int = 0
+    validation_answers: int = 0
     truncated: int = 0
     duplicates: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -85,30 +87,58 @@ class PrepareSummary:
 
 
 class Collected:
-    """Samples as flat tokens, each with a hash of its conversation (64 bits)."""
+    """Samples with a hash of their conversation.
+
+    A sample goes on with the newest one of its conversation where its prompt begins with all of
+    that: `peagle data regenerate` writes each answer of a conversation into a record of its own.
+
+    Attributes:
+        tokens: token ids of each sample.
+        masks: for each token 1 if it is supervised, else 0.
+        hashes: the conversation of each sample, 64 bits.
+    """
 
     def __init__(self) -> None:
-        self.tokens, self.lens, self.prompt_lens = array("i"), array("q"), array("q")
+        self.tokens: list[array[int]] = []
+        self.masks: list[bytearray] = []
         self.hashes = array("Q")
+        self._newest: dict[int, int] = {}  # the sample, by the hash of its conversation
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def add(self, sample: Sample) -> None:
-        """Put a sample behind the others."""
+        """Put a sample behind the others, or behind the newest one of its conversation."""
         digest = hashlib.sha256(sample.group.encode()).digest()
-        number = int.from_bytes(digest[:8])
-        self._add([*sample.prompt, *sample.response], len(sample.prompt), number)
+        conversation = int.from_bytes(digest[:8])
+        last = self._newest.get(conversation)
+        if last is not None and continues(self.tokens[last], array("i", sample.prompt)):
+            begin = len(self.tokens[last])
+            self.tokens[last].extend(sample.ids[begin:])
+            self.masks[last].extend(sample.loss_mask[begin:])
+            return
+        self._newest[conversation] = len(self)
+        self._append(array("i", sample.ids), sample.loss_mask, conversation)
 
-    def _add(self, ids: Sequence[int], prompt_len: int, hash: int) -> None:
-        self.tokens.extend(ids)
-        self.lens.append(len(ids))
-        self.prompt_lens.append(prompt_len)
+    def _append(self, ids: array[int], mask: bytearray, hash: int) -> None:
+        self.tokens.append(ids)
+        self.masks.append(mask)
         self.hashes.append(hash)
 
-    def __iter__(self) -> Iterator[tuple[array[int], int, int]]:
-        """Token ids, length of the prompt, and hash of each sample."""
-        begin = 0
-        for length, prompt_len, hash in zip(self.lens, self.prompt_lens, self.hashes, strict=True):
-            yield self.tokens[begin : begin + length], prompt_len, hash
-            begin += length
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def num_supervised(self) -> int:
+        """Tokens of all answers."""
+        return sum(mask.count(1) for mask in self.masks)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers of all samples; each has a prompt before it."""
+        return sum(mask.count(b"\0\1") for mask in self.masks)
 
     def split(self, share: float) -> tuple[Collected, Collected]:
         """Samples for training and for validation, the latter a share of the conversations.
@@ -125,14 +155,14 @@ class Collected:
         least, most = min(self.hashes), max(self.hashes)
         if least == most:
             raise UserError(
-                f"The validation share is {share:g}, and all {len(self.lens)} samples are of one "
+                f"The validation share is {share:g}, and all {len(self)} samples are of one "
                 "conversation; expected two or more, one for validation. Add conversations, or "
                 "leave --validation and --validation-share out. Nothing was written."
             )
         limit = min(max(round(share * 2**64), least + 1), most)
         train, validation = Collected(), Collected()
-        for ids, prompt_len, hash in self:
-            (validation if hash < limit else train)._add(ids, prompt_len, hash)
+        for ids, mask, hash in zip(self.tokens, self.masks, self.hashes, strict=True):
+            (validation if hash < limit else train)._append(ids, mask, hash)
         return train, validation
 
     def write(self, path: Path, metadata: dict[str, Any]) -> None:
@@ -140,23 +170,24 @@ class Collected:
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
             if path.suffix == ".safetensors":
-                start_loc = torch.nn.functional.pad(torch.tensor(self.lens).cumsum(0), (1, 0))
-                tensors = {
-                    "tokens": torch.tensor(self.tokens, dtype=torch.int32),
-                    "sequence_start_loc": start_loc,
-                    "prompt_lens": torch.tensor(self.prompt_lens, dtype=torch.int32),
-                }
-                save_tensors(partial, tensors, {STORE_KEY: json.dumps(metadata)})
+                write_store(partial, self._dataset(), metadata)
             else:
                 with partial.open("w", encoding="utf-8") as lines:
-                    for ids, size, _ in self:
-                        row = {"prompt_token_ids": ids[:size].tolist()}
-                        row["response_token_ids"] = ids[size:].tolist()
-                        lines.write(json.dumps(row) + "\n")
+                    for ids, mask in zip(self.tokens, self.masks, strict=True):
+                        lines.write(json.dumps(row_of(ids.tolist(), mask)) + "\n")
                 write_json(side_file(path), metadata)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+    def _dataset(self) -> ResponseDataset:
+        lens = torch.tensor([0, *map(len, self.tokens)])
+        tokens, mask = bytearray(b"".join(self.tokens)), bytearray(b"".join(self.masks))
+        return ResponseDataset(
+            torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.tensor([]).int(),
+            lens.cumsum(0),
+            torch.frombuffer(mask, dtype=torch.bool) if mask else torch.tensor([]).bool(),
+        )
 
 
 def prepare(
@@ -198,23 +229,17 @@ def prepare(
                     "say with --thinking or --no-thinking in which the head will serve."
                 )
             for made in maker.samples(record):
-                kept = _within_limits(made, record.where, limits)
-                if isinstance(kept, Dropped):
-                    report.drop(kept, record.where)
+                if isinstance(made, Dropped):
+                    report.drop(made, record.where)
                     continue
-                assert isinstance(made, Sample)
-                ids = array("i", [len(kept.prompt), *kept.prompt, *kept.response])
-                digest = hashlib.sha256(ids.tobytes()).digest()[:16]
-                if digest in seen:
-                    report.duplicates += 1
-                    continue
-                seen.add(digest)
-                report.truncated += len(kept.response) < len(made.response)
-                collected.add(kept)
+                _check_ids(made.ids, record.where, limits)
+                answers = list(_kept_answers(made, record.where, limits, seen, report))
+                if answers:
+                    collected.add(Sample.of(made.ids, answers, made.group))
     train, validation = collected.split(limits.validation_share)
-    report.samples, report.validation_samples = len(train.lens), len(validation.lens)
-    report.tokens = len(train.tokens)
-    report.supervised = report.tokens - sum(train.prompt_lens)
+    report.samples, report.validation_samples = len(train), len(validation)
+    report.answers, report.validation_answers = train.num_answers, validation.num_answers
+    report.tokens, report.supervised = train.num_tokens, train.num_supervised
     if not report.samples:
         reasons = ", ".join(f"{count} × {reason}" for reason, count in report.dropped.items())
         raise UserError(
@@ -224,28 +249,47 @@ def prepare(
     return train, validation, report
 
 
-def _within_limits(sample: Sample | Dropped, where: str, limits: Limits) -> Sample | Dropped:
-    """Cut a sample at the length limit, or say why it is left out.
-
-    Raises:
-        UserError: a token is outside the vocabulary.
-    """
-    if isinstance(sample, Dropped):
-        return sample
-    ids = sample.prompt + sample.response
+def _check_ids(ids: list[int], where: str, limits: Limits) -> None:
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < limits.vocab_size:
             raise UserError(
                 f"{where} holds token id {token}; the target's vocabulary is 0 to "
                 f"{limits.vocab_size - 1}. The tokens must come from this target."
             )
-    if not sample.prompt:
+
+
+def _kept_answers(
+    sample: Sample, where: str, limits: Limits, seen: set[bytes], report: PrepareSummary
+) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of the answers that are new and within the limits; report the others.
+
+    `seen` gets a digest of each: of the answer, its prompt, and the border between them.
+    """
+    ids, digest, hashed = array("i", sample.ids), hashlib.sha256(), 0
+    for begin, end in sample.answers:
+        if isinstance(kept_end := _cut(begin, end, limits), Dropped):
+            report.drop(kept_end, where)
+            continue
+        digest.update(ids[hashed:kept_end].tobytes())
+        hashed = kept_end
+        own = digest.copy()
+        own.update(begin.to_bytes(8, "little"))
+        if (key := own.digest()[:16]) in seen:
+            report.duplicates += 1
+            continue
+        seen.add(key)
+        report.truncated += kept_end < end
+        yield begin, kept_end
+
+
+def _cut(begin: int, end: int, limits: Limits) -> int | Dropped:
+    """Return where an answer ends within the length limit, or say why it is left out."""
+    if not begin:
         return Dropped("empty prompt")
-    if len(sample.response) < LEAST_RESPONSE:
+    if end - begin < LEAST_RESPONSE:
         return Dropped(f"response of less than {LEAST_RESPONSE} tokens")
-    if len(ids) > limits.max_length and not limits.truncate:
+    if end > limits.max_length and not limits.truncate:
         return Dropped(f"longer than {limits.max_length} tokens")
-    if limits.max_length - len(sample.prompt) < LEAST_RESPONSE:
+    if limits.max_length - begin < LEAST_RESPONSE:
         return Dropped(f"prompt leaves no room for a response within {limits.max_length} tokens")
-    response = sample.response[: limits.max_length - len(sample.prompt)]
-    return Sample(sample.prompt, response, sample.group)
+    return min(end, limits.max_length)

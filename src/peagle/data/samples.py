@@ -1,16 +1,18 @@
 """Turn records into token sequences whose end is supervised: the loss mask of chat templates.
 
-A sample is one pass of serving: the prompt as the template renders it before an answer, and the
-tokens that the model then writes, its end-of-turn token included. A conversation of n answers makes
-n samples, because templates render earlier answers differently from the newest (without reasoning),
-and because the model does not write the tokens that a template adds behind an answer.
+An answer is one pass of serving: the prompt as the template renders it before the answer, and the
+tokens that the model then writes, its end-of-turn token included. Answers of one conversation share
+a sample where the prompt of the later answer begins, token for token, with the whole sample so far.
+Where a template renders earlier answers differently from the newest (without reasoning), each
+answer has a sample of its own. So each supervised token has the context that it has in serving.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.chat import render_chat
 from peagle.data.readers import Record, messages_of
+from peagle.data.segments import SegmentEncoder
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import read_object
 
@@ -27,16 +30,77 @@ _PROBE = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sequence whose response is supervised.
+    """A sequence of token ids with one or more supervised answers.
 
     Attributes:
-        prompt, response: token ids.
+        prompt: tokens before the first answer.
+        response: tokens from the first answer to the end of the last one.
         group: equal for all samples of one conversation.
+        gaps: (begin, end) within `response` of what stands between two answers: the model did not
+            write that.
     """
 
     prompt: list[int]
     response: list[int]
     group: str = ""
+    gaps: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, ids: list[int], answers: Sequence[tuple[int, int]], group: str) -> Sample:
+        """Make a sample of the (begin, end) of its answers, at least one, within `ids`."""
+        first = answers[0][0]
+        gaps = tuple((end - first, begin - first) for (_, end), (begin, _) in pairwise(answers))
+        return cls(ids[:first], ids[first : answers[-1][1]], group, gaps)
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole sequence."""
+        return self.prompt + self.response
+
+    @property
+    def answers(self) -> list[tuple[int, int]]:
+        """(begin, end) of each answer within `ids`."""
+        inner = [place for gap in self.gaps for place in gap]
+        places = [len(self.prompt) + place for place in (0, *inner, len(self.response))]
+        return list(zip(places[::2], places[1::2], strict=True))
+
+    @property
+    def loss_mask(self) -> bytearray:
+        """1 for each token of an answer, else 0."""
+        mask = bytearray(len(self.prompt) + len(self.response))
+        for begin, end in self.answers:
+            mask[begin:end] = b"\1" * (end - begin)
+        return mask
+
+    def followed_by(self, later: Sample) -> Sample | None:
+        """Return this sample with the answers of a later one behind it.
+
+        None if the prompt of the later one does not begin with this whole sample.
+        """
+        ids = self.ids
+        if not continues(ids, later.prompt):
+            return None
+        return Sample.of(later.ids, [*self.answers, *later.answers], self.group)
+
+
+def continues(ids: Sequence[int], prompt: Sequence[int]) -> bool:
+    """Return whether a prompt begins with all of `ids`, and goes on."""
+    return len(ids) < len(prompt) and prompt[: len(ids)] == ids
+
+
+def joined(samples: Iterable[Sample | Dropped]) -> Iterator[Sample | Dropped]:
+    """Yield the samples of a conversation, each joined with the one before it where that fits."""
+    last: Sample | None = None
+    for sample in samples:
+        if isinstance(sample, Dropped):
+            yield sample
+            continue
+        longer = None if last is None else last.followed_by(sample)
+        if last is not None and longer is None:
+            yield last
+        last = longer or sample
+    if last is not None:
+        yield last
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +115,9 @@ class SampleMaker:
     """Makes samples of records in these forms:
 
     - {"prompt_token_ids", "response_token_ids"}: taken as they are;
-    - {"input_ids", "loss_mask"}: a sample for each supervised run;
-    - {"messages"}: a sample for each answer; with "turn", as `peagle data regenerate` writes, only
-      for the last;
+    - {"input_ids", "loss_mask"}: each supervised run is an answer;
+    - {"messages"}: with all answers; with "turn", as `peagle data regenerate` writes, only with the
+      last;
     - {"prompt", "response"}: a conversation of one turn, or plain text where `chat` is False.
 
     Args:
@@ -78,6 +142,9 @@ class SampleMaker:
     ) -> None:
         self.tokenizer = tokenizer
         self._options: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
+        if tokenizer is not None:
+            # Each prompt has the whole conversation before it.
+            self._options["encode"] = SegmentEncoder(tokenizer)
         self._stop_ids = frozenset(stop_ids)
         self._chat = chat
         has_template = bool(getattr(tokenizer, "chat_template", None)) or chat_template is not None
@@ -113,12 +180,15 @@ class SampleMaker:
         Raises:
             UserError: the record is of none of the forms, or malformed.
         """
+        yield from joined(self._samples(record))
+
+    def _samples(self, record: Record) -> Iterator[Sample | Dropped]:
         data = record.data
         if any(name in data for name in _ID_PAIRS):
             prompt, response = (_ids(data.get(name), name, record.where) for name in _ID_PAIRS)
             yield Sample(prompt, response, _group(record, prompt))
         elif "input_ids" in data or "loss_mask" in data:
-            yield from _masked(record)
+            yield _masked(record)
         elif (messages := messages_of(record)) is not None:
             yield from self._conversation(record, messages)
         else:
@@ -245,7 +315,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _masked(record: Record) -> Iterator[Sample | Dropped]:
+def masked_ids(record: Record) -> tuple[list[int], list[int]]:
+    """Return input_ids and loss_mask of a record.
+
+    Raises:
+        UserError: they are malformed.
+    """
     ids = _ids(record.data.get("input_ids"), "input_ids", record.where)
     mask = _ids(record.data.get("loss_mask"), "loss_mask", record.where)
     if len(mask) != len(ids) or not set(mask) <= {0, 1}:
@@ -253,12 +328,16 @@ def _masked(record: Record) -> Iterator[Sample | Dropped]:
             f"{record.where}: loss_mask has {len(mask)} values for {len(ids)} input_ids; expected "
             "a 0 or 1 for each."
         )
-    if 1 not in mask:
-        yield Dropped("nothing is supervised")
-    begins = [i for i, on in enumerate(mask) if on and not (i and mask[i - 1])]
-    for begin in begins:
-        end = next((i for i in range(begin, len(mask)) if not mask[i]), len(mask))
-        yield Sample(ids[:begin], ids[begin:end], _group(record, ids[: begins[0]]))
+    return ids, mask
+
+
+def _masked(record: Record) -> Sample | Dropped:
+    ids, mask = masked_ids(record)
+    borders = [i for i, (before, on) in enumerate(pairwise([0, *mask, 0])) if before != on]
+    if not borders:
+        return Dropped("nothing is supervised")
+    answers = list(zip(borders[::2], borders[1::2], strict=True))
+    return Sample.of(ids, answers, _group(record, ids[: borders[0]]))
 
 
 def _ids(value: Any, name: str, where: str) -> list[int]:

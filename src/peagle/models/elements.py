@@ -70,24 +70,21 @@ def attention_mask(queries: Elements, keys: Elements) -> Tensor:
     return may_attend(*q, *k).unsqueeze(1)
 
 
-def supervised_depth(lengths_B: Tensor, prompt_lens_B: Tensor, num_positions: int) -> Tensor:
+def supervised_depth(loss_mask_BN: Tensor) -> Tensor:
     """Return the deepest supervised element of each anchor, int64 [B, N]; -1 where none counts.
 
-    Element (a, d) counts iff x[a+1] to x[a+d+2] all lie in the response.
+    Element (a, d) counts iff x[a+1] to x[a+d+2] all lie in one answer: in one run of the mask.
 
     Args:
-        lengths_B: tokens of each row, prompt and response.
-        prompt_lens_B: tokens of its prompt.
-        num_positions: N.
+        loss_mask_BN: bool, the tokens of answers; false at the first token of every document.
     """
-    anchor_N = torch.arange(num_positions, device=lengths_B.device)
-    return deepest_of(anchor_N, lengths_B.unsqueeze(1), prompt_lens_B.unsqueeze(1))
-
-
-def deepest_of(anchors: Tensor, lengths: Tensor, prompt_lens: Tensor) -> Tensor:
-    """Compute `supervised_depth` of any anchors from the length and prompt of their document."""
-    deepest = lengths - 3 - anchors
-    return torch.where((anchors + 1 >= prompt_lens) & (deepest >= 0), deepest, -1)
+    loss_mask_T = loss_mask_BN.flatten()
+    position_T = torch.arange(len(loss_mask_T), device=loss_mask_T.device)
+    others = (~loss_mask_T).nonzero().flatten()
+    others = torch.nn.functional.pad(others, (0, 1), value=len(loss_mask_T))
+    end_T = others[torch.searchsorted(others, position_T, right=True)]
+    deepest_T = torch.where(loss_mask_T, end_T - position_T - 2, -1)  # found at x[a+1]
+    return torch.nn.functional.pad(deepest_T[1:], (0, 1), value=-1).view_as(loss_mask_BN)
 
 
 def depth_counts(num_anchors: int | Tensor, num_depths: int, ratio: float, floor: float) -> list:

@@ -20,7 +20,8 @@ than the event at the last draft of a chain only removes noise, and no random nu
 the response is from another temperature, chances are still exact in their contexts, but these are
 visited as the response's temperature would: the figures then tend to lie between those of the two.
 
-Chains that the response's end cuts short are left out: their length is unknown.
+Chains that the response's end cuts short are left out: their length is unknown. Each answer of a
+conversation in one row is walked by itself.
 
 Shapes: B rows, N positions, M elements, K depths, D drafts of a walk.
 """
@@ -152,11 +153,15 @@ class ServedAcceptance:
 def _walk(lengths: list[int], k: int) -> list[int]:
     """Anchors of the drafts at K = k: each starts behind the last one's accepted tokens.
 
-    `lengths` are those of every anchor's chain, -1 where it is not known in full.
+    `lengths` are those of every anchor's chain, -1 where it is not known in full: such anchors
+    stand between two answers, more of them than a step can pass over.
     """
     anchors = []
-    anchor = next((a for a, length in enumerate(lengths) if length >= 0), len(lengths))
-    while anchor < len(lengths) and lengths[anchor] >= 0:
+    anchor = 0
+    while anchor < len(lengths):
+        if lengths[anchor] < 0:  # on to the next answer, whose first chains are whole
+            anchor += 1
+            continue
         anchors.append(anchor)
         anchor += min(lengths[anchor], k) + 1
     return anchors

@@ -80,7 +80,8 @@ class TrainRecord(BaseModel):
     parameters: int | None = None
     steps: int | None = None
     epochs: float | None = None
-    sequences: int | None = None
+    responses: int | None = _at("data", "train", "responses")
+    sequences: int | None = None  # as many as responses, where old records do not count these
     seconds: float | None = None
     data_sha256: str | None = None
     device: str | None = None
@@ -383,7 +384,7 @@ def _training_rows(record: TrainRecord) -> _Rows:
         ("loss", shown(record.loss)),
         ("steps", shown(record.steps, "{:,}")),
         ("epochs", shown(record.epochs, "{:.2f}")),
-        ("responses of the target trained on", shown(record.sequences, "{:,}")),
+        ("responses of the target trained on", shown(record.responses or record.sequences, "{:,}")),
         ("data, SHA-256", shown(record.data_sha256)),
         ("validation loss", shown(record.validation_loss, "{:.4f}")),
         ("hardware", shown(record.device)),

@@ -16,7 +16,7 @@ import torch
 
 from peagle.data.batches import BatchStream
 from peagle.data.dataset import ResponseDataset
-from peagle.data.features import StoreFacts, num_graded
+from peagle.data.features import StoreFacts
 from peagle.engine.memory_plan import size_text
 from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
@@ -308,7 +308,7 @@ def _disk(shape: StepShape, dataset: ResponseDataset) -> dict[str, int]:
         aux_layer_ids=shape.head.aux_layer_ids,
         dtype=stored_dtype(config.data),
     )
-    graded = int(num_graded(dataset).sum())
+    graded = int(dataset.num_graded.sum())
     folder = config.output.absolute()
     while not folder.exists():
         folder = folder.parent

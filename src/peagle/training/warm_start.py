@@ -364,8 +364,10 @@ def start_mask_hidden(
     kept: list[Tensor] = []
     for index in range(min(_NUM_SEQUENCES, len(dataset))):
         features_TA = features_of(index)
+        begin, end = dataset.start_loc[index : index + 2].tolist()
         # The first positions of a text may hold huge values that no other has.
-        kept.append(features_TA[int(dataset.prompt_lens[index]) :].double())
+        is_response_T = dataset.loss_mask[begin:end].to(features_TA.device)
+        kept.append(features_TA[is_response_T].double())
     drafter.mask_hidden.copy_(torch.cat(kept).mean(0))
 
 

@@ -1,0 +1,205 @@
+"""Answers of a conversation in one row against a row for each: cost, and what training gives.
+
+    python benchmarks/training/joined_answers.py cost
+    python benchmarks/training/joined_answers.py train --output /tmp/joined --seeds 1,2,3
+
+`cost` makes conversations of many answers, prepares them, and counts the tokens of the samples.
+
+`train` lets the bundled target answer GSM8K's questions, five in a conversation, behind a template
+that renders earlier turns alike. The bundled head goes on with them twice for each seed: with one
+row a conversation, and with one row an answer, as many steps with the same answers in each. Both
+are judged by the same held-out answers, each in a row of its own. Seconds are processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from peagle.data.dataset import read_data
+from peagle.data.readers import Record
+from peagle.data.samples import Sample, SampleMaker, stop_ids_of
+from peagle.models.target import load_tokenizer
+from peagle.training.config import TrainConfig
+from peagle.training.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+BUNDLED = ROOT / "src" / "peagle" / "bundled"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}# Question\n{{ m.content }}\n# Answer\n"
+    "{% else %}{{ m.content }}<|endoftext|>\n{% endif %}{% endfor %}"
+)
+TURNS = 5
+HELD_OUT = 50  # prompts
+WORDS = "the a model writes answers about code because people ask many things and some are long"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    cost = commands.add_parser("cost", formatter_class=parser.formatter_class)
+    cost.add_argument("--target", type=Path, default=BUNDLED / "target", help="its tokenizer")
+    cost.add_argument("--answers", default="10,100,200", help="of a conversation, a list")
+    cost.add_argument("--conversations", type=int, default=3)
+    cost.add_argument("--words", default="20,60", help="of a question and of an answer")
+    train = commands.add_parser("train", formatter_class=parser.formatter_class)
+    train.add_argument("--output", type=Path, required=True)
+    train.add_argument("--seeds", default="1,2,3", help="a list")
+    train.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    if options.command == "cost":
+        for answers in map(int, options.answers.split(",")):
+            print(json.dumps(measure_cost(options, answers)), flush=True)
+    else:
+        compare_training(options)
+
+
+# ---- cost -----------------------------------------------------------------------------------
+
+
+def measure_cost(options: argparse.Namespace, answers: int) -> dict[str, Any]:
+    tokenizer = load_tokenizer(options.target)
+    maker = SampleMaker(
+        tokenizer, stop_ids_of(options.target, tokenizer), chat_template=TEMPLATE, chat=True
+    )
+    chance = random.Random(answers)
+
+    def say(count: int) -> str:
+        return " ".join(chance.choices(WORDS.split(), k=count))
+
+    asked, answered = map(int, options.words.split(","))
+    counts = {"conversation": 0, "joined": 0, "separate": 0}
+    started = time.process_time()
+    for number in range(options.conversations):
+        messages = []
+        for turn in range(answers):
+            content = f"{number}.{turn} {say(asked)}"
+            messages.append({"role": "user", "content": content})
+            messages.append({"role": "assistant", "content": say(answered)})
+        made = maker.samples(Record({"messages": messages}, number, f"{number}"))
+        samples = [one for one in made if isinstance(one, Sample)]
+        spans = [span for sample in samples for span in sample.answers]
+        assert len(spans) == answers, "every answer is supervised"
+        counts["conversation"] += max(len(sample.ids) for sample in samples)
+        counts["joined"] += sum(len(sample.ids) for sample in samples)
+        counts["separate"] += sum(end for _, end in spans)
+    seconds = time.process_time() - started
+    tokens = counts["conversation"]
+    return {
+        "answers": answers,
+        "tokens_of_a_conversation": tokens // options.conversations,
+        "joined": round(counts["joined"] / tokens, 3),
+        "separate": round(counts["separate"] / tokens, 1),
+        "seconds_of_a_conversation": round(seconds / options.conversations, 2),
+    }
+
+
+# ---- training -------------------------------------------------------------------------------
+
+
+def compare_training(options: argparse.Namespace) -> None:
+    folder = options.output
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    lines = (BUNDLED / "prompts" / "gsm8k.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["turns"][0] for line in lines]
+    sets = {"train": prompts[: len(prompts) - HELD_OUT], "held_out": prompts[-HELD_OUT:]}
+    sizes = {}
+    for name, questions in sets.items():
+        store = folder / f"{name}.safetensors"
+        if not store.is_file():
+            answer(folder, name, questions)
+        sizes[name] = separate(store, folder / f"{name}.separate.jsonl")
+    print(json.dumps(sizes), flush=True)
+    found: dict[str, list[float]] = {"joined": [], "separate": []}
+    for seed in map(int, options.seeds.split(",")):
+        for form, results in found.items():
+            row = train(options, form, seed, sizes["train"])
+            results.append(row["acceptance_length"])
+            print(json.dumps(row), flush=True)
+    for form, results in found.items():
+        spread = stdev(results) if len(results) > 1 else None
+        print(json.dumps({"rows": form, "mean": fmean(results), "deviation": spread}))
+
+
+def answer(folder: Path, name: str, questions: list[str]) -> None:
+    """Let the bundled target answer conversations, and prepare them."""
+    starts = range(0, len(questions), TURNS)
+    dialogues = [{"id": f"{i}", "turns": questions[i : i + TURNS]} for i in starts]
+    asked, responses = folder / f"{name}.asked.jsonl", folder / f"{name}.responses.jsonl"
+    asked.write_text("".join(json.dumps(one) + "\n" for one in dialogues))
+    common = ["--target", "bundled", "--chat-template", str(folder / "chat.jinja")]
+    regenerate = ["regenerate", str(asked), "--max-new-tokens", "64", "--output", str(responses)]
+    prepared = ["prepare", str(responses), "--output", str(folder / f"{name}.safetensors")]
+    for command in (regenerate, prepared):
+        subprocess.run([sys.executable, "-m", "peagle", "data", *command, *common], check=True)
+
+
+def separate(store: Path, output: Path) -> dict[str, Any]:
+    """Write each answer behind its prompt as a line of its own, and count both forms."""
+    made = (one for record in read_data(store)[0] for one in SampleMaker(None).samples(record))
+    samples, ends = [one for one in made if isinstance(one, Sample)], []
+    with output.open("w") as lines:
+        for sample in samples:
+            for begin, end in sample.answers:
+                ends.append(end)
+                row = {"prompt_token_ids": sample.ids[:begin]}
+                row["response_token_ids"] = sample.ids[begin:end]
+                lines.write(json.dumps(row) + "\n")
+    return {
+        "samples": len(samples),
+        "answers": len(ends),
+        "longest": max(ends),
+        "tokens": {"joined": sum(len(one.ids) for one in samples), "separate": sum(ends)},
+    }
+
+
+def train(
+    options: argparse.Namespace, form: str, seed: int, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    folder = options.output.absolute()
+    files = {"joined": "train.safetensors", "separate": "train.separate.jsonl"}
+    # A step has two rows of conversations, or as many of answers as hold the same share of them.
+    row = sizes["longest"] + -sizes["longest"] % 64
+    tokens = sizes["tokens"]
+    rows = {"joined": 2, "separate": round(2 * tokens["separate"] / tokens["joined"])}
+    changes = [
+        f"data.train={folder / files[form]}",
+        f"data.validation={folder / 'held_out.separate.jsonl'}",
+        "data.max_length=2048",
+        f"data.batch_tokens={rows[form] * row}",
+        f"optimizer.steps={options.steps}",
+        f"run.seed={seed}",
+        "run.validation_batches=1000",
+        f"run.validate_every={options.steps}",
+    ]
+    config = TrainConfig.read(ROOT / "recipes" / "quickstart.toml", changes)
+    config = config.model_copy(update={"output": folder / f"{form}-{seed}"})
+    before, wall = time.process_time(), time.perf_counter()
+    trainer = Trainer(config)
+    record = trainer.run()
+    return {
+        "rows": form,
+        "seed": seed,
+        "acceptance_length": record["best"]["validation"]["acceptance_length"],
+        "validation": record["best"]["validation"],
+        "steps_per_epoch": trainer.stream.steps_per_epoch,
+        "rows_of_a_step": trainer.stream.num_rows,
+        "tokens": trainer.num_tokens,
+        "cpu_seconds": round(time.process_time() - before),
+        "seconds": round(time.perf_counter() - wall),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
