@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput, StreamChunk
-from peagle.errors import UserError
+from peagle.errors import UserError, short_repr
 from peagle.markers import unmarked
 from peagle.serving.config import ServerConfig
 from peagle.serving.engine_pool import Deadline, EnginePool, EngineProcess
@@ -84,7 +84,7 @@ class Service:
         if model is not None and model != self.name:
             raise ApiError(
                 404,
-                f"The model {model!r:.200} is not served here; expected {self.name!r}.",
+                f"The model {short_repr(model)} is not served here; expected {self.name!r}.",
                 param="model",
                 code="model_not_found",
             )
@@ -129,7 +129,7 @@ class Service:
             names = ", ".join(dict.fromkeys([*self.proposers, "plain"]))
             raise ApiError(
                 400,
-                f"speculation.proposer is {name!r:.80}; expected one of: {names}.",
+                f"speculation.proposer is {short_repr(name)}; expected one of: {names}.",
                 param="speculation.proposer",
             )
         k, most = asked.num_speculative_tokens, info.num_speculative_tokens[name]
