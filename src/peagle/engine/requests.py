@@ -261,9 +261,7 @@ class Requests:
             num_cached_tokens=sequence.num_cached_tokens or 0,
             num_preemptions=sequence.num_preemptions,
             logprobs=None if params.logprobs is None else list(sequence.logprobs),
-            prompt_logprobs=(
-                None if params.prompt_logprobs is None else [None, *running.leader.prompt_logprobs]
-            ),
+            prompt_logprobs=running.leader.prompt_logprobs,
             stop_reason=last if running.stop is None and is_asked else running.stop,
             error=sequence.error,
             error_code=sequence.error_code,
