@@ -153,8 +153,8 @@ def tools_in_template_form(tools: Any, *, is_harmony: bool) -> list[dict[str, An
         if is_harmony:
             if not isinstance(function := tool.get("function"), Mapping):
                 raise UserError(
-                    f"{which} has the function {short_repr(function)}; the chat template of gpt-oss "
-                    'reads {"type": "function", "function": {"name", "parameters"}}.'
+                    f"{which} has the function {short_repr(function)}; the chat template of "
+                    'gpt-oss reads {"type": "function", "function": {"name", "parameters"}}.'
                 )
             formed[-1]["function"] = {**function, "description": function.get("description") or ""}
     return formed
