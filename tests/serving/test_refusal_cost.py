@@ -68,11 +68,21 @@ def values(size: int) -> dict[str, Any]:
         "a part": [{"role": "user", "content": [{"type": "text", "text": [text(size)]}]}],
         "an item": [{"type": text(size)}],
         "a call": [{"type": "function_call_output", "call_id": text(size), "output": "x"}],
+        "arguments": calls_with('{"x":[' + "[]," * (size // 3) + "[]]}"),
+        "arguments of many names": calls_with(json.dumps({f"k{i}": [] for i in range(size // 18)})),
         "a tool": [{"type": "function", "function": {"name": text(size)}}],
         "a schema": [
             {"type": "function", "function": {"name": "f", "parameters": {"type": text(size)}}}
         ],
     }
+
+
+def calls_with(arguments: str) -> list[dict[str, Any]]:
+    """Messages with a tool call, and its result."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "x"}
+    user = {"role": "user", "content": "x"}
+    return [user, {"role": "assistant", "tool_calls": [call]}, result, user]
 
 
 def paths_of(model: type[BaseModel], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -138,6 +148,8 @@ WIDE: list[tuple[str, tuple[str, ...], str]] = [
     (CHAT, ("messages",), "a kind of part"),
     (CHAT, ("messages",), "a part"),
     (CHAT, ("messages",), "lists"),
+    (CHAT, ("messages",), "arguments"),
+    (CHAT, ("messages",), "arguments of many names"),
     (CHAT, ("chat_template_kwargs",), "a key"),
     (CHAT, ("chat_template_kwargs",), "64 long values"),
     (CHAT, ("tools",), "a tool"),

@@ -23,6 +23,7 @@ from peagle.serving.engine_pool import Deadline, EnginePool, EngineProcess
 from peagle.serving.engine_process import EngineInfo
 from peagle.serving.errors import ApiError
 from peagle.serving.keys import Lease
+from peagle.serving.limits import check_calls
 from peagle.serving.metrics import Failure, Metrics
 from peagle.serving.protocol import (
     ChatBody,
@@ -157,6 +158,7 @@ class Service:
             ApiError: the messages or the template's arguments are wrong.
         """
         tokenizer, info = self.loaded()
+        check_calls(body.messages or [], info.max_model_len)
         try:
             return await tokenizer.render(
                 body.messages or [],
