@@ -43,7 +43,6 @@ def test_the_defaults_are_greedy_and_ask_for_nothing() -> None:
         ("min_tokens", 0, None, False),
         ("top_k", 0, None, False),
         ("n", 1, MAX_OUTPUTS, False),
-        ("seed", 0, MAX_SEED, True),
         ("logprobs", 0, MAX_LOGPROBS, True),
         ("prompt_logprobs", 0, MAX_LOGPROBS, True),
         ("num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS, True),
@@ -66,6 +65,20 @@ def test_counts(name: str, least: int, most: int | None, optional: bool) -> None
         assert str(least) in message and ("or none" in message) is optional
     if optional:
         assert getattr(SamplingParams(**{name: None}), name) is None
+
+
+def test_a_negative_seed_stands_for_one_that_is_not() -> None:
+    assert SamplingParams(seed=None).seed is None
+    for seed in (0, 1, MAX_SEED):
+        assert SamplingParams(seed=seed).seed == seed
+    for seed in (-1, -7, -MAX_SEED, -(2**63)):
+        params = SamplingParams(seed=seed)
+        assert params.seed == seed % 2**63 and replace(params) == params
+    for seed in (-(2**63) - 1, 2**63, 1.0, "1", True, math.nan):
+        with pytest.raises(UserError) as caught:
+            SamplingParams(seed=seed)  # type: ignore[arg-type]
+        expected = "expected a whole number from -2**63 to 2**63 - 1, or none."
+        assert str(caught.value) == f"seed is {seed!r}; {expected}"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +250,9 @@ VLLM_DEFAULTS: dict[str, Any] = {
 
 def test_the_neutral_arguments_of_vllm_change_nothing() -> None:
     assert SamplingParams(**VLLM_DEFAULTS) == SamplingParams()
+    empty: dict[str, Any] = {"extra_args": {}, "logits_processors": []}
+    assert SamplingParams(**empty, best_of=1) == SamplingParams()
+    assert SamplingParams(n=2, best_of=2, temperature=1.0) == SamplingParams(n=2, temperature=1.0)
     assert replace(SamplingParams(**VLLM_DEFAULTS), max_tokens=3) == SamplingParams(max_tokens=3)
 
 
@@ -248,6 +264,7 @@ def test_the_neutral_arguments_of_vllm_change_nothing() -> None:
         ({"include_stop_str_in_output": True}, "the text ends before the stop string"),
         ({"skip_special_tokens": False}, "token_ids has them"),
         ({"best_of": 3}, "best_of is 3; expected None or nothing"),
+        ({"best_of": 1, "n": 2, "temperature": 1}, "best_of is 1; expected None or nothing"),
         ({"logits_processors": [print]}, "logits_processors is [<built-in"),
         ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx is unknown"),
         ({"structured_outputs": "a+"}, "structured_outputs is 'a+'; expected StructuredOutputs"),

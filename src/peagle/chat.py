@@ -19,7 +19,7 @@ import jinja2.nodes
 import jinja2.sandbox
 from jinja2.parser import Parser
 
-from peagle.errors import UserError
+from peagle.errors import UserError, short_repr
 from peagle.messages import (
     ChatMessage,
     Message,
@@ -301,8 +301,9 @@ def _template_options(
         if name not in known:
             names = ", ".join(sorted(known)) or "none"
             raise UserError(
-                f"The chat template has no option {name!r}, so {options[name]!r} would have no "
-                f"effect; it reads: {names}. Leave {name!r} out of template_kwargs."
+                f"The chat template has no option {short_repr(name)}, so "
+                f"{short_repr(options[name])} would have no effect; it reads: {names}. Leave it "
+                "out of template_kwargs."
             )
     if thinking is None:
         return options
@@ -319,7 +320,7 @@ def _template_options(
     if twice := [name for name in switches if name in options]:
         raise UserError(
             f"thinking is {thinking}, and template_kwargs has {twice[0]!r}: "
-            f"{options[twice[0]]!r}; give one of them."
+            f"{short_repr(options[twice[0]])}; give one of them."
         )
     return {**options, **dict.fromkeys(switches, thinking)}
 

@@ -4,6 +4,11 @@ Anything raised from here is a mistake in the input, not a fault of peagle: the 
 value given, what was expected and what to do. Commands print it and exit with status 2.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
 
 class UserError(ValueError):
     """Input that peagle cannot work with: an option, a file, a prompt, a request."""
@@ -11,3 +16,43 @@ class UserError(ValueError):
 
 class CheckpointError(UserError):
     """A model or draft-head folder that is missing, incomplete, misshapen or of another target."""
+
+
+# Characters of a value that an error shows; what a client sends may have millions.
+_SHOWN = 200
+
+
+def short_repr(value: object) -> str:
+    """Return the repr of a value up to its first 200 characters, and the length of a longer text.
+
+    No more of the value is read than is shown.
+    """
+    text = ""
+    for part in _parts(value):
+        text += part
+        if len(text) > _SHOWN + 2:  # of quotes
+            size = f" ({len(value)} characters)" if isinstance(value, str) else ""
+            return f"{text[:_SHOWN]}...{size}"
+    return text
+
+
+def _parts(value: Any) -> Iterator[str]:
+    """Yield the repr of a value piece by piece."""
+    if isinstance(value, str | bytes):
+        yield repr(value[: _SHOWN + 1])
+    elif type(value) in (list, tuple):
+        yield "[" if type(value) is list else "("
+        for i, element in enumerate(value):
+            yield ", " if i else ""
+            yield from _parts(element)
+        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+    elif type(value) is dict:
+        yield "{"
+        for i, (key, element) in enumerate(value.items()):
+            yield ", " if i else ""
+            yield from _parts(key)
+            yield ": "
+            yield from _parts(element)
+        yield "}"
+    else:
+        yield repr(value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from peagle.errors import UserError
+from peagle.errors import UserError, short_repr
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -43,7 +43,7 @@ def checked_messages(messages: Any, further_roles: Collection[str] = ()) -> list
         UserError: a message is malformed.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise UserError(f"The messages are {messages!r}; expected a list of messages.")
+        raise UserError(f"The messages are {short_repr(messages)}; expected a list of messages.")
     if not messages:
         raise UserError("The list of messages is empty; expected at least one message.")
     conversation = []
@@ -52,10 +52,12 @@ def checked_messages(messages: Any, further_roles: Collection[str] = ()) -> list
         if isinstance(message, ChatMessage):
             message = {"role": message.role, "content": message.content}
         if not isinstance(message, Mapping):
-            raise UserError(f"{which} is {message!r}; expected an object with role and content.")
+            shown = short_repr(message)
+            raise UserError(f"{which} is {shown}; expected an object with role and content.")
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or (role not in ROLES and role not in further_roles):
-            raise UserError(f"{which} has the role {role!r}; expected one of: {', '.join(ROLES)}.")
+            roles = ", ".join(ROLES)
+            raise UserError(f"{which} has the role {short_repr(role)}; expected one of: {roles}.")
         checked = {key: value for key, value in message.items() if key != "content"}
         if content is not None:
             checked["content"] = text_of(content, which)
@@ -77,17 +79,19 @@ def text_of(content: Any, which: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise UserError(f"{which} has the content {content!r}; expected text or text parts.")
+        shown = short_repr(content)
+        raise UserError(f"{which} has the content {shown}; expected text or text parts.")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
             raise UserError(
-                f"{which} has a part of type {kind!r}; peagle reads text only, expected "
+                f"{which} has a part of type {short_repr(kind)}; peagle reads text only, expected "
                 '{"type": "text", "text": ...}.'
             )
         if not isinstance(part.get("text"), str):
-            raise UserError(f"{which} has a text part with the text {part.get('text')!r}.")
+            shown = short_repr(part.get("text"))
+            raise UserError(f"{which} has a text part with the text {shown}.")
         texts.append(part["text"])
     if not texts:
         raise UserError(f"{which} has an empty list of parts as content; expected text.")
@@ -138,19 +142,19 @@ def tools_in_template_form(tools: Any, *, is_harmony: bool) -> list[dict[str, An
     if listed is None or (isinstance(listed, str) and not listed.strip()):
         return []
     if isinstance(listed, str | bytes | Mapping) or not isinstance(listed, Sequence):
-        raise UserError(f"The tools are {tools!r:.200}; {expected}.")
+        raise UserError(f"The tools are {short_repr(tools)}; {expected}.")
     formed = []
     for number, given in enumerate(listed, 1):
         tool = _parsed(given)
         which = f"Tool {number} of {len(listed)}"
         if not isinstance(tool, Mapping):
-            raise UserError(f"{which} is {given!r:.200}; {expected}.")
+            raise UserError(f"{which} is {short_repr(given)}; {expected}.")
         formed.append(dict(tool))
         if is_harmony:
             if not isinstance(function := tool.get("function"), Mapping):
                 raise UserError(
-                    f"{which} has the function {function!r:.80}; the chat template of gpt-oss "
-                    'reads {"type": "function", "function": {"name", "parameters"}}.'
+                    f"{which} has the function {short_repr(function)}; the chat template of "
+                    'gpt-oss reads {"type": "function", "function": {"name", "parameters"}}.'
                 )
             formed[-1]["function"] = {**function, "description": function.get("description") or ""}
     return formed
@@ -169,7 +173,8 @@ def _parsed(value: Any) -> Any:
 def _calls(calls: Any, which: str) -> Sequence[Any]:
     listed = () if calls is None else _parsed(calls)
     if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
-        raise UserError(f"{which} has the tool_calls {calls!r:.200}; expected a list of calls.")
+        shown = short_repr(calls)
+        raise UserError(f"{which} has the tool_calls {shown}; expected a list of calls.")
     return listed
 
 

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
+import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peagle.engine.detokenizer import token_bytes
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.logprobs import PromptLogprobs, TokenLogprobs, logprob_table
 from peagle.serving.answers import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    LogprobsWriter,
+    PromptLogprobsWriter,
     TextOffset,
-    chat_logprobs,
-    completion_logprobs,
-    prompt_logprobs,
+    TokenBytes,
+    TokenNames,
+    json_pieces,
 )
 from tests.conftest import byte_tokenizer
 
 TEXT = "aé€😀 b"
+
+
+def value_of(writer: LogprobsWriter, given: Sequence[TokenLogprobs | None]) -> Any:
+    """Return what a client reads of these log-probabilities."""
+    return json.loads(b"".join(json_pieces(asyncio.run(writer.write(given)))))
+
+
+def completion_logprobs(given: Any, bytes_of: TokenBytes, offset: TextOffset) -> Any:
+    return value_of(CompletionLogprobs(TokenNames(bytes_of), offset), given)
+
+
+def chat_logprobs(given: Any, bytes_of: TokenBytes) -> Any:
+    return value_of(ChatLogprobs(TokenNames(bytes_of)), given)
+
+
+def prompt_logprobs(given: Any, bytes_of: TokenBytes) -> Any:
+    return value_of(PromptLogprobsWriter(TokenNames(bytes_of)), given)
 
 
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
@@ -92,3 +119,125 @@ def test_prompt_logprobs_by_token_id() -> None:
         "71": {"logprob": -0.5, "rank": 1, "decoded_token": bytes_of(71).decode()},
     }
     assert prompt_logprobs(given, bytes_of) == [None, expected]
+
+
+# ---- many of them -----------------------------------------------------------------------------
+
+
+def some_logprobs(count: int) -> list[TokenLogprobs]:
+    dice = random.Random(count)
+
+    def token() -> int:
+        return dice.randrange(2, 258)
+
+    return [
+        TokenLogprobs(
+            token(),
+            dice.choice([-0.0, -1e-300, -dice.random() * 20, -math.inf]),
+            dice.randrange(1, 300),
+            [(token(), -dice.random()) for _ in range(dice.choice([0, 1, 20]))],
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 200])
+def test_each_form_is_that_of_dictionaries(count: int) -> None:
+    bytes_of = partial(token_bytes, byte_tokenizer())
+    given = some_logprobs(count)
+
+    def name(token_id: int) -> str:
+        data = bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = list(bytes_of(token_id))
+        return {"token": name(token_id), "logprob": max(logprob, -9999.0), "bytes": data}
+
+    content = [
+        {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]}
+        for one in given
+    ]
+    assert chat_logprobs(given, bytes_of) == {"content": content, "refusal": None}
+
+    def fields(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {
+            "logprob": max(logprob, -9999.0),
+            "rank": rank,
+            "decoded_token": name(token_id),
+        }
+
+    expected = [
+        {str(token_id): fields(token_id, x.logprob, x.rank) for token_id, x in one.items()}
+        for one in given
+    ]
+    found = prompt_logprobs([None, *given], bytes_of)
+    # A token may be twice among `top` here, and JSON then has its name twice.
+    assert found[0] is None and [*map(sorted, found[1:])] == [*map(sorted, expected)]
+
+    # Completions: any cut into writes, and a copy that goes on, give the same.
+    whole = completion_logprobs(given, bytes_of, TextOffset(2))
+    writer = CompletionLogprobs(TokenNames(bytes_of), TextOffset(2))
+    writer.add(given[:5])
+    for _ in range(2):
+        assert value_of(writer.copy(), given[5:]) == whole
+    assert whole["tokens"] == [name(one.token_id) for one in given]
+    assert whole["token_logprobs"] == [max(one.logprob, -9999.0) for one in given]
+    tops = [
+        {name(i): max(v, -9999.0) for i, v in reversed([(one.token_id, one.logprob), *one.top])}
+        if one.top
+        else {}
+        for one in given
+    ]
+    assert whole["top_logprobs"] == (tops if any(tops) else None)
+
+
+def test_the_loop_goes_on_while_many_are_written() -> None:
+    names = TokenNames(partial(token_bytes, byte_tokenizer()))
+    given = some_logprobs(2_000)
+    num_turns = 0
+
+    async def turn() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def write() -> None:
+        turning = asyncio.ensure_future(turn())
+        for writer in (
+            ChatLogprobs(names),
+            CompletionLogprobs(names, TextOffset()),
+            PromptLogprobsWriter(names),
+        ):
+            before = num_turns
+            await writer.write(given)
+            assert num_turns - before >= len(given) // 64
+        turning.cancel()
+
+    asyncio.run(write())
+
+
+def test_logprobs_of_a_prompt_are_read_from_tables() -> None:
+    torch.manual_seed(0)
+    logits_NV, ids = torch.randn(9, 40), [3, *torch.randint(40, (9,)).tolist()]
+    whole = PromptLogprobs(ids, 4)
+    whole.add(logprob_table(logits_NV, torch.tensor(ids[1:]), 4))
+    cut = PromptLogprobs(ids, 4)
+    assert len(cut) == 1 and list(cut) == [None]
+    for first, last in ((0, 1), (1, 1), (1, 7), (7, 9)):
+        cut.add(logprob_table(logits_NV[first:last], torch.tensor(ids[1:])[first:last], 4))
+    assert len(cut) == 10 and cut == whole == list(cut) and cut[2:5] == list(cut)[2:5]
+    assert cut[-1] == whole[9] and cut[0] is None and not cut.has_nan
+    with pytest.raises(IndexError):
+        cut[10]
+    expected_NV = logits_NV.log_softmax(-1)
+    for token, one, expected_V in zip(ids[1:], cut[1:], expected_NV, strict=True):
+        assert one is not None and one.token_id == token
+        assert one.logprob == pytest.approx(expected_V[token].item())
+        assert [other for other, _ in one.top] == expected_V.topk(4).indices.tolist()
+    cut.add(torch.full((1, 10), math.nan, dtype=torch.float64))
+    assert cut.has_nan

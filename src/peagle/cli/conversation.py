@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from peagle.cli.terminal import bright, dim, has_styles, printable, safe
 from peagle.client.api import ApiClient
 from peagle.client.fields import served_drafts
 from peagle.config import SamplingParams
+from peagle.config.checks import near_names
 from peagle.errors import UserError
 from peagle.evaluation.endpoint_answers import speculation_of
 from peagle.llm import LLM, RequestOutput
@@ -113,7 +113,7 @@ class Conversation:
             "/help": lambda: HELP,
         }
         if name not in commands:
-            near = get_close_matches(name, commands, 1)
+            near = near_names(name, commands)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(
                 f"There is no command {name!r}; {hint}/help lists them. To say it to the model, "

@@ -9,7 +9,6 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from peagle.config import (
     StructuredOutput,
     speculative_keys,
 )
+from peagle.config.checks import near_names
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
 
@@ -130,7 +130,7 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
             settings[key] = Setting(value, variable)
     known = [*keys, SPECULATIVE_VARIABLE, *_TABLE_VARIABLES.values(), *_OTHER_VARIABLES]
     for variable in environ.keys() - set(known):
-        if variable.startswith("PEAGLE_") and (near := get_close_matches(variable, known, 1, 0.9)):
+        if variable.startswith("PEAGLE_") and (near := near_names(variable, known, 1, 0.9)):
             raise UserError(
                 f"The variable {variable} is not known; {near[0]} is. Rename or unset it."
             )

@@ -9,14 +9,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peagle.errors import UserError
+from peagle.errors import UserError, short_repr
+
+_LONGEST_NAME = 128  # of those that are compared
 
 
 def require(condition: bool, name: str, value: object, expected: str, remedy: str = "") -> None:
     """Raise a UserError that names value, expectation and remedy, unless the condition holds."""
     if not condition:
         raise UserError(
-            f"{name} is {value!r}; expected {expected}.{' ' + remedy if remedy else ''}"
+            f"{name} is {short_repr(value)}; expected {expected}."
+            + (f" {remedy}" if remedy else "")
         )
 
 
@@ -31,8 +34,9 @@ def whole(
     least: int, most: int | None = None, *, note: str = "", optional: bool = False
 ) -> FieldCheck:
     """Accept a whole number from `least` to `most`, and None where it is optional."""
-    shown = "2**63 - 1" if most == 2**63 - 1 else most
-    span = f"of at least {least}" if most is None else f"from {least} to {shown}"
+    powers = {-(2**63): "-2**63", 2**63 - 1: "2**63 - 1"}
+    first, last = powers.get(least, least), None if most is None else powers.get(most, most)
+    span = f"of at least {first}" if last is None else f"from {first} to {last}"
 
     def accepts(value: Any) -> bool:
         if value is None:
@@ -65,14 +69,28 @@ def check_fields(config: object, checks: Mapping[str, FieldCheck]) -> None:
 
 
 def require_neutral(name: str, given: object, neutral: object, reason: str) -> None:
-    """Refuse an argument of vLLM's, unless it is None or asks for what happens anyway."""
-    if given is not None and (given != neutral or type(given) is not type(neutral)):
-        raise UserError(f"{name} is {given!r}; expected {neutral!r} or nothing: {reason}")
+    """Refuse an argument of vLLM's, unless it is None, empty, or asks for what happens anyway."""
+    if given not in (None, [], {}) and (given != neutral or type(given) is not type(neutral)):
+        shown = short_repr(given)
+        raise UserError(f"{name} is {shown}; expected {neutral!r} or nothing: {reason}")
+
+
+def near_names(name: str, known: Iterable[str], most: int = 1, likeness: float = 0.6) -> list[str]:
+    """Return the known names closest to `name`, the closest first.
+
+    The time of a comparison grows with the square of the length: a name of more than 128
+    characters is close to none.
+
+    Args:
+        most: number of names to return.
+        likeness: the least that counts, from 0 to 1 for equal names.
+    """
+    return [] if len(name) > _LONGEST_NAME else get_close_matches(name, known, most, likeness)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'X'?" with the known name closest to `name`, or "" if none is close."""
-    near = get_close_matches(name, known, 1)
+    near = near_names(name, known)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

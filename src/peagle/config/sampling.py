@@ -19,7 +19,7 @@ from peagle.config.checks import (
 )
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.config.structured import StructuredOutput
-from peagle.errors import UserError
+from peagle.errors import UserError, short_repr
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
@@ -33,7 +33,7 @@ _CHECKS = {
     "min_tokens": whole(0),
     "top_k": whole(0, note=" (0 keeps every token)"),
     "n": whole(1, MAX_OUTPUTS),
-    "seed": whole(0, MAX_SEED, optional=True),
+    "seed": whole(-MAX_SEED - 1, MAX_SEED, optional=True),
     "logprobs": whole(0, MAX_LOGPROBS, optional=True),
     "prompt_logprobs": whole(0, MAX_LOGPROBS, optional=True),
     "num_speculative_tokens": whole(
@@ -130,7 +130,8 @@ class SamplingParams:
         seed: the same seed gives the same output, that of decoding without drafts, for any K, head
             and batch: exactly in float64 on a CPU, in narrower types but for near-ties. Drafts that
             are drawn ("probabilistic") change it with K and head, not with the batch. None draws a
-            fresh seed from the engine's.
+            fresh seed from the engine's. From -2**63 to 2**63 - 1; a negative one stands for
+            itself plus 2**63.
         logprobs: give log-probabilities of the output tokens and of this many most likely ones at
             each position, by the target's raw logits; 0 gives those of the output alone.
         prompt_logprobs: the same for the prompt's tokens.
@@ -189,7 +190,8 @@ class SamplingParams:
 
     def __post_init__(self, structured_outputs: Any, guided_decoding: Any, *neutral: Any) -> None:
         for (name, (value, reason)), given in zip(_NEUTRAL.items(), neutral, strict=True):
-            require_neutral(name, given, value, reason)
+            if name != "best_of" or given != self.n:
+                require_neutral(name, given, value, reason)
         for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
             if getattr(self, name) is None:
                 setattr(self, name, ())
@@ -198,6 +200,8 @@ class SamplingParams:
         self._read_structure("structured_outputs", structured_outputs)
         self._read_structure("guided_decoding", guided_decoding)
         check_fields(self, _CHECKS)
+        if self.seed is not None and self.seed < 0:
+            self.seed += MAX_SEED + 1
         self._check_tokens()
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         require(isinstance(stop, Sequence | Set), "stop", stop, "a string or a list of strings")
@@ -262,8 +266,9 @@ class SamplingParams:
         # Each of them can take away what the grammar requires next.
         for name, without in (("allowed_token_ids", None), ("bad_words", ()), ("min_tokens", 0)):
             if getattr(self, name) != without:
+                given = short_repr(getattr(self, name))
                 raise UserError(
-                    f"structured_output and {name} {getattr(self, name)!r} were both given: a "
+                    f"structured_output and {name} {given} were both given: a "
                     "grammar says alone which tokens may come. Leave one of the two out."
                 )
         if self.ignore_eos:

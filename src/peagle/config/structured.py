@@ -104,7 +104,7 @@ class StructuredOutput:
                 raise UserError(f"{prefix}{name} is not supported: {_VLLM_REFUSED[name]}")
             if prefix + name not in known:
                 raise UserError(
-                    f"{prefix}{name} is unknown; expected one of {', '.join(known)}."
+                    f"{prefix}{name:.200} is unknown; expected one of {', '.join(known)}."
                     + did_you_mean(prefix + name, known)
                 )
         kinds = [name for name in VLLM_CONSTRAINTS if name in given]

@@ -7,7 +7,6 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from peagle.config.checks import near_names
 from peagle.deploy.deployment import ContainerSource
 from peagle.deploy.memory import (
     GIB,
@@ -256,7 +256,7 @@ def _first_problem(error: ValidationError) -> str:
     key = ".".join(map(str, problem["loc"])) or "the entry"
     if problem["type"] == "extra_forbidden":
         known = [k for k in CatalogEntry.model_fields if k not in _NOT_KEYS]
-        near = get_close_matches(key, known, 1)
+        near = near_names(key, known)
         meant = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}."
         return f"{key} is not a known key.{meant}"
     if problem["type"] == "missing":
@@ -310,7 +310,7 @@ def find(name: str, entries: dict[str, CatalogEntry]) -> CatalogEntry:
         return entry
     names = {alias.casefold(): e.name for e in entries.values() for alias in (e.target, e.name)}
     typed = name.casefold()
-    near = get_close_matches(typed, names, 2, 0.6)
+    near = near_names(typed, names, 2)
     if not near and len(typed) >= _SHORTEST_HINT:
         near = [alias for alias in names if typed in alias]
     hints = list(dict.fromkeys(names[alias] for alias in near))[:2]

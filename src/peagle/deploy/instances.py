@@ -7,11 +7,11 @@ import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from peagle.config.checks import near_names
 from peagle.deploy.memory import MemoryNeeded, gib
 from peagle.errors import UserError
 
@@ -97,7 +97,7 @@ def find_instance_type(name: str) -> InstanceType | None:
             f"The instance type is {name!r}, whose GPUs are older than compute capability 7.5, "
             "which the containers need. Give a newer one, like ml.g6e.xlarge or ml.g7e.2xlarge."
         )
-    near = get_close_matches(name.lower(), INSTANCE_TYPES, 3, 0.75)
+    near = near_names(name.lower(), INSTANCE_TYPES, 3, 0.75)
     if _NAME.fullmatch(name) is None:
         guess = f" Did you mean {' or '.join(near)}?" if near else ""
         raise UserError(

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
-from difflib import get_close_matches
 from typing import Any
 
 from peagle.config import cloudwatch as names
+from peagle.config.checks import near_names
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.deploy import logs, monitoring
 from peagle.deploy.aws import Clients
@@ -138,7 +138,7 @@ def describe(clients: Clients, name: str) -> EndpointState:
     endpoint = find("DescribeEndpoint", EndpointName=name)
     if not endpoint and stack is None:
         listed = find("ListEndpoints", MaxResults=100).get("Endpoints", ())
-        near = get_close_matches(name, [one["EndpointName"] for one in listed], 3)
+        near = near_names(name, [one["EndpointName"] for one in listed], 3)
         guess = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise UserError(f"There is no endpoint {name!r} in {clients.region}.{guess}")
     config: dict[str, Any] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections import Counter
@@ -573,8 +572,9 @@ class LLMEngine:
         row = 0
         for chunk in done.chunks:
             sequence = chunk.sequence
+            given = sequence.prompt_logprobs if sequence.is_prefilling else None
             sequence.num_computed_tokens += chunk.num_tokens
-            is_broken = not sequence.is_prefilling and _has_nan(sequence.prompt_logprobs)
+            is_broken = given is not None and not sequence.is_prefilling and given.has_nan
             if chunk.samples:
                 assert done.sampled is not None
                 is_broken |= done.sampled.is_broken[row]
@@ -749,7 +749,3 @@ def _starts_to_decode(sequence: Sequence) -> bool:
     """Whether a sequence of a pass over prompts goes on in the decode step behind that pass."""
     is_ready = not (sequence.is_prefilling or sequence.waits_for_grammar)
     return is_ready and not (sequence.samples_prompt or sequence.is_finished)
-
-
-def _has_nan(logprobs: list[TokenLogprobs]) -> bool:
-    return any(math.isnan(one.logprob) for one in logprobs)

@@ -20,7 +20,7 @@ from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.kernels.batches import TargetBatch, slot_mapping
-from peagle.kernels.logprobs import token_logprobs
+from peagle.kernels.logprobs import logprob_table
 from peagle.kernels.trees import TreePaths, move_slots
 from peagle.kernels.upload import upload_ints, upload_together
 from peagle.models.target import TargetModel
@@ -203,20 +203,18 @@ class ModelRunner:
         """Add the log-probabilities of the prompt tokens that follow the rows, where asked for."""
         row = 0
         for chunk, length in zip(chunks, lens, strict=True):
-            sequence, num_top = chunk.sequence, chunk.sequence.params.prompt_logprobs
-            if num_top is not None and sequence.needs_every_token:
+            sequence, given = chunk.sequence, chunk.sequence.prompt_logprobs
+            if given is not None and sequence.needs_every_token:
                 start = sequence.num_computed_tokens
                 # A preempted sequence has those of its first pass already.
-                first = max(start, len(sequence.prompt_logprobs))
+                first = max(start, len(given) - 1)
                 last = min(start + length, sequence.num_prompt_tokens - 1)
                 for at in range(first, last, _LOGPROB_ROWS):
                     end = min(at + _LOGPROB_ROWS, last)
                     hidden_NH = hidden_TH[row + at - start : row + end - start]
-                    sequence.prompt_logprobs += token_logprobs(
-                        self.target.compute_logits(hidden_NH),
-                        sequence.token_ids[at + 1 : end + 1],
-                        [num_top] * (end - at),
-                    )
+                    tokens_N = self._ints(sequence.token_ids[at + 1 : end + 1])
+                    logits_NV = self.target.compute_logits(hidden_NH)
+                    given.add(logprob_table(logits_NV, tokens_N, given.num_top))
             row += length
 
     def _ints(self, values: list[int] | list[list[int]]) -> Tensor:

@@ -78,7 +78,8 @@ class RequestOutput:
         num_cached_tokens: prompt tokens whose KV was there already.
         num_preemptions: number of times that it lost its blocks and was computed again.
         logprobs: log-probabilities of the output tokens; None unless requested.
-        prompt_logprobs: those of the prompt tokens, None for the first; None unless requested.
+        prompt_logprobs: those of the prompt tokens, None for the first; None unless requested. From
+            `LLM.generate` a list.
         stop_reason: the stop string, or the id out of `stop_token_ids`, that ended the output; None
             where the model's own end of text, or a length, did.
         error: what went wrong, where `finish_reason` is "error".
@@ -100,7 +101,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None
     stop_reason: int | str | None = None
     error: str | None = None
     error_code: str | None = None

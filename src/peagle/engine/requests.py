@@ -18,7 +18,7 @@ from peagle.engine.engine import LLMEngine
 from peagle.engine.grammar import GrammarCompiler
 from peagle.engine.outputs import RequestOutput, StepOutput, StreamChunk
 from peagle.engine.sequence import Sequence as EngineSequence
-from peagle.errors import UserError
+from peagle.errors import UserError, short_repr
 from peagle.kernels.random import derive_seed
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -45,7 +45,7 @@ def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) 
     try:
         return list(prompt)
     except TypeError:
-        raise UserError(f"A prompt is {prompt!r}; expected text or token ids.") from None
+        raise UserError(f"A prompt is {short_repr(prompt)}; expected text or token ids.") from None
 
 
 def word_ids(
@@ -65,8 +65,8 @@ def word_ids(
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             if not ids:
                 raise UserError(
-                    f"bad_words has {word!r}, of which the tokenizer leaves nothing; expected "
-                    "text that it has tokens for. Leave it out, or give token ids."
+                    f"bad_words has {short_repr(word)}, of which the tokenizer leaves nothing; "
+                    "expected text that it has tokens for. Leave it out, or give token ids."
                 )
             found[ids] = None
     return tuple(found)
@@ -276,9 +276,7 @@ class Requests:
             num_cached_tokens=sequence.num_cached_tokens or 0,
             num_preemptions=sequence.num_preemptions,
             logprobs=None if params.logprobs is None else list(sequence.logprobs),
-            prompt_logprobs=(
-                None if params.prompt_logprobs is None else [None, *running.leader.prompt_logprobs]
-            ),
+            prompt_logprobs=running.leader.prompt_logprobs,
             stop_reason=last if running.stop is None and is_asked else running.stop,
             error=sequence.error,
             error_code=sequence.error_code,

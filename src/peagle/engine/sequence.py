@@ -11,7 +11,7 @@ from peagle.config import SamplingParams
 from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.logprobs import PromptLogprobs, TokenLogprobs
 from peagle.kernels.trees import path_nodes
 
 
@@ -61,8 +61,7 @@ class Sequence:
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: when it was first admitted, by `time.perf_counter`.
-        logprobs, prompt_logprobs: of the output, and of the prompt but its first token, if asked
-            for.
+        logprobs, prompt_logprobs: of the output, and of the prompt so far, if asked for.
         finish_reason: "stop", "length", "cancelled" or "error" once finished; `error` and
             `error_code` say why it ended with "error".
     """
@@ -98,7 +97,7 @@ class Sequence:
     num_preemptions: int = 0
     admitted_s: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)
     finish_reason: str | None = None
     error: str | None = None
     error_code: str | None = None
@@ -107,6 +106,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        if (num_top := self.params.prompt_logprobs) is not None:
+            self.prompt_logprobs = PromptLogprobs(self.prompt_token_ids, num_top)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -153,8 +154,8 @@ class Sequence:
     @property
     def needs_every_token(self) -> bool:
         """Whether the target must run the whole prompt even where its KV is cached."""
-        wanted = self.params.prompt_logprobs is not None
-        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        given = self.prompt_logprobs
+        return given is not None and len(given) < self.num_prompt_tokens
 
     @property
     def waits_for_leader(self) -> bool:

@@ -6,7 +6,6 @@ runs.
 
 from __future__ import annotations
 
-import difflib
 import os
 import random
 import re
@@ -16,6 +15,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from peagle.config.checks import near_names
 from peagle.data.readers import Record, dialogue_of, is_folder, read_records
 from peagle.errors import UserError
 from peagle.evaluation.prompts import PROMPT_SETS as BUNDLED_SETS
@@ -129,7 +129,7 @@ def _prompts(name: str, prompt_column: str) -> Iterator[Prompt]:
         repo, _, revision = place.partition("@")
         config, _, split = rest.partition(":")
         return _read_hub_set(HubSet(repo, config, split, revision or "main", prompt_column))
-    near = difflib.get_close_matches(name.lower(), PROMPT_SETS, 2, 0.5)
+    near = near_names(name.lower(), PROMPT_SETS, 2, 0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(f"No prompt set {name!r}.{meant} There are {known}.")
 

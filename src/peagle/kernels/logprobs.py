@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,6 +62,60 @@ class TokenLogprobs(Mapping[int, Logprob]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+@dataclass(slots=True, eq=False)
+class PromptLogprobs(Sequence[TokenLogprobs | None]):
+    """Log-probabilities of a prompt's tokens, None for the first, made when they are asked for.
+
+    The numbers stay in tables. A long prompt has hundreds of thousands of them, and as objects they
+    would take seconds to pass to another process.
+
+    Args:
+        token_ids: the prompt.
+        num_top: how many most likely tokens a position has.
+
+    Attributes:
+        tables: float64 [rows, X], as `logprob_table` gives them, of the tokens from the second on.
+    """
+
+    token_ids: list[int]
+    num_top: int
+    tables: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, table: Tensor) -> None:
+        """Add the table of the next tokens; waits for the device."""
+        self.tables.append(table.cpu().numpy())
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether the log-probability of a token is NaN."""
+        return any(bool(np.isnan(table[:, 0]).any()) for table in self.tables)
+
+    def __len__(self) -> int:
+        return 1 + sum(map(len, self.tables))
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        if index == 0:
+            return None
+        row = index - 1
+        for table in self.tables:
+            if row < len(table):
+                return read_logprobs(table[row].tolist(), self.token_ids[index], self.num_top)
+            row -= len(table)
+        raise AssertionError("the tables have as many rows as they say")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
 
 
 def token_logprobs(

@@ -24,6 +24,7 @@ from peagle.serving.errors import ApiError
 
 logger = logging.getLogger("peagle.serving")
 
+_SENT_AT_ONCE = 64 * 1024  # bytes of a whole answer
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
 
 
@@ -74,11 +75,19 @@ class GenerationAnswer(Response, ABC):
             raise error
 
     async def _send_whole(self, send: Send) -> None:
-        body = to_json(await self.whole())
-        size = str(len(body)).encode()
+        pieces = json_pieces(await self.whole())
+        size = str(sum(map(len, pieces))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", size)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        start = length = 0
+        for end, piece in enumerate(pieces, 1):
+            length += len(piece)
+            if length >= _SENT_AT_ONCE or end == len(pieces):
+                body, has_more = b"".join(pieces[start:end]), end < len(pieces)
+                await send({"type": "http.response.body", "body": body, "more_body": has_more})
+                start, length = end, 0
+                if has_more:  # a client that reads fast would keep the event loop from others
+                    await asyncio.sleep(0)
 
     async def _send_events(self, send: Send) -> None:
         has_started = False
@@ -117,10 +126,39 @@ def to_json(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
+class Written:
+    """A part of an answer that is JSON already, in pieces that several answers may share."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+
+
+def json_pieces(value: Any) -> list[bytes]:
+    """Return the pieces of `to_json(value)`, where parts of the value are `Written`."""
+    parts: list[Written] = []
+    mark = uuid.uuid4().hex  # no client can have written it
+
+    def place(part: Written) -> str:
+        parts.append(part)
+        return mark
+
+    options: Any = {"separators": (",", ":"), "allow_nan": False, "default": place}
+    try:
+        data = json.dumps(value, ensure_ascii=False, **options).encode()
+    except UnicodeEncodeError:
+        parts.clear()
+        data = json.dumps(value, **options).encode()
+    first, *others = data.split(f'"{mark}"'.encode())
+    pieces = [first]
+    for part, after in zip(parts, others, strict=True):
+        pieces += [*part.pieces, after]
+    return pieces
+
+
 def event_bytes(event: dict[str, Any]) -> bytes:
     """Return a server-sent event, named by its `type` if it has one."""
     name = f"event: {event['type']}\n".encode() if "type" in event else b""
-    return name + b"data: " + to_json(event) + b"\n\n"
+    return b"".join([name, b"data: ", *json_pieces(event), b"\n\n"])
 
 
 @cache
@@ -213,6 +251,10 @@ def report_of(
 
 # ---- log-probabilities ---------------------------------------------------------------------------
 
+# One answer may hold millions of them. So they are written as JSON at once, not made into objects
+# first, and between so many tokens the event loop goes on.
+_AT_ONCE = 32
+
 TokenBytes = Callable[[int], bytes]
 
 
@@ -233,9 +275,15 @@ class TextOffset:
         """Count the characters that these bytes complete."""
         self.value += len(self._decoder.decode(data))
 
+    def copy(self) -> TextOffset:
+        """Return another counter that goes on from here."""
+        other = TextOffset(self.value)
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
-def _number(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no -inf
+
+def _number(logprob: float) -> str:
+    return repr(max(logprob, -9999.0))  # JSON has no -inf
 
 
 def _name(data: bytes) -> str:
@@ -246,73 +294,164 @@ def _name(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(given: Sequence[TokenLogprobs], bytes_of: TokenBytes) -> dict[str, Any]:
-    """Return log-probabilities in the form of chat completions: an object for each token."""
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        data = bytes_of(token_id)
-        return {"token": _name(data), "logprob": _number(logprob), "bytes": list(data)}
-
-    content = [
-        {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]}
-        for one in given
-    ]
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(
-    given: Sequence[TokenLogprobs | None],
-    bytes_of: TokenBytes,
-    offset: TextOffset,
-    first: int | None = None,
-) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions: lists side by side.
+class TokenNames:
+    """Tokens as JSON has them; each is made once.
 
     Args:
-        given: the tokens; None stands for the first token of a prompt, whose id is `first`.
-        offset: where the first token begins; moved behind the last one.
+        bytes_of: returns the bytes of a token.
     """
-    tokens: list[str] = []
-    values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    for one in given:
-        token_id = one.token_id if one is not None else first
-        assert token_id is not None
-        data = bytes_of(token_id)
-        tokens.append(_name(data))
-        offsets.append(offset.value)
-        offset.add(data)
-        if one is None:
-            values.append(None)
-            tops.append(None)
-            continue
-        values.append(_number(one.logprob))
-        # Tokens may share their bytes: the token itself comes first, then the more likely ones.
-        top = {tokens[-1]: _number(one.logprob)} if one.top else {}
-        for other, logprob in one.top:
-            top.setdefault(_name(bytes_of(other)), _number(logprob))
-        tops.append(top)
-    return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": tops if any(tops) else None,
-        "text_offset": offsets,
-    }
+
+    def __init__(self, bytes_of: TokenBytes) -> None:
+        self.bytes_of = cache(bytes_of)
+        self.name = cache(self._make_name)
+        self.entry = cache(self._make_entry)
+
+    def _make_name(self, token_id: int) -> str:
+        return _to_text(_name(self.bytes_of(token_id)))
+
+    def _make_entry(self, token_id: int) -> tuple[str, str]:
+        """Return an entry of chat completions up to its log-probability, and the rest of it."""
+        numbers = ",".join(map(str, self.bytes_of(token_id)))
+        return f'{{"token":{self.name(token_id)},"logprob":', f',"bytes":[{numbers}]'
 
 
-def prompt_logprobs(
-    given: Sequence[TokenLogprobs | None], bytes_of: TokenBytes
-) -> list[dict[str, Any] | None]:
-    """Return log-probabilities of a prompt in vLLM's form: an object by token id for each token."""
+class LogprobsWriter(ABC):
+    """Writes log-probabilities as JSON in one of the forms that clients read."""
 
-    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        name = _name(bytes_of(token_id))
-        return {"logprob": _number(logprob), "rank": rank, "decoded_token": name}
+    def __init__(self, names: TokenNames) -> None:
+        self.names = names
 
-    return [
-        {str(id): entry(id, found.logprob, found.rank) for id, found in one.items()}
-        if one is not None
-        else None
-        for one in given
-    ]
+    @abstractmethod
+    def add(self, given: Iterable[TokenLogprobs | None]) -> None:
+        """Add the next tokens; None stands for the first one of a prompt."""
+
+    @abstractmethod
+    def written(self) -> Written:
+        """Return the JSON of all tokens so far."""
+
+    async def write(self, given: Sequence[TokenLogprobs | None]) -> Written:
+        """Add tokens, and let the event loop go on in between; return the JSON of all."""
+        for start in range(0, len(given), _AT_ONCE):
+            self.add(given[start : start + _AT_ONCE])
+            await asyncio.sleep(0)
+        return self.written()
+
+
+class ChatLogprobs(LogprobsWriter):
+    """The form of chat completions: an object for each token."""
+
+    def __init__(self, names: TokenNames) -> None:
+        super().__init__(names)
+        self._entries: list[bytes] = []
+
+    def add(self, given: Iterable[TokenLogprobs | None]) -> None:
+        entry = self.names.entry
+        written = []
+        for one in given:
+            assert one is not None, "a chat gives none of its prompt"
+            tops = []
+            for token_id, logprob in one.top:
+                start, end = entry(token_id)
+                tops.append(f"{start}{_number(logprob)}{end}}}")
+            start, end = entry(one.token_id)
+            own = f"{start}{_number(one.logprob)}{end}"
+            written.append(f'{own},"top_logprobs":[{",".join(tops)}]}}')
+        self._entries.append(",".join(written).encode())
+
+    def written(self) -> Written:
+        return Written(b'{"content":[', *_joined(self._entries), b'],"refusal":null}')
+
+
+class CompletionLogprobs(LogprobsWriter):
+    """The form of completions: lists side by side.
+
+    Args:
+        offset: where the first token begins; moved behind the last one.
+        first: id of the first token of a prompt.
+    """
+
+    _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+    def __init__(self, names: TokenNames, offset: TextOffset, first: int | None = None) -> None:
+        super().__init__(names)
+        self._offset = offset
+        self._first = first
+        self._lists: dict[str, list[bytes]] = {name: [] for name in self._LISTS}
+        self._has_tops = False
+
+    def copy(self) -> CompletionLogprobs:
+        """Return another writer that goes on from here."""
+        other = CompletionLogprobs(self.names, self._offset.copy(), self._first)
+        other._lists = {name: list(pieces) for name, pieces in self._lists.items()}
+        other._has_tops = self._has_tops
+        return other
+
+    def add(self, given: Iterable[TokenLogprobs | None]) -> None:
+        name_of, bytes_of = self.names.name, self.names.bytes_of
+        columns: dict[str, list[str]] = {name: [] for name in self._LISTS}
+        for one in given:
+            token_id = one.token_id if one is not None else self._first
+            assert token_id is not None
+            name = name_of(token_id)
+            columns["tokens"].append(name)
+            columns["text_offset"].append(str(self._offset.value))
+            self._offset.add(bytes_of(token_id))
+            if one is None:
+                columns["token_logprobs"].append("null")
+                columns["top_logprobs"].append("null")
+                continue
+            number = _number(one.logprob)
+            columns["token_logprobs"].append(number)
+            # Tokens may share their bytes: the token itself comes first, then the more likely ones.
+            top = {name: number} if one.top else {}
+            for other, logprob in one.top:
+                top.setdefault(name_of(other), _number(logprob))
+            self._has_tops |= bool(top)
+            pairs = ",".join([f"{name}:{number}" for name, number in top.items()])
+            columns["top_logprobs"].append(f"{{{pairs}}}")
+        for name, column in columns.items():
+            self._lists[name].append(",".join(column).encode())
+
+    def written(self) -> Written:
+        pieces: list[bytes] = []
+        for name, column in self._lists.items():
+            pieces.append(f'{"," if pieces else "{"}"{name}":'.encode())
+            is_left_out = name == "top_logprobs" and not self._has_tops
+            pieces += [b"null"] if is_left_out else [b"[", *_joined(column), b"]"]
+        return Written(*pieces, b"}")
+
+
+class PromptLogprobsWriter(LogprobsWriter):
+    """vLLM's form of a prompt's: an object by token id for each token."""
+
+    def __init__(self, names: TokenNames) -> None:
+        super().__init__(names)
+        self._entries: list[bytes] = []
+
+    def add(self, given: Iterable[TokenLogprobs | None]) -> None:
+        written = [self._entry(one) if one is not None else "null" for one in given]
+        self._entries.append(",".join(written).encode())
+
+    def _entry(self, one: TokenLogprobs) -> str:
+        ranked = [(one.token_id, one.logprob, one.rank)]
+        for rank, (token_id, logprob) in enumerate(one.top, 1):
+            if token_id != one.token_id:
+                ranked.append((token_id, logprob, rank))
+        name = self.names.name
+        fields = [
+            f'"{token_id}":{{"logprob":{_number(logprob)},"rank":{rank},'
+            f'"decoded_token":{name(token_id)}}}'
+            for token_id, logprob, rank in ranked
+        ]
+        return f"{{{','.join(fields)}}}"
+
+    def written(self) -> Written:
+        return Written(b"[", *_joined(self._entries), b"]")
+
+
+def _joined(pieces: Iterable[bytes]) -> list[bytes]:
+    """Return pieces with a comma between each two that hold something."""
+    joined: list[bytes] = []
+    for piece in filter(None, pieces):
+        joined += [b",", piece] if joined else [piece]
+    return joined

@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from peagle import __version__
 from peagle.config.checks import did_you_mean
+from peagle.errors import short_repr
 from peagle.serving.completions import chat, complete
 from peagle.serving.engine_pool import Deadline
 from peagle.serving.errors import ApiError, reason_for_absence
@@ -126,25 +127,18 @@ def validation_error(errors: Any, model: Any = None) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(
             400,
-            f"Unknown field {place!r:.200}; leave it out, or see /openapi.json."
+            f"Unknown field {short_repr(place)}; leave it out, or see /openapi.json."
             + _suggestion(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1])),
-            param=place[:200],
+            param=place,
             code="unknown_field",
         )
     if first["type"] == "missing":
-        text = f"{place or 'The body'} is missing."
-        return ApiError(400, text, param=place[:200] or None)
-    value = first.get("input")
-    given = repr(value[:100] if isinstance(value, str | list) else value)
-    given = given if len(given) <= 80 else f"{given[:77]}..."
-    given += f" ({len(value)} characters)" if isinstance(value, str) and len(value) > 80 else ""
+        return ApiError(400, f"{place or 'The body'} is missing.", param=place or None)
     # Each branch of a union has an expectation of its own.
     wanted = dict.fromkeys(_expectation(error) for error in errors if _field_path(error) == place)
-    return ApiError(
-        400,
-        f"{place[:200] or 'The body'} is {given}; it {' or '.join(wanted)}.",
-        param=place[:200] or None,
-    )
+    given = short_repr(first.get("input"))
+    text = f"{place[:200] or 'The body'} is {given}; it {' or '.join(wanted)}."
+    return ApiError(400, text, param=place or None)
 
 
 # Fields that other routes name differently.

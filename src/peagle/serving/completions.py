@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from abc import abstractmethod
@@ -12,13 +13,15 @@ from typing import Any
 
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.serving.answers import (
+    ChatLogprobs,
+    CompletionLogprobs,
     EventTemplate,
     GenerationAnswer,
+    PromptLogprobsWriter,
     TextOffset,
-    chat_logprobs,
-    completion_logprobs,
+    TokenNames,
+    Written,
     event_bytes,
-    prompt_logprobs,
     report_of,
     usage_of,
 )
@@ -49,6 +52,8 @@ from peagle.serving.tools import (
 )
 from peagle.thinking import START, AnswerSplitter, Piece, ThinkingSplitter, family_splitter
 
+_AT_ONCE = 64  # chunks
+
 
 class _Completions(GenerationAnswer):
     """The answer to a completion or a chat: `choices`, and the tokens used."""
@@ -73,6 +78,7 @@ class _Completions(GenerationAnswer):
         self._has_running_usage = options.include_usage and options.continuous_usage_stats
         self._num_tokens: Counter[tuple[int, int]] = Counter()
         self._templates: dict[Any, EventTemplate] = {}
+        self.names = TokenNames(self.tokenizer.token_bytes)
 
     @abstractmethod
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
@@ -103,8 +109,12 @@ class _Completions(GenerationAnswer):
     async def events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self.generation.chunks()) as lists:
             async for chunks in lists:
-                data = [await self.chunk_events(i, self.read(chunk)) for i, chunk in chunks]
-                yield b"".join(data)
+                for start in range(0, len(chunks), _AT_ONCE):
+                    if start:  # a client that reads slowly has many
+                        await asyncio.sleep(0)
+                    some = chunks[start : start + _AT_ONCE]
+                    data = [await self.chunk_events(i, self.read(chunk)) for i, chunk in some]
+                    yield b"".join(data)
         if self._has_last_usage:
             yield event_bytes({**self.head, "choices": [], "usage": self.usage()})
 
@@ -175,6 +185,9 @@ class _Completion(_Completions):
         self._only_prompt = body.max_tokens == 0
         self._offsets: dict[int, TextOffset] = {}
         self._echoed: set[int] = set()
+        # By the index of the prompt.
+        self._of_prompts: dict[int, Written] = {}
+        self._echoes: dict[int, CompletionLogprobs] = {}
         self._has_only_text = not self.report and body.logprobs is None and not body.echo
 
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
@@ -182,26 +195,43 @@ class _Completion(_Completions):
         choice: dict[str, Any] = {
             "index": prompt_index * self._n + output.index,
             "text": prompt if self._only_prompt else prompt + output.text,
-            "logprobs": self._logprobs(output, prompt),
+            "logprobs": await self._logprobs(prompt_index, output, prompt),
             "finish_reason": self._finish_reason(output),
         }
-        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            given = prompt_logprobs(output.prompt_logprobs, self.tokenizer.token_bytes)
-            choice["prompt_logprobs"] = given
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = await self._prompt_logprobs(prompt_index)
         return choice
+
+    async def _prompt_logprobs(self, prompt_index: int) -> Written:
+        """Return the log-probabilities of a prompt, which all its choices share."""
+        if prompt_index not in self._of_prompts:
+            given = self.generation.outputs[prompt_index, 0].prompt_logprobs
+            writer = PromptLogprobsWriter(self.names)
+            self._of_prompts[prompt_index] = await writer.write(given or ())
+        return self._of_prompts[prompt_index]
 
     def _finish_reason(self, output: RequestOutput) -> str:
         return "length" if self._only_prompt else output.finish_reason
 
-    def _logprobs(self, output: RequestOutput, prompt: str) -> dict[str, Any] | None:
+    async def _logprobs(
+        self, prompt_index: int, output: RequestOutput, prompt: str
+    ) -> Written | None:
         if output.logprobs is None:
             return None
-        own = [] if self._only_prompt else output.logprobs
-        bytes_of = self.tokenizer.token_bytes
-        if not self._body.echo or output.prompt_logprobs is None:
-            return completion_logprobs(own, bytes_of, TextOffset(len(prompt)))
-        given = [*output.prompt_logprobs, *own]
-        return completion_logprobs(given, bytes_of, TextOffset(), output.prompt_token_ids[0])
+        if self._body.echo:
+            writer = (await self._echo(prompt_index)).copy()
+        else:
+            writer = CompletionLogprobs(self.names, TextOffset(len(prompt)))
+        return await writer.write([] if self._only_prompt else output.logprobs)
+
+    async def _echo(self, prompt_index: int) -> CompletionLogprobs:
+        """Return the writer of a prompt's tokens, behind which each choice goes on."""
+        if prompt_index not in self._echoes:
+            first = self.generation.outputs[prompt_index, 0]
+            writer = CompletionLogprobs(self.names, TextOffset(), first.prompt_token_ids[0])
+            await writer.write(first.prompt_logprobs or ())
+            self._echoes[prompt_index] = writer
+        return self._echoes[prompt_index]
 
     async def _prompt_text(self, prompt_index: int) -> str:
         given = self._body.prompt
@@ -241,14 +271,16 @@ class _Completion(_Completions):
         logprobs = None
         if self._body.logprobs is not None and not self._only_prompt:
             offset = self._offsets.setdefault(index, TextOffset(len(prompt)))
-            logprobs = completion_logprobs(chunk.logprobs, self.tokenizer.token_bytes, offset)
+            writer = CompletionLogprobs(self.names, offset)
+            writer.add(chunk.logprobs)
+            logprobs = writer.written()
         if self.report:
             others = {**self.report_event(chunk), **others}
         return self.choice_events([_choice(index, text, reason, logprobs)], **others)
 
 
 def _choice(
-    index: int, text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None
+    index: int, text: str, reason: str | None = None, logprobs: Written | None = None
 ) -> dict[str, Any]:
     return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
 
@@ -393,7 +425,7 @@ class _Chat(_Completions):
     async def whole(self) -> dict[str, Any]:
         answer = await super().whole()
         if (given := self.generation.ordered[0].prompt_logprobs) is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(given, self.tokenizer.token_bytes)
+            answer["prompt_logprobs"] = await PromptLogprobsWriter(self.names).write(given)
         return answer
 
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
@@ -413,7 +445,7 @@ class _Chat(_Completions):
         return {
             "index": output.index,
             "message": message,
-            "logprobs": None if given is None else chat_logprobs(given, self.tokenizer.token_bytes),
+            "logprobs": None if given is None else await ChatLogprobs(self.names).write(given),
             "finish_reason": reader.finish_reason(output),
         }
 
@@ -443,8 +475,9 @@ class _Chat(_Completions):
         if chunk.output is not None:
             choices.append(_delta(index, {}, reader.finish_reason(chunk.output)))
         if choices and chunk.logprobs and self._has_logprobs:
-            given = chat_logprobs(chunk.logprobs, self.tokenizer.token_bytes)
-            choices[-1]["logprobs"] = given
+            writer = ChatLogprobs(self.names)
+            writer.add(chunk.logprobs)
+            choices[-1]["logprobs"] = writer.written()
         first = others
         if choices and self.report:
             first = {**self.report_event(chunk), **others}

@@ -423,7 +423,7 @@ class EngineWorker(EngineLoop):
         return chunks
 
     def deliver(self, chunks: list[StreamChunk]) -> None:
-        self._send(chunks, always=not self.has_unfinished)
+        self._send([_without_repeats(chunk) for chunk in chunks], always=not self.has_unfinished)
 
     def refuse(self, index: int, error: BaseException) -> None:
         is_mistake = isinstance(error, UserError)
@@ -466,6 +466,18 @@ class EngineWorker(EngineLoop):
             stats = pooled([llm.engine for llm in self._llms.values()])
         if chunks or stats:
             self._connection.send(Stepped(chunks, stats))
+
+
+def _without_repeats(chunk: StreamChunk) -> StreamChunk:
+    """Leave out of a finished output the log-probabilities that the front end has by then.
+
+    Chunks brought those of the output. Outputs of one prompt share its own: the first one has them.
+    """
+    output = chunk.output
+    if output is None or (output.logprobs is None and output.prompt_logprobs is None):
+        return chunk
+    of_prompt = None if output.index else output.prompt_logprobs
+    return chunk._replace(output=replace(output, logprobs=None, prompt_logprobs=of_prompt))
 
 
 def pooled(engines: list[LLMEngine]) -> EngineStats:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_MOST_CHARACTERS = 2_000
+_MOST_OF_PARAM = 200
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -15,6 +17,8 @@ _TYPES = {
 
 class ApiError(Exception):
     """A fault in a request, or a reason why the server cannot answer it.
+
+    A client gets back little of what it sent: a long message loses its middle.
 
     Args:
         message: names the value, what was expected and what to do.
@@ -37,12 +41,15 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _MOST_CHARACTERS:
+            half = _MOST_CHARACTERS // 2
+            message = f"{message[:half]} ... {message[-half:]}"
         super().__init__(message)
         self.status = status
         self.message = message
         default = "server_error" if status >= 500 else "invalid_request_error"
         self.type = type or _TYPES.get(status, default)
-        self.param = param
+        self.param = param and param[:_MOST_OF_PARAM]
         self.code = code
         self.headers = dict(headers or {})
         self.is_counted = False

@@ -8,6 +8,7 @@ interpreter, or a step of the engine, for some milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
@@ -146,6 +147,26 @@ def parse_json(body: bytes, max_model_len: int) -> Any:
     if isinstance(value, dict):
         _check(len(value), "fields", "fields")
     return value
+
+
+def check_calls(messages: Iterable[Mapping[str, Any]], max_model_len: int) -> None:
+    """Bound the JSON that tool calls of messages hold as text, which is parsed for the template.
+
+    Raises:
+        ApiError: 400, one of them holds more than `limits.LIMITS` allows.
+    """
+    for message in messages:
+        for text in _long_texts(message.get("tool_calls")):
+            _check_sizes(text.encode(errors="replace"), max_model_len)
+
+
+def _long_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if len(value) >= LARGE:
+            yield value
+    elif isinstance(value, list | dict):
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from _long_texts(element)
 
 
 def _check_sizes(body: bytes, max_model_len: int) -> None:

@@ -1,7 +1,8 @@
 """Bodies of requests, as OpenAI has them, with vLLM's extensions and ours, and what they ask for.
 
 Unknown fields are refused: a misspelt one would silently change nothing. Fields of OpenAI's that
-do not concern the output (`user`, `metadata`, ...) are accepted and ignored.
+do not concern the output (`user`, `metadata`, ...) are accepted and ignored. A field that is null
+counts as left out, whatever its name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pydantic import (
 )
 
 from peagle.config import SamplingParams, StructuredOutput
-from peagle.errors import UserError
+from peagle.errors import UserError, short_repr
 from peagle.serving.errors import ApiError
 from peagle.serving.limits import (
     LIMITS,
@@ -54,11 +55,13 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _bound_fields(cls, given: Any) -> Any:
-        # Each unknown field would become an error of its own.
-        if isinstance(given, dict) and len(given) > most("fields"):
+    def _read_fields(cls, given: Any) -> Any:
+        """Leave out nulls; bound the fields, each unknown one of which would be an error."""
+        if not isinstance(given, dict):
+            return given
+        if len(given) > most("fields"):
             raise ValueError(f"should have at most {most('fields')} fields, not {len(given)}")
-        return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(_Body):
@@ -109,11 +112,50 @@ class ResponseFormat(_Body):
         return given
 
 
+# Fields of OpenAI's and vLLM's with the values that change nothing, for routes without the field.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+}
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    return any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in _NEUTRAL.get(name, ())
+    )
+
+
 class GenerationFields(_Body):
     """Fields of every route that generates; SamplingParams checks the ranges.
 
     Of vLLM's names for structured outputs, `StructuredOutput.from_vllm` checks the values.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        own = cls.model_fields
+        return {n: v for n, v in given.items() if n in own or not _changes_nothing(n, v)}
 
     model: Name | None = None
     min_tokens: StrictInt | None = None
@@ -150,6 +192,7 @@ class GenerationFields(_Body):
     service_tier: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
 
 
 class SamplingFields(GenerationFields):
@@ -393,7 +436,7 @@ def completion_params(body: CompletionBody, info: EngineInfo, prompt_len: int) -
     Raises:
         ApiError: a value is out of range, or prompt and output do not fit the context.
     """
-    if body.suffix is not None:
+    if body.suffix:
         raise ApiError(400, "suffix is not supported; leave it out.", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(
@@ -428,7 +471,7 @@ def chat_params(
     given: dict[str, Any] = {}
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
-    elif body.top_logprobs is not None:
+    elif body.top_logprobs:
         text = f"top_logprobs is {body.top_logprobs} without logprobs; set logprobs to true."
         raise ApiError(400, text, param="top_logprobs")
     if constraint is not None:
@@ -453,7 +496,7 @@ def _params(
         # int() would take blanks, signs and underscores too.
         for token in body.logit_bias:
             if not (token.isascii() and token.isdigit() and len(token) < 12):
-                text = f"logit_bias has the key {token!r:.80}; expected token ids."
+                text = f"logit_bias has the key {short_repr(token)}; expected token ids."
                 raise ApiError(400, text, param="logit_bias")
         values["logit_bias"] = [(int(token), bias) for token, bias in body.logit_bias.items()]
     _check_products(body)

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from peagle.engine.outputs import RequestOutput
+from peagle.errors import short_repr
 from peagle.serving.answers import GenerationAnswer, event_bytes, usage_of
 from peagle.serving.completions import AnswerReader, prepare_chat
 from peagle.serving.errors import ApiError
@@ -262,14 +263,16 @@ def messages_of(
         elif kind == "function_call_output":
             call_id = _text(item, "call_id", place)
             if call_id not in names:
-                text = f"{place} answers the call {call_id!r:.80}, and no function_call before it "
-                raise _wrong(f"{text}has that call_id; send the function_call too.", place)
+                text = (
+                    f"{place} answers the call {short_repr(call_id)}, and no function_call before"
+                )
+                raise _wrong(f"{text} it has that call_id; send the function_call too.", place)
             content = _content(item.get("output"), place, "output")
             tool = {"role": "tool", "tool_call_id": call_id, "name": names[call_id]}
             messages.append({**tool, "content": content})
         else:
             raise _wrong(
-                f"{place} has the type {kind!r:.80}; expected message, function_call, "
+                f"{place} has the type {short_repr(kind)}; expected message, function_call, "
                 "function_call_output or reasoning. peagle stores no items and runs no tools.",
                 f"{place}.type",
             )
@@ -289,7 +292,9 @@ def _reasoning(item: Mapping[str, Any], place: str) -> str:
         if parts := item.get(name):
             ok = isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts)
             if not ok:
-                raise _wrong(f"{place}.{name} is {parts!r:.80}; expected a list of parts.", place)
+                raise _wrong(
+                    f"{place}.{name} is {short_repr(parts)}; expected a list of parts.", place
+                )
             return "".join(_text(part, "text", f"{place}.{name}") for part in parts)
     return ""
 
@@ -300,14 +305,14 @@ def _content(content: Any, place: str, name: str = "content") -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise _wrong(f"{place} is {content!r:.80}; expected text or a list of parts.", place)
+        raise _wrong(f"{place} is {short_repr(content)}; expected text or a list of parts.", place)
     parts = []
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS:
             raise _wrong(
-                f"{place}[{j}] has the type {kind!r:.80}; expected input_text or output_text. "
-                "peagle reads text only.",
+                f"{place}[{j}] has the type {short_repr(kind)}; expected input_text or "
+                "output_text. peagle reads text only.",
                 f"{place}[{j}].type",
             )
         parts.append({"type": "text", "text": _text(part, _TEXT_PARTS[kind], f"{place}[{j}]")})
@@ -317,7 +322,7 @@ def _content(content: Any, place: str, name: str = "content") -> Any:
 def _text(item: Mapping[str, Any], name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _wrong(f"{place}.{name} is {value!r:.80}; expected text.", f"{place}.{name}")
+        raise _wrong(f"{place}.{name} is {short_repr(value)}; expected text.", f"{place}.{name}")
     return value
 
 

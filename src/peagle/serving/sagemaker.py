@@ -13,10 +13,10 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
-from peagle.errors import UserError
+from peagle.config.checks import near_names
+from peagle.errors import UserError, short_repr
 from peagle.serving.config import TOOL_PARSERS
 from peagle.serving.emf import DEFAULT_INTERVAL_S
 
@@ -25,7 +25,6 @@ MODEL_DIR = Path("/opt/ml/model")
 # SageMaker kills 30 s after SIGTERM.
 DRAIN_TIMEOUT_S = 25
 INTERVAL_VARIABLE = "PEAGLE_CLOUDWATCH_INTERVAL"
-_SHOWN_CHARACTERS = 200
 _SECRET = re.compile(r"-(key|token|password|secret)$")
 _COUNT = re.compile(r"([0-9]{1,15})(\.[0-9]{1,15})?([kmgtKMGT]?)")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -56,8 +55,7 @@ class VllmFlag:
         """The variable and its value, for messages; a secret is not shown."""
         if _SECRET.search(self.name):
             return f"{self.variable} (not shown)"
-        cut = "..." if len(self.value) > _SHOWN_CHARACTERS else ""
-        return f"{self.variable} is {self.value[:_SHOWN_CHARACTERS]!r}{cut}"
+        return f"{self.variable} is {short_repr(self.value)}"
 
     def one_token(self) -> str:
         """Return the value of an option that takes one, or raise a UserError."""
@@ -246,7 +244,7 @@ def _arguments(flag: VllmFlag) -> list[str]:
             why = f"expected {' or '.join(values)}" if values else f"this server has no {name}"
             raise UserError(f"{shown}; {why}. {remedy}")
     elif name not in _DROPPED:
-        near = get_close_matches(name, RULES, 1, 0.8)
+        near = near_names(name, RULES, 1, 0.8)
         guess = near and f" Did you mean {PREFIX}{near[0][2:].replace('-', '_').upper()}?"
         raise UserError(
             f"{shown}: this server has no {name} and cannot tell what it would change. Unset the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,15 @@ from starlette.requests import Request
 
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput, StreamChunk
-from peagle.errors import UserError
+from peagle.errors import UserError, short_repr
+from peagle.kernels.logprobs import TokenLogprobs
 from peagle.markers import unmarked
 from peagle.serving.config import ServerConfig
 from peagle.serving.engine_pool import Deadline, EnginePool, EngineProcess
 from peagle.serving.engine_process import EngineInfo
 from peagle.serving.errors import ApiError
 from peagle.serving.keys import Lease
+from peagle.serving.limits import check_calls
 from peagle.serving.metrics import Failure, Metrics
 from peagle.serving.protocol import (
     ChatBody,
@@ -84,7 +87,7 @@ class Service:
         if model is not None and model != self.name:
             raise ApiError(
                 404,
-                f"The model {model!r:.200} is not served here; expected {self.name!r}.",
+                f"The model {short_repr(model)} is not served here; expected {self.name!r}.",
                 param="model",
                 code="model_not_found",
             )
@@ -129,7 +132,7 @@ class Service:
             names = ", ".join(dict.fromkeys([*self.proposers, "plain"]))
             raise ApiError(
                 400,
-                f"speculation.proposer is {name!r:.80}; expected one of: {names}.",
+                f"speculation.proposer is {short_repr(name)}; expected one of: {names}.",
                 param="speculation.proposer",
             )
         k, most = asked.num_speculative_tokens, info.num_speculative_tokens[name]
@@ -155,6 +158,7 @@ class Service:
             ApiError: the messages or the template's arguments are wrong.
         """
         tokenizer, info = self.loaded()
+        check_calls(body.messages or [], info.max_model_len)
         try:
             return await tokenizer.render(
                 body.messages or [],
@@ -250,7 +254,8 @@ class Generation:
     """Runs the prompts of a request on one engine; counts, logs and traces them.
 
     Attributes:
-        outputs: finished ones, in the order in which they ended, by (prompt, output) index.
+        outputs: finished ones, in the order in which they ended, by (prompt, output) index. Only
+            `finish` gives them log-probabilities.
     """
 
     service: Service
@@ -315,10 +320,20 @@ class Generation:
             self._report_end(num_prompt_tokens, status, failure)
 
     async def finish(self) -> list[RequestOutput]:
-        """Run to the end; return all outputs, by prompt, then by output."""
-        async with aclosing(self.chunks()) as chunks:
-            async for _ in chunks:
-                pass
+        """Run to the end; return all outputs, by prompt, then by output.
+
+        They have the log-probabilities of their tokens, and the first of each prompt has those of
+        the prompt.
+        """
+        logprobs: defaultdict[tuple[int, int], list[TokenLogprobs]] = defaultdict(list)
+        async with aclosing(self.chunks()) as lists:
+            async for chunks in lists:
+                for index, chunk in chunks:
+                    if chunk.logprobs:
+                        logprobs[index, chunk.output_index] += chunk.logprobs
+        if self.params.logprobs is not None:
+            for key, output in self.outputs.items():
+                self.outputs[key] = replace(output, logprobs=logprobs[key])
         return self.ordered
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.config.structured import StructuredOutput
+from peagle.errors import short_repr
 from peagle.serving.errors import ApiError
 
 # "none", "auto", "required", a named function in OpenAI's form, or None for "auto".
@@ -20,7 +21,6 @@ ToolChoiceDict = str | Mapping[str, Any] | None
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ID_LETTERS = string.ascii_letters + string.digits
-_CUT = 100
 # Keys of a schema: notes that constrain nothing, values, and maps of names to schemas.
 _NOTES = ("$schema", "$id", "$comment", "title", "description", "default", "examples")
 _VALUES = ("const", "enum", "required")
@@ -42,7 +42,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoiceDict 
         place, name = f"tools[{i}].function", tool["function"]["name"]
         if not _NAME.fullmatch(name):
             raise _error(
-                f"tools[{i}] has the name {_cut(name)}; expected 1 to 64 characters, each a "
+                f"tools[{i}] has the name {short_repr(name)}; expected 1 to 64 characters, each a "
                 "letter, a digit, '_' or '-'.",
                 f"{place}.name",
             )
@@ -53,18 +53,18 @@ def check_tools(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoiceDict 
             )
         names.add(name)
         _check_parameters(tool["function"].get("parameters") or {}, f"{place}.parameters")
-    if tool_choice is None or tool_choice == "none":
+    if tool_choice in (None, "none", "auto"):
         return
     if not names:
         raise _error(
-            f"tool_choice is {_cut(tool_choice)}, and there are no tools; give tools, or leave "
-            "tool_choice out.",
+            f"tool_choice is {short_repr(tool_choice)}, and there are no tools; give tools, or "
+            "leave tool_choice out.",
             "tool_choice",
         )
     if isinstance(tool_choice, Mapping) and (name := tool_choice["function"]["name"]) not in names:
         raise _error(
-            f"tool_choice names the function {_cut(name)}, which is not among the tools: "
-            f"{_cut(', '.join(sorted(names)))}.",
+            f"tool_choice names the function {short_repr(name)}, which is not among the tools: "
+            f"{short_repr(', '.join(sorted(names)))}.",
             "tool_choice",
         )
 
@@ -73,7 +73,7 @@ def _check_parameters(parameters: Mapping[str, Any], place: str) -> None:
     """Check the schema of an object; the grammar compiler decides whether it can be enforced."""
     if parameters.get("type", "object") != "object":
         raise _error(
-            f"{place} has the type {_cut(parameters['type'])}; expected a JSON schema of an "
+            f"{place} has the type {short_repr(parameters['type'])}; expected a JSON schema of an "
             'object, {"type": "object", "properties": {...}}.',
             place,
         )
@@ -82,23 +82,18 @@ def _check_parameters(parameters: Mapping[str, Any], place: str) -> None:
         isinstance(schema, Mapping | bool) for schema in properties.values()
     ):
         raise _error(
-            f"{place} has the properties {_cut(properties)}; expected an object of schemas.",
+            f"{place} has the properties {short_repr(properties)}; expected an object of schemas.",
             f"{place}.properties",
         )
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise _error(
-            f"{place} has required: {_cut(required)}; expected a list of names.",
+            f"{place} has required: {short_repr(required)}; expected a list of names.",
             f"{place}.required",
         )
 
 
 def _error(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param)
-
-
-def _cut(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _CUT else f"{text[:_CUT]}..."
 
 
 # ---- forced calls ---------------------------------------------------------------------------
