@@ -17,6 +17,7 @@ import torch
 from peagle.data.dataset import check_tokenizer, read_data
 from peagle.data.readers import STORE_KEY, side_file
 from peagle.data.samples import Dropped, Sample, SampleMaker
+from peagle.disk import put_in_place
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import save_tensors, write_json
 
@@ -154,7 +155,7 @@ class Collected:
                         row["response_token_ids"] = ids[size:].tolist()
                         lines.write(json.dumps(row) + "\n")
                 write_json(side_file(path), metadata)
-            os.replace(partial, path)
+            put_in_place(partial, path)
         finally:
             partial.unlink(missing_ok=True)
 
