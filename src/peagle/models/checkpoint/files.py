@@ -21,7 +21,7 @@ def write_json(path: Path, data: object) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old one or the new one, never half of one."""
+    """Write a file of which readers, and a crash, see the old one or the new one, never half."""
     temporary = path.with_name(path.name + ".part")
     temporary.write_bytes(data)
     put_in_place(temporary, path)
