@@ -24,7 +24,7 @@ from peagle.evaluation.engine_backend import measure
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.messages import ChatMessage
 from peagle.models.target import TargetModel
-from tests.conftest import make_target_folder
+from tests.conftest import byte_tokenizer, make_target_folder
 from tests.engine.engines import assert_idle, know_the_answer, make_llm
 
 PROMPT = list(range(20, 60))
@@ -377,7 +377,11 @@ JSON = replace(GREEDY, ignore_eos=False, structured_output=StructuredOutput.json
 
 def test_structured_output_needs_an_end_of_text(tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
-    llm = make_llm(make_target_folder(tmp_path, eos_token_id=None))
+    folder = make_target_folder(tmp_path, eos_token_id=None)
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    llm = make_llm(folder)
     with pytest.raises(UserError, match="needs an end-of-text id, and the model has none"):
         llm.generate("hi", JSON)
     assert_idle(llm)

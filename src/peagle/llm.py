@@ -23,6 +23,7 @@ from peagle.engine.requests import Prompt, Requests
 from peagle.errors import CheckpointError, UserError
 from peagle.kernels.logprobs import TokenLogprobs
 from peagle.messages import ChatMessage, Message
+from peagle.models.end_tokens import eos_token_ids
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.thinking import family_splitter
@@ -142,7 +143,8 @@ class LLM:
         choose_threads(model.model)
         self.target = model
         self.tokenizer = load_tokenizer(model.name)
-        self.engine = LLMEngine(model, config, speculative)
+        ends = eos_token_ids(model.name, self.tokenizer)
+        self.engine = LLMEngine(model, config, speculative, ends)
         self.requests = Requests(self.engine, self.tokenizer)
         self._request_ids = count()
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from peagle.disk import LOCK_NAME, locked
+from peagle.errors import UserError
 from peagle.training import training_plan as plans
 from tests.cli.conftest import Peagle
 from tests.conftest import VOCAB_SIZE, make_target_folder
@@ -183,6 +185,38 @@ def test_interrupt_saves_and_resumes(config: Path) -> None:
     assert "continue with --resume" in errors and "Traceback" not in errors
     record = json.loads((config.parent / "run" / "checkpoint" / "state.json").read_text())
     assert record["step"] >= 1
+
+
+def test_a_second_run_into_one_folder_is_refused_at_once(peagle: Peagle, config: Path) -> None:
+    folder = config.parent / "run"
+    with locked(folder):
+        for options in ([], ["--resume"]):
+            done = peagle("train", config, *options)
+            assert (done.status, done.out) == (2, "")
+            assert f"error: Another process is writing '{folder}'; wait for it, or" in done.err
+            assert "loading" not in done.err
+        assert peagle("train", config, "--plan").status == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_keeps_its_folder_to_itself(
+    peagle: Peagle, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, kept = config.parent / "run", []
+
+    def report(*_: object) -> None:
+        with pytest.raises(UserError, match="Another process is writing"), locked(folder):
+            pass
+        kept.append(True)
+
+    monkeypatch.setattr("peagle.cli.train.TrainView.report", report)
+    folder.mkdir()
+    (folder / LOCK_NAME).touch()  # a run that was killed left it
+    assert peagle("train", config).status == 0
+    assert len(kept) == 4
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("checkpoint", "head", "metrics.jsonl", "train.json")
+    ]
 
 
 @pytest.fixture(scope="module")

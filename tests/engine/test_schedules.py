@@ -96,9 +96,6 @@ def bare_target() -> Any:
         def make_kv_caches(self, num_blocks: int, block_size: int) -> list[Any]:
             return []
 
-        def eos_token_ids(self) -> tuple[int, ...]:
-            return (0,)
-
         def tap_aux(self, layer_ids: Any) -> None: ...
 
         def set_kv_caches(self, caches: Any) -> None:
@@ -112,7 +109,7 @@ def bare_target() -> Any:
 def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     """A real engine whose models are the fake ones."""
     target: TargetModel = bare_target()
-    engine = LLMEngine(target, config)
+    engine = LLMEngine(target, config, eos_token_ids=[0])
     assert config.num_kv_blocks is not None
     size = (config.num_kv_blocks, config.block_size)
     fake: Any = engine

@@ -33,6 +33,7 @@ from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter, make_target_folder
+from tests.crashes import kills
 from tests.models.any_head import FACTS, configs
 from tests.models.editing import bits_of_head, edit_config, edit_tensors
 
@@ -166,6 +167,43 @@ def test_an_interrupted_write_leaves_the_old_files(
     assert {p.name: p.read_bytes() for p in head.iterdir()} == before
     assert names_in(tmp_path / "out") == []
     load_drafter(head, target)
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_crash_at_any_step_leaves_no_mixture_of_two_heads(
+    target: TargetModel, tmp_path: Path, is_alike: bool
+) -> None:
+    """Two heads of the same shapes; where one key of config.json differs, files must not mix."""
+    convention = {} if is_alike else {"norm_before_residual": True}
+    heads = [make_drafter(target, seed=1), make_drafter(target, seed=2, **convention)]
+    for name, drafter in zip(("old", "new"), heads, strict=True):
+        save_drafter(tmp_path / name, drafter)
+    folder = tmp_path / "head"
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", folder)
+
+    found = []
+    for _ in kills(prepare, lambda: save_drafter(folder, heads[1])):
+        try:
+            loaded = load_drafter(folder, target)
+        except CheckpointError as error:
+            assert "has no model.safetensors" in str(error)
+            found.append("none")
+            continue
+        (which,) = (
+            name
+            for name in ("old", "new")
+            if all(
+                torch.equal(value, loaded.state_dict()[key])
+                for key, value in load_drafter(tmp_path / name, target).state_dict().items()
+            )
+        )
+        assert loaded.config == load_drafter(tmp_path / which, target).config
+        found.append(which)
+    order = ["old", "new"] if is_alike else ["old", "none", "new"]
+    assert list(dict.fromkeys(found)) == order
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:

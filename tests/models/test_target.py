@@ -5,7 +5,6 @@ That it computes what transformers does, test_architectures.py shows.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -194,20 +193,6 @@ def test_a_folder_without_tokenizer_is_refused(broken: Path) -> None:
         file.unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer of .*broken.* does not load"):
         load_tokenizer(broken)
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [({"eos_token_id": [3, 0]}, 5, (3, 0)), ({"eos_token_id": 4}, 5, (4,)), (None, 5, (5,))],
-)
-def test_end_of_text_ids(
-    broken: Path, generation: dict[str, Any] | None, config: int, expected: tuple[int, ...]
-) -> None:
-    edit_config(broken, eos_token_id=config)
-    (broken / "generation_config.json").unlink(missing_ok=True)
-    if generation is not None:
-        (broken / "generation_config.json").write_text(json.dumps(generation))
-    assert TargetModel.load(broken).eos_token_ids() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -31,7 +31,6 @@ def assert_same(folder: Path, dtype: torch.dtype | None) -> TargetEnds:
     for name in ("name", "hidden_size", "vocab_size", "num_layers", "dtype", "device"):
         assert getattr(ends, name) == getattr(whole, name), name
     assert TargetFingerprint.of(ends) == TargetFingerprint.of(whole)
-    assert ends.eos_token_ids() == whole.eos_token_ids()
     for name in ("intermediate_size", "num_attention_heads", "rope_parameters"):
         assert getattr(ends.text_config, name) == getattr(whole.text_config, name), name
     assert torch.equal(ends.lm_head_weight(), whole.lm_head_weight())
@@ -50,16 +49,13 @@ def assert_same(folder: Path, dtype: torch.dtype | None) -> TargetEnds:
 def test_they_are_those_of_the_whole_target(
     tmp_path: Path, tied: bool, sharded: bool, dtype: torch.dtype | None
 ) -> None:
-    folder = make_target_folder(
-        tmp_path, tie_word_embeddings=tied, eos_token_id=[7, 9], dtype="bfloat16"
-    )
+    folder = make_target_folder(tmp_path, tie_word_embeddings=tied, dtype="bfloat16")
     if sharded:
         model = AutoModelForCausalLM.from_pretrained(folder)
         (folder / "model.safetensors").unlink()
         model.save_pretrained(folder, max_shard_size="20KB")
         assert len(list(folder.glob("model-*.safetensors"))) > 2
     ends = assert_same(folder, dtype)
-    assert ends.eos_token_ids() == (7, 9)
     assert (ends.embedding_weight() is ends.lm_head_weight()) == tied
 
 
@@ -77,12 +73,6 @@ def test_quantised_layers_do_not_matter(tmp_path: Path) -> None:
     make_model("gpt_oss", **options).save_pretrained(tmp_path)
     pack_experts(tmp_path)
     assert_same(tmp_path, torch.bfloat16)
-
-
-def test_without_a_generation_config_the_model_names_the_end(target_folder: Path, tmp_path: Path):
-    folder = Path(shutil.copytree(target_folder, tmp_path / "copy"))
-    (folder / "generation_config.json").unlink()
-    assert assert_same(folder, None).eos_token_ids() == (0,)
 
 
 def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from peagle.data.batches import BatchStream
 from peagle.data.dataset import ResponseDataset
+from peagle.disk import locked
 from peagle.errors import UserError
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE
@@ -224,10 +225,11 @@ def test_a_checkpoint_that_lacks_a_share_is_refused(
     (share,) = (tmp_path / "checkpoint").glob("shard-00002*")
     whole = share.read_bytes()
     share.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="not readable"):
-        Trainer(config).run(resume=True)
+    errors = sorted(ending.error for ending in run_together(together.resume, 2, config))
+    assert errors[0] == "SystemExit: 2", "told once"
+    assert f"is damaged: {share.name} has SHA-256" in errors[1]
     share.unlink()
-    with pytest.raises(UserError, match="not readable"):
+    with pytest.raises(UserError, match=f"is damaged: {share.name} is missing"):
         Trainer(config).run(resume=True)
     share.write_bytes(whole)
     Trainer(config).run(resume=True)
@@ -382,6 +384,24 @@ def test_a_mistake_is_told_once(
     assert [status for status, _ in found] == [2, 2]
     told = "".join(text for _, text in found)
     assert told.count("peagle: error:") == told.count(message) == 1 and "Traceback" not in told
+
+
+def test_the_processes_of_a_run_share_its_folder(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    """The first of them keeps it: a run of two passes, and is refused beside another run."""
+    arguments = ["train", write_config(tmp_path, target_folder, responses)]
+    arguments += ["--output", str(tmp_path / "shared"), "--set", "optimizer.steps=1"]
+    with locked(tmp_path / "shared"):
+        found = values(run_together(together.command, 2, arguments, tmp_path, joins=False))
+    assert [status for status, _ in found] == [2, 2]
+    told = "".join(text for _, text in found)
+    assert told.count("error: Another process is writing") == 1 and "loading" not in told
+    endings = run_together(together.command, 2, arguments, tmp_path, joins=False)
+    assert [ending.status for ending in endings] == [0, 0]
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [
+        *("checkpoint", "head", "metrics.jsonl", "train.json")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,13 @@ def inspect(
     quiet_libraries()
     from peagle.data.inspect import inspect_data
     from peagle.data.readers import tokenizer_sha256
-    from peagle.data.samples import SampleMaker, stop_ids_of
+    from peagle.data.samples import SampleMaker
+    from peagle.models.end_tokens import eos_token_ids
 
     tokenizer, stop_ids, fingerprint = None, (), None
     if target is not None:
         folder, tokenizer = load_tokenizer_of(target)
-        stop_ids = stop_ids_of(folder, tokenizer)
+        stop_ids = eos_token_ids(folder, tokenizer)
         fingerprint = tokenizer_sha256(folder, tokenizer)
     # Train reads prompt and response as plain text.
     maker = SampleMaker(
@@ -421,14 +422,15 @@ def prepare(
     quiet_libraries()
     from peagle.data import prepare as library
     from peagle.data.readers import tokenizer_sha256
-    from peagle.data.samples import SampleMaker, stop_ids_of, vocab_size_of
+    from peagle.data.samples import SampleMaker, vocab_size_of
+    from peagle.models.end_tokens import eos_token_ids
 
     folder, tokenizer = load_tokenizer_of(target)
     vocab_size = vocab_size_of(folder, tokenizer)
     limits = library.Limits(vocab_size, max_length, long == "truncate", share)
     maker = SampleMaker(
         tokenizer,
-        stop_ids_of(folder, tokenizer),
+        eos_token_ids(folder, tokenizer),
         chat=chat,
         chat_template=chat_template,
         thinking=thinking,

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ import typer
 from peagle.cli.main import INTERRUPTED
 from peagle.cli.progress import ProgressLine, time_text
 from peagle.cli.setup import quiet_libraries
+from peagle.disk import locked
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -117,7 +119,10 @@ def train(
         with joined() as processes:
             run = read()
             if not plan:
-                result = _train(run, processes, progress, resume=resume, as_json=as_json)
+                with ExitStack() as held:
+                    # One process for all of a run; before it loads anything.
+                    processes.first(lambda: held.enter_context(locked(run.output)))
+                    result = _train(run, processes, progress, resume=resume, as_json=as_json)
             elif processes.is_first:
                 count = max(gpus, processes.world_size)
                 quiet_libraries()

@@ -8,14 +8,12 @@ H target width.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from peagle.data.features import (
     plan_shards,
     target_states,
 )
+from peagle.disk import LOCK_NAME, locked, put_in_place
 from peagle.engine.memory_plan import size_text
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of
@@ -99,7 +98,7 @@ class ShardFile:
         ends = [*sorted(self._layout.begins.values())[1:], self._layout.size]
         assert sorted(self._at.values()) == ends, "every row was put"
         digest = sha256_of(self._part)
-        os.replace(self._part, self.path)
+        put_in_place(self._part, self.path)
         return digest
 
     def abort(self) -> None:
@@ -107,27 +106,6 @@ class ShardFile:
         with suppress(OSError):  # buffered bytes may not fit on the disk
             self._file.close()
         self._part.unlink(missing_ok=True)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep a folder, made if need be, for this process alone.
-
-    Raises:
-        UserError: another process has it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(
-            f"Another process is writing {str(folder)!r}; wait for it, or choose another output."
-        ) from None
-    else:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 class FeatureWriter:
@@ -315,7 +293,7 @@ class FeatureWriter:
 
     def _find_whole(self) -> None:
         if not (self.folder / INDEX_NAME).is_file():
-            if not self.folder.is_dir() or any(self.folder.iterdir()):
+            if not self.folder.is_dir() or any(p.name != LOCK_NAME for p in self.folder.iterdir()):
                 raise UserError(
                     f"{str(self.folder)!r} is there already and holds no stored features; choose "
                     "another output."

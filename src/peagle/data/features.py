@@ -317,6 +317,12 @@ class Index:
         """The contents of index.json."""
         return {"format_version": FORMAT_VERSION, "kind": _KIND, **asdict(self)}
 
+    @property
+    def sha256(self) -> str:
+        """Hash of all facts, and of the names, sizes and hashes of the shards."""
+        shards = [asdict(entry) for entry in self.shards]
+        return hashlib.sha256(json.dumps([self.facts.sha256, shards]).encode()).hexdigest()
+
     @classmethod
     def read(cls, folder: Path) -> Index:
         """Read the index of the store in `folder`.
@@ -369,6 +375,7 @@ class FeatureStore:
 
     Attributes:
         facts: facts of the store.
+        index_sha256: hash of its index, `Index.sha256`.
         features_dtype, hidden_dtype: types of the tensors that `states` gives: bfloat16, also where
             float8 is stored, or float32.
     """
@@ -378,6 +385,7 @@ class FeatureStore:
     ) -> None:
         self.folder = folder
         self.facts: StoreFacts = index.facts
+        self.index_sha256 = index.sha256
         self.features_dtype = self.hidden_dtype = HIDDEN_DTYPES[self.facts.dtype]
         self._pin_memory = pin_memory
         self._lens = dataset.start_loc.diff().tolist()

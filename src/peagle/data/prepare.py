@@ -17,6 +17,7 @@ import torch
 from peagle.data.dataset import ResponseDataset, check_tokenizer, read_data, row_of, write_store
 from peagle.data.readers import side_file
 from peagle.data.samples import Dropped, Sample, SampleMaker, continues
+from peagle.disk import put_in_place
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import write_json
 
@@ -176,7 +177,7 @@ class Collected:
                     for ids, mask in zip(self.tokens, self.masks, strict=True):
                         lines.write(json.dumps(row_of(ids.tolist(), mask)) + "\n")
                 write_json(side_file(path), metadata)
-            os.replace(partial, path)
+            put_in_place(partial, path)
         finally:
             partial.unlink(missing_ok=True)
 

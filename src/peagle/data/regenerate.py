@@ -7,7 +7,6 @@ only the answers under way. An engine in this process answers, or a server with 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from peagle.chat import opens_thinking, render_chat, resolve_chat_template
 from peagle.client.api import ApiClient, NoAnswer, error_message
 from peagle.config import SamplingParams
 from peagle.data.readers import AskedConversation, side_file
+from peagle.disk import lock, put_in_place
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def regenerate(
     kept = _distinct(dialogues, progress)
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a+b") as file:
-        _lock(file.fileno(), output)
+        lock(file.fileno(), output)
         done = _read_done(file, output)
         _check_options(output, options, is_new=not done)
         waiting = deque(_open_questions(kept, done, progress, seed))
@@ -169,6 +169,7 @@ def regenerate(
             progress.waited_for -= 1 if further else _answers_from(ask, answerer.is_chat)
             progress.seconds = time.perf_counter() - start
             watch(progress)
+        os.fsync(file.fileno())  # before the file beside it says what this one holds
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     _write_side(
@@ -276,15 +277,6 @@ def _line(ask: Ask, answer: RegeneratedAnswer, is_chat: bool) -> dict[str, Any]:
     return line
 
 
-def _lock(descriptor: int, output: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(
-            f"Another process is writing {str(output)!r}; wait for it, or choose another output."
-        ) from None
-
-
 def _read_done(file: Any, output: Path) -> dict[str, dict[str, Any]]:
     """The newest line of each dialogue; a line that a killed run left half-written is removed."""
     done: dict[str, dict[str, Any]] = {}
@@ -337,7 +329,7 @@ def _write_side(output: Path, facts: Mapping[str, Any]) -> None:
     side = side_file(output)
     partial = side.with_name(f".{side.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, side)
+    put_in_place(partial, side)
 
 
 # ---- an engine answers ----------------------------------------------------------------------

@@ -292,15 +292,6 @@ class SampleMaker:
         return self.tokenizer
 
 
-def stop_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end a turn, by the tokenizer and by the model's configurations."""
-    found: list[Any] = [tokenizer.eos_token_id]
-    for name in ("generation_config.json", "config.json"):
-        value = _read_config(folder / name).get("eos_token_id")
-        found += value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(one for one in found if type(one) is int))
-
-
 def vocab_size_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the rows of the target's embedding, by its config; else the tokenizer's tokens."""
     config = _read_config(folder / "config.json")

@@ -22,6 +22,7 @@ from peagle.doctor.files import HeadFiles, json_bool, target_rope
 from peagle.doctor.head import Head, HeadDrafts, drafted
 from peagle.doctor.probe import Probe, aux_choices
 from peagle.models.checkpoint.formats import AUX_KEY
+from peagle.models.end_tokens import eos_token_ids
 
 MEAN_FEATURE = "the mean feature in place of mask_hidden"
 MASK_STATE = "fc(norm(mask_hidden)), with the norm before fc if any"
@@ -123,7 +124,7 @@ def _common_changes(
         current = config.mask_token_id
         choices = _mask_choices(files, probe, current)
         if not is_repair:
-            choices = [*choices, *target.eos_token_ids(), 0]
+            choices = [*choices, *eos_token_ids(target.name, probe.tokenizer), 0]
         for other in dict.fromkeys(choices):
             if other != current:
                 token = probe.tokenizer.convert_ids_to_tokens(other)

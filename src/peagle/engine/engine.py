@@ -74,6 +74,9 @@ _GRAMMAR_WAIT_S = 0.002
 class LLMEngine:
     """Schedules, runs and finishes sequences. Engines may share a target and take turns to step.
 
+    Args:
+        eos_token_ids: the target's, as `peagle.models.end_tokens` finds them; none ends no output.
+
     Attributes:
         on_pass: called before each pass that no graph runs, with its number of tokens.
 
@@ -87,6 +90,7 @@ class LLMEngine:
         target: TargetModel,
         config: EngineConfig | None = None,
         speculative: SpeculativeConfig | None = None,
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
         self.target = target
         self.on_pass: Callable[[int], None] | None = None
@@ -191,7 +195,8 @@ class LLMEngine:
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._eager_steps: Counter[str] = Counter()
         self._decode_steps: Counter[int] = Counter()
-        self.eos_token_ids = target.eos_token_ids()
+        # A tokenizer may have tokens that its model has no logits for.
+        self.eos_token_ids = tuple(i for i in eos_token_ids if i < target.vocab_size)
         self._num_requests = 0
         self._is_checking = False
 

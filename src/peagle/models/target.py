@@ -33,7 +33,7 @@ from peagle.models.target_attention import (
     dry_run,
     register_attention,
 )
-from peagle.models.target_facts import end_of_text_ids, load_config, refuse_pickles
+from peagle.models.target_facts import load_config, refuse_pickles
 
 if TYPE_CHECKING:
     from peagle.config.engine import KVCacheDType
@@ -304,10 +304,6 @@ class TargetModel:
         """Return the input embedding, [V, H]."""
         embedding: Any = self.model.get_input_embeddings()
         return embedding.weight
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Return end-of-text ids of the model's generation config, else of its config."""
-        return end_of_text_ids(self.model.generation_config, self.text_config)
 
     def generation_defaults(self) -> dict[str, Any]:
         """Return what the model's generation config sets, under the names of `SamplingParams`.

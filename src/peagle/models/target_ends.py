@@ -20,8 +20,6 @@ from peagle.errors import CheckpointError
 from peagle.models.architectures import capped, check_architecture, final_softcap
 from peagle.models.stored_tensors import StoredTensors
 from peagle.models.target_facts import (
-    end_of_text_ids,
-    generation_config,
     load_config,
     model_skeleton,
     refuse_pickles,
@@ -44,7 +42,6 @@ class TargetEnds:
         self,
         name: str,
         config: Any,
-        generation: Any,
         lm_head: tuple[Tensor, Tensor | None],
         embedding: Tensor | _Stored,
     ) -> None:
@@ -58,7 +55,6 @@ class TargetEnds:
         self.device: torch.device = self._weight_VH.device
         self._embedding = embedding
         self._softcap = final_softcap(config)
-        self._eos_token_ids = end_of_text_ids(generation, self.text_config)
 
     @classmethod
     def load(
@@ -89,8 +85,7 @@ class TargetEnds:
         skeleton = model_skeleton(folder, config)
         files = _Checkpoint(folder, config, dtype or getattr(config, "dtype", None), device)
         weight, bias, embedding = _read_ends(skeleton, files)
-        generation = generation_config(folder, skeleton)
-        return cls(str(path), config, generation, (weight, bias), embedding)
+        return cls(str(path), config, (weight, bias), embedding)
 
     def compute_logits(self, hidden_NH: Tensor) -> Tensor:
         """Compute the logits [N, V] of final hidden states, which may be of another type."""
@@ -117,10 +112,6 @@ class TargetEnds:
         """Return the input embedding, [V, H], read at each call, since one caller needs it once."""
         stored = self._embedding
         return stored.read() if isinstance(stored, _Stored) else stored
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Return end-of-text ids of the model's generation config, else of its config."""
-        return self._eos_token_ids
 
 
 # ---- the model's structure ------------------------------------------------------------------

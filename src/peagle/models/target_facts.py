@@ -6,7 +6,7 @@ Shapes: N rows, H target width, V vocabulary.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,25 +68,6 @@ class TargetFacts(TargetSizes, Protocol):
     def embedding_weight(self) -> Tensor:
         """Return the input embedding, [V, H]."""
         ...
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the ids that end a text."""
-        ...
-
-
-def end_of_text_ids(generation: Any, text_config: transformers.PretrainedConfig) -> tuple[int, ...]:
-    """Return end-of-text ids of a generation config, else of the model's own.
-
-    Args:
-        generation: transformers' GenerationConfig, or None.
-        text_config: configuration of the decoder.
-    """
-    value = getattr(generation, "eos_token_id", None)
-    if value is None:
-        value = text_config.eos_token_id
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, Sequence) else (value,)
 
 
 @dataclass(frozen=True, slots=True)

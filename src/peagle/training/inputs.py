@@ -7,15 +7,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from peagle.data.batches import Batch, moved, owned_by, pinned
-from peagle.data.dataset import ResponseDataset
+from peagle.data.dataset import ResponseDataset, data_facts
 from peagle.data.features import FeatureStore, TargetStates, target_states
 from peagle.data.readers import tokenizer_sha256
 from peagle.engine.placement import resolve_dtype
+from peagle.errors import UserError
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.models.target_facts import TargetFacts
@@ -37,6 +39,7 @@ class Inputs:
         target: the whole model; with stored features its embedding and lm_head only.
         tokenizer: the target's.
         dataset, validation: responses.
+        data_facts: `data_facts` of "train" and "validation", None where there is no validation.
     """
 
     config: TrainConfig
@@ -45,6 +48,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     dataset: ResponseDataset
     validation: ResponseDataset | None
+    data_facts: dict[str, dict[str, Any] | None]
     _stores: dict[str, FeatureStore] = field(default_factory=dict)
 
     @classmethod
@@ -60,11 +64,23 @@ class Inputs:
         tokenizer = load_tokenizer(config.target)
         digest = tokenizer_sha256(config.target, tokenizer)
 
-        def read(path: Path) -> ResponseDataset:
-            return ResponseDataset.load(path, tokenizer, target.vocab_size, data.max_length, digest)
+        def read(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
+            before = _version_of(path)
+            dataset = ResponseDataset.load(
+                path, tokenizer, target.vocab_size, data.max_length, digest
+            )
+            facts = data_facts(path, dataset)
+            if _version_of(path) != before:
+                raise UserError(
+                    f"The data file {str(path)!r} changed while it was read. Start again when it "
+                    "is complete."
+                )
+            return dataset, facts
 
-        validation = None if data.validation is None else read(data.validation)
-        return cls(config, device, target, tokenizer, read(data.train), validation)
+        validation, facts = (None, None) if data.validation is None else read(data.validation)
+        dataset, own_facts = read(data.train)
+        every = {"train": own_facts, "validation": facts}
+        return cls(config, device, target, tokenizer, dataset, validation, every)
 
     def build_head(self) -> Built:
         """The head before its first step; stores are opened, or the target is tapped, for it.
@@ -91,12 +107,29 @@ class Inputs:
             start_mask_hidden(built.drafter, self.dataset, self._stores["train"].features_of)
         return built
 
+    def identity(self) -> dict[str, str | None]:
+        """The SHA-256 of each file of responses and of each store's index; None without one."""
+        stores = {"train": "features", "validation": "validation_features"}
+        files = {name: facts and facts["sha256"] for name, facts in self.data_facts.items()}
+        return files | {
+            key: self._stores[name].index_sha256 if name in self._stores else None
+            for name, key in stores.items()
+        }
+
     def source(self, batch_at: Callable[[int], Batch], name: str = "train") -> Source:
         """Batches of "train" or "validation" with what the target says about them."""
         if isinstance(self.target, TargetModel):
             compute = partial(target_states, self.target)
             return Source(batch_at, self.device, compute=compute)
         return Source(batch_at, self.device, read=self._stores[name].states)
+
+
+def _version_of(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced; nothing where it is not there."""
+    if not path.is_file():
+        return ()
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Source:

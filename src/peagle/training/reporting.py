@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.data.batches import Batch
+from peagle.disk import sync
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import replace_file
 from peagle.training.acceptance import AnchorAcceptance, ServedAcceptance
@@ -236,6 +237,11 @@ class History:
         if self._writes:
             with self._file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(self.entries[-1]) + "\n")
+
+    def sync(self) -> None:
+        """Wait until the file's lines are on the disk."""
+        if self._writes and self._file.is_file():
+            sync(self._file)
 
     def every(self, kind: str | None = None) -> list[dict[str, Any]]:
         """All reports of the run, of a kind, in order."""

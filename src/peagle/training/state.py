@@ -3,15 +3,20 @@
 Written and read by torch.distributed.checkpoint (DCP) through its safetensors storage: each process
 writes the shares that it holds, with their place in the whole tensor in the file's header, and
 reads the slices that it needs, however many processes wrote them. Nothing is pickled.
+
+state.json has the step and what the run is made of; manifest.json has the SHA-256 of every other
+file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,16 +32,24 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from peagle.errors import UserError
+from peagle.disk import sync
+from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import sha256_of
+from peagle.models.checkpoint.files import object_at, read_object, write_json
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.optimizers import Masters
 
 _WEIGHTS = "weights."
 _OPTIMIZER = "optimizer."
+_STATE_NAME = "state.json"
+_MANIFEST_NAME = "manifest.json"
 # A file is put together in memory before it is written.
 _FILE_BYTES = 2 << 30
+_MOST_THREADS = 8
 # The only fact that a resumed run may change.
 _MAY_CHANGE = "optimizer.steps"
+# Facts of a checkpoint that older versions did not write.
+_YOUNG = ("data", "target")
 # Facts by the keys of the configuration, where those are other ones.
 _KEYS = {
     "seed": "run.seed",
@@ -44,6 +57,8 @@ _KEYS = {
     "sequences": "number of sequences in data.train",
     "warm_start": "weights of head.init",
 }
+_HASH = re.compile(r"[0-9a-f]{64}")
+_SHORT_HASH = 12
 
 
 def save_state(
@@ -57,8 +72,8 @@ def save_state(
 ) -> None:
     """Write a checkpoint beside the last one, then put it in its place.
 
-    An interrupt, a killed process or a full disk while writing leaves the last checkpoint whole.
-    `progress` is JSON, which `load_state` gives back.
+    A crash of the process or of the machine, or a full disk, leaves the last checkpoint or the
+    whole new one. `progress` is JSON, which `load_state` gives back.
 
     Raises:
         UserError: it could not be written (a full disk for one); in all processes.
@@ -79,7 +94,8 @@ def save_state(
 
     def finish() -> None:
         with _write_errors(folder):
-            (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n")
+            write_json(partial / _STATE_NAME, record)
+            write_json(partial / _MANIFEST_NAME, {"sha256": _digests(partial)})
             _replace(folder, partial)
 
     try:
@@ -105,16 +121,27 @@ def load_state(
 ) -> tuple[int, dict]:
     """Put a checkpoint into model and optimizer; returns its step and the progress.
 
+    A checkpoint of an older version, which says neither the data and the target that it was made
+    with nor what its files hold, brings a warning.
+
     Raises:
-        UserError: there is none, it is broken, or `facts` differ in more than `optimizer.steps`.
+        UserError: there is none, a file of it is damaged, or `facts` differ in more than
+            `optimizer.steps`.
     """
-    processes.first(lambda: _recover(folder))
-    if not (folder / "state.json").is_file():
+    if not (folder / _STATE_NAME).is_file():
         raise UserError(
             f"There is no checkpoint to resume from in {str(folder)!r}; run without --resume."
         )
+    processes.first(lambda: _require_whole(folder))
     try:
-        record = json.loads((folder / "state.json").read_text())
+        record = json.loads((folder / _STATE_NAME).read_text())
+        if processes.is_first and not record.keys() >= set(_YOUNG):
+            warnings.warn(
+                f"The checkpoint {str(folder)!r} is of an older peagle, which did not store what "
+                "data and target it was made with. See that they are the same: they cannot be "
+                "compared.",
+                stacklevel=2,
+            )
         _require_same(folder, record, facts)
         reader = HuggingFaceStorageReader(str(folder))
         tensors = {_WEIGHTS + name: weight for name, weight in masters.state().items()}
@@ -141,7 +168,7 @@ def read_progress(folder: Path) -> dict:
     """The progress that `save_state` wrote; empty without a readable checkpoint."""
     for place in (folder, _previous(folder)):
         try:
-            return json.loads((place / "state.json").read_text()).get("progress", {})
+            return json.loads((place / _STATE_NAME).read_text()).get("progress", {})
         except (OSError, json.JSONDecodeError, AttributeError):
             continue
     return {}
@@ -178,18 +205,26 @@ def _room_for_optimizers(
 
 
 def _require_same(folder: Path, record: dict, facts: dict) -> None:
-    before = {name: record.get(name) for name in facts}
+    now = {name: fact for name, fact in facts.items() if name in record or name not in _YOUNG}
+    before = {name: record.get(name) for name in now}
     changes = [
-        f"{_KEYS.get(key.partition('.')[0], key)} {old!r} (now {new!r})"
-        for key, old, new in _differences(before, facts)
+        f"{_KEYS.get(key.partition('.')[0], key)} {_shown(old)} (now {_shown(new)})"
+        for key, old, new in _differences(before, now)
         if key != _MAY_CHANGE
     ]
     if changes:
         raise UserError(
             f"The checkpoint {str(folder)!r} was made with {', '.join(changes)}. To resume, "
             f"restore what it was made with; only {_MAY_CHANGE} may change. Or start anew in "
-            "another output folder."
+            "another output folder, where head.init may name the head of this run."
         )
+
+
+def _shown(fact: object) -> str:
+    """Return a fact as messages show it; of a hash the first digits tell enough."""
+    if isinstance(fact, str) and _HASH.fullmatch(fact):
+        return f"SHA-256 {fact[:_SHORT_HASH]}..."
+    return repr(fact)
 
 
 def _differences(
@@ -204,17 +239,67 @@ def _differences(
         yield from _differences(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
 
 
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a checkpoint but the manifest, by name."""
+    files = sorted(path for path in folder.iterdir() if path.name != _MANIFEST_NAME)
+    with ThreadPoolExecutor(_MOST_THREADS) as threads:
+        return {p.name: d for p, d in zip(files, threads.map(sha256_of, files), strict=True)}
+
+
+def _require_whole(folder: Path) -> None:
+    """Refuse a checkpoint with a file that is not what was written; older ones cannot tell.
+
+    Raises:
+        UserError: naming the file, and what to do.
+    """
+    problem = _damage(folder)
+    if not problem:
+        return
+    previous = _previous(folder)
+    if (previous / _STATE_NAME).is_file() and not _damage(previous):
+        remedy = (
+            f"The checkpoint before it is whole: remove {str(folder)!r} and run again with "
+            f"--resume, which then goes on from {str(previous)!r}."
+        )
+    else:
+        remedy = (
+            "Restore the checkpoint from a copy, or start anew in another output folder, where "
+            "head.init may name the head of this run."
+        )
+    raise UserError(f"The checkpoint {str(folder)!r} is damaged: {problem}. {remedy}")
+
+
+def _damage(folder: Path) -> str:
+    """Say what the first file is that is not as the manifest has it; "" if there is none."""
+    try:
+        if not (folder / _MANIFEST_NAME).is_file():
+            is_old = not read_object(folder / _STATE_NAME).keys() >= set(_YOUNG)
+            return "" if is_old else f"{_MANIFEST_NAME} is missing"
+        written = object_at(read_object(folder / _MANIFEST_NAME), "sha256")
+        found = _digests(folder)
+    except (CheckpointError, OSError) as error:
+        return str(error).rstrip(".")
+    for name, digest in written.items():
+        if name not in found:
+            return f"{name} is missing"
+        if digest != found[name]:
+            return f"{name} has {_shown(found[name])}, it was written with {_shown(digest)}"
+    others = [name for name in found if name not in written and name.endswith(".safetensors")]
+    return f"{others[0]} is not a part of it" if others else ""
+
+
 def _replace(folder: Path, partial: Path) -> None:
     previous = _previous(folder)
     shutil.rmtree(previous, ignore_errors=True)
     if folder.exists():
         os.replace(folder, previous)
     os.replace(partial, folder)
+    sync(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _recover(folder: Path) -> None:
-    """Undo the first of the two renames of `_replace`, where the process died behind it."""
+def recover_state(folder: Path) -> None:
+    """Put the last checkpoint back where the process died between the renames of a save."""
     if not folder.exists() and _previous(folder).exists():
         os.replace(_previous(folder), folder)
 

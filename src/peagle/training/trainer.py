@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,18 +16,20 @@ from torch import Tensor
 
 from peagle.config import require_writable_folder
 from peagle.data.batches import Batch, BatchStream, ValidationStream
-from peagle.data.dataset import data_facts
 from peagle.data.features import TargetStates
 from peagle.engine.placement import resolve_dtype
 from peagle.environment import environment
 from peagle.errors import UserError
+from peagle.model_folder import sha256_of
 from peagle.models.checkpoint import (
+    CORRECTION_NAME,
     LENGTH_KEY,
     head_identity,
     save_correction,
     save_drafter,
     write_json,
 )
+from peagle.models.checkpoint.weights import WEIGHTS_NAME
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetShape
 from peagle.training.config import TrainConfig
@@ -42,7 +45,7 @@ from peagle.training.reporting import (
     Window,
     require_finite,
 )
-from peagle.training.state import load_state, read_progress, save_state
+from peagle.training.state import load_state, read_progress, recover_state, save_state
 from peagle.training.step import GradedElements, Objective, TrainingStep
 from peagle.training.step_memory import (
     BatchShape,
@@ -103,6 +106,7 @@ class Trainer:
         begin("loading the target, reading the data")
         self.inputs = Inputs.load(config, self.device)
         self.target, data = self.inputs.target, config.data
+        self._fingerprint = TargetFingerprint.of(self.target)
         self.dataset, self.validation = self.inputs.dataset, self.inputs.validation
         self.stream = BatchStream(
             self.dataset,
@@ -132,6 +136,7 @@ class Trainer:
         self.seconds = self._before = 0.0
         self._start_step, self._started = 0, time.perf_counter()
         self._origin: dict[str, Any] = {}
+        self._head_sha256: str | None = None
         self.stop_requested = False
         self.selection = Selection(run, config.method.depth)
 
@@ -154,6 +159,7 @@ class Trainer:
         config, output = self.config, self.config.output
         checkpoint = output / "checkpoint"
         require_writable_folder(output, "The output folder").mkdir(parents=True, exist_ok=True)
+        self.processes.first(lambda: recover_state(checkpoint))
         if resume:
             self._begin("reading the checkpoint")
             self.step, progress = load_state(
@@ -168,17 +174,19 @@ class Trainer:
             self.seconds = progress.get("seconds", 0.0)
             self.num_tokens = progress.get("tokens", 0)
             self.selection.restore(progress.get("selection", {}))
+            self._head_sha256 = progress.get("head_sha256")
         elif checkpoint.exists():
             raise UserError(
                 f"{str(checkpoint)!r} holds an earlier run; continue with --resume or choose "
                 "another output."
             )
         steps, run = config.optimizer.steps, config.run
-        self._begin("hashing the data")
         self._origin = self._provenance()
         self.history.begin(self.step)
         self._start_step, self._started = self.step, time.perf_counter()
         self._before = self.seconds
+        if resume:
+            self._restore_head()
         window = Window(config.method.depth, self.device)
         _, compiled = kernels_of(config, self.device)
         self._begin(f"step {self.step + 1} of {steps}" + (", compiling" if compiled else ""))
@@ -343,8 +351,12 @@ class Trainer:
 
     def _save(self, checkpoint: Path) -> None:
         self._begin(f"saving step {self.step}")
+        if self.selection.best is None:
+            self._save_head()
+        self.history.sync()
         self.seconds = self._before + time.perf_counter() - self._started
         progress = {
+            "head_sha256": self._head_sha256,
             "seconds": self.seconds,
             "tokens": self.num_tokens,
             "selection": self.selection.to_json(),
@@ -362,30 +374,55 @@ class Trainer:
             progress,
             self.processes,
         )
-        if self.selection.best is None:
-            self._save_head()
+
+    @property
+    def _head_file(self) -> Path:
+        name = WEIGHTS_NAME if self.correction is None else CORRECTION_NAME
+        return self.config.head_folder / name
 
     def _save_head(self) -> None:
         folder, dtype = self.config.head_folder, getattr(torch, self.config.run.save_dtype)
-        longest = self.dataset.longest
-        record, fingerprint = self._record(), TargetFingerprint.of(self.target)
+        longest, record = self.dataset.longest, self._record()
 
         def save() -> None:
             if self.correction is not None:
                 facts = {name: record[name] for name in _CORRECTION_FACTS}
                 head = self._corrected_head
                 save_correction(folder, self.correction, head, dtype=dtype, record=facts)
-                return
-            save_drafter(
-                folder,
-                self.drafter,
-                fingerprint=fingerprint,
-                extra={LENGTH_KEY: longest},
-                dtype=dtype,
-            )
-            write_json(folder / _RECORD_NAME, record)
+            else:
+                save_drafter(
+                    folder,
+                    self.drafter,
+                    fingerprint=self._fingerprint,
+                    extra={LENGTH_KEY: longest},
+                    dtype=dtype,
+                )
+                write_json(folder / _RECORD_NAME, record)
+            self._head_sha256 = sha256_of(self._head_file)
 
         self.processes.first(save)
+
+    def _restore_head(self) -> None:
+        """Write the head again if its file is not the one that belongs to the checkpoint.
+
+        A crash between the two leaves the head of a later step; the file may be damaged or gone.
+        """
+        file, written = self._head_file, self._head_sha256
+        is_other = written is not None and self.processes.is_first
+        if is_other:
+            is_other = not file.is_file() or sha256_of(file) != written
+        if not self.processes.most(int(is_other)):
+            return
+        best = self.selection.best
+        if best is None or best["step"] == self.step:
+            self._save_head()
+        elif self.processes.is_first:
+            warnings.warn(
+                f"{str(file)!r} is not what the checkpoint knows as the best, that of step "
+                f"{best['step']}: it is of a later step, damaged or gone. The next one that is "
+                "better replaces it.",
+                stacklevel=2,
+            )
 
     def _batch_at(self, step: int) -> Batch:
         """A batch of training, its elements drawn."""
@@ -435,6 +472,12 @@ class Trainer:
             "sequences": len(self.dataset),
             "batch_tokens": config.data.batch_tokens,
             "warm_start": self.warm_start.sha256 if self.warm_start else None,
+            "data": {
+                **self.inputs.identity(),
+                "max_length": config.data.max_length,
+                "length_multiple": config.data.length_multiple,
+            },
+            "target": {n: v for n, v in self._fingerprint.to_json().items() if n != "name"},
         }
 
     def _correction_facts(self) -> dict[str, Any]:
@@ -447,20 +490,17 @@ class Trainer:
 
     def _provenance(self) -> dict[str, Any]:
         """The origin of the run, read before it starts: commit and files may change during it."""
-        config, data = self.config, self.config.data
-        sets = {"train": data_facts(data.train, self.dataset), "validation": None}
-        if data.validation is not None and self.validation is not None:
-            sets["validation"] = data_facts(data.validation, self.validation)
+        config, data = self.config, self.inputs.data_facts
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
         paths["correction"] = True
         return self._correction_facts() | {
             **environment(self.device),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "config": config.model_dump(mode="json", exclude=paths),
-            "target": TargetFingerprint.of(self.target).to_json(),
+            "target": self._fingerprint.to_json(),
             "warm_start": self.warm_start.to_json() if self.warm_start else None,
-            "data": sets,
-            "data_sha256": sets["train"]["sha256"],
+            "data": data,
+            "data_sha256": self.inputs.identity()["train"],
         }
 
     def _record(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
+from peagle.models.end_tokens import eos_token_ids
 from peagle.models.target_facts import TargetFacts
 
 # Shares of the training responses for which the report says how large a vocabulary they take.
@@ -91,13 +92,12 @@ def always_kept(
 
     `special_tokens` adds all special tokens but the mask token, which is never drafted.
     """
-    end_of_text: Any = tokenizer.eos_token_id  # typed more widely than it is
-    ids = {*target.eos_token_ids(), end_of_text}
+    ids = {*eos_token_ids(target.name, tokenizer)}
     if special_tokens:
         added = tokenizer.added_tokens_decoder
         ids |= {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         ids.discard(mask_token_id)
-    return {i for i in ids if isinstance(i, int) and i < target.vocab_size}
+    return {i for i in ids if i < target.vocab_size}
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int, always: Collection[int] = ()) -> Tensor:

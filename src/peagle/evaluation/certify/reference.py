@@ -29,6 +29,8 @@ from transformers import (
 )
 
 from peagle.config import SamplingParams
+from peagle.models.end_tokens import eos_token_ids
+from peagle.models.target import load_tokenizer
 from peagle.results import Difference
 
 NEAR_TIE = 1e-4
@@ -112,8 +114,7 @@ class TargetReference:
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
         self.model: Any = load_reference(folder, dtype, device)
         self.bound = near_tie_bound(dtype)
-        ids = self.model.generation_config.eos_token_id
-        self.end_ids: list[int] = [] if ids is None else [ids] if isinstance(ids, int) else [*ids]
+        self.end_ids = eos_token_ids(folder, load_tokenizer(folder))
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], params: SamplingParams) -> Reference:

@@ -7,7 +7,6 @@ file that does, and refuses a head with tensors that it does not know.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from peagle.disk import put_in_place
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.files import object_at, save_tensors
 from peagle.models.checkpoint.weights import head_digest
@@ -64,7 +64,7 @@ def save_correction(
     temporary = path.with_name(path.name + ".part")
     try:
         save_tensors(temporary, tensors, {_KEY: json.dumps(facts)})
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"The correction {str(path)!r} could not be written: {error}.") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from peagle.disk import put_in_place
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_json
 
@@ -21,10 +21,10 @@ def write_json(path: Path, data: object) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of one."""
+    """Write a file of which readers, and a crash, see the old one or the new one, never half."""
     temporary = path.with_name(path.name + ".part")
     temporary.write_bytes(data)
-    os.replace(temporary, path)
+    put_in_place(temporary, path)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from peagle.config import require_folder
+from peagle.disk import put_in_place
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.correction import CORRECTION_NAME
-from peagle.models.checkpoint.files import read_object, write_json
+from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.formats import (
     HeadFormat,
     config_from_json,
@@ -24,6 +26,7 @@ from peagle.models.checkpoint.weights import (
     check_tensors,
     fill,
     read_tensors,
+    remove_weights,
     replace_weights,
     split_tensors,
     write_tensors,
@@ -76,7 +79,9 @@ def write_head(
 ) -> None:
     """Write a head with all its facts, in place of an earlier head in the folder.
 
-    The correction of an earlier head goes: it fits no other.
+    A crash at any moment leaves the earlier head, the new one or, where their config.json differ,
+    none: never the weights of one beside the config.json of the other. The correction of an
+    earlier head goes: it fits no other.
 
     Raises:
         UserError: it could not be written, for want of space or of permission.
@@ -85,12 +90,20 @@ def write_head(
     data["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = write_tensors(folder, tensors)
-        write_json(folder / CONFIG_NAME, data)
-        replace_weights(folder, temporary)
+        weights = write_tensors(folder, tensors)
+        config_json = folder / (CONFIG_NAME + ".part")
+        config_json.write_text(json.dumps(data, indent=2) + "\n")
+        if not _same(config_json, folder / CONFIG_NAME):
+            remove_weights(folder)
+        put_in_place(config_json, folder / CONFIG_NAME)
+        replace_weights(folder, weights)
         (folder / CORRECTION_NAME).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The head {str(folder)!r} could not be written: {error}.") from None
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def read_head_json(folder: str | Path) -> dict[str, Any]:

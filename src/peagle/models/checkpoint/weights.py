@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from peagle.disk import put_in_place, sync
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_weight_map
 from peagle.models.checkpoint.files import save_tensors
@@ -20,6 +20,7 @@ from peagle.models.drafter import Drafter, DrafterConfig
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_SHARDS = "model-*-of-*.safetensors"
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HASHED_ROWS = 4  # of each tensor
 _MAP_TYPES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8)}
@@ -266,11 +267,13 @@ def _refuse_without_weights(folder: Path) -> None:
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
     """Write tensors into a new file of the folder, which `replace_weights` puts in its place.
 
-    The large write comes first, so that if it fails an older head in the folder is still whole.
+    The large write comes first, so that if it fails an older head in the folder is still whole;
+    it is on the disk at return.
     """
     temporary = folder / (WEIGHTS_NAME + ".part")
     try:
         save_tensors(temporary, tensors, {"format": "pt"})
+        sync(temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -279,6 +282,12 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 def replace_weights(folder: Path, temporary: Path) -> None:
     """Put new weights in the place of those in the folder, sharded ones included."""
-    os.replace(temporary, folder / WEIGHTS_NAME)
-    for stale in (folder / INDEX_NAME, *folder.glob("model-*-of-*.safetensors")):
-        stale.unlink(missing_ok=True)
+    put_in_place(temporary, folder / WEIGHTS_NAME)
+    remove_weights(folder, keep=WEIGHTS_NAME)
+
+
+def remove_weights(folder: Path, *, keep: str = "") -> None:
+    """Remove the weights of a head in the folder, but for the file `keep`."""
+    for stale in (folder / WEIGHTS_NAME, folder / INDEX_NAME, *folder.glob(_SHARDS)):
+        if stale.name != keep:
+            stale.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""Files that are on the disk before they appear, and locks between processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from peagle.errors import UserError
+
+LOCK_NAME = ".lock"
+_HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)
+
+
+def sync(path: Path) -> None:
+    """Wait until the contents of a file, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: the disk did not take them.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems sync files only.
+        if not path.is_dir() or error.errno not in _CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename a finished file to `path`, over an older one; contents and name are then on the disk.
+
+    A crash at any moment leaves the older file or the whole new one.
+
+    Raises:
+        OSError: the disk did not take it.
+    """
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """Keep `path` for this process alone, until the open file `descriptor` is closed.
+
+    The lock of a process that was killed is gone with it. A file system without locks brings a
+    warning.
+
+    Args:
+        descriptor: a file that is open for writing, which is all that NFS locks.
+        path: what the file stands for, in messages.
+
+    Raises:
+        UserError: another process has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_ELSEWHERE:
+            raise UserError(
+                f"Another process is writing {str(path)!r}; wait for it, or choose another output."
+            ) from None
+        warnings.warn(
+            f"{str(path)!r} cannot be locked ({error.strerror}): see that no other process writes "
+            "there.",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a folder, made if need be, for this process alone.
+
+    The lock is on a file `LOCK_NAME` in the folder. A killed process leaves the file, which then
+    locks nothing.
+
+    Raises:
+        UserError: another process has it.
+        OSError: it cannot be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_NAME
+    while True:
+        with path.open("a") as file:
+            lock(file.fileno(), folder)
+            if not _is_open_file(path, file.fileno()):
+                continue  # its last owner removed the file after it was opened here
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_open_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,52 @@
+"""Kill an action before each of its steps on files, as a crash of the machine's power might."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
+_WRITES = os.O_WRONLY | os.O_RDWR
+
+
+def kills(prepare: Callable[[], None], action: Callable[[], None]) -> Iterator[int]:
+    """Prepare, let a child process begin `action`, and kill it before step 1; then 2, 3 and so on.
+
+    A step makes, opens for writing, renames or removes a file or a folder. Yields the number of the
+    step after each death, and ends when the child reaches the end of the action.
+    """
+    step = 0
+    while True:
+        step += 1
+        prepare()
+        child = os.fork()
+        if child == 0:
+            _die_at(step, action)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            yield step
+            continue
+        assert os.WEXITSTATUS(status) == 0, "the action failed"
+        return
+
+
+def _die_at(step: int, action: Callable[[], None]) -> None:
+    left = step
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in _STEPS or (event == "open" and arguments[2] & _WRITES):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        sys.addaudithook(watch)
+        action()
+        os._exit(0)
+    finally:
+        os._exit(1)
