@@ -480,7 +480,7 @@ class LocalAnswerer:
                 source,
                 opened=opened,
                 stop=output.stop_reason,
-                markers=finder.markers if finder else (),
+                markers=finder.markers if finder else None,
             )
             if finder is not None:
                 content, calls = finder.find(text, tools)

@@ -289,7 +289,7 @@ def split_output(
     *,
     opened: bool,
     stop: object = None,
-    markers: Sequence[str] = (),
+    markers: Sequence[str] | None = None,
 ) -> tuple[str, str]:
     """Return the reasoning and the answer of a finished output.
 
@@ -297,8 +297,8 @@ def split_output(
         text, token_ids: of the output.
         opened: the prompt ended by opening the reasoning (see `peagle.chat.opens_thinking`).
         stop: the stop string that ended the output; anything else stands for none.
-        markers: names of further marker tokens. If there are any, the answer has all of its
-            markers, each behind `SIGN`.
+        markers: names of further marker tokens, for an answer that has all of its markers, each
+            behind `SIGN`; None for an answer without the sign.
     """
     splitter = family_splitter(chat_template)
     stops = (stop,) if isinstance(stop, str) else ()
@@ -307,11 +307,11 @@ def split_output(
             ids = marker_token_ids(tokenizer, markers, only_special=True)
             text = OutputText(tokenizer, stops, ids).add(token_ids, final=True).text
         return split_thinking(text, opened=opened)
-    ids = marker_token_ids(tokenizer, (*splitter.markers, *markers))
+    ids = marker_token_ids(tokenizer, (*splitter.markers, *(markers or ())))
     written = OutputText(tokenizer, stops, ids)
     pieces = list(splitter.add(written.add(token_ids, final=True).text, final=True))
     reasoning, answer = (
         "".join(piece.text for piece in pieces if piece.is_reasoning == kind)
         for kind in (True, False)
     )
-    return reasoning, answer if markers else unmarked(answer)
+    return reasoning, unmarked(answer) if markers is None else answer
