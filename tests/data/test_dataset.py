@@ -21,8 +21,8 @@ from peagle.data.inspect import Inspection, inspect_data
 from peagle.data.prepare import Limits, prepare
 from peagle.data.readers import (
     Record,
+    conversation_of,
     dialogue_of,
-    messages_of,
     parts_of,
     read_records,
     sha256_of_table,
@@ -533,7 +533,8 @@ def test_columns_of_kinds_that_datasets_has(tmp_path: Path, datasets: Any) -> No
     made = datasets.Dataset.from_list([row, row], features=datasets.Features(kinds))
     made.save_to_disk(tmp_path / "a")
     (found, _) = read_records(tmp_path / "a")
-    assert messages_of(found) == [
+    conversation = conversation_of(found)
+    assert conversation is not None and conversation.messages == [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "yes", "name": "n"},
     ]

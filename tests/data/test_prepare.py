@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable
@@ -18,10 +19,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from peagle.data.dataset import ResponseDataset
+from peagle.data.inspect import inspect_data
 from peagle.data.prepare import Limits, PrepareSummary, prepare
 from peagle.data.readers import Record, read_side
 from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError
+from peagle.serving.protocol import ChatBody, tool_dicts
+from peagle.serving.tokenizer import Tokenizer as ServerTokenizer
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 from tests.data.files import ids, separate, write
 
@@ -256,6 +260,164 @@ def test_sharegpt_is_read_as_messages() -> None:
     )
 
 
+# ---- tools ----------------------------------------------------------------------------------
+
+# Tools and calls as JSON; a thinking mode puts reasoning, if empty, before each newest answer.
+CALLS = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}<|endoftext|>\n"
+    "{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if enable_thinking is defined and m.role == 'assistant' and loop.last %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    "<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FUNCTION = {"name": "f", "arguments": {"x": "yes", "end": "<|endoftext|>"}}
+CALL = {"type": "function", "function": FUNCTION}
+RESULT = {"role": "tool", "content": "20"}
+
+
+@pytest.mark.parametrize("content", [None, "", "yes"])
+@pytest.mark.parametrize("spelled", [FUNCTION, FUNCTION | {"arguments": '{"x": "yes"}'}])
+def test_calls_are_the_words_of_the_target(content: str | None, spelled: dict) -> None:
+    """Without content or behind it, even where the content stands in the arguments too."""
+    call = CALL | {"function": spelled}
+    answer = {"role": "assistant", "content": content, "tool_calls": [call, call]}
+    messages = [{"role": "user", "content": "q"}, answer, RESULT]
+    messages += [{"role": "assistant", "content": "no"}]
+    first, second = made(maker(CALLS), messages=messages, tools=[TOOL])
+    function = {"name": "f", "arguments": {"x": "yes"}} if spelled is not FUNCTION else FUNCTION
+    written = f"<call>{json.dumps(function)}</call>" * 2
+    prompt = f"<tools>{json.dumps(TOOL)}{END}\n<user>q{END}\n<assistant>"
+    assert first == (tokens(prompt), tokens(f"{content or ''}{written}{END}"))
+    prompt += f"{content or ''}{written}{END}\n<tool>20{END}\n<assistant>"
+    assert second == (tokens(prompt), tokens(f"no{END}"))
+
+
+def test_calls_of_a_template_without_an_end_are_supervised_whole() -> None:
+    template = CALLS.replace("<|endoftext|>\n{% endfor %}", "{% endfor %}")
+    answer = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f"}}]}
+    (found,) = made(maker(template), messages=[{"role": "user", "content": "q"}, answer])
+    assert found == (tokens("<user>q<assistant>"), tokens('<call>{"name": "f"}</call>'))
+
+
+def test_a_call_that_was_cut_off_is_left_out() -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [CALL]}]
+    cut = {"messages": messages, "finish_reason": "length"}
+    assert reasons(maker(CALLS), **cut) == ["a call of a tool that was cut off"]
+    assert reasons(maker(CALLS), messages=[messages[1]]) == [
+        "an answer that nothing was asked before"
+    ]
+
+
+def test_tools_that_the_template_does_not_read_are_named() -> None:
+    (found,) = maker(ADDS).samples(record(messages=conversation([("q", "yes")]), tools=[TOOL]))
+    assert isinstance(found, Dropped) and "does not read tools" in found.detail
+
+
+def server_prompt(folder: Path, messages: Messages, tools: list[dict]) -> list[int]:
+    """The prompt that a server computes for a request with these fields."""
+    body = ChatBody.model_validate({"model": "m", "messages": messages, "tools": tools or None})
+    rendering = ServerTokenizer(str(folder)).render(
+        body.messages, 4096, tools=tool_dicts(body.tools)
+    )
+    return asyncio.run(rendering)[0]
+
+
+def test_prompts_are_those_that_a_server_computes(tmp_path: Path) -> None:
+    """For the spellings of data sets, each beside what a client would send."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CALLS
+    tokenizer.save_pretrained(tmp_path)
+    schema = {"type": "object", "properties": {"x": {"type": "string", "default": None}}}
+    function = {"name": "f", "description": "d", "parameters": schema}
+    sent = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
+    sent[1]["tool_calls"] = [{"id": "1", **CALL, "function": {"name": "f", "arguments": "{}"}}]
+    sent += [{"role": "tool", "tool_call_id": "1", "content": "20"}]
+    system = {"role": "system", "content": "s"}
+    tools = [{"type": "function", "function": function}]
+    answer = {"role": "assistant", "content": "yes"}
+    turned = {"function": dict(reversed(function.items())), "type": "function"}
+    old = [{"role": "user", "content": [{"type": "text", "text": "q"}], "name": None}]
+    old += [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]
+    old += [{"role": "function", "name": "f", "content": "20"}, answer]
+    shared = [{"from": "human", "value": "q"}]
+    shared += [{"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]
+    shared += [{"from": "observation", "value": "20"}, {"from": "gpt", "value": "yes"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [system, *sent, answer], "tools": [turned]},
+        {"messages": [*sent, answer], "tools": json.dumps(tools), "system": "s"},
+        {"messages": old, "functions": [function], "system_prompt": "s"},
+        {"conversations": shared, "tools": json.dumps([function]), "system": "s"},
+    ]
+    wanted = [server_prompt(tmp_path, [system, *sent][:size], tools) for size in (2, 4)]
+    one = SampleMaker(tokenizer, (0,))
+    for row in rows:
+        assert [prompt for prompt, _ in made(one, **row)] == wanted, row
+
+
+# ---- thinking and weights -------------------------------------------------------------------
+
+
+def test_an_empty_block_of_the_template_is_not_supervised() -> None:
+    """In thinking mode nobody knows whether the target wrote it, and the prompt has none."""
+    why = ["the answer has no reasoning, and the template writes an empty block of it"]
+    plain = conversation([("q", "yes")])
+    calling = [plain[0], {"role": "assistant", "tool_calls": [CALL]}]
+    blank = [plain[0], plain[1] | {"reasoning_content": " "}]
+    assert reasons(maker(CALLS, thinking=True), messages=blank) == why
+    for messages in (plain, calling):
+        assert reasons(maker(CALLS, thinking=True), messages=messages) == why
+        assert len(made(maker(CALLS, thinking=False), messages=messages)) == 1
+    opened = CALLS.replace("<assistant>{% if enable", "<assistant><think>\n{% if enable")
+    assert reasons(maker(opened, thinking=True), messages=plain) == why
+    channel = CALLS.replace("<think>", "<|channel>thought").replace("</think>", "<channel|>")
+    assert reasons(maker(channel, thinking=True), messages=plain) == why
+
+
+def test_an_empty_block_of_the_answer_is_supervised() -> None:
+    written = "<think>\n\n</think>\n\nyes"
+    (found,) = made(maker(ADDS), messages=conversation([("q", written)]))
+    assert found == (tokens(f"<user>q{END}\n<assistant>"), tokens(f"{written}{END}"))
+
+
+def test_reasoning_by_the_name_of_servers() -> None:
+    messages = conversation([("q", "yes")])
+    messages[1]["reasoning"] = "hm"
+    (found,) = made(maker(CALLS, thinking=True), messages=messages)
+    assert found[1] == tokens(f"<think>\nhm\n</think>\n\nyes{END}")
+
+
+def test_answers_of_weight_0_are_read_but_not_supervised() -> None:
+    messages = conversation([("q", "bad"), ("r", "good"), ("s", "odd")])
+    for message, weight in zip(messages[1::2], (0, 1, 0.5), strict=True):
+        message["weight"] = weight
+    found = list(maker(ADDS).samples(record(messages=messages)))
+    assert found[0] == Dropped("an answer of weight 0")
+    assert found[2] == Dropped(
+        "an answer of a weight other than 0 and 1", "weight is 0.5; expected 0 or 1"
+    )
+    prompt = f"<user>q{END}\n<assistant>bad{END}\n<user>r{END}\n<assistant>"
+    second = found[1]
+    assert isinstance(second, Sample)
+    assert (second.prompt, second.response) == (tokens(prompt), tokens(f"good{END}"))
+    shown = ADDS.replace("{{ m.role }}", "{{ m.role }}{{ m.weight }}")
+    (unweighed,) = made(maker(shown), messages=messages[2:4])
+    assert unweighed == (tokens(f"<user>r{END}\n<assistant>"), tokens(f"good{END}"))
+
+
+def test_answers_before_what_is_no_text_are_samples() -> None:
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+    messages = [*conversation([("q", "yes")]), picture, {"role": "assistant", "content": "no"}]
+    one, why = sorted(maker(ADDS).samples(record(messages=messages)), key=repr, reverse=True)
+    assert isinstance(one, Sample) and one.response == tokens(f"yes{END}")
+    assert isinstance(why, Dropped) and "image_url" in why.detail
+
+
 # ---- whole files ----------------------------------------------------------------------------
 
 LETTERS = st.text("ab", min_size=1, max_size=3)
@@ -415,12 +577,40 @@ def test_a_conversation_is_on_one_side_of_the_split(tmp_path: Path) -> None:
         ({"messages": [{"content": "x"}]}, "the role None"),
         ({"text": "x"}, "has the keys text; expected messages"),
         ({"messages": [{"role": "user", "content": "q"}]}, "1 × no answer in the conversation"),
+        ({"tools": "f", "messages": []}, "1 × the tools are no list of functions .* line 1: The"),
         ([1, 2], r"line 1 is \[1, 2\]; expected a JSON object"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(write(tmp_path / "a.jsonl", row))
+
+
+def test_a_record_that_cannot_be_used_ends_no_run(tmp_path: Path) -> None:
+    rows = [
+        {"messages": "x"},
+        {"text": "x"},
+        {"prompt_token_ids": [1]},
+        {"input_ids": [1, 2], "loss_mask": [1]},
+        {"messages": [{"content": "x"}]},
+        {"tools": "f", "messages": conversation([("q", "yes")])},
+        ids([1], [2, 3]),
+        {"text": "y"},
+    ]
+    source = write(tmp_path / "a.jsonl", *rows)
+    _, _, report = run(source)
+    assert (report.records, report.samples) == (8, 1)
+    assert report.dropped == {
+        "the messages are no list of objects": 1,
+        "the record has none of the forms": 2,
+        "token ids that are no list of whole numbers": 1,
+        "the loss_mask does not fit the input_ids": 1,
+        "a message has no role": 1,
+        "the tools are no list of functions": 1,
+    }
+    detail = report.details["the record has none of the forms"]
+    assert detail.startswith(f"{source}, line 2: it has the keys text; expected messages, prompt")
+    assert inspect_data(source, maker(ADDS)).dropped == report.dropped
 
 
 def test_files_and_limits_are_checked(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import pytest
 
 from peagle import LLM, SamplingParams
 from peagle.chat import render_chat
+from peagle.cli.data import call_finder
+from peagle.config.structured import StructuredOutput
 from peagle.data.dataset import ResponseDataset
-from peagle.data.readers import AskedConversation, Record, dialogue_of, read_side
+from peagle.data.readers import AskedConversation, Dropped, Record, dialogue_of, read_side
 from peagle.data.regenerate import (
     Answerer,
     Ask,
@@ -29,6 +33,8 @@ from peagle.data.regenerate import (
     regenerate,
     seed_of,
 )
+from peagle.data.samples import Sample, SampleMaker
+from peagle.engine.detokenizer import split_output
 from peagle.errors import UserError
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 
@@ -194,8 +200,6 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:
         ask_all(path, DIALOGUES, Parrot(), model="n")
     with pytest.raises(UserError, match="another prompt under the id 'a'"):
         ask_all(path, [AskedConversation("a", ("other",))], Parrot())
-    with pytest.raises(UserError, match="the id 'q'"):
-        ask_all(path, [AskedConversation("q", ("1",)), AskedConversation("q", ("2",))], Parrot())
     with path.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="Another process"):
@@ -229,19 +233,81 @@ def test_prompts_in_every_form(data: dict, expected: AskedConversation) -> None:
     assert dialogue_of(Record(data, 7, "here")) == expected
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"text": "q"}, "here: expected"),
-        ({"turns": []}, "here: expected"),
-        ({"turns": ["q", ""]}, "the prompt is empty"),
-        ({"prompt": "q", "id": 1.5}, "id is 1.5"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "here: expected"),
-    ],
-)
-def test_prompts_that_are_none(data: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        dialogue_of(Record(data, 1, "here"))
+# ---- tools ----------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+RECORDED = {"name": "f", "arguments": {"x": "é"}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": RECORDED}]}
+RESULT = {"role": "tool", "content": "20"}
+
+
+class Caller(Parrot):
+    """Calls a tool where the question says so."""
+
+    def answers(
+        self, take: Callable[[], Ask | None]
+    ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
+        for ask, answer in super().answers(take):
+            assert isinstance(answer, RegeneratedAnswer)
+            if "call" in ask.messages[-1]["content"]:
+                answer = replace(answer, text="", tool_calls=[{"function": {"name": "f"}}])
+            yield ask, answer
+
+
+def asked_with_results(id: str, *questions: str) -> AskedConversation:
+    """Each question, and then a result of the call that the file has."""
+    turns: list[Any] = []
+    for question in questions:
+        turns += [question, (CALLING | {"reasoning_content": "old"}, RESULT)]
+    return AskedConversation(id, tuple(turns), (), (TOOL,))
+
+
+def test_results_stand_behind_the_call_of_the_file(tmp_path: Path) -> None:
+    """Whatever the target answered, cut off or with a call of its own."""
+    path = tmp_path / "out.jsonl"
+    dialogue = asked_with_results("a", "long one", "call two")
+    progress = ask_all(path, [dialogue], Caller())
+    found = by_turn(path)
+    assert set(found) == {("a", turn) for turn in (1, 2, 3, 4)} and progress.ended_by_calls == 0
+    assert all(line["tools"] == [TOOL] for line in found.values())
+    first, second = ({"role": "user", "content": text} for text in ("long one", "call two"))
+    answers = {turn: found["a", turn]["messages"][-1] for turn in (1, 2, 3, 4)}
+    without = {k: v for k, v in answers[2].items() if k != "reasoning_content"}
+    asked = [found["a", turn]["messages"][:-1] for turn in (1, 2, 3, 4)]
+    before = [first, CALLING, RESULT, without, second]
+    assert asked == [[first], [first, CALLING, RESULT], before, [*before, CALLING, RESULT]]
+    assert answers[3]["tool_calls"] == [{"function": {"name": "f"}}]
+    again = Caller()
+    assert ask_all(path, [dialogue], again).resumed == 4 and again.asked == []
+
+
+def test_a_call_without_a_result_ends_its_dialogue(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    many = [
+        AskedConversation("a", ("call one", "two"), (), (TOOL,)),
+        AskedConversation("b", ("one", "call two"), (), (TOOL,)),
+    ]
+    progress = ask_all(path, many, Caller())
+    assert set(by_turn(path)) == {("a", 1), ("b", 1), ("b", 2)}
+    assert progress.ended_by_calls == 1, "b had no further turn"
+    again = Caller()
+    ask_all(path, many, again)
+    assert again.asked == []
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    given = [
+        Dropped("there is no prompt", "line 1"),
+        AskedConversation("a", ("one",)),
+        AskedConversation("a", ("two",)),
+        Dropped("there is no prompt", "line 4"),
+        AskedConversation("b", ("one",)),
+    ]
+    progress = regenerate(given, Parrot(), path, {}, {})
+    assert (progress.prompts, progress.duplicates, progress.answers) == (1, 1, 1)
+    assert progress.dropped == {"there is no prompt": 2, "a different prompt before has its id": 1}
+    assert progress.details["there is no prompt"] == "line 1"
 
 
 # ---- by an engine in this process -----------------------------------------------------------
@@ -303,6 +369,84 @@ def test_prompts_without_room_fail_alone(llm: LLM, tmp_path: Path) -> None:
         LocalAnswerer(llm, SamplingParams(n=2, temperature=1.0), is_chat=False)
     with pytest.raises(UserError, match="thinking"):
         LocalAnswerer(llm, PARAMS, is_chat=True, chat_template="{{ messages }}", thinking=True)
+
+
+# Short, for a context of 256 tokens; brackets are no JSON for a template without calls.
+CALLS = (
+    "{% for t in tools or [] %}<call>{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WRITTEN = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+def test_local_calls_are_found_in_the_answer(llm: LLM, tmp_path: Path) -> None:
+    forced = StructuredOutput.regex(re.escape(WRITTEN))
+    params = SamplingParams(max_tokens=80, structured_output=forced)
+    answerer = LocalAnswerer(
+        llm,
+        params,
+        is_chat=True,
+        chat_template=CALLS,
+        call_finder=call_finder(llm.tokenizer, CALLS),
+    )
+    path, tools = tmp_path / "out.jsonl", (TOOL,)
+    turns = ("q", (CALLING, RESULT), "r")
+    many = [AskedConversation("a", turns, (), tools), AskedConversation("b", turns)]
+    progress = ask_all(path, many, answerer)
+    found = by_turn(path)
+    assert progress.failures == {} and progress.ended_by_calls == 1
+    assert set(found) == {("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 3)}
+    for (id, turn), line in found.items():
+        call = '<assistant><tool_call>{"name": "f", "arguments": {"x": "é"}}<tool>20'
+        parts = ["<user>q", call, f"<assistant>{WRITTEN}<user>r"][:turn]
+        said = "<call>f" * (id == "a") + "".join(parts)
+        assert line["prompt_token_ids"] == llm.tokenizer.encode(f"{said}<assistant>")
+        response = llm.tokenizer.encode(WRITTEN)
+        assert line["response_token_ids"][: len(response)] == response
+        answer = line["messages"][-1]
+        if id == "b":
+            assert answer == {"role": "assistant", "content": WRITTEN}, "no tools, no calls"
+            continue
+        function = {"name": "f", "arguments": '{"x": 1}'}
+        call = {"id": "call00001", "type": "function", "function": function}
+        assert answer == {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert line["finish_reason"] == "tool_calls"
+
+
+MISTRAL = "{% for t in tools or [] %}[AVAILABLE_TOOLS]{% endfor %}[TOOL_CALLS]"
+HARMONY = "{% for t in tools or [] %}{{ t }}{% endfor %}<|start|><|channel|><|message|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "reasoning", "content"),
+    [
+        (MISTRAL, 'so[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', "", "so"),
+        (
+            HARMONY,
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
+            "hm",
+            None,
+        ),
+    ],
+)
+def test_calls_between_special_tokens(
+    template: str, written: str, reasoning: str, content: str | None
+) -> None:
+    """These tokens have no text, so that a parser finds nothing without their names."""
+    tokenizer = byte_tokenizer()
+    names = re.findall(r"<\|\w+\|>|\[\w+\]", template + written)
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(names))})
+    finder = call_finder(tokenizer, template)
+    ids = tokenizer.encode(written)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    found = split_output(tokenizer, text, ids, template, opened=False, markers=finder.markers)
+    assert found[0] == reasoning
+    other, calls = finder.find(found[1], [TOOL])
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    assert other == content and [call["function"] for call in calls] == [function]
 
 
 # ---- by an endpoint -------------------------------------------------------------------------
@@ -400,6 +544,44 @@ def test_an_endpoint_is_asked_as_openai_has_it(endpoint: Endpoint, tmp_path: Pat
     }
     last = by_turn(path)["a", 3]["messages"][-1]
     assert last == {"role": "assistant", "content": "re three", "reasoning_content": "hm"}
+
+
+def test_an_endpoint_gets_tools_and_gives_calls(endpoint: Endpoint, tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    reply = {"content": None, "tool_calls": [call]}
+    told = {"choices": [{"message": reply, "finish_reason": "tool_calls"}]}
+    endpoint.script["call it"] = [told, told]
+    path = tmp_path / "out.jsonl"
+    one = asked_with_results("a", "call it")
+    other = AskedConversation("b", ("call it", "two"), (), (TOOL,))
+    progress = ask_all(path, [one, other], answerer_of(endpoint, concurrency=1))
+    assert progress.failures == {} and progress.ended_by_calls == 1
+    bodies = [body for _, _, body in endpoint.seen]
+    assert [body["tools"] for body in bodies] == [[TOOL]] * 3
+    recorded = {"function": {"name": "f", "arguments": '{"x": "é"}'}}
+    (after,) = (body["messages"] for body in bodies if len(body["messages"]) > 1)
+    assert after == [
+        {"role": "user", "content": "call it"},
+        {"role": "assistant", "content": "", "tool_calls": [recorded]},
+        RESULT,
+    ]
+    found = by_turn(path)
+    assert found["a", 1]["messages"][-1]["tool_calls"] == [call]
+    # What prepare makes of it: a sample of each answer, behind the prompt with the tools.
+    maker = SampleMaker(byte_tokenizer(), (0,), chat_template=CALLS)
+    (sample,) = maker.samples(Record(found["a", 1], 1, ""))
+    assert isinstance(sample, Sample)
+    encode = byte_tokenizer().encode
+    assert sample.prompt == encode("<call>f<user>call it<assistant>")
+    assert sample.response == encode('<tool_call>{"name": "f", "arguments": {"x": 1}}')
+    assert [*maker.samples(Record(found["b", 1], 1, ""))] == [sample]
+
+
+@pytest.mark.parametrize("calls", ["f", ["f"], 3])
+def test_calls_of_an_endpoint_that_are_none(endpoint: Endpoint, tmp_path: Path, calls: Any) -> None:
+    endpoint.script["four"] = [{"choices": [{"message": {"content": "x", "tool_calls": calls}}]}]
+    with pytest.raises(UserError, match="is not OpenAI's interface"):
+        ask_all(tmp_path / "out.jsonl", DIALOGUES[1:2], answerer_of(endpoint))
 
 
 def test_completions_of_an_endpoint_and_its_first_model(endpoint: Endpoint, tmp_path: Path) -> None:

@@ -256,6 +256,8 @@ def bench(
             )
     arms += _server_arms(servers, arms)
     chat = _is_chat(chat_template, models, servers)
+    if not chat:
+        harness.note_plain_prompts(prompts)
     sweep = Sweep(
         arms,
         {
@@ -441,11 +443,15 @@ def _requests(
     """Make a request of each prompt, with its first turns; None is all of them."""
     from peagle.evaluation.decoding import Request
 
-    def first(prompt: Prompt) -> Any:
-        return [{"role": "user", "content": prompt.text}] if chat else prompt.text
-
     return [
-        Request(prompt.id, first(prompt), params, prompt.turns[1:num_turns]) for prompt in prompts
+        Request(
+            prompt.id,
+            prompt.messages if chat else prompt.text,
+            params,
+            prompt.turns[1:num_turns],
+            prompt.tools,
+        )
+        for prompt in prompts
     ]
 
 
@@ -478,8 +484,9 @@ def _open_journal(
     shared |= {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
     shared |= {f"turns of {name}": one.sent for name, one in sent.items()}
     for name, requests in sweep.sets.items():
-        later = [request.later_turns for request in requests if request.later_turns]
-        prompts = json.dumps([request.prompt for request in requests] + later)
+        further = [request.later_turns for request in requests if request.later_turns]
+        further += [request.tools for request in requests if request.tools]
+        prompts = json.dumps([request.prompt for request in requests] + further)
         shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
     shared |= {"heads_sha256": {}, "engines": {}, **identity}
     shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu")}

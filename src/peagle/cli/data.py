@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,15 +25,15 @@ from peagle.config import require_writable_file, require_writable_folder
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
     from peagle.data.feature_writer import FeatureProgress
     from peagle.data.inspect import Inspection
     from peagle.data.prepare import PrepareSummary
-    from peagle.data.readers import AskedConversation
-    from peagle.data.regenerate import Answerer, RegenerateProgress
+    from peagle.data.readers import AskedConversation, DropCounts, Dropped
+    from peagle.data.regenerate import Answerer, CallFinder, RegenerateProgress
     from peagle.data.samples import Sample
 
 INSPECT_EXAMPLES = """
@@ -130,7 +130,7 @@ def _print_inspection(
     if found.too_short:
         print(f"too short to train on: {found.too_short}")
     for reason, count in found.dropped.items():
-        print(f"no sample, {reason}: {count}")
+        print(f"no sample, {reason}: {count} (first: {found.details[reason]})")
     shares = ", ".join(f"{k}: {share:.2%}" for k, share in found.coverage.items())
     print(f"supervised tokens: {found.distinct} different, largest id {found.largest_id}")
     print(f"covered by the most frequent: {shares or 'nothing is supervised'}")
@@ -513,8 +513,12 @@ def _print_preparation(
         print(f"truncated at {max_length} tokens: {report.truncated}")
     if report.duplicates:
         print(f"left out, equal to another: {report.duplicates}")
-    for reason, count in report.dropped.most_common():
-        print(f"dropped, {reason}: {count} (first: {report.details[reason]})")
+    _print_dropped(report)
+
+
+def _print_dropped(counts: DropCounts) -> None:
+    for reason, count in counts.dropped.most_common():
+        print(f"dropped, {reason}: {count} (first: {counts.details[reason]})")
 
 
 REGENERATE_EXAMPLES = """
@@ -547,7 +551,8 @@ def regenerate(
         metavar="FILE",
         help=".jsonl, .parquet, a folder of .parquet files or one that Hugging Face datasets "
         'wrote (save_to_disk), with {"id", "turns"}, {"id", "messages"} (answers in them are '
-        'left out) or {"id", "prompt"}; or plain text, a prompt a line.',
+        "left out, but for those that results of tools follow; tools are asked with) or "
+        '{"id", "prompt"}; or plain text, a prompt a line.',
     ),
     output: Path = typer.Option(
         ..., "--output", "-o", help="JSONL file that receives the answers."
@@ -586,7 +591,8 @@ def regenerate(
 
     The command writes each answer at once, and skips questions that the output already answers. It
     asks equal prompts once. The seed of a question depends only on --seed and the conversation.
-    OUTPUT.meta.json beside the output holds the provenance.
+    OUTPUT.meta.json beside the output holds the provenance. The command counts what it leaves out,
+    by reason.
     """
     if output.suffix != ".jsonl":
         raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
@@ -596,10 +602,11 @@ def regenerate(
         raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
     if endpoint is None:
         setup.check_paths(chat_template)
-    from peagle.data.readers import is_folder, sha256_of_table, split_of
+    from peagle.data.readers import AskedConversation, is_folder, sha256_of_table, split_of
 
     prompts = split_of(prompts, split)
-    dialogues = list(islice(_dialogues(prompts), limit))
+    found = list(_first_dialogues(prompts, limit))
+    dialogues = [one for one in found if isinstance(one, AskedConversation)]
     shape = {"thinking": thinking, "chat_template": _template_id(chat_template)}
     with ProgressLine("answer") as progress:
         if endpoint is None:
@@ -609,10 +616,13 @@ def regenerate(
             _check_remote(given, chat_template)
             connection = {"concurrency": concurrency, "retries": retries, "timeout": timeout}
             answerer, facts = _remote(setup, endpoint, chat, thinking, connection)
-        if not answerer.is_chat and (further := sum(len(d.turns) > 1 for d in dialogues)):
-            note(
-                f"{further} of {len(dialogues)} prompts have further turns: only the first is used"
-            )
+        if not answerer.is_chat:
+            further = sum(bool(d.turns[1:] or d.system or d.tools) for d in dialogues)
+            if further:
+                note(
+                    f"{further} of {len(dialogues)} prompts have further turns, system messages or "
+                    "tools: only the first message of the user is used"
+                )
         from peagle.data import regenerate as library
         from peagle.environment import environment
 
@@ -633,7 +643,7 @@ def regenerate(
         }
         facts |= environment(facts.pop("device", None))
         done = library.regenerate(
-            dialogues,
+            found,
             answerer,
             output,
             options,
@@ -642,9 +652,10 @@ def regenerate(
             watch=partial(_show_answers, progress),
         )
     if output_format is OutputFormat.JSON:
-        print(json.dumps(asdict(done) | {"output": str(output)}))
+        print(json.dumps(asdict(done) | {"dropped": done.dropped, "output": str(output)}))
     else:
         print(f"{output}: {_summary(done)}")
+        _print_dropped(done)
     if done.failures:
         name, reason = next(iter(done.failures.items()))
         raise UserError(
@@ -653,20 +664,43 @@ def regenerate(
         )
 
 
-def _dialogues(file: Path) -> Iterator[AskedConversation]:
-    from peagle.data.readers import AskedConversation, dialogue_of, is_folder, read_records
+def _first_dialogues(file: Path, limit: int | None) -> Iterator[AskedConversation | Dropped]:
+    """Yield the first prompts of a file, and what is left out before the last of them.
+
+    The detail of what is left out begins with its place.
+
+    Raises:
+        UserError: the file has no prompt.
+    """
+    from peagle.data.readers import (
+        AskedConversation,
+        DropCounts,
+        Dropped,
+        dialogue_of,
+        is_folder,
+        read_records,
+    )
     from peagle.evaluation.prompts import read_prompts
 
-    if file.suffix in (".jsonl", ".parquet") or is_folder(file):
-        found = False
-        for record in read_records(file):
-            found = True
-            yield dialogue_of(record)
-        if not found:
-            raise UserError(f"{str(file)!r} has no prompts: it is empty.")
+    if file.suffix not in (".jsonl", ".parquet") and not is_folder(file):
+        for prompt in read_prompts(file)[:limit]:
+            yield AskedConversation(prompt.id, prompt.turns)
         return
-    for prompt in read_prompts(file):
-        yield AskedConversation(prompt.id, prompt.turns)
+    counts, number = DropCounts(), 0
+    for record in read_records(file):
+        made = dialogue_of(record)
+        if isinstance(made, Dropped):
+            counts.drop(made, record.where)
+            detail = f"{record.where}: {made.detail}" if made.detail else record.where
+            yield Dropped(made.reason, detail)
+            continue
+        yield made
+        number += 1
+        if number == limit:
+            return
+    if not number:
+        why = "; ".join(counts.reasons()) or "it is empty"
+        raise UserError(f"{str(file)!r} has no prompts: {why}.")
 
 
 def _local(
@@ -682,7 +716,12 @@ def _local(
     if not chat and (chat_template is not None or thinking):
         raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
     answerer = LocalAnswerer(
-        llm, setup.params, is_chat=chat, chat_template=chat_template, thinking=thinking
+        llm,
+        setup.params,
+        is_chat=chat,
+        chat_template=chat_template,
+        thinking=thinking,
+        call_finder=call_finder(llm.tokenizer, chat_template) if chat else None,
     )
     facts = {
         "model": Path(llm.target.name).name,
@@ -691,6 +730,23 @@ def _local(
         "dtype": precision_of(llm.target),
     }
     return answerer, facts
+
+
+def call_finder(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> CallFinder:
+    """Return what finds calls in the form that the server would expect for the chat template."""
+    from peagle.chat import resolve_chat_template
+    from peagle.data.regenerate import CallFinder
+    from peagle.serving.tool_parsers import PARSERS, detect_parser, parser_for
+    from peagle.serving.tools import message_from
+
+    kind = detect_parser(resolve_chat_template(tokenizer, chat_template, with_tools=True))
+
+    def find(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[dict]]:
+        content, calls = message_from(parser_for(kind, tools).add(text, final=True))
+        # A server's random ids would make each run differ; some templates want nine characters.
+        return content, [{**call, "id": f"call{i:05}"} for i, call in enumerate(calls, 1)]
+
+    return CallFinder(PARSERS[kind].markers, find)
 
 
 def _remote(
@@ -753,6 +809,9 @@ def _summary(progress: RegenerateProgress) -> str:
     parts += [f"{progress.resumed} were there"] if progress.resumed else []
     parts += [f"{progress.duplicates} duplicates"] if progress.duplicates else []
     parts += [f"{progress.cut} cut off"] if progress.cut else []
+    ended = progress.ended_by_calls
+    parts += [f"{ended} conversations ended by a tool call without a result"] if ended else []
+    parts += [f"{dropped} dropped"] if (dropped := progress.dropped.total()) else []
     parts += [f"{len(progress.failures)} failed"] if progress.failures else []
     return ", ".join(parts) + (
         f"; {progress.tokens} tokens in {progress.seconds:.1f} s ({_speed(progress):.1f} tokens/s)"

@@ -224,6 +224,8 @@ def eval(
     from peagle.evaluation.turns import sent_turns
     from peagle.results import ACCEPTANCE
 
+    if not chat:
+        harness.note_plain_prompts(prompts)
     plan = EvalPlan(
         prompts, temperatures, params, draft_sampling, concurrency, chat, thinking, window
     )

@@ -78,6 +78,12 @@ def load_prompts(
     return {name: load(name, limit, seed, prompt_column=column) for name in split}
 
 
+def note_plain_prompts(sets: Mapping[str, Sequence[Prompt]]) -> None:
+    """Tell the user which parts of prompts are not sent where there is no chat template."""
+    if count := sum(bool(one.system or one.tools) for prompts in sets.values() for one in prompts):
+        note(f"{count} prompts have system messages or tools; without a chat template none is sent")
+
+
 def sampling_params(given: Given) -> SamplingParams:
     """Return how requests are sampled, with a seed."""
     params = Settings(Layer(dict(given))).build("sampling")

@@ -14,7 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from peagle.data.readers import STORE_KEY, Record, metadata_of, read_records, read_side
+from peagle.data.readers import (
+    STORE_KEY,
+    Record,
+    UnusableRecord,
+    metadata_of,
+    read_records,
+    read_side,
+)
 from peagle.data.samples import masked_ids
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of
@@ -186,7 +193,10 @@ def _masked_ids(
 ) -> tuple[list[int], Sequence[int]]:
     """Token ids of a record, and for each whether the target wrote it."""
     if "input_ids" in record.data:
-        return masked_ids(record)
+        try:
+            return masked_ids(record)
+        except UnusableRecord as error:
+            raise UserError(f"{record.where}: {error.why.reason}: {error.why.detail}.") from None
     ids: list[Any] = [record.data.get(n) for n in ("prompt_token_ids", "response_token_ids")]
     if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in ids):
         ids = [record.data.get(name) for name in ("prompt", "response")]

@@ -13,7 +13,8 @@ from typing import Any
 
 from peagle.data.dataset import check_tokenizer, read_data
 from peagle.data.prepare import LEAST_RESPONSE
-from peagle.data.samples import Dropped, Sample, SampleMaker
+from peagle.data.readers import DropCounts, Dropped
+from peagle.data.samples import Sample, SampleMaker
 from peagle.errors import UserError
 
 _MOST_FREQUENT = (1000, 4000, 8000, 16000, 32000, 64000)
@@ -47,7 +48,7 @@ class Inspection:
             answer, and of the answers.
         duplicates: sequences that are equal to an earlier one.
         too_short: answers that training leaves out: no prompt, or less than two tokens.
-        dropped: records that are no sequence, by reason.
+        dropped, details: records that are no sequence, by reason; the first case of each.
         distinct: different tokens among the supervised.
         largest_id: largest token id.
         coverage: share of the supervised tokens that the most frequent k tokens make up, by k:
@@ -66,6 +67,7 @@ class Inspection:
     duplicates: int
     too_short: int
     dropped: dict[str, int]
+    details: dict[str, str]
     distinct: int
     largest_id: int
     coverage: dict[int, float]
@@ -91,13 +93,14 @@ def inspect_data(
     """
     lens, prompt_lens, responses = array("q"), array("q"), array("q")
     counts: Counter[int] = Counter()
-    dropped: Counter[str] = Counter()
+    dropped = DropCounts()
     seen: set[bytes] = set()
     largest, kept, stride = -1, list[Sample](), 1
     records, metadata = read_data(path)
-    for sample in (made for record in records for made in maker.samples(record)):
+    found = ((record, made) for record in records for made in maker.samples(record))
+    for record, sample in found:
         if isinstance(sample, Dropped):
-            dropped[sample.reason] += 1
+            dropped.drop(sample, record.where)
             continue
         ids, answers = sample.ids, sample.answers
         if ids and min(ids) < 0:
@@ -115,7 +118,7 @@ def inspect_data(
         seen.add(hashlib.sha256(repr((answers, ids)).encode()).digest()[:16])
         largest = max(largest, *ids) if ids else largest
     if not lens:
-        why = ", ".join(f"{count} × {reason}" for reason, count in dropped.items())
+        why = "; ".join(dropped.reasons())
         raise UserError(f"{str(path)!r} holds no sequence{why and ': ' + why}.")
     if fingerprint is not None:
         check_tokenizer(path, metadata, fingerprint)
@@ -133,7 +136,8 @@ def inspect_data(
         response_length=Lengths.of(responses),
         duplicates=len(lens) - len(seen),
         too_short=sum(prompt < 1 or response < LEAST_RESPONSE for prompt, response in pairs),
-        dropped=dict(dropped),
+        dropped=dict(dropped.dropped),
+        details=dropped.details,
         distinct=len(counts),
         largest_id=largest,
         coverage={k: sum(ranked[:k]) / total for k in sizes} if total else {},

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 
 from peagle.data.dataset import ResponseDataset, check_tokenizer, read_data, row_of, write_store
-from peagle.data.readers import side_file
-from peagle.data.samples import Dropped, Sample, SampleMaker, continues
+from peagle.data.readers import DropCounts, Dropped, side_file
+from peagle.data.samples import Sample, SampleMaker, continues
 from peagle.disk import put_in_place
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import write_json
@@ -54,7 +53,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class PrepareSummary:
+class PrepareSummary(DropCounts):
     """Counts of what became of the records.
 
     Attributes:
@@ -63,8 +62,6 @@ class PrepareSummary:
         validation_samples, validation_answers: written for validation.
         truncated: answers that were cut at the length limit, as far as they are written.
         duplicates: answers left out since an equal one, behind an equal prompt, was there.
-        dropped: how many were left out, by reason.
-        details: the first case of each reason, where there is more to say.
         unknown_tokenizer: files of token ids that do not say which tokenizer made them.
     """
 
@@ -77,14 +74,7 @@ class PrepareSummary:
     validation_answers: int = 0
     truncated: int = 0
     duplicates: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    details: dict[str, str] = field(default_factory=dict)
     unknown_tokenizer: list[str] = field(default_factory=list)
-
-    def drop(self, why: Dropped, where: str) -> None:
-        """Count a sample that is left out."""
-        self.dropped[why.reason] += 1
-        self.details.setdefault(why.reason, f"{where}: {why.detail}" if why.detail else where)
 
 
 class Collected:
@@ -242,10 +232,9 @@ def prepare(
     report.answers, report.validation_answers = train.num_answers, validation.num_answers
     report.tokens, report.supervised = train.num_tokens, train.num_supervised
     if not report.samples:
-        reasons = ", ".join(f"{count} × {reason}" for reason, count in report.dropped.items())
         raise UserError(
             f"None of {report.records} records became a sample for training: "
-            f"{reasons or 'the files are empty'}. Nothing was written."
+            f"{'; '.join(report.reasons()) or 'the files are empty'}. Nothing was written."
         )
     return train, validation, report
 

@@ -11,8 +11,9 @@ import hashlib
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.errors import UserError
 from peagle.extras import install_extra
+from peagle.messages import text_of, tools_in_template_form
 from peagle.model_folder import sha256_of
 
 if TYPE_CHECKING:
@@ -114,8 +116,9 @@ def sha256_of_table(path: Path) -> str:
 def table_rows(part: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the rows of a file or of a saved dataset, each with its place for messages.
 
-    Values are what JSON has: times and the like become text. Columns with bytes (images) and nulls
-    are left out.
+    Values are what JSON has: times and the like become text. Columns with bytes (images) are left
+    out, and so are the nulls of objects at any depth: a table gives every object the keys of all
+    others. The nulls in a list are values, and so are those in JSON text.
 
     Raises:
         UserError: the data is damaged, or Hugging Face datasets is missing.
@@ -150,11 +153,11 @@ def table_rows(part: Path) -> Iterator[tuple[dict[str, Any], str]]:
             # A saved dataset keeps the format that it was last read in, such as tensors.
             table = table.with_format(None)
             schema = table.features.arrow_schema
-            table = table.select_columns([f.name for f in schema if not _has_bytes(f.type)])
+            kept = [f for f in schema if not _has_bytes(f.type)]
+            table = table.select_columns([f.name for f in kept])
+            without_nulls = _null_remover({f.name: f.type for f in kept})
             for number, row in enumerate(table, start=1):
-                assert isinstance(row, dict)
-                present = {key: value for key, value in row.items() if value is not None}
-                plain = json.loads(json.dumps(present, default=str))
+                plain = json.loads(json.dumps(without_nulls(row), default=str))
                 yield plain, f"{part}, row {number}"
         except _DAMAGED as error:
             raise UserError(
@@ -166,6 +169,32 @@ def _has_bytes(kind: pyarrow.DataType) -> bool:
     if kind.num_fields:
         return any(_has_bytes(kind.field(index).type) for index in range(kind.num_fields))
     return "binary" in str(kind)
+
+
+def _null_remover(kinds: Mapping[str, pyarrow.DataType]) -> Callable[[Any], Any]:
+    """Return a function that removes the nulls of an object whose values have these types."""
+    inner = {name: within for name, kind in kinds.items() if (within := _null_remover_of(kind))}
+
+    def remove(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        present = {name: one for name, one in value.items() if one is not None}
+        return present | {name: inner[name](present[name]) for name in inner if name in present}
+
+    return remove
+
+
+def _null_remover_of(kind: pyarrow.DataType) -> Callable[[Any], Any] | None:
+    """Return `_null_remover` for the objects in values of a type, None if it has no objects."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        fields = (kind.field(index) for index in range(kind.num_fields))
+        return _null_remover({field.name: field.type for field in fields})
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        remove = _null_remover_of(kind.field(0).type)
+        return remove and (lambda value: [remove(one) for one in value])
+    return None
 
 
 def _brief(error: Exception) -> str:
@@ -210,7 +239,9 @@ def _splits(folder: Path) -> list[str]:
 
 STORE_KEY = "peagle_data"  # of a store's safetensors metadata
 _CONVERSATIONS = ("messages", "conversations")
-_ROLES = {"human": "user", "gpt": "assistant"}
+# Names of ShareGPT, and of OpenAI's API before it had tools, for roles.
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
+_FUNCTION = ("name", "description", "parameters", "strict")  # in the order that a server has
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,23 +260,86 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """The reason why a record or an answer is left out, in words that many share; and details."""
+
+    reason: str
+    detail: str = ""
+
+
+class UnusableRecord(Exception):
+    """A record, or a part of one, cannot be used; `why` counts it among others."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.why = Dropped(reason, detail)
+
+
+@dataclass(slots=True)
+class DropCounts:
+    """Counts of what is left out.
+
+    Attributes:
+        dropped: how many were left out, by reason.
+        details: the first case of each reason.
+    """
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    details: dict[str, str] = field(default_factory=dict)
+
+    def drop(self, why: Dropped, where: str) -> None:
+        """Count what is left out of the record at a place."""
+        self.dropped[why.reason] += 1
+        self.details.setdefault(why.reason, f"{where}: {why.detail}" if why.detail else where)
+
+    def reasons(self) -> list[str]:
+        """Return a phrase for each reason, with its count and first case, by count."""
+        return [
+            f"{count} × {reason} (first: {self.details[reason]})"
+            for reason, count in self.dropped.most_common()
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation in the form of OpenAI's API.
+
+    Attributes:
+        messages: content is text; keys without a value are left out.
+        weights: of each message; 1 where the record has none.
+        tools: functions that the assistant may call, in the form that a server gives to templates.
+        rest: the reason why further messages of the record are left out, None if all are there.
+    """
+
+    messages: list[dict[str, Any]]
+    weights: list[Any]
+    tools: list[dict[str, Any]]
+    rest: Dropped | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AskedConversation:
-    """The user's side of one conversation.
+    """One conversation without the answers of the assistant.
 
     Attributes:
         id: the id in the file; without one, the number of the record.
-        turns: what the user says, turn by turn; at least one.
+        turns: what is said before each answer, at least one: the text of the user, or messages.
+            Messages with one of the assistant's take the place of the answer before them: results
+            of tools belong to the calls that the file has.
         system: messages before the first turn, as the file has them.
+        tools: functions that the assistant may call.
     """
 
     id: str
-    turns: tuple[str, ...]
+    turns: tuple[str | tuple[Mapping[str, Any], ...], ...]
     system: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def sha256(self) -> str:
-        """Hash of system messages and turns; the id does not count."""
-        content = [[dict(message) for message in self.system], list(self.turns)]
+        """Hash of system messages, turns and tools; the id does not count."""
+        content: list[Any] = [self.system, self.turns]
+        content += [self.tools] if self.tools else []
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -275,8 +369,8 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _with_message_objects(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn messages that datasets keeps as one list for each key into a list of objects."""
-    for name in _CONVERSATIONS:
+    """Turn messages and tools that datasets keeps as a list for each key into lists of objects."""
+    for name in (*_CONVERSATIONS, "tools"):
         columns = row.get(name)
         if isinstance(columns, dict) and all(isinstance(one, list) for one in columns.values()):
             lists = columns.values()
@@ -337,59 +431,167 @@ def _describe_bad_line(where: str, line: bytes, error: Exception) -> str:
 # ---- conversations --------------------------------------------------------------------------
 
 
-def messages_of(record: Record) -> list[dict[str, Any]] | None:
-    """Return the messages of a record, None if it holds no conversation.
+def conversation_of(record: Record) -> Conversation | None:
+    """Return the conversation of a record, None if it holds none.
 
-    `messages` has them as OpenAI's API does; `conversations` as ShareGPT does, with from and value.
+    `messages` has it as OpenAI's API does; `conversations` as ShareGPT does, with from and value.
+    `tools` (or `functions`, their older name) may be JSON text, and so may the calls of a message.
 
     Raises:
-        UserError: they are malformed.
+        UnusableRecord: it is malformed.
     """
-    messages = record.data.get("messages", record.data.get("conversations"))
-    if messages is None:
+    found = (record.data.get(name) for name in _CONVERSATIONS)
+    given = next((one for one in found if one is not None), None)
+    if given is None:
         return None
-    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
-        raise UserError(f"{record.where}: the messages are no list of objects.")
-    found = []
-    for message in messages:
-        if "from" in message and "role" not in message:
-            role = str(message["from"])
-            message = {"role": _ROLES.get(role, role), "content": message.get("value")}
-        if not isinstance(message.get("role"), str):
-            raise UserError(
-                f"{record.where}: a message has the role {message.get('role')!r}; expected user, "
-                "assistant, system, ..."
-            )
-        # Parquet has every key in every message.
-        found.append({key: value for key, value in message.items() if value is not None})
-    return found
+    if not isinstance(given, list) or not all(isinstance(m, Mapping) for m in given):
+        raise UnusableRecord("the messages are no list of objects", json.dumps(given)[:60])
+    return conversation_with(record, [_in_openai_form(message) for message in given])
 
 
-def dialogue_of(record: Record) -> AskedConversation:
-    """Return the user's side of a record: turns, messages (without the answers) or a prompt.
+def conversation_with(record: Record, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+    """Return a conversation of some messages with the system prompt and the tools of a record.
+
+    `system` (or `system_prompt`) counts where the messages begin with no system message.
 
     Raises:
-        UserError: the record has none of them, or they are malformed.
+        UnusableRecord: the system prompt is not text, or the tools are no functions.
     """
-    data = record.data
-    given = data.get("id", record.number)
-    if isinstance(given, bool) or not isinstance(given, str | int):
-        raise UserError(f"{record.where}: id is {given!r}; expected a string or a whole number.")
-    system: list[dict[str, Any]] = []
-    if (messages := messages_of(record)) is not None:
-        first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
-        system = [m for m in messages[:first] if m["role"] != "assistant"]
-        turns: Any = [m.get("content") for m in messages[first:] if m["role"] == "user"]
-    else:
-        turns = data["turns"] if "turns" in data else [data.get("prompt")]
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-        raise UserError(
-            f'{record.where}: expected {{"id", "turns": [...]}}, {{"id", "messages": [...]}} or '
-            f'{{"id", "prompt"}} with text; got {json.dumps(dict(data), default=str)[:60]}'
+    given = record.data.get("system") or record.data.get("system_prompt")
+    if given and (not messages or messages[0]["role"] not in ("system", "developer")):
+        messages = [{"role": "system", "content": given}, *messages]
+    kept: list[dict[str, Any]] = []
+    weights: list[Any] = []
+    rest = None
+    for message in messages:
+        # Nulls are keys without a value: OpenAI's API means that, and tables have every key.
+        message = {key: value for key, value in message.items() if value is not None}
+        try:
+            if "content" in message:
+                message["content"] = text_of(
+                    message["content"], f"The message of {message['role']}"
+                )
+        except UserError as error:
+            rest = Dropped("the content of a message is not text", str(error))
+            break
+        weights.append(message.pop("weight", 1))
+        kept.append(message)
+    return Conversation(kept, weights, _tools_of(record), rest)
+
+
+def _in_openai_form(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as OpenAI's API has it, from that form, its older one or ShareGPT's."""
+    formed = dict(message)
+    if "from" in message and "role" not in message:
+        formed = {"role": str(message["from"]), "content": message.get("value")}
+        formed["weight"] = message.get("weight")
+        if formed["role"] == "function_call":
+            calls = _parsed(formed.pop("content"))
+            calls = calls if isinstance(calls, list) else [calls]
+            formed |= {"role": "assistant", "tool_calls": [_call(one) for one in calls]}
+    role = formed.get("role")
+    if not isinstance(role, str):
+        raise UnusableRecord(
+            "a message has no role", f"the role {role!r}; expected user, assistant, system, ..."
         )
-    if not all(turns):
-        raise UserError(f"{record.where}: the prompt is empty; expected at least one character.")
-    return AskedConversation(str(given), tuple(turns), tuple(system))
+    formed["role"] = _ROLES.get(role, role)
+    if (call := formed.pop("function_call", None)) is not None:
+        formed["tool_calls"] = [_call(call)]
+    calls = _parsed(formed.pop("tool_calls", None)) or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise UnusableRecord("the tool calls of a message are no list", json.dumps(calls)[:60])
+    return formed | ({"tool_calls": calls} if calls else {})
+
+
+def _call(function: Any) -> dict[str, Any]:
+    """Return the call of a function by its name and arguments."""
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UnusableRecord("a call has no function", json.dumps(function)[:60])
+    return {"type": "function", "function": dict(function)}
+
+
+def _tools_of(record: Record) -> list[dict[str, Any]]:
+    given = record.data.get("tools")
+    given = record.data.get("functions") if given is None else given
+    try:
+        return [_tool(one) for one in tools_in_template_form(given, is_harmony=False)]
+    except UserError as error:
+        raise UnusableRecord("the tools are no list of functions", str(error)) from None
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as a server gives it to templates: a function may have stood by itself."""
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"a tool is {json.dumps(tool)[:60]}; expected a function with a name.")
+    keys = [*_FUNCTION, *(key for key in function if key not in (*_FUNCTION, "type"))]
+    present = {key: function[key] for key in keys if function.get(key) is not None}
+    return {"type": "function", "function": present}
+
+
+def _parsed(value: Any) -> Any:
+    """Return what JSON text stands for; other text, and what is no text, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def dialogue_of(record: Record) -> AskedConversation | Dropped:
+    """Return what to ask by a record: turns, messages (without the answers) or a prompt.
+
+    Answers that results of tools follow stay, since these belong to them.
+    """
+    try:
+        return _dialogue(record)
+    except UnusableRecord as error:
+        return error.why
+
+
+def _dialogue(record: Record) -> AskedConversation:
+    data = record.data
+    id = record.number if data.get("id") is None else data["id"]
+    if isinstance(id, bool) or not isinstance(id, str | int):
+        raise UnusableRecord("the id is neither text nor a whole number", f"id is {id!r}")
+    if (conversation := conversation_of(record)) is None:
+        texts = [data.get("prompt")] if data.get("turns") is None else data["turns"]
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise UnusableRecord(
+                "there is no prompt",
+                'expected {"id", "turns": [...]}, {"id", "messages": [...]} or {"id", "prompt"} '
+                f"with text; got {json.dumps(dict(data), default=str)[:60]}",
+            )
+        conversation = conversation_with(record, [{"role": "user", "content": t} for t in texts])
+    if conversation.rest is not None:
+        raise UnusableRecord(conversation.rest.reason, conversation.rest.detail)
+    messages = conversation.messages
+    first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
+    system = tuple(m for m in messages[:first] if m["role"] != "assistant")
+    if not (turns := _turns_of(messages[first:])):
+        raise UnusableRecord("there is no message of the user")
+    return AskedConversation(str(id), turns, system, tuple(conversation.tools))
+
+
+def _turns_of(messages: Sequence[dict[str, Any]]) -> tuple[str | tuple[dict[str, Any], ...], ...]:
+    """Return what is said before each answer; see `AskedConversation`."""
+    turns: list[str | tuple[dict[str, Any], ...]] = []
+    since: list[dict[str, Any]] = []  # messages after the last turn
+    for message in (*messages, {"role": ""}):
+        role = message["role"]
+        if role not in ("system", "developer", "tool") and any(m["role"] == "tool" for m in since):
+            if all(m["role"] != "assistant" for m in since):
+                raise UnusableRecord("the result of a tool follows no answer of the assistant")
+            turns.append(tuple(since))
+            since = []
+        if role != "user":
+            since.append(message)
+            continue
+        if not message.get("content"):
+            raise UnusableRecord("a message of the user is empty")
+        before = [m for m in since if m["role"] != "assistant"]
+        turns.append((*before, message) if before else message["content"])
+        since = []
+    return tuple(turns)
 
 
 # ---- provenance -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ answer has a sample of its own. So each supervised token has the context that it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,13 +20,23 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from peagle.chat import render_chat
-from peagle.data.readers import Record, messages_of
+from peagle.data.readers import (
+    Conversation,
+    Dropped,
+    Record,
+    UnusableRecord,
+    conversation_of,
+    conversation_with,
+)
 from peagle.data.segments import SegmentEncoder
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import read_object
+from peagle.thinking import END, START
 
 _ID_PAIRS = ("prompt_token_ids", "response_token_ids")
 _PROBE = [{"role": "user", "content": "Hello"}]
+# Reasoning without a word at the start of an answer, perhaps opened by the prompt.
+_NO_REASONING = re.compile(rf"\s*({START})?\s*{END}|\s*<\|channel>\w*\s*<channel\|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +114,13 @@ def joined(samples: Iterable[Sample | Dropped]) -> Iterator[Sample | Dropped]:
         yield last
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """The reason why there is no sample, in words that many records share; and details."""
-
-    reason: str
-    detail: str = ""
-
-
 class SampleMaker:
     """Makes samples of records in these forms:
 
     - {"prompt_token_ids", "response_token_ids"}: taken as they are;
     - {"input_ids", "loss_mask"}: each supervised run is an answer;
-    - {"messages"}: with all answers; with "turn", as `peagle data regenerate` writes, only with the
-      last;
+    - {"messages"}: with all answers but those of weight 0; with "turn", as `peagle data regenerate`
+      writes, only with the last;
     - {"prompt", "response"}: a conversation of one turn, or plain text where `chat` is False.
 
     Args:
@@ -178,26 +181,33 @@ class SampleMaker:
         """Yield the samples of a record, or the reasons why there are none.
 
         Raises:
-            UserError: the record is of none of the forms, or malformed.
+            UserError: the record is text, and there is no tokenizer.
         """
-        yield from joined(self._samples(record))
+        yield from joined(self._usable_samples(record))
+
+    def _usable_samples(self, record: Record) -> Iterator[Sample | Dropped]:
+        try:
+            yield from self._samples(record)
+        except UnusableRecord as error:
+            yield error.why
 
     def _samples(self, record: Record) -> Iterator[Sample | Dropped]:
         data = record.data
         if any(name in data for name in _ID_PAIRS):
-            prompt, response = (_ids(data.get(name), name, record.where) for name in _ID_PAIRS)
+            prompt, response = (_ids(data.get(name), name) for name in _ID_PAIRS)
             yield Sample(prompt, response, _group(record, prompt))
         elif "input_ids" in data or "loss_mask" in data:
             yield _masked(record)
-        elif (messages := messages_of(record)) is not None:
-            yield from self._conversation(record, messages)
+        elif (conversation := conversation_of(record)) is not None:
+            yield from self._conversation(record, conversation)
         else:
             texts = [data.get("prompt"), data.get("response")]
             if not all(isinstance(text, str) for text in texts):
-                raise UserError(
-                    f"{record.where} has the keys {', '.join(map(str, data)) or 'none'}; expected "
-                    "messages, prompt and response (text), prompt_token_ids and "
-                    "response_token_ids, or input_ids and loss_mask."
+                raise UnusableRecord(
+                    "the record has none of the forms",
+                    f"it has the keys {', '.join(map(str, data)) or 'none'}; expected messages, "
+                    "prompt and response (text), prompt_token_ids and response_token_ids, or "
+                    "input_ids and loss_mask",
                 )
             yield from self._pair(record, str(texts[0]), str(texts[1]))
 
@@ -207,45 +217,57 @@ class SampleMaker:
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": response},
             ]
-            yield from self._conversation(record, messages)
+            yield from self._conversation(record, conversation_with(record, messages))
             return
         encode = self._tokenizer(record).encode
         ids = [encode(text, add_special_tokens=False) for text in (prompt, response)]
         yield Sample(ids[0], ids[1], _group(record, ids[0]))
 
     def _conversation(
-        self, record: Record, messages: list[dict[str, Any]]
+        self, record: Record, conversation: Conversation
     ) -> Iterator[Sample | Dropped]:
         self._tokenizer(record)
+        messages, weights = conversation.messages, conversation.weights
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers:
+        if conversation.rest is not None:
+            yield conversation.rest
+        elif not answers:
             yield Dropped("no answer in the conversation")
         if "turn" in record.data:
             answers = answers[-1:]
         group = _group(record, [])
-        was_cut = record.data.get("finish_reason") == "length"
+        was_cut = record.data.get("finish_reason") == "length" and conversation.rest is None
         for index in answers:
-            content = messages[index].get("content")
-            if not content or (isinstance(content, str) and not content.strip()):
-                yield Dropped("empty answer")
-                continue
-            cut_here = was_cut and index == len(messages) - 1
-            tools = record.data.get("tools")
-            yield self._answer(messages[: index + 1], group, tools, ends=not cut_here)
+            if weights[index] == 0:
+                yield Dropped("an answer of weight 0")
+            elif weights[index] != 1:
+                detail = f"weight is {json.dumps(weights[index])[:60]}; expected 0 or 1"
+                yield Dropped("an answer of a weight other than 0 and 1", detail)
+            else:
+                ends = not was_cut or index < len(messages) - 1
+                yield self._answer(messages[: index + 1], group, conversation.tools, ends=ends)
 
     def _answer(
         self, messages: list[dict[str, Any]], group: str, tools: Any, *, ends: bool
     ) -> Sample | Dropped:
         """Make a sample of the last message: the model wrote it after the prompt of the others."""
-        tokenizer = self.tokenizer
+        tokenizer, answer = self.tokenizer, messages[-1]
         assert tokenizer is not None
+        content, calls = answer.get("content", ""), answer.get("tool_calls")
+        if not content.strip() and not calls:
+            return Dropped("empty answer")
+        if calls and not ends:
+            return Dropped("a call of a tool that was cut off")
         if len(messages) == 1:
             return Dropped("an answer that nothing was asked before")
         options = {**self._options, "tools": tools}
         try:
             prompt = render_chat(tokenizer, messages[:-1], **options)
-            opened = render_chat(tokenizer, messages, continue_final_message=True, **options)
             closed = render_chat(tokenizer, messages, add_generation_prompt=False, **options)
+            # Calls stand behind the content, and the template closes each.
+            opened = closed
+            if not calls:
+                opened = render_chat(tokenizer, messages, continue_final_message=True, **options)
         except UserError as error:
             return Dropped("the chat template does not render it", str(error))
         response = self._continuation(prompt, opened)
@@ -254,9 +276,17 @@ class SampleMaker:
                 "the template renders the answer otherwise than a prompt for it begins",
                 "let the target answer in this process, or use another thinking mode",
             )
-        reasoning = messages[-1].get("reasoning_content")
-        if isinstance(reasoning, str) and reasoning.strip() not in _text(tokenizer, response):
+        text = _text(tokenizer, response)
+        reasoning = str(answer.get("reasoning_content") or answer.get("reasoning") or "").strip()
+        if reasoning not in text:
             return Dropped("the template leaves out the reasoning of the answer")
+        if _NO_REASONING.match(text) and not (reasoning or _NO_REASONING.match(content)):
+            return Dropped(
+                "the answer has no reasoning, and the template writes an empty block of it",
+                "let the target answer, or prepare with --no-thinking if the head will serve so",
+            )
+        if calls:
+            return Sample(prompt, self._up_to_end(response), group)
         rest = self._continuation(opened, closed)
         if rest is None:
             return Dropped("the template renders a finished answer otherwise than an open one")
@@ -284,6 +314,11 @@ class SampleMaker:
                     return rest[: index + 1]
         return []
 
+    def _up_to_end(self, response: list[int]) -> list[int]:
+        """Return the tokens of an answer up to its last stop token: the model writes no more."""
+        ends = [index for index, token in enumerate(response) if token in self._stop_ids]
+        return response[: ends[-1] + 1] if ends else response
+
     def _tokenizer(self, record: Record) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise UserError(
@@ -310,14 +345,14 @@ def masked_ids(record: Record) -> tuple[list[int], list[int]]:
     """Return input_ids and loss_mask of a record.
 
     Raises:
-        UserError: they are malformed.
+        UnusableRecord: they are malformed.
     """
-    ids = _ids(record.data.get("input_ids"), "input_ids", record.where)
-    mask = _ids(record.data.get("loss_mask"), "loss_mask", record.where)
+    ids, mask = (_ids(record.data.get(name), name) for name in ("input_ids", "loss_mask"))
     if len(mask) != len(ids) or not set(mask) <= {0, 1}:
-        raise UserError(
-            f"{record.where}: loss_mask has {len(mask)} values for {len(ids)} input_ids; expected "
-            "a 0 or 1 for each."
+        raise UnusableRecord(
+            "the loss_mask does not fit the input_ids",
+            f"loss_mask has {len(mask)} values for {len(ids)} input_ids; expected a 0 or 1 for "
+            "each",
         )
     return ids, mask
 
@@ -331,10 +366,12 @@ def _masked(record: Record) -> Sample | Dropped:
     return Sample.of(ids, answers, _group(record, ids[: borders[0]]))
 
 
-def _ids(value: Any, name: str, where: str) -> list[int]:
+def _ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not all(type(one) is int for one in value):
-        shown = json.dumps(value)[:60]
-        raise UserError(f"{where}: {name} is {shown}; expected a list of whole numbers.")
+        raise UnusableRecord(
+            "token ids that are no list of whole numbers",
+            f"{name} is {json.dumps(value)[:60]}",
+        )
     return value
 
 

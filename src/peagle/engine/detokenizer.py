@@ -289,6 +289,7 @@ def split_output(
     *,
     opened: bool,
     stop: object = None,
+    markers: Sequence[str] | None = None,
 ) -> tuple[str, str]:
     """Return the reasoning and the answer of a finished output.
 
@@ -296,15 +297,21 @@ def split_output(
         text, token_ids: of the output.
         opened: the prompt ended by opening the reasoning (see `peagle.chat.opens_thinking`).
         stop: the stop string that ended the output; anything else stands for none.
+        markers: names of further marker tokens, for an answer that has all of its markers, each
+            behind `SIGN`; None for an answer without the sign.
     """
     splitter = family_splitter(chat_template)
-    if splitter is None:
-        return split_thinking(text, opened=opened)
     stops = (stop,) if isinstance(stop, str) else ()
-    written = OutputText(tokenizer, stops, marker_token_ids(tokenizer, splitter.markers))
+    if splitter is None:
+        if markers:
+            ids = marker_token_ids(tokenizer, markers, only_special=True)
+            text = OutputText(tokenizer, stops, ids).add(token_ids, final=True).text
+        return split_thinking(text, opened=opened)
+    ids = marker_token_ids(tokenizer, (*splitter.markers, *(markers or ())))
+    written = OutputText(tokenizer, stops, ids)
     pieces = list(splitter.add(written.add(token_ids, final=True).text, final=True))
     reasoning, answer = (
         "".join(piece.text for piece in pieces if piece.is_reasoning == kind)
         for kind in (True, False)
     )
-    return reasoning, unmarked(answer)
+    return reasoning, unmarked(answer) if markers is None else answer

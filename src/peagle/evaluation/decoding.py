@@ -6,15 +6,15 @@ stays the same for the whole run (a closed loop).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,14 @@ class Request:
     """A text to complete, or messages to answer behind the model's chat template.
 
     `later_turns` are what the user says after the answer, turn by turn. A backend answers the
-    prompt alone.
+    prompt alone. `tools` are functions that the model may call, for messages.
     """
 
     id: str
     prompt: str | Sequence[Message]
     params: SamplingParams
     later_turns: tuple[str, ...] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ class Dialogue:
 
     def request(self, turn: int, params: SamplingParams) -> Request:
         seed = (params.seed or 0) + self.index + turn * TURN_SEEDS
-        return Request(f"{self.set}/{self.prompt.id}", self.next_prompt, replace(params, seed=seed))
+        id, tools = f"{self.set}/{self.prompt.id}", self.prompt.tools
+        return Request(id, self.next_prompt, replace(params, seed=seed), tools=tools)
 
     def observation(self, turn: int, answer: Answer) -> Observation:
         prompt = self.prompt
@@ -87,9 +88,7 @@ def run_dialogues(
     """
     results = DialogueResults()
     dialogues = [
-        Dialogue(
-            name, index, prompt, [{"role": "user", "content": prompt.text}] if chat else prompt.text
-        )
+        Dialogue(name, index, prompt, prompt.messages if chat else prompt.text)
         for name, prompts in sets.items()
         for index, prompt in enumerate(prompts)
     ]

@@ -248,6 +248,8 @@ class EndpointBackend:
             body["prompt"] = request.prompt
         else:
             body["messages"] = [dict(message) for message in request.prompt]
+            if request.tools:
+                body["tools"] = [dict(tool) for tool in request.tools]
         return {**body, **self._extra_body}
 
     def _read(self, reply: Reply) -> Answer:

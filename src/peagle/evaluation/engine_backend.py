@@ -163,6 +163,7 @@ class EngineBackend:
         return render_chat(
             self.llm.tokenizer,
             request.prompt,
+            tools=request.tools,
             chat_template=self.chat_template,
             thinking=self.thinking,
         )
@@ -171,7 +172,8 @@ class EngineBackend:
         """Return the answer to a conversation without its reasoning."""
         tokenizer = self.llm.tokenizer
         opened = opens_thinking(tokenizer, self.encode(request))
-        source = resolve_chat_template(tokenizer, self.chat_template)
+        with_tools = bool(request.tools)
+        source = resolve_chat_template(tokenizer, self.chat_template, with_tools=with_tools)
         return split_output(tokenizer, answer.text, answer.token_ids or [], source, opened=opened)[
             1
         ]

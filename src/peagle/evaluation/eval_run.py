@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -127,7 +128,8 @@ class EvalPlan:
         digest = hashlib.sha256()
         for name, prompts in self.sets.items():
             for prompt in prompts:
-                for text in (name, prompt.id, prompt.category, *prompt.turns):
+                others = [json.dumps(one) for one in (prompt.system, prompt.tools) if one]
+                for text in (name, prompt.id, prompt.category, *prompt.turns, *others):
                     digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
         window = {} if self.draft_window is None else {"draft_window": self.draft_window}
         return window | {

@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -16,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from peagle.config.checks import near_names
-from peagle.data.readers import Record, dialogue_of, is_folder, read_records
+from peagle.data.readers import Dropped, Record, dialogue_of, is_folder, read_records
 from peagle.errors import UserError
 from peagle.evaluation.prompts import PROMPT_SETS as BUNDLED_SETS
 from peagle.evaluation.prompts import Prompt, check_limit, load_prompt_set, read_prompts
@@ -26,6 +27,7 @@ Row = Mapping[str, Any]
 # The usual columns of the prompt: with conversations, and with text.
 _CONVERSATIONS = ("turns", "messages", "conversations")
 _TEXT_COLUMNS = ("prompt", "question", "instruction", "problem", "query", "text")
+_BESIDE_MESSAGES = ("system", "system_prompt", "tools", "functions")
 _ID_COLUMNS = ("id", "question_id", "task_id", "unique_id")
 _SPLITS = ("test", "validation", "train")
 _SUFFIXES = (".parquet", ".jsonl")
@@ -111,7 +113,7 @@ def _prompts(name: str, prompt_column: str) -> Iterator[Prompt]:
     if name in HUB_SETS:
         return _read_hub_set(HUB_SETS[name])
     path = Path(name)
-    if (path.suffix == ".parquet" and path.exists()) or is_folder(path):
+    if (path.suffix == ".parquet" and path.exists()) or is_folder(path) or _has_messages(path):
         # Tables and conversations are read as training data is.
         return (prompt_of(record) for record in read_records(path))
     if name == "-" or path.exists():
@@ -132,6 +134,19 @@ def _prompts(name: str, prompt_column: str) -> Iterator[Prompt]:
     near = near_names(name.lower(), PROMPT_SETS, 2, 0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(f"No prompt set {name!r}.{meant} There are {known}.")
+
+
+def _has_messages(path: Path) -> bool:
+    """Whether the first line of a JSON Lines file is a conversation in messages."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return False
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        first = next((line for line in lines if line.strip()), "")
+    try:
+        row = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and ("messages" in row or "conversations" in row)
 
 
 # ---- the hub --------------------------------------------------------------------------------
@@ -164,10 +179,20 @@ def prompt_of(record: Record, category_column: str = "category") -> Prompt:
     """Return the prompt in a record of training data.
 
     Raises:
-        UserError: it has none, or it is malformed.
+        UserError: it has none, it is malformed, or it holds results of tools.
     """
     dialogue, category = dialogue_of(record), record.data.get(category_column)
-    return Prompt(dialogue.id, dialogue.turns, category if isinstance(category, str) else "")
+    if isinstance(dialogue, Dropped):
+        details = dialogue.detail and f": {dialogue.detail}"
+        raise UserError(f"{record.where}: {dialogue.reason}{details}.")
+    turns = tuple(turn for turn in dialogue.turns if isinstance(turn, str))
+    if len(turns) < len(dialogue.turns):
+        raise UserError(
+            f"{record.where} has results of tools, or system messages between its turns; the "
+            "turns of a prompt set are texts of the user. Leave this record out."
+        )
+    category = category if isinstance(category, str) else ""
+    return Prompt(dialogue.id, turns, category, dialogue.system, dialogue.tools)
 
 
 def _hub_prompt(record: Record, wanted: HubSet) -> Prompt:
@@ -190,6 +215,8 @@ def _hub_prompt(record: Record, wanted: HubSet) -> Prompt:
     id = next(ids, "")
     data = {"id": record.number if id == "" else id, kind: value}
     data["category"] = row.get(wanted.category)
+    if kind in ("messages", "conversations"):
+        data |= {name: row[name] for name in _BESIDE_MESSAGES if name in row}
     return prompt_of(replace(record, data=data))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peagle.bundled import BUNDLED_PROMPTS
 from peagle.errors import UserError
@@ -32,16 +34,25 @@ class Prompt:
         id: the id in the file; without one, the number of the line.
         turns: what the user says, turn by turn; at least one, none empty.
         category: the task's category in the file; "" without one.
+        system: messages before the first turn.
+        tools: functions that the model may call.
     """
 
     id: str
     turns: tuple[str, ...]
     category: str = ""
+    system: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def text(self) -> str:
         """The first turn."""
         return self.turns[0]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation up to the first turn."""
+        return [*map(dict, self.system), {"role": "user", "content": self.text}]
 
 
 def load_prompt_set(name: str, limit: int | None = None) -> list[Prompt]:
