@@ -365,7 +365,7 @@ def test_verdicts(scripts: Scripts, text: str, gap: float, verdict: str) -> None
 
 # The others are run by hand: `bench_serving.py abuse`.
 ATTACKS = ["numbers", "strings", "tokenize", "prompts", "ambiguous", "repeats", "malformed"]
-ATTACKS += ["silent", "template"]
+ATTACKS += ["silent", "unread_health", "chunk_extensions", "template"]
 
 
 def test_nobody_can_hang_the_server(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,6 +376,8 @@ def test_nobody_can_hang_the_server(scripts: Scripts, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(scripts["abuse"], "is_larger", is_larger)  # 10% takes minutes
     monkeypatch.setattr(scripts["abuse"], "TOKENS", 24)
+    monkeypatch.setattr(scripts["abuse"], "STREAMS", 4)
+    monkeypatch.setattr(scripts["abuse"], "PROBE_S", 0.2)
     args = Namespace(threads=1, seconds=0.3, rest_s=0.1, recover_s=30.0, only=ATTACKS, list=False)
     figures, _ = scripts["abuse"].run(args)
     assert list(figures["attacks"]) == ATTACKS
@@ -390,10 +392,11 @@ def test_nobody_can_hang_the_server(scripts: Scripts, monkeypatch: pytest.Monkey
 
 def _problems(found: dict[str, Any]) -> Iterator[str]:
     bound_ms = max(5000, 20 * found["rest"]["longest_gap_ms"])
-    for figure in ("longest_gap_ms", "first_token_ms_max", "health_ms_max"):
+    for figure in ("longest_gap_ms", "first_token_ms_max", "health_ms_max", "live_ms_max"):
         if found[figure] is None or found[figure] > bound_ms:
             yield f"{figure} is {found[figure]}; bound {bound_ms}"
     yield from found["faults"] + found["attacker"]["bad"]
+    assert found["control"]["tokens"] > 0 and found["attacker"]["engine_restarts"] == 0
     if not found["recovers"]:
         yield "the server does not recover"
     before, after = found["memory_mb"]["before"], found["memory_mb"]["after"]
@@ -460,12 +463,14 @@ def test_bursts_and_missed_bounds_are_told(scripts: Scripts, load: Any) -> None:
     assert seen.gaps_s == pytest.approx([0.2, 0.1])
 
     rest = abuse.Observed([0.01] * 100, [0.05] * 30, [0.1], [0.01])
+    control = abuse.Observed([0.01] * 100)
     memory = {"before": {"frontend": 500}, "after": {"frontend": 549}, "back_s": 1.0}
     report = {"num_bad": 0, "bad": []}
 
     def judged(**changed: Any) -> str:
-        given = {"inter_token_s": [0.049] * 100, "gaps_s": [0.9], "health_s": [0.9], **changed}
-        return "; ".join(abuse.judge(abuse.Observed(**given), rest, memory, report))
+        given = {"inter_token_s": [0.049] * 100, "gaps_s": [0.9], "health_s": [0.9]}
+        seen = abuse.Observed(**{**given, "live_s": [0.9], **changed})
+        return "; ".join(abuse.judge(seen, rest, control, memory, report))
 
     assert judged() == ""
     assert judged(inter_token_s=[0.01] * 98 + [0.051] * 2).startswith("p99 between tokens 51 ms")
@@ -473,9 +478,15 @@ def test_bursts_and_missed_bounds_are_told(scripts: Scripts, load: Any) -> None:
     assert judged(gaps_s=[1.1]) == "a stream stood still for 1.1 s; bound 1.0 s"
     assert judged(first_token_s=[5.1]) == "a first token came after 5.1 s; bound 5.0 s"
     assert judged(health_s=[0.01, 1.1]) == "/health answered after 1.1 s; bound 1 s"
+    assert judged(live_s=[0.01, 1.1]) == "/live answered after 1.1 s; bound 1 s"
     assert judged(inter_token_s=[]) == "no stream got two tokens"
     assert judged(faults=["lost"]) == "1 faults beside it, like lost"
-    report |= {"num_bad": 2, "bad": ["status 500"]}
+    control.inter_token_s = [0.02] * 100
+    assert judged(inter_token_s=[0.059] * 100) == ""
+    assert judged(inter_token_s=[0.061] * 100) == "p99 between tokens 61 ms; bound 60 ms"
+    report["engine_restarts"] = 2.0
+    assert judged() == "the engine was restarted 2 times; expected never"
+    report |= {"num_bad": 2, "bad": ["status 500"], "engine_restarts": 0.0}
     assert judged() == "2 bad answers, like status 500"
     report["num_bad"], memory["after"] = 0, {"frontend": 551}
     assert judged().startswith("memory {'frontend': 551} MB from {'frontend': 500}")
