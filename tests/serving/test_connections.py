@@ -389,11 +389,10 @@ KEY = "k" * 24
 HOST = b"Host: localhost\r\n"
 HOLDER = b"GET /%b HTTP/1.1\r\n" + HOST + b"Authorization: Bearer " + KEY.encode() + b"\r\n\r\n"
 STRANGERS = {
-    "silent": b"",
     "half a head": GET,
-    "half a body": b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Length: 99\r\n\r\n{",
     "no key": (b"GET /work HTTP/1.1\r\n" + HOST + b"\r\n") * MAX_PIPELINED,
     "probes": (GET + b"\r\n") * (MAX_PIPELINED + 1),
+    "again and again": b"GET /work HTTP/1.1\r\n" + HOST + b"\r\n",
     "chunks": b"POST /work HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
 }
 
@@ -429,6 +428,12 @@ def test_strangers_keep_nobody_out(kind: str) -> None:
             writers.append(writer)
         return writers
 
+    async def ask_on(writers: list[asyncio.StreamWriter]) -> None:
+        while kind == "again and again":
+            for writer in writers:
+                writer.write(STRANGERS[kind])
+            await asyncio.sleep(0.01)
+
     async def run() -> None:
         service: Any = SimpleNamespace(num_open=0)
         counted = CountOpen(app, service)
@@ -438,6 +443,7 @@ def test_strangers_keep_nobody_out(kind: str) -> None:
         connections = Connections(most)
         async with serving(guarded, connections) as port:
             held = await strangers(port)
+            asking = asyncio.ensure_future(ask_on(held))
             work = []
             for number in range(most):
                 tries = 0
@@ -459,6 +465,7 @@ def test_strangers_keep_nobody_out(kind: str) -> None:
             assert len(connections) <= most + RESERVE
             released.set()
             assert await asyncio.gather(*work) == [200] * most
+            asking.cancel()
             for writer in held:
                 writer.close()
 
@@ -500,6 +507,34 @@ def test_a_body_behind_its_answer_ends_too() -> None:
             writer.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_new_client_waits_for_few_of_those_who_ask_all_the_time() -> None:
+    """Counted in requests, so that no machine is too slow."""
+    served: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> int:
+        async with serving(app, Connections(300)) as port:
+            many = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            for _, writer in many:
+                writer.write((GET + b"\r\n") * MAX_PIPELINED)
+            while not served:
+                await asyncio.sleep(0)
+            before = len(served)
+            assert await ask(port, GET.replace(b"/live", b"/new") + b"\r\n") == 200
+            after = served.index("/new")
+            while len(served) < 200 * MAX_PIPELINED + 1:  # the others are served as well
+                await asyncio.sleep(0.01)
+            for _, writer in many:
+                writer.close()
+            return after - before
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) < 200
 
 
 async def _read_by(wait_s: float, num_bytes: int, for_s: float) -> bool:

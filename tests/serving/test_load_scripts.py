@@ -375,7 +375,7 @@ def test_nobody_can_hang_the_server(scripts: Scripts, monkeypatch: pytest.Monkey
         return any(value > 1.5 * before[part] for part, value in after.items())
 
     monkeypatch.setattr(scripts["abuse"], "is_larger", is_larger)  # 10% takes minutes
-    monkeypatch.setattr(scripts["abuse"], "TOKENS", 24)
+    monkeypatch.setattr(scripts["abuse"], "TOKENS", 12)
     monkeypatch.setattr(scripts["abuse"], "STREAMS", 4)
     monkeypatch.setattr(scripts["abuse"], "PROBE_S", 0.2)
     args = Namespace(threads=1, seconds=0.3, rest_s=0.1, recover_s=30.0, only=ATTACKS, list=False)
