@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from peagle.errors import UserError
 
 MAX_RULES = 20_000
+# Each round of a class is a state with a mask, of up to 50 KB for 50,000 tokens.
+MAX_CLASS_ROUNDS = 10_000
 # A larger count is made of blocks of so many rounds.
 _LARGEST_COUNT = 128
 _BLOCK = 32
@@ -19,6 +21,7 @@ class Rules:
         self._prefix = prefix
         self._bodies: list[str] = []
         self._names: dict[str, str] = {}
+        self._class_rounds: dict[str, int] = {}
 
     def add(self, body: str) -> str:
         """Return the name of the rule with this body; equal bodies share a rule."""
@@ -41,6 +44,19 @@ class Rules:
     def define(self, name: str, body: str) -> None:
         """Give a reserved rule its body."""
         self._bodies[int(name[len(self._prefix) :])] = body
+
+    def add_class_rounds(self, expression: str, num_rounds: int) -> None:
+        """Note that a class is repeated so many times; equal expressions count once.
+
+        Raises:
+            UserError: the classes of the grammar have too many rounds together.
+        """
+        self._class_rounds[expression] = num_rounds
+        if (total := sum(self._class_rounds.values())) > MAX_CLASS_ROUNDS:
+            raise UserError(
+                f"the counts behind its character classes make {total} or more rounds; expected "
+                f"{MAX_CLASS_ROUNDS} at most. Lower them, or repeat without a bound (* or +)."
+            )
 
     def grammar(self, named: Mapping[str, str]) -> str:
         """Return the whole grammar: `named` rules, "root" among them, and these."""
@@ -69,37 +85,40 @@ def repeated(item: str, least: int, most: int | None, rules: Rules) -> str:
     of blocks of blocks: then few ways are open, and states are as many as a block has rounds.
     """
     if max(least, most or 0) <= _LARGEST_COUNT:
-        return _counted(item, least, most)
+        return _counted(item, least, most, rules)
     if " " in item or "(" in item:  # it is written more than once
         item = rules.add(item)
-    more = _counted(item, 0, None) if most is None else _at_most(item, most - least, rules)
+    more = _counted(item, 0, None, rules) if most is None else _at_most(item, most - least, rules)
     return join_parts(_exactly(item, least, rules), more)
 
 
 def _exactly(item: str, count: int, rules: Rules) -> str:
     if count <= _BLOCK:
-        return _counted(item, count, count)
+        return _counted(item, count, count, rules)
     num_blocks, rest = divmod(count, _BLOCK)
-    block = rules.add(_counted(item, _BLOCK, _BLOCK))
-    return join_parts(_exactly(block, num_blocks, rules), _counted(item, rest, rest))
+    block = rules.add(_counted(item, _BLOCK, _BLOCK, rules))
+    return join_parts(_exactly(block, num_blocks, rules), _counted(item, rest, rest, rules))
 
 
 def _at_most(item: str, count: int, rules: Rules) -> str:
     """Either not all blocks and a part of one more, or all blocks and no more than the rest."""
     if count <= _BLOCK:
-        return _counted(item, 0, count)
+        return _counted(item, 0, count, rules)
     num_blocks, rest = divmod(count, _BLOCK)
-    block = rules.add(_counted(item, _BLOCK, _BLOCK))
-    part = _counted(item, 0, _BLOCK - 1)
+    block = rules.add(_counted(item, _BLOCK, _BLOCK, rules))
+    part = _counted(item, 0, _BLOCK - 1, rules)
     fewer = join_parts(_at_most(block, num_blocks - 1, rules), part)
-    every = join_parts(_exactly(block, num_blocks, rules), _counted(item, 0, rest))
+    every = join_parts(_exactly(block, num_blocks, rules), _counted(item, 0, rest, rules))
     return rules.add(any_of([fewer, every]))
 
 
-def _counted(item: str, least: int, most: int | None) -> str:
+def _counted(item: str, least: int, most: int | None, rules: Rules) -> str:
     if most == 0:
         return '""'
     # xgrammar is faster with the short forms.
     short = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
     count = f"{{{least},{'' if most is None else most}}}"
-    return f"({item}){short.get((least, most), count)}"
+    expression = f"({item}){short.get((least, most), count)}"
+    if item.strip("()").startswith("[") and " " not in item:
+        rules.add_class_rounds(expression, most or least)
+    return expression
