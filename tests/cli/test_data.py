@@ -279,6 +279,62 @@ def test_failures_are_told_after_the_rest_is_done(
     assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == ["fine"]
 
 
+ODD = [
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]},
+    {"id": None, "prompt": "no id"},
+    {"messages": [{"role": "user", "content": ""}]},
+    {"messages": [{"role": "system", "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"id": 1.5, "prompt": "x"},
+    {"text": "x"},
+    {"system": "s", "prompt": "third"},
+    {"id": "8", "prompt": "an id that is taken"},
+]
+
+
+def test_records_that_cannot_be_asked_are_counted(
+    peagle: Peagle, pair: Pair, template: Path, tmp_path: Path
+) -> None:
+    source, output = write(tmp_path / "p.jsonl", *ODD), tmp_path / "out.jsonl"
+    command = ["data", "regenerate", source, "--target", pair.target, "-o", output]
+    command += ["--chat-template", template, "--max-new-tokens", 2]
+    result = peagle(*command)
+    assert result.status == 0, result.err
+    assert ": 3 answers to 3 prompts, " in result.out and ", 6 dropped; " in result.out
+    assert f"dropped, a message of the user is empty: 1 (first: {source}, line 3)\n" in result.out
+    lines = map(json.loads, output.read_text().splitlines())
+    asked = {one["id"]: [m["content"] for m in one["messages"][:-1]] for one in lines}
+    assert asked == {"1": ["parts"], "2": ["no id"], "8": ["s", "third"]}
+    told = json.loads(peagle(*command, "--format", "json").out)
+    assert told["prompts"] == told["resumed"] == 3
+    assert told["dropped"] == {
+        "a message of the user is empty": 1,
+        "there is no message of the user": 1,
+        "the content of a message is not text": 1,
+        "the id is neither text nor a whole number": 1,
+        "there is no prompt": 1,
+        "a different prompt before has its id": 1,
+    }
+    assert told["details"]["there is no prompt"].startswith(f"{source}, line 7: expected")
+    # A limit counts prompts.
+    told = json.loads(peagle(*command, "--format", "json", "--limit", 3).out)
+    assert told["prompts"] == 3 and sum(told["dropped"].values()) == 5
+
+
+def test_a_file_without_any_prompt_says_why(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    source, output = write(tmp_path / "p.jsonl", *ODD[2:5]), tmp_path / "out.jsonl"
+    result = peagle("data", "regenerate", source, "--target", pair.target, "-o", output)
+    assert result.status == 2
+    assert f"no prompts: 1 × a message of the user is empty (first: {source}, line 1)" in result.err
+
+
+def test_what_plain_text_leaves_out_is_told(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    source = write(tmp_path / "p.jsonl", {"prompt": "q", "system": "s"}, {"prompt": "r"})
+    command = ["data", "regenerate", source, "--target", pair.target, "-o", tmp_path / "o.jsonl"]
+    result = peagle(*command, "--max-new-tokens", 2)
+    assert "1 of 2 prompts have further turns, system messages or tools" in result.err
+
+
 def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     """kill -9 in the middle: the same command completes it as an uninterrupted run would have."""
     rows = [{"id": i, "prompt": f"text {i}"} for i in range(60)]

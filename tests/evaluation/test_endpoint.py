@@ -30,6 +30,9 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 def as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
@@ -63,8 +66,9 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with endpoint(script) as url:
         backend = EndpointBackend(url + "/v1/", "other", extra_body={"top_p": 0.5})
         messages = [{"role": "user", "content": "Hi"}]
-        backend.run([Request("a", "text", params), Request("b", messages, PARAMS)], 1)
-    text, chat = script.bodies[-2:]
+        chats = [Request("b", messages, PARAMS), Request("c", messages, PARAMS, tools=[TOOL])]
+        backend.run([Request("a", "text", params), *chats], 1)
+    text, chat, with_tools = script.bodies[-3:]
     options = {"include_usage": True, "continuous_usage_stats": True}
     common = {"model": "other", "stream": True, "stream_options": options, "top_p": 0.5}
     assert text == {
@@ -73,8 +77,9 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         **{"ignore_eos": True, "logit_bias": {"4": -5}},
     }
     assert chat == {**common, "messages": messages, "max_tokens": 7, "temperature": 0}
+    assert with_tools == {**chat, "tools": [TOOL]}
     posted = [path for path in script.paths if "completions" in path]
-    assert posted[-2:] == ["/v1/completions", "/v1/chat/completions"]
+    assert posted[-3:] == ["/v1/completions", *["/v1/chat/completions"] * 2]
     assert {headers["authorization"] for headers in script.headers} == {"Bearer secret"}
 
 

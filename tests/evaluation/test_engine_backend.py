@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,15 +21,26 @@ from peagle.engine import SpeculationStats
 from peagle.engine.placement import load_target
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request
+from peagle.evaluation.dialogues import run_dialogues
 from peagle.evaluation.engine_backend import EngineBackend, build, measure
+from peagle.evaluation.prompt_sets import load
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import StreamChunk
 from peagle.models.target import TargetModel
+from peagle.serving.protocol import FunctionSpec, Tool, tool_dicts
+from peagle.serving.tokenizer import Tokenizer
 
 K = 5
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -235,6 +248,37 @@ def test_engines_on_one_card_share_what_is_free(
     assert max(shares) - min(shares) <= len(shares)
     assert 0 <= int(0.8 * total) - (total - free) <= len(shares)
     assert free > 0
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_prompts_of_a_set_are_those_that_a_server_computes(
+    llm: LLM, tmp_path: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With system messages and tools, at each turn."""
+    function = {"parameters": {"type": "object"}, "name": "f", "description": None}
+    messages = [{"role": role, "content": "s"}, {"role": "user", "content": "q"}]
+    later = [{"role": "assistant", "content": "old"}, {"role": "user", "content": "r"}]
+    row = {"messages": [*messages, *later], "tools": json.dumps([function])}
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps(row))
+    backend, sent = EngineBackend(llm, chat_template=TOOLS_TEMPLATE), list[list[int]]()
+    add = llm.requests.add
+
+    def adding(index: int, prompt: list[int], params: SamplingParams) -> None:
+        sent.append(prompt)
+        add(index, prompt, params)
+
+    monkeypatch.setattr(llm.requests, "add", adding)
+    params = SamplingParams(max_tokens=4, seed=0)
+    results = run_dialogues(backend, {"set": load(str(path))}, params, 1, chat=True)
+    tools = tool_dicts([Tool(type="function", function=FunctionSpec(**function))])
+    server = Tokenizer(str(BUNDLED_TARGET), TOOLS_TEMPLATE)
+    answer = {"role": "assistant", "content": results.observations[0].answer.text}
+    wanted = [
+        asyncio.run(server.render(said, 512, tools=tools))[0]
+        for said in (messages, [*messages, answer, later[1]])
+    ]
+    assert sent == wanted and len(tools) == 1
 
 
 def test_load_target(target_folder: Path) -> None:

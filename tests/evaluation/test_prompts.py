@@ -171,6 +171,56 @@ def test_files(tmp_path: Path) -> None:
     assert load(str(table))[0].turns == ("a", "c")
 
 
+SYSTEM = [{"role": "system", "content": "s"}, {"role": "developer", "content": "d"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.parquet"])
+def test_conversations_keep_their_system_messages_and_tools(tmp_path: Path, name: str) -> None:
+    questions = [{"role": "user", "content": text} for text in "ac"]
+    answer = {"role": "assistant", "content": "b"}
+    rows: list[dict[str, Any]] = [
+        {"messages": [*SYSTEM, questions[0], answer, questions[1]], "tools": json.dumps([TOOL])},
+        {"conversations": [{"from": "human", "value": "a"}], "system": "s", "category": "x"},
+    ]
+    rows[0] |= dict.fromkeys(rows[1])  # a table takes its columns from the first row
+    path = tmp_path / name
+    path.write_bytes(lines(rows) if name.endswith("l") else parquet(rows))
+    first, second = load(str(path))
+    assert first == Prompt("1", ("a", "c"), "", tuple(SYSTEM), (TOOL,))
+    assert first.messages == [*SYSTEM, questions[0]]
+    assert second == Prompt("2", ("a",), "x", (SYSTEM[0],))
+
+
+def test_conversations_of_the_hub_keep_them_too(hub: FakeHub) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}], "system": "s", "tools": [TOOL]}
+    publish(hub, "me/chats", {"data/test-00000-of-00001.parquet": parquet([row])})
+    assert load("me/chats") == [Prompt("1", ("a",), "", (SYSTEM[0],), (TOOL,))]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "assistant", "content": "x"}], "line 1: there is no message of the user."),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "not text: .*'image_url'"),
+        (
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "tool", "content": "c"},
+            ],
+            "line 1 has results of tools",
+        ),
+    ],
+)
+def test_conversations_that_are_no_prompts(
+    tmp_path: Path, messages: list[Any], message: str
+) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(lines([{"messages": messages}]))
+    assert re.search(message, message_of(lambda: load(str(path))))
+
+
 def test_files_that_are_no_prompts(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
