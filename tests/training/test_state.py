@@ -69,16 +69,12 @@ def test_a_crash_at_any_step_of_a_save_leaves_a_checkpoint(tmp_path: Path) -> No
         shutil.copytree(before, tmp_path / "run")
 
     found = []
-    for number in kills(prepare, lambda: newer.save(folder, 2)):
+    for _ in kills(prepare, lambda: newer.save(folder, 2)):
         recover_state(folder)
         step = json.loads((folder / "state.json").read_text())["step"]
         assert_step(folder, step)
+        assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
         found.append(step)
-        # The run goes on: what the crash left is in nobody's way.
-        if number % 4 == 0:
-            Run().move(3).save(folder, 3)
-            assert_step(folder, 3)
-            assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
     assert found == sorted(found) and set(found) == {1, 2} and len(found) > 10
     assert_step(folder, 2)
 

@@ -110,11 +110,9 @@ class Inputs:
     def identity(self) -> dict[str, str | None]:
         """The SHA-256 of each file of responses and of each store's index; None without one."""
         stores = {"train": "features", "validation": "validation_features"}
-        files = {name: facts and facts["sha256"] for name, facts in self.data_facts.items()}
-        return files | {
-            key: self._stores[name].index_sha256 if name in self._stores else None
-            for name, key in stores.items()
-        }
+        found: dict[str, str | None] = dict.fromkeys([*self.data_facts, *stores.values()])
+        found |= {name: facts["sha256"] for name, facts in self.data_facts.items() if facts}
+        return found | {stores[name]: store.index_sha256 for name, store in self._stores.items()}
 
     def source(self, batch_at: Callable[[int], Batch], name: str = "train") -> Source:
         """Batches of "train" or "validation" with what the target says about them."""

@@ -78,7 +78,7 @@ def save_state(
     Raises:
         UserError: it could not be written (a full disk for one); in all processes.
     """
-    partial = folder.with_name(folder.name + ".part")
+    partial = _partial(folder)
     record = {"step": step, **facts, "progress": progress}
     tensors = {_WEIGHTS + name: weight for name, weight in masters.state().items()}
     names = {id(p): n for n, p in masters.named()}
@@ -249,13 +249,15 @@ def _digests(folder: Path) -> dict[str, str]:
 def _require_whole(folder: Path) -> None:
     """Refuse a checkpoint with a file that is not what was written; older ones cannot tell.
 
+    Of a whole one the checkpoint before it goes, which a crash may have left.
+
     Raises:
         UserError: naming the file, and what to do.
     """
-    problem = _damage(folder)
+    problem, previous = _damage(folder), _previous(folder)
     if not problem:
+        shutil.rmtree(previous, ignore_errors=True)
         return
-    previous = _previous(folder)
     if (previous / _STATE_NAME).is_file() and not _damage(previous):
         remedy = (
             f"The checkpoint before it is whole: remove {str(folder)!r} and run again with "
@@ -299,9 +301,16 @@ def _replace(folder: Path, partial: Path) -> None:
 
 
 def recover_state(folder: Path) -> None:
-    """Put the last checkpoint back where the process died between the renames of a save."""
+    """Put the last checkpoint back where the process died between the renames of a save, and remove
+    an unfinished one.
+    """
+    shutil.rmtree(_partial(folder), ignore_errors=True)
     if not folder.exists() and _previous(folder).exists():
         os.replace(_previous(folder), folder)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".part")
 
 
 def _previous(folder: Path) -> Path:
