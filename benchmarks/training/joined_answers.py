@@ -5,8 +5,8 @@
 
 `cost` makes conversations of many answers, prepares them, and counts the tokens of the samples.
 
-`train` lets the bundled target answer GSM8K's questions, five in a conversation, behind a template
-that renders earlier turns alike. The bundled head goes on with them twice for each seed: with one
+`train` lets the bundled target answer GSM8K's questions, five in a conversation, each behind all
+that was said before. The bundled head goes on with them twice for each seed: with one
 row a conversation, and with one row an answer, as many steps with the same answers in each. Both
 are judged by the same held-out answers, each in a row of its own. Seconds are processor time.
 """
@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import fmean, stdev
@@ -25,8 +23,8 @@ from typing import Any
 
 import torch
 
-from peagle.data.dataset import read_data
-from peagle.data.readers import Record
+from peagle import LLM, SamplingParams
+from peagle.data.readers import Record, read_records
 from peagle.data.samples import Sample, SampleMaker, stop_ids_of
 from peagle.models.target import load_tokenizer
 from peagle.training.config import TrainConfig
@@ -38,8 +36,8 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}# Question\n{{ m.content }}\n# Answer\n"
     "{% else %}{{ m.content }}<|endoftext|>\n{% endif %}{% endfor %}"
 )
-TURNS = 5
-HELD_OUT = 50  # prompts
+TURNS, ANSWER = 5, 64  # answers of a conversation, tokens of an answer
+TRAINED, HELD_OUT = 100, 50  # prompts
 WORDS = "the a model writes answers about code because people ask many things and some are long"
 
 
@@ -54,7 +52,7 @@ def main() -> None:
     train = commands.add_parser("train", formatter_class=parser.formatter_class)
     train.add_argument("--output", type=Path, required=True)
     train.add_argument("--seeds", default="1,2,3", help="a list")
-    train.add_argument("--steps", type=int, default=30)
+    train.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     if options.command == "cost":
         for answers in map(int, options.answers.split(",")):
@@ -109,44 +107,49 @@ def measure_cost(options: argparse.Namespace, answers: int) -> dict[str, Any]:
 def compare_training(options: argparse.Namespace) -> None:
     folder = options.output
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "chat.jinja").write_text(TEMPLATE)
     lines = (BUNDLED / "prompts" / "gsm8k.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["turns"][0] for line in lines]
-    sets = {"train": prompts[: len(prompts) - HELD_OUT], "held_out": prompts[-HELD_OUT:]}
+    sets = {"train": prompts[:TRAINED], "held_out": prompts[-HELD_OUT:]}
     sizes = {}
     for name, questions in sets.items():
-        store = folder / f"{name}.safetensors"
-        if not store.is_file():
-            answer(folder, name, questions)
-        sizes[name] = separate(store, folder / f"{name}.separate.jsonl")
+        rows = folder / f"{name}.joined.jsonl"
+        if not rows.is_file():
+            write_conversations(questions, rows)
+        sizes[name] = separate(rows, folder / f"{name}.separate.jsonl")
     print(json.dumps(sizes), flush=True)
     found: dict[str, list[float]] = {"joined": [], "separate": []}
     for seed in map(int, options.seeds.split(",")):
         for form, results in found.items():
             row = train(options, form, seed, sizes["train"])
-            results.append(row["acceptance_length"])
+            results.append(row["acceptance_lengths"][-1])
             print(json.dumps(row), flush=True)
     for form, results in found.items():
         spread = stdev(results) if len(results) > 1 else None
         print(json.dumps({"rows": form, "mean": fmean(results), "deviation": spread}))
 
 
-def answer(folder: Path, name: str, questions: list[str]) -> None:
-    """Let the bundled target answer conversations, and prepare them."""
-    starts = range(0, len(questions), TURNS)
-    dialogues = [{"id": f"{i}", "turns": questions[i : i + TURNS]} for i in starts]
-    asked, responses = folder / f"{name}.asked.jsonl", folder / f"{name}.responses.jsonl"
-    asked.write_text("".join(json.dumps(one) + "\n" for one in dialogues))
-    common = ["--target", "bundled", "--chat-template", str(folder / "chat.jinja")]
-    regenerate = ["regenerate", str(asked), "--max-new-tokens", "64", "--output", str(responses)]
-    prepared = ["prepare", str(responses), "--output", str(folder / f"{name}.safetensors")]
-    for command in (regenerate, prepared):
-        subprocess.run([sys.executable, "-m", "peagle", "data", *command, *common], check=True)
+def write_conversations(questions: list[str], output: Path) -> None:
+    """Let the bundled target answer, turn after turn; the prompt has all that was said before."""
+    llm = LLM("bundled", max_num_seqs=64)
+    params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
+    ids: list[list[int]] = [[] for _ in range(0, len(questions), TURNS)]
+    masks: list[list[int]] = [[] for _ in ids]
+    for turn in range(TURNS):
+        for number, (prompt, mask) in enumerate(zip(ids, masks, strict=True)):
+            text = f"# Question\n{questions[number * TURNS + turn]}\n# Answer\n"
+            prompt += llm.tokenizer.encode(text, add_special_tokens=False)
+            mask += [0] * (len(prompt) - len(mask))
+        for number, answer in enumerate(llm.generate(ids, params)):
+            ids[number] += answer.token_ids
+            masks[number] += [1] * len(answer.token_ids)
+    rows = zip(ids, masks, strict=True)
+    with output.open("w") as lines:
+        lines.writelines(json.dumps({"input_ids": i, "loss_mask": m}) + "\n" for i, m in rows)
 
 
-def separate(store: Path, output: Path) -> dict[str, Any]:
+def separate(rows: Path, output: Path) -> dict[str, Any]:
     """Write each answer behind its prompt as a line of its own, and count both forms."""
-    made = (one for record in read_data(store)[0] for one in SampleMaker(None).samples(record))
+    made = (one for record in read_records(rows) for one in SampleMaker(None).samples(record))
     samples, ends = [one for one in made if isinstance(one, Sample)], []
     with output.open("w") as lines:
         for sample in samples:
@@ -167,13 +170,12 @@ def train(
     options: argparse.Namespace, form: str, seed: int, sizes: dict[str, Any]
 ) -> dict[str, Any]:
     folder = options.output.absolute()
-    files = {"joined": "train.safetensors", "separate": "train.separate.jsonl"}
     # A step has two rows of conversations, or as many of answers as hold the same share of them.
     row = sizes["longest"] + -sizes["longest"] % 64
     tokens = sizes["tokens"]
     rows = {"joined": 2, "separate": round(2 * tokens["separate"] / tokens["joined"])}
     changes = [
-        f"data.train={folder / files[form]}",
+        f"data.train={folder / f'train.{form}.jsonl'}",
         f"data.validation={folder / 'held_out.separate.jsonl'}",
         "data.max_length=2048",
         f"data.batch_tokens={rows[form] * row}",
@@ -190,8 +192,7 @@ def train(
     return {
         "rows": form,
         "seed": seed,
-        "acceptance_length": record["best"]["validation"]["acceptance_length"],
-        "validation": record["best"]["validation"],
+        "acceptance_lengths": record["best"]["validation"]["acceptance_lengths"],
         "steps_per_epoch": trainer.stream.steps_per_epoch,
         "rows_of_a_step": trainer.stream.num_rows,
         "tokens": trainer.num_tokens,
