@@ -256,7 +256,7 @@ def outcome(family: str, **options: Any) -> list[int] | None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *CODERS])
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_no_text_of_a_client_becomes_a_special_token(family: str, data: st.DataObject) -> None:
     calls = family in CODERS or FAMILIES[family].has_tools

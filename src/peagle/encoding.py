@@ -46,17 +46,24 @@ class Rests:
 
 
 class SpecialTokens:
-    """The added tokens of a tokenizer with `special: true`, as they are when it is first used.
+    """The special tokens of a tokenizer, as they are when it is first used.
 
-    Added tokens without it, like `<think>` of many models, are text that everybody may write.
+    They are the added tokens with `special: true`, and those that have a role, like the end of a
+    text. Other added tokens, like `<think>` of many models, are text that everybody may write; so
+    is a single character or white space, which some tokenizers have as padding.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
         added.pop("", None)
-        self._special = {content for content, token in added.items() if token.special}
+        named = set(tokenizer.all_special_tokens)
+        self._special = {
+            content
+            for content, token in added.items()
+            if (token.special or content in named) and len(content) > 1 and not content.isspace()
+        }
         # A tokenizer looks for normalised ones afterwards, in the text between the others.
-        self._added = _any_of(c for c, t in added.items() if t.special or not t.normalized)
+        self._added = _any_of({*self._special, *(c for c, t in added.items() if not t.normalized)})
         self._spelled = _any_of(self._special)
         self._longest = max(map(len, self._special), default=0)
         self._beginnings = frozenset(_beginnings(self._special))
