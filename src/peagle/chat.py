@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import jinja2.nodes
 import jinja2.sandbox
 from jinja2.parser import Parser
 
+from peagle.encoding import Marks, encode_text, special_tokens_of
 from peagle.errors import UserError, short_repr
 from peagle.messages import (
     ChatMessage,
@@ -59,7 +61,8 @@ def render_chat(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | str | None = None,
-    encode: Callable[[str], list[int]] | None = None,
+    parse_special_tokens: bool = False,
+    check_text: Callable[[str], None] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, ready for the model to answer.
 
@@ -78,17 +81,20 @@ def render_chat(
         template_kwargs: further variables of the template.
         tools: JSON schemas of functions, for templates that read `tools`; or that list as JSON
             text.
-        encode: makes token ids of the rendered text; None takes the tokenizer's.
+        parse_special_tokens: let messages, tools and `template_kwargs` spell special tokens. They
+            are text otherwise, so that the prompt has the special tokens of the template alone.
+        check_text: is called with the rendered text before it is encoded.
 
     Raises:
         UserError: the template is unknown, does not parse or refuses the messages; a message is
             malformed; an option would have no effect on this template.
     """
     source = resolve_chat_template(tokenizer, chat_template, with_tools=bool(tools))
-    variables = _variables(source)
+    facts = _facts(source)
+    variables = facts.variables
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    conversation = checked_messages(messages, _words(source))
+    conversation = checked_messages(messages, facts.words)
     if add_generation_prompt and continue_final_message:
         raise UserError(
             "add_generation_prompt and continue_final_message are both True; the prompt ends "
@@ -108,35 +114,48 @@ def render_chat(
             "leave them out, or pass chat_template, one that does."
         )
 
+    marks = None
+    if not parse_special_tokens:
+        marks = Marks(special_tokens_of(tokenizer), facts.literals, facts.words | facts.attributes)
+
     def render(conversation: Sequence[Mapping[str, Any]]) -> str:
         formed = in_template_form(
             conversation,
-            knows_developer="developer" in _words(source),
+            knows_developer="developer" in facts.words,
             is_harmony=is_harmony(source),
         )
+        given = {"tools": formed_tools or None, **options}
         try:
+            if marks is not None:
+                # Roles are words that the template knows.
+                formed = [{**marks.marked(one), "role": one["role"]} for one in formed]
+                given = {name: marks.marked(value) for name, value in given.items()}
             rendered: Any = tokenizer.apply_chat_template(
                 formed,
-                tools=[*formed_tools] or None,
                 chat_template=source,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
-                **options,
+                **given,
             )
         except _RENDER_ERRORS as error:
+            reason = str(error) if marks is None else marks.removed(str(error))
             raise UserError(
-                f"The chat template cannot render these {len(conversation)} messages: {error}. "
+                f"The chat template cannot render these {len(conversation)} messages: {reason}. "
                 "Change the messages accordingly, or pass another chat_template."
             ) from error
         return rendered
 
     rendered = render(conversation)
-    _check_developers(conversation, rendered, render)
-    if encode is None:
-        token_ids = tokenizer.encode(rendered, add_special_tokens=False)
-    else:
-        token_ids = encode(rendered)
+    text = rendered if marks is None else marks.removed(rendered)
+    _check_developers(conversation, text, render)
+    if check_text is not None:
+        check_text(text)
+
+    def encode(text: str) -> list[int]:
+        return encode_text(tokenizer, text, add_special_tokens=False)
+
+    token_ids = encode(text) if marks is None else marks.encode(rendered, encode)
     if not token_ids:
         raise UserError(
             f"The chat template renders these {len(conversation)} messages as an empty prompt; "
@@ -260,30 +279,47 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-@lru_cache(maxsize=16)
-def _variables(source: str) -> frozenset[str]:
-    """Names that the template reads and does not define itself."""
-    return frozenset(jinja2.meta.find_undeclared_variables(_parsed(source)))
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the source of a template says.
+
+    Attributes:
+        variables: names that the template reads and does not define itself.
+        literals: the texts that it writes or compares.
+        words: those of them that are one word in quotes, the roles that it knows among them.
+        attributes: names of the attributes that it reads.
+    """
+
+    variables: frozenset[str]
+    literals: frozenset[str]
+    words: frozenset[str]
+    attributes: frozenset[str]
 
 
 @lru_cache(maxsize=16)
-def _words(source: str) -> frozenset[str]:
-    """Return the words that the template writes in quotes, the roles that it knows among them."""
-    literals = (node.value for node in _parsed(source).find_all(jinja2.nodes.Const))
-    return frozenset(one for one in literals if isinstance(one, str) and one.isidentifier())
-
-
-def _parsed(source: str) -> jinja2.nodes.Template:
+def _facts(source: str) -> _Facts:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
     )
     try:
-        return environment.parse(source)
+        parsed = environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"The chat template does not parse: line {error.lineno}: {error.message}. Correct it, "
             "or pass another chat_template."
         ) from None
+    quoted = {n.value for n in parsed.find_all(jinja2.nodes.Const) if isinstance(n.value, str)}
+    plain = {node.data for node in parsed.find_all(jinja2.nodes.TemplateData)}
+    attributes = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
+    return _Facts(
+        # It folds constants of the parsed template, so it comes last.
+        frozenset(jinja2.meta.find_undeclared_variables(parsed)),
+        frozenset(quoted | plain),
+        frozenset(filter(str.isidentifier, quoted)),
+        frozenset(attributes),
+    )
 
 
 def _template_options(

@@ -299,6 +299,9 @@ SAFETY = group(
     --no-user-grammars = server.user_grammars
         Refuse regular expressions and grammars in requests; schemas, choices and tools
         stay.
+    --parse-special-tokens
+        Read special tokens that the messages and tools of a chat spell as these tokens. A
+        user can then end a turn and begin another one. [default: they are text]
     """,
     section="server",
 )

@@ -129,6 +129,7 @@ _WITHOUT_EQUAL = {
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),
     "server.user_grammars": ("vLLM takes grammars from every request", True),
+    "server.parse_special_tokens": ("vLLM reads every spelled special token as the token", True),
     "server.hang_timeout_s": ("vLLM does not watch its engine for hangs", 0),
     "server.request_timeout_s": ("vLLM sets no limit to the time of a request", 0),
     "server.max_connections": ("vLLM sets no limit to connections", None),

@@ -66,6 +66,7 @@ class ServerConfig:
         on_engine_failure: "restart" the engine process, or "exit" with status 1.
         data_parallel_size: number of engine processes.
         chat_template: file or name of a template; None takes the model's.
+        parse_special_tokens: whether the messages and tools of a chat may spell special tokens.
         tool_call_parser: how tool calls are recognised; "auto" decides by the template.
         log_format: format of the log.
         log_prompts: whether the log has prompts and outputs.
@@ -100,6 +101,7 @@ class ServerConfig:
     on_engine_failure: OnFailure = "restart"
     data_parallel_size: int = 1
     chat_template: str | None = None
+    parse_special_tokens: bool = False
     tool_call_parser: str = "auto"
     log_format: LogFormat = "text"
     log_prompts: bool = False

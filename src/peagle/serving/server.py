@@ -268,8 +268,12 @@ def _guarded(app: ASGIApp, service: Service, keys: ApiKeys) -> ASGIApp:
 
 async def _load(service: Service, spec: EngineSpec, url: str, started: float) -> None:
     """Load the tokenizer beside the engines; log when the server is ready."""
-    template = service.config.chat_template
-    service.tokenizer = await asyncio.to_thread(Tokenizer, spec.target, template)
+    service.tokenizer = await asyncio.to_thread(
+        Tokenizer,
+        spec.target,
+        service.config.chat_template,
+        parse_special_tokens=service.config.parse_special_tokens,
+    )
     await service.pool.became_ready.wait()
     info = service.pool.info
     if info is not None:

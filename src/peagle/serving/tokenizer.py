@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from peagle.chat import opens_thinking, render_chat, resolve_chat_template
+from peagle.encoding import encode_text, share_special_tokens, special_tokens_of
 from peagle.engine.detokenizer import OutputText, token_bytes
 from peagle.engine.requests import word_ids
 from peagle.errors import UserError
@@ -40,6 +41,7 @@ class Tokenizer:
 
     Args:
         chat_template: file or name of a template; None takes the model's, if there is one.
+        parse_special_tokens: as `peagle.chat.render_chat` has it.
 
     Attributes:
         characters_per_token: the largest number in one token of the vocabulary.
@@ -48,7 +50,13 @@ class Tokenizer:
         UserError: the tokenizer does not load, or the template that was named is not usable.
     """
 
-    def __init__(self, folder: str, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        chat_template: str | None = None,
+        *,
+        parse_special_tokens: bool = False,
+    ) -> None:
         self.tokenizer = load_tokenizer(folder)
         is_file = chat_template is not None and Path(chat_template).is_file()
         self._template = Path(str(chat_template)) if is_file else chat_template
@@ -63,6 +71,10 @@ class Tokenizer:
         except UserError:
             if chat_template is not None:
                 raise
+        self._parse_special_tokens = parse_special_tokens
+        if self.template_source is not None and not parse_special_tokens:
+            share_special_tokens(self.tokenizer, self._long[1])
+            special_tokens_of(self.tokenizer).prepare()
 
     async def _run(self, size: int, call: Callable[[PreTrainedTokenizerBase], T]) -> T:
         """Call a function with the tokenizer of the thread for so many characters."""
@@ -123,10 +135,9 @@ class Tokenizer:
         limit = _TimeLimit(most("template_seconds"))
 
         def call(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], bool]:
-            def encode(text: str) -> list[int]:
+            def check(text: str) -> None:
                 limit.end()
                 self._check_length(text, max_model_len, "messages")
-                return encode_text(tokenizer, text, add_special_tokens=False)
 
             ids = limit.run(
                 lambda: render_chat(
@@ -137,7 +148,8 @@ class Tokenizer:
                     continue_final_message=continue_final_message,
                     template_kwargs=template_kwargs,
                     tools=tools,
-                    encode=encode,
+                    parse_special_tokens=self._parse_special_tokens,
+                    check_text=check,
                 )
             )
             return ids, opens_thinking(tokenizer, ids)
@@ -201,19 +213,6 @@ class Tokenizer:
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Any:
     return tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def encode_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
-) -> list[int]:
-    """Return the ids of `tokenizer.encode`, if possible without computing offsets.
-
-    A fast tokenizer encodes a batch without holding the interpreter.
-    """
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.truncation or backend.padding:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class _OutOfTime(BaseException):
