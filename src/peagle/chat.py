@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | str | None = None,
     parse_special_tokens: bool = False,
     check_text: Callable[[str], None] | None = None,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, ready for the model to answer.
 
@@ -84,6 +85,8 @@ def render_chat(
         parse_special_tokens: let messages, tools and `template_kwargs` spell special tokens. They
             are text otherwise, so that the prompt has the special tokens of the template alone.
         check_text: is called with the rendered text before it is encoded.
+        encode: makes the ids of a rendered text in which the conversation spells no special token;
+            None takes the tokenizer's own.
 
     Raises:
         UserError: the template is unknown, does not parse or refuses the messages; a message is
@@ -152,9 +155,7 @@ def render_chat(
     if check_text is not None:
         check_text(text)
 
-    def encode(text: str) -> list[int]:
-        return encode_text(tokenizer, text, add_special_tokens=False)
-
+    encode = encode or partial(encode_text, tokenizer, add_special_tokens=False)
     token_ids = encode(text) if marks is None else marks.encode(rendered, encode)
     if not token_ids:
         raise UserError(
