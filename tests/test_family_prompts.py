@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.chat import render_chat
 from peagle.config import SamplingParams
-from peagle.data.readers import Record
+from peagle.data.readers import AskedConversation, Record
+from peagle.data.regenerate import Ask, LocalAnswerer
 from peagle.data.samples import Sample, SampleMaker
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Request
@@ -107,20 +108,35 @@ def chatted(tokenizer: Any, messages: Messages, tools: Any, thinking: bool | Non
 def trained(tokenizer: Any, messages: Messages, tools: Any, thinking: bool | None) -> Any:
     """The prompt of the last sample that `peagle data prepare` makes."""
     maker = SampleMaker(tokenizer, [tokenizer.eos_token_id], thinking=thinking)
-    answer = {**ANSWERED, "reasoning_content": "So."} if thinking else ANSWERED
+    thinks = "</think>" in tokenizer.chat_template
+    answer = {**ANSWERED, "reasoning_content": "So."} if thinks else ANSWERED
     record = {"messages": [*messages, answer]} | ({"tools": tools} if tools else {})
-    *_, last = maker.samples(Record(record, 1, "line 1"))
-    if not isinstance(last, Sample):
-        raise UserError(last.detail or last.reason)
-    return last.prompt
+    found = list(maker.samples(Record(record, 1, "line 1")))
+    samples = [one for one in found if isinstance(one, Sample)]
+    if not samples:
+        raise UserError(str(found))
+    last = samples[-1]
+    begin, end = last.answers[-1]
+    assert ANSWERED["content"] in (text := tokenizer.decode(last.ids[begin:end]))
+    assert ASKED["content"].strip() not in text
+    return last.ids[:begin]
 
 
 def evaluated(tokenizer: Any, messages: Messages, tools: Any, thinking: bool | None) -> Any:
-    """The prompt of a dialogue of `peagle eval`, which has no tools."""
+    """The prompt of a dialogue of `peagle eval`."""
     llm: Any = SimpleNamespace(tokenizer=tokenizer)
     prompt: Any = messages
-    request = Request("1", prompt, SamplingParams())
+    request = Request("1", prompt, SamplingParams(), tools=tools or ())
     return EngineBackend(llm, thinking=thinking).encode(request)
+
+
+def regenerated(tokenizer: Any, messages: Messages, tools: Any, thinking: bool | None) -> Any:
+    """The prompt of a question that `peagle data regenerate` asks its own engine."""
+    config = SimpleNamespace(config=SimpleNamespace(max_num_seqs=1))
+    llm: Any = SimpleNamespace(tokenizer=tokenizer, engine=config)
+    answerer = LocalAnswerer(llm, SamplingParams(), is_chat=True, thinking=thinking)
+    asked = AskedConversation("1", ("?",), tools=tuple(tools or ()))
+    return answerer._prompt(Ask(asked, 0, tuple(messages), 0))
 
 
 @cache
@@ -150,9 +166,8 @@ def test_every_way_to_a_prompt_gives_the_tokens_of_the_template(
     given, formed = CELLS[cell]
     tools = TOOLS if cell in ("tools", "thinking") else None
     thinking = True if cell == "thinking" else None
-    ways = {chatted: tokenizer, trained: tokenizer, served: front}
-    if tools is None:
-        ways[evaluated] = tokenizer
+    ways = dict.fromkeys((chatted, trained, evaluated, regenerated), tokenizer)
+    ways[served] = front
     if (tools and not facts.has_tools) or (thinking and not facts.thinking):
         # What a template cannot render, nobody renders.
         for way, reads in ways.items():
@@ -161,10 +176,9 @@ def test_every_way_to_a_prompt_gives_the_tokens_of_the_template(
             return
         thinking = None
     options = {} if thinking is None else {"enable_thinking": thinking}
-    described = tools
     text = tokenizer.apply_chat_template(
         in_form_of(family, formed),
-        tools=described,
+        tools=tools,
         add_generation_prompt=True,
         tokenize=False,
         **options,

@@ -251,26 +251,28 @@ class SampleMaker:
         self, messages: list[dict[str, Any]], group: str, tools: Any, *, ends: bool
     ) -> Sample | Dropped:
         """Make a sample of the last message: the model wrote it after the prompt of the others."""
-        tokenizer, answer = self.tokenizer, messages[-1]
+        tokenizer, (*before, answer) = self.tokenizer, messages
         assert tokenizer is not None
         content, calls = answer.get("content", ""), answer.get("tool_calls")
         if not content.strip() and not calls:
             return Dropped("empty answer")
         if calls and not ends:
             return Dropped("a call of a tool that was cut off")
-        if len(messages) == 1:
+        if not before:
             return Dropped("an answer that nothing was asked before")
-        options = {**self._options, "tools": tools}
         try:
-            prompt = render_chat(tokenizer, messages[:-1], **options)
-            closed = render_chat(tokenizer, messages, add_generation_prompt=False, **options)
-            # Calls stand behind the content, and the template closes each.
-            opened = closed
-            if not calls:
-                opened = render_chat(tokenizer, messages, continue_final_message=True, **options)
+            prompt = begun = render_chat(tokenizer, before, tools=tools, **self._options)
+            opened, closed = self._answered(before, answer, tools)
+            response = self._continuation(begun, opened)
+            if response is None:
+                # The template of gpt-oss leaves out the reasoning before a call once an answer
+                # follows. The answer is the same behind a conversation without it.
+                bare = [_without_reasoning(message) for message in before]
+                begun = render_chat(tokenizer, bare, tools=tools, **self._options)
+                opened, closed = self._answered(bare, answer, tools)
+                response = self._continuation(begun, opened)
         except UserError as error:
             return Dropped("the chat template does not render it", str(error))
-        response = self._continuation(prompt, opened)
         if response is None:
             return Dropped(
                 "the template renders the answer otherwise than a prompt for it begins",
@@ -293,6 +295,20 @@ class SampleMaker:
         if ends:
             response = response + self._end_of_turn(rest)
         return Sample(prompt, response, group)
+
+    def _answered(
+        self, before: list[dict[str, Any]], answer: dict[str, Any], tools: Any
+    ) -> tuple[list[int], list[int]]:
+        """Render a conversation with an answer that is open and that is closed."""
+        tokenizer, messages = self.tokenizer, [*before, answer]
+        assert tokenizer is not None
+        options = {**self._options, "tools": tools}
+        closed = render_chat(tokenizer, messages, add_generation_prompt=False, **options)
+        if answer.get("tool_calls"):
+            # Calls stand behind the content, and the template closes each.
+            return closed, closed
+        opened = render_chat(tokenizer, messages, continue_final_message=True, **options)
+        return opened, closed
 
     def _continuation(self, first: list[int], longer: list[int]) -> list[int] | None:
         """The tokens by which `longer` goes on after `first`, None if it begins otherwise."""
@@ -384,6 +400,12 @@ def _group(record: Record, prompt: Sequence[int]) -> str:
         return json.dumps([m.get("content", m.get("value")) for m in users][:1])
     text = record.data.get("prompt")
     return json.dumps([text]) if isinstance(text, str) else json.dumps(list(prompt))
+
+
+def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without reasoning; content beside a call counts as such."""
+    kept = {k: v for k, v in message.items() if k not in ("reasoning", "reasoning_content")}
+    return {**kept, "content": ""} if message.get("tool_calls") else kept
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
