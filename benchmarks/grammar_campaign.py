@@ -148,6 +148,7 @@ def run(llm: LLM, asked: list[StructuredOutput], num_seeds: int, most: int) -> d
         part = range(at, min(at + 128, len(jobs)))
         prompts = [PROMPTS[job % len(PROMPTS)] for job in part]
         outputs += llm.generate(prompts, [params_for(llm, jobs[job], job, most) for job in part])
+        print(f"# {len(outputs)} of {len(jobs)} outputs", file=sys.stderr, flush=True)
     for structure, output in zip(jobs, outputs, strict=True):
         is_fault = output.finish_reason == "stop" and not is_valid(structure, output.text)
         if is_fault or output.error is not None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, full_bitmask, unpack
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "grammar_campaign.py"
 EOS = 0
 TOKENIZER = byte_tokenizer()
 BYTE_IDS = {byte: TOKENIZER.encode(chr(byte), add_special_tokens=False)[0] for byte in range(128)}
@@ -25,6 +30,21 @@ def byte_compiler(**options: Any) -> GrammarCompiler:
 def compiler() -> GrammarCompiler:
     pytest.importorskip("xgrammar")
     return byte_compiler()
+
+
+@pytest.fixture(scope="session")
+def campaign() -> ModuleType:
+    if not SCRIPT.is_file():
+        pytest.skip("a source archive has no benchmarks")
+    spec = importlib.util.spec_from_file_location("grammar_campaign", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(SCRIPT.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    return module
 
 
 def encode(text: str) -> list[int]:

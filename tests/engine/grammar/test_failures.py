@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -191,3 +192,33 @@ def test_drafts_that_a_grammar_refuses_are_not_verified() -> None:
             sequence.grammar.prepared = None
         outputs += [chunk.output for chunk in requests.step() if chunk.output is not None]
     assert outputs[0].token_ids == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["peagle", "trees"])
+def test_steps_with_and_without_a_graph_follow_each_other(name: str) -> None:
+    """Drafts of a step that ran as a graph are verified by one that does not."""
+    llm = LLM(speculative_config=SPECULATIVE[name], max_num_seqs=4, kv_cache_gib=0.5)
+    pattern = "[0-9]{30,60}"
+    structured = SamplingParams(
+        max_tokens=70, temperature=0.0, structured_output=StructuredOutput.regex(pattern)
+    )
+    # So many ids to stop at that no graph takes them.
+    others = [SamplingParams(max_tokens=4, stop_token_ids=tuple(range(1000, 1200)))] * 3
+    requests = Requests(llm.engine, llm.tokenizer)
+    requests.add(0, "# sort", structured)
+    outputs: dict[int, RequestOutput] = {}
+    for number, other in enumerate([*others, None], start=1):
+        for _ in range(4):
+            for chunk in requests.step():
+                if chunk.output is not None:
+                    outputs[chunk.index] = chunk.output
+        if other is not None:
+            requests.add(number, "def f(x):", other)
+    while requests.has_unfinished:
+        for chunk in requests.step():
+            if chunk.output is not None:
+                outputs[chunk.index] = chunk.output
+    assert set(outputs) == {0, 1, 2, 3}
+    assert outputs[0].error is None and re.fullmatch(pattern, outputs[0].text)
+    assert llm.engine.stats.eager_steps["stop_token_ids"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import random
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,7 +20,6 @@ from tests.engine.grammar.conftest import EOS, allowed, fits
 
 pytest.importorskip("xgrammar")
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "grammar_campaign.py"
 # The last byte of each code point beyond ASCII is that of an ASCII character, of none, or 0.
 LETTERS = 'ab0,-"\\\n\0' + "\u0430\u044f\u0831\ue000\ue041\u00e9\u4e00\U0001f600\U0010ffff"
 
@@ -42,21 +38,6 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 def words() -> GrammarCompiler:
     tokenizer = word_tokenizer()
     return GrammarCompiler(tokenizer, len(tokenizer), [EOS])
-
-
-@pytest.fixture(scope="module")
-def campaign() -> ModuleType:
-    if not SCRIPT.is_file():
-        pytest.skip("a source archive has no benchmarks")
-    spec = importlib.util.spec_from_file_location("grammar_campaign", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.append(str(SCRIPT.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return module
 
 
 def accepted(state: GrammarState) -> set[int]:
