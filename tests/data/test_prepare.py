@@ -284,18 +284,22 @@ RESULT = {"role": "tool", "content": "20"}
 @pytest.mark.parametrize("content", [None, "", "yes"])
 @pytest.mark.parametrize("spelled", [FUNCTION, FUNCTION | {"arguments": '{"x": "yes"}'}])
 def test_calls_are_the_words_of_the_target(content: str | None, spelled: dict) -> None:
-    """Without content or behind it, even where the content stands in the arguments too."""
+    """Without content or behind it, even where the content stands in the arguments too.
+
+    An end of turn that the arguments only spell is text, and no end.
+    """
     call = CALL | {"function": spelled}
     answer = {"role": "assistant", "content": content, "tool_calls": [call, call]}
     messages = [{"role": "user", "content": "q"}, answer, RESULT]
     messages += [{"role": "assistant", "content": "no"}]
     first, second = made(maker(CALLS), messages=messages, tools=[TOOL])
     function = {"name": "f", "arguments": {"x": "yes"}} if spelled is not FUNCTION else FUNCTION
-    written = f"<call>{json.dumps(function)}</call>" * 2
-    prompt = f"<tools>{json.dumps(TOOL)}{END}\n<user>q{END}\n<assistant>"
-    assert first == (tokens(prompt), tokens(f"{content or ''}{written}{END}"))
-    prompt += f"{content or ''}{written}{END}\n<tool>20{END}\n<assistant>"
-    assert second == (tokens(prompt), tokens(f"no{END}"))
+    written = f"{content or ''}" + f"<call>{json.dumps(function)}</call>" * 2
+    written_ids = [id for character in written for id in tokens(character)]
+    prompt = tokens(f"<tools>{json.dumps(TOOL)}{END}\n<user>q{END}\n<assistant>")
+    assert first == (prompt, written_ids + tokens(END))
+    prompt += written_ids + tokens(f"{END}\n<tool>20{END}\n<assistant>")
+    assert second == (prompt, tokens(f"no{END}"))
 
 
 def test_calls_of_a_template_without_an_end_are_supervised_whole() -> None:
