@@ -400,13 +400,12 @@ def test_answers_of_weight_0_are_read_but_not_supervised() -> None:
     messages = conversation([("q", "bad"), ("r", "good"), ("s", "odd")])
     for message, weight in zip(messages[1::2], (0, 1, 0.5), strict=True):
         message["weight"] = weight
-    found = list(maker(ADDS).samples(record(messages=messages)))
-    assert found[0] == Dropped("an answer of weight 0")
-    assert found[2] == Dropped(
-        "an answer of a weight other than 0 and 1", "weight is 0.5; expected 0 or 1"
-    )
+    *left_out, second = maker(ADDS).samples(record(messages=messages))
+    assert left_out == [
+        Dropped("an answer of weight 0"),
+        Dropped("an answer of a weight other than 0 and 1", "weight is 0.5; expected 0 or 1"),
+    ]
     prompt = f"<user>q{END}\n<assistant>bad{END}\n<user>r{END}\n<assistant>"
-    second = found[1]
     assert isinstance(second, Sample)
     assert (second.prompt, second.response) == (tokens(prompt), tokens(f"good{END}"))
     shown = ADDS.replace("{{ m.role }}", "{{ m.role }}{{ m.weight }}")
@@ -477,7 +476,8 @@ def test_answers_are_kept_as_if_each_had_a_sample(
             try:
                 results.append(run(source, max_length=max_length, truncate=truncate))
             except UserError as error:
-                results.append(str(error).partition("became a sample")[2])
+                told = str(error).replace(str(source), "the file")
+                results.append(told.partition("became a sample")[2])
     if isinstance(results[0], str):
         assert results[0] == results[1]
         return
