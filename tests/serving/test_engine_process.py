@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import multiprocessing
+import pickle
 import sys
 import threading
 import time
@@ -215,6 +216,28 @@ def test_grammars_are_compiled_aside(front: Front) -> None:
     front.add(1, JSON)
     front.until(lambda: 1 in front.outputs)
     assert front.outputs[1].text.lstrip().startswith("{")
+
+
+def test_log_probabilities_are_sent_once(front: Front, llm: LLM) -> None:
+    """Those of the output with its chunks, those of the prompt with its first output, as tables."""
+    ids = llm.requests.encode("def f(x):\n    return x\n" * 60)
+    params = SamplingParams(
+        max_tokens=30, n=3, temperature=1.0, ignore_eos=True, logprobs=20, prompt_logprobs=20
+    )
+    front.send(Add(1, ids, params, "peagle"))
+
+    def chunks() -> list[StreamChunk]:
+        return [chunk for m in front.seen if isinstance(m, Stepped) for chunk in m.chunks]
+
+    front.until(lambda: sum(chunk.output is not None for chunk in chunks()) == 3)
+    outputs = {chunk.output_index: chunk.output for chunk in chunks() if chunk.output is not None}
+    for index, output in outputs.items():
+        assert output.logprobs is None and (output.prompt_logprobs is None) == (index > 0)
+        own = [one for c in chunks() if c.output_index == index for one in c.logprobs]
+        assert [one.token_id for one in own] == output.token_ids
+    given = outputs[0].prompt_logprobs
+    assert given is not None and [one and one.token_id for one in given] == [None, *ids[1:]]
+    assert len(pickle.dumps(given)) < 1.1 * len(ids) * 42 * 8  # a number has 8 bytes
 
 
 def test_a_request_with_nan_is_an_error_of_its_own(front: Front) -> None:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from peagle.engine import SpeculationStats
 from peagle.engine.detokenizer import token_bytes
+from peagle.engine.outputs import RequestOutput
 from peagle.kernels.logprobs import PromptLogprobs, TokenLogprobs, logprob_table
 from peagle.serving.answers import (
     ChatLogprobs,
@@ -27,6 +30,8 @@ from peagle.serving.answers import (
     TokenNames,
     json_pieces,
 )
+from peagle.serving.completions import _Completion
+from peagle.serving.protocol import CompletionBody
 from tests.conftest import byte_tokenizer
 
 TEXT = "aé€😀 b"
@@ -241,3 +246,73 @@ def test_logprobs_of_a_prompt_are_read_from_tables() -> None:
         assert [other for other, _ in one.top] == expected_V.topk(4).indices.tolist()
     cut.add(torch.full((1, 10), math.nan, dtype=torch.float64))
     assert cut.has_nan
+
+
+def test_a_prompt_of_many_outputs_is_written_once() -> None:
+    """And between two parts of the answer the event loop goes on."""
+    num_read = num_turns = 0
+
+    class Counted(PromptLogprobs):
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal num_read
+            num_read += isinstance(index, int)
+            return super().__getitem__(index)
+
+    ids, of_prompt = [70, *([71] * 199)], some_logprobs(199)
+    given = Counted(ids, 20)
+    given.tables = [torch.tensor([[-1.0, 2, *range(20), *[-2.0] * 20]] * 199).double().numpy()]
+    outputs = {
+        (0, i): RequestOutput(
+            "x", [70] * 99, ids, "length", SpeculationStats(), 1.0, i,
+            logprobs=of_prompt[:99], prompt_logprobs=None if i else given,
+        )
+        for i in range(8)
+    }  # fmt: skip
+
+    async def finish() -> list[RequestOutput]:
+        return list(outputs.values())
+
+    tokenizer = SimpleNamespace(token_bytes=partial(token_bytes, byte_tokenizer()))
+    service: Any = SimpleNamespace(loaded=lambda: (tokenizer, None), name="m")
+    generation: Any = SimpleNamespace(
+        params=SimpleNamespace(n=8),
+        prompts=[ids],
+        outputs=outputs,
+        ordered=[*outputs.values()],
+        finish=finish,
+    )
+
+    async def turn() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def answer(**fields: Any) -> dict[str, Any]:
+        nonlocal num_read, num_turns
+        num_read = num_turns = 0
+        body = CompletionBody(prompt="x", n=8, logprobs=20, **fields)
+        bodies: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            bodies.append(message.get("body", b""))
+
+        async def receive() -> Any:
+            return await asyncio.get_running_loop().create_future()
+
+        turning = asyncio.ensure_future(turn())
+        await _Completion(service, body, generation)({}, receive, send)
+        turning.cancel()
+        assert num_read == len(ids)
+        assert num_turns > (len(ids) + 8 * 99) / 40
+        assert max(map(len, bodies)) < 200_000
+        return json.loads(b"".join(bodies))
+
+    with_prompt = asyncio.run(answer(prompt_logprobs=20))["choices"]
+    assert all(
+        choice["prompt_logprobs"] == with_prompt[0]["prompt_logprobs"] for choice in with_prompt
+    )
+    assert len(with_prompt[7]["prompt_logprobs"]) == 200
+    with_echo = asyncio.run(answer(echo=True))["choices"]
+    assert {len(choice["logprobs"]["tokens"]) for choice in with_echo} == {299}
+    assert with_echo[7]["logprobs"]["tokens"][200:] == with_prompt[7]["logprobs"]["tokens"]

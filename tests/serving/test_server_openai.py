@@ -217,6 +217,32 @@ def test_prompt_logprobs(client: openai.OpenAI, offline: LLM) -> None:
             create(**prompt, stream=True, extra_body=extra, **greedy())  # type: ignore[operator]
 
 
+def test_logprobs_of_several_outputs(client: openai.OpenAI, offline: LLM) -> None:
+    """Each output has its own, behind those of the prompt that all share."""
+    options: Any = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 6}
+    asked = SamplingParams(logprobs=2, prompt_logprobs=2, **options)
+    (output,) = offline.generate([PROMPT], asked)
+    ask: dict[str, Any] = {**greedy(), **options, "prompt": PROMPT, "logprobs": 2}
+    extra = {"prompt_logprobs": 2}
+    own: Any = client.completions.create(**ask, extra_body=extra).choices
+    echo: Any = client.completions.create(**ask, echo=True).choices
+    assert len(own) == len(echo) == 3
+    num_prompt_tokens = len(output.prompt_token_ids)
+    for choice, whole, wanted in zip(own, echo, output.outputs, strict=True):
+        assert choice.text == wanted.text and whole.text == PROMPT + wanted.text
+        assert choice.prompt_logprobs == own[0].prompt_logprobs
+        assert len(choice.prompt_logprobs) == num_prompt_tokens
+        expected = [one.logprob for one in wanted.logprobs or ()]
+        assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-4)
+        told = whole.logprobs
+        assert told.token_logprobs[num_prompt_tokens:] == pytest.approx(expected, abs=1e-4)
+        assert told.tokens[num_prompt_tokens:] == choice.logprobs.tokens
+        assert told.tokens[:num_prompt_tokens] == echo[0].logprobs.tokens[:num_prompt_tokens]
+        assert told.text_offset[num_prompt_tokens:] == [
+            len(PROMPT) + at for at in choice.logprobs.text_offset
+        ]
+
+
 def test_chat(client: openai.OpenAI, offline: LLM) -> None:
     messages: Any = [
         {"role": "system", "content": "Be brief."},
