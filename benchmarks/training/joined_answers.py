@@ -24,8 +24,11 @@ from typing import Any
 import torch
 
 from peagle import LLM, SamplingParams
+from peagle.data.batches import BatchStream
+from peagle.data.dataset import ResponseDataset
 from peagle.data.readers import Record, read_records
-from peagle.data.samples import Sample, SampleMaker, stop_ids_of
+from peagle.data.samples import Sample, SampleMaker
+from peagle.models.end_tokens import eos_token_ids
 from peagle.models.target import load_tokenizer
 from peagle.training.config import TrainConfig
 from peagle.training.trainer import Trainer
@@ -38,6 +41,7 @@ TEMPLATE = (
 )
 TURNS, ANSWER = 5, 64  # answers of a conversation, tokens of an answer
 TRAINED, HELD_OUT = 100, 50  # prompts
+MULTIPLE = 64  # of tokens in a row
 WORDS = "the a model writes answers about code because people ask many things and some are long"
 
 
@@ -67,7 +71,7 @@ def main() -> None:
 def measure_cost(options: argparse.Namespace, answers: int) -> dict[str, Any]:
     tokenizer = load_tokenizer(options.target)
     maker = SampleMaker(
-        tokenizer, stop_ids_of(options.target, tokenizer), chat_template=TEMPLATE, chat=True
+        tokenizer, eos_token_ids(options.target, tokenizer), chat_template=TEMPLATE, chat=True
     )
     chance = random.Random(answers)
 
@@ -170,15 +174,19 @@ def train(
     options: argparse.Namespace, form: str, seed: int, sizes: dict[str, Any]
 ) -> dict[str, Any]:
     folder = options.output.absolute()
-    # A step has two rows of conversations, or as many of answers as hold the same share of them.
-    row = sizes["longest"] + -sizes["longest"] % 64
-    tokens = sizes["tokens"]
-    rows = {"joined": 2, "separate": round(2 * tokens["separate"] / tokens["joined"])}
+    row = sizes["longest"] + -sizes["longest"] % MULTIPLE
+    file = folder / f"train.{form}.jsonl"
+    dataset = ResponseDataset.load(file, load_tokenizer(BUNDLED / "target"), 2048, 2048)
+    # Two conversations a step, or as many rows of answers as leave an epoch so many steps.
+    steps = sizes["samples"] // 2
+    streams = (BatchStream(dataset, rows * row, MULTIPLE, seed) for rows in range(1, 100))
+    num_rows = max(s.num_rows for s in streams if s.steps_per_epoch >= steps)
     changes = [
-        f"data.train={folder / f'train.{form}.jsonl'}",
+        f"data.train={file}",
         f"data.validation={folder / 'held_out.separate.jsonl'}",
         "data.max_length=2048",
-        f"data.batch_tokens={rows[form] * row}",
+        f"data.batch_tokens={num_rows * row}",
+        f"data.length_multiple={MULTIPLE}",
         f"optimizer.steps={options.steps}",
         f"run.seed={seed}",
         "run.validation_batches=1000",
@@ -195,6 +203,7 @@ def train(
         "acceptance_lengths": record["best"]["validation"]["acceptance_lengths"],
         "steps_per_epoch": trainer.stream.steps_per_epoch,
         "rows_of_a_step": trainer.stream.num_rows,
+        "epochs": record["epochs"],
         "tokens": trainer.num_tokens,
         "cpu_seconds": round(time.process_time() - before),
         "seconds": round(time.perf_counter() - wall),
