@@ -189,6 +189,17 @@ def test_no_token_reaches_over_the_end_of_the_prompt() -> None:
     assert found == [(first, tokens("x")), (history, tokens("xx"))]
 
 
+def test_a_special_token_that_an_answer_spells_is_supervised_as_text() -> None:
+    text = [id for character in f"a{END}b" for id in tokens(character)]
+    prompt = tokens(f"<user>q{END}\n<assistant>")
+    found = made(maker(ADDS), messages=conversation([("q", f"a{END}b")]))
+    assert found == [(prompt, [*text, *tokens(END)])]
+    # Where the border of the prompt is in a token, the text is encoded again: it is left out.
+    joining = SampleMaker(joining_tokenizer(), (0,), chat_template=BARE)
+    (why,) = reasons(joining, messages=conversation([("q", f"x{END}")]))
+    assert why == "the template renders the answer otherwise than a prompt for it begins"
+
+
 def test_reasoning_is_supervised_in_its_own_turn_only() -> None:
     messages = conversation([("q", "yes"), ("r", "no")])
     messages[1]["reasoning_content"] = "hm"

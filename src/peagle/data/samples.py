@@ -150,6 +150,8 @@ class SampleMaker:
         if tokenizer is not None:
             # Each prompt has the whole conversation before it.
             self._options["encode"] = SegmentEncoder(tokenizer)
+        added = tokenizer.added_tokens_decoder if tokenizer is not None else {}
+        self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._stop_ids = frozenset(stop_ids)
         self._chat = chat
         has_template = bool(getattr(tokenizer, "chat_template", None)) or chat_template is not None
@@ -321,7 +323,13 @@ class SampleMaker:
         before, whole = (_text(self.tokenizer, ids) for ids in (first, longer))
         if not whole.startswith(before):
             return None
-        return self.tokenizer.encode(whole[len(before) :], add_special_tokens=False)
+        rest = self.tokenizer.encode(whole[len(before) :], add_special_tokens=False)
+        # Of a special token that the answer only spells, this makes the token.
+        is_forged = self._num_special(rest) != self._num_special(longer) - self._num_special(first)
+        return None if is_forged else rest
+
+    def _num_special(self, ids: list[int]) -> int:
+        return sum(id in self._special_ids for id in ids)
 
     def _end_of_turn(self, rest: list[int]) -> list[int]:
         """The tokens behind an answer that the model writes: up to a stop token."""
