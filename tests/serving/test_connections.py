@@ -432,7 +432,7 @@ def test_strangers_keep_nobody_out(kind: str) -> None:
         while kind == "again and again":
             for writer in writers:
                 writer.write(STRANGERS[kind])
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
 
     async def run() -> None:
         service: Any = SimpleNamespace(num_open=0)
