@@ -159,7 +159,7 @@ def test_an_fp8_kv_cache(peagle: Peagle, pair: Pair) -> None:
         (["--prompt", "x", "--top-k", "-2"], "top_k is -2"),
         (["--prompt", "x", "--top-p", "0"], "top_p is 0.0"),
         (["--prompt", "x", "--top-p", "1.5"], "top_p is 1.5"),
-        (["--prompt", "x", "--seed", "-1"], "seed is -1"),
+        (["--prompt", "x", "--seed", str(-(2**63) - 1)], "seed is -9223372036854775809"),
         (["--prompt", "x", "-k", "0"], "num_speculative_tokens is 0"),
         (["--prompt", "x", "--num-speculative-tokens", "65"], "num_speculative_tokens is 65"),
         (["--prompt", "x", "--method", "medusa"], "method is 'medusa'"),
