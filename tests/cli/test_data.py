@@ -108,9 +108,11 @@ def test_every_answer_of_a_sample_is_marked(
     shown = "<user>q<|endoftext|>\n<assistant>[[yes<|endoftext|>]]\n<user>r<|endoftext|>\n"
     assert f"{shown}<assistant>[[nnn" in result.out and "nnn...]]" in result.out
     (one,) = json.loads(peagle(*command, "--format", "json").out)["shown"]
-    ((begin, end),) = one["gaps"]
-    between = byte_tokenizer().decode(one["response_token_ids"][begin:end])
-    assert (begin, between) == (4, "\n<user>r<|endoftext|>\n<assistant>")
+    (first, begin), (end, last) = one["answers"]
+    ids = one["prompt_token_ids"] + one["response_token_ids"]
+    assert (first, last) == (len(one["prompt_token_ids"]), len(ids))
+    between = byte_tokenizer().decode(ids[begin:end])
+    assert between == "\n<user>r<|endoftext|>\n<assistant>"
 
 
 def test_prepare_tells_what_it_leaves_out(

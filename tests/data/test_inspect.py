@@ -68,7 +68,7 @@ def test_coverage_is_that_of_the_most_frequent(tmp_path: Path) -> None:
 def test_both_formats_are_read_alike(tmp_path: Path) -> None:
     collected = Collected()
     for prompt, response in ROWS:
-        collected.add(Sample(prompt, response))
+        collected.add(Sample.answered(prompt, response))
     collected.write(tmp_path / "a.safetensors", {"tokenizer_sha256": "x"})
     collected.write(tmp_path / "a.jsonl", {"tokenizer_sha256": "x"})
     first, second = look(tmp_path / "a.safetensors"), look(tmp_path / "a.jsonl")

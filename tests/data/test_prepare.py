@@ -252,7 +252,7 @@ def test_token_ids_and_masks_pass_as_they_are() -> None:
     runs = made(SampleMaker(None), input_ids=[9, 8, 7, 6, 5, 4], loss_mask=[0, 1, 1, 0, 1, 1])
     assert runs == [([9], [8, 7]), ([9, 8, 7, 6], [5, 4])]
     (sample,) = samples_of(SampleMaker(None), input_ids=[9, 8, 7, 6, 5], loss_mask=[0, 1, 0, 1, 0])
-    assert (sample.prompt, sample.response, sample.gaps) == ([9], [8, 7, 6], ((1, 2),))
+    assert (sample.prompt, sample.response) == ([9, 8, 7], [8, 6])
     assert list(sample.loss_mask) == [0, 1, 0, 1], "what follows the last answer is left out"
 
 

@@ -42,7 +42,7 @@ def conversations(draw: st.DrawFn) -> list[Sample]:
         if draw(st.integers(0, 3)) == 0:
             history = draw(some_tokens)
         prompt, response = history + draw(some_tokens), draw(some_tokens)
-        samples.append(Sample(prompt, response, "one"))
+        samples.append(Sample.answered(prompt, response, "one"))
         history = prompt + response
     return samples
 
@@ -51,7 +51,7 @@ def by_definition(samples: list[Sample], max_length: int) -> Counter[Element]:
     """(a, d) counts iff x[a+1] to x[a+d+2] lie in the response; it sees x up to a+1."""
     found = Counter()
     for sample in samples:
-        ids, begin = (sample.prompt + sample.response)[:max_length], len(sample.prompt)
+        ids, begin = sample.ids[:max_length], len(sample.prompt)
         if not begin:  # nothing was asked
             continue
         for a in range(begin - 1, len(ids)):
@@ -99,12 +99,13 @@ def test_the_supervised_elements_are_those_of_separate_rows(
 
 def test_a_row_holds_all_answers_that_it_can() -> None:
     """Each prompt goes on after all of the row; an answer without a prompt of its own does not."""
-    first, second = Sample([1], [2, 3]), Sample([1, 2, 3, 4], [5, 5])
-    third = Sample([1, 2, 3, 4, 5, 5, 1], [2])
+    first, second = Sample.answered([1], [2, 3]), Sample.answered([1, 2, 3, 4], [5, 5])
+    third = Sample.answered([1, 2, 3, 4, 5, 5, 1], [2])
     dropped, row = joined([first, Dropped("why"), second, third])
     assert isinstance(dropped, Dropped) and isinstance(row, Sample)
-    assert (row.prompt, row.response) == ([1], [2, 3, 4, 5, 5, 1, 2])
-    assert row.answers == [(1, 3), (4, 6), (7, 8)] and list(row.loss_mask) == [
+    assert row.ids == [1, 2, 3, 4, 5, 5, 1, 2]
+    assert (row.prompt, row.response) == ([1, 2, 3, 4, 5, 5, 1], [2, 3, 5, 5, 2])
+    assert row.answers == ((1, 3), (4, 6), (7, 8)) and list(row.loss_mask) == [
         0,
         1,
         1,
@@ -114,7 +115,11 @@ def test_a_row_holds_all_answers_that_it_can() -> None:
         0,
         1,
     ]
-    for other in (Sample([1, 2, 3], [5]), Sample([1, 2, 4, 4], [5]), Sample([1, 2], [3])):
+    for other in (
+        Sample.answered([1, 2, 3], [5]),
+        Sample.answered([1, 2, 4, 4], [5]),
+        Sample.answered([1, 2], [3]),
+    ):
         assert list(joined([first, other])) == [first, other]
 
 

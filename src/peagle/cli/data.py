@@ -99,14 +99,15 @@ def inspect(
     if output_format is OutputFormat.JSON:
         shown = []
         for sample in found.shown:
+            begin = sample.answers[0][0]
             parts: dict[str, Any] = {
-                "prompt_token_ids": sample.prompt,
-                "response_token_ids": sample.response,
-                "gaps": sample.gaps,
+                "prompt_token_ids": sample.ids[:begin],
+                "response_token_ids": sample.ids[begin:],
+                "answers": sample.answers,
             }
             if tokenizer is not None:
-                parts["prompt"] = _decode(tokenizer, sample.prompt)
-                parts["response"] = _decode(tokenizer, sample.response)
+                parts["prompt"] = _decode(tokenizer, parts["prompt_token_ids"])
+                parts["response"] = _decode(tokenizer, parts["response_token_ids"])
             shown.append(parts)
         facts = asdict(found) | {"file": str(file), "shown": shown}
         print(json.dumps(facts | {"supervised_share": found.supervised_share}))
@@ -135,8 +136,9 @@ def _print_inspection(
     print(f"supervised tokens: {found.distinct} different, largest id {found.largest_id}")
     print(f"covered by the most frequent: {shares or 'nothing is supervised'}")
     for number, sample in enumerate(found.shown, start=1):
-        several = f" with {len(sample.answers)} answers" if sample.gaps else ""
-        print(f"--- sample {number}: {len(sample.prompt)} + {len(sample.response)} tokens{several}")
+        begin, num_answers = sample.answers[0][0], len(sample.answers)
+        several = f" with {num_answers} answers" if num_answers > 1 else ""
+        print(f"--- sample {number}: {begin} + {len(sample.ids) - begin} tokens{several}")
         print(_sample_text(sample, tokenizer))
 
 

@@ -102,8 +102,11 @@ class Collected:
         """Put a sample behind the others, or behind the newest one of its conversation."""
         digest = hashlib.sha256(sample.group.encode()).digest()
         conversation = int.from_bytes(digest[:8])
-        last = self._newest.get(conversation)
-        if last is not None and continues(self.tokens[last], array("i", sample.prompt)):
+        last, prompt = (
+            self._newest.get(conversation),
+            array("i", sample.ids[: sample.answers[0][0]]),
+        )
+        if last is not None and continues(self.tokens[last], prompt):
             begin = len(self.tokens[last])
             self.tokens[last].extend(sample.ids[begin:])
             self.masks[last].extend(sample.loss_mask[begin:])

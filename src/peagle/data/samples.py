@@ -46,41 +46,41 @@ class Sample:
     """A sequence of token ids with one or more supervised answers.
 
     Attributes:
-        prompt: tokens before the first answer.
-        response: tokens from the first answer to the end of the last one.
+        ids: token ids up to the end of the last answer.
+        answers: (begin, end) of each answer within `ids`. The model did not write what stands
+            before and between them.
         group: equal for all samples of one conversation.
-        gaps: (begin, end) within `response` of what stands between two answers: the model did not
-            write that.
     """
 
-    prompt: list[int]
-    response: list[int]
+    ids: list[int]
+    answers: tuple[tuple[int, int], ...]
     group: str = ""
-    gaps: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, ids: list[int], answers: Sequence[tuple[int, int]], group: str) -> Sample:
         """Make a sample of the (begin, end) of its answers, at least one, within `ids`."""
-        first = answers[0][0]
-        gaps = tuple((end - first, begin - first) for (_, end), (begin, _) in pairwise(answers))
-        return cls(ids[:first], ids[first : answers[-1][1]], group, gaps)
+        return cls(ids[: answers[-1][1]], tuple(answers), group)
+
+    @classmethod
+    def answered(cls, prompt: list[int], response: list[int], group: str = "") -> Sample:
+        """Make a sample of one answer."""
+        ids = prompt + response
+        return cls(ids, ((len(prompt), len(ids)),), group)
 
     @property
-    def ids(self) -> list[int]:
-        """The whole sequence."""
-        return self.prompt + self.response
+    def prompt(self) -> list[int]:
+        """The tokens before the last answer: what the model read before it wrote that."""
+        return self.ids[: self.answers[-1][0]]
 
     @property
-    def answers(self) -> list[tuple[int, int]]:
-        """(begin, end) of each answer within `ids`."""
-        inner = [place for gap in self.gaps for place in gap]
-        places = [len(self.prompt) + place for place in (0, *inner, len(self.response))]
-        return list(zip(places[::2], places[1::2], strict=True))
+    def response(self) -> list[int]:
+        """The tokens of all answers: what the model wrote."""
+        return [id for begin, end in self.answers for id in self.ids[begin:end]]
 
     @property
     def loss_mask(self) -> bytearray:
         """1 for each token of an answer, else 0."""
-        mask = bytearray(len(self.prompt) + len(self.response))
+        mask = bytearray(len(self.ids))
         for begin, end in self.answers:
             mask[begin:end] = b"\1" * (end - begin)
         return mask
@@ -88,10 +88,9 @@ class Sample:
     def followed_by(self, later: Sample) -> Sample | None:
         """Return this sample with the answers of a later one behind it.
 
-        None if the prompt of the later one does not begin with this whole sample.
+        None if the first prompt of the later one does not begin with this whole sample.
         """
-        ids = self.ids
-        if not continues(ids, later.prompt):
+        if not continues(self.ids, later.ids[: later.answers[0][0]]):
             return None
         return Sample.of(later.ids, [*self.answers, *later.answers], self.group)
 
@@ -199,7 +198,7 @@ class SampleMaker:
         data = record.data
         if any(name in data for name in _ID_PAIRS):
             prompt, response = (_ids(data.get(name), name) for name in _ID_PAIRS)
-            yield Sample(prompt, response, _group(record, prompt))
+            yield Sample.answered(prompt, response, _group(record, prompt))
         elif "input_ids" in data or "loss_mask" in data:
             yield _masked(record)
         elif (conversation := conversation_of(record)) is not None:
@@ -225,7 +224,7 @@ class SampleMaker:
             return
         encode = self._tokenizer(record).encode
         ids = [encode(text, add_special_tokens=False) for text in (prompt, response)]
-        yield Sample(ids[0], ids[1], _group(record, ids[0]))
+        yield Sample.answered(ids[0], ids[1], _group(record, ids[0]))
 
     def _conversation(
         self, record: Record, conversation: Conversation
@@ -292,13 +291,13 @@ class SampleMaker:
                 "let the target answer, or prepare with --no-thinking if the head will serve so",
             )
         if calls:
-            return Sample(prompt, self._up_to_end(response), group)
+            return Sample.answered(prompt, self._up_to_end(response), group)
         rest = self._continuation(opened, closed)
         if rest is None:
             return Dropped("the template renders a finished answer otherwise than an open one")
         if ends:
             response = response + self._end_of_turn(rest)
-        return Sample(prompt, response, group)
+        return Sample.answered(prompt, response, group)
 
     def _answered(
         self, before: list[dict[str, Any]], answer: dict[str, Any], tools: Any
