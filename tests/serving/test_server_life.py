@@ -222,7 +222,8 @@ def test_on_a_gpu_the_memory_plan_needs_no_flag(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     info = EngineInfo(64, 320, 4, {"peagle": 7}, {}, device, {"peagle": "memory on it\n  KV cache"})
-    service: Any = SimpleNamespace(name="a model", config=SimpleNamespace(chat_template=None))
+    config = SimpleNamespace(chat_template=None, parse_special_tokens=False)
+    service: Any = SimpleNamespace(name="a model", config=config)
     spec = EngineSpec("target", {"peagle": None}, EngineConfig(), show_memory=is_asked)
     monkeypatch.setattr(served, "Tokenizer", lambda *_: None)
     lines: list[str] = []
