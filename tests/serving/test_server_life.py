@@ -225,7 +225,7 @@ def test_on_a_gpu_the_memory_plan_needs_no_flag(
     config = SimpleNamespace(chat_template=None, parse_special_tokens=False)
     service: Any = SimpleNamespace(name="a model", config=config)
     spec = EngineSpec("target", {"peagle": None}, EngineConfig(), show_memory=is_asked)
-    monkeypatch.setattr(served, "Tokenizer", lambda *_: None)
+    monkeypatch.setattr(served, "Tokenizer", lambda *_, **__: None)
     lines: list[str] = []
     monkeypatch.setattr(served.logger, "info", lambda text, *values: lines.append(text % values))
 
