@@ -11,10 +11,10 @@ import pytest
 
 from peagle.data.readers import (
     AskedConversation,
-    Conversation,
     DropCounts,
     Dropped,
     Record,
+    RecordedConversation,
     UnusableRecord,
     conversation_of,
     dialogue_of,
@@ -37,7 +37,7 @@ def record(**data: Any) -> Record:
     return Record(data, 7, "here")
 
 
-def read(**data: Any) -> Conversation:
+def read(**data: Any) -> RecordedConversation:
     found = conversation_of(record(**data))
     assert found is not None
     return found

@@ -99,10 +99,9 @@ def inspect(
     if output_format is OutputFormat.JSON:
         shown = []
         for sample in found.shown:
-            begin = sample.answers[0][0]
             parts: dict[str, Any] = {
-                "prompt_token_ids": sample.ids[:begin],
-                "response_token_ids": sample.ids[begin:],
+                "prompt_token_ids": sample.ids[: sample.begin],
+                "response_token_ids": sample.ids[sample.begin :],
                 "answers": sample.answers,
             }
             if tokenizer is not None:
@@ -136,7 +135,7 @@ def _print_inspection(
     print(f"supervised tokens: {found.distinct} different, largest id {found.largest_id}")
     print(f"covered by the most frequent: {shares or 'nothing is supervised'}")
     for number, sample in enumerate(found.shown, start=1):
-        begin, num_answers = sample.answers[0][0], len(sample.answers)
+        begin, num_answers = sample.begin, len(sample.answers)
         several = f" with {num_answers} answers" if num_answers > 1 else ""
         print(f"--- sample {number}: {begin} + {len(sample.ids) - begin} tokens{several}")
         print(_sample_text(sample, tokenizer))

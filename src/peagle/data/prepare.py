@@ -104,7 +104,7 @@ class Collected:
         conversation = int.from_bytes(digest[:8])
         last, prompt = (
             self._newest.get(conversation),
-            array("i", sample.ids[: sample.answers[0][0]]),
+            array("i", sample.ids[: sample.begin]),
         )
         if last is not None and continues(self.tokens[last], prompt):
             begin = len(self.tokens[last])

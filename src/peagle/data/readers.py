@@ -301,7 +301,7 @@ class DropCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class RecordedConversation:
     """A conversation in the form of OpenAI's API.
 
     Attributes:
@@ -431,7 +431,7 @@ def _describe_bad_line(where: str, line: bytes, error: Exception) -> str:
 # ---- conversations --------------------------------------------------------------------------
 
 
-def conversation_of(record: Record) -> Conversation | None:
+def conversation_of(record: Record) -> RecordedConversation | None:
     """Return the conversation of a record, None if it holds none.
 
     `messages` has it as OpenAI's API does; `conversations` as ShareGPT does, with from and value.
@@ -449,7 +449,9 @@ def conversation_of(record: Record) -> Conversation | None:
     return conversation_with(record, [_in_openai_form(message) for message in given])
 
 
-def conversation_with(record: Record, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+def conversation_with(
+    record: Record, messages: Sequence[Mapping[str, Any]]
+) -> RecordedConversation:
     """Return a conversation of some messages with the system prompt and the tools of a record.
 
     `system` (or `system_prompt`) counts where the messages begin with no system message.
@@ -476,7 +478,7 @@ def conversation_with(record: Record, messages: Sequence[Mapping[str, Any]]) -> 
             break
         weights.append(message.pop("weight", 1))
         kept.append(message)
-    return Conversation(kept, weights, _tools_of(record), rest)
+    return RecordedConversation(kept, weights, _tools_of(record), rest)
 
 
 def _in_openai_form(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.chat import render_chat
 from peagle.data.readers import (
-    Conversation,
     Dropped,
     Record,
+    RecordedConversation,
     UnusableRecord,
     conversation_of,
     conversation_with,
@@ -68,6 +68,11 @@ class Sample:
         return cls(ids, ((len(prompt), len(ids)),), group)
 
     @property
+    def begin(self) -> int:
+        """The place where the first answer begins."""
+        return self.answers[0][0]
+
+    @property
     def prompt(self) -> list[int]:
         """The tokens before the last answer: what the model read before it wrote that."""
         return self.ids[: self.answers[-1][0]]
@@ -90,7 +95,7 @@ class Sample:
 
         None if the first prompt of the later one does not begin with this whole sample.
         """
-        if not continues(self.ids, later.ids[: later.answers[0][0]]):
+        if not continues(self.ids, later.ids[: later.begin]):
             return None
         return Sample.of(later.ids, [*self.answers, *later.answers], self.group)
 
@@ -227,7 +232,7 @@ class SampleMaker:
         yield Sample.answered(ids[0], ids[1], _group(record, ids[0]))
 
     def _conversation(
-        self, record: Record, conversation: Conversation
+        self, record: Record, conversation: RecordedConversation
     ) -> Iterator[Sample | Dropped]:
         self._tokenizer(record)
         messages, weights = conversation.messages, conversation.weights
