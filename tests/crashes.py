@@ -6,7 +6,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 _STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 _WRITES = os.O_WRONLY | os.O_RDWR
@@ -50,3 +53,21 @@ def _die_at(step: int, action: Callable[[], None]) -> None:
         os._exit(0)
     finally:
         os._exit(1)
+
+
+def disk_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that will hold the name of each file that is synced, and each renaming."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_sync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def watched_replace(source: Path, to: Path) -> None:
+        done.append(f"{Path(source).name} to {Path(to).name}")
+        replace(source, to)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    return done

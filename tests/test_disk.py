@@ -14,6 +14,7 @@ import pytest
 
 from peagle.disk import LOCK_NAME, locked, put_in_place, sync
 from peagle.errors import UserError
+from tests.crashes import disk_events
 
 HOLD = """
 import sys, time
@@ -82,19 +83,7 @@ def test_a_file_system_without_locks_brings_a_warning(
 def test_a_file_is_on_the_disk_before_it_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def watched_sync(descriptor: int) -> None:
-        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    def watched_replace(source: Path, to: Path) -> None:
-        done.append(f"{source.name} to {to.name}")
-        replace(source, to)
-
-    monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(os, "replace", watched_replace)
+    done = disk_events(monkeypatch)
     (tmp_path / "a.part").write_text("x")
     put_in_place(tmp_path / "a.part", tmp_path / "a")
     assert done == ["a.part", "a.part to a", tmp_path.name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from peagle.errors import UserError
 from peagle.training import state
 from peagle.training.optimizers import Masters
 from peagle.training.state import load_state, recover_state, save_state
-from tests.crashes import kills
+from tests.crashes import disk_events, kills
 
 FACTS: dict[str, Any] = {"seed": 0, "data": {"train": "0" * 64}, "target": {"vocab_size": 9}}
 
@@ -95,19 +94,7 @@ def test_a_crash_in_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) ->
 def test_every_file_is_on_the_disk_before_the_checkpoint_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, done = tmp_path / "checkpoint", list[str]()
-    fsync, replace = os.fsync, os.replace
-
-    def watched_sync(descriptor: int) -> None:
-        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    def watched_replace(source: Path, to: Path) -> None:
-        done.append(f"{Path(source).name} to {Path(to).name}")
-        replace(source, to)
-
-    monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(os, "replace", watched_replace)
+    folder, done = tmp_path / "checkpoint", disk_events(monkeypatch)
     Run().save(folder, 0)
     appears = done.index("checkpoint.part to checkpoint")
     written = {path.name for path in folder.iterdir()}

@@ -13,6 +13,8 @@ import pytest
 
 from peagle.config.structured import StructuredOutput
 from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, full_bitmask, unpack
+from peagle.engine.outputs import RequestOutput
+from peagle.engine.requests import Requests
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "grammar_campaign.py"
@@ -81,3 +83,15 @@ def sample(
         tokens.append(rng.choice(ending if ending and rng.random() < 0.3 else choices))
         state.accept(tokens[-1:])
     return None
+
+
+def drained(requests: Requests) -> dict[int, RequestOutput]:
+    """Run all requests to their end; return their outputs, and see that every block is free."""
+    found: dict[int, RequestOutput] = {}
+    while requests.has_unfinished:
+        for chunk in requests.step():
+            if chunk.output is not None:
+                found[chunk.index] = chunk.output
+    blocks = requests.engine.blocks
+    assert blocks.num_free_blocks == blocks.num_blocks
+    return found

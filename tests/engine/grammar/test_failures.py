@@ -15,6 +15,7 @@ from peagle.engine.grammar import step_budget
 from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import Requests
+from tests.engine.grammar.conftest import drained
 
 pytest.importorskip("xgrammar")
 
@@ -81,13 +82,7 @@ def outputs_of(llm: LLM, indices: range, budget_s: float | None = None) -> list[
     for index in indices:
         params = SamplingParams(max_tokens=16, temperature=0.0, structured_output=STRUCTURES[index])
         requests.add(index, PROMPTS[index], params)
-    found: dict[int, RequestOutput] = {}
-    while requests.has_unfinished:
-        for chunk in requests.step():
-            if chunk.output is not None:
-                found[chunk.index] = chunk.output
-    blocks = llm.engine.blocks
-    assert blocks.num_free_blocks == blocks.num_blocks
+    found = drained(requests)
     return [found[index] for index in indices]
 
 

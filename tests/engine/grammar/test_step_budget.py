@@ -16,6 +16,7 @@ from peagle.engine.grammar.step_budget import StepBudget
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import Requests
 from peagle.errors import UserError
+from tests.engine.grammar.conftest import drained
 
 pytest.importorskip("xgrammar")
 
@@ -52,13 +53,7 @@ def outputs_of(llm: LLM, budget_s: float | None, temperature: float = 0.0) -> li
             max_tokens=24, temperature=temperature, seed=index, structured_output=structure
         )
         requests.add(index, prompt, params)
-    found: dict[int, RequestOutput] = {}
-    while requests.has_unfinished:
-        for chunk in requests.step():
-            if chunk.output is not None:
-                found[chunk.index] = chunk.output
-    blocks = llm.engine.blocks
-    assert blocks.num_free_blocks == blocks.num_blocks
+    found = drained(requests)
     return [found[index] for index in range(len(PROMPTS))]
 
 
