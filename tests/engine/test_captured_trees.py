@@ -397,8 +397,9 @@ def test_grammars_stay_in_the_graphs(
         monkeypatch.setattr(
             GrammarState, "prepare", lambda self, drafts, _: prepare(self, drafts, None)
         )
-        with pytest.raises(AssertionError, match="is not allowed here"):
-            outputs(llm, params)
+        found = outputs(llm, params)
+        assert "error" in [one[1] for one in found[:3]], "a matcher refuses what a mask allowed"
+        assert found[3][:2] == wanted[3]
         return
     assert [one[:2] for one in outputs(llm, params)] == wanted
     assert llm.stats.eager_steps == {} and llm.stats.speculation.num_accepted_tokens > 5
