@@ -5,10 +5,11 @@
 
 `cost` makes conversations of many answers, prepares them, and counts the tokens of the samples.
 
-`train` lets the bundled target answer GSM8K's questions, five in a conversation, each behind all
-that was said before. The bundled head goes on with them twice for each seed: with one
+`train` lets the bundled target answer the package's prompts, five in a conversation, each behind
+all that was said before. The bundled head goes on with them twice for each seed: with one
 row a conversation, and with one row an answer, as many steps with the same answers in each. Both
-are judged by the same held-out answers, each in a row of its own. Seconds are processor time.
+are judged by the same answers to held-out questions of GSM8K, each in a row of its own, at the
+temperature of the answers. Seconds are processor time.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ TEMPLATE = (
     "{% else %}{{ m.content }}<|endoftext|>\n{% endif %}{% endfor %}"
 )
 TURNS, ANSWER = 5, 64  # answers of a conversation, tokens of an answer
-TRAINED, HELD_OUT = 100, 50  # prompts
+HELD_OUT = 50  # prompts
+TRAINED_SETS = ("gsm8k", "humaneval", "mt_bench", "heldout_code", "summarization")
 MULTIPLE = 64  # of tokens in a row
+MOST_CHARACTERS = 800  # of a prompt
 WORDS = "the a model writes answers about code because people ask many things and some are long"
 
 
@@ -56,7 +59,10 @@ def main() -> None:
     train = commands.add_parser("train", formatter_class=parser.formatter_class)
     train.add_argument("--output", type=Path, required=True)
     train.add_argument("--seeds", default="1,2,3", help="a list")
-    train.add_argument("--steps", type=int, default=20)
+    train.add_argument("--steps", type=int, default=40)
+    train.add_argument("--conversations", type=int, default=80, help="to train on")
+    train.add_argument("--in-step", type=int, default=4, help="conversations of a step")
+    train.add_argument("--temperature", type=float, default=1.0, help="of the answers")
     options = parser.parse_args()
     if options.command == "cost":
         for answers in map(int, options.answers.split(",")):
@@ -111,14 +117,16 @@ def measure_cost(options: argparse.Namespace, answers: int) -> dict[str, Any]:
 def compare_training(options: argparse.Namespace) -> None:
     folder = options.output
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (BUNDLED / "prompts" / "gsm8k.jsonl").read_text().splitlines()
-    prompts = [json.loads(line)["turns"][0] for line in lines]
-    sets = {"train": prompts[:TRAINED], "held_out": prompts[-HELD_OUT:]}
+    prompts = [prompt for name in TRAINED_SETS for prompt in read_prompts(name)]
+    held_out = read_prompts("gsm8k")[-HELD_OUT:]
+    prompts = [prompt for prompt in prompts if prompt not in held_out]
+    random.Random(0).shuffle(prompts)
+    sets = {"train": prompts[: options.conversations * TURNS], "held_out": held_out}
     sizes = {}
     for name, questions in sets.items():
         rows = folder / f"{name}.joined.jsonl"
         if not rows.is_file():
-            write_conversations(questions, rows)
+            write_conversations(questions, options.temperature, rows)
         sizes[name] = separate(rows, folder / f"{name}.separate.jsonl")
     print(json.dumps(sizes), flush=True)
     found: dict[str, list[float]] = {"joined": [], "separate": []}
@@ -132,10 +140,14 @@ def compare_training(options: argparse.Namespace) -> None:
         print(json.dumps({"rows": form, "mean": fmean(results), "deviation": spread}))
 
 
-def write_conversations(questions: list[str], output: Path) -> None:
+def read_prompts(name: str) -> list[str]:
+    lines = (BUNDLED / "prompts" / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line)["turns"][0][:MOST_CHARACTERS] for line in lines]
+
+
+def write_conversations(questions: list[str], temperature: float, output: Path) -> None:
     """Let the bundled target answer, turn after turn; the prompt has all that was said before."""
     llm = LLM("bundled", max_num_seqs=64)
-    params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
     ids: list[list[int]] = [[] for _ in range(0, len(questions), TURNS)]
     masks: list[list[int]] = [[] for _ in ids]
     for turn in range(TURNS):
@@ -143,6 +155,10 @@ def write_conversations(questions: list[str], output: Path) -> None:
             text = f"# Question\n{questions[number * TURNS + turn]}\n# Answer\n"
             prompt += llm.tokenizer.encode(text, add_special_tokens=False)
             mask += [0] * (len(prompt) - len(mask))
+        params = [
+            SamplingParams(max_tokens=ANSWER, temperature=temperature, seed=number * TURNS + turn)
+            for number in range(len(ids))
+        ]
         for number, answer in enumerate(llm.generate(ids, params)):
             ids[number] += answer.token_ids
             masks[number] += [1] * len(answer.token_ids)
@@ -177,8 +193,8 @@ def train(
     row = sizes["longest"] + -sizes["longest"] % MULTIPLE
     file = folder / f"train.{form}.jsonl"
     dataset = ResponseDataset.load(file, load_tokenizer(BUNDLED / "target"), 2048, 2048)
-    # Two conversations a step, or as many rows of answers as leave an epoch so many steps.
-    steps = sizes["samples"] // 2
+    # So many conversations a step, or as many rows of answers as leave an epoch so many steps.
+    steps = sizes["samples"] // options.in_step
     streams = (BatchStream(dataset, rows * row, MULTIPLE, seed) for rows in range(1, 100))
     num_rows = max(s.num_rows for s in streams if s.steps_per_epoch >= steps)
     changes = [
@@ -191,16 +207,21 @@ def train(
         f"run.seed={seed}",
         "run.validation_batches=1000",
         f"run.validate_every={options.steps}",
+        f"run.validation_temperature={options.temperature}",
+        f"run.select={'sampled' if options.temperature else 'greedy'}",
     ]
     config = TrainConfig.read(ROOT / "recipes" / "quickstart.toml", changes)
     config = config.model_copy(update={"output": folder / f"{form}-{seed}"})
     before, wall = time.process_time(), time.perf_counter()
     trainer = Trainer(config)
     record = trainer.run()
+    validation = record["best"]["validation"]
+    drawn = "sampled_" if options.temperature else ""
     return {
         "rows": form,
         "seed": seed,
-        "acceptance_lengths": record["best"]["validation"]["acceptance_lengths"],
+        "acceptance_lengths": validation[f"{drawn}acceptance_lengths"],
+        "loss": validation["loss"],
         "steps_per_epoch": trainer.stream.steps_per_epoch,
         "rows_of_a_step": trainer.stream.num_rows,
         "epochs": record["epochs"],
