@@ -191,6 +191,8 @@ class LLMEngine:
                 self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)
             self._pipeline = Pipeline(graphs, self.scheduler, self._take, self._prepare_grammars)
         self._outputs: list[StepOutput] = []
+        # Passes whose tokens are out and that are not drafted for yet, each with its K.
+        self._undrafted: list[tuple[TargetPass, int]] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._eager_steps: Counter[str] = Counter()
@@ -422,9 +424,11 @@ class LLMEngine:
     def step(self) -> list[StepOutput]:
         """Run one step of prompts and decoding sequences, in one pass or two; return its outputs.
 
-        A sequence whose prompt is not yet computed has no output.
+        A sequence whose prompt is not yet computed has no output. Without CUDA graphs a step begins
+        with the drafts of the passes before it, so that no token waits for the drafter.
         """
         self._claim_target()
+        self._draft_for_passes()
         load = self.scheduler.load
         self._depth.observe(load)
         self.scheduler.drafting_pauses = not self._depth(max(load, 1))
@@ -555,10 +559,25 @@ class LLMEngine:
         self._catch_up([chunk.sequence for chunk in chunks], len(self.scheduler.running))
         done = self.runner.run(chunks, run_target)
         self._append(done)
-        if self.drafting is not None:
-            self.drafting.draft(done)
         for chunk in chunks:
-            self._settle(chunk.sequence)
+            if self.drafting is None or chunk.sequence.is_finished:
+                self._settle(chunk.sequence)
+        if self.drafting is not None:
+            self._undrafted.append((done, self.drafting.most_drafts))
+        if self._pipeline is not None:  # what it launches next reads the drafts
+            self._draft_for_passes()
+
+    def _draft_for_passes(self) -> None:
+        """Let the drafter read the last passes, and draft for those of their sequences that go on."""
+        for done, most_drafts in self._undrafted:
+            assert self.drafting is not None
+            sequences = [c.sequence for c in done.chunks if not c.sequence.is_finished]
+            if sequences:
+                self.drafting.most_drafts = most_drafts
+                self.drafting.draft(done)
+            for sequence in sequences:
+                self._settle(sequence)
+        self._undrafted = []
 
     def _catch_up(self, sequences: list[Sequence], num_sequences: int) -> None:
         """Let the drafter read what it has missed, if K of so many sequences is above 0."""
@@ -705,6 +724,8 @@ class LLMEngine:
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         if not sequence.is_finished:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._publish(sequence)
             sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
             self._retire(sequence)
 

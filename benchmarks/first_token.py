@@ -1,0 +1,94 @@
+"""Time to the first token with drafts over the time without, alone or beside other requests.
+
+    python benchmarks/first_token.py
+    python benchmarks/first_token.py --target TARGET --peagle HEAD --prompt 1024 --others 8
+
+A plain engine and one that drafts with a P-EAGLE head take turns: each gets the same made-up
+prompts, which share nothing, and the order changes from repeat to repeat. A time ends when the step
+that has a request's first token returns. On a CPU seconds are processor time, which other programs
+do not change; on a GPU they are the clock's. --others requests decode meanwhile. Prints JSON:
+medians of both sides, and the median of the ratios of the repeats.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from statistics import median
+
+from common import finish, parser, run_guarded, start
+
+from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine import LLMEngine
+
+
+def main() -> None:
+    """Run it."""
+    options = parser(__doc__, methods="plain,peagle")
+    options.add_argument("--prompt", type=int, default=700, help="tokens of a prompt")
+    options.add_argument("--out", type=int, default=64, help="tokens of an answer")
+    options.add_argument("--others", type=int, default=0, help="requests that decode meanwhile")
+    options.add_argument("--repeats", type=int, default=7)
+    args = options.parse_args()
+    target = start(args)
+    config = EngineConfig(max_num_seqs=args.others + 1, enable_prefix_caching=False)
+    engines = {
+        "plain": LLMEngine(target, config),
+        "drafting": LLMEngine(target, config, SpeculativeConfig(model=args.peagle)),
+    }
+    clock = time.perf_counter if target.device.type == "cuda" else time.process_time
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    for repeat in range(args.repeats + 1):
+        names = list(engines)
+        for name in names if repeat % 2 else reversed(names):
+            dice = random.Random(repeat)
+            times = measure(engines[name], dice, clock, args.prompt, args.out, args.others)
+            if repeat:  # the first one warms up
+                found[name].append(times)
+    result: dict[str, object] = {}
+    for at, what in enumerate(("first_token", "answer")):
+        sides = {name: [times[at] for times in rows] for name, rows in found.items()}
+        ratios = [d / p for d, p in zip(sides["drafting"], sides["plain"], strict=True)]
+        result[f"{what}_ms"] = {name: round(1000 * median(s), 2) for name, s in sides.items()}
+        result[f"{what}_ratio"] = round(median(ratios), 3)
+        result[f"{what}_ratios"] = [round(ratio, 3) for ratio in ratios]
+    finish(args, target, prompt=args.prompt, out=args.out, others=args.others, **result)
+
+
+def measure(
+    engine: LLMEngine,
+    dice: random.Random,
+    clock: Callable[[], float],
+    num_prompt: int,
+    num_out: int,
+    num_others: int,
+) -> tuple[float, float]:
+    """Return the seconds to the first token of a request, and to its last."""
+    vocabulary = range(engine.target.vocab_size)
+    longest = engine.max_model_len - 1
+    params = SamplingParams(max_tokens=longest, temperature=0.0, ignore_eos=True)
+    others = [engine.add_request(dice.choices(vocabulary, k=64), params) for _ in range(num_others)]
+    while any(not other.num_output_tokens for other in others):
+        engine.step()
+    prompt = dice.choices(vocabulary, k=num_prompt)
+    start_s = clock()
+    one = engine.add_request(
+        prompt, SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True)
+    )
+    first_s = None
+    while not one.is_finished:
+        engine.step()
+        if first_s is None and one.num_output_tokens:
+            first_s = clock() - start_s
+    answer_s = clock() - start_s
+    assert first_s is not None and not any(other.is_finished for other in others)
+    for other in others:
+        engine.cancel(other)
+    while engine.has_unfinished:
+        engine.step()
+    return first_s, answer_s
+
+
+if __name__ == "__main__":
+    run_guarded(main)
