@@ -17,12 +17,15 @@ from peagle.errors import CheckpointError
 from peagle.model_folder import read_weight_map
 from peagle.models.checkpoint.files import save_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.quantization import is_packed
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HASHED_ROWS = 4  # of each tensor
+# Layers of the checkpoint that a layer of `Drafter` joins.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _MAP_TYPES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8)}
 
 
@@ -47,21 +50,14 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def _parts(name: str, value: Tensor, config: DrafterConfig) -> list[tuple[str, int]]:
     """Return checkpoint names and row counts of a parameter; a fused one has several."""
-    kv_rows = config.num_kv_heads * config.head_dim
-    fused = {
-        "qkv_proj": (
-            ("q_proj", config.num_attention_heads * config.head_dim),
-            ("k_proj", kv_rows),
-            ("v_proj", kv_rows),
-        ),
-        "gate_up_proj": (
-            ("gate_proj", config.intermediate_size),
-            ("up_proj", config.intermediate_size),
-        ),
+    rows = {
+        "q_proj": config.num_attention_heads * config.head_dim,
+        **dict.fromkeys(("k_proj", "v_proj"), config.num_kv_heads * config.head_dim),
+        **dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
     }
-    for key, parts in fused.items():
+    for key, parts in FUSED.items():
         if f".{key}." in name:
-            return [(name.replace(key, part), rows) for part, rows in parts]
+            return [(name.replace(key, part), rows[part]) for part in parts]
     return [(name, value.shape[0])]
 
 
@@ -101,7 +97,7 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, source: str
     if unknown := sorted(set(tensors) - set(expected)):
         raise CheckpointError(
             f"{source}: tensor {unknown[0]!r} is unknown to this head ({len(unknown)} in all). "
-            "Its config.json and its weights do not belong together."
+            + _hint_of_unknown(unknown)
         )
     if config.is_pruned:
         _check_vocabulary_maps(tensors, config, source)
@@ -122,6 +118,16 @@ def _hint(name: str) -> str:
     if name.endswith("q_norm.weight"):
         return " Its config.json says that it is a Qwen3-style head, with a norm on each head."
     return ""
+
+
+def _hint_of_unknown(names: list[str]) -> str:
+    if is_packed({name.rpartition(".")[2] for name in names}):
+        return (
+            "The head is stored quantised. peagle runs such heads where config.json has their "
+            "quantization_config; to convert, to publish or to train it, take the head from before "
+            "it was quantised."
+        )
+    return "Its config.json and its weights do not belong together."
 
 
 def _check_tensor(value: Tensor, name: str, shape: tuple[int, ...], source: str) -> None:
@@ -205,6 +211,8 @@ def head_digest(folder: Path) -> str:
             for name in set(reader.keys()) - set(_MAP_TYPES):
                 rows = reader.get_slice(name)
                 shape = rows.get_shape()
+                if not shape:  # the one scale of a quantised weight
+                    rows = reader.get_tensor(name).reshape(1)
                 count = shape[0] if len(shape) > 1 else 1
                 chosen = sorted(
                     {i * (count - 1) // (_HASHED_ROWS - 1) for i in range(_HASHED_ROWS)}
