@@ -141,11 +141,11 @@ LOOKUP = {"method": "ngram", "model": None}
         ),
         (
             {"parallel_drafting_spec": {"num_parallel_trees": 0, "prediction_depth": 5}},
-            "num_parallel_trees is 0; expected a whole number from 1 to max_nodes (15). Each key may",
+            "num_parallel_trees is 0; expected a whole number from 1 to max_nodes (15). Each",
         ),
         (
             {"parallel_drafting_spec": {"prediction_depth": 0}},
-            "prediction_depth is 0; expected a whole number from 1 to max_nodes (15). Each key may",
+            "prediction_depth is 0; expected a whole number from 1 to max_nodes (15). Each",
         ),
         (
             {"parallel_drafting_spec": {"num_parallel_trees": 64}},
@@ -153,7 +153,7 @@ LOOKUP = {"method": "ngram", "model": None}
         ),
         (
             {"parallel_drafting_spec": {"max_nodes": "9"}},
-            "max_nodes is '9'; expected a whole",
+            "max_nodes is '9'; expected a whole number from 1 to 63",
         ),
         (
             {"parallel_drafting_spec": {"max_nodes": 4}, "num_speculative_tokens": 5},

@@ -29,8 +29,11 @@ from tests.models.editing import edit_config
 
 
 def window_of(llm: LLM) -> int | None:
+    """The window of all layers, so many tokens of a prompt being read."""
     drafting: Any = llm.engine.drafting
-    return drafting.proposer.drafter.window
+    drafter = drafting.proposer.drafter
+    (window,) = {*drafter.windows, drafter.reach}
+    return window
 
 
 @pytest.fixture
@@ -92,6 +95,58 @@ def test_the_bundled_head_drafts_on_beyond_the_lengths_of_its_training() -> None
             late += len(chunk.token_ids) * (size > length)
         found[window] = late / steps
     assert found[None] > 1.5 * found[0], found
+
+
+# ---- windows of config.json ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("windows", "asked", "expected", "reach"),
+    [
+        ((6, None, 6), None, (6, None, 6), None),
+        ((6, 6, 6), None, (6, 6, 6), 16),
+        ((6, None, 6), 4, (4, 4, 4), 4),
+        ((6, 6, 6), 0, (None, None, None), None),
+    ],
+    ids=str,
+)
+def test_windows_of_the_layers_unless_another_was_asked_for(
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    windows: tuple[int | None, ...],
+    asked: int | None,
+    expected: tuple[int | None, ...],
+    reach: int | None,
+) -> None:
+    head = head_folders(num_layers=3, windows=windows)
+    edit_config(head, peagle={"max_sequence_length_trained": 9})
+    config = {"model": str(head), "num_speculative_tokens": K, "draft_window": asked}
+    drafting: Any = make_llm(target_folder, config).engine.drafting
+    drafter = drafting.proposer.drafter
+    assert (drafter.windows, drafter.reach) == (expected, reach)
+
+
+@pytest.mark.usefixtures("graphs_everywhere")
+@pytest.mark.parametrize("shape", [None, {"max_nodes": 7}], ids=["chains", "trees"])
+def test_captured_steps_keep_the_windows(tmp_path: Path, shape: dict[str, int] | None) -> None:
+    """Drafts are those of eager steps; without the windows others are accepted."""
+    head = Path(shutil.copytree(BUNDLED_PEAGLE, tmp_path / "head"))
+    kinds = ["sliding_attention", "full_attention"] * 2
+    edit_config(head, sliding_window=16, layer_types=kinds)
+    prompts = [prompt.text for prompt in load_prompt_set("humaneval", 2)]
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    found = []
+    for eager, window in ((True, None), (False, None), (False, 0)):
+        speculative = {"model": str(head), "draft_window": window, "num_speculative_tokens": 7}
+        if shape is not None:
+            speculative["parallel_drafting_spec"] = shape
+        llm = LLM(
+            BUNDLED_TARGET, speculative_config=speculative, dtype="float32", enforce_eager=eager
+        )
+        outputs = llm.generate(prompts, params)
+        found.append([(one.token_ids, one.stats.num_accepted_tokens_per_pos) for one in outputs])
+    assert found[0] == found[1] != found[2]
+    assert [tokens for tokens, _ in found[1]] == [tokens for tokens, _ in found[2]]
 
 
 # ---- prompts that are longer than the window ------------------------------------------------
