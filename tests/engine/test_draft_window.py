@@ -24,6 +24,7 @@ from tests.engine.engines import (
     look_before_contexts,
     make_llm,
     watch_drafts,
+    watch_steps,
 )
 from tests.models.editing import edit_config
 
@@ -127,26 +128,32 @@ def test_windows_of_the_layers_unless_another_was_asked_for(
 
 
 @pytest.mark.usefixtures("graphs_everywhere")
-@pytest.mark.parametrize("shape", [None, {"max_nodes": 7}], ids=["chains", "trees"])
-def test_captured_steps_keep_the_windows(tmp_path: Path, shape: dict[str, int] | None) -> None:
-    """Drafts are those of eager steps; without the windows others are accepted."""
-    head = Path(shutil.copytree(BUNDLED_PEAGLE, tmp_path / "head"))
-    kinds = ["sliding_attention", "full_attention"] * 2
-    edit_config(head, sliding_window=16, layer_types=kinds)
-    prompts = [prompt.text for prompt in load_prompt_set("humaneval", 2)]
-    params = SamplingParams(max_tokens=16, ignore_eos=True)
+@pytest.mark.parametrize("shape", [None, {"max_nodes": 6}], ids=["chains", "trees"])
+def test_captured_steps_keep_the_windows(
+    target_folder: Path, head_folders: Callable[..., Path], shape: dict[str, int] | None
+) -> None:
+    """Drafts are those of eager steps, and others without the windows."""
+    head = head_folders(windows=(4, None))
     found = []
-    for eager, window in ((True, None), (False, None), (False, 0)):
-        speculative = {"model": str(head), "draft_window": window, "num_speculative_tokens": 7}
-        if shape is not None:
-            speculative["parallel_drafting_spec"] = shape
+    for eager, window in ((True, None), (False, None), (True, 0)):
+        config = {"model": str(head), "draft_window": window, "num_speculative_tokens": 4}
+        config |= {} if shape is None else {"parallel_drafting_spec": shape}
+        sizes = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2}
         llm = LLM(
-            BUNDLED_TARGET, speculative_config=speculative, dtype="float32", enforce_eager=eager
+            target_folder,
+            speculative_config=config,
+            dtype="float32",
+            device="cpu",
+            enforce_eager=eager,
+            **sizes,
         )
-        outputs = llm.generate(prompts, params)
-        found.append([(one.token_ids, one.stats.num_accepted_tokens_per_pos) for one in outputs])
-    assert found[0] == found[1] != found[2]
-    assert [tokens for tokens, _ in found[1]] == [tokens for tokens, _ in found[2]]
+        drafts = watch_steps(llm)
+        drive(llm, PROMPTS[:2], SamplingParams(max_tokens=5, ignore_eos=True))
+        found.append(drafts)
+    shared = found[0].keys() & found[1].keys()
+    assert len(shared) > 5
+    assert all(found[0][text] == found[1][text] for text in shared)
+    assert found[0] != found[2]
 
 
 # ---- prompts that are longer than the window ------------------------------------------------

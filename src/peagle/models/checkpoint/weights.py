@@ -83,6 +83,12 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, source: str
     Raises:
         CheckpointError: a tensor is missing, unknown, misshapen, of the wrong type or not finite.
     """
+    if is_packed({name.rpartition(".")[2] for name in tensors}):
+        raise CheckpointError(
+            f"{source}: the head is stored quantised. peagle runs such heads where config.json has "
+            "their quantization_config; to convert, to publish or to train it, take the head from "
+            "before it was quantised."
+        )
     expected = tensor_shapes(config)
     _drop_identity_maps(tensors, config, source)
     absent = _may_be_absent(config)
@@ -97,7 +103,7 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, source: str
     if unknown := sorted(set(tensors) - set(expected)):
         raise CheckpointError(
             f"{source}: tensor {unknown[0]!r} is unknown to this head ({len(unknown)} in all). "
-            + _hint_of_unknown(unknown)
+            "Its config.json and its weights do not belong together."
         )
     if config.is_pruned:
         _check_vocabulary_maps(tensors, config, source)
@@ -118,16 +124,6 @@ def _hint(name: str) -> str:
     if name.endswith("q_norm.weight"):
         return " Its config.json says that it is a Qwen3-style head, with a norm on each head."
     return ""
-
-
-def _hint_of_unknown(names: list[str]) -> str:
-    if is_packed({name.rpartition(".")[2] for name in names}):
-        return (
-            "The head is stored quantised. peagle runs such heads where config.json has their "
-            "quantization_config; to convert, to publish or to train it, take the head from before "
-            "it was quantised."
-        )
-    return "Its config.json and its weights do not belong together."
 
 
 def _check_tensor(value: Tensor, name: str, shape: tuple[int, ...], source: str) -> None:
