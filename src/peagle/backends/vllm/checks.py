@@ -193,17 +193,18 @@ def _check_groups(
     target: _Target,
 ) -> None:
     """Refuse a drafter whose layers vLLM would scatter over groups of the KV cache."""
-    same = head.num_kv_heads * head.head_dim == target.kv_heads * target.head_dim
-    if launch.has_flag(_HYBRID_OFF) or not same:
-        return  # a drafter of another shape gets a group of its own
-    num_sliding = sum(kind != "full_attention" for kind in target.layer_kinds)
-    num_full = len(target.layer_kinds) - num_sliding
+    if launch.has_flag(_HYBRID_OFF):
+        return
     if len(set(head.windows)) > 1:
         raise UserError(
             f"The head's layers have different windows ({list(head.windows)}): {installation} puts "
             "them into different groups of its KV cache and fails (validate_same_kv_cache_group). "
             f"Append -- {_HYBRID_OFF}, or take --engine peagle."
         )
+    if head.num_kv_heads * head.head_dim != target.kv_heads * target.head_dim:
+        return  # a drafter of another shape gets a group of its own
+    num_sliding = sum(kind != "full_attention" for kind in target.layer_kinds)
+    num_full = len(target.layer_kinds) - num_sliding
     since = (installation.release or _TOGETHER_SINCE) >= _TOGETHER_SINCE
     ratio = _TOGETHER if since else _TOGETHER_BEFORE
     is_apart = bool(head.windows)
