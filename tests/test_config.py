@@ -6,14 +6,19 @@ import json
 import math
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peagle import LLM, EngineConfig, SamplingParams, SpeculativeConfig
-from peagle.config import require_writable_file, require_writable_folder, speculative_keys
+from peagle.config import (
+    CandidateTrees,
+    require_writable_file,
+    require_writable_folder,
+    speculative_keys,
+)
 from peagle.errors import UserError
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -87,6 +92,33 @@ def test_keys_of_vllm(keys: dict[str, Any], fields: dict[str, Any]) -> None:
     assert speculative_keys({**HEAD, **keys}) == {**HEAD, **fields}
 
 
+@pytest.mark.parametrize(
+    ("given", "k", "expected"),
+    [
+        ({}, None, (15, 7, 15)),
+        ({"num_parallel_trees": None, "max_nodes": None}, None, (15, 7, 15)),
+        ({"num_parallel_trees": 8, "prediction_depth": 5}, None, (8, 5, 15)),
+        ({"num_parallel_trees": 20, "prediction_depth": 5}, None, (20, 5, 20)),
+        ({"prediction_depth": 30}, None, (30, 30, 30)),
+        ({"max_nodes": 4}, None, (4, 4, 4)),
+        ({"max_nodes": 32, "num_parallel_trees": 2}, None, (2, 7, 32)),
+        ({}, 5, (15, 5, 15)),
+        ({"max_nodes": 9}, 3, (9, 3, 9)),
+    ],
+    ids=str,
+)
+def test_keys_of_trees_that_are_left_out(
+    given: dict[str, Any], k: int | None, expected: tuple[int, int, int]
+) -> None:
+    config = SpeculativeConfig(
+        model="head", num_speculative_tokens=k, parallel_drafting_spec={**given}
+    )
+    assert config.trees == CandidateTrees(*expected)
+    assert (config.num_drafts, config.num_verified) == expected[1:]
+    again = replace(config, num_speculative_tokens=config.num_drafts)
+    assert again.parallel_drafting_spec == config.trees
+
+
 def test_a_configuration_is_not_changed_by_parsing() -> None:
     keys = {**HEAD, "draft_sample_method": "greedy", "enforce_eager": True}
     before = dict(keys)
@@ -107,10 +139,25 @@ LOOKUP = {"method": "ngram", "model": None}
             "parallel_drafting_spec has the unknown key 'depth'; expected an object with the keys "
             "num_parallel_trees, prediction_depth, max_nodes.",
         ),
-        (trees(max_nodes=None), "parallel_drafting_spec.max_nodes is None; expected a whole"),
         (
-            {"parallel_drafting_spec": {"max_nodes": 5}},
-            "parallel_drafting_spec lacks the key 'num_parallel_trees'; expected an object with",
+            {"parallel_drafting_spec": {"num_parallel_trees": 0, "prediction_depth": 5}},
+            "num_parallel_trees is 0; expected a whole number from 1 to max_nodes (15). Each",
+        ),
+        (
+            {"parallel_drafting_spec": {"prediction_depth": 0}},
+            "prediction_depth is 0; expected a whole number from 1 to max_nodes (15). Each",
+        ),
+        (
+            {"parallel_drafting_spec": {"num_parallel_trees": 64}},
+            "num_parallel_trees is 64; expected a whole number from 1 to max_nodes (63)",
+        ),
+        (
+            {"parallel_drafting_spec": {"max_nodes": "9"}},
+            "max_nodes is '9'; expected a whole number from 1 to 63",
+        ),
+        (
+            {"parallel_drafting_spec": {"max_nodes": 4}, "num_speculative_tokens": 5},
+            "num_speculative_tokens is 5; expected 4, the prediction_depth of",
         ),
         (trees(max_nodes=64), "max_nodes is 64; expected a whole number from 1 to 63"),
         (trees(num_parallel_trees=17), "num_parallel_trees is 17; expected a whole number from 1"),

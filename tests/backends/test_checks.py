@@ -181,6 +181,24 @@ def test_scattered_as_dealt_out(num_full, num_sliding, num_draft, ratio):
     assert found == (groups_of_vllm(num_full, num_sliding, num_draft, ratio) > 1)
 
 
+@given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 6))
+def test_scattered_where_the_head_has_a_window_of_its_own(num_full, num_sliding, num_draft):
+    kinds = [count for count in (num_full, num_sliding, num_draft) if count]
+    size = max(kinds) if max(kinds) < min(kinds) * 1.5 else min(kinds)
+    groups = {i % -(-num_draft // size) for i in range(num_draft)}
+    found = is_scattered(num_full, num_sliding, num_draft, 1.5, is_apart=True)
+    assert found == (len(groups) > 1)
+
+
+def test_a_head_of_different_windows_is_refused(gpu, tmp_path):
+    num_layers = read_json(HEAD)["num_hidden_layers"]
+    kinds = ["sliding_attention", *["full_attention"] * (num_layers - 1)]
+    head = changed_copy(HEAD, tmp_path / "head", layer_types=kinds, sliding_window=64)
+    launch = VllmLaunch(str(TARGET), replace(PEAGLE, model=str(head), check_target=False))
+    with pytest.raises(UserError, match=r"layers have different windows.*hybrid-kv-cache-manager"):
+        check_launch(launch, gpu)
+
+
 def test_published_cases():
     """gpt-oss-20b has 12 layers of each kind, gpt-oss-120b 18; their heads have 4 layers."""
     assert is_scattered(12, 12, 4, 1.25)  # the model card of the 20b head: a fix is needed

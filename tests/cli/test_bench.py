@@ -334,7 +334,10 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
         (("--requests-per-second", "-3"), "--requests-per-second is '-3'; expected a number"),
         (("--requests-per-second", "inf"), "Give one like 20."),
         (("--draft-window", -1), "draft_window is -1; expected a whole number, 0 for no"),
-        (("--draft-window", 9, "--engine", "vllm"), "in vLLM heads look back over all tokens"),
+        (
+            ("--draft-window", 9, "--engine", "vllm"),
+            "the windows of a head from its config",
+        ),
         (("--target", "./nowhere"), "nowhere"),
     ],
 )

@@ -21,6 +21,13 @@ from tests.cli.conftest import Pair, Peagle, Result, environment
 SAGEMAKER = ("deploy", "sagemaker")
 PLAN = (*SAGEMAKER, "plan")
 HERE = ("--region", "us-east-1", "--role", ROLE)
+NATIVE = (
+    *HERE,
+    "--source",
+    "native",
+    "--image",
+    "123456789012.dkr.ecr.us-east-1.amazonaws.com/a:b",
+)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +113,19 @@ def test_plan_touches_nothing(peagle: Peagle) -> None:
         "num_speculative_tokens": 5,
         "parallel_drafting": True,
     }
+
+
+@pytest.mark.usefixtures("offline")
+def test_plan_with_candidate_trees(peagle: Peagle) -> None:
+    """The catalog's K is 7; K of trees is their depth."""
+    shape = {"num_parallel_trees": 8, "prediction_depth": 5}
+    for options in (
+        ("--parallel-drafting-spec", json.dumps(shape)),
+        ("--speculative-config", json.dumps({"parallel_drafting_spec": shape})),
+    ):
+        plan = planned(peagle(*PLAN, "gpt-oss-20b", *NATIVE, *options))
+        config = json.loads(environment_of(plan)["SM_VLLM_SPECULATIVE_CONFIG"])
+        assert (config["num_speculative_tokens"], config["parallel_drafting_spec"]) == (5, shape)
 
 
 def test_plan_needs_neither_boto3_nor_torch() -> None:
@@ -226,6 +246,13 @@ def test_plan_says_what_it_did_not_look_at(peagle: Peagle) -> None:
         (
             ["gpt-oss-20b", *HERE, "--speculative-config", '{"parallel_drafting_spec": {}}'],
             "candidate trees",
+        ),
+        (["gpt-oss-20b", *HERE, "--parallel-drafting-spec", "{}"], "candidate trees"),
+        (["gpt-oss-20b", *HERE, "--parallel-drafting-spec", "4"], "'4' is not a JSON object"),
+        (["gpt-oss-20b", *NATIVE, "--parallel-drafting-spec", '{"depth": 4}'], "Each key may be"),
+        (
+            ["gpt-oss-20b", *NATIVE, "--parallel-drafting-spec", '{"prediction_depth": 11}'],
+            "expected at most 10, which the head 'amazon/GPT-OSS-20B-P-EAGLE' was trained for",
         ),
     ],
 )

@@ -517,7 +517,10 @@ def test_the_certificate_decides_the_status(
         (("--certify", "--endpoint", "http://x"), "leave --endpoint out"),
         (("--draft-window", "-2"), "draft_window is -2; expected a whole number, 0 for no"),
         (("--certify", "--draft-window", "9"), "no window changes; leave it out"),
-        (("--draft-window", "9", "--engine", "vllm"), "in vLLM heads look back over all tokens"),
+        (
+            ("--draft-window", "9", "--engine", "vllm"),
+            "the windows of a head from its config",
+        ),
         (("--certify", "--kv-cache-dtype", "fp8"), "does not round keys and values; leave"),
         (("--certify", "--set", "humaneval,gsm8k"), "takes its prompts from one"),
         (("--endpoint", "http://x", "--eagle3", "y"), "--eagle3 and --endpoint contradict"),

@@ -36,7 +36,7 @@ def target(tmp_path: Path) -> Path:
 def test_a_tensor_of_another_shape(peagle: Peagle, target: Path, command: tuple[object]) -> None:
     result = peagle(*command, target)
     assert result.status == 2 and "Traceback" not in result.err
-    assert f"The target has '{SCALES}' as float32 of shape [3, 1]; expected" in result.err
+    assert f"The checkpoint has '{SCALES}' as float32 of shape [3, 1]; expected" in result.err
     assert "of shape [3, 64] (awq: integers of 4 bits, a scale for 32 inputs). Copy" in result.err
 
 

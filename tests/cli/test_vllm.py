@@ -348,7 +348,7 @@ def test_keys_are_not_printed(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -
         (["--cloudwatch-interval", 60], "has no equal with --engine vllm"),
         (["--show-memory"], "has no equal with --engine vllm"),
         (["--compare-draft", "x"], "vLLM serves one head"),
-        (["--draft-window", 512], "draft_window is 512; heads look back over all tokens in vLLM"),
+        (["--draft-window", 512], "draft_window is 512; vLLM takes the windows of a head"),
         (["--draft-quantization", "fp8"], "quantization of the head is 'fp8'; vLLM gets the head"),
         (["--quantization", "fp8"], "vLLM has a --quantization of its own: give it behind --"),
         (["--kv-cache-dtype", "fp8"], "vLLM has a --kv-cache-dtype of its own: give it behind --"),

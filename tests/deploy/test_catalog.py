@@ -34,7 +34,7 @@ from tests.conftest import make_target_folder
 
 NAMES = [
     *("gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b-instruct"),
-    *("qwen3-coder-30b-a3b-instruct-bf16", "gemma-4-31b-it"),
+    *("qwen3-coder-30b-a3b-instruct-bf16", "qwen3-8b", "gemma-4-31b-it"),
 ]
 MINIMAL: dict[str, Any] = {
     "target": "me/model",
@@ -63,7 +63,7 @@ def write(path: Path, name: str = "mine", **changes: Any) -> Path:
 # ---- the package's --------------------------------------------------------------------------
 
 
-def test_the_package_has_the_four_models_and_one_in_two_precisions():
+def test_the_package_has_the_five_models_and_one_in_two_precisions():
     assert list(load_catalog()) == NAMES
     data = tomllib.loads(files("peagle.deploy").joinpath("catalog.toml").read_text("utf-8"))
     assert data["format_version"] == FORMAT_VERSION
@@ -82,7 +82,10 @@ def test_an_entry_is_complete_and_fits_every_instance_type_it_names(name: str):
     if entry.draft is None:
         assert entry.is_head_in_jumpstart
     else:
-        assert entry.draft.startswith("amazon/") and entry.draft.lower().endswith("-p-eagle")
+        publisher, _, head = entry.draft.lower().partition("/")
+        assert (publisher, head.endswith("p-eagle")) == ("amazon", True) or (
+            (publisher, head.endswith(".peagle")) == ("redhatai", True)
+        )
         name = entry.target.partition("/")[2].removesuffix("-FP8")
         assert re.search(name, entry.draft, re.IGNORECASE)
 
@@ -119,6 +122,7 @@ def test_the_heads_and_their_k():
         "gpt-oss-20b": ("amazon/GPT-OSS-20B-P-EAGLE", 7),
         "qwen3-coder-30b-a3b-instruct": ("amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE", 7),
         "qwen3-coder-30b-a3b-instruct-bf16": ("amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE", 7),
+        "qwen3-8b": ("RedHatAI/Qwen3-8B-speculator.peagle", 7),
         "gemma-4-31b-it": (None, None),
     }
 

@@ -137,8 +137,8 @@ def test_a_model_whose_head_only_jumpstart_has(
         ({"upload_to": "bucket"}, "--upload-to is 'bucket'; expected a prefix in S3"),
         ({"model": "gpt-oss-2b"}, "Did you mean gpt-oss-20b"),
         (
-            {"model": "Qwen/Qwen3-8B"},
-            "does not know 'Qwen/Qwen3-8B'. Give one with --instance-type",
+            {"model": "Qwen/Qwen3-14B"},
+            "does not know 'Qwen/Qwen3-14B'. Give one with --instance-type",
         ),
         (
             {"model": "gemma-4-31b-it"},
@@ -260,7 +260,7 @@ def trained_on(head: Path, tokens: int) -> Path:
     return head
 
 
-BEYOND = r"was trained on texts of up to 64 tokens; vLLM has no draft window"
+BEYOND = r"was trained on texts of up to 64 tokens, and its config.json has no window: vLLM"
 
 
 @pytest.mark.parametrize(
@@ -295,6 +295,14 @@ def test_contexts_beyond_the_heads_training(
         return
     with pytest.raises(UserWarning, match=f"{asked} the head .* {BEYOND}"):
         made(str(target_folder), **options)
+
+
+def test_a_head_with_windows_may_have_longer_contexts(
+    head_folders: Callable[..., Path], target_folder: Path
+) -> None:
+    head = trained_on(head_folders(windows=(64, 64)), 64)
+    options = {"instance_type": "ml.g6.xlarge", "vllm_flags": {"max-model-len": "65"}}
+    made(str(target_folder), speculation=SpeculationFlags(draft=str(head)), **options)
 
 
 @pytest.mark.filterwarnings("ignore:peagle did not check")

@@ -166,6 +166,7 @@ TREES = (
     ("config", "message"),
     [
         (TREES, "candidate trees, which the managed vLLM container does not have"),
+        ('{"parallel_drafting_spec": {}}', "candidate trees, which the managed vLLM container"),
         (
             '{"num_speculative_tokens_per_batch_size": {"1-8": 5}}',
             "vLLM fails with a schedule of K and a head that drafts in parallel",
@@ -198,6 +199,66 @@ def test_our_container_takes_what_our_engine_takes(config: str) -> None:
     else:
         _, made = decided(SpeculationFlags(config=config), source="native")
         assert json.loads(config).items() <= (made or {}).items()
+
+
+BY_FLAG = {"num_parallel_trees": 4, "prediction_depth": 5}
+
+
+@pytest.mark.parametrize(
+    ("asked", "defaults", "k", "shape"),
+    [
+        # The catalog's K follows the depth, in --speculative-config and in the option of its own.
+        (SpeculationFlags(config=TREES), Defaults(HEAD, {"num_speculative_tokens": 7}, 8), 5, None),
+        (
+            SpeculationFlags(trees=BY_FLAG),
+            Defaults(HEAD, {"num_speculative_tokens": 7}),
+            5,
+            BY_FLAG,
+        ),
+        (SpeculationFlags(trees={}), Defaults(HEAD, {"num_speculative_tokens": 7}), 7, {}),
+        (SpeculationFlags(trees={}), Defaults(HEAD, {"num_speculative_tokens": 12}), 8, {}),
+        (SpeculationFlags(trees={}, num_speculative_tokens=3), KNOWN, 3, {}),
+        (SpeculationFlags(trees={"max_nodes": 2}), KNOWN, 2, {"max_nodes": 2}),
+        (SpeculationFlags(trees={}, config='{"num_speculative_tokens": 4}'), KNOWN, 4, {}),
+    ],
+)
+def test_k_is_the_depth_of_trees(
+    asked: SpeculationFlags, defaults: Defaults, k: int, shape: dict[str, int] | None
+) -> None:
+    shape = json.loads(TREES)["parallel_drafting_spec"] if shape is None else shape
+    made = decided(asked, defaults, source="native")
+    assert made == (HEAD, full(k, parallel_drafting_spec=shape))
+    config = SpeculativeConfig.parse({"model": "x", **(made[1] or {})})
+    assert config.trees is not None and config.trees.prediction_depth == k
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "message"),
+    [
+        (
+            SpeculationFlags(trees={"prediction_depth": 9}),
+            PEAGLE,
+            "is 9; expected at most 8, which",
+        ),
+        (
+            SpeculationFlags(trees={"trees": 4}),
+            PEAGLE,
+            "unknown key 'trees'.* Each key may be left",
+        ),
+        (SpeculationFlags(trees={"num_parallel_trees": 0}), PEAGLE, "num_parallel_trees is 0; exp"),
+        (SpeculationFlags(trees={}), EAGLE3, "parallel_drafting is False; expected true with"),
+        (
+            SpeculationFlags(trees=BY_FLAG, num_speculative_tokens=4),
+            PEAGLE,
+            "is 4; expected 5, the",
+        ),
+        (SpeculationFlags(trees={}, config=TREES), PEAGLE, "both give parallel_drafting_spec"),
+        (SpeculationFlags(trees={}, speculation=False), PEAGLE, "--no-speculation contradicts"),
+    ],
+)
+def test_trees_that_are_refused(asked: SpeculationFlags, facts: HeadFacts, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        decided(asked, facts=facts, source="native")
 
 
 def test_deeper_than_the_head_was_trained_for() -> None:

@@ -24,13 +24,17 @@ from tests.engine.engines import (
     look_before_contexts,
     make_llm,
     watch_drafts,
+    watch_steps,
 )
 from tests.models.editing import edit_config
 
 
 def window_of(llm: LLM) -> int | None:
+    """The window of all layers, so many tokens of a prompt being read."""
     drafting: Any = llm.engine.drafting
-    return drafting.proposer.drafter.window
+    drafter = drafting.proposer.drafter
+    (window,) = {*drafter.windows, drafter.reach}
+    return window
 
 
 @pytest.fixture
@@ -92,6 +96,64 @@ def test_the_bundled_head_drafts_on_beyond_the_lengths_of_its_training() -> None
             late += len(chunk.token_ids) * (size > length)
         found[window] = late / steps
     assert found[None] > 1.5 * found[0], found
+
+
+# ---- windows of config.json ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("windows", "asked", "expected", "reach"),
+    [
+        ((6, None, 6), None, (6, None, 6), None),
+        ((6, 6, 6), None, (6, 6, 6), 16),
+        ((6, None, 6), 4, (4, 4, 4), 4),
+        ((6, 6, 6), 0, (None, None, None), None),
+    ],
+    ids=str,
+)
+def test_windows_of_the_layers_unless_another_was_asked_for(
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    windows: tuple[int | None, ...],
+    asked: int | None,
+    expected: tuple[int | None, ...],
+    reach: int | None,
+) -> None:
+    head = head_folders(num_layers=3, windows=windows)
+    edit_config(head, peagle={"max_sequence_length_trained": 9})
+    config = {"model": str(head), "num_speculative_tokens": K, "draft_window": asked}
+    drafting: Any = make_llm(target_folder, config).engine.drafting
+    drafter = drafting.proposer.drafter
+    assert (drafter.windows, drafter.reach) == (expected, reach)
+
+
+@pytest.mark.usefixtures("graphs_everywhere")
+@pytest.mark.parametrize("shape", [None, {"max_nodes": 6}], ids=["chains", "trees"])
+def test_captured_steps_keep_the_windows(
+    target_folder: Path, head_folders: Callable[..., Path], shape: dict[str, int] | None
+) -> None:
+    """Drafts are those of eager steps, and others without the windows."""
+    head = head_folders(windows=(4, None))
+    found = []
+    for eager, window in ((True, None), (False, None), (True, 0)):
+        config = {"model": str(head), "draft_window": window, "num_speculative_tokens": 4}
+        config |= {} if shape is None else {"parallel_drafting_spec": shape}
+        sizes = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2}
+        llm = LLM(
+            target_folder,
+            speculative_config=config,
+            dtype="float32",
+            device="cpu",
+            enforce_eager=eager,
+            **sizes,
+        )
+        drafts = watch_steps(llm)
+        drive(llm, PROMPTS[:2], SamplingParams(max_tokens=5, ignore_eos=True))
+        found.append(drafts)
+    shared = found[0].keys() & found[1].keys()
+    assert len(shared) > 5
+    assert all(found[0][text] == found[1][text] for text in shared)
+    assert found[0] != found[2]
 
 
 # ---- prompts that are longer than the window ------------------------------------------------

@@ -97,7 +97,10 @@ def test_blocks_ahead_are_those_of_the_nodes(target_folder: Path, heads: dict[bo
     ("head", "message"),
     [
         ({"parallel": False}, "is an autoregressive EAGLE-3 head; trees grow from the one pass"),
-        ({"trained_depth": 4}, "prediction_depth is 5; the head .* was trained for 4. Ask for no"),
+        (
+            {"trained_depth": 4},
+            "prediction_depth is 5; expected at most 4, which the head .* Each key",
+        ),
     ],
 )
 def test_heads_that_cannot_draft_these_trees(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -65,6 +65,13 @@ def _bases() -> Iterator[tuple[str, str, Source]]:
     yield "qwen3", "1-layer", lambda: trained("qwen3-1")
 
 
+def _windowed() -> Path:
+    """The bundled head with windows that are shorter than prompts and answers."""
+    head = SavedHead.read(BUNDLED_PEAGLE)
+    windows = (32,) * head.config.num_layers
+    return replace(head, config=replace(head.config, windows=windows)).write(BUILD / "windowed")
+
+
 def _cases() -> Iterator[Case]:
     for pair, layers, source in _bases():
         for is_pruned in (False, True):
@@ -74,6 +81,7 @@ def _cases() -> Iterator[Case]:
                 yield Case(name, pair, source, is_pruned, is_wider)
     yield Case("qwen3-2-layers-bundled", "qwen3", lambda: pair2_head(BUILD / "qwen3" / "peagle"))
     yield Case("qwen3-narrower", "qwen3", lambda: trained("qwen3-narrow"))
+    yield Case("llama-4-layers-windows", "llama", _windowed)
     yield Case("llama-eagle3", "llama", lambda: BUNDLED_EAGLE3, is_parallel=False)
     yield Case("llama-eagle3-pruned-wider", "llama", lambda: BUNDLED_EAGLE3, True, True, False)
 

@@ -31,10 +31,12 @@ def configs(draw: st.DrawFn) -> DrafterConfig:
     """Any head that can be written down."""
     kv_heads, vocab = draw(st.integers(1, 3)), draw(st.integers(8, 60))
     pre_fc = draw(st.sampled_from(["", "norm_before_fc", "fc_norm"]))
+    num_layers, window = draw(st.integers(1, 3)), draw(st.none() | st.integers(1, 99))
+    windows = draw(st.tuples(*[st.sampled_from((None, window))] * num_layers))
     return DrafterConfig(
         hidden_size=draw(st.integers(2, 24)),
         intermediate_size=draw(st.integers(1, 24)),
-        num_layers=draw(st.integers(1, 3)),
+        num_layers=num_layers,
         num_attention_heads=kv_heads * draw(st.integers(1, 3)),
         num_kv_heads=kv_heads,
         head_dim=2 * draw(st.integers(1, 4)),
@@ -53,6 +55,7 @@ def configs(draw: st.DrawFn) -> DrafterConfig:
         trained_depth=draw(st.none() | st.integers(1, 16)),
         qk_norm=draw(st.booleans()),
         norm_output=draw(st.booleans()),
+        windows=windows,
     )
 
 

@@ -67,7 +67,7 @@ class ReferenceHead:
         return out
 
     def attention(self, x: Tensor, positions: list[int], layer: str) -> Tensor:
-        """Plain causal attention over all slots."""
+        """Causal attention over all slots, or over those in the window of the layer."""
 
         def heads(name: str) -> Tensor:
             heads = self.linear(x, f"{layer}.self_attn.{name}_proj")
@@ -80,8 +80,13 @@ class ReferenceHead:
         key = self.rotate(heads("k"), positions).repeat_interleave(group, dim=1)
         value = heads("v").repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,shd->hqs", query, key)
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, -math.inf).softmax(-1)
+        place_S = torch.tensor(positions)
+        distance_QS = place_S.unsqueeze(1) - place_S
+        hidden_QS = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        kinds = self.config.get("layer_types")
+        if kinds and kinds[int(layer.rpartition(".")[2])] == "sliding_attention":
+            hidden_QS = hidden_QS | (distance_QS >= self.config["sliding_window"])
+        weights = scores.masked_fill(hidden_QS, -math.inf).softmax(-1)
         rows = torch.einsum("hqs,shd->qhd", weights, value)
         return self.linear(rows.flatten(1), f"{layer}.self_attn.o_proj")
 

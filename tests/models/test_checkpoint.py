@@ -55,6 +55,24 @@ def refusal(folder: Path, target: TargetModel) -> str:
     return str(caught.value)
 
 
+@FORMAT
+@KINDS
+def test_the_length_of_training_is_written_as_the_window(
+    target: TargetModel, tmp_path: Path, parallel: bool, format: HeadFormat
+) -> None:
+    """Of P-EAGLE heads, whose mask slots fail beyond it; an earlier window does not stay."""
+    drafter = make_drafter(target, parallel=parallel, windows=(9, None))
+    save_drafter(tmp_path / "kept", drafter, format=format)
+    assert read_head_config(tmp_path / "kept")[0].windows == (9, None)
+    for length, windows in ((40, (40, 40)), (50, (50, 50))):
+        extra = {"max_sequence_length_trained": length}
+        save_drafter(tmp_path / "head", drafter, extra=extra, format=format)
+        data = json.loads((tmp_path / "head/config.json").read_text())
+        layers = data.get("transformer_layer_config", data)
+        assert read_head_config(tmp_path / "head")[0].windows == (windows if parallel else ())
+        assert layers.get("sliding_window") == (length if parallel else None)
+
+
 # ---- what is written ------------------------------------------------------------------------
 
 OPTIONS: list[dict[str, Any]] = [

@@ -55,6 +55,9 @@ HEADS: dict[str, dict[str, Any]] = {
     },
     "Qwen3-style, heads wider than the model": {"qk_norm": True, "head_dim": 16},
     "output after the final norm": {"norm_output": True, "num_layers": 1},
+    "windows in two of three layers": {"num_layers": 3, "windows": (6, None, 6)},
+    "a window in every layer": {"num_layers": 3, "windows": (4, 4, 4)},
+    "a window, Qwen3-style": {"num_layers": 1, "windows": (7,), "qk_norm": True},
     "two aux states, llama3 rope": {"aux_layer_ids": (0, 3), "rope_parameters": LLAMA3},
 }
 
@@ -100,7 +103,9 @@ def test_forward_equals_the_reference(
     scaling = drafter.config.head_dim**-0.5
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return DenseCausalAttention(1)(query, key, value, None, scaling=scaling)
+        window = drafter.windows[layer]
+        dense = DenseCausalAttention(1)
+        return dense(query, key, value, None, scaling=scaling, sliding_window=window)
 
     ids, positions = tokens[1:], list(range(len(tokens) - 1))
     hidden = drafter.combine_features(features)
@@ -154,6 +159,8 @@ def test_low_precision_norms_compute_in_float32() -> None:
         ({"trained_depth": 0}, r"trained_depth is 0; expected a whole number of at least 1"),
         ({"rms_norm_eps": 0}, r"rms_norm_eps is 0; expected a number above 0"),
         ({"qk_norm": None}, r"qk_norm is None; expected true or false"),
+        ({"windows": (4,)}, r"windows of the layers are \[4\]; expected one for each of 2 layers"),
+        ({"windows": (4, 0)}, r"windows of the layers are \[4, 0\]; .* of at least 1 or none"),
     ],
     ids=str,
 )

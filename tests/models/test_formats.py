@@ -30,6 +30,7 @@ from tests.models.any_head import FACTS, FINGERPRINT, configs
 BASE = DrafterConfig(32, 40, 2, 4, 2, 8, 320, 100, 32, (1, 2, 3), 1)
 FORMAT = pytest.mark.parametrize("format", FORMATS)
 AUX = "eagle_aux_hidden_state_layer_ids"
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def through_json(data: dict[str, Any]) -> dict[str, Any]:
@@ -296,10 +297,10 @@ BAD_SPECULATORS: list[tuple[Change, str]] = [
     ({f"{LAYERS}.rope_parameters": {"full": {"rope_theta": 1.0}}}, "rope_parameters.full is"),
     (
         {f"{LAYERS}.layer_types": ["full_attention", "sliding_attention"]},
-        f"{LAYERS}.layer_types names sliding_attention",
+        f"{LAYERS}.layer_types names sliding_attention, and {LAYERS}.sliding_window is None",
     ),
+    ({f"{LAYERS}.layer_types": ["chunked"]}, f"{LAYERS}.layer_types names 'chunked'; expected"),
     ({f"{LAYERS}.layer_types": 3}, "a value is of the wrong type"),
-    ({f"{LAYERS}.quantization_config": {"bits": 4}}, f"{LAYERS}.quantization_config is set"),
     ({"mask_token_id": None}, "mask_token_id is missing; a P-EAGLE head needs its mask token"),
     ({"mask_token_id": "1"}, "mask token id is '1'"),
     ({AUX: None}, f"{AUX} is missing; expected the target layers that the head reads"),
@@ -323,7 +324,18 @@ BAD_VLLM: list[tuple[Change, str]] = [
     ({"eagle_config.use_aux_hidden_state": False}, "use_aux_hidden_state is false"),
     ({AUX: None, "eagle_config": {}}, f"eagle_config.{AUX} is missing"),
     ({"eagle_config": [1]}, "eagle_config is [1]; expected an object"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+    (
+        {"layer_types": ["sliding_attention"], "sliding_window": 8},
+        "layer_types names 1 layers; expected 2 (num_hidden_layers)",
+    ),
+    (
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 0},
+        "sliding_window is 0; expected the positions that such a layer attends to",
+    ),
+    (
+        {"architectures": ["PEagleDraftModel"], **dict.fromkeys(MASKS)},
+        'Add "mask_token_id" to config.json: the token id that its training was given as',
+    ),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
     ({"logit_scale": 0.5}, "logit_scale is 0.5; expected 1.0"),
     ({"norm_output": 1}, "norm_output is 1; expected true or false"),

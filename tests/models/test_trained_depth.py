@@ -10,6 +10,7 @@ import pytest
 from peagle import LLM, SpeculativeConfig
 from peagle.bundled import BUNDLED_TARGET
 from peagle.cli.main import run
+from peagle.config import CandidateTrees
 from peagle.errors import UserError
 from peagle.models.head_json import default_depth, with_depth
 from peagle.models.loading import resolve_model, with_local_head
@@ -48,6 +49,47 @@ def test_it_is_read_in_every_style(tmp_path: Path, keys: dict[str, object], k: i
         assert found.num_drafts == k
         assert found.num_speculative_tokens_per_batch_size == "auto"
         assert with_depth(found, folder) == found
+
+
+@pytest.mark.parametrize(
+    ("trained", "shape", "expected"),
+    [
+        (5, {}, (15, 5, 15)),
+        (12, {}, (15, 7, 15)),
+        (None, {"num_parallel_trees": 4}, (4, 7, 15)),
+        (5, {"max_nodes": 3}, (3, 3, 3)),
+        (5, {"prediction_depth": 2, "num_parallel_trees": 8}, (8, 2, 15)),
+    ],
+    ids=str,
+)
+def test_trees_are_as_deep_as_the_head_was_trained(
+    tmp_path: Path, trained: int | None, shape: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    folder = head_config(tmp_path, speculative_tokens=trained)
+    for schedule in (None, "auto", ((1, 8, 3),)):
+        config = SpeculativeConfig(
+            model=str(folder),
+            parallel_drafting_spec=shape,
+            num_speculative_tokens_per_batch_size=schedule,
+        )
+        found = with_depth(config, folder)
+        assert found.trees == CandidateTrees(*expected)
+        assert found.num_speculative_tokens_per_batch_size == (schedule or "auto")
+        is_auto = schedule in (None, "auto")
+        if is_auto or "prediction_depth" not in shape:
+            assert found.num_speculative_tokens == expected[1]
+
+
+def test_an_engine_drafts_trees_of_the_defaults() -> None:
+    """The head was trained for K = 6: deeper trees are refused, unless nobody asked for them."""
+    llm = LLM(TARGET, speculative_config={"model": HEAD, "parallel_drafting_spec": {}})
+    assert llm.engine.speculative.trees == CandidateTrees(15, 6, 15)
+    assert len(llm.generate("the")[0].stats.num_accepted_tokens_per_pos) == 6
+    with pytest.raises(UserError, match="prediction_depth is 7; expected at most 6, which"):
+        LLM(TARGET, speculative_config={"model": HEAD, **DEEPER})
+
+
+DEEPER = {"parallel_drafting_spec": {"prediction_depth": 7}}
 
 
 def test_what_is_given_stays(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def _report(
 
     plain = results[PLAIN]
     k = {name: config.num_drafts for name, config in configurations.items()}
-    tree = configurations[TREE].parallel_drafting_spec
+    tree = configurations[TREE].trees
     assert tree is not None
     differences = {
         name: [

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.cli.flags import Given, group
+from peagle.cli import groups
+from peagle.cli.flags import Given, group, pick
 from peagle.cli.groups import OutputFormat
 from peagle.errors import UserError
 
@@ -85,6 +86,8 @@ SPECULATION = group(
         Speculative configuration in vLLM's form, in place of --draft.
     """,
 )
+_TREES = "speculative.parallel_drafting_spec"
+TREES = pick(groups.SPECULATION, _TREES)  # for native containers
 CONTAINER = group(
     "Container",
     """
@@ -120,7 +123,7 @@ SCALING = group(
         A measured curve: tune.json of `peagle tune`, or throughput.json of `peagle bench`.
     """,
 )
-CHANGES = (*PLACE, *SPECULATION, *CONTAINER, *SCALING)
+CHANGES = (*PLACE, *SPECULATION, *TREES, *CONTAINER, *SCALING)
 ALL = (*ENDPOINT, *CHANGES)
 
 
@@ -147,6 +150,7 @@ def read_request(
         given.value("draft"),
         given.value("num_speculative_tokens"),
         given.value("speculative_config"),
+        given.value(_TREES),
     )
     values |= {"model": model, "region": region, "speculation": speculation}
     values |= {"name": name} if name else {}

@@ -43,8 +43,9 @@ SPECULATION = group(
         eagle3 with a head]
     --parallel-drafting-spec JSON
         Shape of candidate trees, in place of chains, like '{"num_parallel_trees": 8,
-        "prediction_depth": 7, "max_nodes": 16}'; P-EAGLE heads only. The nodes that a step
-        verifies follow the load as K does. [default: chains]
+        "prediction_depth": 7, "max_nodes": 16}'; each key may be left out, and '{}' takes all
+        defaults. P-EAGLE heads only. The nodes that a step verifies follow the load as K does.
+        [default: chains]
     --draft-sampling TEXT
         Drafts at a temperature above 0: argmax or probabilistic.
     --drawn-chains-from FLOAT
@@ -58,7 +59,8 @@ SPECULATION = group(
         [default: the length that the head was trained for]
     --draft-window INT
         Number of tokens that a head attends to when it drafts; 0 is all of them. [default:
-        the longest training text if the head names it, else all]
+        the windows of its config.json, else the longest training text if the head names it,
+        else all]
     --no-correction = speculative.correction
         Draft without the correction that lies beside the head.
     --speculative-config JSON = speculative_config

@@ -19,7 +19,7 @@ from peagle.cli import groups
 from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import note, own_target, quiet_libraries, set_threads
-from peagle.config import CandidateTrees, SamplingParams
+from peagle.config import CandidateTrees, SamplingParams, TreeShape
 from peagle.config.engine import OF_TARGET
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
@@ -186,8 +186,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         target = load_target(folder, engine)
     else:
         target = TargetEnds.load(folder)
-    trees = given.value("speculative.parallel_drafting_spec")
-    shape = None if trees is None else CandidateTrees.parse(trees)
+    shape: TreeShape | None = given.value("speculative.parallel_drafting_spec")
     found = [
         method
         for one, head in zip(methods, heads, strict=True)
@@ -221,9 +220,10 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
 
 
 def _with_head(
-    one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: CandidateTrees | None
+    one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: TreeShape | None
 ) -> list[DecodingMethod]:
     from peagle.models.checkpoint import read_head_config, trained_length
+    from peagle.models.head_json import default_depth
 
     if folder is None:
         return [one]
@@ -242,7 +242,8 @@ def _with_head(
     )
     if trees is None or not config.is_parallel:
         return [found]
-    return [found, found.with_trees(trees)]
+    shape = CandidateTrees.parse(trees, default_depth(config.trained_depth))
+    return [found, found.with_trees(shape)]
 
 
 def display_name(source: str) -> str:

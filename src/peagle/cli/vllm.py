@@ -50,7 +50,8 @@ def is_vllm(given: Given, flags: Sequence[str]) -> bool:
                 raise UserError(f"{given[key].source} was given: {_WITHOUT_EQUAL[key][0]}.")
         if given.value(window := "speculative.draft_window"):
             raise UserError(
-                f"{given[window].source} was given: in vLLM heads look back over all tokens."
+                f"{given[window].source} was given: vLLM takes the windows of a head from its "
+                "config.json (layer_types, sliding_window)."
             )
         return True
     refuse_vllm_options(given, list(flags))

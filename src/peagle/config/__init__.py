@@ -24,6 +24,7 @@ from peagle.config.speculative import (
     DraftSampling,
     Method,
     SpeculativeConfig,
+    TreeShape,
     speculative_keys,
 )
 from peagle.config.structured import StructuredOutput
@@ -46,6 +47,7 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutput",
     "StructuredOutputsParams",
+    "TreeShape",
     "require_folder",
     "require_writable_file",
     "require_writable_folder",

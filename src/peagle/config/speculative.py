@@ -29,6 +29,7 @@ Quantization = Literal["fp8", "int8", "int4"]
 MAX_SPECULATIVE_TOKENS = 64
 MAX_TREE_NODES = 63  # the newest token and the nodes of a tree are the bits of one word
 DEFAULT_DEPTH = 7  # K where neither the user nor the head sets it
+DEFAULT_TREE_NODES = 15
 AUTO = "auto"  # in place of a schedule of K
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
@@ -43,6 +44,11 @@ RUNTIME_KEYS = tuple(_WITHOUT_EFFECT)
 _DRAFT_SAMPLE_METHODS = {"greedy": "argmax", "probabilistic": "probabilistic"}
 _REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
 _TREES = "parallel_drafting_spec"
+TREE_DEFAULTS = (
+    f"Each key may be left out: max_nodes is then {DEFAULT_TREE_NODES} (or more, if another value "
+    "is), num_parallel_trees max_nodes, and prediction_depth what the head was trained for, at "
+    f"most {DEFAULT_DEPTH}."
+)
 _SLOTS_AHEAD = 1
 
 
@@ -50,10 +56,17 @@ _SLOTS_AHEAD = 1
 class CandidateTrees:
     """The shape of the candidate trees that a P-EAGLE head drafts: `parallel_drafting_spec`.
 
+    `parse` fills in what a user leaves out.
+
     Attributes:
-        num_parallel_trees: w, most distinct first tokens.
-        prediction_depth: d, most drafts on a path; at most what the head was trained for.
-        max_nodes: N, most drafts of a sequence that a step verifies.
+        num_parallel_trees: w, most distinct first tokens. Left out: max_nodes, so that the
+            probabilities of the paths alone decide.
+        prediction_depth: d, most drafts on a path; at most what the head was trained for. Left
+            out: K where that is given, else what the head was trained for, at most 7, or 7 if the
+            head does not name it; never more than max_nodes.
+        max_nodes: N, most drafts of a sequence that a step verifies. Left out: 15, or w or d where
+            one of them is larger. With the newest token 15 nodes are 16 rows, and matrix products
+            take as many at a time (docs/trees.md).
 
     Raises:
         UserError: a value is out of range.
@@ -67,11 +80,12 @@ class CandidateTrees:
         most = MAX_TREE_NODES
         n = self.max_nodes
         ok = is_int(n) and 1 <= n <= most
-        require(ok, f"{_TREES}.max_nodes", n, f"a whole number from 1 to {most}")
+        require(ok, f"{_TREES}.max_nodes", n, f"a whole number from 1 to {most}", TREE_DEFAULTS)
         for name in ("num_parallel_trees", "prediction_depth"):
             value = getattr(self, name)
             ok = is_int(value) and 1 <= value <= n
-            require(ok, f"{_TREES}.{name}", value, f"a whole number from 1 to max_nodes ({n})")
+            expected = f"a whole number from 1 to max_nodes ({n})"
+            require(ok, f"{_TREES}.{name}", value, expected, TREE_DEFAULTS)
 
     def depth(self, num_verified: int) -> int:
         """Return the most drafts on a path where steps verify so many nodes of each sequence.
@@ -82,20 +96,36 @@ class CandidateTrees:
         return min(self.prediction_depth, num_verified + _SLOTS_AHEAD) if num_verified else 0
 
     @classmethod
-    def parse(cls, source: object) -> CandidateTrees:
-        """Read the shape from a mapping of the three attributes; UserError for anything else."""
-        names = [field.name for field in fields(cls)]
-        expected = f"an object with the keys {', '.join(names)}"
+    def parse(cls, source: TreeShape, depth: int = DEFAULT_DEPTH) -> CandidateTrees:
+        """Return the shape that a mapping of the three attributes gives; each may be left out.
+
+        Args:
+            source: the mapping; null stands for the default.
+            depth: the default of prediction_depth.
+
+        Raises:
+            UserError: no mapping, an unknown key, or a value out of range.
+        """
         if isinstance(source, cls):
             return source
-        require(isinstance(source, Mapping), _TREES, source, expected)
+        names = [field.name for field in fields(cls)]
+        expected = f"an object with the keys {', '.join(names)}"
+        require(isinstance(source, Mapping), _TREES, source, expected, TREE_DEFAULTS)
         assert isinstance(source, Mapping)
-        given = set(map(str, source))
-        if given != set(names):
-            wrong = sorted(given - set(names)) or sorted(set(names) - given)
-            what = "has the unknown key" if given - set(names) else "lacks the key"
-            raise UserError(f"{_TREES} {what} {wrong[0]!r}; expected {expected}.")
-        return cls(**source)
+        if unknown := sorted(set(map(str, source)) - set(names)):
+            raise UserError(
+                f"{_TREES} has the unknown key {unknown[0]!r}; expected {expected}. {TREE_DEFAULTS}"
+            )
+        w, d, n = (source.get(name) for name in names)
+        if n is None:
+            asked = [int(value) for value in (w, d) if value is not None and is_int(value)]
+            n = min(max([DEFAULT_TREE_NODES, *asked]), MAX_TREE_NODES)
+        if d is None:
+            d = min(depth, n) if is_int(n) else depth
+        return cls(n if w is None else w, d, n)
+
+
+TreeShape = CandidateTrees | Mapping[str, Any]
 
 
 _CHECKS = {
@@ -148,7 +178,8 @@ class SpeculativeConfig:
             max_nodes, and not about their depth.
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         parallel_drafting_spec: draft candidate trees of this shape instead of chains; K is then
-            their depth. None: chains.
+            their depth. A mapping may leave keys of `CandidateTrees` out; it stays a mapping until
+            the depth is known, from K or from the head. None: chains.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
         drawn_chains_from: where drafts are trees, the temperature from which a request gets a chain
@@ -165,11 +196,13 @@ class SpeculativeConfig:
         max_model_len: positions up to which a head drafts; longer sequences go on without drafts.
             None takes the length that the head was trained for.
         draft_window: how many tokens a position of the head attends to, itself and those before
-            it; 0: all. None takes the longest sequence of the head's training where its config.json
-            has it (`max_sequence_length_trained`), else all: above all mask slots draft badly if
-            they attend to more tokens than in training (docs/experiments.md). Of a longer prompt
-            the head reads the last so many tokens only, but for requests with a seed whose drafts
-            are drawn.
+            it, in every layer; 0: all. None takes the windows of the head's config.json
+            (`layer_types`, `sliding_window`), else the longest sequence of the head's training
+            where its config.json has it (`max_sequence_length_trained`), else all: above all mask
+            slots draft badly if they attend to more tokens than in training (docs/experiments.md).
+            Of a longer prompt the head reads the last tokens only, but for requests with a seed
+            whose drafts are drawn: so many as the window has, or as the layers of config.json
+            reach back together.
         synthetic_acceptance_rates: r_1 to r_K; at least the first i drafts are accepted with
             probability r_i, whatever they are. The output is then NOT the model's own: for
             measuring speed only, with heads that cannot draft (random weights). None: acceptance
@@ -187,7 +220,7 @@ class SpeculativeConfig:
         tuple[tuple[int, int, int], ...] | Literal["auto"] | None
     ) = None
     parallel_drafting: bool | None = None
-    parallel_drafting_spec: CandidateTrees | None = None
+    parallel_drafting_spec: TreeShape | None = None
     draft_sampling: DraftSampling = "argmax"
     drawn_chains_from: float | None = None
     prompt_lookup_max: int = 4
@@ -217,7 +250,7 @@ class SpeculativeConfig:
         else:
             self._check_lookup()
         if self.parallel_drafting_spec is not None:
-            self._check_trees(CandidateTrees.parse(self.parallel_drafting_spec))
+            self._check_trees(self.parallel_drafting_spec)
         elif (first := self.drawn_chains_from) is not None:
             require(False, "drawn_chains_from", first, f"none without {_TREES}")
         if self.num_speculative_tokens_per_batch_size is not None:
@@ -225,10 +258,15 @@ class SpeculativeConfig:
         if self.synthetic_acceptance_rates is not None:
             self._check_rates(self.synthetic_acceptance_rates)
 
-    def _check_trees(self, trees: CandidateTrees) -> None:
+    def _check_trees(self, shape: TreeShape) -> None:
         """Refuse what trees do not go with; K is their depth."""
-        object.__setattr__(self, _TREES, trees)
-        k, depth = self.num_speculative_tokens, trees.prediction_depth
+        k = self.num_speculative_tokens
+        trees = CandidateTrees.parse(shape, k or DEFAULT_DEPTH)
+        kept: TreeShape = trees
+        if not isinstance(shape, CandidateTrees) and k is shape.get("prediction_depth") is None:
+            kept = dict(shape)
+        object.__setattr__(self, _TREES, kept)
+        depth = trees.prediction_depth
         expected = f"{depth}, the prediction_depth of {_TREES}, or none"
         require(k in (None, depth), "num_speculative_tokens", k, expected, "Leave it out.")
         drawn, rates = self.draft_sampling, self.synthetic_acceptance_rates
@@ -272,16 +310,22 @@ class SpeculativeConfig:
         return self.draft_sampling != "argmax" or self.drawn_chains_from is not None
 
     @property
+    def trees(self) -> CandidateTrees | None:
+        """The shape of the candidate trees, with its defaults; None: chains."""
+        shape = self.parallel_drafting_spec
+        return None if shape is None else CandidateTrees.parse(shape)
+
+    @property
     def num_drafts(self) -> int:
         """The number of draft tokens per step, K; of trees the depth."""
-        trees = self.parallel_drafting_spec
+        trees = self.trees
         depth = DEFAULT_DEPTH if trees is None else trees.prediction_depth
         return self.num_speculative_tokens or depth
 
     @property
     def num_verified(self) -> int:
         """The most drafts of a sequence that a step verifies: K, or the nodes of a tree."""
-        trees = self.parallel_drafting_spec
+        trees = self.trees
         return self.num_drafts if trees is None else trees.max_nodes
 
     def tokens_for(self, batch_size: int) -> int:

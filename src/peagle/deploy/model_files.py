@@ -188,6 +188,7 @@ class HeadFacts:
         is_parallel: P-EAGLE, which drafts all K tokens in one pass; else EAGLE-3.
         trained_depth: K that it was trained for; None if unknown.
         trained_length: tokens of the longest text that it was trained on; None if unknown.
+        has_windows: config.json gives its layers windows, which vLLM reads.
         target: facts about the target that it was trained for: name, vocab_size, hidden_size,
             num_layers, tokenizer_sha256, as far as the head's files have them.
     """
@@ -195,6 +196,7 @@ class HeadFacts:
     is_parallel: bool
     trained_depth: int | None = None
     trained_length: int | None = None
+    has_windows: bool = False
     target: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -236,7 +238,8 @@ def parse_head_facts(data: Mapping[str, Any], tensors: Collection[str], name: st
     written = facts.get("target")
     target = dict(written) if isinstance(written, Mapping) else {}
     target |= {"vocab_size": config.vocab_size, "hidden_size": config.target_hidden_size}
-    return HeadFacts(config.is_parallel, config.trained_depth, trained_length(facts), target)
+    length, has_windows = trained_length(facts), bool(config.windows)
+    return HeadFacts(config.is_parallel, config.trained_depth, length, has_windows, target)
 
 
 def check_target(facts: HeadFacts, draft: ModelSource, target: ModelSource, s3: Any = None) -> None:

@@ -378,15 +378,18 @@ def _context(target: ModelSource, flags: Mapping[str, str]) -> int | None:
 
 
 def _warn_beyond_training(facts: HeadFacts, draft: ModelSource, context: int | None) -> None:
-    """Warn of contexts beyond the head's training: in vLLM heads look back over all tokens."""
+    """Warn of contexts beyond the head's training, where its config.json gives it no window."""
     longest = facts.trained_length
-    if not facts.is_parallel or longest is None or (context is not None and context <= longest):
+    if not facts.is_parallel or facts.has_windows or longest is None:
+        return
+    if context is not None and context <= longest:
         return
     asked = "not given" if context is None else context
     warnings.warn(
         f"max-model-len is {asked}, but the head {draft.name!r} was trained on texts of up to "
-        f"{longest} tokens; vLLM has no draft window, and accepts far fewer drafts beyond them. "
-        f"Give `-- --max-model-len {longest}`, or create the endpoint with --source native, whose "
+        f"{longest} tokens, and its config.json has no window: vLLM accepts far fewer drafts "
+        "beyond them. Give the layers a window there (layer_types, sliding_window), give "
+        f"`-- --max-model-len {longest}`, or create the endpoint with --source native, whose "
         "engine lets the head look back over no more tokens than that.",
         stacklevel=5,
     )

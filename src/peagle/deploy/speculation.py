@@ -14,7 +14,7 @@ from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
-from peagle.models.head_json import default_depth
+from peagle.models.head_json import check_tree_depth, default_depth
 
 _DEFAULT_METHOD = "eagle3"
 _K = "num_speculative_tokens"
@@ -26,12 +26,16 @@ _NOT_OF_VLLM = ("check_target", "draft_sampling")
 
 @dataclass(frozen=True, slots=True)
 class SpeculationFlags:
-    """--speculation, --draft, -k and --speculative-config (JSON text); None if not given."""
+    """--speculation, --draft, -k, --speculative-config (JSON text) and --parallel-drafting-spec.
+
+    None if not given.
+    """
 
     speculation: bool | None = None
     draft: str | None = None
     num_speculative_tokens: int | None = None
     config: str | None = None
+    trees: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ def decide(
     Raises:
         UserError: options that contradict each other, no head, or what the container cannot do.
     """
-    given = [options.draft, options.num_speculative_tokens, options.config]
+    given = [options.draft, options.num_speculative_tokens, options.config, options.trees]
     if options.speculation is False:
         if any(value is not None for value in given):
             raise UserError("--no-speculation contradicts the other options of speculation.")
@@ -77,6 +81,13 @@ def decide(
         merged = dict(defaults.config)
     else:  # K is the only default that holds for another head too
         merged = {key: value for key, value in defaults.config.items() if key == _K} | config
+    if options.trees is not None:
+        if _TREES in config:
+            raise UserError(
+                f"--parallel-drafting-spec and --speculative-config both give {_TREES}; leave one "
+                "of them out."
+            )
+        merged[_TREES] = dict(options.trees)
     needs_head = merged.get("method", _DEFAULT_METHOD) != "ngram"
     if draft is None and needs_head:
         draft = defaults.draft
@@ -89,8 +100,6 @@ def decide(
         return None, None
     if options.num_speculative_tokens is not None:
         merged[_K] = options.num_speculative_tokens
-    elif _TREES in config and _K not in config and source == "native":
-        merged[_K] = CandidateTrees.parse(config[_TREES]).prediction_depth
     merged.setdefault("method", _DEFAULT_METHOD)
     k = merged.get(_K, 1)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
@@ -103,6 +112,13 @@ def decide(
     if depth is None and draft == defaults.draft:
         depth = defaults.max_tokens
     merged.setdefault(_K, default_depth(depth))
+    if _TREES in merged and source == "native":
+        is_k_given = options.num_speculative_tokens is not None or _K in config
+        default = merged[_K] if is_k_given or depth is None else min(merged[_K], depth)
+        trees = CandidateTrees.parse(merged[_TREES], default)
+        check_tree_depth(trees, depth, "" if draft is None else draft.name)
+        if not is_k_given:
+            merged[_K] = trees.prediction_depth
     if draft is not None:
         merged["parallel_drafting"] = _is_parallel(merged.get("parallel_drafting"), draft, facts)
         if depth is not None and merged[_K] > depth:
@@ -176,7 +192,8 @@ def _check_container(
     if _TREES in config:
         raise UserError(
             f"{_TREES} is {config[_TREES]!r}: it asks for candidate trees, which the managed vLLM "
-            "container does not have (it drafts one chain of num_speculative_tokens). Leave it out."
+            "container does not have (it drafts one chain of num_speculative_tokens). Leave it "
+            "out, or take --source native."
         )
     if _SCHEDULE in config and config.get("parallel_drafting"):
         raise UserError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from peagle.config import CandidateTrees, EngineConfig
+from peagle.config import EngineConfig, TreeShape
 from peagle.doctor.files import HeadFiles, examine_files
 from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, HeadDrafts, drafted
@@ -67,7 +67,7 @@ def run_doctor(
     endpoint_model: str | None = None,
     vllm: Callable[[Path, Path, int], Serving] | None = None,
     num_speculative_tokens: int | None = None,
-    trees: CandidateTrees | None = None,
+    trees: TreeShape | None = None,
     prompts: Path | None = None,
     plain: bool = False,
     chat_template: str | None = None,

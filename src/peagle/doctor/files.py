@@ -21,6 +21,7 @@ from peagle.doctor.head import Head, SharedState
 from peagle.errors import CheckpointError
 from peagle.models.checkpoint.formats import AUX_KEY, config_from_json, facts_from_json, format_of
 from peagle.models.checkpoint.head import read_head_json
+from peagle.models.checkpoint.packed import unpack_tensors
 from peagle.models.checkpoint.weights import read_tensors, tensor_shapes
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
@@ -46,7 +47,7 @@ class HeadFiles:
         tensors: weights by canonical name, mended.
         head: the mended head; None where it cannot be made to run.
         mask_ids: the mask token ids of config.json, without repeats.
-        window: a sliding window that config.json sets.
+        window: the size of a sliding window in config.json, whether a layer has it or not.
         kept_ids: the tokens that t2d keeps, if their number is the draft vocabulary's.
         has_broken_maps: d2t and t2d contradict each other.
         loads: nothing had to be mended that keeps a runtime from loading the head.
@@ -103,15 +104,31 @@ def examine_files(
     except CheckpointError as error:
         files.fault("weights", "", str(error), "Save or copy the weights again.")
         return files
+    if not _unpack(files):
+        return files
     if _fits_target(files):
         _mend_values(files)
         _mend_mask(files)
-        _mend_window(files)
         _mend_norms(files)
         _mend_aux(files)
         _mend_positions(files)
         files.head = _make_head(files)
     return files
+
+
+def _unpack(files: HeadFiles) -> bool:
+    """Put plain weights in the place of quantised ones; False if they cannot be read."""
+    source = str(files.folder / "config.json")
+    try:
+        config = config_from_json(files.data, source, num_target_layers=files.target.num_layers)
+    except CheckpointError:  # what follows says why
+        return True
+    try:
+        unpack_tensors(files.tensors, config, files.data, source)
+    except CheckpointError as error:
+        files.fault("weights", "", str(error), "Quantise the head again, or serve it plain.")
+        return False
+    return True
 
 
 def _make_head(files: HeadFiles) -> Head | None:
@@ -139,7 +156,8 @@ def _make_head(files: HeadFiles) -> Head | None:
         text = f"{len(unknown)} tensors are unknown to this config.json, {unknown[0]!r} first"
         files.fault("weights", "", text, _ONE_EXPORT, loads=True)
     known = {name: tensors[name] for name in shapes}
-    return Head(config, known, shared_state=files.shared_state)
+    window = _window_of(files, config)
+    return Head(config, known, shared_state=files.shared_state, window=window)
 
 
 def _fits_target(files: HeadFiles) -> bool:
@@ -375,17 +393,17 @@ def _map_problem(ids: Tensor | None, kept: Tensor | None, config: DrafterConfig)
 # ---- layers ----------------------------------------------------------------------------------
 
 
-def _mend_window(files: HeadFiles) -> None:
-    layers = files.layers
-    kinds, size = layers.get("layer_types") or (), layers.get("sliding_window")
+def _window_of(files: HeadFiles, config: DrafterConfig) -> int | None:
+    """Return the window that config.json gives all layers; None if there is none."""
+    layers, windows = files.layers, set(config.windows)
+    size = layers.get("sliding_window")
     if isinstance(size, int) and size > 0 and layers.get("use_sliding_window") is not False:
         files.window = size
-    if "sliding_attention" in kinds:
-        layers.pop("layer_types")
-        text = f"layer_types of config.json names sliding_attention, sliding_window is {size}"
-        remedy = "Remove layer_types and sliding_window from config.json: "
-        remedy += "P-EAGLE heads attend to all."
-        files.fault("sliding_window", "sliding window", text, remedy)
+    if len(windows) > 1:
+        text = f"{list(config.windows)} positions by layer: the examination looks back over all"
+        files.report.check("sliding window", "not checked", text)
+        return None
+    return windows.pop() if windows else None
 
 
 def _mend_aux(files: HeadFiles) -> None:

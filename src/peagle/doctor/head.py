@@ -183,7 +183,10 @@ def drafted(
 def _graded(
     drafter: Drafter, head: Head, batch: Batch, states: TargetStates, num_drafts: int
 ) -> Iterator[Graded]:
-    attention = dense_attention if head.window is None else _windowed_attention(head.window)
+    window = head.window
+    if window is not None and window >= batch.tokens_BN.shape[1]:
+        window = None  # it hides nothing
+    attention = dense_attention if window is None else _windowed_attention(window)
     kind = "peagle" if head.config.is_parallel else "eagle3"
     section = MethodSection.model_validate({"name": kind, "depth": num_drafts})
     method = TrainingMethod(section, attention)
@@ -193,7 +196,7 @@ def _graded(
     elements = method.elements(batch, None, everything=True)
     layout = PartitionLayout.of(elements, batch.tokens_BN.shape[1], 1, method)
     # Only the general path asks `method` how elements attend.
-    layout = replace(layout, is_causal=head.window is None and layout.is_causal)
+    layout = replace(layout, is_causal=window is None and layout.is_causal)
     yield from partitioned_graded(drafter, batch, states, layout, method)
 
 

@@ -82,7 +82,7 @@ def serving_faults(files: HeadFiles, probe: Probe) -> list[Change]:
     return [
         *_common_changes(files.head, files, probe, is_repair=False),
         *(_parallel_faults() if files.head.config.is_parallel else ()),
-        *_layer_faults(probe),
+        *_layer_faults(files.head, probe),
     ]
 
 
@@ -271,16 +271,21 @@ def _map_by_drafts(ids: Tensor, drafts: Tensor, truth: Tensor) -> Tensor:
 
 
 def _window_repairs(head: Head, files: HeadFiles, probe: Probe) -> Iterator[Change]:
+    longest = max(probe.lengths)
     if head.window is not None:
+        if head.window >= longest:
+            return
         what = f"no sliding window instead of {head.window}"
-        remedy = "Remove sliding_window and layer_types from config.json."
+        remedy = "Remove sliding_window and layer_types from config.json: the head was trained "
+        remedy += "without."
         yield Change("sliding_window", what, remedy, partial(Head.read, window=None))
         return
     of_target = getattr(probe.target.text_config, "sliding_window", None)
     for window in dict.fromkeys((files.window, of_target)):
-        if window and window < max(probe.lengths):
+        if window and window < longest:
             what = f"a sliding window of {window} in the head"
-            remedy = "Train the head with full attention: runtimes give its layers no window."
+            remedy = 'Name "sliding_attention" for each layer in layer_types of config.json, and '
+            remedy += f"sliding_window {window}: the head was trained with it."
             yield Change("sliding_window", what, remedy, partial(Head.read, window=window))
 
 
@@ -333,7 +338,11 @@ def _parallel_faults() -> Iterator[Change]:
     yield Change("mask_hidden", "mask slots of the state 0", remedy, without_mask_hidden)
 
 
-def _layer_faults(probe: Probe) -> Iterator[Change]:
+def _layer_faults(head: Head, probe: Probe) -> Iterator[Change]:
+    if head.window is not None and head.window < max(probe.lengths):
+        what = f"a drafter without the head's window of {head.window} positions"
+        remedy = "Serve with a runtime that reads layer_types and sliding_window of config.json."
+        yield Change("sliding_window", what, remedy, partial(Head.read, window=None))
     for window in _WINDOWS:
         if window < max(probe.lengths):
             what = f"a drafter that looks back {window} positions only"

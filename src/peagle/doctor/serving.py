@@ -18,7 +18,7 @@ import torch
 from peagle.backends.vllm.checks import check_launch
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
-from peagle.config import CandidateTrees, EngineConfig, SamplingParams
+from peagle.config import CandidateTrees, EngineConfig, SamplingParams, TreeShape
 from peagle.config.engine import OF_TARGET
 from peagle.doctor.files import HeadFiles
 from peagle.doctor.findings import Examination
@@ -31,6 +31,7 @@ from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.vllm_server import vllm_backend
 from peagle.llm import LLM
+from peagle.models.checkpoint import read_head_config
 from peagle.models.target import TargetModel
 
 # Every second prompt is enough.
@@ -102,6 +103,11 @@ class EngineServing:
     name: str = "the engine"
     notes: Sequence[str] = ()
 
+    def _window(self) -> int | None:
+        """0 for a head without a window, or one whose layers differ; None for that of the head."""
+        config, _ = read_head_config(self.head, num_target_layers=self.target.num_layers)
+        return None if len(set(config.windows)) == 1 else 0
+
     def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:
         """Answer as `Serving.answer`.
 
@@ -112,8 +118,8 @@ class EngineServing:
             "model": str(self.head),
             "num_speculative_tokens": self.num_drafts,
             "check_target": False,
-            # As the forward pass of training, and as vLLM.
-            "draft_window": 0,
+            # As the forward pass of the examination, and as vLLM.
+            "draft_window": self._window(),
             "correction": False,
         }
         llm = LLM(model=self.target, speculative_config=speculative)
@@ -236,7 +242,7 @@ def examine_serving(serving: Serving, probe: Probe, files: HeadFiles) -> None:
 def examine_trees(
     target: TargetModel,
     head: Path,
-    trees: CandidateTrees,
+    trees: TreeShape,
     engine: EngineConfig,
     report: Examination,
 ) -> None:
@@ -260,7 +266,8 @@ def examine_trees(
         return
     plan = llm.engine.memory_plan
     most, slots = plan.longest_context, plan.num_lookahead_slots
-    text = f"{trees.max_nodes} nodes a step; a request has {slots:,} KV slots ahead, and "
+    nodes = CandidateTrees.parse(trees).max_nodes
+    text = f"{nodes} nodes a step; a request has {slots:,} KV slots ahead, and "
     text += f"{plan.concurrency(most):,} of {most:,} tokens run at once"
     report.check(check, "agrees", text)
 

@@ -77,7 +77,7 @@ def make_drafting(
         backend,
         [],
         max_model_len=max_model_len,
-        trees=speculative.parallel_drafting_spec,
+        trees=speculative.trees,
         draws=speculative.draws,
     )
     vocab_size = sampler.vocab_size

@@ -98,7 +98,7 @@ class LLMEngine:
         self.speculative = speculative
         self.max_model_len = _max_model_len(target, config)
         self.num_speculative_tokens = speculative.num_drafts if speculative else 0
-        trees = self._trees = speculative.parallel_drafting_spec if speculative else None
+        trees = self._trees = speculative.trees if speculative else None
         drafter = load_head(target, speculative)
         self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
         # Positions up to which the drafter's KV matters; without a head none does.
@@ -168,7 +168,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             num_lookahead_slots=num_lookahead_slots,
-            draft_window=None if drafter is None else drafter.window,
+            draft_window=None if drafter is None else drafter.reach,
             max_itl_ms=config.max_itl_ms,
         )
         self._pipeline: Pipeline | None = None

@@ -13,6 +13,7 @@ from peagle.models.checkpoint import (
     trained_length,
 )
 from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.head_json import check_tree_depth
 from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
 
@@ -35,7 +36,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             f"Set it to {head.is_parallel} or leave it out."
         )
     depth = head.trained_depth
-    if (trees := speculative.parallel_drafting_spec) is not None:
+    if (trees := speculative.trees) is not None:
         _check_trees(trees, speculative.model, head)
     if depth is not None and speculative.num_drafts > depth:
         warnings.warn(
@@ -43,27 +44,32 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
             stacklevel=4,
         )
-    drafter = load_drafter(speculative.model, target, check_target=speculative.check_target)
+    unpack = target.device.type != "cuda"
+    drafter = load_drafter(
+        speculative.model,
+        target,
+        check_target=speculative.check_target,
+        unpack=unpack or speculative.quantization is not None,
+    )
     if speculative.correction:
         drafter.correction = load_correction(speculative.model, drafter)
     if speculative.quantization is not None:
-        quantize_head(drafter, speculative.quantization, unpack=target.device.type != "cuda")
+        quantize_head(drafter, speculative.quantization, unpack=unpack)
     window = speculative.draft_window
-    drafter.window = trained_length(facts) if window is None else window or None
+    if window is None and not head.windows:
+        window = trained_length(facts)
+    if window is not None:
+        # Each layer looks back over the window alone, and drafts do without what stands before it.
+        drafter.windows, drafter.reach = (window or None,) * head.num_layers, window or None
     return drafter
 
 
 def _check_trees(trees: CandidateTrees, name: str, head: DrafterConfig) -> None:
-    """Refuse trees of a head that drafts one token a pass, or fewer tokens than they are deep."""
+    """Refuse trees of a head that drafts one token a pass, or that was trained for less depth."""
     if not head.is_parallel:
         raise UserError(
             f"parallel_drafting_spec asks for candidate trees, but {name!r} is an autoregressive "
             "EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name such a head, or "
             "leave it out: chains."
         )
-    depth = head.trained_depth
-    if depth is not None and trees.prediction_depth > depth:
-        raise UserError(
-            f"parallel_drafting_spec.prediction_depth is {trees.prediction_depth}; the head "
-            f"{name!r} was trained for {depth}. Ask for no more."
-        )
+    check_tree_depth(trees, head.trained_depth, name)

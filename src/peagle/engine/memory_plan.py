@@ -292,7 +292,7 @@ def run_largest_passes(
             drafting.draft(done)
 
     # Where the drafter has a window, its attention may begin behind the beginning of a prompt.
-    has_window = isinstance(drafting, HeadDrafting) and drafting.proposer.drafter.window is not None
+    has_window = isinstance(drafting, HeadDrafting) and drafting.proposer.drafter.reach is not None
     for start in (0, 1) if has_window else (0,):
         left, prompts = min(config.max_num_batched_tokens, most * max(1, max_len - 1)), []
         while left:

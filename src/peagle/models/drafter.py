@@ -64,6 +64,8 @@ class DrafterConfig:
         mask_token_id: token of the mask slots; None for an autoregressive (EAGLE-3) head.
         rope_parameters: RoPE parameters of transformers ({"rope_type", "rope_theta", ...}).
         trained_depth: K that training covered, None if unknown.
+        windows: positions that each layer attends to, itself and those before it: W keeps keys with
+            q_pos - k_pos < W, None keeps all. (): all in every layer.
     """
 
     hidden_size: int
@@ -89,9 +91,11 @@ class DrafterConfig:
     trained_depth: int | None = None
     qk_norm: bool = False
     norm_output: bool = False
+    windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._check_windows()
         mask = self.mask_token_id
         if mask is not None and not (type(mask) is int and 0 <= mask < self.vocab_size):
             raise CheckpointError(
@@ -140,6 +144,17 @@ class DrafterConfig:
         if not _is_number(self.rms_norm_eps) or self.rms_norm_eps <= 0:
             raise CheckpointError(
                 f"rms_norm_eps is {self.rms_norm_eps!r}; expected a number above 0."
+            )
+
+    def _check_windows(self) -> None:
+        if not any(self.windows):
+            object.__setattr__(self, "windows", ())
+        elif len(self.windows) != self.num_layers or not all(
+            window is None or (type(window) is int and window >= 1) for window in self.windows
+        ):
+            raise CheckpointError(
+                f"The windows of the layers are {list(self.windows)}; expected one for each of "
+                f"{self.num_layers} layers, a whole number of at least 1 or none."
             )
 
     def _check_rope(self) -> None:
@@ -355,8 +370,14 @@ class Drafter(nn.Module):
         kept = torch.arange(config.vocab_size) < config.draft_vocab_size
         self.register_buffer("d2t", identity if pruned else None)
         self.register_buffer("t2d", kept if pruned else None)
-        # How far back a position looks when it drafts, itself included; None: to the beginning.
-        self.window: int | None = None
+        # Of each layer, how far back a position looks when it drafts, itself included; None: to the
+        # beginning.
+        self.windows: tuple[int | None, ...] = config.windows or (None,) * config.num_layers
+        # Of a longer prompt drafts need the last so many positions alone; None: all.
+        self.reach: int | None = None
+        if all(self.windows):
+            # A layer looks from what the one before it made of positions that looked back too.
+            self.reach = 1 + sum(window - 1 for window in self.windows if window is not None)
         # Not part of the state either: it has a file of its own (`checkpoint.correction`).
         self.correction: DraftCorrection | None = None
         # Outside the module tree: a table of constants, not part of the checkpoint.

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peagle.config import DEFAULT_DEPTH, SpeculativeConfig
-from peagle.config.speculative import AUTO
+from peagle.config import DEFAULT_DEPTH, CandidateTrees, SpeculativeConfig
+from peagle.config.speculative import AUTO, TREE_DEFAULTS
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
 
@@ -84,21 +84,43 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     """Return the configuration with K filled in from the head in `folder` where none was given.
 
     K is then automatic up to what the head was trained for, or up to the nodes of candidate trees.
-    A schedule of K, or synthetic rates, give K themselves. A file that cannot be read changes
-    nothing: whatever loads the head says what is wrong with it.
+    A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
+    their depth is still the head's. A file that cannot be read changes nothing: whatever loads the
+    head says what is wrong with it.
     """
-    schedule = config.num_speculative_tokens_per_batch_size
+    schedule, shape = config.num_speculative_tokens_per_batch_size, config.parallel_drafting_spec
     is_open = schedule in (None, AUTO) and config.synthetic_acceptance_rates is None
-    if config.model is None or config.num_speculative_tokens is not None or not is_open:
+    if config.model is None or config.num_speculative_tokens is not None:
+        return config
+    if not is_open and (shape is None or isinstance(shape, CandidateTrees)):
         return config
     try:
         depth = trained_depth(read_json(Path(folder) / "config.json"))
     except (OSError, ValueError, AttributeError, CheckpointError):
         depth = None
     is_depth = type(depth) is int and depth >= 1
-    k, trees = default_depth(depth if is_depth else None), config.parallel_drafting_spec
+    k = default_depth(depth if is_depth else None)
+    if shape is not None:
+        k = CandidateTrees.parse(shape, k).prediction_depth
     return replace(
         config,
-        num_speculative_tokens=k if trees is None else trees.prediction_depth,
-        num_speculative_tokens_per_batch_size=AUTO,
+        num_speculative_tokens=k,
+        num_speculative_tokens_per_batch_size=AUTO if is_open else schedule,
     )
+
+
+def check_tree_depth(trees: CandidateTrees, trained: int | None, head: str) -> None:
+    """Refuse trees that are deeper than the drafts that the head was trained for.
+
+    Args:
+        trained: as `trained_depth` returns it; None: unknown.
+        head: its name, for the message.
+
+    Raises:
+        UserError: naming both depths and the default.
+    """
+    if trained is not None and trees.prediction_depth > trained:
+        raise UserError(
+            f"parallel_drafting_spec.prediction_depth is {trees.prediction_depth}; expected at "
+            f"most {trained}, which the head {head!r} was trained for. {TREE_DEFAULTS}"
+        )

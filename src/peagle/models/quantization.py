@@ -129,7 +129,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(found, Mapping) and not hasattr(found, "to_dict"):
         raise CheckpointError(
-            f"The target has the quantization_config {str(found)[:100]!r}; expected an object. "
+            f"The checkpoint has the quantization_config {str(found)[:100]!r}; expected an object. "
             "Correct its config.json, or copy the checkpoint again."
         )
     data = dict(found) if isinstance(found, Mapping) else found.to_dict()
@@ -181,14 +181,14 @@ def check_linear(
             tensors[suffix] = tensor
         elif one.is_needed:
             raise CheckpointError(
-                f"The target lacks tensor {f'{name}.{suffix}'!r}: its quantization_config says "
+                f"The checkpoint lacks tensor {f'{name}.{suffix}'!r}: its quantization_config says "
                 f"{_reason(suffix, scheme)}. {_AGAIN}"
             )
     for suffix in sorted(set(suffixes) - set(expected) - {"bias"}):
         if not suffix.startswith(_OF_ACTIVATIONS):
             raise CheckpointError(
-                f"The target has tensor {f'{name}.{suffix}'!r}, which a layer of this kind does "
-                f"not have ({scheme.text}). {_AGAIN}"
+                f"The checkpoint has tensor {f'{name}.{suffix}'!r}, which a layer of this kind "
+                f"does not have ({scheme.text}). {_AGAIN}"
             )
     scales = next(tensor for suffix, tensor in tensors.items() if suffix in _SCALE_NAMES)
     per_block = scales.mT if kind in _IN_COLUMNS else scales
@@ -238,7 +238,7 @@ def check_mxfp4(blocks: Tensor, scales: Tensor, name: str, shape: tuple[int, int
     for suffix, tensor, expected in (("blocks", blocks, (*groups, 16)), ("scales", scales, groups)):
         if tensor.dtype != torch.uint8 or tuple(tensor.shape) != expected:
             raise CheckpointError(
-                f"The target has {f'{name}_{suffix}'!r} as {_text(tensor)}; expected uint8 of "
+                f"The checkpoint has {f'{name}_{suffix}'!r} as {_text(tensor)}; expected uint8 of "
                 f"shape {list(expected)} (MXFP4: {shape[0]} experts of {shape[1]} x {shape[2]}). "
                 f"{_AGAIN}"
             )
@@ -255,9 +255,9 @@ def read_mxfp4(
     check_mxfp4(blocks, scales, name, shape)
     if int(scales.max()) > MAX_MX_SCALE:
         raise CheckpointError(
-            f"The target has {int(scales.max())} in {name}_scales, which stands for 2 to the power "
-            f"of {int(scales.max()) - 127}; expected at most {MAX_MX_SCALE}. Copy or convert the "
-            "checkpoint again."
+            f"The checkpoint has {int(scales.max())} in {name}_scales, which stands for 2 to the "
+            f"power of {int(scales.max()) - 127}; expected at most {MAX_MX_SCALE}. Copy or convert "
+            "the checkpoint again."
         )
     q = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-3)
     return make_mxfp4(q, scales)
@@ -368,7 +368,7 @@ def _check(tensor: Tensor, name: str, expected: _Expected, scheme: Scheme) -> No
         types = "floating-point numbers" if expected.dtypes else "numbers"
     shapes = " or ".join(str(list(shape)) for shape in dict.fromkeys(expected.shapes))
     raise CheckpointError(
-        f"The target has {name!r} as {_text(tensor)}; expected {types} of shape {shapes} "
+        f"The checkpoint has {name!r} as {_text(tensor)}; expected {types} of shape {shapes} "
         f"({scheme.text}). {_AGAIN}"
     )
 
@@ -405,7 +405,8 @@ def _check_scales(stored: StoredLinear) -> None:
     expected = "finite numbers above 0" if stored.kind == "fp8" else "finite numbers, not all 0"
     name = f"{stored.name}.{stored.scale_name}"
     raise CheckpointError(
-        f"The target has {value} in {name!r}, the scales of a weight; expected {expected}. {_AGAIN}"
+        f"The checkpoint has {value} in {name!r}, the scales of a weight; expected {expected}. "
+        f"{_AGAIN}"
     )
 
 
@@ -413,7 +414,7 @@ def _check_stored_shape(stored: StoredLinear) -> None:
     found = stored.tensors.get("weight_shape")
     if found is not None and found.tolist() != list(stored.shape):
         raise CheckpointError(
-            f"The target has {found.tolist()} in {f'{stored.name}.weight_shape'!r}; expected "
+            f"The checkpoint has {found.tolist()} in {f'{stored.name}.weight_shape'!r}; expected "
             f"{list(stored.shape)}, outputs and inputs of the layer. {_AGAIN}"
         )
 

@@ -74,7 +74,8 @@ def check_config(data: Mapping[str, Any]) -> None:
     if method not in METHODS:
         named = "no method that its config.json names" if not method else str(method)[:100]
         raise CheckpointError(
-            f"The target is quantised by {named!r}; peagle reads {', '.join(METHODS)}. {_INSTEAD}"
+            f"The checkpoint is quantised by {named!r}; peagle reads {', '.join(METHODS)}. "
+            f"{_INSTEAD}"
         )
     if method == "compressed-tensors":
         _refuse_transforms(data.get("transform_config"))
@@ -109,8 +110,9 @@ def scheme_of(data: Mapping[str, Any], name: str) -> Scheme:
     if method == "awq":
         return _awq_scheme(data)
     raise CheckpointError(
-        f"The target stores {name!r} quantised, which its method, {method!r}, does not describe: "
-        "it stores experts alone, as blocks and scales. Copy or convert the checkpoint again."
+        f"The checkpoint stores {name!r} quantised, which its method, {method!r}, does not "
+        "describe: it stores experts alone, as blocks and scales. Copy or convert the checkpoint "
+        "again."
     )
 
 
@@ -121,7 +123,7 @@ def _wrong(key: str, value: Any, expected: str) -> CheckpointError:
     text = f"no {key}" if value is _MISSING else f"{key} {value!r}"
     text = text if len(text) <= 200 else f"{text[:200]}..."
     return CheckpointError(
-        f"quantization_config of the target has {text}; expected {expected}. Correct its "
+        f"quantization_config has {text}; expected {expected}. Correct its "
         "config.json, or copy the checkpoint again."
     )
 
@@ -223,7 +225,7 @@ def _refuse_transforms(transforms: Any) -> None:
         if not found or any(place not in _STORED_PLACES for place in found):
             kind = group.get("type") if isinstance(group, Mapping) else None
             raise CheckpointError(
-                f"The target has a transform_config: its group {name!r} ({kind or 'no type'}) "
+                f"The checkpoint has a transform_config: its group {name!r} ({kind or 'no type'}) "
                 "rotates activations while the model runs (QuIP, SpinQuant), which peagle does not "
                 f"compute. Quantise without transforms; {_INSTEAD}"
             )
@@ -233,7 +235,7 @@ def _refuse_sparsity(sparsity: Any) -> None:
     stored = _mapping(sparsity or {}, "sparsity_config").get("format", "dense")
     if stored != "dense":
         raise CheckpointError(
-            f"The target has a sparsity_config of format {str(stored)[:100]!r}; peagle reads "
+            f"The checkpoint has a sparsity_config of format {str(stored)[:100]!r}; peagle reads "
             f"weights that store every number ('dense'). {_INSTEAD}"
         )
 
@@ -242,7 +244,7 @@ def _check_format(data: Mapping[str, Any], key: str, prefix: str = "") -> None:
     stored = data.get(key)
     if stored is not None and stored not in _FORMATS:
         raise CheckpointError(
-            f"quantization_config of the target has {prefix}{key} {str(stored)[:100]!r}; peagle "
+            f"quantization_config has {prefix}{key} {str(stored)[:100]!r}; peagle "
             f"reads {', '.join(_FORMATS)}. {_INSTEAD}"
         )
 
@@ -269,9 +271,9 @@ def _group_of(data: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], st
     rest = [group for group in groups if "Linear" in group[0]] or groups
     if len(rest) == 0 or (len(rest) > 1 and "Linear" not in rest[0][0]):
         raise CheckpointError(
-            f"The target stores {name!r} quantised, and none of the {len(groups)} config_groups "
-            "of its quantization_config that quantise weights has it as a target. Correct its "
-            "config.json, or copy the checkpoint again."
+            f"The checkpoint stores {name!r} quantised, and none of the {len(groups)} "
+            "config_groups of its quantization_config that quantise weights has it as a target. "
+            "Correct its config.json, or copy the checkpoint again."
         )
     return rest[0][1], rest[0][2]
 
@@ -291,7 +293,7 @@ def _weights_scheme(weights: Mapping[str, Any], prefix: str) -> Scheme:
     order = weights.get("actorder")
     if order not in (None, False, "weight", "static"):
         raise CheckpointError(
-            f"quantization_config of the target has {prefix}actorder {str(order)[:100]!r}: its "
+            f"quantization_config has {prefix}actorder {str(order)[:100]!r}: its "
             "layers order their inputs by activation, which peagle reads from GPTQ checkpoints "
             f"only. Quantise without actorder, or with 'weight'; {_INSTEAD}"
         )

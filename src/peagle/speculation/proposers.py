@@ -280,11 +280,11 @@ class HeadProposer:
         return (self.drafter.read(tokens, hidden, positions, self._attend(prepared), write),)
 
     def _attend(self, prepared: PreparedPaged) -> Attend:
-        window = self.drafter.window
+        windows = self.drafter.windows
 
         def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            cache = self.caches[layer_idx]
-            return prepared(query, key, value, cache, scaling=self.scaling, sliding_window=window)
+            cache, options = self.caches[layer_idx], {"scaling": self.scaling}
+            return prepared(query, key, value, cache, sliding_window=windows[layer_idx], **options)
 
         return attend
 

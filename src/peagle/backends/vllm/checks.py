@@ -107,8 +107,8 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
         )
     if config.draft_window:
         raise UserError(
-            f"draft_window is {config.draft_window}; heads look back over all tokens in vLLM. "
-            "Leave it out."
+            f"draft_window is {config.draft_window}; vLLM takes the windows of a head from its "
+            "config.json (layer_types, sliding_window). Leave it out."
         )
     if config.quantization is not None:
         raise UserError(
@@ -160,10 +160,12 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
     if trained is not None and k > trained:
         yield f"K is {k}, and the head was trained for {trained}: later tokens will be refused"
     longest, served = trained_length(facts), launch.max_model_len
-    if head.is_parallel and longest is not None and (served is None or served > longest):
+    is_beyond = longest is not None and (served is None or served > longest)
+    if head.is_parallel and is_beyond and not head.windows:
         yield (
-            f"the head was trained on texts of up to {longest} tokens; vLLM lets it look back "
-            "over more, and accepts far fewer drafts there. peagle's own engine keeps it to them"
+            f"the head was trained on texts of up to {longest} tokens, and its config.json has no "
+            "window: vLLM lets it look back over more, and accepts far fewer drafts there. "
+            "peagle's own engine keeps it to them"
         )
     if config.correction and (Path(folder) / CORRECTION_NAME).is_file():
         yield "the head has a correction, which vLLM does not read: it drafts without"
@@ -191,14 +193,24 @@ def _check_groups(
     target: _Target,
 ) -> None:
     """Refuse a drafter whose layers vLLM would scatter over groups of the KV cache."""
-    same = head.num_kv_heads * head.head_dim == target.kv_heads * target.head_dim
-    if launch.has_flag(_HYBRID_OFF) or not same:
+    if launch.has_flag(_HYBRID_OFF):
+        return
+    if len(set(head.windows)) > 1:
+        raise UserError(
+            f"The head's layers have different windows ({list(head.windows)}): {installation} puts "
+            "them into different groups of its KV cache and fails (validate_same_kv_cache_group). "
+            f"Append -- {_HYBRID_OFF}, or take --engine peagle."
+        )
+    if head.num_kv_heads * head.head_dim != target.kv_heads * target.head_dim:
         return  # a drafter of another shape gets a group of its own
     num_sliding = sum(kind != "full_attention" for kind in target.layer_kinds)
     num_full = len(target.layer_kinds) - num_sliding
     since = (installation.release or _TOGETHER_SINCE) >= _TOGETHER_SINCE
     ratio = _TOGETHER if since else _TOGETHER_BEFORE
-    if is_scattered(num_full, num_sliding, head.num_layers, ratio):
+    is_apart = bool(head.windows)
+    if is_apart and not target.layer_kinds:
+        num_full = target.sizes.get("num_layers", 0)
+    if is_scattered(num_full, num_sliding, head.num_layers, ratio, is_apart=is_apart):
         raise UserError(
             f"The target has {num_full} layers of full attention and {num_sliding} others, the "
             f"head {head.num_layers}: {installation} would put the head's layers into several "
@@ -207,19 +219,23 @@ def _check_groups(
         )
 
 
-def is_scattered(num_full: int, num_sliding: int, num_draft: int, ratio: float) -> bool:
-    """Whether vLLM splits the layers of full attention, the drafter's among them, into groups.
+def is_scattered(
+    num_full: int, num_sliding: int, num_draft: int, ratio: float, *, is_apart: bool = False
+) -> bool:
+    """Whether vLLM splits the kind of layers that the drafter's are of into several groups.
 
+    They are of full attention, or, with `is_apart`, of a window that no layer of the target has.
     Groups have as many layers as the rarer kind, or as the commoner one if that is less than
     `ratio` times as many (`_get_kv_cache_groups_uniform_page_size` of vLLM). Layer i of a kind of
     n groups goes to group i mod n.
     """
-    if num_sliding == 0 or num_draft < 2:
+    own = num_draft if is_apart else num_full + num_draft
+    kinds = [num for num in (own, num_sliding, num_full if is_apart else 0) if num]
+    if len(kinds) == 1 or num_draft < 2:
         return False
-    num_full += num_draft
-    fewest, most = sorted((num_full, num_sliding))
+    fewest, most = min(kinds), max(kinds)
     size = most if most < fewest * ratio else fewest
-    return num_full > size
+    return own > size
 
 
 # ---- the target ------------------------------------------------------------------------------

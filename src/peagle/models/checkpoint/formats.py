@@ -33,6 +33,8 @@ _USUAL_NUM_AUX = 3  # what vLLM assumes where it finds no list
 _QWEN3_HEAD_DIM = 128
 _MAX_POSITIONS = {_LLAMA: 2048, _QWEN3: 32768}
 _DEFAULT_THETA = 10000.0
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_QWEN3_FULL_LAYERS, _QWEN3_WINDOW = 28, 4096
 # Values that peagle's drafter does not implement, and the ones that it does.
 _FIXED = {
     "hidden_act": "silu",
@@ -47,6 +49,9 @@ _ARCHITECTURES = {
     "Eagle3Qwen3ForCausalLM": _QWEN3,
     "Qwen3ForCausalLM": _QWEN3,
 }
+# SpecForge's name of the layers of a P-EAGLE head. vLLM does not know it, and SpecForge keeps the
+# mask token in the options of its training alone.
+_SPECFORGE = "PEagleDraftModel"
 # Searched in vLLM's order; all are written, equal, because its versions read different ones.
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 # By kind of head, `norm_before_residual` of a file that does not say. It is vLLM's assumption: for
@@ -194,11 +199,17 @@ def _write_vllm(config: DrafterConfig) -> dict[str, Any]:
 def _read_vllm(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, Any]:
     """Read the arguments of `DrafterConfig`; absent keys have vLLM's defaults."""
     named = data.get("architectures") or []
-    model_type = next((_ARCHITECTURES[n] for n in _ARCHITECTURES if n in named), None)
-    if model_type is None:
+    mask = next((data[k] for k in _MASK_KEYS if data.get(k) is not None), None)
+    if _SPECFORGE in named and mask is None:
         raise CheckpointError(
-            f"architectures is {named}; expected one of {', '.join(_ARCHITECTURES)}."
+            f"architectures is {named}, a P-EAGLE head of SpecForge, and no mask token is named. "
+            f'Add "{_MASK_KEYS[0]}" to config.json: the token id that its training was given as '
+            "mask token."
         )
+    known = {**_ARCHITECTURES, _SPECFORGE: _LLAMA}
+    model_type = next((known[name] for name in known if name in named), None)
+    if model_type is None:
+        raise CheckpointError(f"architectures is {named}; expected one of {', '.join(known)}.")
     eagle = object_at(data, "eagle_config")
     if eagle.get("use_aux_hidden_state") is False:
         raise CheckpointError(
@@ -212,7 +223,7 @@ def _read_vllm(data: Mapping[str, Any], num_target_layers: int | None) -> dict[s
         "aux_layer_ids": _read_aux_layers(
             data.get(AUX_KEY) or eagle.get(AUX_KEY), f"eagle_config.{AUX_KEY}", num_target_layers
         ),
-        "mask_token_id": next((data[k] for k in _MASK_KEYS if data.get(k) is not None), None),
+        "mask_token_id": mask,
         "norm_before_residual": _value_at(data, "norm_before_residual", False),
         "norm_before_fc": _value_at(
             eagle, "norm_before_fc", _value_at(data, "norm_before_fc", False)
@@ -322,6 +333,16 @@ def _write_layers(config: DrafterConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
     }
+    if sizes := sorted({window for window in config.windows if window is not None}):
+        if len(sizes) > 1:
+            raise CheckpointError(
+                f"The layers have windows of {sizes} positions; config.json has one sliding_window "
+                "for all of them."
+            )
+        data["layer_types"] = [_SLIDING if window else _FULL for window in config.windows]
+        data["sliding_window"] = sizes[0]
+        if config.qk_norm:  # without it Qwen3's configuration drops the window
+            data["use_sliding_window"] = True
     if len(config.aux_layer_ids) != _USUAL_NUM_AUX:
         data["num_aux_hidden_states"] = len(config.aux_layer_ids)
     return data | {name: True for name in _OPTIONS if getattr(config, name)}
@@ -355,7 +376,39 @@ def _read_layers(data: Mapping[str, Any], model_type: str, path: str = "") -> di
         ),
         "rope_parameters": _rope_parameters(data),
         "qk_norm": model_type == _QWEN3,
+        "windows": _read_windows(data, model_type, need("num_hidden_layers"), path),
     }
+
+
+def _read_windows(
+    data: Mapping[str, Any], model_type: str, num_layers: int, path: str
+) -> tuple[int | None, ...]:
+    """Read the window of each layer, with the meaning that vLLM and transformers give the keys."""
+    is_qwen3, kinds = model_type == _QWEN3, data.get("layer_types")
+    is_used = _value_at(data, "use_sliding_window", not is_qwen3)
+    if kinds is None and is_qwen3 and is_used:
+        first = _value_at(data, "max_window_layers", _QWEN3_FULL_LAYERS)
+        kinds = [_FULL if i < first else _SLIDING for i in range(num_layers)]
+    kinds = [] if kinds is None else list(kinds)
+    if unknown := [kind for kind in kinds if kind not in (_SLIDING, _FULL)]:
+        raise CheckpointError(
+            f"{path}layer_types names {unknown[0]!r}; expected {_SLIDING} or {_FULL} for each "
+            "layer."
+        )
+    if _SLIDING not in kinds or not is_used:
+        return ()
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"{path}layer_types names {len(kinds)} layers; expected {num_layers} "
+            "(num_hidden_layers)."
+        )
+    size = data.get("sliding_window", _QWEN3_WINDOW if is_qwen3 else None)
+    if type(size) is not int or size < 1:
+        raise CheckpointError(
+            f"{path}layer_types names {_SLIDING}, and {path}sliding_window is {size!r}; expected "
+            "the positions that such a layer attends to, a whole number of at least 1."
+        )
+    return tuple(size if kind == _SLIDING else None for kind in kinds)
 
 
 def _read_head(data: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,16 +446,6 @@ def _refuse_unsupported(data: Mapping[str, Any], path: str) -> None:
     for key, supported in _FIXED.items():
         if _value_at(data, key, supported) != supported:
             raise CheckpointError(f"{path}{key} is {data[key]!r}; expected {supported!r}.")
-    if "sliding_attention" in _value_at(data, "layer_types", ()):
-        raise CheckpointError(
-            f"{path}layer_types names sliding_attention, which peagle's drafter does not "
-            "implement; expected full_attention in every layer."
-        )
-    if data.get("quantization_config"):
-        raise CheckpointError(
-            f"{path}quantization_config is set: peagle reads heads in float types only. Use the "
-            "head before quantization."
-        )
 
 
 def _rope_parameters(data: Mapping[str, Any]) -> dict[str, Any]:

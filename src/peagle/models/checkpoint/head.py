@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from peagle.models.checkpoint.formats import (
     config_from_json,
     config_to_json,
     facts_from_json,
+    trained_length,
 )
+from peagle.models.checkpoint.packed import hold_packed, unpack_tensors
 from peagle.models.checkpoint.weights import (
     check_tensors,
     fill,
@@ -49,6 +52,10 @@ def save_drafter(
 ) -> None:
     """Write a head as config.json and model.safetensors.
 
+    Where `extra` has the longest sequence of the head's training (LENGTH_KEY), its mask slots draft
+    badly if they attend to more positions: config.json then gives the layers of a P-EAGLE head that
+    window, under the keys that vLLM reads.
+
     Args:
         folder: made if it is not there.
         drafter: the head.
@@ -67,7 +74,11 @@ def save_drafter(
         name: value.detach().to(dtype if value.is_floating_point() else None).cpu().contiguous()
         for name, value in split_tensors(drafter)
     }
-    write_head(Path(folder), drafter.config, facts, tensors, format)
+    config = drafter.config
+    if (length := trained_length(facts)) is not None:
+        windows = (length,) * config.num_layers if config.is_parallel else ()
+        config = replace(config, windows=windows)
+    write_head(Path(folder), config, facts, tensors, format)
 
 
 def write_head(
@@ -146,16 +157,19 @@ def load_drafter(
     *,
     dtype: torch.dtype | None = None,
     check_target: bool = True,
+    unpack: bool = True,
 ) -> Drafter:
     """Load a head for `target`, onto its device.
 
-    `embed_tokens` and `lm_head` may be absent: they are then the target's own, as in vLLM.
+    `embed_tokens` and `lm_head` may be absent: they are then the target's own, as in vLLM. Weights
+    of linear layers may be quantised (`models.quantization`).
 
     Args:
         folder: the head, in either style.
         target: the model it drafts for.
         dtype: type of the weights; None takes the target's.
         check_target: compare the fingerprint where the head has one.
+        unpack: compute plain weights of quantised ones; else those of the layers stay packed.
 
     Raises:
         CheckpointError: another target; a tensor missing, unknown or misshapen; a pickle.
@@ -166,6 +180,7 @@ def load_drafter(
     if check_target and "target" in facts:
         TargetFingerprint.from_json(facts["target"]).check(target, str(folder))
     tensors, source = read_tensors(folder)
+    packed = unpack_tensors(tensors, config, read_head_json(folder), source)
     check_tensors(tensors, config, source)
     tensors.setdefault("embed_tokens.weight", target.embedding_weight())
     if config.is_pruned:
@@ -176,6 +191,8 @@ def load_drafter(
         drafter = Drafter(config).to(dtype or target.dtype)
     drafter.to_empty(device=target.device)
     fill(drafter, tensors)
+    if not unpack:
+        hold_packed(drafter, packed)
     return drafter.requires_grad_(False).eval()
 
 

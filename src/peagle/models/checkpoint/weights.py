@@ -17,12 +17,15 @@ from peagle.errors import CheckpointError
 from peagle.model_folder import read_weight_map
 from peagle.models.checkpoint.files import save_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.quantization import is_packed
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HASHED_ROWS = 4  # of each tensor
+# Layers of the checkpoint that a layer of `Drafter` joins.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _MAP_TYPES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8)}
 
 
@@ -47,21 +50,14 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def _parts(name: str, value: Tensor, config: DrafterConfig) -> list[tuple[str, int]]:
     """Return checkpoint names and row counts of a parameter; a fused one has several."""
-    kv_rows = config.num_kv_heads * config.head_dim
-    fused = {
-        "qkv_proj": (
-            ("q_proj", config.num_attention_heads * config.head_dim),
-            ("k_proj", kv_rows),
-            ("v_proj", kv_rows),
-        ),
-        "gate_up_proj": (
-            ("gate_proj", config.intermediate_size),
-            ("up_proj", config.intermediate_size),
-        ),
+    rows = {
+        "q_proj": config.num_attention_heads * config.head_dim,
+        **dict.fromkeys(("k_proj", "v_proj"), config.num_kv_heads * config.head_dim),
+        **dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
     }
-    for key, parts in fused.items():
+    for key, parts in FUSED.items():
         if f".{key}." in name:
-            return [(name.replace(key, part), rows) for part, rows in parts]
+            return [(name.replace(key, part), rows[part]) for part in parts]
     return [(name, value.shape[0])]
 
 
@@ -87,6 +83,12 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, source: str
     Raises:
         CheckpointError: a tensor is missing, unknown, misshapen, of the wrong type or not finite.
     """
+    if is_packed({name.rpartition(".")[2] for name in tensors}):
+        raise CheckpointError(
+            f"{source}: the head is stored quantised. peagle runs such heads where config.json has "
+            "their quantization_config; to convert, to publish or to train it, take the head from "
+            "before it was quantised."
+        )
     expected = tensor_shapes(config)
     _drop_identity_maps(tensors, config, source)
     absent = _may_be_absent(config)
@@ -205,6 +207,8 @@ def head_digest(folder: Path) -> str:
             for name in set(reader.keys()) - set(_MAP_TYPES):
                 rows = reader.get_slice(name)
                 shape = rows.get_shape()
+                if not shape:  # the one scale of a quantised weight
+                    rows = reader.get_tensor(name).reshape(1)
                 count = shape[0] if len(shape) > 1 else 1
                 chosen = sorted(
                     {i * (count - 1) // (_HASHED_ROWS - 1) for i in range(_HASHED_ROWS)}
