@@ -113,6 +113,7 @@ def test_a_run_warns_once_of_a_validation_that_gets_worse(
 
     def worse() -> Any:
         report = real()
+        assert report is not None
         object.__setattr__(report, "loss", report.loss + next(rises))
         return report
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,7 +209,7 @@ def test_too_little_room_is_refused_before_and_by_the_trainer(
 ) -> None:
     config = make_config(target_folder, responses, tmp_path / "new" / "run")
     trainer = Trainer(config)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     message = r"A run writes .* KiB to '.*run', where 1000 B are free; name another output"
     with pytest.raises(UserError, match=message):
         check_start(config, resume=False)
@@ -226,7 +227,7 @@ def test_a_resumed_run_needs_room_for_one_more_checkpoint(
     config = begun(tmp_path)
     sizes = least_sizes(config)
     assert sizes is not None
-    usage = type("Usage", (), {"free": sum(sizes)})
+    usage = SimpleNamespace(free=sum(sizes))
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     check_start(config, resume=True)
     usage.free -= 1

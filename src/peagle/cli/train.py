@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,8 +110,11 @@ def train(
             config, overrides or [], output=output, correction_on=correction_on
         )
         run = continued(given) if resume else given
-        if show_config:
-            return run
+        if is_first and (text := optimizer_note(given, run)):
+            note(text)
+        return run
+
+    def check(run: TrainConfig) -> None:
         if not plan:
             check_start(run, resume=resume)
         elif run.correction.on is None:
@@ -120,16 +124,14 @@ def train(
                 f"--plan is of training a head; a correction of {str(run.correction.on)!r} is "
                 "asked for, which takes minutes. Leave one of them out."
             )
-        if is_first and (text := optimizer_note(given, run)):
-            note(text)
-        return run
 
-    # A mistake is refused before torch is imported, which takes seconds.
-    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    run = read() if is_alone or show_config else None
-    if show_config and run is not None:
-        print(json.dumps(run.to_json(), indent=2))
+    if show_config:
+        print(json.dumps(read().to_json(), indent=2))
         return
+    run = None
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        # A mistake is refused before torch is imported, which takes seconds.
+        check(run := read())
     as_json = format == "json"
     with ProgressLine("step", quiet=plan or as_json or not is_first) as progress:
         progress.begin("importing torch")
@@ -137,7 +139,9 @@ def train(
 
         result = None
         with joined() as processes:
-            run = run or read()
+            if run is None:
+                run = read()
+                processes.first(partial(check, run))
             if not plan:
                 with ExitStack() as held:
                     # One process for all of a run; before it loads anything.

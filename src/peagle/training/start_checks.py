@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.config import require_writable_folder
-from peagle.disk import free_bytes, size_text
+from peagle.disk import free_bytes, locked, size_text
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_file_header, read_json, sha256_of
 from peagle.training.checkpoint_facts import (
@@ -31,12 +31,15 @@ def check_start(config: TrainConfig, *, resume: bool) -> None:
     """Refuse a run that cannot begin.
 
     Raises:
-        UserError: a path is not there; the output cannot be written, or has too little room; an
-            earlier run would be overwritten; there is none to resume, or it was made with another
-            configuration or other data.
+        UserError: a path is not there; the output cannot be written, another process writes it, or
+            it has too little room; an earlier run would be overwritten; there is none to resume, or
+            it was made with another configuration or other data.
     """
     config.check_paths()
     require_writable_folder(config.output, "The output folder")
+    if config.output.is_dir():
+        with locked(config.output):
+            pass  # what another process is writing is no earlier run
     checkpoint = config.output / "checkpoint"
     if resume:
         require_checkpoint(checkpoint)
