@@ -55,6 +55,11 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["train", "ready.toml", "--resume"], "no checkpoint to resume from"),
     (["train", "ready.toml", "--output", "begun"], "holds an earlier run"),
     (["train", "ready.toml", "--output", "begun", "--resume"], "run.seed 7 (now 0)"),
+    (["data", "prepare", "run.toml", *PREPARED[1:]], "ends in '.toml'; expected .jsonl or"),
+    (
+        ["data", "prepare", "d.jsonl", "bad.jsonl", *PREPARED[1:]],
+        "bad.jsonl, line 1 ends in the middle",
+    ),
     (["data", "prepare", *PREPARED, "--max-length", "2"], "limit is 2; expected at least 3"),
     (["data", "prepare", *PREPARED, "--validation-share", "1"], "validation share is 1"),
     (["data", "prepare", *PREPARED, "-o", "d.jsonl"], "is read and would be written"),
@@ -101,6 +106,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[
     (folder / "ready.toml").write_text(
         'target = "bundled"\noutput = "o"\n[data]\ntrain = "d.jsonl"\n[optimizer]\nsteps = 1\n'
     )
+    (folder / "bad.jsonl").write_text("{bad")
     for name in ("d.txt", "there.jsonl"):
         (folder / name).touch()
     sizes = {"hidden_size": 2**22, "intermediate_size": 2**24, "vocab_size": 2**20}

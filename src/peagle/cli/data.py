@@ -415,12 +415,14 @@ def prepare(
         validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(sources, output, validation, overwrite)
     from peagle.data.limits import Limits, check_limits
-    from peagle.data.readers import parts_of, sha256_of_table, split_of
+    from peagle.data.readers import parts_of, read_records, sha256_of_table, split_of
 
     check_limits(max_length, share)
     sources = [split_of(path, split) for path in sources]
     for source in sources:
         parts_of(source)  # refuses what is not there before torch is imported
+        if source.is_file() and source.suffix not in (".safetensors", ".parquet"):
+            next(read_records(source), None)  # and what is not JSON
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.data import prepare as library
