@@ -58,7 +58,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["data", "prepare", "run.toml", *PREPARED[1:]], "ends in '.toml'; expected .jsonl or"),
     (
         ["data", "prepare", "d.jsonl", "bad.jsonl", *PREPARED[1:]],
-        "bad.jsonl, line 1 ends in the middle",
+        "bad.jsonl, line 1 ends in",
     ),
     (["data", "prepare", *PREPARED, "--max-length", "2"], "limit is 2; expected at least 3"),
     (["data", "prepare", *PREPARED, "--validation-share", "1"], "validation share is 1"),
