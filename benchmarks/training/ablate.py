@@ -1,8 +1,8 @@
 """Heads that differ in one thing, trained alike: which choice pays?
 
-    python benchmarks/training/ablate.py base.toml --output /tmp/ablation --steps 1500
+    python benchmarks/training/ablate.py recipes/bundled_pair/peagle.toml --output /tmp/ablation
 
-Trains a head for each variant: the base configuration with some keys changed, the same data in the
+Trains a head for each variant: a configuration with some keys changed, the same data in the
 same order for as many steps. What counts is the simulated acceptance length of the last validation,
 which walks the responses as serving does, over the target's whole vocabulary. One JSON object a
 variant; a variant that is there already is not trained again.
@@ -42,7 +42,7 @@ _SHOWN = (3, 5, 7)
 
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", type=Path, help="TOML file of the run that is varied")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="a list")
     parser.add_argument("--steps", type=int, default=1500)

@@ -1,10 +1,11 @@
-"""Files that are on the disk before they appear, and locks between processes."""
+"""Files that are on the disk before they appear, room for them, and locks between processes."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,20 @@ def put_in_place(temporary: Path, path: Path) -> None:
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes as people write it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that are free where a folder is, or where it would be made."""
+    path = folder.absolute()
+    return shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
 
 
 def lock(descriptor: int, path: Path) -> None:

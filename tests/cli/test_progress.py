@@ -212,7 +212,7 @@ def test_training_is_on_the_line_and_validations_above_it(
     line, _ = drawn(terminal)
     monkeypatch.setattr("sys.stdout", terminal)
     with line:
-        view = TrainView(line, 100)
+        view = TrainView(line, lambda: 100)
         view.stepped(19)
         view.report(TRAIN)
         line._bar.refresh()
@@ -224,7 +224,7 @@ def test_training_is_on_the_line_and_validations_above_it(
 
 def test_a_log_has_a_line_for_each_report(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLine("step") as line:
-        view = TrainView(line, 100)
+        view = TrainView(line, lambda: 100)
         for step in (20, 40):
             view.stepped(step)
             view.report(replace(TRAIN, step=step))

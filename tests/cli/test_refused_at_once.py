@@ -17,6 +17,7 @@ from peagle.extras import install_extra
 from tests.cli.conftest import environment
 
 OWN = ["--target", "./none", "--draft", "bundled"]
+PREPARED = ["d.jsonl", "--target", "bundled", "-o", "o.jsonl"]
 COMMANDS: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--target", "./none"], "target model 'none' is not there"),
     (["generate", "--prompt", "x", "--target", "none"], "target model 'none' is not there"),
@@ -45,6 +46,25 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["train", "none.toml"], "'none.toml' is not there"),
     (["train", "run.toml"], "data.train is 'none.safetensors', which is not there"),
     (["train", "run.toml", "--set", "target=none"], "none' is not there"),
+    (["train", "ready.toml", "--set", "optimizer.stps=2"], "Did you mean 'optimizer.steps'?"),
+    (["train", "ready.toml", "--set", "run.minutes=2"], "steps is 1 and run.minutes is 2, which"),
+    (["train", "ready.toml", "--set", "data.train=d.txt"], "expected a file that ends in .jsonl"),
+    (["train", "ready.toml", "--set", "data.features=none"], "`peagle data features` writes it"),
+    (["train", "ready.toml", "--set", "target=empty"], "has no config.json"),
+    (["train", "ready.toml", "--set", "target=huge"], "are free; name another output"),
+    (["train", "ready.toml", "--resume"], "no checkpoint to resume from"),
+    (["train", "ready.toml", "--output", "begun"], "holds an earlier run"),
+    (["train", "ready.toml", "--output", "begun", "--resume"], "run.seed 7 (now 0)"),
+    (["data", "prepare", "run.toml", *PREPARED[1:]], "ends in '.toml'; expected .jsonl or"),
+    (
+        ["data", "prepare", "d.jsonl", "bad.jsonl", *PREPARED[1:]],
+        "bad.jsonl, line 1 ends in",
+    ),
+    (["data", "prepare", *PREPARED, "--max-length", "2"], "limit is 2; expected at least 3"),
+    (["data", "prepare", *PREPARED, "--validation-share", "1"], "validation share is 1"),
+    (["data", "prepare", *PREPARED, "-o", "d.jsonl"], "is read and would be written"),
+    (["data", "prepare", *PREPARED, "-o", "there.jsonl"], "is there already"),
+    (["data", "prepare", *PREPARED, "-o", "o.txt"], "must end in .safetensors or .jsonl"),
     (["data", "prepare", "none.jsonl", "--target", "bundled", "-o", "o.jsonl"], "is not there"),
     (["data", "prepare", "d.jsonl", "--target", "./none", "-o", "o.jsonl"], "is not there"),
     (["data", "inspect", "none.jsonl"], "'none.jsonl' is not there"),
@@ -83,6 +103,20 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[
         'target = "bundled"\noutput = "o"\n[data]\ntrain = "none.safetensors"\n'
         "[optimizer]\nsteps = 1\n"
     )
+    (folder / "ready.toml").write_text(
+        'target = "bundled"\noutput = "o"\n[data]\ntrain = "d.jsonl"\n[optimizer]\nsteps = 1\n'
+    )
+    (folder / "bad.jsonl").write_text("{bad")
+    for name in ("d.txt", "there.jsonl"):
+        (folder / name).touch()
+    sizes = {"hidden_size": 2**22, "intermediate_size": 2**24, "vocab_size": 2**20}
+    sizes |= {"num_attention_heads": 128, "num_hidden_layers": 9}
+    (folder / "huge").mkdir()
+    (folder / "huge" / "config.json").write_text(json.dumps(sizes))
+    (folder / "empty").mkdir()
+    (folder / "begun" / "checkpoint").mkdir(parents=True)
+    state = {"step": 1, "seed": 7, "progress": {}}
+    (folder / "begun" / "checkpoint" / "state.json").write_text(json.dumps(state))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     commands = [[word.replace("PORT", "8000") for word in command] for command, _ in COMMANDS]

@@ -15,6 +15,8 @@ import torch
 from peagle.disk import LOCK_NAME, locked
 from peagle.errors import UserError
 from peagle.training import training_plan as plans
+from peagle.training.config import TrainConfig
+from peagle.training.trainer import Trainer
 from tests.cli.conftest import Peagle
 from tests.conftest import VOCAB_SIZE, make_target_folder
 
@@ -197,6 +199,74 @@ def test_a_second_run_into_one_folder_is_refused_at_once(peagle: Peagle, config:
             assert "loading" not in done.err
         assert peagle("train", config, "--plan").status == 0
     assert list(folder.iterdir()) == []
+
+
+def test_a_run_from_python_keeps_its_folder_to_itself(config: Path) -> None:
+    folder = config.parent / "run"
+    plan = TrainConfig.read(config)
+    with locked(folder), pytest.raises(UserError, match=f"Another process is writing '{folder}'"):
+        Trainer(plan).run()
+    assert list(folder.iterdir()) == []
+    kept = []
+
+    def stepped(_: int) -> None:
+        with pytest.raises(UserError, match="Another process is writing"), locked(folder):
+            pass
+        kept.append(True)
+
+    Trainer(plan, stepped=stepped).run()
+    assert len(kept) == 6 and not (folder / LOCK_NAME).exists()
+    with pytest.raises(UserError, match="holds an earlier run"):
+        Trainer(plan).run()
+    assert not (folder / LOCK_NAME).exists()
+
+
+def test_show_config_prints_what_is_decided(peagle: Peagle, config: Path) -> None:
+    """Also what a resumed run takes from its checkpoint; nothing is made."""
+    call = ("train", config, "--show-config")
+    done = peagle(*call)
+    assert (done.status, done.err) == (0, "")
+    shown = json.loads(done.out)
+    assert shown["optimizer"]["name"] == "muon" and shown["optimizer"]["learning_rate"] == 5e-3
+    assert shown["optimizer"]["steps"] == 6 and shown["run"]["minutes"] is None
+    assert shown["target"] and shown["data"]["train"] == str(config.parent / "data.jsonl")
+    assert not (config.parent / "run").exists()
+    timed = config.with_name("timed.toml")
+    timed.write_text(config.read_text().replace("steps = 6", "") + "minutes = 20\n")
+    shown = json.loads(peagle("train", timed, "--show-config").out)
+    assert (shown["optimizer"]["steps"], shown["run"]["minutes"]) == (None, 20)
+    assert peagle("train", config, "--set", "optimizer.learning_rate=1e-3").status == 0
+    shown = json.loads(peagle(*call, "--resume").out)
+    assert (shown["optimizer"]["name"], shown["optimizer"]["learning_rate"]) == ("adamw", 1e-3)
+
+
+def test_a_learning_rate_without_an_optimizer_is_told(peagle: Peagle, config: Path) -> None:
+    call = ("train", config, "--set", "optimizer.learning_rate=1e-3", "--format", "json")
+    done = peagle(*call)
+    assert done.status == 0
+    assert done.err.splitlines() == [
+        "peagle: note: optimizer.learning_rate = 0.001 without optimizer.name is a rate of AdamW, "
+        "which is used; the default is Muon at 0.005, which learns far faster: leave the rate out "
+        "for it, or name the optimizer."
+    ]
+    more = ("--set", "optimizer.steps=8", "--format", "json")
+    done = peagle("train", config, "--resume", *more)
+    assert done.status == 0, done.err
+    assert "goes on with the AdamW at 0.001 that it began with" in done.err
+    done = peagle("train", config, "--resume", "--set", "optimizer.name=adamw", *more)
+    assert (done.status, done.err) == (0, "")
+
+
+def test_steps_by_time_are_shown(peagle: Peagle, config: Path) -> None:
+    """So few minutes are one step, or a few on a fast machine."""
+    timed = config.with_name("timed.toml")
+    timed.write_text(config.read_text().replace("steps = 6", "") + "minutes = 0.0001\n")
+    done = peagle("train", timed)
+    assert done.status == 0, done.err
+    assert "0.0001 minutes on cpu" in done.err and "measuring a step" in done.err
+    record = json.loads((config.parent / "run" / "train.json").read_text())
+    assert record["steps"] == record["planned_steps"] >= 1
+    assert f"step 1 of {record['steps']}" in done.err
 
 
 def test_a_run_keeps_its_folder_to_itself(

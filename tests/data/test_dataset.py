@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from peagle.cli.main import run
 from peagle.data.dataset import ResponseDataset, data_facts
 from peagle.data.inspect import Inspection, inspect_data
-from peagle.data.prepare import Limits, prepare
+from peagle.data.limits import Limits
+from peagle.data.prepare import prepare
 from peagle.data.readers import (
     Record,
     conversation_of,

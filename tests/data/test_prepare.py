@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.data.dataset import ResponseDataset
 from peagle.data.inspect import inspect_data
-from peagle.data.prepare import Limits, PrepareSummary, prepare
+from peagle.data.limits import Limits
+from peagle.data.prepare import PrepareSummary, prepare
 from peagle.data.readers import Record, read_side
 from peagle.data.samples import Dropped, Sample, SampleMaker
 from peagle.errors import UserError

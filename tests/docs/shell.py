@@ -72,6 +72,7 @@ _STAND_INS = {
     "prompts.jsonl": _PAIR2 / "prompts.jsonl",
 }
 _COPIED = ("examples", "recipes")
+_LINKED = ("benchmarks", "src")
 _READY_SECONDS = 120.0
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
@@ -142,7 +143,8 @@ class Shell:
             one.mkdir()
         for name in _COPIED:
             shutil.copytree(ROOT / name, self.folder / name)
-        (self.folder / "src").symlink_to(ROOT / "src")
+        for name in _LINKED:
+            (self.folder / name).symlink_to(ROOT / name)
         for example in (self.folder / "examples").glob("*.py"):
             example.write_text(self.on_its_port(example.read_text()))
         for name, stand_in in _STAND_INS.items():

@@ -70,6 +70,19 @@ def test_commands_are_understood(block: Block) -> None:
         check(words)
 
 
+# Configurations that a page shows, or that a command makes: a file, or what stands behind > or -o.
+SHOWN = {b.text.split()[1].rstrip(";") for b in BLOCKS if b.language == "toml"}
+MADE = {name for block in SHELL for name in re.findall(r"(?:>|-o) *(\S+\.toml)", block.text)}
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_configurations_of_commands_are_there(block: Block) -> None:
+    for words in commands(block.text):
+        for name in words[1:]:
+            if name.endswith(".toml") and "=" not in name and name not in MADE:
+                assert (ROOT / name).is_file() or Path(name).name in SHOWN, f"{block}: {name}"
+
+
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
 def test_python_of_a_page_runs(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     code = compile(block.text, str(block), "exec")

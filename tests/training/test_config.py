@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peagle.errors import UserError
-from peagle.training.config import TrainConfig
+from peagle.training.config import TrainConfig, optimizer_note
 
 MINIMAL = """
 target = "t"
@@ -34,8 +34,21 @@ def test_paths_and_overrides(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("target =", "is not TOML"),
-        (MINIMAL.replace("steps = 5", ""), "optimizer.steps is missing"),
+        (MINIMAL.replace("steps = 5", ""), "optimizer.steps is missing, and so is run.minutes"),
+        (MINIMAL + "[run]\nminutes = 20", "optimizer.steps is 5 and run.minutes is 20, which"),
+        (MINIMAL + "[run]\nminutes = 0", "run.minutes is 0"),
         (MINIMAL + "speed = 3", "optimizer.speed is not a known key"),
+        (
+            MINIMAL + "learnig_rate = 3",
+            r"learnig_rate is .* Did you mean 'optimizer.learning_rate'",
+        ),
+        (
+            MINIMAL.replace("optimizer", "optimiser"),
+            r"optimiser is not .* Did you mean 'optimizer'",
+        ),
+        (MINIMAL.replace("output", "ouput"), r"ouput is not a known key. Did you mean 'output'"),
+        (MINIMAL + "depth = 8", r"optimizer.depth is not .* Did you mean 'method.depth'"),
+        ("steps = 9\n" + MINIMAL, "mean 'correction.steps' or 'optimizer.steps'"),
         (MINIMAL.replace("steps = 5", "steps = 0"), "optimizer.steps is 0"),
         ("format_version = 99\n" + MINIMAL, "newer than this peagle reads"),
     ],
@@ -47,3 +60,46 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
         read(tmp_path, MINIMAL, "optimizer.steps")
     with pytest.raises(UserError, match="is not there"):
         TrainConfig.read(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("key", ["optimizer.learnig_rate=3", "optimzer.learning_rate=3"])
+def test_a_misspelt_override_names_the_key(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match="Did you mean 'optimizer"):
+        read(tmp_path, MINIMAL, key)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rate"),
+    [
+        ("", "muon", 5e-3),
+        ('name = "muon"', "muon", 5e-3),
+        ('name = "adamw"', "adamw", 1e-4),
+        ("learning_rate = 3e-4", "adamw", 3e-4),
+        ('name = "muon"\nlearning_rate = 3e-4', "muon", 3e-4),
+        ("weight_decay = 0.1", "muon", 5e-3),
+    ],
+)
+def test_the_optimizer_that_a_file_has(tmp_path: Path, text: str, name: str, rate: float) -> None:
+    config = read(tmp_path, MINIMAL + text)
+    assert (config.optimizer.name, config.optimizer.learning_rate) == (name, rate)
+    note = optimizer_note(config, config)
+    if text.startswith("learning_rate"):
+        assert "is a rate of AdamW" in note and "Muon at 0.005" in note and note.count(".") < 9
+    else:
+        assert note == ""
+    assert TrainConfig.model_validate(config.model_dump()).optimizer == config.optimizer
+
+
+def test_a_correction_has_its_own_optimizer_and_steps(tmp_path: Path) -> None:
+    """Whatever the head's run has, also if time plans its steps."""
+    text = MINIMAL.replace("steps = 5", "") + "[run]\nminutes = 20\n[correction]\nsteps = 7"
+    (tmp_path / "c.toml").write_text(text)
+    config = TrainConfig.read(tmp_path / "c.toml", correction_on="head")
+    assert (config.optimizer.name, config.optimizer.steps, config.run.minutes) == ("adamw", 7, None)
+    assert optimizer_note(config, config) == ""
+
+
+def test_the_steps_that_minutes_have_room_for(tmp_path: Path) -> None:
+    text = MINIMAL.replace("steps = 5", "") + "[run]\nminutes = 20"
+    run = read(tmp_path, text).run
+    assert [run.steps_within(seconds) for seconds in (1.5, 7.0, 5000.0)] == [800, 171, 1]

@@ -161,6 +161,14 @@ def test_resumed_on_any_number_of_processes(
     assert errors[0] == "SystemExit: 2" and "optimizer" in errors[1], "told once"
 
 
+def test_all_processes_plan_the_steps_of_the_slowest(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    own = {"optimizer": {"steps": None}, "run": {"minutes": 0.08}, "data": {"validation": None}}
+    config = make_config(target_folder, responses, tmp_path, **own)
+    assert values(run_together(together.plan_by_time, 2, config)) == [3, 3]
+
+
 # ---- accidents ------------------------------------------------------------------------------
 
 

@@ -258,7 +258,7 @@ def features(
     from peagle.data.dataset import ResponseDataset
     from peagle.data.feature_writer import FeatureWriter
     from peagle.data.features import StoreFacts
-    from peagle.engine.memory_plan import size_text
+    from peagle.disk import size_text
     from peagle.engine.placement import load_target, resolve_device, resolve_dtype
     from peagle.models.loading import resolve_model
     from peagle.models.target import (
@@ -414,11 +414,15 @@ def prepare(
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(sources, output, validation, overwrite)
-    from peagle.data.readers import parts_of, sha256_of_table, split_of
+    from peagle.data.limits import Limits, check_limits
+    from peagle.data.readers import parts_of, read_records, sha256_of_table, split_of
 
+    check_limits(max_length, share)
     sources = [split_of(path, split) for path in sources]
     for source in sources:
         parts_of(source)  # refuses what is not there before torch is imported
+        if source.is_file() and source.suffix not in (".safetensors", ".parquet"):
+            next(read_records(source), None)  # and what is not JSON
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.data import prepare as library
@@ -428,7 +432,7 @@ def prepare(
 
     folder, tokenizer = load_tokenizer_of(target)
     vocab_size = vocab_size_of(folder, tokenizer)
-    limits = library.Limits(vocab_size, max_length, long == "truncate", share)
+    limits = Limits(vocab_size, max_length, long == "truncate", share)
     maker = SampleMaker(
         tokenizer,
         eos_token_ids(folder, tokenizer),

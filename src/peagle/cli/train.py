@@ -7,9 +7,10 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ import typer
 
 from peagle.cli.main import INTERRUPTED
 from peagle.cli.progress import ProgressLine, time_text
-from peagle.cli.setup import quiet_libraries
+from peagle.cli.setup import note, quiet_libraries
 from peagle.disk import locked
 from peagle.errors import UserError
 
@@ -39,6 +40,10 @@ peagle train head.toml --resume --set optimizer.steps=4000
 
 # A correction of that head, fitted in minutes on the same data and kept beside it
 peagle train head.toml --correction-on out/head
+
+# As many steps as take 20 minutes, planned by the time of the first ones; optimizer.steps is then
+# left out of the file
+peagle train head.toml --set run.minutes=20
 
 # On both GPUs of a machine: each takes half of the rows of every batch
 torchrun --nproc-per-node 2 -m peagle train head.toml
@@ -74,6 +79,9 @@ def train(
     plan: bool = typer.Option(
         False, "--plan", help="Print memory, disk space and hours of the run, and do not train."
     ),
+    show_config: bool = typer.Option(
+        False, "--show-config", help="Print the run with every value that is decided, as JSON."
+    ),
     gpu_memory_gib: float | None = typer.Option(
         None, help="With --plan: memory of a GPU that is not here, in GiB.", show_default="this one"
     ),
@@ -90,34 +98,50 @@ def train(
     checkpoint/ (to resume from), metrics.jsonl and train.json. With --correction-on the head stays
     as it is and gets correction.st beside it; the rest goes to correction/ in the output folder.
     """
-    from peagle.config import require_writable_folder
-    from peagle.training.config import TrainConfig
+    from peagle.training.checkpoint_facts import continued
+    from peagle.training.config import TrainConfig, optimizer_note
+    from peagle.training.start_checks import check_start
 
     _check_plan_options(plan, gpu_memory_gib, gpus, tokens_per_s)
+    is_first = os.environ.get("RANK", "0") == "0"
 
     def read() -> TrainConfig:
-        run = TrainConfig.read(config, overrides or [], output=output, correction_on=correction_on)
-        run.check_paths()
-        if plan and run.correction.on is not None:
+        given = TrainConfig.read(
+            config, overrides or [], output=output, correction_on=correction_on
+        )
+        run = continued(given) if resume else given
+        if is_first and (text := optimizer_note(given, run)):
+            note(text)
+        return run
+
+    def check(run: TrainConfig) -> None:
+        if not plan:
+            check_start(run, resume=resume)
+        elif run.correction.on is None:
+            run.check_paths()
+        else:
             raise UserError(
                 f"--plan is of training a head; a correction of {str(run.correction.on)!r} is "
                 "asked for, which takes minutes. Leave one of them out."
             )
-        if not plan:
-            require_writable_folder(run.output, "The output folder")
-        return run
 
+    if show_config:
+        print(json.dumps(read().to_json(), indent=2))
+        return
+    run = None
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        read()  # A mistake is refused before torch is imported, which takes seconds.
+        # A mistake is refused before torch is imported, which takes seconds.
+        check(run := read())
     as_json = format == "json"
-    is_first = os.environ.get("RANK", "0") == "0"
     with ProgressLine("step", quiet=plan or as_json or not is_first) as progress:
         progress.begin("importing torch")
         from peagle.training.distributed import joined, leave
 
         result = None
         with joined() as processes:
-            run = read()
+            if run is None:
+                run = read()
+                processes.first(partial(check, run))
             if not plan:
                 with ExitStack() as held:
                     # One process for all of a run; before it loads anything.
@@ -159,7 +183,7 @@ def _train(
     """Train, and return the final text in the first process."""
     from peagle.training.trainer import Trainer, TrainingStopped
 
-    view = TrainView(progress, plan.optimizer.steps)
+    view = TrainView(progress, lambda: trainer.config.optimizer.planned_steps)
 
     def print_json(report: TrainingReport) -> None:
         print(json.dumps(asdict(report)), flush=True)
@@ -171,7 +195,7 @@ def _train(
             progress.print(line)
     _stop_on_interrupt(trainer, progress)
     try:
-        record = trainer.run(resume=resume)
+        record = trainer.run(resume=resume, is_locked=True)
     except TrainingStopped as stopped:
         if not processes.is_first:
             raise SystemExit(INTERRUPTED) from None
@@ -191,11 +215,13 @@ def _facts(trainer: Trainer) -> Iterator[str]:
     plan, count = trainer.config, trainer.processes.world_size
     places = str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
     parameters = sum(p.numel() for p in trainer.trained.parameters())
+    steps, minutes = plan.optimizer.steps, plan.run.minutes
+    length = f"{minutes:g} minutes" if steps is None else f"{steps} steps"
     kind = "correction" if plan.correction.on is not None else f"{plan.method.name} head"
     yield (
         f"{kind}: {parameters / 1e6:.2f}M parameters, "
         f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
-        f"{plan.optimizer.steps} steps on {places}"
+        f"{length} on {places}"
     )
     if trainer.warm_start is not None:
         yield str(trainer.warm_start)
@@ -226,16 +252,17 @@ class TrainView:
     """The display of a run: its progress line, and text on standard output.
 
     Where the line is live and standard output is the same terminal, reports of training are on the
-    line only, and validations are text above it.
+    line only, and validations are text above it. `steps` gives the number of all steps, which is
+    known when the first of them begins.
     """
 
-    def __init__(self, progress: ProgressLine, steps: int) -> None:
+    def __init__(self, progress: ProgressLine, steps: Callable[[], int]) -> None:
         self._progress, self._steps = progress, steps
         self._figures = ""
 
     def stepped(self, step: int) -> None:
         """Show the number of a finished step."""
-        self._progress.update(step, self._steps, self._figures)
+        self._progress.update(step, self._steps(), self._figures)
 
     def report(self, report: TrainingReport) -> None:
         """Show the figures of a report."""

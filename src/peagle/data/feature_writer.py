@@ -37,8 +37,7 @@ from peagle.data.features import (
     plan_shards,
     target_states,
 )
-from peagle.disk import LOCK_NAME, locked, put_in_place
-from peagle.engine.memory_plan import size_text
+from peagle.disk import LOCK_NAME, locked, put_in_place, size_text
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of
 from peagle.models.checkpoint import write_json

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.data.dataset import check_tokenizer, read_data
-from peagle.data.prepare import LEAST_RESPONSE
+from peagle.data.limits import LEAST_RESPONSE
 from peagle.data.readers import DropCounts, Dropped
 from peagle.data.samples import Sample, SampleMaker
 from peagle.errors import UserError

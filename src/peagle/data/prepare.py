@@ -14,42 +14,12 @@ from typing import Any
 import torch
 
 from peagle.data.dataset import ResponseDataset, check_tokenizer, read_data, row_of, write_store
+from peagle.data.limits import LEAST_RESPONSE, Limits
 from peagle.data.readers import DropCounts, Dropped, side_file
 from peagle.data.samples import Sample, SampleMaker, continues
 from peagle.disk import put_in_place
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import write_json
-
-LEAST_RESPONSE = 2  # a shorter one has no token to draft
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits that samples must keep.
-
-    Attributes:
-        vocab_size: vocabulary of the target; ids end before it.
-        max_length: most tokens of a sample.
-        truncate: cut longer samples there; otherwise they are dropped.
-        validation_share: share of the conversations that goes to the validation file; above 0, each
-            of the two files gets at least one conversation.
-    """
-
-    vocab_size: int
-    max_length: int = 8192
-    truncate: bool = True
-    validation_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.max_length < LEAST_RESPONSE + 1:
-            raise UserError(
-                f"The length limit is {self.max_length}; expected at least {LEAST_RESPONSE + 1}."
-            )
-        if not 0 <= self.validation_share < 1:
-            raise UserError(
-                f"The validation share is {self.validation_share:g}; expected at least 0 and less "
-                "than 1."
-            )
 
 
 @dataclass(slots=True)

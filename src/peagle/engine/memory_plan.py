@@ -16,6 +16,7 @@ from torch import nn
 from peagle.attention import LayerKVCache
 from peagle.config import EngineConfig, SamplingParams
 from peagle.config.checks import require
+from peagle.disk import size_text
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FEATURES_KEPT, FeatureRings
 from peagle.engine.model_runner import ModelRunner
@@ -389,14 +390,6 @@ def drafter_kv_shapes(drafter: Drafter | None) -> list[tuple[int, int]]:
         return []
     config = drafter.config
     return [(config.num_kv_heads, config.head_dim)] * config.num_layers
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a number of bytes as people write it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _check(plan: MemoryPlan, config: EngineConfig) -> None:

@@ -115,10 +115,7 @@ def _warm(
     mask_token_id: int | None,
 ) -> Built:
     """A head that takes over what it can of the one in `folder`; the rest is as in a fresh one."""
-    if folder.resolve() == (config.output / "head").resolve():
-        raise UserError(
-            f"head.init is {str(folder)!r}, where this run writes its head; choose another output."
-        )
+    config.check_init()
     init = InitHead.read(folder, target)
     drafter = Drafter(init.shape(config.head, config.method.depth, mask_token_id))
     _initialize(drafter, target, config.run.seed)

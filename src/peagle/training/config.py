@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,9 +19,11 @@ from pydantic import (
 
 from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
+from peagle.config.checks import did_you_mean, near_names
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
+DATA_SUFFIXES = (".jsonl", ".safetensors")  # of files of responses
 
 LossKind = Literal["kl", "ce", "tv", "kl_tv"]
 
@@ -189,27 +191,55 @@ class CorrectionSection(_Section):
     survival: float = Field(0.7, gt=0, le=1)
 
 
+OptimizerName = Literal["adamw", "muon"]
+# The highest learning rate of each optimizer, where none is given. Muon's is that of the heads of
+# models of 147M parameters; heads of a model of 5M learned as well at 1e-2 and 2e-2.
+LEARNING_RATES: dict[OptimizerName, float] = {"adamw": 1e-4, "muon": 5e-3}
+OPTIMIZER_TITLES: dict[OptimizerName, str] = {"adamw": "AdamW", "muon": "Muon"}
+
+
 class OptimizerSection(_Section):
     """Linear warm-up, then linear decay to zero.
 
     Attributes:
-        name: "adamw", or "muon" for the matrices of the layers with AdamW for all else.
-        steps: optimizer steps of the whole run.
-        learning_rate: the highest; with Muon updates have the size of AdamW's, so that its
-            rates are a good start.
+        name: "muon" for the matrices of the layers with AdamW for all else, or "adamw" for all. A
+            section with a learning rate and without a name has AdamW, for which such rates were
+            chosen: it was the default once.
+        steps: optimizer steps of the whole run; none where `run.minutes` plans them.
+        learning_rate: the highest; none is 5e-3 for Muon and 1e-4 for AdamW.
         warmup_ratio: share of the steps that warm up.
         weight_decay: decoupled, on matrices only.
         betas: of AdamW.
         max_grad_norm: gradients are clipped to this norm.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
-    steps: int = Field(..., ge=1)
-    learning_rate: float = Field(1e-4, gt=0)
+    name: OptimizerName = "muon"
+    steps: int | None = Field(None, ge=1)
+    learning_rate: float = Field(LEARNING_RATES["muon"], gt=0)
     warmup_ratio: float = Field(0.01, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _fill(self) -> OptimizerSection:
+        """Set the name or the rate that the other one implies; neither counts as given."""
+        if self.has_rate_alone:
+            object.__setattr__(self, "name", "adamw")
+        elif "learning_rate" not in self.model_fields_set:
+            object.__setattr__(self, "learning_rate", LEARNING_RATES[self.name])
+        return self
+
+    @property
+    def has_rate_alone(self) -> bool:
+        """Whether a learning rate was given without the name of the optimizer."""
+        return "learning_rate" in self.model_fields_set and "name" not in self.model_fields_set
+
+    @property
+    def planned_steps(self) -> int:
+        """`steps` of a run that has begun, when `run.minutes` has planned them."""
+        assert self.steps is not None, "steps are planned before the first of them"
+        return self.steps
 
 
 def _count_or_auto(value: Any) -> Any:
@@ -242,6 +272,9 @@ class RunSection(_Section):
             "greedy" or "sampled" (at `validation_temperature`).
         select_k: at which K; None is the depth of the method.
         patience: stop after this many validations in a row without a better head; None never does.
+        minutes: plan `optimizer.steps` so that all steps take so long: a few steps are measured
+            before the first, and undone. Compiling, measuring, validation and saving come on top. A
+            resumed run keeps the planned number.
         attention: "flex" (FlexAttention), "dense" (a mask), "auto" is flex for P-EAGLE on
             a GPU.
         segments: parts of the two-pass partition (`training.partition`), P-EAGLE only: depth 0 runs
@@ -271,11 +304,17 @@ class RunSection(_Section):
     select: Literal["greedy", "sampled"] = "greedy"
     select_k: int | None = Field(None, ge=1)
     patience: int | None = Field(None, ge=1)
+    minutes: float | None = Field(None, gt=0, allow_inf_nan=False)
     attention: Literal["auto", "flex", "dense"] = "auto"
     segments: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = "auto"
     recompute_layers: Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)] = "auto"
     memory_gib: float | None = Field(None, gt=0, allow_inf_nan=False)
     loss_chunk_rows: int | None = Field(None, ge=1)
+
+    def steps_within(self, seconds_per_step: float) -> int:
+        """The number of steps that `minutes` have room for, at least 1."""
+        assert self.minutes is not None
+        return max(1, int(60 * self.minutes / max(seconds_per_step, 1e-6)))
 
 
 class TrainConfig(_Section):
@@ -294,13 +333,13 @@ class TrainConfig(_Section):
     data: DataSection
     method: MethodSection = MethodSection()  # type: ignore[call-arg]
     correction: CorrectionSection = CorrectionSection()  # type: ignore[call-arg]
-    optimizer: OptimizerSection
+    optimizer: OptimizerSection = OptimizerSection()  # type: ignore[call-arg]
     run: RunSection = RunSection()  # type: ignore[call-arg]
 
     @model_validator(mode="before")
     @classmethod
     def _optimize_correction(cls, data: Any) -> Any:
-        """Where a correction is fitted, [optimizer] and the loss are its own."""
+        """Where a correction is fitted, [optimizer], its steps and the loss are its own."""
         given = data.get("correction") if isinstance(data, dict) else None
         if not isinstance(given, dict) or given.get("on") is None:
             return data
@@ -314,7 +353,10 @@ class TrainConfig(_Section):
         if type(depth) is int and depth > 0:
             # The first slot is not corrected.
             method["depth_weights"] = (0.0, *(own.survival**slot for slot in range(depth - 1)))
-        return {**data, "optimizer": optimizer, "method": method | {"loss": "kl"}}
+        found: dict[str, Any] = {"optimizer": optimizer, "method": method | {"loss": "kl"}}
+        if isinstance(run := data.get("run"), dict):
+            found["run"] = {name: value for name, value in run.items() if name != "minutes"}
+        return {**data, **found}
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -325,6 +367,7 @@ class TrainConfig(_Section):
             )
         if self.data.batch_tokens < self.data.length_multiple:
             raise ValueError("data.batch_tokens must hold at least one row of data.length_multiple")
+        self._check_steps()
         self._check_selection()
         self._check_correction()
         if self.method.name == "eagle3":
@@ -335,6 +378,19 @@ class TrainConfig(_Section):
                         "elements only: leave it out"
                     )
         return self
+
+    def _check_steps(self) -> None:
+        steps, minutes = self.optimizer.steps, self.run.minutes
+        if steps is None and minutes is None:
+            raise ValueError(
+                "optimizer.steps is missing, and so is run.minutes; expected one of them: the "
+                "number of steps, or the minutes that they may take"
+            )
+        if steps is not None and minutes is not None:
+            raise ValueError(
+                f"optimizer.steps is {steps} and run.minutes is {minutes:g}, which plans the "
+                "steps; leave one of them out"
+            )
 
     def _check_correction(self) -> None:
         on, method = self.correction.on, self.method
@@ -360,6 +416,17 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"run.patience is {run.patience}, but there is no data.validation to judge heads by"
             )
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole run as a JSON object, the keys of a file; defaults are filled in."""
+        head = {"init": None if self.head.init is None else str(self.head.init)}
+        data = self.model_dump(mode="json")
+        return data | {"head": data["head"] | head}
+
+    def planned(self, steps: int) -> TrainConfig:
+        """This run with a number of steps, which `run.minutes` has left open."""
+        optimizer = self.optimizer.model_copy(update={"steps": steps})
+        return self.model_copy(update={"optimizer": optimizer})
 
     @property
     def head_folder(self) -> Path:
@@ -409,11 +476,12 @@ class TrainConfig(_Section):
         Raises:
             UserError: naming the key and what to do.
         """
-        require_folder(self.target, "The target model")
-        if self.head.init is not None:
-            require_folder(self.head.init, "head.init:")
+        _require_model(self.target, "The target model")
+        if (init := self.head.init) is not None:
+            _require_model(init, "head.init:")
+            self.check_init()
         if self.correction.on is not None:
-            require_folder(self.correction.on, "The head to correct")
+            _require_model(self.correction.on, "The head to correct")
             require_writable_folder(self.correction.on, "The head to correct")
         data = self.data
         if not data.train.is_file():
@@ -428,6 +496,34 @@ class TrainConfig(_Section):
                 "prepare` writes it with --validation FILE, or as NAME.validation.safetensors "
                 "with --validation-share alone. Or leave data.validation out: the newest head is "
                 "then kept in place of the best one."
+            )
+        for name, file in (("data.train", data.train), ("data.validation", data.validation)):
+            if file is not None and file.suffix not in DATA_SUFFIXES:
+                raise UserError(
+                    f"{name} is {str(file)!r}; expected a file that ends in "
+                    f"{' or '.join(DATA_SUFFIXES)}. `peagle data prepare` makes one of it."
+                )
+        stores = {"features": data.train, "validation_features": data.validation}
+        for name, file in stores.items():
+            folder = getattr(data, name)
+            if folder is not None and not folder.is_dir():
+                raise UserError(
+                    f"data.{name} is {str(folder)!r}, which is no folder. `peagle data features` "
+                    f"writes it: peagle data features {file} --target {self.target} --output "
+                    f"{folder}"
+                )
+
+    def check_init(self) -> None:
+        """Refuse a head to start from that the run would write over.
+
+        Raises:
+            UserError: it is in the output folder's head/.
+        """
+        init = self.head.init
+        if init is not None and init.resolve() == (self.output / "head").resolve():
+            raise UserError(
+                f"head.init is {str(init)!r}, where this run writes its head; choose another "
+                "output."
             )
 
     def _relative_to(self, folder: Path) -> TrainConfig:
@@ -447,6 +543,39 @@ class TrainConfig(_Section):
         return self.model_copy(update=update)
 
 
+def optimizer_note(given: TrainConfig, run: TrainConfig) -> str:
+    """Say in a sentence why a run does not have the default optimizer that its file leaves open.
+
+    Args:
+        given: what the file says.
+        run: the run, which has the optimizer of its checkpoint where it goes on.
+    """
+    asked, used = given.optimizer, run.optimizer
+    name, rate = OPTIMIZER_TITLES[used.name], used.learning_rate
+    if given.correction.on is not None or "name" in asked.model_fields_set:
+        return ""
+    if asked.has_rate_alone and used.name == "adamw":
+        muon = LEARNING_RATES["muon"]
+        return (
+            f"optimizer.learning_rate = {rate:g} without optimizer.name is a rate of {name}, which "
+            f"is used; the default is Muon at {muon:g}, which learns far faster: leave the rate "
+            "out for it, or name the optimizer."
+        )
+    if (used.name, rate) != (asked.name, asked.learning_rate):
+        title = OPTIMIZER_TITLES[asked.name]
+        return (
+            f"the run goes on with the {name} at {rate:g} that it began with; a new one would have "
+            f"{title} at {asked.learning_rate:g}."
+        )
+    return ""
+
+
+def _require_model(folder: Path, what: str) -> None:
+    require_folder(folder, what)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{what} {str(folder)!r} has no config.json; expected a model's folder.")
+
+
 def _put(data: dict[str, Any], override: str) -> None:
     name, sign, text = override.partition("=")
     if not sign:
@@ -464,12 +593,34 @@ def _put(data: dict[str, Any], override: str) -> None:
 
 
 def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
+    problems = error.errors()
+    # A misspelt key explains that another one is missing.
+    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+    problem = [*unknown, *problems][0]
     where = ".".join(str(part) for part in problem["loc"]) or "the file"
-    if problem["type"] == "extra_forbidden":
-        return f"{where} is not a known key."
+    if unknown:
+        return f"{where} is not a known key.{_meant(where)}"
     if problem["type"] == "missing":
         return f"{where} is missing."
     if isinstance(problem["input"], dict):  # a check of a whole section names its values itself
         return f"{where}: {problem['msg'].removeprefix('Value error, ')}."
     return f"{where} is {problem['input']!r}: {problem['msg']}."
+
+
+def _meant(key: str) -> str:
+    """Return a question with the known key that a misspelt or misplaced one may stand for."""
+    section, dot, name = key.rpartition(".")
+    known = [one.rpartition(".") for one in _known_keys(TrainConfig)]
+    if elsewhere := [repr("".join(one)) for one in known if one[2] == name]:
+        return f" Did you mean {' or '.join(elsewhere)}?"
+    beside = [one[2] for one in known if one[0] == section]
+    if near := near_names(name, beside):
+        return f" Did you mean {section + dot + near[0]!r}?"
+    return did_you_mean(key, map("".join, known))
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _known_keys(field.annotation, f"{prefix}{name}.")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,29 +35,23 @@ from peagle.disk import sync
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import sha256_of
 from peagle.models.checkpoint.files import object_at, read_object, write_json
+from peagle.training.checkpoint_facts import (
+    STATE_NAME,
+    YOUNG,
+    previous_of,
+    require_checkpoint,
+    require_same,
+    shown,
+)
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.optimizers import Masters
 
 _WEIGHTS = "weights."
 _OPTIMIZER = "optimizer."
-_STATE_NAME = "state.json"
 _MANIFEST_NAME = "manifest.json"
 # A file is put together in memory before it is written.
 _FILE_BYTES = 2 << 30
 _MOST_THREADS = 8
-# The only fact that a resumed run may change.
-_MAY_CHANGE = "optimizer.steps"
-# Facts of a checkpoint that older versions did not write.
-_YOUNG = ("data", "target")
-# Facts by the keys of the configuration, where those are other ones.
-_KEYS = {
-    "seed": "run.seed",
-    "batch_tokens": "data.batch_tokens",
-    "sequences": "number of sequences in data.train",
-    "warm_start": "weights of head.init",
-}
-_HASH = re.compile(r"[0-9a-f]{64}")
-_SHORT_HASH = 12
 
 
 def save_state(
@@ -94,7 +87,7 @@ def save_state(
 
     def finish() -> None:
         with _write_errors(folder):
-            write_json(partial / _STATE_NAME, record)
+            write_json(partial / STATE_NAME, record)
             write_json(partial / _MANIFEST_NAME, {"sha256": _digests(partial)})
             _replace(folder, partial)
 
@@ -128,21 +121,18 @@ def load_state(
         UserError: there is none, a file of it is damaged, or `facts` differ in more than
             `optimizer.steps`.
     """
-    if not (folder / _STATE_NAME).is_file():
-        raise UserError(
-            f"There is no checkpoint to resume from in {str(folder)!r}; run without --resume."
-        )
+    require_checkpoint(folder)
     processes.first(lambda: _require_whole(folder))
     try:
-        record = json.loads((folder / _STATE_NAME).read_text())
-        if processes.is_first and not record.keys() >= set(_YOUNG):
+        record = json.loads((folder / STATE_NAME).read_text())
+        if processes.is_first and not record.keys() >= set(YOUNG):
             warnings.warn(
                 f"The checkpoint {str(folder)!r} is of an older peagle, which did not store what "
                 "data and target it was made with. See that they are the same: they cannot be "
                 "compared.",
                 stacklevel=2,
             )
-        _require_same(folder, record, facts)
+        require_same(folder, record, facts)
         reader = HuggingFaceStorageReader(str(folder))
         tensors = {_WEIGHTS + name: weight for name, weight in masters.state().items()}
         states = _room_for_optimizers(reader, masters)
@@ -162,16 +152,6 @@ def load_state(
                 if names[id(parameter)] in states:
                     optimizer.state[parameter] = states[names[id(parameter)]]
     return record["step"], record.get("progress", {})
-
-
-def read_progress(folder: Path) -> dict:
-    """The progress that `save_state` wrote; empty without a readable checkpoint."""
-    for place in (folder, _previous(folder)):
-        try:
-            return json.loads((place / _STATE_NAME).read_text()).get("progress", {})
-        except (OSError, json.JSONDecodeError, AttributeError):
-            continue
-    return {}
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -204,41 +184,6 @@ def _room_for_optimizers(
     return states
 
 
-def _require_same(folder: Path, record: dict, facts: dict) -> None:
-    now = {name: fact for name, fact in facts.items() if name in record or name not in _YOUNG}
-    before = {name: record.get(name) for name in now}
-    changes = [
-        f"{_KEYS.get(key.partition('.')[0], key)} {_shown(old)} (now {_shown(new)})"
-        for key, old, new in _differences(before, now)
-        if key != _MAY_CHANGE
-    ]
-    if changes:
-        raise UserError(
-            f"The checkpoint {str(folder)!r} was made with {', '.join(changes)}. To resume, "
-            f"restore what it was made with; only {_MAY_CHANGE} may change. Or start anew in "
-            "another output folder, where head.init may name the head of this run."
-        )
-
-
-def _shown(fact: object) -> str:
-    """Return a fact as messages show it; of a hash the first digits tell enough."""
-    if isinstance(fact, str) and _HASH.fullmatch(fact):
-        return f"SHA-256 {fact[:_SHORT_HASH]}..."
-    return repr(fact)
-
-
-def _differences(
-    before: object, now: object, key: str = ""
-) -> Iterator[tuple[str, object, object]]:
-    """Keys ("optimizer.steps") whose values differ, with the values; None where there is none."""
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        if before != now:
-            yield key, before, now
-        return
-    for name in sorted(before.keys() | now.keys()):
-        yield from _differences(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
-
-
 def _digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a checkpoint but the manifest, by name."""
     files = sorted(path for path in folder.iterdir() if path.name != _MANIFEST_NAME)
@@ -254,11 +199,11 @@ def _require_whole(folder: Path) -> None:
     Raises:
         UserError: naming the file, and what to do.
     """
-    problem, previous = _damage(folder), _previous(folder)
+    problem, previous = _damage(folder), previous_of(folder)
     if not problem:
         shutil.rmtree(previous, ignore_errors=True)
         return
-    if (previous / _STATE_NAME).is_file() and not _damage(previous):
+    if (previous / STATE_NAME).is_file() and not _damage(previous):
         remedy = (
             f"The checkpoint before it is whole: remove {str(folder)!r} and run again with "
             f"--resume, which then goes on from {str(previous)!r}."
@@ -275,7 +220,7 @@ def _damage(folder: Path) -> str:
     """Say what the first file is that is not as the manifest has it; "" if there is none."""
     try:
         if not (folder / _MANIFEST_NAME).is_file():
-            is_old = not read_object(folder / _STATE_NAME).keys() >= set(_YOUNG)
+            is_old = not read_object(folder / STATE_NAME).keys() >= set(YOUNG)
             return "" if is_old else f"{_MANIFEST_NAME} is missing"
         written = object_at(read_object(folder / _MANIFEST_NAME), "sha256")
         found = _digests(folder)
@@ -285,13 +230,13 @@ def _damage(folder: Path) -> str:
         if name not in found:
             return f"{name} is missing"
         if digest != found[name]:
-            return f"{name} has {_shown(found[name])}, it was written with {_shown(digest)}"
+            return f"{name} has {shown(found[name])}, it was written with {shown(digest)}"
     others = [name for name in found if name not in written and name.endswith(".safetensors")]
     return f"{others[0]} is not a part of it" if others else ""
 
 
 def _replace(folder: Path, partial: Path) -> None:
-    previous = _previous(folder)
+    previous = previous_of(folder)
     shutil.rmtree(previous, ignore_errors=True)
     if folder.exists():
         os.replace(folder, previous)
@@ -305,16 +250,12 @@ def recover_state(folder: Path) -> None:
     an unfinished one.
     """
     shutil.rmtree(_partial(folder), ignore_errors=True)
-    if not folder.exists() and _previous(folder).exists():
-        os.replace(_previous(folder), folder)
+    if not folder.exists() and previous_of(folder).exists():
+        os.replace(previous_of(folder), folder)
 
 
 def _partial(folder: Path) -> Path:
     return folder.with_name(folder.name + ".part")
-
-
-def _previous(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".old")
 
 
 @contextmanager

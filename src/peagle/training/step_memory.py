@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from peagle.data.batches import Batch, BatchStream, anchor_bound, map_tensors
 from peagle.data.features import HIDDEN_DTYPES, INDEX_NAME, Index, StoredDtype
-from peagle.engine.memory_plan import device_name, free_and_total, size_text
+from peagle.disk import size_text
+from peagle.engine.memory_plan import device_name, free_and_total
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter, DrafterConfig
@@ -189,6 +190,18 @@ class StepShape:
         uses_muon = self.config.optimizer.name == "muon"
         muon = sum(p.numel() for n, p in named if uses_muon and suits_muon(n, p.ndim))
         return 4 * (2 * self.num_trained - muon)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: float32 weights, the optimizer's states, what is frozen."""
+        weights = 4 * self.num_trained + self.dtype.itemsize * self.num_frozen
+        return weights + self.optimizer_bytes + self.buffer_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head that the run writes at its end."""
+        size = getattr(torch, self.config.run.save_dtype).itemsize
+        return size * self.num_parameters + self.buffer_bytes
 
 
 def stored_dtype(data: DataSection) -> StoredDtype:

@@ -6,8 +6,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ from torch import Tensor
 from peagle.config import require_writable_folder
 from peagle.data.batches import Batch, BatchStream, ValidationStream
 from peagle.data.features import TargetStates
+from peagle.disk import locked
 from peagle.engine.placement import resolve_dtype
 from peagle.environment import environment
-from peagle.errors import UserError
 from peagle.model_folder import sha256_of
 from peagle.models.checkpoint import (
     CORRECTION_NAME,
@@ -32,11 +34,19 @@ from peagle.models.checkpoint import (
 from peagle.models.checkpoint.weights import WEIGHTS_NAME
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetShape
+from peagle.training.checkpoint_facts import (
+    continued,
+    facts_of,
+    read_record,
+    refuse_earlier_run,
+    require_steps_left,
+)
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import ALONE, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.inputs import Inputs
 from peagle.training.optimizers import build_masters, build_optimizers
+from peagle.training.overfitting import epochs_warning, rising_validation
 from peagle.training.reporting import (
     History,
     Selection,
@@ -45,7 +55,8 @@ from peagle.training.reporting import (
     Window,
     require_finite,
 )
-from peagle.training.state import load_state, read_progress, recover_state, save_state
+from peagle.training.start_checks import require_room
+from peagle.training.state import load_state, recover_state, save_state
 from peagle.training.step import GradedElements, Objective, TrainingStep
 from peagle.training.step_memory import (
     BatchShape,
@@ -62,6 +73,10 @@ from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919
 _RECORD_NAME = "train.json"
+# Steps that are measured to plan a run, after those in which kernels compile.
+_MEASURED_STEPS = 8
+_COMPILING_STEPS = 2
+_MEASURED_SHARE = 0.02  # of the run's minutes: long steps are measured fewer times
 _CORRECTION_FACTS = ("peagle", "commit", "command", "data_sha256", "steps")
 
 
@@ -79,6 +94,10 @@ class Trainer:
     so a resumed run takes the very steps that an uninterrupted one would have taken. All processes
     make a trainer and call the same methods; the first one calls `report`. `begin` receives
     the name of what the trainer begins to do, `stepped` the number of each step that is done.
+    `clock` gives the seconds by which the run is timed and `run.minutes` plans its steps.
+
+    What the configuration leaves open is as the checkpoint in the output folder has it
+    (`checkpoint_facts.continued`).
 
     Raises:
         UserError: target, data or configuration are not usable.
@@ -92,8 +111,10 @@ class Trainer:
         *,
         begin: Callable[[str], None] = lambda _: None,
         stepped: Callable[[int], None] = lambda _: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config = config
+        self.config = config = continued(config)
+        self._clock = clock
         self.report, self._begin, self._stepped = report, begin, stepped
         self.processes = processes
         run = config.run
@@ -134,13 +155,13 @@ class Trainer:
         self.step = 0
         self.num_tokens = 0
         self.seconds = self._before = 0.0
-        self._start_step, self._started = 0, time.perf_counter()
+        self._start_step, self._started = 0, clock()
         self._origin: dict[str, Any] = {}
         self._head_sha256: str | None = None
-        self.stop_requested = False
+        self.stop_requested = self._has_warned = False
         self.selection = Selection(run, config.method.depth)
 
-    def run(self, *, resume: bool = False) -> dict[str, Any]:
+    def run(self, *, resume: bool = False, is_locked: bool = False) -> dict[str, Any]:
         """Train to the end and write head, checkpoint and records; returns the record.
 
         With `resume` the run continues from the checkpoint in the output folder. It may have
@@ -151,39 +172,46 @@ class Trainer:
         The run ends early where it expects no better one (`run.patience`). Once `stop_requested` is
         set, the trainer finishes and saves the step at hand.
 
+        No other process may write the output folder meanwhile; with `is_locked` the caller sees to
+        that (`peagle.disk.locked`).
+
         Raises:
-            UserError: no checkpoint to resume from, or one beyond the last step; one that would be
-                overwritten; an output that cannot be written; no space; a loss that is not finite.
+            UserError: another process has the output folder; no checkpoint to resume from, or one
+                beyond the last step; one that would be overwritten; an output that cannot be
+                written; no space; a loss that is not finite.
             TrainingStopped: a stop was requested before the last step.
         """
-        config, output = self.config, self.config.output
-        checkpoint = output / "checkpoint"
-        require_writable_folder(output, "The output folder").mkdir(parents=True, exist_ok=True)
+        output = require_writable_folder(self.config.output, "The output folder")
+        with ExitStack() as held:
+            if not is_locked:
+                self.processes.first(lambda: held.enter_context(locked(output)))
+            return self._run(resume)
+
+    def _run(self, resume: bool) -> dict[str, Any]:
+        checkpoint = self.config.output / "checkpoint"
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
         self.processes.first(lambda: recover_state(checkpoint))
         if resume:
             self._begin("reading the checkpoint")
             self.step, progress = load_state(
                 checkpoint, self.masters, self.optimizers, self._facts(), self.processes
             )
-            if self.step > config.optimizer.steps:
-                raise UserError(
-                    f"optimizer.steps is {config.optimizer.steps}, but the checkpoint "
-                    f"{str(checkpoint)!r} is of step {self.step}; expected at least that many."
-                )
+            require_steps_left(checkpoint, self.step, self.config.optimizer.steps)
             # Checkpoints of older versions lack these.
             self.seconds = progress.get("seconds", 0.0)
             self.num_tokens = progress.get("tokens", 0)
             self.selection.restore(progress.get("selection", {}))
             self._head_sha256 = progress.get("head_sha256")
-        elif checkpoint.exists():
-            raise UserError(
-                f"{str(checkpoint)!r} holds an earlier run; continue with --resume or choose "
-                "another output."
-            )
-        steps, run = config.optimizer.steps, config.run
+        else:
+            refuse_earlier_run(checkpoint)
+        self.processes.first(lambda: self._require_room(resume))
+        self._plan_steps()
+        config, run, steps = self.config, self.config.run, self.config.optimizer.planned_steps
+        if not resume:
+            self._warn_of_epochs()
         self._origin = self._provenance()
         self.history.begin(self.step)
-        self._start_step, self._started = self.step, time.perf_counter()
+        self._start_step, self._started = self.step, self._clock()
         self._before = self.seconds
         if resume:
             self._restore_head()
@@ -195,7 +223,7 @@ class Trainer:
             self._select()
         source = self.inputs.source(self._batch_at)
         for batch, states in source.range(self.step, stop):
-            outcome, norm = self._train_step(batch, states)
+            outcome, norm = self._train_step(batch, states, self._learning_rate(self.step))
             window.add(outcome, batch, norm)
             self.step += 1
             self._stepped(self.step)
@@ -243,25 +271,64 @@ class Trainer:
             peak = probe.peak(segments, recompute)
         return self.memory if peak is None else StepMemory(segments, recompute, peak, {})
 
-    def measure_speed(self, steps: int = 4) -> float:
-        """Tokens a second of a few steps after the first, which compiles; they move the weights."""
-        num_tokens, started = 0, 0.0
-        for index, (batch, states) in enumerate(self.inputs.source(self._batch_at).range(0, steps)):
-            self._train_step(batch, states)
+    def measure_step(self, most_seconds: float = inf) -> float:
+        """Return the mean seconds of a step, of a few after those that compile.
+
+        Weights and optimizers stay as they are before the first step. Of all processes the slowest
+        counts.
+
+        Args:
+            most_seconds: begin no further step after so long, once one is measured.
+        """
+        compiling = _COMPILING_STEPS if kernels_of(self.config, self.device)[1] else 1
+        ends, most = [self._clock()], compiling + _MEASURED_STEPS
+        for batch, states in self.inputs.source(self._batch_at).range(0, most):
+            self._train_step(batch, states, rate=0.0)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            if index == 0:
-                started = time.perf_counter()
-            else:
-                num_tokens += batch.num_tokens
-        return num_tokens / (time.perf_counter() - started)
+            ends.append(self._clock())
+            is_long = len(ends) > compiling + 1 and ends[-1] - ends[0] > most_seconds
+            if self.processes.most(int(is_long)):
+                break
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        microseconds = 1e6 * (ends[-1] - ends[compiling]) / (len(ends) - 1 - compiling)
+        return self.processes.most(ceil(microseconds)) / 1e6
+
+    def _plan_steps(self) -> None:
+        """Fix the number of steps of a run that `run.minutes` plans."""
+        run = self.config.run
+        if self.config.optimizer.steps is None and run.minutes is not None:
+            self._begin("measuring a step")
+            seconds = self.measure_step(60 * run.minutes * _MEASURED_SHARE)
+            self.config = self.config.planned(run.steps_within(seconds))
+
+    def _warn_of_epochs(self) -> None:
+        stream, steps = self.stream, self.config.optimizer.planned_steps
+        problem = epochs_warning(steps, stream.steps_per_epoch, len(self.dataset.tokens))
+        if problem and self.correction is None and self.processes.is_first:
+            warnings.warn(problem, stacklevel=2)
+
+    def _warn_of_overfitting(self) -> None:
+        """Warn once of a validation that gets worse while training goes on getting better."""
+        problem = "" if self._has_warned else rising_validation(self.history.every())
+        if problem and self.processes.is_first:
+            self._has_warned = True
+            warnings.warn(problem, stacklevel=2)
+
+    def _require_room(self, resume: bool) -> None:
+        if self.correction is None:
+            sizes = (self._shape.checkpoint_bytes, self._shape.head_bytes)
+            require_room(self.config.output, *sizes, resume=resume)
 
     def _choose_memory(self, budget: Budget) -> StepMemory:
         """Segments and recomputation, where the configuration leaves them open."""
         config, device, world_size = self.config, self.device, self.processes.world_size
         target, batch = TargetShape.read(config.target), BatchShape.of(self.stream)
         shape = StepShape(config, self.drafter.config, target, batch, device, world_size)
-        stored = read_progress(config.output / "checkpoint").get("step_memory")
+        self._shape = shape
+        progress = read_record(config.output / "checkpoint").get("progress", {})
+        stored = progress.get("step_memory")
         choose = partial(
             choose_memory,
             shape,
@@ -318,7 +385,7 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         """Whether a periodic task, which also follows the last step, is due now."""
-        return self.step % every == 0 or self.step == self.config.optimizer.steps
+        return self.step % every == 0 or self.step == self.config.optimizer.planned_steps
 
     def _select(self) -> None:
         """Validate, and keep the head if it is the best so far.
@@ -334,10 +401,12 @@ class Trainer:
                 if self.step:
                     self._save_head()
             self._publish(report)
+            self._warn_of_overfitting()
 
-    def _train_step(self, batch: Batch, states: TargetStates) -> tuple[GradedElements, Tensor]:
+    def _train_step(
+        self, batch: Batch, states: TargetStates, rate: float
+    ) -> tuple[GradedElements, Tensor]:
         """One optimizer step; returns the norm of its gradients too, before they are clipped."""
-        rate = self._learning_rate(self.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -354,7 +423,7 @@ class Trainer:
         if self.selection.best is None:
             self._save_head()
         self.history.sync()
-        self.seconds = self._before + time.perf_counter() - self._started
+        self.seconds = self._before + self._clock() - self._started
         progress = {
             "head_sha256": self._head_sha256,
             "seconds": self.seconds,
@@ -435,17 +504,17 @@ class Trainer:
 
     def _learning_rate(self, step: int) -> float:
         """Linear warm-up, then linear decay to zero at the last step."""
-        options = self.config.optimizer
-        warmup = max(1, round(options.steps * options.warmup_ratio))
-        share = min((step + 1) / warmup, (options.steps - step) / max(1, options.steps - warmup))
+        options, steps = self.config.optimizer, self.config.optimizer.planned_steps
+        warmup = max(1, round(steps * options.warmup_ratio))
+        share = min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
         return options.learning_rate * min(1.0, share)
 
     def _reported(self, kind: str, window: Window) -> TrainingReport:
         """The figures of a window, of all processes; refused where they are not finite."""
         window.pool(self.processes)
         require_finite(window, self.step, self.config)
-        steps = self.config.optimizer.steps
-        pace = (time.perf_counter() - self._started) / max(1, self.step - self._start_step)
+        steps = self.config.optimizer.planned_steps
+        pace = (self._clock() - self._started) / max(1, self.step - self._start_step)
         return TrainingReport(
             kind=kind,
             step=self.step,
@@ -463,20 +532,12 @@ class Trainer:
 
     def _facts(self) -> dict[str, Any]:
         """Facts that a resumed run must share with its checkpoint."""
-        config = self.config
-        return self._correction_facts() | {
-            "method": config.method.facts(),
-            "head": config.head.model_dump(mode="json"),
-            "optimizer": config.optimizer.model_dump(mode="json"),
-            "seed": config.run.seed,
+        facts = facts_of(self.config)
+        return facts | {
+            **self._correction_facts(),
             "sequences": len(self.dataset),
-            "batch_tokens": config.data.batch_tokens,
             "warm_start": self.warm_start.sha256 if self.warm_start else None,
-            "data": {
-                **self.inputs.identity(),
-                "max_length": config.data.max_length,
-                "length_multiple": config.data.length_multiple,
-            },
+            "data": {**self.inputs.identity(), **facts["data"]},
             "target": {n: v for n, v in self._fingerprint.to_json().items() if n != "name"},
         }
 
@@ -484,8 +545,7 @@ class Trainer:
         """The correction's shape and the head that it is for; nothing where a head is trained."""
         if self.correction is None:
             return {}
-        own = self.config.correction
-        shape = own.model_dump(mode="json", include={"rank", "width", "survival"})
+        shape = facts_of(self.config)["correction"]
         return {"correction": shape | {"head": self._corrected_head}}
 
     def _provenance(self) -> dict[str, Any]:
@@ -505,12 +565,12 @@ class Trainer:
 
     def _record(self) -> dict[str, Any]:
         """The content of train.json: origin and progress of the run, and quality of its head."""
-        planned, reason = self.config.optimizer.steps, None
+        planned, reason = self.config.optimizer.planned_steps, None
         if self.step == planned:
             reason = "steps"
         elif self.selection.exhausted:
             reason = "patience"
-        self.seconds = self._before + time.perf_counter() - self._started
+        self.seconds = self._before + self._clock() - self._started
         return {
             **self._origin,
             "parameters": sum(p.numel() for p in self.trained.parameters()),

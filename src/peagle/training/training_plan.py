@@ -7,7 +7,6 @@ estimate from the configuration, the data and the target's config.json and token
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from peagle.data.batches import BatchStream
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import StoreFacts
-from peagle.engine.memory_plan import size_text
+from peagle.disk import free_bytes, size_text
 from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
 from peagle.models.fingerprint import TargetFingerprint
@@ -25,6 +24,8 @@ from peagle.models.target import load_tokenizer
 from peagle.models.target_facts import TargetShape
 from peagle.training.build import planned_shape
 from peagle.training.config import TrainConfig
+from peagle.training.overfitting import epochs_warning
+from peagle.training.start_checks import missing_room
 from peagle.training.step_memory import (
     BatchShape,
     Budget,
@@ -75,12 +76,32 @@ class TrainingPlan:
     problem: str
 
     @property
-    def hours(self) -> float | None:
-        """Of all steps; validation and saving are left out."""
+    def steps(self) -> int | None:
+        """Steps of the run; None where `run.minutes` plans them and the speed is unknown."""
+        if self.config.optimizer.steps is not None:
+            return self.config.optimizer.steps
         if self.tokens_per_s is None:
             return None
-        tokens = self.config.optimizer.steps * self.stream.tokens_per_step
-        return tokens / self.tokens_per_s / 3600
+        return self.config.run.steps_within(self.stream.tokens_per_step / self.tokens_per_s)
+
+    @property
+    def epochs(self) -> float | None:
+        """Epochs of the run; None where the steps are unknown."""
+        return None if self.steps is None else self.steps / self.stream.steps_per_epoch
+
+    @property
+    def hours(self) -> float | None:
+        """Hours that all steps take, without validation and saving; None where unknown."""
+        if self.tokens_per_s is None or self.steps is None:
+            return None
+        return self.steps * self.stream.tokens_per_step / self.tokens_per_s / 3600
+
+    @property
+    def warning(self) -> str:
+        """A warning of too many epochs; "" if there is none."""
+        stream = self.stream
+        num_tokens = len(stream.dataset.tokens)
+        return epochs_warning(self.steps or 0, stream.steps_per_epoch, num_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; sizes in bytes."""
@@ -107,8 +128,9 @@ class TrainingPlan:
                 "tokens_per_step": stream.tokens_per_step,
                 "steps_per_epoch": stream.steps_per_epoch,
             },
-            "steps": config.optimizer.steps,
-            "epochs": config.optimizer.steps / stream.steps_per_epoch,
+            "steps": self.steps,
+            "minutes": config.run.minutes,
+            "epochs": self.epochs,
             "processes": shape.world_size,
             "device": shape.device.type,
             "memory": {
@@ -120,6 +142,7 @@ class TrainingPlan:
             "disk": self.disk,
             "flops_per_step": {**self.flops, "total": sum(self.flops.values())},
             "pace": None if self.tokens_per_s is None else pace,
+            "warning": self.warning,
             "problem": self.problem,
         }
 
@@ -136,12 +159,13 @@ class TrainingPlan:
         ]
         width = max(len(name) for name, text in rows if text is not None)
         lines = [name if text is None else f"  {name:<{width}}  {text}" for name, text in rows]
-        return "\n".join([f"{self.config.method.name} head for {self.shape.target.name}", *lines])
+        title = f"{self.config.method.name} head for {self.shape.target.name}"
+        notes = [f"warning: {self.warning}"] if self.warning else []
+        return "\n".join([title, *lines, *notes])
 
     def _run_rows(self) -> list[Row]:
         shape, stream = self.shape, self.stream
         head, dataset, target = shape.head, stream.dataset, shape.target
-        steps, epoch = self.config.optimizer.steps, stream.steps_per_epoch
         stored = ", from stored features" if shape.is_stored else ""
         vocabulary = f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens"
         frozen = f", {shape.num_frozen / 1e6:,.1f}M of them frozen" if shape.num_frozen else ""
@@ -160,8 +184,15 @@ class TrainingPlan:
                 f"{dataset.longest:,}",
             ),
             ("batch", f"{batch} of them tokens: {stream.tokens_per_step:,.0f} tokens"),
-            ("steps", f"{steps:,}, {epoch:,} an epoch: {steps / epoch:,.2f} epochs"),
+            ("steps", self._steps_text()),
         ]
+
+    def _steps_text(self) -> str:
+        epoch, minutes = self.stream.steps_per_epoch, self.config.run.minutes
+        planned = "" if minutes is None else f", by run.minutes = {minutes:g}"
+        if self.steps is None or self.epochs is None:
+            return f"as a step's time tells when the run begins{planned}; {epoch:,} an epoch"
+        return f"{self.steps:,}{planned}, {epoch:,} an epoch: {self.epochs:,.2f} epochs"
 
     def _memory_rows(self) -> list[Row]:
         memory, parts = self.memory, self.memory.parts.items()
@@ -178,7 +209,8 @@ class TrainingPlan:
 
     def _disk_rows(self) -> list[Row]:
         disk, stored = self.disk, "" if self.shape.is_stored else "would take "
-        too_little = ", too little" if _needed_on_disk(disk) > disk["free"] else ""
+        sizes = disk["checkpoint"], disk["head"]
+        too_little = ", too little" if missing_room(self.config.output, *sizes) else ""
         dtype = stored_dtype(self.config.data)
         return [
             ("checkpoint", f"{size_text(disk['checkpoint'])}, twice while it is written"),
@@ -242,7 +274,8 @@ def make_plan(
             trainer = Trainer(config)
             memory = trainer.measure_memory()
             if speed is None:
-                speed, basis = trainer.measure_speed(), "measured"
+                speed = stream.tokens_per_step / trainer.measure_step()
+                basis = "measured"
         else:
             given = dataclasses.replace(budget, is_given=True)
             memory = choose_memory(shape, config.run, given)
@@ -250,11 +283,9 @@ def make_plan(
         ways = (estimate_memory(shape, *w) for w in step_ways(config.run, config.method.name))
         memory, problem = min(ways, key=lambda way: way.total), str(error)
     flops, disk = estimate_flops(shape, memory.recompute), _disk(shape, dataset)
-    if gpu_memory_gib is None and (needed := _needed_on_disk(disk)) > disk["free"]:
-        problem += (
-            f" A run writes {size_text(needed)} to {str(config.output)!r}, where "
-            f"{size_text(disk['free'])} are free; name another output, or free some."
-        )
+    if gpu_memory_gib is None:
+        room = missing_room(config.output, shape.checkpoint_bytes, shape.head_bytes)
+        problem = f"{problem} {room}"
     seconds = sum(flops.values()) / (GPU_TFLOPS * 1e12)
     if speed is None and device.type == "cuda" and seconds >= LEAST_STEP_SECONDS:
         speed = stream.tokens_per_step / seconds
@@ -295,8 +326,6 @@ def _device(config: TrainConfig, gpu_memory_gib: float | None) -> torch.device:
 
 def _disk(shape: StepShape, dataset: ResponseDataset) -> dict[str, int]:
     config, target = shape.config, shape.target
-    weights = 4 * shape.num_trained + shape.dtype.itemsize * shape.num_frozen + shape.buffer_bytes
-    save_size = getattr(torch, config.run.save_dtype).itemsize
     sizes = (target.vocab_size, target.hidden_size, target.num_layers)
     facts = StoreFacts(
         dataset_sha256="",
@@ -309,21 +338,13 @@ def _disk(shape: StepShape, dataset: ResponseDataset) -> dict[str, int]:
         dtype=stored_dtype(config.data),
     )
     graded = int(dataset.num_graded.sum())
-    folder = config.output.absolute()
-    while not folder.exists():
-        folder = folder.parent
     return {
-        "checkpoint": weights + shape.optimizer_bytes,
-        "head": save_size * shape.num_parameters + shape.buffer_bytes,
+        "checkpoint": shape.checkpoint_bytes,
+        "head": shape.head_bytes,
         # What `peagle data features` writes, but for headers.
         "store": facts.num_tokens * facts.position_bytes + graded * facts.graded_bytes,
-        "free": shutil.disk_usage(folder).free,
+        "free": free_bytes(config.output),
     }
-
-
-def _needed_on_disk(disk: dict[str, int]) -> int:
-    """What a run writes: the new checkpoint and head appear beside the old ones."""
-    return 2 * (disk["checkpoint"] + disk["head"])
 
 
 def _memory_json(memory: StepMemory) -> dict[str, Any]:

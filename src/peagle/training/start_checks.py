@@ -1,0 +1,145 @@
+"""Checks of a run before it begins that need neither its target nor torch.
+
+So `peagle train` refuses a mistake at once, not after a model has been loaded.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from peagle.config import require_writable_folder
+from peagle.disk import free_bytes, locked, size_text
+from peagle.errors import CheckpointError, UserError
+from peagle.model_folder import read_file_header, read_json, sha256_of
+from peagle.training.checkpoint_facts import (
+    facts_of,
+    read_record,
+    refuse_earlier_run,
+    require_checkpoint,
+    require_same,
+    require_steps_left,
+)
+from peagle.training.config import TrainConfig
+
+_MOST_AUX = 3  # states of the feature, where the configuration names no layers
+_SAVED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_start(config: TrainConfig, *, resume: bool) -> None:
+    """Refuse a run that cannot begin.
+
+    Raises:
+        UserError: a path is not there; the output cannot be written, another process writes it, or
+            it has too little room; an earlier run would be overwritten; there is none to resume, or
+            it was made with another configuration or other data.
+    """
+    config.check_paths()
+    require_writable_folder(config.output, "The output folder")
+    if config.output.is_dir():
+        with locked(config.output):
+            pass  # what another process is writing is no earlier run
+    checkpoint = config.output / "checkpoint"
+    if resume:
+        require_checkpoint(checkpoint)
+        _check_facts(config, checkpoint)
+    else:
+        refuse_earlier_run(checkpoint)
+    if (sizes := least_sizes(config)) is not None:
+        require_room(config.output, *sizes, resume=resume)
+
+
+def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
+    """Compare what files tell with the checkpoint, whose other facts the trainer compares."""
+    record, facts = read_record(checkpoint), facts_of(config)
+    if not record:
+        return  # damaged: the trainer says how
+    data = config.data
+    paths = {"train": data.train, "validation": data.validation}
+    facts["data"] |= {name: path and sha256_of(path) for name, path in paths.items()}
+    for name in facts.keys() & {"data", "correction"}:
+        if isinstance(before := record.get(name), dict):
+            facts[name] = before | facts[name]
+    require_same(checkpoint, record, facts)
+    require_steps_left(checkpoint, record.get("step", 0), config.optimizer.steps)
+
+
+# ---- room on the disk -----------------------------------------------------------------------
+
+
+def missing_room(output: Path, checkpoint: int, head: int, *, resume: bool = False) -> str:
+    """Say how much more a run writes than is free; "" if it has room.
+
+    New checkpoints and heads are written before old ones are deleted, so each counts twice, or
+    once more where a run goes on.
+
+    Args:
+        output: folder of the run, which need not be there.
+        checkpoint, head: bytes of each.
+    """
+    needed, free = (checkpoint + head) * (1 if resume else 2), free_bytes(output)
+    if needed <= free:
+        return ""
+    return (
+        f"A run writes {size_text(needed)} to {str(output)!r}, where {size_text(free)} are free; "
+        "name another output, or free some."
+    )
+
+
+def require_room(output: Path, checkpoint: int, head: int, *, resume: bool) -> None:
+    """Refuse a run with too little room, as `missing_room` finds it.
+
+    Raises:
+        UserError: it has.
+    """
+    if problem := missing_room(output, checkpoint, head, resume=resume):
+        raise UserError(problem)
+
+
+def least_sizes(config: TrainConfig) -> tuple[int, int] | None:
+    """Return the least bytes of a checkpoint and of a head; None where files do not tell.
+
+    Matrices alone count, which are nearly all of a head. A correction is small.
+    """
+    if config.correction.on is not None:
+        return None
+    try:
+        if config.head.init is not None:
+            header = read_file_header(config.head.init / "model.safetensors")
+            in_ends, in_layers = 0, sum(prod(entry["shape"]) for entry in header.values())
+            in_embedding = 0
+        else:
+            in_embedding, in_ends, in_layers = _fresh_sizes(config)
+    except (CheckpointError, OSError, ValueError, AttributeError, KeyError, TypeError):
+        return None  # what loads the files says what is wrong with them
+    frozen = in_embedding if config.head.freeze_embeddings else 0
+    states = 1 if config.optimizer.name == "muon" else 2
+    trained = in_embedding + in_ends + in_layers - frozen
+    moments = 2 * (trained - in_layers) + states * in_layers
+    saved = _SAVED_BYTES[config.run.save_dtype] * (trained + frozen)
+    return 4 * (trained + moments) + 2 * frozen, saved
+
+
+def _fresh_sizes(config: TrainConfig) -> tuple[int, int, int]:
+    """Numbers in the embedding, in lm_head, and in the other matrices of a new head.
+
+    Raises:
+        CheckpointError, OSError, AttributeError, KeyError, TypeError: the target's config.json does
+            not tell.
+    """
+    data = read_json(config.target / "config.json")
+    model: dict[str, Any] = data.get("text_config") or data
+    head, width = config.head, model["hidden_size"]
+    size, vocabulary = head.hidden_size or width, model["vocab_size"]
+    heads = head.num_attention_heads or model["num_attention_heads"]
+    kv_heads = head.num_kv_heads or min(model.get("num_key_value_heads") or heads, heads)
+    inner = (head.head_dim or model.get("head_dim") or size // heads) * heads
+    keys = 2 * inner // heads * kv_heads
+    mlp = 3 * size * (head.intermediate_size or model["intermediate_size"])
+    # Layer 0 reads the embedding and the hidden state side by side.
+    layers = head.num_layers * (size * (inner + keys) + inner * size + mlp) + size * (inner + keys)
+    num_aux = len(head.aux_layer_ids or ()) or min(_MOST_AUX, model["num_hidden_layers"])
+    fc = num_aux * width * size
+    kept = min(head.draft_vocab_size or vocabulary, vocabulary)
+    return vocabulary * size, kept * size, layers + fc
