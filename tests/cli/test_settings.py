@@ -239,6 +239,11 @@ def test_a_run_uses_what_is_shown(
         (b'model = "x"', "unknown key 'model'; known: format_version, target, revision, [engine]"),
         (b"[serving]\nport = 1", "unknown key 'serving'"),
         (b"[engine]\ndtpye = 1", "[engine]: unknown key 'dtpye'; known: block_size, device, dtype"),
+        (b"[engine]\ndtpye = 1", "Did you mean 'dtype'?"),
+        (b"[sampling]\ntempereture = 1", "Did you mean 'temperature'?"),
+        (b"[server]\nprot = 1", "Did you mean 'port'?"),
+        (b"[enigne]\ndtype = 1", "Did you mean 'engine'?"),
+        (b'tagret = "x"', "Did you mean 'target'?"),
         (b"[sampling]\ntop = 1", "[sampling]: unknown key 'top'; known: "),
         (b"[speculative]\nk = 1", "[speculative]: Unknown key 'k' in the speculative"),
         (

@@ -362,6 +362,10 @@ Split = Annotated[
         show_default=False,
     ),
 ]
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="The target model, like --target.", show_default=False),
+]
 # Of commands that measure.
 MoreHeads = Annotated[
     list[str] | None,

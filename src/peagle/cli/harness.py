@@ -19,7 +19,7 @@ from peagle.cli import groups
 from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import note, own_target, quiet_libraries, set_threads
-from peagle.config import CandidateTrees, SamplingParams
+from peagle.config import CandidateTrees, SamplingParams, require_writable_folder
 from peagle.config.engine import OF_TARGET
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
@@ -193,6 +193,8 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         for one, head in zip(methods, heads, strict=True)
         for method in _with_head(one, head, target, shape)
     ]
+    if shape is not None:
+        found = _each_once(found)
     if shape is not None and not any(one.trees for one in found):
         raise UserError(
             "--parallel-drafting-spec asks for candidate trees, and no P-EAGLE head is measured. "
@@ -245,6 +247,22 @@ def _with_head(
     return [found, found.with_trees(trees)]
 
 
+def _each_once(methods: Sequence[DecodingMethod]) -> list[DecodingMethod]:
+    """Return the methods with the chains and the trees of each head once.
+
+    A second name that the user has for a head is that of its trees.
+    """
+    with_trees = {one.folder for one in methods if one.trees}
+    kept: dict[Any, DecodingMethod] = {}
+    for number, one in enumerate(methods):
+        key = (one.folder, one.trees is not None) if one.folder in with_trees else number
+        if key not in kept:
+            kept[key] = one
+        elif one.trees is None:
+            kept[one.folder, True] = replace(kept[one.folder, True], name=one.name)
+    return [*kept.values()]
+
+
 def display_name(source: str) -> str:
     """Return the name of a model as the user gave it, or of a bundled model its short name."""
     path = Path(source)
@@ -265,6 +283,28 @@ def provenance(target: str, dtype: str, device: torch.device | None = None) -> d
         "target": target,
         "dtype": dtype,
     }
+
+
+def check_output(
+    output: Path | None,
+    name: str = "",
+    read_settings: Callable[[Path], Mapping[str, Any]] = lambda _: {},
+    known: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse an output folder that cannot be used, before anything is loaded.
+
+    That is one where nothing can be written, and one whose file `name` is not readable or holds
+    results that were made with other settings than the `known` ones.
+    """
+    if output is None:
+        return
+    from peagle.evaluation.journal import require_same
+
+    require_writable_folder(output, "--output")
+    path = output / name
+    if name and path.exists() and (before := read_settings(path)):
+        known = known or {}
+        require_same(path, {key: before.get(key) for key in known}, known)
 
 
 @contextmanager

@@ -171,6 +171,15 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
     return settings.build("speculative")
 
 
+def name_target(given: Given, model: str | None) -> None:
+    """Let the argument MODEL name the target, as --target does."""
+    if model is None:
+        return
+    if "target" in given:
+        raise UserError(f"{model!r} and --target were both given; leave one of them out.")
+    given["target"] = Setting(model, "MODEL")
+
+
 def own_target(target: str | None) -> str | None:
     """Return the target that was named, None where it is the bundled one, by name or by default."""
     return None if target == BUNDLED else target

@@ -57,6 +57,16 @@ def is_vllm(given: Given, flags: Sequence[str]) -> bool:
     return False
 
 
+def model_and_flags(model: str | None, flags: list[str] | None) -> tuple[str | None, list[str]]:
+    """Separate the model from the flags of vLLM; without a model it is the first flag."""
+    flags = flags or []
+    if model is not None and model.startswith("-"):
+        return None, [model, *flags]
+    if flags and not flags[0].startswith("-"):
+        raise UserError(f"{flags[0]!r} was given after the model {model!r}; expected options.")
+    return model, flags
+
+
 def find(given: Given) -> VllmInstallation:
     """Return the installation of vLLM that the options name."""
     from peagle.backends.vllm import installation

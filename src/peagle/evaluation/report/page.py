@@ -29,7 +29,8 @@ def page_html(results: Results) -> str:
     style = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
     documents = list(results.documents.values())
-    sets = sets_of(results.cells)
+    file, sets = results.throughput, sets_of(results.cells)
+    best = best_cells(results.cells, cast.hero, sets[0]) if sets else []
     sources = (one.source for one in [*results.entries, *results.cells]
                if key_of(one) == cast.hero and one.source)  # fmt: skip
     return (
@@ -52,7 +53,7 @@ def page_html(results: Results) -> str:
             cast=cast,
             conditions=conditions(results.entries),
             sets=sets,
-            best=best_cells(results.cells, cast.hero, sets[0]) if sets else [],
+            best=[cell for cell in best if file is not None and file.is_sound(cell)],
             facts={name: _facts(document) for name, document in results.documents.items()},
             draws=charts.can_draw(),
             contents=[],
