@@ -220,12 +220,9 @@ from peagle.cli import main as command
 
 def run():
     import torch
-    from peagle.disk import lock  # any module of peagle whose code warns
-    warn = type(lock)(compile("__import__('warnings').warn('of peagle', stacklevel=3)", "x", "exec"),
-                      {"__name__": "peagle.models.target"})
-    warn()
-    type(lock)(compile("__import__('warnings').warn('of a library', stacklevel=2)", "x", "exec"),
-               {"__name__": "torch.nn.modules"})()
+    # As code of these modules warns.
+    exec("import warnings; warnings.warn('of peagle', stacklevel=3)", {"__name__": "peagle.disk"})
+    exec("import warnings; warnings.warn('of a library', stacklevel=2)", {"__name__": "torch.nn"})
     torch.tensor([1.0], requires_grad=True).sum().to(torch.cfloat).to(torch.float).backward()
     logging.getLogger("torch._inductor").warning("of a logger of torch")
     return 0

@@ -332,7 +332,8 @@ SETTINGS = group(
         PEAGLE_SPECULATIVE_CONFIG, PEAGLE_SAMPLING, ...) override the file, flags override
         both.
     --show-config
-        Print the merged settings as JSON, and do nothing else.
+        Print the merged settings as JSON, with what they decide here (device, type, K, threads,
+        longest sequence), and do nothing else.
     --show-memory
         Print the memory plan to standard error: what takes memory, and the context and
         number of requests that fit. serve logs it. On a GPU it is always printed.

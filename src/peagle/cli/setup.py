@@ -60,8 +60,13 @@ class Setup:
         self,
         sections: tuple[str, ...] = ("engine", "sampling"),
         of_model: tuple[str, ...] = (),
+        *,
+        with_decided: bool = True,
     ) -> None:
-        """Print the merged settings as JSON, in the tables of a file."""
+        """Print the merged settings as JSON, in the tables of a file, and what is decided by them.
+
+        Without `with_decided` another engine decides it.
+        """
         given, speculative = self.settings, self._with_depth()
         tables = {name: as_written(asdict(given.build(name))) for name in sections}
         if "sampling" in tables:
@@ -74,6 +79,10 @@ class Setup:
             "speculative": speculative and as_written(asdict(speculative)),
             **tables,
         }
+        if with_decided:
+            from peagle.cli.decided import decided
+
+            merged["decided"] = decided(self.target, self.engine, speculative, self.threads)
         print(json.dumps(merged, indent=2))
 
     def _with_depth(self) -> SpeculativeConfig | None:

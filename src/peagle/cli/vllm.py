@@ -174,7 +174,7 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
     config: ServerConfig = setup.settings.build("server")
     _refuse_without_equal(setup, given)
     if "show_config" in given:
-        setup.show(sections=("engine", "server"))
+        setup.show(sections=("engine", "server"), with_decided=False)
         return
     launch = launch_of(setup, config, given, flags)
     from peagle.backends.vllm.installation import find_or_assume_vllm, find_vllm

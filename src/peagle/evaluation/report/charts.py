@@ -119,7 +119,9 @@ def png(charts: Sequence[Chart], heading: str) -> bytes:
         for chart, axes in zip(charts, panels, strict=True):
             _draw(chart, axes)
             _annotate(chart, axes)
-            axes.set_title(_plain(chart.title), loc="left", fontsize=11, fontweight="bold", pad=12)
+            axes.set_title(_plain(chart.title), loc="left", fontsize=11, fontweight="bold", pad=22)
+            small: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
+            axes.annotate(_plain(chart.small), (0, 1), (0, 9), fontsize=8, color=_MUTED, **small)
             axes.set_ylabel(_plain(chart.y.title), fontsize=9.5, color=_TEXT)
         handles, labels = panels[0].get_legend_handles_labels()
         if handles:

@@ -31,8 +31,6 @@ def page_html(results: Results) -> str:
     documents = list(results.documents.values())
     file, sets = results.throughput, sets_of(results.cells)
     best = best_cells(results.cells, cast.hero, sets[0]) if sets else []
-    sources = (one.source for one in [*results.entries, *results.cells]
-               if key_of(one) == cast.hero and one.source)  # fmt: skip
     return (
         _environment()
         .get_template("page.html")
@@ -44,7 +42,7 @@ def page_html(results: Results) -> str:
             results=results,
             documents=documents,
             target=text.short(results.first.provenance.target),
-            source=text.short(next(sources, "")),
+            source=hero_source(results),
             created=text.day(max(document.provenance.created for document in documents)),
             device=str(results.first.provenance.environment.get("device") or ""),
             dtype=results.first.provenance.dtype,
@@ -61,10 +59,21 @@ def page_html(results: Results) -> str:
     )
 
 
+def hero_source(results: Results) -> str:
+    """Return the source of the head that the report is about; "" for none."""
+    every, hero = [*results.entries, *results.cells], Cast.of(results).hero
+    found = next((one.source for one in every if key_of(one) == hero and one.source), "")
+    return text.short(found)
+
+
 def origin(results: Results) -> str:
-    """Return target, hardware and day, so that a picture alone says what it shows."""
-    provenance = results.first.provenance
-    facts = [text.short(provenance.target), str(provenance.environment.get("device") or "")]
+    """Return target, head, hardware and day, so that a picture alone says what it shows."""
+    provenance, source = results.first.provenance, hero_source(results)
+    facts = [
+        text.short(provenance.target),
+        source and f"head {source}",
+        str(provenance.environment.get("device") or ""),
+    ]
     facts += [provenance.dtype, text.day(provenance.created)]
     facts.append("SYNTHETIC acceptance" if results.first.is_synthetic else "")
     return " · ".join(filter(None, facts))

@@ -79,7 +79,8 @@ def load_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
             if cell.speed_up_over_plain is not None and key[0] != "plain"
         ]
         ups += [ChartLine(cast.name(key), cast.styles[key], points)] if points else []
-    hero = f"; the numbers are the K of {cast.name(cast.hero)}" if cast.hero else ""
+    many = f"; the smallest K that ties with the fastest, of {cast.name(cast.hero)} as a number"
+    hero = many if cast.hero and file.has_many_k else ""
     charts = [
         Chart(
             "Output tokens per second",
