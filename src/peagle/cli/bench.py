@@ -251,6 +251,7 @@ def bench(
     }
     known = {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
     harness.check_output(output, BENCH_LOG, read_settings, known)
+    found = harness.find_models(given, heads) if heads else None
     quiet_libraries()
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.report.advice import throughput_advice
@@ -268,9 +269,9 @@ def bench(
     }
     arms: list[Arm] = []
     models: Models | None = None
-    if heads:
+    if found is not None:
         installation = vllm.find(given) if on_vllm else None
-        models = harness.load_models(given, heads, whole=not on_vllm)
+        models = harness.load_models(given, heads, found, whole=not on_vllm)
         ks = ks or sorted({min(k, models.default_k) for k in _DEFAULT_KS})
         dtype, device = models.dtype, models.target.device
         if installation is None:

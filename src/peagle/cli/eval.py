@@ -237,7 +237,8 @@ def eval(
     else:
         arms = []
         installation = vllm.find(given) if on_vllm else None
-        models = harness.load_models(given, heads, whole=not on_vllm)
+        found = harness.find_models(given, heads)
+        models = harness.load_models(given, heads, found, whole=not on_vllm)
         ks = ks or (models.default_k,)
         if certificate is not None:
             if not _certify(models, max(ks), certificate, output, output_format):

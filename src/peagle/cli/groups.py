@@ -184,7 +184,9 @@ ENGINE = group(
     --no-prefix-caching = engine.enable_prefix_caching
         Compute every prompt anew, also where it shares a prefix with an earlier one.
     --threads INT = threads
-        Number of CPU threads. [default: 1 for a small model, else up to one a core]
+        Number of CPU threads. Set it where other programs start and end while this one runs.
+        [default: 1 for a small model, else up to one for each core that other programs leave
+        free while the model loads]
     """,
     section="engine",
 )

@@ -161,8 +161,38 @@ def named_methods(
     return heads
 
 
-def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool = True) -> Models:
-    """Find and load the target and the heads, and check each head before anything runs.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The folders of a target and of the heads of some methods; None for a method without."""
+
+    target: Path
+    heads: list[Path | None]
+
+
+def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
+    """Find the target and the heads, and fetch those of a hub; torch is not imported.
+
+    Raises:
+        UserError: as `resolve_model`.
+    """
+    from peagle.models.loading import resolve_model
+
+    own = own_target(given.value("target"))
+    sources = [expand_bundled(one.source, "draft") for one in methods]
+    return Found(
+        resolve_model(own or BUNDLED, given.value("revision")),
+        [resolve_model(one, role="draft") if one else None for one in sources],
+    )
+
+
+def load_models(
+    given: Given,
+    methods: Sequence[DecodingMethod],
+    found: Found,
+    *,
+    whole: bool = True,
+) -> Models:
+    """Load the target and the heads, and check each head before anything runs.
 
     A method with a source and no name is named after the kind of its head. With
     --parallel-drafting-spec a P-EAGLE head is two methods: chains, and trees. Without `whole` only
@@ -170,7 +200,6 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
     """
     from peagle.engine.placement import load_target
     from peagle.models.checkpoint import load_drafter
-    from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer
     from peagle.models.target_ends import TargetEnds
 
@@ -179,33 +208,32 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
     set_threads(given.value("threads"))
     quiet_libraries()
     own = own_target(given.value("target"))
-    folder = resolve_model(own or BUNDLED, given.value("revision"))
+    folder = found.target
     methods = [replace(one, source=expand_bundled(one.source, "draft")) for one in methods]
-    heads = [resolve_model(one.source, role="draft") if one.source else None for one in methods]
     if whole:
         target = load_target(folder, engine)
     else:
         target = TargetEnds.load(folder)
     trees = given.value("speculative.parallel_drafting_spec")
     shape = None if trees is None else CandidateTrees.parse(trees)
-    found = [
+    every = [
         method
-        for one, head in zip(methods, heads, strict=True)
+        for one, head in zip(methods, found.heads, strict=True)
         for method in _with_head(one, head, target, shape)
     ]
     if shape is not None:
-        found = _each_once(found)
-    if shape is not None and not any(one.trees for one in found):
+        every = _each_once(every)
+    if shape is not None and not any(one.trees for one in every):
         raise UserError(
             "--parallel-drafting-spec asks for candidate trees, and no P-EAGLE head is measured. "
             "Name one with --draft, or leave it out."
         )
-    names = [one.name for one in found]
+    names = [one.name for one in every]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
             f"Two methods are called {twice[0]!r}; name one of them with --method NAME=FOLDER."
         )
-    for one in found:
+    for one in every:
         try:
             if one.folder and one.trees is None:
                 load_drafter(one.folder, target)
@@ -216,7 +244,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         target,
         folder,
         display_name(own or str(BUNDLED_TARGET)),
-        found,
+        every,
         engine_options | OF_TARGET,
         bool(getattr(load_tokenizer(folder), "chat_template", None)),
     )

@@ -101,13 +101,17 @@ class Setup:
         """Load the models; print the memory plan, on a CPU only with --show-memory."""
         self.note_plain_decoding()
         self.check_paths()
+        from peagle.models.loading import resolve_model, with_local_head
+
+        # Before torch is imported, so that a hub that is not there is told at once.
+        folder = folder or resolve_model(self.target, self.settings.value("revision"))
+        speculative = self.speculative and with_local_head(self.speculative)
         self.prepare()
         from peagle.llm import LLM
 
         llm = LLM(
-            folder or self.target,
-            revision=None if folder else self.settings.value("revision"),
-            speculative_config=self.speculative,
+            folder,
+            speculative_config=speculative,
             **asdict(self.engine),
         )
         if self.show_memory or llm.target.device.type == "cuda":

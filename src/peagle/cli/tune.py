@@ -166,6 +166,8 @@ def tune(
         "threads": given.value("threads"),
     }
     harness.check_output(output, TUNE_LOG, read_settings, settings)
+    head_named = [DecodingMethod("", draft)]
+    found = harness.find_models(given, head_named)
     from peagle.evaluation.journal import Journal, weights_digest
     from peagle.evaluation.tuning.acceptance import (
         acceptance_of_file,
@@ -185,7 +187,7 @@ def tune(
         known = acceptance_of_file(
             acceptance, draft=name, method=method, temperature=params.temperature
         )
-    models = harness.load_models(given, [DecodingMethod("", draft)])
+    models = harness.load_models(given, head_named, found)
     target, (head,) = models.target, models.methods
     config, _ = read_head_config(head.folder, num_target_layers=target.num_layers)
     shapes = tree_shapes(sizes, config)
