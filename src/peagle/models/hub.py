@@ -67,8 +67,8 @@ _UNCHECKED = ".peagle-unchecked"
 _MAKE_ROOM = "Make room, or set HF_HOME to a folder on a larger disk."
 # Errors of the network, of the disk, and of answers that no hub gives.
 _FAILURES = (HTTPError, OSError, ValueError, KeyError, TypeError)
-# Time for a connection to the hub. A lost first packet is sent again after 1, 3 and 7 seconds.
-CONNECT_S = 8.0
+# Time for a connection to the hub. A lost first packet is sent again after 1 and 3 seconds.
+CONNECT_S = 5.0
 _RETRY_S = 30.0  # for so long a hub without a connection is not tried again
 _unreachable: dict[str, tuple[float, OSError]] = {}
 _logger = logging.getLogger(__name__)
