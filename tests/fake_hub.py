@@ -13,6 +13,7 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class FakeHub:
         self.models: dict[str, Model] = {}
         self.token = "hf_right"
         self.status = 0  # not 0: all requests are answered with it
+        self.delay_s = 0.0  # before each answer
         self.requests: list[HubRequest] = []
         # For uploads: owners whose repositories the token may write, repositories hidden from it,
         # files that a .gitignore leaves out, large files by SHA-256, and by the last part of a
@@ -260,6 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
         return 200, {"commitUrl": url, "commitOid": commit}
 
     def _answer(self) -> None:
+        time.sleep(self.hub.delay_s)
         path = unquote(urlsplit(self.path).path)
         # Data sets are answered as models are; no test has one of each under one name.
         path = path.replace("/api/datasets/", "/api/models/").removeprefix("/datasets")

@@ -68,10 +68,11 @@ class Row:
     def is_asked(self) -> bool:
         return self.ours != "-" or bool(self.missing)
 
-    @property
-    def verdict(self) -> str:
+    def verdict(self, *, is_comparable: bool) -> str:
         if self.missing:
             return "not to be had"
+        if not is_comparable:
+            return ""
         return "reproduced" if self.holds else "missed"
 
 
@@ -345,7 +346,10 @@ def text(name: str, results: Document, rows: Sequence[Row], engine: str) -> str:
     if results.is_synthetic:
         acceptance = f"synthetic, at the published lengths of {TABLES['acceptance']['model']}"
     ours = ", ".join(filter(None, [provenance.target, provenance.dtype, card, engine]))
-    body = [[one.figure, one.published, one.ours, one.verdict] for one in rows]
+    others = differences(name, results)
+    body = [
+        [one.figure, one.published, one.ours, one.verdict(is_comparable=not others)] for one in rows
+    ]
     reasons = dict.fromkeys(one.missing for one in rows if one.missing)
     return "\n".join(
         [
@@ -354,9 +358,27 @@ def text(name: str, results: Document, rows: Sequence[Row], engine: str) -> str:
             f"           {table['source']}",
             f"ours:      {ours}, acceptance {acceptance}",
             text_table(["", "published", "ours", ""], body),
+            *(f"no verdict: {other}" for other in others),
             *(f"not to be had: {reason}" for reason in reasons),
         ]
     )
+
+
+def differences(name: str, results: Document) -> list[str]:
+    """Return what makes a verdict on a table impossible: other models, or another machine.
+
+    The machine does not decide what a head accepts.
+    """
+    table, provenance = TABLES[name], results.provenance
+    found = []
+    if provenance.target != table["target"]:
+        found.append(f"ours is of {provenance.target}, the published figures of {table['target']}")
+    device = provenance.environment.get("device") or "unknown"
+    if name != "acceptance" and table["card"] not in device:
+        found.append(f"ours is of the device {device!r}, the published figures of {table['card']}")
+    if results.is_synthetic:
+        found.append("the acceptance of ours is synthetic")
+    return found
 
 
 def asked(table: dict[str, Any], sets: Sequence[str]) -> dict[str, Any]:

@@ -44,3 +44,8 @@ def __getattr__(name: str) -> object:
 
         return getattr(config, name)
     raise AttributeError(f"module 'peagle' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    # The names that are imported on first use are completed and listed like the others.
+    return sorted({*globals(), *__all__})

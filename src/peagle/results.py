@@ -291,6 +291,8 @@ class RunFigures(ResultModel):
     acceptance_length: float | None = None
     gpu_busy: float | None = None
     errors: Number = 0
+    sitting: Number = 1  # of the command; each resumption is another one
+    other_cores: float | None = None  # that other programs kept busy; of the engine here alone
 
 
 class TouchedExperts(ResultModel):
@@ -331,6 +333,7 @@ class Cell(ResultModel):
     experts: TouchedExperts | None = None  # of mixtures in the engine here alone
     cost_per_million_tokens: float | None = None  # output tokens, at price_per_hour of the file
     instances: Count | None = None  # for requests_per_second of the file
+    doubts: list[str] = []  # reasons why its speed is no result to be quoted
 
     @property
     def speed(self) -> float:
@@ -376,12 +379,20 @@ class ThroughputResults(Document):
     turns: dict[str, Turns] = {}  # of the sets whose prompts have several
     price_per_hour: float | None = None  # of the machine; the user's own
     requests_per_second: float | None = None  # that the user wants to serve
+    doubts: list[str] = []  # reasons why no speed of the file is a result to be quoted
     advice: str = ""
 
     @property
     def has_many_k(self) -> bool:
         """Whether several K were measured."""
         return len({cell.k for cell in self.cells if cell.k}) > 1
+
+    def is_sound(self, cell: Cell) -> bool:
+        """Return whether nothing speaks against the speeds at the load of a cell."""
+        load = cell.set, cell.concurrency
+        return not self.doubts and not any(
+            one.doubts for one in self.cells if (one.set, one.concurrency) == load
+        )
 
     def cost_per_hour(self, cell: Cell) -> float | None:
         """Return the price of the instances of a cell for an hour; None if either is unknown."""

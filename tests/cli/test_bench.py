@@ -14,9 +14,9 @@ import pytest
 from peagle.evaluation import sweep as sweeping
 from peagle.evaluation.decoding import Request, Run
 from peagle.evaluation.engine_backend import EngineBackend
+from peagle.evaluation.journal import BENCH_LOG
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.report.charts import can_draw
-from peagle.evaluation.sweep import LOG_NAME
 from peagle.evaluation.timing import figures_of
 from tests.cli.conftest import Pair, Peagle
 from tests.evaluation.fake_endpoint import NUM_TOKENS, TEXT, Script, endpoint, metrics
@@ -53,6 +53,14 @@ def test_the_whole_table(
     done = peagle(*given)
     assert done.status == 0, done.err
     assert "short.jsonl, 2 prompts, medians of 2 runs" in done.out
+    told = [line for line in done.err.splitlines() if "warm-up" in line]
+    engines = ("plain", "eagle3 K=2", "eagle3 K=3", "peagle K=2", "peagle K=3")
+    assert {line.partition(": ")[2].partition(": ")[2].partition(";")[0] for line in told} == {
+        f"{name} on peagle, concurrency {load}" for name in engines for load in (1, 2)
+    }
+    assert told[0].startswith("peagle: warm-up 1 of 10: ")
+    assert told[0].endswith("; it writes 16 tokens for each request in flight")
+    assert "warm-up 6 of 10: " in told[5] and "; the one before took 0:0" in told[5]
     assert "goodput of peagle K=3 on " in done.out
     result = json.loads((tmp_path / "throughput.json").read_text())
     assert result["format_version"] == 1
@@ -286,7 +294,7 @@ def test_a_window_of_the_head(peagle: Peagle, pair: Pair, tmp_path: Path) -> Non
     assert done.status == 0, done.err
     done = peagle("bench", *some, "--draft-window", 9, "--output", tmp_path)
     assert done.status == 2 and "Give the same settings to go on with it" in done.err
-    assert '"draft_window": 8' in (tmp_path / LOG_NAME).read_text()
+    assert '"draft_window": 8' in (tmp_path / BENCH_LOG).read_text()
 
 
 def test_what_a_chat_server_is_sent(peagle: Peagle) -> None:
@@ -322,6 +330,7 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
         (("--endpoint", "http://127.0.0.1:1"), "expected NAME=URL"),
         (("--endpoint", "x=http://127.0.0.1:1"), "No server answers at http://127.0.0.1:1"),
         (("--model", "x=y"), "there is no such one"),
+        (("--model", "org/x"), "name a model here with --target org/x"),
         (("--no-chat-template", "--thinking"), "no thinking mode"),
         (("--extra-body", "[]"), "is not a JSON object"),
         (("--turns", "0"), "--turns is '0'; expected a whole number of at least 1, or all"),

@@ -327,6 +327,17 @@ def test_options_become_fields(chat: Chat, fake: Script, monkeypatch: pytest.Mon
     assert {name: asked[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize("names", [["reasoning"], ["reasoning_content", "reasoning"]])
+def test_reasoning_under_either_name_is_told_once(
+    chat: Chat, fake: Script, names: list[str]
+) -> None:
+    thought = {"choices": [{"index": 0, "delta": dict.fromkeys(names, "hm")}]}
+    fake.stream = [thought, chunk("yes", finish="stop"), DONE]
+    result = chat("hello\n", "--format", "json")
+    record = json.loads(result.out)
+    assert (record["reasoning"], record["answer"]) == ("hm", "yes")
+
+
 def test_structures(chat: Chat, fake: Script) -> None:
     assert chat("x\n", "--json-object").status == 0
     assert chat("x\n", "--json-schema", '{"type": "array"}').status == 0

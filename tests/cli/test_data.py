@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from peagle.cli import data, progress
+from peagle.cli.setup import Setup
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import FeatureStore
+from peagle.errors import UserError
 from peagle.models.target_ends import TargetEnds
 from tests.cli.conftest import Pair, Peagle, environment, kill_when
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
@@ -537,3 +539,29 @@ def test_a_killed_store_goes_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> N
     assert len(before) < len(shards()), "it was killed in the middle"
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [("cuda", (), 256), ("cpu", (), 16), ("cuda", ("--max-num-seqs", 8), 8)],
+)
+def test_a_gpu_answers_many_questions_at_once(
+    peagle: Peagle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    given: tuple[object, ...],
+    expected: int,
+) -> None:
+    found = []
+
+    def load(setup: Setup, *_: object) -> None:
+        found.append(setup.engine.max_num_seqs)
+        raise UserError("enough")
+
+    monkeypatch.setattr(Setup, "load", load)
+    monkeypatch.setattr("peagle.engine.placement.resolve_device", lambda _: torch.device(device))
+    source = tmp_path / "p.txt"
+    source.write_text("Hello\n")
+    peagle("data", "regenerate", source, "-o", tmp_path / "o.jsonl", *given)
+    assert found == [expected]

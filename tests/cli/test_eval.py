@@ -529,7 +529,7 @@ def test_the_certificate_decides_the_status(
         (("--eagle3", "PEAGLE"), "--eagle3 is"),
         (("--method", "peagle=PEAGLE"), "Two methods are called 'peagle'"),
         (("--draft", "./nowhere"), "nowhere"),
-        (("--output", "FILE"), "cannot be made"),
+        (("--output", "FILE"), "cannot be written: Not a directory"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
@@ -547,3 +547,24 @@ def test_mistakes(
     result = peagle("eval", *models, *options)
     assert (result.status, result.out) == (2, ""), result.err
     assert message in result.err and "Traceback" not in result.err
+
+
+def test_the_model_may_be_the_first_word(peagle: Peagle, pair: Pair) -> None:
+    options = ("--draft", pair.peagle, *SMALL, "--no-ngram", "-k", 1, *JSON)
+    (first,) = entries_of(peagle("eval", pair.target, *options))
+    (named,) = entries_of(peagle("eval", "--target", pair.target, *options))
+    assert first["pooled"] == named["pooled"]
+    both = peagle("eval", pair.target, "--target", "x", *options)
+    assert both.status == 2 and "and --target were both given" in both.err
+    flags = peagle("eval", *options, "--", "--kv-cache-dtype", "fp8")
+    assert "'--kv-cache-dtype' was given after --, where flags of vLLM stand" in flags.err
+
+
+def test_a_second_name_of_a_head_is_that_of_its_trees(peagle: Peagle, pair: Pair) -> None:
+    """Its chains are measured once, and its trees too."""
+    options = (*pair.options, "--method", f"wide={pair.peagle}", *SMALL, "--no-ngram", *JSON)
+    entries = entries_of(peagle("eval", *options, "-k", 2, "--parallel-drafting-spec", TREES))
+    assert [(one["method"], one["k"]) for one in entries] == [("peagle", 2), ("wide", 3)]
+    # Without trees a second name is a second run, as asked for.
+    entries = entries_of(peagle("eval", *options, "-k", 2))
+    assert [one["method"] for one in entries] == ["peagle", "wide"]

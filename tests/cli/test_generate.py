@@ -270,3 +270,17 @@ def test_an_empty_stop_string_is_a_mistake(peagle: Peagle, pair: Pair) -> None:
     result = peagle("generate", *pair.options, "--prompt", "hello", "--stop", "")
     assert (result.status, result.out) == (2, "")
     assert "stop is ''; expected strings that are not empty" in result.err
+
+
+def test_the_model_may_be_the_first_word(peagle: Peagle, pair: Pair) -> None:
+    options = ("--prompt", "def", "--max-new-tokens", 4, "--format", "json", "--no-speculation")
+    named, first = (
+        peagle("generate", *target, *options)
+        for target in (("--target", pair.target), [pair.target])
+    )
+    assert json.loads(first.out)["token_ids"] == json.loads(named.out)["token_ids"]
+    both = peagle("generate", pair.target, "--target", "org/x", *options)
+    assert both.status == 2 and "and --target were both given; leave one of them out" in both.err
+    assert peagle("generate", "bundled", *options).status == 0
+    nothing = peagle("generate", "def f(")
+    assert "neither was given. 'def f(' is taken for the model." in nothing.err

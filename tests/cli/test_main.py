@@ -83,7 +83,10 @@ def test_help_of_the_program_imports_no_command() -> None:
         (["generate", "--top-k"], "--top-k"),
         (["generate", "--top-k", "many"], "--top-k"),
         (["generate", "--prompt", "x", "--format", "yaml"], "'yaml' is not one of"),
-        (["generate", "stray"], "stray"),
+        (["generate", "org/x", "stray"], "stray"),
+        (["generate", "--model", "x"], "named with --target MODEL, or as the first word: peagle g"),
+        (["serve", "--model", "x"], "as the first word: peagle serve MODEL."),
+        (["data", "regenerate", "p", "--model", "x"], "The target is named with --target MODEL."),
         (["train"], "CONFIG"),
         (["demo", "--limit", "x"], "--limit"),
     ],
@@ -208,3 +211,26 @@ def test_a_process_with_a_full_disk_ends_without_a_traceback() -> None:
             text=True,
         )
     assert (result.returncode, result.stderr) == (1, FULL_DISK)
+
+
+def test_libraries_warn_developers_and_peagle_warns_users() -> None:
+    code = """
+import logging, sys, warnings
+from peagle.cli import main as command
+
+def run():
+    import torch
+    # As code of these modules warns.
+    exec("import warnings; warnings.warn('of peagle', stacklevel=3)", {"__name__": "peagle.disk"})
+    exec("import warnings; warnings.warn('of a library', stacklevel=2)", {"__name__": "torch.nn"})
+    torch.tensor([1.0], requires_grad=True).sum().to(torch.cfloat).to(torch.float).backward()
+    logging.getLogger("torch._inductor").warning("of a logger of torch")
+    return 0
+
+command.run = run
+command.main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (0, "peagle: warning: of peagle\n")

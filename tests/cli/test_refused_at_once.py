@@ -35,6 +35,20 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["eval", *OWN], "target model 'none' is not there"),
     (["eval", "--method", "x=./none"], "draft head 'none' is not there"),
     (["eval", "--set", "none.jsonl"], "'none.jsonl' is not"),
+    (["eval", "./none"], "target model 'none' is not there"),
+    (["eval", "--certify", "--samples", "-1"], "samples of the certificate is -1"),
+    (["eval", "--certify", "--limit", "0"], "prompts of the certificate is 0"),
+    (["eval", "--certify", "--set", "humanevil"], "Did you mean humaneval"),
+    (["eval", "--certify", "--output", "d.jsonl"], "--output 'd.jsonl' cannot be written"),
+    (["eval", "--output", "d.jsonl"], "--output 'd.jsonl' cannot be written"),
+    (["eval", "--output", "earlier", "--limit", "3"], 'made with sets {"humaneval": 2}, not'),
+    (["bench", "--output", "d.jsonl"], "--output 'd.jsonl' cannot be written"),
+    (["bench", "--output", "earlier"], 'made with sets {"humaneval": 2}, not {"humaneval": 16}'),
+    (["bench", "--objective", "500"], "The objective is '500'"),
+    (["tune", "--output", "d.jsonl"], "--output 'd.jsonl' cannot be written"),
+    (["tune", "--output", "earlier"], 'made with draft "other", not "bundled/peagle"'),
+    (["data", "regenerate", "run.toml", "-o", "begun.jsonl", "--seed", "5"], "with seed 0, now it"),
+    (["data", "regenerate", "run.toml", "-o", "x.jsonl", "--raw", "--thinking"], "--raw uses no"),
     (["bench", *OWN], "target model 'none' is not there"),
     (["bench", "--eagle3", "./none"], "EAGLE-3 head 'none' is not there"),
     (["bench", "--set", "none.jsonl"], "'none.jsonl' is not"),
@@ -117,6 +131,20 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[
     (folder / "begun" / "checkpoint").mkdir(parents=True)
     state = {"step": 1, "seed": 7, "progress": {}}
     (folder / "begun" / "checkpoint" / "state.json").write_text(json.dumps(state))
+    earlier = folder / "earlier"
+    earlier.mkdir()
+    provenance = {"target": "t", "command": "", "created": "", "environment": {}}
+    settings = {"sets": {"humaneval": 2}, "seed": 0}
+    results = {"format_version": 1, "provenance": provenance, "settings": settings, "entries": []}
+    (earlier / "acceptance.json").write_text(json.dumps(results))
+    for name, settings in (
+        ("cells.jsonl", {"sets": {"humaneval": 2}}),
+        ("tune_cells.jsonl", {"draft": "other"}),
+    ):
+        (earlier / name).write_text(json.dumps({"format_version": 1, "settings": settings}) + "\n")
+    (folder / "begun.jsonl").write_text("{}\n")
+    options = {"sampling": {"max_tokens": 2048}, "seed": 0}
+    (folder / "begun.jsonl.meta.json").write_text(json.dumps({"options": options}))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     commands = [[word.replace("PORT", "8000") for word in command] for command, _ in COMMANDS]

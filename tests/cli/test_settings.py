@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from peagle import LLM, SamplingParams
@@ -67,7 +68,7 @@ def settings(result: Result) -> dict[str, Any]:
         if name in DEFAULTS and value is not None:
             changed = without_defaults(name, value)
             found |= {f"{name}.{key}": one for key, one in changed.items()}
-        elif name != "format_version":
+        elif name not in ("format_version", "decided"):
             found[name] = value
     return {key: value for key, value in found.items() if value is not None}
 
@@ -101,7 +102,7 @@ def test_the_higher_layer_wins(peagle: Peagle, file: Path, monkeypatch: pytest.M
 def test_every_setting_is_shown_with_the_default_of_its_configuration(peagle: Peagle) -> None:
     result = peagle("generate", "--target", "org/x", "--method", "ngram", "--show-config")
     data = json.loads(result.out)
-    assert set(data) == {"format_version", "target", "revision", *DEFAULTS}
+    assert set(data) == {"format_version", "target", "revision", "decided", *DEFAULTS}
     for name, config in DEFAULTS.items():
         expected = json.loads(json.dumps(asdict(config)))
         expected |= {"logit_bias": {}} if name == "sampling" else {}
@@ -190,15 +191,32 @@ def test_foreign_and_empty_variables_are_left_alone(
     assert settings(peagle("generate", "--config", file, "--show-config")) == before
 
 
-def test_show_config_needs_neither_torch_nor_a_hub(file: Path) -> None:
-    code = (
-        "import sys; sys.modules['torch'] = sys.modules['huggingface_hub'] = None\n"
-        "from peagle.cli.main import run\n"
-        f"sys.exit(run(['generate', '--show-config', '--config', {str(file)!r}]))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["target"] == "org/file"
+def test_show_config_says_what_is_decided(peagle: Peagle, pair: Pair) -> None:
+    def decided(*options: object) -> dict[str, Any]:
+        result = peagle("generate", *options, "--device", "cpu", "--show-config")
+        return json.loads(result.out)["decided"]
+
+    llm = LLM(str(pair.target), speculative_config={"model": str(pair.peagle)}, device="cpu")
+    found = decided("--target", pair.target, "--draft", pair.peagle)
+    assert found == {
+        "device": "cpu",
+        "dtype": str(llm.target.dtype).removeprefix("torch."),
+        "num_speculative_tokens": llm.engine.speculative.num_drafts,
+        "threads": torch.get_num_threads(),
+        "max_model_len": llm.engine.max_model_len,
+    }
+    given = ("--target", "org/x", "--dtype", "bfloat16", "--threads", 3, "--max-model-len", 64)
+    assert decided(*given) == {
+        **{"device": "cpu", "dtype": "bfloat16", "num_speculative_tokens": 0},
+        **{"threads": 3, "max_model_len": 64},
+    }
+
+
+def test_show_config_asks_no_hub(peagle: Peagle, hub: FakeHub, file: Path) -> None:
+    result = peagle("generate", "--show-config", "--config", file)
+    shown = json.loads(result.out)
+    assert shown["target"] == "org/file" and shown["decided"]["max_model_len"] is None
+    assert hub.requests == []
 
 
 def test_a_run_uses_what_is_shown(
@@ -239,6 +257,11 @@ def test_a_run_uses_what_is_shown(
         (b'model = "x"', "unknown key 'model'; known: format_version, target, revision, [engine]"),
         (b"[serving]\nport = 1", "unknown key 'serving'"),
         (b"[engine]\ndtpye = 1", "[engine]: unknown key 'dtpye'; known: block_size, device, dtype"),
+        (b"[engine]\ndtpye = 1", "Did you mean 'dtype'?"),
+        (b"[sampling]\ntempereture = 1", "Did you mean 'temperature'?"),
+        (b"[server]\nprot = 1", "Did you mean 'port'?"),
+        (b"[enigne]\ndtype = 1", "Did you mean 'engine'?"),
+        (b'tagret = "x"', "Did you mean 'target'?"),
         (b"[sampling]\ntop = 1", "[sampling]: unknown key 'top'; known: "),
         (b"[speculative]\nk = 1", "[speculative]: Unknown key 'k' in the speculative"),
         (

@@ -86,6 +86,7 @@ def test_eval_starts_it_for_every_k(
     assert (first.port, first.keys, first.max_num_seqs) == (0, None, 2)
     assert (first.enable_prefix_caching, first.extra) == (False, ("--max-logprobs", "5"))
     assert "a note" in result.err and "secret" not in result.out + result.err
+    assert all("a note" in entry["notes"] for entry in entries), "it belongs to the results"
     # What was measured is not measured again, and nothing is started for it.
     assert entries_of(peagle(*command, *flags)) == entries
     assert len(starts) == 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from peagle.evaluation.objective import LatencyObjective
 from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
-from peagle.evaluation.timing import LatencyObjective
 from peagle.results import RunFigures
 
 # Concurrency -> tokens/s with drafts and without: the gain shrinks, and is none from 32 on.

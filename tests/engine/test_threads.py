@@ -30,6 +30,7 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(placement, "_chosen", None)
     monkeypatch.setattr(placement, "_defaults", lambda: (8, 4))
     monkeypatch.setattr(placement, "_CPU_MAX", Path("nowhere"))
+    monkeypatch.setattr(placement, "_CPU_TIMES", Path("nowhere"))
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
@@ -60,6 +61,36 @@ def test_a_small_model_gets_one_thread_and_a_large_one_all(
     monkeypatch.setattr(placement, "BYTES_PER_THREAD", 8)
     choose_threads(SMALL)
     assert torch.get_num_threads() == 4
+
+
+def test_other_programs_keep_their_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 processors others took 5 for a second, and this process half of one."""
+    clock, own = [0.0], [10.0]
+    stat = tmp_path / "stat"
+
+    def write(busy_s: float) -> None:
+        lines = [f"cpu{i} {busy_s * 100 / 8:.0f} 0 0 500 900 0 0 0 0 0" for i in range(8)]
+        stat.write_text("\n".join(["cpu 1 2 3", *lines, "cpu8 99999 0 0 0 0 0 0 0", "intr 7"]))
+
+    monkeypatch.setattr(placement, "_CPU_TIMES", stat)
+    monkeypatch.setattr(placement.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(placement, "_own_seconds", lambda: own[0])
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(8)))
+    write(80.0)
+    others = placement.OtherPrograms()
+    assert others.busy_cores() is None and others.free_cores() == 8
+    clock[0], own[0] = 1.0, 10.5
+    write(85.5)
+    assert others.busy_cores() == pytest.approx(5, abs=0.05) and others.free_cores() == 3
+    monkeypatch.setattr(placement, "_others", others)
+    monkeypatch.setattr(placement, "BYTES_PER_THREAD", 8)
+    choose_threads(SMALL)
+    assert torch.get_num_threads() == 3
+    write(90.5)
+    choose_threads(SMALL)
+    assert torch.get_num_threads() == 1
+    stat.unlink()
+    assert placement.OtherPrograms().free_cores() == 8
 
 
 def test_a_model_that_is_not_on_a_cpu_gets_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from peagle.engine import SpeculationStats
 from peagle.evaluation.acceptance import conditional_acceptance
+from peagle.evaluation.objective import LatencyObjective
 from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
-from peagle.evaluation.timing import LatencyObjective
 from peagle.results import Percentiles, RunFigures
 
 ENVIRONMENT = {

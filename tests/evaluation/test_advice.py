@@ -313,3 +313,76 @@ def test_a_measured_and_a_predicted_k_are_reconciled(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert f"At 4 together the best K that was measured is {best[4]}" in page
     assert Cast.of(read_results(tmp_path)).hero == ("peagle", "peagle")
+
+
+# ---- doubts ---------------------------------------------------------------------------------
+
+
+def swept(
+    tmp_path: Path, speeds: dict[str, list[float]], length: float = 3.0, **more: list[Any]
+) -> tuple[ThroughputResults, str]:
+    """A sweep of one set with repeats of these speeds, and its page; `more` are other figures."""
+    measured = {
+        SweepPoint(method, "head" if k else "", "peagle", k, load, "humaneval"): [
+            RunFigures(
+                output_tokens_per_s=speed * load,
+                acceptance_length=length if k else None,
+                **{name: values[i] for name, values in more.items()},
+            )
+            for i, speed in enumerate(own)
+        ]
+        for load in (1, 4)
+        for (method, k), own in zip((("plain", 0), ("peagle", 7)), speeds.values(), strict=True)
+    }
+    results = summarize(
+        measured,
+        None,
+        provenance=provenance("peagle bench"),
+        settings={"sets": {"humaneval": 4}, "objective": None},
+    )
+    (tmp_path / "throughput.json").write_text(json.dumps(results.to_json()))
+    return results, write_report(tmp_path).read_text()
+
+
+VERDICT = "writes <strong>"
+
+
+def test_sound_repeats_are_a_headline(tmp_path: Path) -> None:
+    results, page = swept(tmp_path, {"plain": [100, 101, 102], "peagle": [200, 210, 220]})
+    assert not results.doubts and not any(cell.doubts for cell in results.cells)
+    assert VERDICT in page and "take P-EAGLE with K = 7" in throughput_advice(results)
+    assert "?" not in result_text(results)
+
+
+def test_repeats_far_apart_are_none(tmp_path: Path) -> None:
+    """Of plain decoding too, with which the others are compared."""
+    results, page = swept(tmp_path, {"plain": [60, 100, 111], "peagle": [200, 210, 220]})
+    assert [bool(cell.doubts) for cell in results.cells] == [True, False, True, False]
+    assert VERDICT not in page and "its repeats are 51% apart" in page
+    advice = throughput_advice(results)
+    assert advice == "At 1 and 4 together nothing is advised: see what is doubtful there."
+    text = result_text(results)
+    assert "1.00?" in text and "doubtful (?): plain at 4 on humaneval: its repeats are 51%" in text
+
+
+def test_a_speed_up_above_the_acceptance_length_is_flagged(tmp_path: Path) -> None:
+    speeds = {"plain": [100.0], "peagle": [320.0]}
+    results, page = swept(tmp_path, speeds, length=3.0)
+    doubt = "its speed-up of 3.20 is above its acceptance length of 3.00"
+    assert [cell.doubts for cell in results.cells] == [[], [doubt], [], [doubt]]
+    assert doubt in page and VERDICT not in page
+    results, _ = swept(tmp_path, speeds, length=3.19)
+    assert not any(cell.doubts for cell in results.cells)
+
+
+def test_sittings_under_other_loads_are_none(tmp_path: Path) -> None:
+    speeds = {"plain": [100, 101], "peagle": [200, 201]}
+    busy = {"sitting": [1, 2], "other_cores": [0.1, 1.2]}
+    results, page = swept(tmp_path, speeds, **busy)
+    (doubt,) = results.doubts
+    assert "in 2 sittings, in which other programs kept 0.1 to 1.2 cores busy" in doubt
+    assert VERDICT not in page and "No speed of this report is a result" in page
+    assert throughput_advice(results) == f"No speed here is a result: {doubt}. Measure anew."
+    assert f"doubtful (?): {doubt}" in result_text(results)
+    for alike in ({"sitting": [1, 2], "other_cores": [0.1, 0.3]}, {"sitting": [1, 2]}):
+        assert not swept(tmp_path, speeds, **alike)[0].doubts

@@ -18,8 +18,9 @@ from peagle.engine import model_runner, sampler
 from peagle.engine.placement import load_target
 from peagle.errors import UserError
 from peagle.evaluation.certify.matrix import Case, difference
+from peagle.evaluation.certify.options import Options
 from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
-from peagle.evaluation.certify.run import Options, certificate_text, run
+from peagle.evaluation.certify.run import certificate_text, run
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.kernels.random import Purpose, uniform
 from peagle.kernels.sampling import sample_from_weights

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request, Run
-from peagle.evaluation.journal import Journal
-from peagle.evaluation.sweep import LOG_NAME, Arm, Sweep, SweepProgress
+from peagle.evaluation.journal import BENCH_LOG, Journal
+from peagle.evaluation.sweep import Arm, Sweep, SweepProgress
 
 SETTINGS = {"max_new_tokens": 64, "target": "t"}
 
@@ -126,17 +126,17 @@ def test_an_arm_with_the_machine_to_itself_runs_alone(tmp_path: Path) -> None:
         return Sweep(arms, {"a": requests(3)}, (1,), repeats=2, warm_up=1)
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(b=1).run(Journal(tmp_path / LOG_NAME, SETTINGS))
+        sweep(b=1).run(Journal(tmp_path / BENCH_LOG, SETTINGS))
     warm_up = ["c", "a"]
     assert events == [*warm_up, "a", "c", "c", "a", "b", "b", "b", "close b"]
     events.clear()
-    found = sweep().run(Journal(tmp_path / LOG_NAME, SETTINGS))
+    found = sweep().run(Journal(tmp_path / BENCH_LOG, SETTINGS))
     assert events == ["b", "b", "close b", "d", "d", "d", "close d"]
     assert {point.method: len(runs) for point, runs in found.items()} == dict.fromkeys("abcd", 2)
 
 
 def test_a_cell_without_any_answer_is_an_error(tmp_path: Path) -> None:
-    log = Journal(tmp_path / LOG_NAME, SETTINGS)
+    log = Journal(tmp_path / BENCH_LOG, SETTINGS)
     with pytest.raises(UserError, match=r"m0, concurrency 1, a: no request .*: The prompt is"):
         sweep_of(FakeBackend(error="The prompt is too long.")).run(log)
     assert len(log) == 0
@@ -144,13 +144,19 @@ def test_a_cell_without_any_answer_is_an_error(tmp_path: Path) -> None:
 
 def test_an_interrupted_sweep_goes_on_and_takes_more(tmp_path: Path) -> None:
     def run(backend: FakeBackend, **options: Any) -> Any:
-        return sweep_of(backend, **options).run(Journal(tmp_path / LOG_NAME, SETTINGS))
+        return sweep_of(backend, **options).run(Journal(tmp_path / BENCH_LOG, SETTINGS))
 
     with pytest.raises(KeyboardInterrupt):
         run(FakeBackend(fails_at=5))
-    assert len(Journal(tmp_path / LOG_NAME, SETTINGS)) == 5
+    assert len(Journal(tmp_path / BENCH_LOG, SETTINGS)) == 5
     again = FakeBackend()
-    assert run(again) == sweep_of(FakeBackend()).run(Journal(None, SETTINGS))
+    found = run(again)
+    assert {one.sitting for repeats in found.values() for one in repeats} == {1, 2}
+    alike = {
+        point: [one.model_copy(update={"sitting": 1}) for one in repeats]
+        for point, repeats in found.items()
+    }
+    assert alike == sweep_of(FakeBackend()).run(Journal(None, SETTINGS))
     assert len(again.calls) == 3
     idle = FakeBackend(fails_at=0)
     run(idle)
@@ -166,11 +172,12 @@ def test_an_interrupted_sweep_goes_on_and_takes_more(tmp_path: Path) -> None:
 def test_a_cut_last_line_is_measured_again(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
-    file = tmp_path_factory.mktemp("log") / LOG_NAME
+    file = tmp_path_factory.mktemp("log") / BENCH_LOG
     sweep_of(FakeBackend()).run(Journal(file, SETTINGS))
     raw = file.read_bytes()
     last = raw[raw.rfind(b"\n", 0, -1) + 1 :]
     file.write_bytes(raw[: -min(cut, len(last))])
     again = FakeBackend()
     sweep_of(again).run(Journal(file, SETTINGS))
-    assert len(again.calls) == 1 and file.read_bytes() == raw
+    assert len(again.calls) == 1
+    assert file.read_bytes().replace(b'"sitting": 2', b'"sitting": 1') == raw

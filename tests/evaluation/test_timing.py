@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Run
-from peagle.evaluation.timing import LatencyObjective, figures_of, median_of, spread_of, token_gaps
+from peagle.evaluation.objective import LatencyObjective
+from peagle.evaluation.timing import figures_of, median_of, spread_of, token_gaps
 from peagle.results import Percentiles, RunFigures
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), min_size=1, max_size=20).map(

@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
-from peagle.evaluation.journal import Journal
+from peagle.evaluation.journal import TUNE_LOG, Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.evaluation.tuning.machine import CostPoint, StepCost
 from peagle.evaluation.tuning.model import (
@@ -26,7 +26,6 @@ from peagle.evaluation.tuning.model import (
 )
 from peagle.evaluation.tuning.schedule import k_at
 from peagle.evaluation.tuning.tune import (
-    LOG_NAME,
     Costs,
     Grid,
     count_experts,
@@ -164,7 +163,7 @@ def test_dense_models_cost_what_they_cost_before_experts_had_a_price() -> None:
 
 
 def test_counted_experts_are_kept(tmp_path: Path) -> None:
-    counts, file = correlated_experts(4), tmp_path / LOG_NAME
+    counts, file = correlated_experts(4), tmp_path / TUNE_LOG
     assert count_experts(lambda: counts, Journal(file, {})) == counts
 
     def fail() -> None:
@@ -310,7 +309,7 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             return super().measure(point)
 
-    grid, file = Grid((1, 2), (1, 2, 3)), tmp_path / LOG_NAME
+    grid, file = Grid((1, 2), (1, 2, 3)), tmp_path / TUNE_LOG
     with pytest.raises(KeyboardInterrupt):
         measure_costs(Interrupted(linear).measure, grid, 2, Journal(file, {"a": 1}))
     # As if the last line had been cut by a loss of power.

@@ -14,7 +14,7 @@ import torch
 from peagle.config import SamplingParams
 from peagle.engine.stats import StepTimes
 from peagle.errors import UserError
-from peagle.evaluation.journal import Journal
+from peagle.evaluation.journal import TUNE_LOG, Journal
 from peagle.evaluation.prompts import Prompt
 from peagle.evaluation.tuning import machine as machine_module
 from peagle.evaluation.tuning.acceptance import AcceptanceByK, measure_acceptance
@@ -25,7 +25,7 @@ from peagle.evaluation.tuning.machine import (
     StepCost,
     contexts,
 )
-from peagle.evaluation.tuning.tune import LOG_NAME, Grid, measure_costs
+from peagle.evaluation.tuning.tune import Grid, measure_costs
 from peagle.llm import LLM
 from peagle.models.target import TargetModel, load_tokenizer
 
@@ -148,7 +148,7 @@ def test_acceptance_of_a_head(
             target, str(head), (1, 3), SETS, params, journal, chat=False, kv_cache_gib=0.01
         )
 
-    found = measure(Journal(tmp_path / LOG_NAME, {}))
+    found = measure(Journal(tmp_path / TUNE_LOG, {}))
     # The same from the engine's own counters, turn by turn.
     for k in (1, 3):
         config = {"model": str(head), "num_speculative_tokens": k}
@@ -161,7 +161,7 @@ def test_acceptance_of_a_head(
                     text = f"{text}{output.text}\n\n{prompt.turns[turn + 1]}"
         stats = llm.engine.speculation_stats
         assert list(found.rates(k)) == pytest.approx((stats.acceptance_per_pos + [0.0] * k)[:k])
-    assert measure(Journal(tmp_path / LOG_NAME, {})) == found
+    assert measure(Journal(tmp_path / TUNE_LOG, {})) == found
 
 
 def test_released_engines_are_gone(target: TargetModel, head_folders: Callable[..., Path]) -> None:

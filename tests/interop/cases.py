@@ -115,7 +115,8 @@ class Ours:
 
     def speculate(self, head: Path) -> list[tuple[list[int], list[int]]]:
         """Output tokens, and [drafts, accepted at 1, ...] of each prompt, one at a time."""
-        config = {"model": str(head), "num_speculative_tokens": K}
+        # vLLM does not read the correction that may lie beside a head.
+        config = {"model": str(head), "num_speculative_tokens": K, "correction": False}
         llm = LLM(model=self.target, speculative_config=config)
         told = []
         for prompt in self.prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from peagle.config import SpeculativeConfig
 from peagle.doctor.examiner import examine
 from peagle.doctor.probe import Probe, choose_texts
 from peagle.doctor.serving import VllmServing
+from peagle.models.checkpoint import CORRECTION_NAME
 from peagle.models.target import load_tokenizer
 from tests.doctor.conftest import make_probe
 from tests.doctor.planting import FILE_FAULTS, Fault, copy_head
@@ -42,8 +44,11 @@ def pair2() -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def bundled() -> list[object]:
-    return ["--target", BUNDLED_TARGET, "--draft", BUNDLED_PEAGLE]
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """Options that name the bundled pair, its head without the correction, as vLLM reads it."""
+    head = tmp_path_factory.mktemp("bundled") / "head"
+    shutil.copytree(BUNDLED_PEAGLE, head, ignore=shutil.ignore_patterns(CORRECTION_NAME))
+    return ["--target", BUNDLED_TARGET, "--draft", head]
 
 
 def peagle(installation: VllmInstallation, *arguments: object) -> tuple[int, dict[str, Any]]:

@@ -6,13 +6,19 @@ import errno
 import io
 import os
 import shutil
+import socket
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from peagle.errors import CheckpointError
+from peagle.models.hub import require_connection
 from peagle.models.loading import check_weights, resolve_model
 from tests.fake_hub import TINY, WEIGHTS, FakeHub, message_of, read_folder, refused
 
@@ -131,7 +137,7 @@ def test_without_the_hub_the_cache_is_used_and_that_is_said(
     assert resolve_model(TINY) == folder
     first, second = (record.getMessage() for record in caplog.records)
     assert f"no access to {hub.url} (HfHubHTTPError), using the copy in the cache" in first
-    assert "no access to http://127.0.0.1:9 (ConnectError)" in second
+    assert "no access to http://127.0.0.1:9 (ConnectionRefusedError)" in second
 
 
 class Terminal(io.StringIO):
@@ -219,6 +225,102 @@ def test_a_hub_out_of_order(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> No
     assert "'org/tiny' is neither a folder here nor complete in the cache" in message
     assert "HF_HUB_OFFLINE forbids fetching it" in message
     assert hub.requests == []
+
+
+# ---- no connection --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """An address on this machine that gives no connection: its queue is full."""
+    with socket.socket() as server, ExitStack() as waiting:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(3):
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+        yield server.getsockname()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The time for a connection, made short."""
+    monkeypatch.setattr("peagle.models.hub.CONNECT_S", 0.3)
+    monkeypatch.setattr("peagle.models.hub._unreachable", {})
+    return 0.3
+
+
+def test_a_hub_that_gives_no_connection(
+    hub: FakeHub, silent: tuple[str, int], soon: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent[1]}")
+    begun = time.monotonic()
+    message = refused()
+    assert "cannot be reached: it gave no connection within 0.3 s" in message
+    assert "Check the network and HF_ENDPOINT" in message
+    # The library alone waits for 10 s, once for each address.
+    assert soon <= time.monotonic() - begun < 8
+    begun = time.monotonic()
+    monkeypatch.setattr("peagle.models.hub.CONNECT_S", 60.0)
+    assert "gave no connection" in refused("org/other"), "known for the next models"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE forbids" in refused()
+    assert time.monotonic() - begun < 8
+
+
+def test_a_silent_hub_leaves_the_cache(
+    hub: FakeHub, silent: tuple[str, int], soon: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve_model(TINY)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent[1]}")
+    assert resolve_model(TINY) == folder
+
+
+def test_a_silent_name_server(hub: FakeHub, soon: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+    monkeypatch.setattr(
+        "peagle.models.hub.socket.getaddrinfo", lambda *_, **__: asked.wait(20) and []
+    )
+    begun = time.monotonic()
+    assert "gave no connection within 0.3 s" in refused()
+    assert time.monotonic() - begun < 8
+    asked.set()
+
+
+def test_one_address_of_several_is_enough(
+    hub: FakeHub, silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = int(hub.url.rpartition(":")[2])
+    found = [(0, 0, 0, "", place) for place in (silent, ("127.0.0.1", port))]
+    monkeypatch.setattr("peagle.models.hub.CONNECT_S", 5.0)
+    # What connects asks for the addresses of each again.
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        "peagle.models.hub.socket.getaddrinfo",
+        lambda host, *rest, **more: found if host == "hub.invalid" else real(host, *rest, **more),
+    )
+    begun = time.monotonic()
+    require_connection("http://hub.invalid")
+    assert time.monotonic() - begun < 4
+
+
+def test_a_slow_hub_is_not_cut(hub: FakeHub, soon: float) -> None:
+    hub.delay_s = 2 * soon
+    assert resolve_model(TINY).is_dir()
+
+
+def test_the_proxy_is_what_has_to_answer(
+    hub: FakeHub, silent: tuple[str, int], soon: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{silent[1]}")
+    with pytest.raises(OSError, match="no connection"):
+        require_connection(hub.url)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("peagle.models.hub._unreachable", {})
+    require_connection(hub.url)
 
 
 # ---- what a repository may lack -------------------------------------------------------------

@@ -23,6 +23,7 @@ sys.path.append(str(RECIPE))
 import show  # noqa: E402
 
 PROVENANCE = {"target": "a model", "environment": {"device": "a card"}, "dtype": "bfloat16"}
+PUBLISHED = {"speed": "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8", "concurrency": "openai/gpt-oss-20b"}
 SPEEDS = {("plain", 0): 300, ("eagle3", 3): 900, ("peagle", 3): 1000, ("peagle", 7): 1200}
 
 
@@ -39,6 +40,13 @@ def write_throughput(folder: Path, sets: Sequence[str], loads: Sequence[int]) ->
     }
     results = summarize(measured, None, provenance=PROVENANCE, settings={})
     write_json(folder / THROUGHPUT, results.to_json())
+
+
+@pytest.fixture
+def as_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is of the published target on the published card."""
+    monkeypatch.setitem(PROVENANCE, "environment", {"device": "NVIDIA B200"})
+    monkeypatch.setitem(PROVENANCE, "target", PUBLISHED["speed"])
 
 
 @pytest.fixture
@@ -83,9 +91,29 @@ def printed(
     return run
 
 
+def test_other_models_and_cards_get_no_verdict(
+    ran: list[list[str]], printed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cells_of_speed() -> tuple[list[str], list[str]]:
+        lines = printed("speed", "--target", "bundled", "--limit", 4)
+        (row,) = (line for line in lines if line[0].strip() == "HumanEval: P-EAGLE, tokens/s")
+        told = [line[0] for line in lines if line and line[0].startswith("no verdict: ")]
+        return [word.strip() for word in row[1:]], told
+
+    row, told = cells_of_speed()
+    assert row == ["1,167", "1,200"] and len(told) == 2
+    assert f"ours is of a model, the published figures of {PUBLISHED['speed']}" in told[0]
+    assert "device 'a card', the published figures of NVIDIA B200" in told[1]
+    monkeypatch.setitem(PROVENANCE, "target", PUBLISHED["speed"])
+    row, told = cells_of_speed()
+    assert row == ["1,167", "1,200"] and len(told) == 1
+
+
+@pytest.mark.usefixtures("as_published")
 def test_speed_of_all_methods(ran: list[list[str]], printed: Any) -> None:
     lines = printed("speed", "--target", "bundled", "--limit", 4, "--", "--repeats", 1)
-    assert ["ours:", "a model, bfloat16, a card, vllm, acceptance real"] in lines
+    ours = f"{PUBLISHED['speed']}, bfloat16, NVIDIA B200, vllm, acceptance real"
+    assert ["ours:", ours] in lines
     rows = {line[0]: [word.strip() for word in line[1:]] for line in lines}
     assert rows["HumanEval: Plain decoding, tokens/s"] == ["294", "300", "reproduced"]
     # 5% below is reproduced, 5.8% is not.
@@ -100,9 +128,11 @@ def test_speed_of_all_methods(ran: list[list[str]], printed: Any) -> None:
     assert command[command.index("-k") + 1] == "3,5,7" and command[-2:] == ["--repeats", "1"]
 
 
+@pytest.mark.usefixtures("as_published")
 def test_concurrency_with_code_of_speed_bench(
-    ran: list[list[str]], printed: Any, tmp_path: Path
+    ran: list[list[str]], printed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(PROVENANCE, "target", PUBLISHED["concurrency"])
     prompts = [
         {"id": str(i), "category": c, "turns": ["x"]} for i, c in enumerate(("coding", "qa"))
     ]
@@ -131,6 +161,8 @@ def test_acceptance_without_an_eagle3_head(
     ran: list[list[str]], printed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(show, "resolve_model", lambda name, role: Path(name))
+    # Whatever the card: it does not decide the acceptance.
+    monkeypatch.setitem(PROVENANCE, "target", PUBLISHED["concurrency"])
     lines = printed("acceptance", "--set", "humaneval", "--engine", "peagle")
     rows = {line[0]: [word.strip() for word in line[1:]] for line in lines[5:]}
     assert rows["HumanEval: P-EAGLE, K = 3"] == ["3.02", "3.00", "reproduced"]
@@ -183,7 +215,8 @@ def test_synthetic_acceptance(
     lines = printed("speed", "--synthetic", "--shape", "tiny", "--set", "humaneval")
     assert "tiny, random weights, a card, peagle, acceptance synthetic" in lines[3][1]
     rows = {line[0]: [word.strip() for word in line[1:]] for line in lines[5:]}
-    assert rows["HumanEval: P-EAGLE, tokens/s"] == ["1,167", "1,200", "reproduced"]
+    assert rows["HumanEval: P-EAGLE, tokens/s"] == ["1,167", "1,200"]
+    assert ["no verdict: the acceptance of ours is synthetic"] in lines
     assert [(w[3], w[5], w[7]) for w in asked] == [
         *(("none", "1", "1.0"), ("peagle", "3", "3.02"), ("peagle", "7", "3.94")),
         *(("eagle3", "3", "2.65"), ("eagle3", "7", "3.03")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,15 +28,17 @@ from peagle.cli.groups import (
 )
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.mix import apply_mix, read_mix
-from peagle.cli.progress import ProgressLine
+from peagle.cli.progress import ProgressLine, time_text
 from peagle.cli.settings import Layer, Settings, json_object, positive_number, whole_numbers
-from peagle.cli.setup import check_paths, note, quiet_libraries, thinking_mode
+from peagle.cli.setup import check_paths, name_target, note, quiet_libraries, thinking_mode
 from peagle.cli.tables import names_of, number, pivot_table, text_table
 from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
+from peagle.evaluation.journal import BENCH_LOG, read_settings
+from peagle.evaluation.objective import LatencyObjective
 from peagle.evaluation.pivot import bench_pivot
 
 if TYPE_CHECKING:
@@ -110,6 +113,7 @@ _PREFIX_CACHING = group(
 )
 def bench(
     given: Given,
+    target_model: groups.Model = None,
     flags: VllmFlags = None,
     eagle3: Eagle3 = None,
     method: MoreHeads = None,
@@ -194,6 +198,8 @@ def bench(
     sets have one table of acceptance length and speed-up by method, K and set. For a mixture of
     experts the result also has the distinct experts that a decode step touches in a layer.
     """
+    target_model, flags = vllm.model_and_flags(target_model, flags)
+    name_target(given, target_model)
     ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
     loads = whole_numbers("--concurrency", concurrency, 4096)
     for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
@@ -203,11 +209,17 @@ def bench(
     price = positive_number("--price-per-hour", price_per_hour, "4.50")
     wanted = positive_number("--requests-per-second", requests_per_second, "20")
     thinking = thinking_mode(thinking, chat_template)
+    bounds = LatencyObjective.parse(objective) if objective else None
     fields = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
+    if model and not endpoint and "=" not in model[0]:
+        raise UserError(
+            f"--model is {model[0]!r} without --endpoint; name a model here with --target "
+            f"{model[0]}, or as the first word: peagle bench {model[0]}."
+        )
     urls, names = _named("--endpoint", endpoint, "URL"), _named("--model", model, "MODEL")
     if unknown := sorted(set(names) - set(urls)):
         raise UserError(f"--model names the endpoint {unknown[0]!r}; there is no such one.")
-    on_vllm = vllm.is_vllm(given, flags or [])
+    on_vllm = vllm.is_vllm(given, flags)
     if on_vllm and _TREES in given:
         raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
     if on_vllm and given.value(_DRAFT_SAMPLING, "argmax") != "argmax":
@@ -219,20 +231,37 @@ def bench(
         raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
     check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
     params = Settings(Layer(dict(given))).build("sampling")
-    prompts = harness.load_prompts(sets, limit, shuffle_seed)
     shares = read_mix(mix) if mix else []
+    has_engines = any(key.startswith(_OF_ENGINES) for key in given) or eagle3 or method or on_vllm
+    heads = []
+    if has_engines or not urls:
+        heads = harness.named_methods(given, eagle3, method or [], ngram=False)
+    prompts = harness.load_prompts(sets, limit, shuffle_seed)
+    settings = {
+        "sets": {name: len(own) for name, own in prompts.items()},
+        "max_new_tokens": params.max_tokens,
+        **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
+        **{name: getattr(params, name) for name in ("top_p", "seed")},
+        "concurrency": list(loads),
+        "repeats": repeats,
+        "warm_up": warm_up,
+        "objective": None if bounds is None else asdict(bounds),
+        **({"mix": [share.entry for share in shares]} if shares else {}),
+        **{"thinking": thinking, "extra_body": fields},
+    }
+    known = {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
+    harness.check_output(output, BENCH_LOG, read_settings, known)
+    found = harness.find_models(given, heads) if heads else None
     quiet_libraries()
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.report.advice import throughput_advice
     from peagle.evaluation.sweep import Sweep
     from peagle.evaluation.throughput import summarize
-    from peagle.evaluation.timing import LatencyObjective
     from peagle.evaluation.touched_experts import count_experts
     from peagle.evaluation.turns import bench_with_turns, sent_turns
     from peagle.results import THROUGHPUT
 
     sent = sent_turns(prompts, num_turns)
-    bounds = LatencyObjective.parse(objective) if objective else None
     extra = harness.template_fields(thinking, fields)
     servers = {
         name: EndpointBackend(url, names.get(name), extra_body=extra, report=False)
@@ -240,11 +269,9 @@ def bench(
     }
     arms: list[Arm] = []
     models: Models | None = None
-    has_engines = any(key.startswith(_OF_ENGINES) for key in given) or eagle3 or method or on_vllm
-    if has_engines or not servers:
-        heads = harness.named_methods(given, eagle3, method or [], ngram=False)
+    if found is not None:
         installation = vllm.find(given) if on_vllm else None
-        models = harness.load_models(given, heads, whole=not on_vllm)
+        models = harness.load_models(given, heads, found, whole=not on_vllm)
         ks = ks or sorted({min(k, models.default_k) for k in _DEFAULT_KS})
         dtype, device = models.dtype, models.target.device
         if installation is None:
@@ -252,7 +279,7 @@ def bench(
         else:
             device = vllm.device_of(installation)
             arms, identity, dtype = _vllm_arms(
-                given, flags or [], models, ks, max(loads), installation, extra
+                given, flags, models, ks, max(loads), installation, extra
             )
     arms += _server_arms(servers, arms)
     chat = _is_chat(chat_template, models, servers)
@@ -273,20 +300,9 @@ def bench(
     else:
         served = dict.fromkeys(server.model for server in servers.values())
         provenance, identity = harness.provenance(", ".join(served), ""), {}
-    settings = {
-        "sets": {name: len(requests) for name, requests in sweep.sets.items()},
-        "max_new_tokens": params.max_tokens,
-        **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
-        **{name: getattr(params, name) for name in ("top_p", "seed")},
-        "concurrency": list(loads),
-        "repeats": repeats,
-        "warm_up": warm_up,
-        "objective": None if bounds is None else asdict(bounds),
-        **({"mix": [share.entry for share in shares]} if shares else {}),
-        **{"chat_template": chat, "thinking": thinking, "extra_body": fields},
-    }
+    settings["chat_template"] = chat
     log = _open_journal(output, sweep, sent, provenance, settings, identity)
-    view = BenchView()
+    view = BenchView(on_gpu=any(arm.device and arm.device.type == "cuda" for arm in arms))
     with harness.resumable(view.close, output, log):
         measured = sweep.run(log, view)
         experts = count_experts(sweep, log)
@@ -477,7 +493,6 @@ def _open_journal(
 ) -> Journal:
     """Open the measurements that the folder has already."""
     from peagle.evaluation.journal import Journal
-    from peagle.evaluation.sweep import LOG_NAME
 
     machine = provenance["environment"]
     shared = {name: provenance[name] for name in ("target", "dtype")}
@@ -490,7 +505,7 @@ def _open_journal(
         shared[f"prompts of {name}"] = sha256(prompts.encode()).hexdigest()
     shared |= {"heads_sha256": {}, "engines": {}, **identity}
     shared |= {name: machine[name] for name in ("peagle", "torch", "device", "cpu")}
-    log = Journal(output and output / LOG_NAME, shared, extensible=("heads_sha256", "engines"))
+    log = Journal(output and output / BENCH_LOG, shared, extensible=("heads_sha256", "engines"))
     if len(log):
         note(f"{len(log)} measurements are there already")
     return log
@@ -499,20 +514,41 @@ def _open_journal(
 class BenchView:
     """Print the progress of a sweep, and the first failed request, to standard error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_gpu: bool) -> None:
         self._line = ProgressLine("run")
         self._has_problem = False
+        self._is_on_gpu = on_gpu
+        self._warmed = 0.0
 
     def __call__(self, progress: SweepProgress) -> None:
         if progress.problem and not self._has_problem:
             self._has_problem = True
             self._line.print(f"a request failed: {printable(progress.problem)}")
-        if progress.point is None or progress.figures is None:
-            self._line.begin(f"warming up; {progress.done} of {progress.total} runs are there")
+        if progress.figures is None:
+            self._line.begin(self._warming(progress))
             return
         text = f"{progress.point}: {progress.figures.output_tokens_per_s:.1f} tokens/s"
         line = f"run {progress.done}/{progress.total}  {text}"
         self._line.update(progress.done, progress.total, text, line=line)
+
+    def _warming(self, progress: SweepProgress) -> str:
+        """Say which engine warms up, and how long that took before or may take."""
+        now, point = time.monotonic(), progress.point
+        number, of = progress.warm_up
+        if number > 1:
+            known = f"the one before took {time_text(now - self._warmed)}"
+        elif point.engine == "vllm":
+            known = "vLLM starts for it, which may take minutes"
+        elif self._is_on_gpu:
+            known = "kernels compile first, which may take minutes"
+        else:
+            from peagle.evaluation.sweep import WARM_UP_TOKENS
+
+            known = f"it writes {WARM_UP_TOKENS} tokens for each request in flight"
+        self._warmed = now
+        k = f" K={point.k}" if point.k else ""
+        engine = f"{point.method}{k} on {point.engine}, concurrency {point.concurrency}"
+        return f"warm-up {number} of {of}: {engine}; {known}"
 
     def close(self) -> None:
         """Remove the progress line."""
@@ -539,8 +575,20 @@ def result_text(result: ThroughputResults) -> str:
     if result.price_per_hour or result.requests_per_second:
         blocks.append(_costs(result))
     blocks += _verdicts(result)
+    blocks += [f"doubtful (?): {text}" for text in doubts_of(result)]
     blocks.append(f"Advice: {printable(result.advice)}")
     return "\n".join(blocks)
+
+
+def doubts_of(result: ThroughputResults) -> list[str]:
+    """Return lines with what speaks against figures of a sweep."""
+    names = names_of(result.cells)
+    lines = list(result.doubts)
+    for cell in result.cells:
+        k = f" K={cell.k}" if cell.k else ""
+        where = f"{names[cell.method, cell.engine]}{k} at {cell.concurrency} on {cell.set}"
+        lines += [f"{where}: {doubt}" for doubt in cell.doubts]
+    return lines
 
 
 _HEADER = (
@@ -560,7 +608,7 @@ def _row(cell: Cell, names: Mapping[tuple[str, str], str]) -> list[str]:
         str(cell.concurrency),
         f"{speed:.1f}",
         f"{least:.0f}-{most:.0f}",
-        number(cell.speed_up_over_plain),
+        number(cell.speed_up_over_plain) + "?" * bool(cell.doubts),
         number(cell.speed_up_over_eagle3),
         number(median.acceptance_length),
         _ms(median.ttft_s.p50),

@@ -17,7 +17,7 @@ from peagle.cli import groups
 from peagle.cli.flags import Flag, Given, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.settings import Layer, Setting, Settings, environment_layers, file_layer
-from peagle.cli.setup import Setup
+from peagle.cli.setup import Setup, name_target
 from peagle.cli.terminal import dim, interrupt_asks
 from peagle.errors import UserError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 A chat model, in a folder or on the hub, with or without a draft head:
-  peagle chat --target Qwen/Qwen3-0.6B
+  peagle chat Qwen/Qwen3-0.6B
   peagle chat --target ./Qwen3-8B --draft ./peagle-head --no-thinking --system 'Be brief.'
 
 Drafts looked up in the conversation; a longer answer, another temperature:
@@ -87,6 +87,7 @@ _FLAGS = tuple(
 @takes(*_FLAGS)
 def chat(
     given: Given,
+    target_model: groups.Model = None,
     system: str | None = typer.Option(None, metavar="TEXT", help="The system message."),
     thinking: bool | None = typer.Option(
         None,
@@ -117,12 +118,16 @@ def chat(
     Answers stream to standard output, statistics go to standard error.
     /help lists what else can be typed: /new, /undo, /stats, /save FILE, /exit.
     """
+    name_target(given, target_model)
     if server is not None:
         speaker = _remote(given, server, model, thinking, chat_template)
         _converse(speaker, f"{speaker.name} on {server}", system, output_format)
         return
     if model is not None:
-        raise UserError(f"--model {model!r} is for --server; name a model here with --target.")
+        raise UserError(
+            f"--model {model!r} is for --server; name a model here with --target {model}, or as "
+            f"the first word: peagle chat {model}."
+        )
     setup = Setup(given, _DEFAULTS)
     if "show_config" in given:
         setup.show(of_model=_OF_MODEL)

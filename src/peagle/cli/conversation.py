@@ -355,10 +355,11 @@ class _StreamedAnswer:
         for choice in choices:
             delta = choice.get("delta") or {}
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            for key in ("reasoning_content", "content"):
-                if text := delta.get(key):
+            # vLLM names it `reasoning`; peagle sends both names, with one text.
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+            for text, is_reasoning in ((reasoning, True), (delta.get("content"), False)):
+                if text:
                     self._first_s = self._first_s or self.tally.seconds
-                    is_reasoning = key == "reasoning_content"
                     self._texts[is_reasoning] += text
                     yield ReportedPiece(text, is_reasoning, tokens)
         # The usage replaces this count; without reports, a chunk is taken for a token.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from peagle.cli import groups
-from peagle.cli.flags import Given, pick, takes
+from peagle.cli.flags import Flag, Given, pick, takes
 from peagle.cli.groups import ChatTemplate, Format, OutputFormat, Split
 from peagle.cli.main import CONTEXT, with_examples
 from peagle.cli.progress import ProgressLine
@@ -539,6 +539,14 @@ By any server with OpenAI's interface; the variable PEAGLE_API_KEY holds its key
 Interrupted? The same command again goes on where it was.
 """
 _MAX_TOKENS = 2048
+_BATCH_ON_GPU = 256  # sequences decoded together; a GPU decodes them at little more than one's cost
+
+
+def _for_answers(flag: Flag) -> Flag:
+    """Return a flag with the default of this command."""
+    if flag.key == "engine.max_num_seqs":
+        return replace(flag, default=f"{_BATCH_ON_GPU} on a GPU, else {flag.shown_default}")
+    return flag
 
 
 @takes(
@@ -546,7 +554,7 @@ _MAX_TOKENS = 2048
     *groups.SPECULATION,
     *groups.SAMPLING,
     *groups.FINER_SAMPLING,
-    *groups.ENGINE,
+    *map(_for_answers, groups.ENGINE),
     *pick(groups.SETTINGS, "config", "show_memory"),
 )
 def regenerate(
@@ -607,18 +615,31 @@ def regenerate(
         raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
     if endpoint is None:
         setup.check_paths(chat_template)
+    else:
+        _check_remote(given, chat_template)
+    if chat is False and (chat_template is not None or thinking) and endpoint is None:
+        raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
     from peagle.data.readers import AskedConversation, is_folder, sha256_of_table, split_of
 
     prompts = split_of(prompts, split)
     found = list(_first_dialogues(prompts, limit))
     dialogues = [one for one in found if isinstance(one, AskedConversation)]
-    shape = {"thinking": thinking, "chat_template": _template_id(chat_template)}
+    from peagle.data.regenerate import check_begun
+
+    seed = setup.params.seed or 0
+    known = {
+        "thinking": thinking,
+        "chat_template": _template_id(chat_template),
+        "sampling": _sampling(setup),
+        "seed": seed,
+    }
+    known = json.loads(json.dumps(known, default=str))  # a setting may be no JSON
+    check_begun(output, known)
     with ProgressLine("answer") as progress:
         if endpoint is None:
             progress.begin("loading the model")
             answerer, facts = _local(setup, chat, chat_template, thinking)
         else:
-            _check_remote(given, chat_template)
             connection = {"concurrency": concurrency, "retries": retries, "timeout": timeout}
             answerer, facts = _remote(setup, endpoint, chat, thinking, connection)
         if not answerer.is_chat:
@@ -631,16 +652,7 @@ def regenerate(
         from peagle.data import regenerate as library
         from peagle.environment import environment
 
-        seed = setup.params.seed or 0
-        options = {
-            "model": facts.pop("model"),
-            "chat": answerer.is_chat,
-            **shape,
-            "sampling": _sampling(setup),
-            "seed": seed,
-        }
-        # A setting of a file or a variable may be no JSON.
-        options = json.loads(json.dumps(options, default=str))
+        options = {"model": facts.pop("model"), "chat": answerer.is_chat, **known}
         is_stored = prompts.is_file() or is_folder(prompts)  # not standard input or a pipe
         facts |= {
             "prompts_sha256": sha256_of_table(prompts) if is_stored else None,
@@ -711,6 +723,11 @@ def _first_dialogues(file: Path, limit: int | None) -> Iterator[AskedConversatio
 def _local(
     setup: Setup, chat: bool | None, chat_template: str | None, thinking: bool | None
 ) -> tuple[Answerer, dict[str, Any]]:
+    from peagle.engine.placement import resolve_device
+
+    is_open = setup.settings.value("engine.max_num_seqs") is None
+    if is_open and resolve_device(setup.engine.device).type == "cuda":
+        setup.engine = replace(setup.engine, max_num_seqs=_BATCH_ON_GPU)
     llm = setup.load()
     from peagle.data.readers import tokenizer_sha256
     from peagle.data.regenerate import LocalAnswerer

@@ -385,7 +385,8 @@ class LiveView(DemoView):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.accepted_style = "underline" if console.no_color else "bold green"
+        # Without colours bold alone: an underline hides the underscores of code.
+        self.accepted_style = "bold" if console.no_color else "bold green"
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._llms: dict[str, LLM] = {}
         self._results: dict[str, Run] = {}

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,19 +29,28 @@ from peagle.cli.groups import (
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
-from peagle.cli.setup import check_paths, thinking_mode
+from peagle.cli.setup import check_paths, name_target, thinking_mode
 from peagle.cli.tables import pivot_table
 from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
+from peagle.evaluation.certify.options import Options
 from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
+from peagle.evaluation.eval_plan import EvalPlan
 from peagle.evaluation.pivot import eval_pivot
-from peagle.results import Entry, EntryKey, Slice
+from peagle.results import (
+    ACCEPTANCE,
+    AcceptanceResults,
+    Entry,
+    EntryKey,
+    Slice,
+    read_document,
+)
 
 if TYPE_CHECKING:
     from peagle.evaluation.endpoint import EndpointBackend
-    from peagle.evaluation.eval_run import AcceptanceFile, EvalArm, EvalPlan
+    from peagle.evaluation.eval_run import AcceptanceFile, EvalArm
     from peagle.results import Entry
 
 EXAMPLES = """
@@ -83,6 +93,7 @@ _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 )
 def eval(
     given: Given,
+    target_model: groups.Model = None,
     flags: VllmFlags = None,
     eagle3: Eagle3 = None,
     method: MoreHeads = None,
@@ -134,7 +145,9 @@ def eval(
     Acceptance length and acceptance by position, with 95% intervals over requests.
     In the report also by set, category, context length and output position.
     """
-    on_vllm = vllm.is_vllm(given, flags or [])
+    target_model, flags = vllm.model_and_flags(target_model, flags)
+    name_target(given, target_model)
+    on_vllm = vllm.is_vllm(given, flags)
     if on_vllm and endpoint:
         raise UserError(
             "--engine vllm and --endpoint contradict each other; leave one of them out."
@@ -158,7 +171,10 @@ def eval(
     if samples is not None and not certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
     if model and not endpoint:
-        raise UserError(f"--model is {model!r} without --endpoint; --target names a model here.")
+        raise UserError(
+            f"--model is {model!r} without --endpoint; name a model here with --target {model}, or "
+            f"as the first word: peagle eval {model}."
+        )
     thinking = thinking_mode(thinking, chat_template)
     if not endpoint:
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
@@ -171,7 +187,6 @@ def eval(
     certificate = (
         _certificate_options(given, sets, limit, temperatures, samples) if certify else None
     )
-    prompts = {} if certify else harness.load_prompts(sets, limit, shuffle_seed, prompt_column)
     ks = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
     params = harness.sampling_params(given)
     if concurrency < 1:
@@ -183,6 +198,29 @@ def eval(
         )
     if on_vllm and NGRAM in (method or ()):
         raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
+    if not endpoint:
+        heads = harness.named_methods(given, eagle3, method or [], ngram=ngram and not on_vllm)
+    if certificate is not None:
+        harness.load_prompts([certificate.prompt_set], certificate.prompts)
+        prompts = {}
+    else:
+        prompts = harness.load_prompts(sets, limit, shuffle_seed, prompt_column)
+    plan = EvalPlan(
+        prompts, temperatures, params, draft_sampling, concurrency, False, thinking, window
+    )
+    if certify:
+        harness.check_output(output)
+    else:
+        harness.check_output(
+            output,
+            ACCEPTANCE,
+            lambda path: read_document(path, AcceptanceResults).settings,
+            {
+                name: value
+                for name, value in plan.settings("").items()
+                if name != "target_sha256" and (name != "chat_template" or chat_template is False)
+            },
+        )
     # Left out, top_p would be the server's own, and the figures not those of the given options.
     extra = harness.template_fields(thinking, {"top_p": params.top_p})
     if endpoint:
@@ -199,8 +237,8 @@ def eval(
     else:
         arms = []
         installation = vllm.find(given) if on_vllm else None
-        heads = harness.named_methods(given, eagle3, method or [], ngram=ngram and not on_vllm)
-        models = harness.load_models(given, heads, whole=not on_vllm)
+        found = harness.find_models(given, heads)
+        models = harness.load_models(given, heads, found, whole=not on_vllm)
         ks = ks or (models.default_k,)
         if certificate is not None:
             if not _certify(models, max(ks), certificate, output, output_format):
@@ -212,23 +250,18 @@ def eval(
                 f"{models.name} has no chat template, so there is no thinking mode to set."
             )
         if installation is not None:
-            arms, dtype = _vllm_arms(
-                given, flags or [], models, ks, installation, extra, concurrency
-            )
+            arms, dtype = _vllm_arms(given, flags, models, ks, installation, extra, concurrency)
         else:
             arms, dtype = _engine_arms(models, ks, drafting, concurrency, thinking)
         device = vllm.device_of(installation) if installation else models.target.device
         provenance = harness.provenance(models.name, dtype, device)
         target_sha256 = models.target_sha256
-    from peagle.evaluation.eval_run import AcceptanceFile, EvalPlan
+    from peagle.evaluation.eval_run import AcceptanceFile
     from peagle.evaluation.turns import sent_turns
-    from peagle.results import ACCEPTANCE
 
     if not chat:
         harness.note_plain_prompts(prompts)
-    plan = EvalPlan(
-        prompts, temperatures, params, draft_sampling, concurrency, chat, thinking, window
-    )
+    plan = replace(plan, chat=chat)
     file = AcceptanceFile(output, provenance, plan.settings(target_sha256), sent_turns(prompts))
     text = _measure(arms, plan, file, output, output_format)
     harness.conclude(file.results, text, ACCEPTANCE, output, output_format)
@@ -263,8 +296,8 @@ def _certificate_options(
     limit: int | None,
     temperatures: Sequence[float],
     samples: int | None,
-) -> dict[str, Any]:
-    """Return the given options of the certificate by their names in `Options`."""
+) -> Options:
+    """Return the options of the certificate."""
     names = [name for one in sets or () for name in one.split(",")]
     if len(names) > 1:
         raise UserError(f"--set names {len(names)} sets; a certificate takes its prompts from one.")
@@ -281,7 +314,7 @@ def _certificate_options(
         "max_new_tokens": given.value("sampling.max_tokens"),
         **{name: given.value(f"sampling.{name}") for name in ("top_k", "top_p", "seed")},
     }
-    return {name: value for name, value in options.items() if value is not None}
+    return Options(**{name: value for name, value in options.items() if value is not None})
 
 
 # ---- backends -------------------------------------------------------------------------------
@@ -413,12 +446,12 @@ def _measure(
 def _certify(
     models: Models,
     k: int,
-    options: Mapping[str, Any],
+    options: Options,
     output: Path | None,
     output_format: OutputFormat,
 ) -> bool:
     """Print the certificate of losslessness, and return whether it passed."""
-    from peagle.evaluation.certify.run import Options, certificate_text, run
+    from peagle.evaluation.certify.run import certificate_text, run
     from peagle.evaluation.journal import make_folder
     from peagle.models.checkpoint.files import write_json
 
@@ -429,7 +462,7 @@ def _certify(
         models.folder,
         models.methods,
         k,
-        Options(**options),
+        options,
         harness.provenance(models.name, models.dtype, models.target.device),
         lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
     )

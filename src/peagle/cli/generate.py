@@ -13,7 +13,7 @@ import typer
 from peagle.cli import groups
 from peagle.cli.flags import Given, takes
 from peagle.cli.groups import Format, OutputFormat
-from peagle.cli.setup import Setup, note
+from peagle.cli.setup import Setup, name_target, note
 from peagle.cli.terminal import safe
 from peagle.config import SamplingParams
 from peagle.errors import UserError
@@ -29,7 +29,7 @@ The bundled code model and its P-EAGLE head:
   peagle generate --prompt 'def fibonacci(n):' --temperature 0.7 --top-p 0.9 --seed 1
 
 Models of your own, in a folder or on the hub; every prompt of a file, one JSON object a line:
-  peagle generate --target ./Qwen3-0.6B --draft ./head --prompts prompts.jsonl --format json
+  peagle generate ./Qwen3-0.6B --draft ./head --prompts prompts.jsonl --format json
   peagle generate --target openai/gpt-oss-20b --draft amazon/GPT-OSS-20B-P-EAGLE --prompt 'Hello'
 
 The same target without a head, and with prompt lookup:
@@ -62,6 +62,7 @@ Settings in a file, and what they amount to together with variables and flags:
 )
 def generate(
     given: Given,
+    model: groups.Model = None,
     prompt: str | None = typer.Option(
         None, help="Text to complete; the output streams as it comes."
     ),
@@ -78,8 +79,9 @@ def generate(
     Completions go to standard output, a line of statistics to standard error.
     Drafts make decoding faster; the output is that of the target alone.
     """
+    name_target(given, model)
     only_show = "show_config" in given
-    questions = [] if only_show else _prompts(prompt, prompts)
+    questions = [] if only_show else _prompts(prompt, prompts, model)
     setup = Setup(given)
     if only_show:
         setup.show()
@@ -99,10 +101,11 @@ def generate(
     print(_summary(tally, llm, params), file=sys.stderr)
 
 
-def _prompts(prompt: str | None, file: str | None) -> list[Prompt]:
+def _prompts(prompt: str | None, file: str | None, model: str | None) -> list[Prompt]:
     if (prompt is None) == (file is None):
         given = "both" if prompt is not None else "neither"
-        raise UserError(f"Give --prompt or --prompts, one of them; {given} was given.")
+        taken = "" if model is None else f" {model!r} is taken for the model."
+        raise UserError(f"Give --prompt or --prompts, one of them; {given} was given.{taken}")
     if prompt is not None:
         if not prompt:
             raise UserError("--prompt is empty; expected at least one character.")

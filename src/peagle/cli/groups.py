@@ -186,7 +186,9 @@ ENGINE = group(
     --no-prefix-caching = engine.enable_prefix_caching
         Compute every prompt anew, also where it shares a prefix with an earlier one.
     --threads INT = threads
-        Number of CPU threads. [default: 1 for a small model, else up to one a core]
+        Number of CPU threads. Set it where other programs start and end while this one runs.
+        [default: 1 for a small model, else up to one for each core that other programs leave
+        free while the model loads]
     """,
     section="engine",
 )
@@ -334,7 +336,8 @@ SETTINGS = group(
         PEAGLE_SPECULATIVE_CONFIG, PEAGLE_SAMPLING, ...) override the file, flags override
         both.
     --show-config
-        Print the merged settings as JSON, and do nothing else.
+        Print the merged settings as JSON, with what they decide here (device, type, K, threads,
+        longest sequence), and do nothing else.
     --show-memory
         Print the memory plan to standard error: what takes memory, and the context and
         number of requests that fit. serve logs it. On a GPU it is always printed.
@@ -363,6 +366,10 @@ Split = Annotated[
         help="Split of a folder of data; FOLDER/NAME names it too.",
         show_default=False,
     ),
+]
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="The target model, like --target.", show_default=False),
 ]
 # Of commands that measure.
 MoreHeads = Annotated[

@@ -19,7 +19,7 @@ from peagle.cli import groups
 from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import note, own_target, quiet_libraries, set_threads
-from peagle.config import CandidateTrees, SamplingParams, TreeShape
+from peagle.config import CandidateTrees, SamplingParams, TreeShape, require_writable_folder
 from peagle.config.engine import OF_TARGET
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
@@ -161,8 +161,38 @@ def named_methods(
     return heads
 
 
-def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool = True) -> Models:
-    """Find and load the target and the heads, and check each head before anything runs.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The folders of a target and of the heads of some methods; None for a method without."""
+
+    target: Path
+    heads: list[Path | None]
+
+
+def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
+    """Find the target and the heads, and fetch those of a hub; torch is not imported.
+
+    Raises:
+        UserError: as `resolve_model`.
+    """
+    from peagle.models.loading import resolve_model
+
+    own = own_target(given.value("target"))
+    sources = [expand_bundled(one.source, "draft") for one in methods]
+    return Found(
+        resolve_model(own or BUNDLED, given.value("revision")),
+        [resolve_model(one, role="draft") if one else None for one in sources],
+    )
+
+
+def load_models(
+    given: Given,
+    methods: Sequence[DecodingMethod],
+    found: Found,
+    *,
+    whole: bool = True,
+) -> Models:
+    """Load the target and the heads, and check each head before anything runs.
 
     A method with a source and no name is named after the kind of its head. With
     --parallel-drafting-spec a P-EAGLE head is two methods: chains, and trees. Without `whole` only
@@ -170,7 +200,6 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
     """
     from peagle.engine.placement import load_target
     from peagle.models.checkpoint import load_drafter
-    from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer
     from peagle.models.target_ends import TargetEnds
 
@@ -179,30 +208,31 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
     set_threads(given.value("threads"))
     quiet_libraries()
     own = own_target(given.value("target"))
-    folder = resolve_model(own or BUNDLED, given.value("revision"))
+    folder = found.target
     methods = [replace(one, source=expand_bundled(one.source, "draft")) for one in methods]
-    heads = [resolve_model(one.source, role="draft") if one.source else None for one in methods]
     if whole:
         target = load_target(folder, engine)
     else:
         target = TargetEnds.load(folder)
     shape: TreeShape | None = given.value("speculative.parallel_drafting_spec")
-    found = [
+    every = [
         method
-        for one, head in zip(methods, heads, strict=True)
+        for one, head in zip(methods, found.heads, strict=True)
         for method in _with_head(one, head, target, shape)
     ]
-    if shape is not None and not any(one.trees for one in found):
+    if shape is not None:
+        every = _each_once(every)
+    if shape is not None and not any(one.trees for one in every):
         raise UserError(
             "--parallel-drafting-spec asks for candidate trees, and no P-EAGLE head is measured. "
             "Name one with --draft, or leave it out."
         )
-    names = [one.name for one in found]
+    names = [one.name for one in every]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
             f"Two methods are called {twice[0]!r}; name one of them with --method NAME=FOLDER."
         )
-    for one in found:
+    for one in every:
         try:
             if one.folder and one.trees is None:
                 load_drafter(one.folder, target)
@@ -213,7 +243,7 @@ def load_models(given: Given, methods: Sequence[DecodingMethod], *, whole: bool 
         target,
         folder,
         display_name(own or str(BUNDLED_TARGET)),
-        found,
+        every,
         engine_options | OF_TARGET,
         bool(getattr(load_tokenizer(folder), "chat_template", None)),
     )
@@ -246,6 +276,22 @@ def _with_head(
     return [found, found.with_trees(shape)]
 
 
+def _each_once(methods: Sequence[DecodingMethod]) -> list[DecodingMethod]:
+    """Return the methods with the chains and the trees of each head once.
+
+    A second name that the user has for a head is that of its trees.
+    """
+    with_trees = {one.folder for one in methods if one.trees}
+    kept: dict[Any, DecodingMethod] = {}
+    for number, one in enumerate(methods):
+        key = (one.folder, one.trees is not None) if one.folder in with_trees else number
+        if key not in kept:
+            kept[key] = one
+        elif one.trees is None:
+            kept[one.folder, True] = replace(kept[one.folder, True], name=one.name)
+    return [*kept.values()]
+
+
 def display_name(source: str) -> str:
     """Return the name of a model as the user gave it, or of a bundled model its short name."""
     path = Path(source)
@@ -266,6 +312,28 @@ def provenance(target: str, dtype: str, device: torch.device | None = None) -> d
         "target": target,
         "dtype": dtype,
     }
+
+
+def check_output(
+    output: Path | None,
+    name: str = "",
+    read_settings: Callable[[Path], Mapping[str, Any]] = lambda _: {},
+    known: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse an output folder that cannot be used, before anything is loaded.
+
+    That is one where nothing can be written, and one whose file `name` is not readable or holds
+    results that were made with other settings than the `known` ones.
+    """
+    if output is None:
+        return
+    from peagle.evaluation.journal import require_same
+
+    require_writable_folder(output, "--output")
+    path = output / name
+    if name and path.exists() and (before := read_settings(path)):
+        known = known or {}
+        require_same(path, {key: before.get(key) for key in known}, known)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else "peagle"
-        return _fail(f"{error.format_message()}\nTry: {command} --help")
+        return _fail(f"{error.format_message()}{_right_name(error)}\nTry: {command} --help")
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except OSError as error:
@@ -148,18 +148,40 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _right_name(error: Any) -> str:
+    """Say what the target's option is called, if the user calls it as other programs do."""
+    if getattr(error, "option_name", None) != "--model" or error.ctx is None:
+        return ""
+    options = error.ctx.command.params
+    if not any("--target" in option.opts for option in options):
+        return ""
+    is_argument = any(getattr(option, "metavar", None) == "[MODEL]" for option in options)
+    first = f", or as the first word: {error.ctx.command_path} MODEL" if is_argument else ""
+    return f"\nThe target is named with --target MODEL{first}."
+
+
 def _fail(message: str) -> int:
     print(f"peagle: error: {message}", file=sys.stderr)
     return 2
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"peagle: warning: {message}", file=sys.stderr)
+    """Print a warning of peagle; those of libraries are for developers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == "warnings":
+        frame = frame.f_back
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    # Code in C++ has no frame of its own, and torch says so in the text.
+    if module == "peagle" and "(Triggered internally at" not in str(message):
+        print(f"peagle: warning: {message}", file=sys.stderr)
 
 
 def main() -> NoReturn:
     """The entry point of the `peagle` script."""
     warnings.showwarning = _show_warning
+    # Torch reads these when it is imported: its loggers, and what its C++ code prints by itself.
+    os.environ.setdefault("TORCH_LOGS", "-all")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(run())
 
 

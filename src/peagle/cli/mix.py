@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.cli.settings import sampling_values
 from peagle.config import SamplingParams
+from peagle.config.checks import did_you_mean
 from peagle.errors import UserError
 from peagle.model_folder import parse_json
 
@@ -67,6 +68,7 @@ def _share(entry: Any, where: str) -> Share:
     if unknown := [name for name in sampling if name not in _SAMPLING]:
         raise UserError(
             f"{where}: sampling has {unknown[0]!r}; expected some of {', '.join(_SAMPLING)}."
+            f"{did_you_mean(unknown[0], _SAMPLING)}"
         )
     try:
         values = sampling_values(sampling)

@@ -14,8 +14,8 @@ from peagle.bundled import BUNDLED, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundl
 from peagle.cli import groups
 from peagle.cli.flags import Given, takes
 from peagle.cli.settings import Layer, Setting
-from peagle.cli.setup import Setup, check_paths
-from peagle.cli.vllm import refuse_vllm_options
+from peagle.cli.setup import Setup, check_paths, name_target
+from peagle.cli.vllm import VllmFlags, model_and_flags, refuse_vllm_options
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.extras import require_package
@@ -70,15 +70,8 @@ _PLAIN, _OWN_ENGINE = "plain", "peagle"
 )
 def serve(
     given: Given,
-    model: str | None = typer.Argument(
-        None, metavar="[MODEL]", help="The target model, like --target.", show_default=False
-    ),
-    flags: list[str] | None = typer.Argument(
-        None,
-        metavar="[-- FLAGS OF VLLM]",
-        help="Flags of vLLM, which it gets as they are.",
-        show_default=False,
-    ),
+    model: groups.Model = None,
+    flags: VllmFlags = None,
     compare_draft: str | None = typer.Option(
         None,
         metavar="MODEL",
@@ -97,7 +90,7 @@ def serve(
     /detokenize, /metrics, /live, /health, /ready, /version, SageMaker's /ping and /invocations,
     and a page at /. The first SIGTERM or Ctrl-C finishes what runs, the second ends at once.
     """
-    model, flags = _apart(model, flags or [])
+    model, flags = model_and_flags(model, flags)
     engine = given.value("engine_name", _OWN_ENGINE)
     if engine == _OWN_ENGINE:
         refuse_vllm_options(given, flags)
@@ -105,10 +98,7 @@ def serve(
         raise UserError("--sagemaker and --engine vllm contradict each other; leave one out.")
     if sagemaker:
         return _as_in_sagemaker(with_model=model is None and "target" not in given)
-    if model is not None:
-        if "target" in given:
-            raise UserError(f"{model!r} and --target were both given; leave one of them out.")
-        given["target"] = Setting(model, "MODEL")
+    name_target(given, model)
     if engine != _OWN_ENGINE:
         from peagle.cli.vllm import serve_vllm
 
@@ -135,15 +125,6 @@ def serve(
     from peagle.serving.server import serve as run
 
     run(config, spec, keys, name=config.served_model_name or name, listening=listening)
-
-
-def _apart(model: str | None, flags: list[str]) -> tuple[str | None, list[str]]:
-    """Separate the model from the flags of vLLM; without a model it is the first flag."""
-    if model is not None and model.startswith("-"):
-        return None, [model, *flags]
-    if flags and not flags[0].startswith("-"):
-        raise UserError(f"{flags[0]!r} was given after the model {model!r}; expected options.")
-    return model, flags
 
 
 def _as_in_sagemaker(*, with_model: bool) -> None:

@@ -20,7 +20,7 @@ from peagle.config import (
     StructuredOutput,
     speculative_keys,
 )
-from peagle.config.checks import near_names
+from peagle.config.checks import did_you_mean, near_names
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
 
@@ -199,7 +199,10 @@ def _table(path: Path, name: str, table: object) -> dict[str, Any]:
     """Return the values of a table; refuse unknown keys."""
     known = ["format_version", *_NAMES, *(f"[{section}]" for section in SECTIONS)]
     if name not in SECTIONS:
-        raise UserError(f"{path}: unknown key {name!r}; known: {', '.join(known)}.")
+        names = [*_NAMES, *SECTIONS, "format_version"]
+        raise UserError(
+            f"{path}: unknown key {name!r}; known: {', '.join(known)}.{did_you_mean(name, names)}"
+        )
     if not isinstance(table, dict):
         raise UserError(f"{path}: {name} is {table!r}; expected a table, [{name}].")
     try:
@@ -212,7 +215,10 @@ def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a section's table as its configuration takes them."""
     known = sorted(field.name for field in fields(SECTIONS[section]))
     if unknown := sorted(table.keys() - set(known)):
-        raise UserError(f"unknown key {unknown[0]!r}; known: {', '.join(known)}.")
+        raise UserError(
+            f"unknown key {unknown[0]!r}; known: {', '.join(known)}."
+            f"{did_you_mean(unknown[0], known)}"
+        )
     return sampling_values(table) if section == "sampling" else table
 
 

@@ -60,8 +60,13 @@ class Setup:
         self,
         sections: tuple[str, ...] = ("engine", "sampling"),
         of_model: tuple[str, ...] = (),
+        *,
+        with_decided: bool = True,
     ) -> None:
-        """Print the merged settings as JSON, in the tables of a file."""
+        """Print the merged settings as JSON, in the tables of a file, and what is decided by them.
+
+        Without `with_decided` another engine decides it.
+        """
         given, speculative = self.settings, self._with_depth()
         tables = {name: as_written(asdict(given.build(name))) for name in sections}
         if "sampling" in tables:
@@ -74,6 +79,10 @@ class Setup:
             "speculative": speculative and as_written(asdict(speculative)),
             **tables,
         }
+        if with_decided:
+            from peagle.cli.decided import decided
+
+            merged["decided"] = decided(self.target, self.engine, speculative, self.threads)
         print(json.dumps(merged, indent=2))
 
     def _with_depth(self) -> SpeculativeConfig | None:
@@ -92,13 +101,17 @@ class Setup:
         """Load the models; print the memory plan, on a CPU only with --show-memory."""
         self.note_plain_decoding()
         self.check_paths()
+        from peagle.models.loading import resolve_model, with_local_head
+
+        # Before torch is imported, so that a hub that is not there is told at once.
+        folder = folder or resolve_model(self.target, self.settings.value("revision"))
+        speculative = self.speculative and with_local_head(self.speculative)
         self.prepare()
         from peagle.llm import LLM
 
         llm = LLM(
-            folder or self.target,
-            revision=None if folder else self.settings.value("revision"),
-            speculative_config=self.speculative,
+            folder,
+            speculative_config=speculative,
             **asdict(self.engine),
         )
         if self.show_memory or llm.target.device.type == "cuda":
@@ -169,6 +182,15 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
         head = Setting(expand_bundled(BUNDLED, "draft"), "default")
         settings.put(Layer({"speculative.model": head}))
     return settings.build("speculative")
+
+
+def name_target(given: Given, model: str | None) -> None:
+    """Let the argument MODEL name the target, as --target does."""
+    if model is None:
+        return
+    if "target" in given:
+        raise UserError(f"{model!r} and --target were both given; leave one of them out.")
+    given["target"] = Setting(model, "MODEL")
 
 
 def own_target(target: str | None) -> str | None:

@@ -17,12 +17,13 @@ from peagle.cli.flags import Given, pick, takes
 from peagle.cli.groups import DEFAULT_LIMIT, Format, OutputFormat, Results, UseTemplate
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
-from peagle.cli.setup import check_paths, own_target
+from peagle.cli.setup import check_paths, name_target, own_target
 from peagle.cli.terminal import bright, printable
 from peagle.config import MAX_SPECULATIVE_TOKENS, CandidateTrees
 from peagle.config.speculative import MAX_TREE_NODES
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import DecodingMethod
+from peagle.evaluation.journal import TUNE_LOG, read_settings
 from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ _MOST_K = 8
 )
 def tune(
     given: Given,
+    target_model: groups.Model = None,
     k: str | None = typer.Option(
         None,
         "-k",
@@ -124,6 +126,7 @@ def tune(
     mixture of experts is priced by the distinct experts that it touches, too. With --max-nodes it
     measures candidate trees, and says at which batch sizes they are faster than every K.
     """
+    name_target(given, target_model)
     params = harness.sampling_params(given)
     ks = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
     sizes = () if max_nodes is None else whole_numbers("--max-nodes", max_nodes, MAX_TREE_NODES)
@@ -149,6 +152,22 @@ def tune(
         raise UserError(f"--target {own!r} was given without --draft: name its draft head.")
     draft = expand_bundled(draft or BUNDLED, "draft")
     prompts = harness.load_prompts([sets], limit)
+    name = harness.display_name(draft)
+    settings: dict[str, Any] = {
+        "draft": name,
+        "sets": {name: len(own) for name, own in prompts.items()},
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "seed": params.seed,
+        "batch_sizes": batches,
+        "max_nodes": sizes,
+        "context": context,
+        "steps": steps,
+        "threads": given.value("threads"),
+    }
+    harness.check_output(output, TUNE_LOG, read_settings, settings)
+    head_named = [DecodingMethod("", draft)]
+    found = harness.find_models(given, head_named)
     from peagle.evaluation.journal import Journal, weights_digest
     from peagle.evaluation.tuning.acceptance import (
         acceptance_of_file,
@@ -159,37 +178,26 @@ def tune(
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
     from peagle.evaluation.tuning.model import Shape
     from peagle.evaluation.tuning.trees import measure_tree_steps, tree_shapes, tuned_trees
-    from peagle.evaluation.tuning.tune import LOG_NAME, count_experts, measure_costs, tune_results
+    from peagle.evaluation.tuning.tune import count_experts, measure_costs, tune_results
     from peagle.models.checkpoint import read_head_config
     from peagle.results import TUNE
 
-    name = harness.display_name(draft)
     known = None
     if acceptance is not None:
         known = acceptance_of_file(
             acceptance, draft=name, method=method, temperature=params.temperature
         )
-    models = harness.load_models(given, [DecodingMethod("", draft)])
+    models = harness.load_models(given, head_named, found)
     target, (head,) = models.target, models.methods
     config, _ = read_head_config(head.folder, num_target_layers=target.num_layers)
     shapes = tree_shapes(sizes, config)
     grid = _grid(batches, ks, known, head.trained_depth)
     chat = models.has_template if chat_template is None else chat_template
     provenance = harness.provenance(models.name, models.dtype, target.device)
-    settings: dict[str, Any] = {
-        "draft": name,
-        "sets": {name: len(own) for name, own in prompts.items()},
-        "max_new_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "seed": params.seed,
+    settings |= {
         "chat_template": chat,
         "acceptance": known and {str(k): list(rates) for k, rates in known.per_pos.items()},
         "k": grid.ks,
-        "batch_sizes": grid.batches,
-        "max_nodes": sizes,
-        "context": context,
-        "steps": steps,
-        "threads": given.value("threads"),
     }
     machine = provenance["environment"]
     identity = {
@@ -198,7 +206,7 @@ def tune(
         "dtype": models.dtype,
         **{name: machine[name] for name in ("device", "cpu", "torch")},
     }
-    journal = Journal(output and output / LOG_NAME, settings | identity)
+    journal = Journal(output and output / TUNE_LOG, settings | identity)
     view = TuneView((len(grid.points) + len(grid.batches) * len(shapes)) * rounds)
     limits = {
         name: value

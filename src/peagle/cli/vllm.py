@@ -58,6 +58,16 @@ def is_vllm(given: Given, flags: Sequence[str]) -> bool:
     return False
 
 
+def model_and_flags(model: str | None, flags: list[str] | None) -> tuple[str | None, list[str]]:
+    """Separate the model from the flags of vLLM; without a model it is the first flag."""
+    flags = flags or []
+    if model is not None and model.startswith("-"):
+        return None, [model, *flags]
+    if flags and not flags[0].startswith("-"):
+        raise UserError(f"{flags[0]!r} was given after the model {model!r}; expected options.")
+    return model, flags
+
+
 def find(given: Given) -> VllmInstallation:
     """Return the installation of vLLM that the options name."""
     from peagle.backends.vllm import installation
@@ -165,7 +175,7 @@ def serve_vllm(given: Given, flags: Sequence[str], compare_draft: str | None) ->
     config: ServerConfig = setup.settings.build("server")
     _refuse_without_equal(setup, given)
     if "show_config" in given:
-        setup.show(sections=("engine", "server"))
+        setup.show(sections=("engine", "server"), with_decided=False)
         return
     launch = launch_of(setup, config, given, flags)
     from peagle.backends.vllm.installation import find_or_assume_vllm, find_vllm

@@ -158,7 +158,8 @@ def regenerate(
     with output.open("a+b") as file:
         lock(file.fileno(), output)
         done = _read_done(file, output)
-        _check_options(output, options, is_new=not done)
+        if done:
+            _check_options(output, options)
         waiting = deque(_open_questions(kept, done, progress, seed))
         progress.waited_for = sum(_answers_from(ask, answerer.is_chat) for ask in waiting)
         watch(progress)
@@ -334,13 +335,24 @@ def _read_done(file: Any, output: Path) -> dict[str, dict[str, Any]]:
     return done
 
 
-def _check_options(output: Path, options: Mapping[str, Any], *, is_new: bool) -> None:
+def check_begun(output: Path, options: Mapping[str, Any]) -> None:
+    """Refuse an output that was begun with other options than these, the known ones of a run.
+
+    Raises:
+        UserError: one differs; it names the first. Or the file beside the output is damaged.
+    """
+    if output.is_file() and output.stat().st_size:
+        _check_options(output, options, options)
+
+
+def _check_options(output: Path, options: Mapping[str, Any], compared: Iterable[str] = ()) -> None:
+    """Compare the options that an output was begun with, all of them or those named."""
     side = side_file(output)
-    if is_new or not side.is_file():
+    if not side.is_file():
         return
     try:
         before = json.loads(side.read_text(encoding="utf-8"))["options"]
-        names = sorted({*before, *options})
+        names = sorted(compared or {*before, *options})
     except (ValueError, KeyError, TypeError):
         raise UserError(
             f"{str(side)!r} is damaged; remove it if you know which run it describes."

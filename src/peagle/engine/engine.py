@@ -568,7 +568,7 @@ class LLMEngine:
             self._draft_for_passes()
 
     def _draft_for_passes(self) -> None:
-        """Let the drafter read the last passes, and draft for those of their sequences that go on."""
+        """Let the drafter read the last passes, and draft for the sequences that go on."""
         for done, most_drafts in self._undrafted:
             assert self.drafting is not None
             sequences = [c.sequence for c in done.chunks if not c.sequence.is_finished]

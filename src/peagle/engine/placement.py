@@ -9,6 +9,7 @@ bytes of weights to read.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ from peagle.models.target import TargetModel
 BYTES_PER_THREAD = 64 * 2**20
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CPU_TIMES = Path("/proc/stat")
+_SHORTEST_S = 0.2  # of a time over which the use of cores says something
 
 _is_set = False
 _chosen: int | None = None
@@ -57,6 +60,7 @@ def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
         UserError: the folder, a type or the device is not usable.
         CheckpointError: it is not a causal LM that peagle supports, or its weights are broken.
     """
+    _others.restart()
     device = resolve_device(config.device)
     return TargetModel.load(
         folder,
@@ -78,6 +82,8 @@ def set_threads(threads: int) -> None:
 def choose_threads(model: nn.Module) -> None:
     """Let torch use the number of CPU threads that `fast_threads` gives for a model on a CPU.
 
+    The cores are those that other programs left free while the model was loaded.
+
     For a model on a GPU it is one: the CPU computes little, and threads that wait for more of it
     take the cores of those that launch kernels, or serve.
 
@@ -91,7 +97,7 @@ def choose_threads(model: nn.Module) -> None:
         return
     weights = (weight for weight in model.parameters() if weight.device.type == "cpu")
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    _chosen = fast_threads(weight_bytes, usable_cores())
+    _chosen = fast_threads(weight_bytes, min(usable_cores(), _others.free_cores()))
     torch.set_num_threads(_chosen)
 
 
@@ -111,6 +117,49 @@ def usable_cores() -> int:
     return max(1, int(min(quota, *_defaults())))
 
 
+class OtherPrograms:
+    """What other programs take of the processors that this process may use."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Look from now on."""
+        self._since, self._busy_s, self._own_s = time.monotonic(), _busy_seconds(), _own_seconds()
+
+    def busy_cores(self) -> float | None:
+        """Return the processors that other programs kept busy; None after too short a time."""
+        seconds = time.monotonic() - self._since
+        if seconds < _SHORTEST_S:
+            return None
+        own = _own_seconds() - self._own_s
+        return max(0.0, (_busy_seconds() - self._busy_s - own) / seconds)
+
+    def free_cores(self) -> int:
+        """Return the processors that other programs left free, rounded; at least one."""
+        return max(1, round(_defaults()[0] - (self.busy_cores() or 0.0)))
+
+
+def _busy_seconds() -> float:
+    """Return the seconds that the processors of this process were in use; 0 where none tells."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    names, ticks = {f"cpu{number}" for number in usable}, 0
+    try:
+        for line in _CPU_TIMES.read_text().splitlines():
+            name, *times = line.split()
+            if name in names:
+                # user, nice, system, idle, iowait, irq, softirq, steal
+                ticks += sum(map(int, times[:3])) + sum(map(int, times[5:8]))
+    except (OSError, ValueError):
+        return 0.0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    own = os.times()
+    return own.user + own.system
+
+
 def _defaults() -> tuple[int, int]:
     """The numbers that torch starts with, by build: all usable processors, or one a real core."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -125,3 +174,6 @@ def _physical_cores() -> int:
         return len({file.read_text() for file in siblings})
     except OSError:
         return 0
+
+
+_others = OtherPrograms()

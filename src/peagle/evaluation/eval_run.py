@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -11,14 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import beyond_training, figures_of_answers, figures_of_counters
 from peagle.evaluation.decoding import Backend
 from peagle.evaluation.decoding_methods import DecodingMethod
-from peagle.evaluation.dialogues import PromptSets, num_requests, run_dialogues
+from peagle.evaluation.dialogues import num_requests, run_dialogues
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.engine_backend import EngineBackend
+from peagle.evaluation.eval_plan import EvalPlan
 from peagle.evaluation.journal import make_folder, require_same, weights_digest
 from peagle.evaluation.training_record import read_training_record
 from peagle.models.checkpoint.files import write_json
@@ -108,42 +106,6 @@ class AcceptanceFile:
     def _write(self) -> None:
         if self._path is not None:
             write_json(self._path, self.results.to_json())
-
-
-@dataclass(frozen=True, slots=True)
-class EvalPlan:
-    """The requests that every method gets."""
-
-    sets: PromptSets
-    temperatures: tuple[float, ...]
-    params: SamplingParams  # the seed is not None
-    draft_sampling: str  # of heads, where the temperature is not 0
-    concurrency: int
-    chat: bool  # prompts go behind the chat template
-    thinking: bool | None = None  # mode of the template; None leaves it to the template
-    draft_window: int | None = None  # of heads; None is that of each
-
-    def settings(self, target_sha256: str) -> dict[str, Any]:
-        """Return the settings that all entries share, as JSON."""
-        digest = hashlib.sha256()
-        for name, prompts in self.sets.items():
-            for prompt in prompts:
-                others = [json.dumps(one) for one in (prompt.system, prompt.tools) if one]
-                for text in (name, prompt.id, prompt.category, *prompt.turns, *others):
-                    digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
-        window = {} if self.draft_window is None else {"draft_window": self.draft_window}
-        return window | {
-            "sets": {name: len(prompts) for name, prompts in self.sets.items()},
-            "max_new_tokens": self.params.max_tokens,
-            "top_p": self.params.top_p,
-            "top_k": self.params.top_k,
-            "chat_template": self.chat,
-            "thinking": self.thinking,
-            "seed": self.params.seed,
-            "concurrency": self.concurrency,
-            "prompts_sha256": digest.hexdigest(),
-            "target_sha256": target_sha256,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import UserError
-from peagle.models.checkpoint.files import replace_file
 
 FORMAT_VERSION = 1
+BENCH_LOG, TUNE_LOG = "cells.jsonl", "tune_cells.jsonl"  # in an output folder
 _MOST_CHARACTERS = 100
 
 
@@ -39,6 +39,9 @@ class Journal:
         self._values: dict[str, Any] = {}
         if path is None:
             return
+        # It brings torch along, and the functions below are called before that is imported.
+        from peagle.models.checkpoint.files import replace_file
+
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = path.read_bytes() if path.exists() else b""
@@ -94,6 +97,22 @@ class Journal:
         }
         require_same(path, before | shared, settings)
         return before | {name: {**before.get(name, {}), **settings[name]} for name in extensible}
+
+
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """Return the settings in the first line of a journal; {} for an empty file.
+
+    Raises:
+        UserError: the file is no journal, or is not readable.
+    """
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+    except OSError as error:
+        raise UserError(
+            f"{str(path)!r} is not readable: {error.strerror}. Give another --output."
+        ) from None
+    return _parse(path, 1, line, "format_version", "settings")["settings"] if line else {}
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

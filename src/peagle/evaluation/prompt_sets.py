@@ -269,12 +269,13 @@ def _fetch(wanted: HubSet) -> list[Path]:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HTTPError
 
-    from peagle.models.hub import no_telemetry, progress_bars
+    from peagle.models.hub import hub_url, no_telemetry, progress_bars, require_connection
 
-    hub = os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
+    hub = hub_url()
     place: dict[str, Any] = {"repo_type": "dataset", "revision": wanted.revision}
     with no_telemetry():
         try:
+            require_connection(hub)
             timeout = constants.HF_HUB_ETAG_TIMEOUT
             info = HfApi(endpoint=hub).dataset_info(
                 wanted.repo, revision=wanted.revision, timeout=timeout

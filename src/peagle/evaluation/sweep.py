@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import cycle, islice
 from statistics import fmean
 from typing import Any
 
 import torch
 
+from peagle.engine.placement import OtherPrograms
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Backend, Request
 from peagle.evaluation.dialogues import run_conversations
+from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.gpu_busy import gpu_utilization
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.timing import figures_of
 from peagle.results import RunFigures
 
-LOG_NAME = "cells.jsonl"
 WARM_UP_TOKENS = 16
 WAVES = 3
 
@@ -70,18 +70,20 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class SweepProgress:
-    """The state of a sweep after a run; `point` and `figures` are None while it warms up.
+    """The state of a sweep after a run, or before a warm-up, which has no `figures`.
 
-    `done` and `total` count the runs of an earlier sitting too. `problem` is the first error among
-    the requests of this run.
+    `warm_up` has the number of a warm-up and the number of all, of one stage. `done` and `total`
+    count the runs of an earlier sitting too. `problem` is the first error among the requests of
+    this run.
     """
 
-    point: SweepPoint | None
+    point: SweepPoint
     figures: RunFigures | None
     done: int
     total: int
     seconds_left: float | None = None
     problem: str = ""
+    warm_up: tuple[int, int] = (0, 0)
 
 
 Watch = Callable[[SweepProgress], None]
@@ -157,13 +159,15 @@ class Sweep:
         total = len(points) * self.repeats
         done = total - len(due)
         seconds_of: dict[SweepPoint, float] = {}
+        sittings = [value.get("sitting", 1) for key, value in log.items() if "repeat" in key]
+        sitting = 1 + max(sittings, default=0)
         for stage in filter(None, stages):
             close = points[stage[0][1]].close
-            warming = SweepProgress(None, None, done, total)
             try:
-                self._warm_up([point for _, point in stage], partial(watch, warming))
+                self._warm_up([point for _, point in stage], watch, done, total)
                 for repeat, point in stage:
                     figures, problem = self._measure(point, points[point], seconds_of)
+                    figures = figures.model_copy(update={"sitting": sitting})
                     log.add(point.key(repeat), figures.to_json())
                     done += 1
                     due = due[1:]
@@ -184,25 +188,30 @@ class Sweep:
         self, point: SweepPoint, arm: Arm, seconds_of: dict[SweepPoint, float]
     ) -> tuple[RunFigures, str]:
         """Run a point once; return its figures and the first error, and note the seconds."""
-        started = time.perf_counter()
+        started, others = time.perf_counter(), OtherPrograms()
         with gpu_utilization(arm.device) as busy:
             run = run_conversations(arm.backend, self.requests(point), point.concurrency)
+        is_here = isinstance(arm.backend, EngineBackend)  # a server is another program
+        taken = others.busy_cores() if is_here else None
         errors = [answer.error for answer in run.answers if answer.error]
         problem = errors[0] if errors else ""
         if len(errors) == len(run.answers):
             raise UserError(f"{point}: no request was answered: {problem}")
         seconds_of[point] = time.perf_counter() - started
-        return figures_of(run, fmean(busy) if busy else None), problem
+        figures = figures_of(run, fmean(busy) if busy else None)
+        return figures.model_copy(update={"other_cores": taken}), problem
 
-    def _warm_up(self, due: Sequence[SweepPoint], watch: Callable[[], None]) -> None:
+    def _warm_up(self, due: Sequence[SweepPoint], watch: Watch, done: int, total: int) -> None:
         """Run each arm shortly at each concurrency still to be measured, on one set."""
         points = self.points
         once = {(id(points[point]), point.concurrency): point for point in reversed(due)}
+        most = len(once) * self.warm_up
+        numbers = iter(range(1, most + 1))
         for point in reversed(once.values()):
             requests = [_shortened(one) for one in self.requests(point)[: point.concurrency]]
             for _ in range(self.warm_up):
+                watch(SweepProgress(point, None, done, total, warm_up=(next(numbers), most)))
                 points[point].backend.run(requests, point.concurrency)
-                watch()
 
 
 def _shortened(request: Request) -> Request:

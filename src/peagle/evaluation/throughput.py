@@ -9,12 +9,14 @@ best one: it drafts and verifies the fewest tokens for the same speed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from peagle.evaluation.decoding_methods import PLAIN
+from peagle.evaluation.objective import LatencyObjective
 from peagle.evaluation.serving_cost import cost_per_million_tokens, instances_for
 from peagle.evaluation.sweep import SweepPoint
-from peagle.evaluation.timing import LatencyObjective, median_of
+from peagle.evaluation.timing import median_of
 from peagle.results import (
     BestK,
     Cell,
@@ -31,6 +33,10 @@ from peagle.results import (
 EAGLE3 = "eagle3"
 # Cells whose medians are further apart do not tie: ranges of few repeats overlap by one slow run.
 TIE = 0.03
+# Beyond this the median of a few repeats is an accident; of the median.
+MOST_SPREAD = 0.5
+# Other programs of one sitting and of another may differ by so many busy cores.
+OTHER_LOAD = 0.5
 
 
 def tied_fastest(cells: Iterable[Cell]) -> list[Cell]:
@@ -74,6 +80,8 @@ def summarize(
       1 where requests do not slow each other down;
     - meets_objective: whether the medians of its latencies keep the objective;
     - cost_per_million_tokens at `price_per_hour`, and the instances for `requests_per_second`.
+    `doubts` of a cell are repeats more than 50% apart and speed-ups above the acceptance length;
+    those of the file are sittings under different loads of the machine.
     tied_k lists every K that ties with the fastest. Goodput is the most requests/s
     of a method at one K among the concurrencies that keep the objective; where none does, there is
     no entry. `training` has the length of each head's training by method, `experts` the distinct
@@ -113,6 +121,7 @@ def summarize(
         )
         for cell in cells
     ]
+    cells = [cell.model_copy(update={"doubts": _doubts(cell)}) for cell in cells]
     return ThroughputResults(
         provenance=Provenance(**provenance),
         settings=dict(settings),
@@ -136,7 +145,36 @@ def summarize(
         turns=dict(turns or {}),
         price_per_hour=price_per_hour,
         requests_per_second=requests_per_second,
+        doubts=_doubts_of_sittings(cells),
     )
+
+
+def _doubts(cell: Cell) -> list[str]:
+    """Return what speaks against the speed of a cell: its repeats, or a speed-up that cannot be."""
+    found = []
+    least, most = cell.speed_range
+    if cell.speed and (spread := (most - least) / cell.speed) > MOST_SPREAD:
+        found.append(f"its repeats are {spread:.0%} apart")
+    up, length = cell.speed_up_over_plain, cell.median.acceptance_length
+    # A step writes this many tokens, and takes at least as long as one of plain decoding.
+    if up is not None and length is not None and up > (1 + TIE) * length:
+        found.append(f"its speed-up of {up:.2f} is above its acceptance length of {length:.2f}")
+    return found
+
+
+def _doubts_of_sittings(cells: Sequence[Cell]) -> list[str]:
+    """Return what speaks against a sweep that was resumed: other programs took more, or less."""
+    taken: dict[float, list[float]] = {}
+    for repeat in (repeat for cell in cells for repeat in cell.repeats):
+        if repeat.other_cores is not None:
+            taken.setdefault(repeat.sitting, []).append(repeat.other_cores)
+    means = [fmean(cores) for cores in taken.values()]
+    if not means or max(means) - min(means) <= OTHER_LOAD:
+        return []
+    return [
+        f"it was measured in {len(means)} sittings, in which other programs kept "
+        f"{min(means):.1f} to {max(means):.1f} cores busy"
+    ]
 
 
 def _cell(

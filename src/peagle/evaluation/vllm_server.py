@@ -44,6 +44,7 @@ def vllm_backend(
         )
         backend.name = ENGINE  # its URL is another one each time
         backend.is_plain = launch.speculative is None
+        backend.notes += server.notes  # they belong to the results
         for text in server.notes:
             say(f"note: {text}")
         yield backend

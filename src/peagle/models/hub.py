@@ -12,10 +12,16 @@ import io
 import logging
 import os
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import HfApi, constants, get_token, snapshot_download
 from huggingface_hub.errors import (
@@ -61,6 +67,10 @@ _UNCHECKED = ".peagle-unchecked"
 _MAKE_ROOM = "Make room, or set HF_HOME to a folder on a larger disk."
 # Errors of the network, of the disk, and of answers that no hub gives.
 _FAILURES = (HTTPError, OSError, ValueError, KeyError, TypeError)
+# Time for a connection to the hub. A lost first packet is sent again after 1 and 3 seconds.
+CONNECT_S = 5.0
+_RETRY_S = 30.0  # for so long a hub without a connection is not tried again
+_unreachable: dict[str, tuple[float, OSError]] = {}
 _logger = logging.getLogger(__name__)
 
 
@@ -90,6 +100,7 @@ class Repository:
         """
         with no_telemetry():
             try:
+                require_connection(self.hub)
                 info = HfApi(endpoint=self.hub).model_info(
                     self.repo,
                     revision=self.revision,
@@ -188,10 +199,12 @@ class Repository:
         answer = "cannot be reached" if status is None else f"answers with status {status}"
         if not isinstance(error, HTTPError | OSError):
             answer = "does not answer as a hub does"
+        is_slow = isinstance(error, HTTPError) and "timed out" in reason
+        longer = " HF_HUB_ETAG_TIMEOUT=60 waits a minute for a slow hub." if is_slow else ""
         return UserError(
             f"{self.name} is neither a folder here nor complete in the cache {str(self.cache)!r}, "
             f"and {self.hub} {answer}: {reason}. Check the network and HF_ENDPOINT, or name a "
-            "folder."
+            f"folder.{longer}"
         )
 
     def _describe_refusal(self, error: Exception) -> str:
@@ -242,6 +255,64 @@ def hub_url() -> str:
     """Return the address of the hub in use."""
     # Read now, not when the hub's library was imported.
     return os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
+
+
+def require_connection(hub: str) -> None:
+    """Connect to the hub, or to the proxy before it, within `CONNECT_S` seconds, and disconnect.
+
+    The hub's library tries the addresses of a host one after another, each for its whole timeout,
+    and nothing bounds the time of a name server. Only the connection is bounded here: a hub that
+    answers slowly is not cut. Offline mode and an address without a host are left to the library.
+
+    Raises:
+        OSError: there is no connection.
+    """
+    address = urlsplit(hub)
+    if constants.HF_HUB_OFFLINE or address.hostname is None:
+        return
+    since, failure = _unreachable.get(hub, (0.0, None))
+    if failure is not None and time.monotonic() - since < _RETRY_S:
+        raise failure
+    proxies = {} if proxy_bypass(address.hostname) else getproxies()
+    if proxy := proxies.get(address.scheme, proxies.get("all")):
+        address = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    port = address.port or {"https": 443, "socks5": 1080}.get(address.scheme, 80)
+    outcome: SimpleQueue[OSError | None] = SimpleQueue()
+    # A thread, as nothing ends the wait for a name server.
+    arguments = (address.hostname or "", port, outcome)
+    Thread(target=_connect_any, args=arguments, daemon=True).start()
+    try:
+        error = outcome.get(timeout=CONNECT_S)
+    except Empty:
+        error = TimeoutError(f"it gave no connection within {CONNECT_S:g} s")
+    if error is not None:
+        _unreachable[hub] = time.monotonic(), error
+        raise error
+    _unreachable.pop(hub, None)
+
+
+def _connect_any(host: str, port: int, outcome: SimpleQueue[OSError | None]) -> None:
+    """Put None once one of the host's addresses gives a connection, else the last error."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return outcome.put(error if isinstance(error, OSError) else OSError(str(error)))
+    told: SimpleQueue[OSError | None] = SimpleQueue()
+    for *_, place in found:
+        Thread(target=_connect, args=(place[:2], told), daemon=True).start()
+    error = None
+    for _ in found:
+        if (error := told.get()) is None:
+            break
+    outcome.put(error)
+
+
+def _connect(address: tuple[str, int], told: SimpleQueue[OSError | None]) -> None:
+    try:
+        socket.create_connection(address, timeout=2 * CONNECT_S).close()
+    except OSError as error:
+        return told.put(error)
+    told.put(None)
 
 
 def status_of(error: BaseException) -> int | None:

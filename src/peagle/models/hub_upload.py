@@ -37,6 +37,7 @@ from peagle.models.hub import (
     hub_url,
     no_telemetry,
     progress_bars,
+    require_connection,
     status_of,
 )
 
@@ -134,6 +135,7 @@ def upload(
     with no_telemetry(), progress_bars(shown=sys.stderr.isatty()):
         run = _Upload(files, repo, revision, token)
         try:
+            require_connection(run.hub)
             return run.run(message, private=private, force=force)
         except UserError:
             raise

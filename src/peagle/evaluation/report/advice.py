@@ -97,7 +97,15 @@ def throughput_advice(file: ThroughputResults) -> str:
     cast = Cast.of(Results(throughput=file))
     name = sets_of(file.cells)[0]
     by_key = {key: best_cells(file.cells, key, name) for key in cast.among(file.cells)}
-    loads = sorted({cell.concurrency for cells in by_key.values() for cell in cells})
+    every = [cell for cells in by_key.values() for cell in cells]
+    loads = sorted({cell.concurrency for cell in every if file.is_sound(cell)})
+    said += [f"No speed here is a result: {doubt}. Measure anew." for doubt in file.doubts]
+    if unsound := sorted({cell.concurrency for cell in every} - {*loads}):
+        if not file.doubts:
+            shown = joined([str(load) for load in unsound])
+            said.append(f"At {shown} together nothing is advised: see what is doubtful there.")
+        if not loads:
+            return " ".join(said)
     choices = []
     for load in loads:
         here = [cell for cells in by_key.values() for cell in cells if cell.concurrency == load]

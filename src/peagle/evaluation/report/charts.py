@@ -119,7 +119,11 @@ def png(charts: Sequence[Chart], heading: str) -> bytes:
         for chart, axes in zip(charts, panels, strict=True):
             _draw(chart, axes)
             _annotate(chart, axes)
-            axes.set_title(_plain(chart.title), loc="left", fontsize=11, fontweight="bold", pad=12)
+            axes.set_title(_plain(chart.title), loc="left", fontsize=11, fontweight="bold", pad=22)
+            small: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
+            words = _plain(chart.small)
+            line = axes.annotate(words, (0, 1), (0, 9), fontsize=8, color=_MUTED, **small)
+            line.set_in_layout(False)
             axes.set_ylabel(_plain(chart.y.title), fontsize=9.5, color=_TEXT)
         handles, labels = panels[0].get_legend_handles_labels()
         if handles:

@@ -29,9 +29,8 @@ def page_html(results: Results) -> str:
     style = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
     documents = list(results.documents.values())
-    sets = sets_of(results.cells)
-    sources = (one.source for one in [*results.entries, *results.cells]
-               if key_of(one) == cast.hero and one.source)  # fmt: skip
+    file, sets = results.throughput, sets_of(results.cells)
+    best = best_cells(results.cells, cast.hero, sets[0]) if sets else []
     return (
         _environment()
         .get_template("page.html")
@@ -43,7 +42,7 @@ def page_html(results: Results) -> str:
             results=results,
             documents=documents,
             target=text.short(results.first.provenance.target),
-            source=text.short(next(sources, "")),
+            source=hero_source(results),
             created=text.day(max(document.provenance.created for document in documents)),
             device=str(results.first.provenance.environment.get("device") or ""),
             dtype=results.first.provenance.dtype,
@@ -52,7 +51,7 @@ def page_html(results: Results) -> str:
             cast=cast,
             conditions=conditions(results.entries),
             sets=sets,
-            best=best_cells(results.cells, cast.hero, sets[0]) if sets else [],
+            best=[cell for cell in best if file is not None and file.is_sound(cell)],
             facts={name: _facts(document) for name, document in results.documents.items()},
             draws=charts.can_draw(),
             contents=[],
@@ -60,10 +59,21 @@ def page_html(results: Results) -> str:
     )
 
 
+def hero_source(results: Results) -> str:
+    """Return the source of the head that the report is about; "" for none."""
+    every, hero = [*results.entries, *results.cells], Cast.of(results).hero
+    found = next((one.source for one in every if key_of(one) == hero and one.source), "")
+    return text.short(found)
+
+
 def origin(results: Results) -> str:
-    """Return target, hardware and day, so that a picture alone says what it shows."""
-    provenance = results.first.provenance
-    facts = [text.short(provenance.target), str(provenance.environment.get("device") or "")]
+    """Return target, head, hardware and day, so that a picture alone says what it shows."""
+    provenance, source = results.first.provenance, hero_source(results)
+    facts = [
+        text.short(provenance.target),
+        source and f"head {source}",
+        str(provenance.environment.get("device") or ""),
+    ]
     facts += [provenance.dtype, text.day(provenance.created)]
     facts.append("SYNTHETIC acceptance" if results.first.is_synthetic else "")
     return " · ".join(filter(None, facts))

@@ -79,14 +79,16 @@ def load_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
             if cell.speed_up_over_plain is not None and key[0] != "plain"
         ]
         ups += [ChartLine(cast.name(key), cast.styles[key], points)] if points else []
-    hero = f"; the numbers are the K of {cast.name(cast.hero)}" if cast.hero else ""
+    small = "Logarithmic"
+    if cast.hero and file.has_many_k:
+        small = f"At the smallest K that ties; numbers: that of {cast.name(cast.hero)}"
     charts = [
         Chart(
             "Output tokens per second",
             speeds,
             x,
             Axis("tokens/s", log=True),
-            small=f"Logarithmic{hero}",
+            small=small,
             wide=WIDE,
             height=300,
         ),

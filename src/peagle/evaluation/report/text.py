@@ -32,6 +32,7 @@ _HIDDEN = re.compile(
     "\ud800-\udfff]"
 )
 _MISSING = "–"
+_COMMON = ("target", "model", "head", "draft", "checkpoint", "correction", "best", "final")
 
 
 def method_name(method: str) -> str:
@@ -140,9 +141,14 @@ def depth(k: int | None) -> str:
 
 
 def short(source: str) -> str:
-    """The last part of a folder, or a hub id as it is."""
+    """The last part of a folder, with the one above where it says only what lies there; or a hub
+    id as it is.
+    """
     path = PurePath(source)
-    return path.name if path.is_absolute() or source.startswith(".") else source
+    if not path.is_absolute() and not source.startswith("."):
+        return source
+    above = path.parent.name
+    return f"{above}/{path.name}" if above and path.name in _COMMON else path.name
 
 
 def temperature(value: float) -> str:

@@ -33,7 +33,6 @@ from peagle.results import (
     TuneResults,
 )
 
-LOG_NAME = "tune_cells.jsonl"
 WITHIN = 0.10
 
 

@@ -1,0 +1,59 @@
+"""What the defaults of a setup amount to on this machine, without loading a target."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.errors import CheckpointError
+from peagle.model_folder import read_file_header, read_json
+
+
+def decided(
+    target: str, engine: EngineConfig, speculative: SpeculativeConfig | None, threads: int | None
+) -> dict[str, Any]:
+    """Return the device, the type, K, the CPU threads and the longest sequence.
+
+    A value that a target which is not in a folder here decides is None.
+    """
+    from peagle.engine.placement import resolve_device, resolve_dtype
+
+    device = resolve_device(engine.device)
+    dtype = resolve_dtype(engine.dtype, device)
+    folder = Path(target).expanduser()
+    return {
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "num_speculative_tokens": 0 if speculative is None else speculative.num_speculative_tokens,
+        "threads": threads or _threads(folder, device.type, dtype.itemsize),
+        "max_model_len": engine.max_model_len or _longest(folder),
+    }
+
+
+def _threads(folder: Path, device: str, value_bytes: int) -> int | None:
+    """Return the CPU threads that torch gets; on a CPU they follow the size of the weights."""
+    from peagle.engine.placement import VARIABLES, fast_threads, usable_cores
+
+    for name in VARIABLES:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    if device != "cpu":
+        return 1
+    try:
+        headers = [read_file_header(file) for file in folder.glob("*.safetensors")]
+    except (OSError, ValueError):
+        return None
+    values = sum(math.prod(one["shape"]) for header in headers for one in header.values())
+    return fast_threads(values * value_bytes, usable_cores()) if headers else None
+
+
+def _longest(folder: Path) -> int | None:
+    try:
+        config = read_json(folder / "config.json")
+    except (OSError, CheckpointError):
+        return None
+    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    return text.get("max_position_embeddings") if isinstance(text, dict) else None

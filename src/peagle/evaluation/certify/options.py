@@ -1,0 +1,49 @@
+"""The extent of a certificate. Its checks import no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peagle.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Extent of the tests.
+
+    Raises:
+        UserError: a number is out of range.
+    """
+
+    prompts: int = 8  # of the greedy part
+    matrix_prompts: int = 3  # of each case of the matrix; 0 leaves it out
+    prompt_set: str = "humaneval"
+    max_new_tokens: int = 48  # of each greedy output
+    samples: int = 1000  # outputs of each prompt in the sampled part; 0 leaves it out
+    sampled_prompts: int = 2
+    sampled_tokens: int = 3  # first tokens whose joint distribution is tested
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    draft_samplings: tuple[str, ...] = ("argmax", "probabilistic")  # prompt lookup has none
+    alpha: float = 0.001  # probability of a false alarm of the whole sampled part
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {
+            "prompts": 1, "matrix_prompts": 0, "max_new_tokens": 8, "samples": 0,
+            "sampled_prompts": 1, "sampled_tokens": 2, "seed": 0,
+        }  # fmt: skip
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise UserError(
+                    f"{name} of the certificate is {getattr(self, name)}; expected at least "
+                    f"{number}."
+                )
+        if not 0 < self.alpha < 1:
+            raise UserError(f"alpha is {self.alpha}; expected a number between 0 and 1.")
+        if self.temperature <= 0:
+            raise UserError(
+                f"The certificate's temperature is {self.temperature}; expected more than 0: "
+                "greedy outputs are tested by themselves."
+            )
