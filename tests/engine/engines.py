@@ -145,6 +145,7 @@ def watch_steps(llm: LLM) -> dict[tuple[int, ...], list[int]]:
 
     def watching() -> Any:
         outputs = step()
+        engine._draft_for_passes()  # else the next step would begin with it
         left = {tuple(o.sequence.token_ids): o.sequence.drafts for o in outputs}
         seen.update({text: drafts for text, drafts in left.items() if drafts})
         return outputs
