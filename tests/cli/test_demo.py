@@ -128,7 +128,7 @@ def test_accepted_tokens_are_marked(no_color: bool) -> None:
         view.begin(Prompt("p", ("the prompt ",)), "P-EAGLE")
         for text, num_accepted in (("A", 0), ("BCD", 2), ("E", 0)):
             view.show(StreamChunk(0, text, tokenizer.encode(text), num_accepted, 3, None))
-    style = "\x1b[4m" if no_color else "\x1b[1;32m"
+    style = "\x1b[1m" if no_color else "\x1b[1;32m"
     assert f" A{style}BC\x1b[0mDE" in written(console).splitlines()[-2]
 
 
