@@ -17,8 +17,9 @@ from typing import Any
 from jobs import Job
 
 from peagle.cli.harness import provenance
+from peagle.evaluation.journal import BENCH_LOG
 from peagle.evaluation.report import write_report
-from peagle.evaluation.sweep import LOG_NAME, SweepPoint
+from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
 from peagle.models.checkpoint.files import write_json
 from peagle.results import AcceptanceResults, RunFigures, read_document
@@ -154,7 +155,7 @@ def merge(work: Path) -> Path:
     found = [read_document(p, AcceptanceResults).to_json() for p in acceptance if p.exists()]
     if found:
         write_json(report / "acceptance.json", merged_acceptance(found))
-    logs = [folder / LOG_NAME for folder in folders if folder.name.startswith("bench-")]
+    logs = [folder / BENCH_LOG for folder in folders if folder.name.startswith("bench-")]
     if logs := [path for path in logs if path.exists()]:
         sweeps = [_read_sweep(path) for path in logs]
         if any(records for _, records in sweeps):
@@ -223,7 +224,7 @@ def _provenance(folders: Sequence[Path]) -> dict[str, Any]:
     paths = [folder / "throughput.json" for folder in folders]
     found = [json.loads(path.read_text())["provenance"] for path in paths if path.exists()]
     if not found:
-        settings, _ = _read_sweep(next(f / LOG_NAME for f in folders if (f / LOG_NAME).exists()))
+        settings, _ = _read_sweep(next(f / BENCH_LOG for f in folders if (f / BENCH_LOG).exists()))
         return provenance(settings["target"], settings["dtype"])
     return found[0] | {"command": _commands(found)}
 

@@ -19,8 +19,8 @@ from tests.recipes.pretraining import ROOT, VOCAB, scripts, train, write_data
 from tests.training.processes import run_together, values
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peagle.evaluation.journal import Journal
-from peagle.evaluation.sweep import LOG_NAME, SweepPoint
+from peagle.evaluation.journal import BENCH_LOG, Journal
+from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
 from peagle.results import RunFigures
 from peagle.training.config import TrainConfig
@@ -297,7 +297,7 @@ def write_sweep(
 ) -> dict[SweepPoint, list[Any]]:
     """A sweep's log as it is after so many repeats, the last line cut."""
     shared = {"target": "t", "dtype": "float32", "sets": {name: 4}, "temperature": 0.0}
-    log = Journal(folder / LOG_NAME, {**shared, "max_new_tokens": 16, "seed": 0, **settings})
+    log = Journal(folder / BENCH_LOG, {**shared, "max_new_tokens": 16, "seed": 0, **settings})
     measured: dict[SweepPoint, list[Any]] = {}
     for repeat in range(repeats):
         for number, method in enumerate(("plain", "eagle3", "peagle")):
@@ -308,7 +308,7 @@ def write_sweep(
                 log.add(cell.key(repeat), figures(speed))
                 figured = RunFigures.model_validate(figures(speed))
                 measured.setdefault(cell, []).append(figured)
-    with (folder / LOG_NAME).open("a") as file:
+    with (folder / BENCH_LOG).open("a") as file:
         file.write('{"key": {"cell": {"method": "pla')
     return measured
 
