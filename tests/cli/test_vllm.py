@@ -211,7 +211,7 @@ def _environment(pythons: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> N
 
 def words(result: Result) -> list[str]:
     # vLLM serves longer texts than those that the head was trained on, unless told otherwise.
-    lengths = "peagle: note: the head was trained on texts of up to 768 tokens; vLLM"
+    lengths = "peagle: note: the head was trained on texts of up to 768 tokens"
     correction = "peagle: note: the head has a correction, which vLLM does not read"
     lines = result.err.splitlines()
     assert result.status == 0 and all(x.startswith((lengths, correction)) for x in lines), result
