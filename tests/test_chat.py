@@ -218,6 +218,18 @@ def test_a_tool_call_needs_no_content() -> None:
     assert text_of(template, messages) == "hé;[{'name': 'f'}];1;"
 
 
+def test_a_template_that_reads_every_content_gets_an_empty_one() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    template = "{% for m in messages %}{{ m.content + ';' }}{{ m.tool_calls }}{% endfor %}"
+    assert text_of(template, [*HELLO, call, *HELLO]) == "hé;;[{'name': 'f'}]hé;"
+
+
+def test_calls_never_vanish() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    with pytest.raises(UserError, match="Message 2 of 3 has tool calls, and the chat template doe"):
+        text_of(CHATML, [*HELLO, call, *HELLO])
+
+
 def test_what_the_template_says_against_the_messages_is_passed_on() -> None:
     messages = [*HELLO, {"role": "system", "content": "late"}]
     with pytest.raises(UserError, match="System message must be first"):

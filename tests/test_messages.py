@@ -103,6 +103,13 @@ def test_a_role_is_a_word(role: str) -> None:
         text_of(template, [{"role": role, "content": "a"}])
 
 
+@pytest.mark.parametrize("role", ["content", "role", "x"])
+def test_the_name_of_a_field_is_no_role(role: str) -> None:
+    template = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{{ m.x }}{% endfor %}"
+    with pytest.raises(UserError, match=r"Message 1 of 1 has the role .*; expected one of"):
+        text_of(template, [{"role": role, "content": "a"}])
+
+
 # ---- calls and reasoning ------------------------------------------------------------------------
 
 

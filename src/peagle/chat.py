@@ -25,6 +25,7 @@ from peagle.errors import UserError, short_repr
 from peagle.messages import (
     ChatMessage,
     Message,
+    calls_of,
     checked_messages,
     in_template_form,
     tools_in_template_form,
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 
+# Filters and methods.
+_CHANGES_OF_TEXT = {
+    *("replace", "join", "translate", "format", "reject", "select", "map"),
+    *("lower", "upper", "title", "capitalize", "swapcase", "casefold"),
+}
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 _PROBE = "7310592846"
 _RENDER_ERRORS = (
@@ -119,7 +125,12 @@ def render_chat(
 
     marks = None
     if not parse_special_tokens:
-        marks = Marks(special_tokens_of(tokenizer), facts.literals, facts.words | facts.attributes)
+        marks = Marks(
+            special_tokens_of(tokenizer),
+            facts.literals,
+            facts.words | facts.attributes,
+            changes_text=facts.changes_text,
+        )
 
     def render(conversation: Sequence[Mapping[str, Any]]) -> str:
         formed = in_template_form(
@@ -149,9 +160,18 @@ def render_chat(
             ) from error
         return rendered
 
-    rendered = render(conversation)
+    try:
+        rendered = render(conversation)
+    except UserError:
+        if all("content" in message for message in conversation):
+            raise
+        # Such a template reads the content of every message, of one with calls alone too.
+        conversation = [{"content": "", **message} for message in conversation]
+        rendered = render(conversation)
     text = rendered if marks is None else marks.removed(rendered)
     _check_developers(conversation, text, render)
+    if "tool_calls" not in facts.attributes | facts.words:
+        _check_calls(conversation, text)
     if check_text is not None:
         check_text(text)
 
@@ -168,6 +188,19 @@ def render_chat(
             f"prompt (it reads neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out."
         )
     return list(token_ids)
+
+
+def _check_calls(conversation: Sequence[Mapping[str, Any]], rendered: str) -> None:
+    """Raise a UserError if a template that does not name calls leaves out those of a message."""
+    for number, message in enumerate(conversation, 1):
+        which = f"Message {number} of {len(conversation)}"
+        calls = calls_of(message.get("tool_calls"), which)
+        if calls and "tool_calls" not in rendered:  # it may write whole messages
+            raise UserError(
+                f"{which} has tool calls, and the chat template does not read tool_calls: it would "
+                "leave them out. Leave out the calls and their results, or pass another "
+                "chat_template."
+            )
 
 
 def _check_developers(
@@ -287,14 +320,17 @@ class _Facts:
     Attributes:
         variables: names that the template reads and does not define itself.
         literals: the texts that it writes or compares.
-        words: those of them that are one word in quotes, the roles that it knows among them.
-        attributes: names of the attributes that it reads.
+        words: those of them that are one word in quotes, the roles that it knows among them; not
+            the names of the fields that it reads.
+        attributes: names of the attributes and fields that it reads.
+        changes_text: it may write a text without a part in the middle, or with other letters.
     """
 
     variables: frozenset[str]
     literals: frozenset[str]
     words: frozenset[str]
     attributes: frozenset[str]
+    changes_text: bool
 
 
 @lru_cache(maxsize=16)
@@ -311,15 +347,20 @@ def _facts(source: str) -> _Facts:
             f"The chat template does not parse: line {error.lineno}: {error.message}. Correct it, "
             "or pass another chat_template."
         ) from None
-    quoted = {n.value for n in parsed.find_all(jinja2.nodes.Const) if isinstance(n.value, str)}
-    plain = {node.data for node in parsed.find_all(jinja2.nodes.TemplateData)}
-    attributes = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
+    nodes = jinja2.nodes
+    texts = [n for n in parsed.find_all(nodes.Const) if isinstance(n.value, str)]
+    plain = {node.data for node in parsed.find_all(nodes.TemplateData)}
+    read = [*parsed.find_all(nodes.Getattr), *parsed.find_all(nodes.Getitem)]
+    fields = {id(node.arg) for node in read if isinstance(node, nodes.Getitem)}
+    attributes = {node.attr for node in read if isinstance(node, nodes.Getattr)}
+    used = attributes | {node.name for node in parsed.find_all(nodes.Filter)}
     return _Facts(
         # It folds constants of the parsed template, so it comes last.
         frozenset(jinja2.meta.find_undeclared_variables(parsed)),
-        frozenset(quoted | plain),
-        frozenset(filter(str.isidentifier, quoted)),
-        frozenset(attributes),
+        frozenset({node.value for node in texts} | plain),
+        frozenset(n.value for n in texts if id(n) not in fields and n.value.isidentifier()),
+        frozenset(attributes | {node.value for node in texts if id(node) in fields}),
+        not used.isdisjoint(_CHANGES_OF_TEXT),
     )
 
 

@@ -134,14 +134,25 @@ class SpecialTokens:
             )
         return self._literal.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def places_in(self, text: str, rests: Rests) -> set[int]:
+    def places_in(self, text: str, rests: Rests, kept: re.Pattern[str] | None) -> set[int]:
         """Return the places of the characters at which a special token may begin or go on.
 
         These are the first characters of the tokens that a text spells, of a beginning of one at
         its end, and of one of the `rests` at its start. White space around the text does not
         count, because templates remove it.
+
+        Args:
+            kept: texts that the template looks for, if the template may change what it writes:
+                leave characters out, or make small letters of capitals. Every character that
+                begins a special token then counts, except in these texts. None: the template
+                changes nothing.
         """
         places = set()
+        if kept is not None:
+            spans = [found.span() for found in kept.finditer(text)]
+            inside = {place for start, end in spans for place in range(start, end)}
+            firsts = {first.start() for first in self._first_character.finditer(text)}
+            places |= firsts - inside
         if self._first_character.search(text):
             place = 0
             while found := self._spelled.search(text, place):
@@ -158,6 +169,10 @@ class SpecialTokens:
             if head.rstrip() in rests.parts or any(head[:n] in rests.whole for n in lengths):
                 places.add(start)
         return places
+
+    def without_special(self, literals: frozenset[str]) -> re.Pattern[str]:
+        """Return a pattern of the literals that spell no special token and are no single letter."""
+        return _any_of(one for one in literals if len(one) > 1 and not self._spelled.search(one))
 
     def _find_rests(self, literals: frozenset[str]) -> Rests:
         """Return what goes on with the special tokens that literals begin at their end."""
@@ -197,12 +212,19 @@ class Marks:
         literals: all texts that the chat template itself writes.
         names: the words that the template reads, like the names of fields. A part of a special
             token is not marked in them.
+        changes_text: the template may leave out parts in the middle of a text, or change letters.
     """
 
     def __init__(
-        self, special_tokens: SpecialTokens, literals: frozenset[str], names: Collection[str]
+        self,
+        special_tokens: SpecialTokens,
+        literals: frozenset[str],
+        names: Collection[str],
+        *,
+        changes_text: bool = False,
     ) -> None:
         self._special_tokens = special_tokens
+        self._kept = special_tokens.without_special(literals) if changes_text else None
         self._rests, self._names = special_tokens.rests_after(literals), names
         # Digits pass through all filters of templates: trim, upper, tojson. Nobody can guess them.
         self._mark = f"{secrets.randbelow(10**20):020}"
@@ -219,7 +241,7 @@ class Marks:
         return value
 
     def _marked_text(self, text: str) -> str:
-        places = self._special_tokens.places_in(text, self._rests)
+        places = self._special_tokens.places_in(text, self._rests, self._kept)
         if not places or text in self._names:
             return text
         cuts = [0, *(place + 1 for place in sorted(places)), len(text)]

@@ -120,7 +120,9 @@ def in_template_form(
         message = dict(given)
         if message.get("reasoning_content") is None and isinstance(message.get("reasoning"), str):
             message["reasoning_content"] = message["reasoning"]
-        calls = _calls(message.pop("tool_calls", None), f"Message {number} of {len(conversation)}")
+        calls = calls_of(
+            message.pop("tool_calls", None), f"Message {number} of {len(conversation)}"
+        )
         if calls:  # some templates take an empty list for calls
             message["tool_calls"] = [_with_arguments(call) for call in calls]
         formed.append(message)
@@ -170,7 +172,8 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _calls(calls: Any, which: str) -> Sequence[Any]:
+def calls_of(calls: Any, which: str) -> Sequence[Any]:
+    """Return the tool calls of a message, which may be JSON text; UserError: they are no list."""
     listed = () if calls is None else _parsed(calls)
     if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
         shown = short_repr(calls)

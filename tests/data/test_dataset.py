@@ -21,6 +21,7 @@ from peagle.data.inspect import Inspection, inspect_data
 from peagle.data.limits import Limits
 from peagle.data.prepare import prepare
 from peagle.data.readers import (
+    Dropped,
     Record,
     conversation_of,
     dialogue_of,
@@ -98,7 +99,7 @@ def test_long_sequences_are_cut_and_empty_ones_dropped(tmp_path: Path) -> None:
     [
         (["{not json"], "line 1 is not JSON"),
         ([ids([1], [2, 3]), {"prompt": "x"}], "line 2 is"),
-        ([ids([1], [2, 3]), [1, 2]], "line 2 is"),
+        ([ids([1], [2, 3]), [1, 2]], "line 2: the line is no object"),
         ([{"prompt_token_ids": ["a"], "response_token_ids": [1]}], "lists of integers"),
         ([{"input_ids": [1, 2], "loss_mask": [0]}], "1 values for 2 input_ids"),
         ([{"input_ids": [1, 2], "loss_mask": [0, "1"]}], "list of whole numbers: loss_mask is"),
@@ -326,10 +327,7 @@ def test_a_line_cut_anywhere_is_told(tmp_path: Path) -> None:
         (b'{"prompt": "x"} {"prompt": "y"}\n', "line 1 is not JSON: Extra data"),
         ('{"prompt": "x"}\n'.encode("utf-16"), "line 1 is not UTF-8"),
         ('{"prompt": "\xe9"}'.encode("latin-1"), "line 1 is not UTF-8"),
-        (b'{"prompt": "x\\ud83d"}\n', "line 1 holds half of a surrogate pair"),
-        (b'{"prompt": "x\\uDC00"}\n', "line 1 holds half of a surrogate pair"),
         (b"[" * 100_000 + b"\n", "line 1 is not JSON"),
-        (b'[{"prompt": "x"}]', "line 1 is .* expected a JSON object"),
         (b"\x00" * 40, "line 1 "),
     ],
 )
@@ -338,6 +336,40 @@ def test_lines_that_are_none(tmp_path: Path, content: bytes, message: str) -> No
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         list(read_records(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "detail"),
+    [
+        (b'{"prompt": "x\\ud83d"}', "the text holds half of a surrogate pair", r"\ud83d stands"),
+        (b'{"prompt": "x\\uDC00"}', "the text holds half of a surrogate pair", r"\udc00 stands"),
+        (b'[{"prompt": "x"}]', "the line is no object", '[{"prompt": "x"}]'),
+        (b"7", "the line is no object", "7"),
+        (b"null", "the line is no object", "null"),
+    ],
+)
+def test_a_line_that_is_no_record_is_counted(
+    tmp_path: Path, content: bytes, reason: str, detail: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content + b'\n{"prompt": "x"}\n')
+    bad, good = read_records(path)
+    assert good.data == {"prompt": "x"} and good.fault is None
+    dropped = dialogue_of(bad)
+    assert isinstance(dropped, Dropped) and dropped.reason == reason
+    assert dropped.detail.startswith(detail)
+    with pytest.raises(UserError, match=f"line 1: {reason}"):
+        ResponseDataset.load(path, byte_tokenizer(), 320, 64)
+
+
+def test_messages_may_be_json_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for name in ("messages", "conversations"):
+        messages = [{"role": "user", "content": "q"}]
+        path.write_text(json.dumps({name: json.dumps(messages)}) + "\n")
+        (record,) = read_records(path)
+        found = dialogue_of(record)
+        assert not isinstance(found, Dropped) and found.turns == ("q",)
 
 
 def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:

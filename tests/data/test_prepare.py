@@ -594,7 +594,8 @@ def test_a_conversation_is_on_one_side_of_the_split(tmp_path: Path) -> None:
         ({"text": "x"}, "has the keys text; expected messages"),
         ({"messages": [{"role": "user", "content": "q"}]}, "1 × no answer in the conversation"),
         ({"tools": "f", "messages": []}, "1 × the tools are no list of functions .* line 1: The"),
-        ([1, 2], r"line 1 is \[1, 2\]; expected a JSON object"),
+        ([1, 2], r"1 × the line is no object .*line 1: \[1, 2\]"),
+        ({"messages": None}, r"it has the keys messages \(null\); expected messages"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, row: Any, message: str) -> None:

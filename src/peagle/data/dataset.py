@@ -192,8 +192,9 @@ def _masked_ids(
     record: Record, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], Sequence[int]]:
     """Token ids of a record, and for each whether the target wrote it."""
-    if "input_ids" in record.data:
+    if record.fault is not None or "input_ids" in record.data:
         try:
+            record.check()
             return masked_ids(record)
         except UnusableRecord as error:
             raise UserError(f"{record.where}: {error.why.reason}: {error.why.detail}.") from None

@@ -252,11 +252,18 @@ class Record:
         data: its fields; a line that is only a string is {"prompt": the string}.
         number: from 1.
         where: file and line (or row), for messages.
+        fault: the reason why it cannot be used whatever reads it; it has no fields then.
     """
 
     data: Mapping[str, Any]
     number: int
     where: str
+    fault: Dropped | None = None
+
+    def check(self) -> None:
+        """Raise an UnusableRecord if it has a fault."""
+        if self.fault is not None:
+            raise UnusableRecord(self.fault.reason, self.fault.detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +352,9 @@ class AskedConversation:
 
 # ---- records --------------------------------------------------------------------------------
 
+_NO_OBJECT = "the line is no object"
+_HALF_PAIR = "the text holds half of a surrogate pair"
+
 
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a .jsonl or .parquet file, or of a folder of data.
@@ -369,9 +379,14 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _with_message_objects(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn messages and tools that datasets keeps as a list for each key into lists of objects."""
+    """Turn messages and tools into lists of objects.
+
+    datasets keeps them as a list for each key; messages may be JSON text too.
+    """
     for name in (*_CONVERSATIONS, "tools"):
         columns = row.get(name)
+        if name in _CONVERSATIONS and isinstance(columns, str):
+            row[name] = _parsed(columns)
         if isinstance(columns, dict) and all(isinstance(one, list) for one in columns.values()):
             lists = columns.values()
             if len(set(map(len, lists))) == 1:
@@ -394,21 +409,27 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
                 continue
             try:
                 value = json.loads(line.decode())
-                if b"\\ud" in line.lower():
-                    json.dumps(value, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 raise UserError(_describe_bad_line(where, line, error)) from None
+            fault = _fault(value, line)
             if isinstance(value, str):
                 value = {"prompt": value}
-            if not isinstance(value, dict):
-                shown = line.decode(errors="replace").strip()[:60]
-                raise UserError(f"{where} is {shown}; expected a JSON object.")
-            yield Record(value, number, where)
+            yield Record({} if fault else _with_message_objects(value), number, where, fault)
+
+
+def _fault(value: Any, line: bytes) -> Dropped | None:
+    """Return the reason why the value of a line is no record, None if it is one."""
+    if not isinstance(value, str | dict):
+        return Dropped(_NO_OBJECT, line.decode(errors="replace").strip()[:60])
+    if b"\\ud" in line.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return Dropped(_HALF_PAIR, f"\\u{ord(error.object[error.start]):x} stands alone")
+    return None
 
 
 def _describe_bad_line(where: str, line: bytes, error: Exception) -> str:
-    if isinstance(error, UnicodeEncodeError):
-        return f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text."
     is_cut = False
     if isinstance(error, UnicodeDecodeError):
         is_cut = error.reason == "unexpected end of data"
@@ -425,7 +446,7 @@ def _describe_bad_line(where: str, line: bytes, error: Exception) -> str:
             f"{where} ends in the middle: the file was cut off. Write it again, or remove the "
             "last line."
         )
-    return f"{where} {problem}."
+    return f"{where} {problem}. Correct the line or remove it."
 
 
 # ---- conversations --------------------------------------------------------------------------
@@ -440,6 +461,7 @@ def conversation_of(record: Record) -> RecordedConversation | None:
     Raises:
         UnusableRecord: it is malformed.
     """
+    record.check()
     found = (record.data.get(name) for name in _CONVERSATIONS)
     given = next((one for one in found if one is not None), None)
     if given is None:

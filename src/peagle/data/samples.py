@@ -201,6 +201,7 @@ class SampleMaker:
 
     def _samples(self, record: Record) -> Iterator[Sample | Dropped]:
         data = record.data
+        record.check()
         if any(name in data for name in _ID_PAIRS):
             prompt, response = (_ids(data.get(name), name) for name in _ID_PAIRS)
             yield Sample.answered(prompt, response, _group(record, prompt))
@@ -213,7 +214,7 @@ class SampleMaker:
             if not all(isinstance(text, str) for text in texts):
                 raise UnusableRecord(
                     "the record has none of the forms",
-                    f"it has the keys {', '.join(map(str, data)) or 'none'}; expected messages, "
+                    f"it has the keys {_names(data)}; expected messages, "
                     "prompt and response (text), prompt_token_ids and response_token_ids, or "
                     "input_ids and loss_mask",
                 )
@@ -425,3 +426,8 @@ def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     text: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
+
+
+def _names(data: Mapping[str, Any]) -> str:
+    """Return the keys of a record, for messages; of a key without a value it says so."""
+    return ", ".join(f"{k} (null)" if v is None else str(k) for k, v in data.items()) or "none"

@@ -20,6 +20,7 @@ MAX_HEADERS = 100
 MAX_CHUNK_EXTRA_BYTES = 16 << 10
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _FOLDED_LINE = re.compile(rb"\n[ \t]")
+_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})(;[\t\x20-\x7e\x80-\xff]*|[ \t]*)\r\n")
 _CHUNK_END = re.compile(rb"\r\n([0-9A-Fa-f]{1,4})\r\n")
 _TRAILER = re.compile(rb"[-!#$%&'*+.^_`|~0-9a-zA-Z]+:[^\x00\r\n]*")
@@ -85,7 +86,7 @@ class HttpParser(h11.Connection):
 
 
 def _check_head(data: bytes) -> None:
-    """Refuse the head at the beginning of `data`, whole or not, if it is too large or folded."""
+    """Refuse the head at the beginning of `data`, whole or not, if it is too large or ambiguous."""
     end = _BLANK_LINE.search(data)
     num_bytes = end.end() if end else len(data)
     num_headers = data.count(b"\n", 0, num_bytes) - (2 if end else 1)
@@ -99,6 +100,12 @@ def _check_head(data: bytes) -> None:
                 f"{unit}."
             )
             raise RefusedRequest(431, text, "head_too_large")
+    if _BARE_LINE_FEED.search(data, 0, num_bytes):
+        text = (
+            "A line of the request's head ends in a line feed alone: expected a carriage return "
+            "before each line feed."
+        )
+        raise RefusedRequest(400, text, "invalid_http")
     if _FOLDED_LINE.search(data, 0, num_bytes):
         text = "A header of the request goes on in a second line: expected one line for each."
         raise RefusedRequest(400, text, "invalid_http")

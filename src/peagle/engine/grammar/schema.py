@@ -180,6 +180,8 @@ class _Preparation:
         result: dict[str, Any] = {"type": types, "path": path}
         result |= {k: schema[k] for t in types for k in _OF_TYPE[t] if k in schema}
         for key in set(_COUNTS) & set(result):
+            if isinstance(result[key], float) and result[key].is_integer():
+                result[key] = int(result[key])  # JSON Schema takes 129.0 for 129
             if type(result[key]) is not int or result[key] < 0:
                 raise UserError(f"{key} at {path} is {result[key]!r}; expected a whole number.")
         for least, most in zip(_COUNTS[::2], _COUNTS[1::2]):
