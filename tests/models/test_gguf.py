@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import peagle.models.gguf_folder as gguf_folder
 from peagle import LLM, SamplingParams
+from peagle.backends.vllm.launch import VllmLaunch, with_head
 from peagle.errors import CheckpointError, UserError
 from peagle.models.gguf_folder import cached_folder, convert_gguf
 from peagle.models.gguf_header import TYPES, read_gguf_header
 from peagle.models.loading import find_model, resolve_model
+from peagle.training.config import TrainConfig
 from tests.fake_hub import message_of
 from tests.gguf_files import (
     CHAT_TEMPLATE,
@@ -168,6 +170,16 @@ def test_names_of_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     head = message_of(lambda: resolve_model("tiny.gguf", role="draft"))
     assert "The draft head 'tiny.gguf' is a file, not a folder" in head
+
+
+def test_training_and_vllm_get_the_folder(file: Path) -> None:
+    toml = file.with_name("head.toml")
+    toml.write_text(
+        'target = "tiny.gguf"\noutput = "out"\n[data]\ntrain = "d.jsonl"\n[optimizer]\nsteps = 1\n'
+    )
+    folder = TrainConfig.read(toml).target
+    assert folder == cached_folder(file)
+    assert with_head(VllmLaunch(target=str(file))).target == str(folder)
 
 
 # ---- the cache ------------------------------------------------------------------------------

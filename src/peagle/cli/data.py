@@ -193,7 +193,7 @@ def features(
     file: Path = typer.Argument(
         ..., metavar="TRAIN_FILE", help="Training data: .safetensors or .jsonl."
     ),
-    target: str = typer.Option(..., help="The target: a folder or a hub id."),
+    target: str = typer.Option(..., help="The target: a folder, a GGUF file or a hub id."),
     output: Path = typer.Option(..., "--output", "-o", help="Folder of the store."),
     aux_layer_ids: str | None = typer.Option(
         None,
@@ -361,7 +361,7 @@ def prepare(
         ".safetensors written by this command.",
     ),
     target: str = typer.Option(
-        ..., help="Target whose tokenizer reads the data: a folder or a hub id."
+        ..., help="Target whose tokenizer reads the data: a folder, a GGUF file or a hub id."
     ),
     output: Path = typer.Option(
         ..., "--output", "-o", help="Training data: .safetensors or .jsonl."

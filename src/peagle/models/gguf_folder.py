@@ -189,13 +189,14 @@ def _write(name: str, source: Path, header: GgufHeader, folder: Path) -> str:
 
     from peagle.models.architectures import check_architecture
 
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
     options: dict[str, Any] = {"gguf_file": "model.gguf", "local_files_only": True}
     try:
         with _quiet():
             config = transformers.AutoConfig.from_pretrained(source, **options)
             check_architecture(config)
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            model, loaded = load(
                 source,
                 config=config,
                 dtype=getattr(torch, header.dtype),
