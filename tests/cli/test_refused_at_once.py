@@ -50,6 +50,27 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["tune", "--output", "earlier"], 'made with draft "other", not "bundled/peagle"'),
     (["data", "regenerate", "run.toml", "-o", "begun.jsonl", "--seed", "5"], "with seed 0, now it"),
     (["data", "regenerate", "run.toml", "-o", "x.jsonl", "--raw", "--thinking"], "--raw uses no"),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "written.jsonl", "--seed", "5"],
+        "with seed 0, now it",
+    ),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--temperature", "0"],
+        "--temperature is 0, at which",
+    ),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--system-file", "none.txt"],
+        "--system-file 'none.txt' is not readable",
+    ),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--system-file", "d.txt"],
+        "--system-file 'd.txt' is empty",
+    ),
+    (["data", "synthesize", "--count", "9", "-o", "x.txt"], "expected a name that ends in"),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--target", "./none"],
+        "target model 'none' is not there",
+    ),
     (["bench", *OWN], "target model 'none' is not there"),
     (["bench", "--eagle3", "./none"], "EAGLE-3 head 'none' is not there"),
     (["bench", "--set", "none.jsonl"], "'none.jsonl' is not"),
@@ -112,6 +133,7 @@ COMMANDS += [
         ["data", "inspect", "d.jsonl", "--target"],
         ["data", "features", "d.jsonl", "-o", "o", "--target"],
         ["data", "regenerate", "d.jsonl", "-o", "o.jsonl", "--target"],
+        ["data", "synthesize", "--count", "1", "-o", "o.jsonl", "--target"],
     )
 ]
 COMMANDS += [
@@ -185,6 +207,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[
     (folder / "begun.jsonl").write_text("{}\n")
     options = {"sampling": {"max_tokens": 2048}, "seed": 0}
     (folder / "begun.jsonl.meta.json").write_text(json.dumps({"options": options}))
+    (folder / "written.jsonl").write_text("{}\n")
+    options = {"sampling": {"temperature": 1.0}, "seed": 0, "systems": [], "turns": 1}
+    (folder / "written.jsonl.meta.json").write_text(json.dumps({"options": options}))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     commands = [[word.replace("PORT", "8000") for word in command] for command, _ in COMMANDS]

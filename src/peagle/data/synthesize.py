@@ -157,8 +157,6 @@ def synthesize(
             watch(progress)
             if log.is_done:
                 break
-            if progress.samples >= _FEWEST_SAMPLES and progress.share_kept < _FEWEST_KEPT:
-                raise UserError(_futile(progress, output))
         os.fsync(file.fileno())
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -193,7 +191,7 @@ class _Log:
         self, output: Path, file: IO[bytes], dropped: IO[bytes], progress: SynthesizeProgress
     ) -> None:
         self.progress = progress
-        self._file, self._dropped = file, dropped
+        self._output, self._file, self._dropped = output, file, dropped
         self._waiting: dict[int, WrittenSample] = {}
         self._earlier = NearDuplicates()
         kept, left_out = _read_lines(file, output), _read_lines(dropped, dropped_file(output))
@@ -221,12 +219,19 @@ class _Log:
         return self._issued - 1
 
     def put(self, sample: WrittenSample) -> None:
-        """Write a sample, and those that waited for it."""
+        """Write a sample, and those that waited for it.
+
+        Raises:
+            UserError: hardly any sample is kept.
+        """
         self.progress.tokens += sample.num_tokens
         self._waiting[sample.number] = sample
         while not self.is_done and (one := self._waiting.pop(self.next_number, None)) is not None:
             self.next_number += 1
             self._write(one)
+            progress = self.progress
+            if progress.samples >= _FEWEST_SAMPLES and progress.share_kept < _FEWEST_KEPT:
+                raise UserError(_futile(progress, self._output))
 
     def _write(self, sample: WrittenSample) -> None:
         progress, turns = self.progress, sample.turns
