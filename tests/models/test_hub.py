@@ -342,6 +342,9 @@ def test_a_model_without_safetensors(
     message = message_of(lambda: resolve_model("org/old"), CheckpointError)
     assert "The target model 'org/old' has no *.safetensors weights at revision 'main'" in message
     assert (f"only the pickle {found}, which can run code" in message) is bool(found)
+    hub.add("org/packed").commit({"b.Q8_0.gguf": b"GGUF", "b.Q4_K.gguf": b"GGUF"})
+    message = message_of(lambda: resolve_model("org/packed"), CheckpointError)
+    assert "or download one GGUF file, like 'b.Q4_K.gguf', and name that file as" in message
     assert "save_pretrained" in message
     assert hub.fetched() == set() and cached(tmp_path) == set()
 
