@@ -62,7 +62,14 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
 
 
-def lock(descriptor: int, path: Path) -> None:
+def cache_folder() -> Path:
+    """Return the folder for what can be made again: peagle/ in XDG_CACHE_HOME, or in ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification of XDG has relative paths ignored.
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "peagle"
+
+
+def lock(descriptor: int, path: Path, *, wait: bool = False) -> None:
     """Keep `path` for this process alone, until the open file `descriptor` is closed.
 
     The lock of a process that was killed is gone with it. A file system without locks brings a
@@ -71,12 +78,13 @@ def lock(descriptor: int, path: Path) -> None:
     Args:
         descriptor: a file that is open for writing, which is all that NFS locks.
         path: what the file stands for, in messages.
+        wait: wait until no other process has it.
 
     Raises:
-        UserError: another process has it.
+        UserError: another process has it, and `wait` is False.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         if error.errno in _HELD_ELSEWHERE:
             raise UserError(
@@ -90,21 +98,21 @@ def lock(descriptor: int, path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Keep a folder, made if need be, for this process alone.
 
     The lock is on a file `LOCK_NAME` in the folder. A killed process leaves the file, which then
-    locks nothing.
+    locks nothing. With `wait`, other processes have it first.
 
     Raises:
-        UserError: another process has it.
+        UserError: another process has it, and `wait` is False.
         OSError: it cannot be made or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_NAME
     while True:
         with path.open("a") as file:
-            lock(file.fileno(), folder)
+            lock(file.fileno(), folder, wait=wait)
             if not _is_open_file(path, file.fileno()):
                 continue  # its last owner removed the file after it was opened here
             try:

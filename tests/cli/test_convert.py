@@ -10,12 +10,14 @@ from typing import get_args, get_type_hints
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from peagle.cli.convert import convert
 from peagle.models.checkpoint import HeadFormat, read_head_config, save_drafter
 from peagle.models.target import TargetModel
 from tests.cli.conftest import Pair, Peagle
 from tests.conftest import make_drafter
+from tests.gguf_files import write_gguf
 
 FIELDS = [
     "source",
@@ -41,7 +43,7 @@ FIELDS = [
 
 
 def test_the_formats_are_those_of_the_library() -> None:
-    assert get_args(get_type_hints(convert)["format"]) == get_args(HeadFormat)
+    assert get_args(get_type_hints(convert)["format"]) == (*get_args(HeadFormat), "hf")
     assert inspect.signature(convert).parameters["format"].default.default is ...
 
 
@@ -143,3 +145,41 @@ def test_mistakes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     (broken / "config.json").write_text("{")
     assert "is not JSON" in message(broken, out, *speculators)
     assert not out.exists()
+
+
+def test_a_gguf_file_becomes_a_folder(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pair.target)
+    file = write_gguf(model, tmp_path / "x.gguf")
+    result = peagle("convert", file, tmp_path / "a", "--format", "hf")
+    assert (result.status, result.err) == (0, "")
+    size = (tmp_path / "a" / "model.safetensors").stat().st_size
+    line = f"{size / 1e6:.1f} MB of float32: {file} (F32) to {tmp_path / 'a'} (hf)\n"
+    assert result.out == f"{model.config.model_type}, {line}"
+    result = peagle("convert", file, tmp_path / "b", "--format", "hf", "--json")
+    assert json.loads(result.out) == {
+        "source": str(file),
+        "destination": str(tmp_path / "b"),
+        "format": "hf",
+        "model_type": model.config.model_type,
+        "quantization": ["F32"],
+        "dtype": "float32",
+        "num_bytes": size,
+    }
+
+
+def test_commands_take_a_gguf_file(
+    peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_gguf(AutoModelForCausalLM.from_pretrained(pair.target), tmp_path / "x.gguf")
+    assert peagle("convert", file, tmp_path / "folder", "--format", "hf").status == 0
+    words = ("generate", "--prompt", "def f(x):", "--max-new-tokens", "8", "--format", "json")
+    outputs = [
+        peagle(*words, *model)
+        for model in (["--target", file], [file], ["--target", tmp_path / "folder"])
+    ]
+    assert [one.status for one in outputs] == [0, 0, 0], [one.err for one in outputs]
+    ids = [json.loads(one.out)["token_ids"] for one in outputs]
+    assert ids[0] == ids[1] == ids[2]
+    # Once: the second command finds the folder.
+    assert len(list((tmp_path / "cache").rglob("config.json"))) == 1

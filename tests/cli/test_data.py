@@ -66,6 +66,35 @@ def test_from_prompts_to_what_train_reads(
     assert len(found["shown"]) == 1 and len(found["shown"][0]["response_token_ids"]) == 12
 
 
+def test_prompts_that_the_target_writes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    command = ["data", "synthesize", *pair.options, "--output", prompts, "--format", "json"]
+    result = peagle(*command, "--count", 2, "--max-new-tokens", 24)
+    assert result.status == 0, result.err
+    told = json.loads(result.out)
+    assert (told["count"], told["kept"], told["resumed"]) == (2, 2, 0)
+    assert told["samples"] == 2 + sum(told["dropped"].values())
+    assert told["output"] == str(prompts)
+    side = json.loads((tmp_path / "p.jsonl.meta.json").read_text())
+    assert side["options"]["chat"] is False and "humaneval" in side["held_out"]
+    # Sampled output depends on the seed alone, so a run without the head writes the same.
+    other = tmp_path / "other.jsonl"
+    plain = ["data", "synthesize", "--target", pair.target, "--output", other]
+    result = peagle(*plain, "--count", 2, "--max-new-tokens", 24)
+    assert result.status == 0, result.err
+    assert result.out.startswith(f"{other}: 2 prompts of {told['samples']} samples")
+    assert other.read_text() == prompts.read_text()
+    more = peagle(*command, "--count", 3, "--max-new-tokens", 24)
+    assert json.loads(more.out)["resumed"] == 2
+    assert "was begun with sampling" in peagle(*command, "--count", 4).err
+    answers = tmp_path / "a.jsonl"
+    result = peagle("data", "regenerate", prompts, *pair.options, "-o", answers, "--limit", 2)
+    assert result.status == 0, result.err
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    asked = {row["id"]: row["prompt"] for row in map(json.loads, answers.open())}
+    assert asked == {row["id"]: row["turns"][0] for row in rows[:2]}
+
+
 def test_no_thinking_is_fine_for_a_target_without_a_template(
     peagle: Peagle, pair: Pair, prompts: Path, tmp_path: Path
 ) -> None:
@@ -225,6 +254,13 @@ def test_regeneration_says_what_it_is_doing(
         (["inspect", "none.jsonl"], "is not there"),
         (["inspect", "P"], "has the keys id, prompt"),
         (["inspect", "P", "--samples", "-1"], "--samples"),
+        (["synthesize", "-o", "x.jsonl"], "--count"),
+        (["synthesize", "--count", "0", "-o", "x.jsonl"], "--count"),
+        (["synthesize", "--count", "1", "-o", "x.jsonl", "--turns", "3"], "--turns"),
+        (
+            ["synthesize", "--count", "1", "-o", "y.jsonl", "--target", "T", "--turns", "2"],
+            "has no chat template, so it begins documents",
+        ),
         (["regenerate", "P"], "--output"),
         (["regenerate", "P", "-o", "x.txt"], "expected a name that ends in .jsonl"),
         (["regenerate", "none.jsonl", "-o", "x.jsonl"], "is not there"),
@@ -255,7 +291,7 @@ def test_mistakes_exit_with_2(
 
 
 def test_help_of_each_has_examples_and_needs_no_torch() -> None:
-    actions = ("regenerate", "prepare", "inspect", "features")
+    actions = ("synthesize", "regenerate", "prepare", "inspect", "features")
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from peagle.cli.main import run\n"

@@ -15,6 +15,7 @@ import pytest
 
 from peagle.extras import install_extra
 from tests.cli.conftest import environment
+from tests.gguf_files import LLAMA, gguf_bytes
 
 OWN = ["--target", "./none", "--draft", "bundled"]
 PREPARED = ["d.jsonl", "--target", "bundled", "-o", "o.jsonl"]
@@ -49,6 +50,27 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["tune", "--output", "earlier"], 'made with draft "other", not "bundled/peagle"'),
     (["data", "regenerate", "run.toml", "-o", "begun.jsonl", "--seed", "5"], "with seed 0, now it"),
     (["data", "regenerate", "run.toml", "-o", "x.jsonl", "--raw", "--thinking"], "--raw uses no"),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "written.jsonl", "--seed", "5"],
+        "with seed 0, now it",
+    ),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--temperature", "0"],
+        "--temperature is 0, at which",
+    ),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--system-file", "none.txt"],
+        "--system-file 'none.txt' is not readable",
+    ),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--system-file", "d.txt"],
+        "--system-file 'd.txt' is empty",
+    ),
+    (["data", "synthesize", "--count", "9", "-o", "x.txt"], "expected a name that ends in"),
+    (
+        ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--target", "./none"],
+        "target model 'none' is not there",
+    ),
     (["bench", *OWN], "target model 'none' is not there"),
     (["bench", "--eagle3", "./none"], "EAGLE-3 head 'none' is not there"),
     (["bench", "--set", "none.jsonl"], "'none.jsonl' is not"),
@@ -94,11 +116,47 @@ COMMANDS: list[tuple[list[str], str]] = [
         "'./none' is not a folder",
     ),
 ]
+COMMANDS += [
+    ([*words, "./cut.gguf"], "'cut.gguf' is cut: tensor 'token_embd.weight' ends at byte")
+    for words in (
+        ["generate", "--prompt", "x", "--target"],
+        ["generate", "--prompt", "x"],
+        ["chat"],
+        ["serve", "--target"],
+        ["serve"],
+        ["eval", "--target"],
+        ["bench", "--draft", "bundled", "--target"],
+        ["tune", "--draft", "bundled", "--target"],
+        ["demo", "--draft", "bundled", "--target"],
+        ["doctor", "--draft", "bundled", "--target"],
+        ["data", "prepare", "d.jsonl", "-o", "o.jsonl", "--target"],
+        ["data", "inspect", "d.jsonl", "--target"],
+        ["data", "features", "d.jsonl", "-o", "o", "--target"],
+        ["data", "regenerate", "d.jsonl", "-o", "o.jsonl", "--target"],
+        ["data", "synthesize", "--count", "1", "-o", "o.jsonl", "--target"],
+    )
+]
+COMMANDS += [
+    (["train", "run.toml", "--set", "target=cut.gguf"], "cut.gguf' is cut: tensor 'token_embd"),
+    (["convert", "cut.gguf", "out", "--format", "hf"], "'cut.gguf' is cut: tensor"),
+    (["generate", "--prompt", "x", "--target", "part.gguf"], "is part 2 of 3 of a split model"),
+    (["generate", "--prompt", "x", "--target", "whole.gguf"], install_extra("gguf")),
+    (["train", "run.toml", "--set", "target=whole.gguf"], install_extra("gguf")),
+    (["convert", "whole.gguf", "out", "--format", "hf"], install_extra("gguf")),
+    (["convert", "whole.gguf", "out", "--format", "vllm"], "given with --format vllm; expected a"),
+    (["convert", "model", "out", "--format", "hf"], "expected a GGUF file for --format hf"),
+    (["convert", "whole.gguf", "out", "--format", "hf", "--force"], "--force is for heads"),
+    (["generate", "--prompt", "x", "--draft", "whole.gguf"], "head 'whole.gguf' is a file, not"),
+    (
+        ["deploy", "sagemaker", "create", "./whole.gguf", "--region", "us-east-1"],
+        "is a GGUF file; make a folder of it with `peagle convert",
+    ),
+]
 _CODE = """
 import contextlib, io, json, sys
 from peagle.cli.main import run
 slow = "torch", "transformers", "huggingface_hub"
-sys.modules["xgrammar"] = sys.modules["fastapi"] = None
+sys.modules["xgrammar"] = sys.modules["fastapi"] = sys.modules["gguf"] = None
 told = []
 for command in json.load(sys.stdin):
     with contextlib.redirect_stderr(io.StringIO()) as text:
@@ -121,6 +179,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[
         'target = "bundled"\noutput = "o"\n[data]\ntrain = "d.jsonl"\n[optimizer]\nsteps = 1\n'
     )
     (folder / "bad.jsonl").write_text("{bad")
+    (folder / "whole.gguf").write_bytes(gguf_bytes())
+    (folder / "cut.gguf").write_bytes(gguf_bytes()[:-1])
+    split = {"split.count": 3, "split.no": 1}
+    (folder / "part.gguf").write_bytes(gguf_bytes(LLAMA | split))
     for name in ("d.txt", "there.jsonl"):
         (folder / name).touch()
     sizes = {"hidden_size": 2**22, "intermediate_size": 2**24, "vocab_size": 2**20}
@@ -145,6 +207,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[
     (folder / "begun.jsonl").write_text("{}\n")
     options = {"sampling": {"max_tokens": 2048}, "seed": 0}
     (folder / "begun.jsonl.meta.json").write_text(json.dumps({"options": options}))
+    (folder / "written.jsonl").write_text("{}\n")
+    options = {"sampling": {"temperature": 1.0}, "seed": 0, "systems": [], "turns": 1}
+    (folder / "written.jsonl.meta.json").write_text(json.dumps({"options": options}))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     commands = [[word.replace("PORT", "8000") for word in command] for command, _ in COMMANDS]

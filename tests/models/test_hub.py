@@ -346,6 +346,13 @@ def test_a_model_without_safetensors(
     assert hub.fetched() == set() and cached(tmp_path) == set()
 
 
+def test_a_repository_of_gguf_files(hub: FakeHub) -> None:
+    hub.add("org/packed").commit({"b.Q8_0.gguf": b"GGUF", "b.Q4_K.gguf": b"GGUF"})
+    message = message_of(lambda: resolve_model("org/packed"), CheckpointError)
+    assert "or download one GGUF file, like 'b.Q4_K.gguf', and name that file as" in message
+    assert hub.fetched() == set()
+
+
 def test_a_shard_that_the_hub_does_not_have(hub: FakeHub, sharded_folder: Path) -> None:
     files = read_folder(sharded_folder)
     shard = sorted(name for name in files if name.endswith(".safetensors"))[1]

@@ -1,4 +1,4 @@
-"""`peagle convert`: a draft head from one checkpoint style to the other."""
+"""`peagle convert`: a draft head in another checkpoint style, or a GGUF file as a folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import typer
 
 from peagle.bundled import expand_bundled
 from peagle.config import require_folder
+from peagle.errors import UserError
+from peagle.models.gguf_header import is_gguf
 
 if TYPE_CHECKING:
     from peagle.models.checkpoint import Conversion
@@ -24,28 +26,46 @@ A head that the package trained, in the style of the published P-EAGLE heads:
 
 With the target's name, by which `vllm serve ./head-speculators` finds it; for a program:
   peagle convert ./head ./head-speculators --format speculators --target Qwen/Qwen3-8B --json
+
+A target out of a GGUF file, as a folder in Hugging Face format:
+  peagle convert ./SmolLM2-135M-Instruct.Q4_1.gguf ./smollm2 --format hf
 """
 
 
 def convert(
     source: str = typer.Argument(
-        ..., help="Folder of the head, in either style; bundled is the bundled one.", metavar="SRC"
+        ...,
+        help="Folder of the head, in either style; bundled is the bundled one. With --format hf "
+        "the GGUF file of a target.",
+        metavar="SRC",
     ),
     destination: Path = typer.Argument(..., help="Folder that receives it.", metavar="DST"),
-    format: Literal["vllm", "speculators"] = typer.Option(..., help="Style of the new checkpoint."),
+    format: Literal["vllm", "speculators", "hf"] = typer.Option(
+        ..., help="Style of the new checkpoint; hf unpacks a GGUF file."
+    ),
     target: str | None = typer.Option(
         None,
         metavar="NAME",
         help="Name of the target to write down; it is not loaded.",
         show_default="the one that the head names",
     ),
-    force: bool = typer.Option(False, "--force", help="Write into a folder that is not empty."),
+    force: bool = typer.Option(
+        False, "--force", help="Write a head into a folder that is not empty."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
 ) -> None:
-    """Rewrite a draft head in the style of vLLM or of speculators.
+    """Rewrite a draft head in the style of vLLM or of speculators, or a GGUF file as a folder.
 
-    No weight changes, and the target is not needed. The style of SRC is read from its config.json.
+    No weight of a head changes, and the target is not needed. The style of SRC is read from its
+    config.json. Quantised weights of a GGUF file are unpacked to bfloat16.
     """
+    is_file = is_gguf(Path(source).expanduser())
+    if format == "hf" or is_file:
+        if format != "hf" or not is_file:
+            expected = "a GGUF file for --format hf, and the folder of a head for the others"
+            raise UserError(f"{source!r} was given with --format {format}; expected {expected}.")
+        _unpack(Path(source).expanduser(), destination, target, force=force, as_json=as_json)
+        return
     source = expand_bundled(source, "draft")
     require_folder(source, "The draft head")
     target = target and expand_bundled(target, "target")
@@ -55,6 +75,23 @@ def convert(
     for note in result.notes:
         print(f"peagle: note: {note}", file=sys.stderr)
     print(json.dumps(result.to_json()) if as_json else _summary(result))
+
+
+def _unpack(
+    file: Path, destination: Path, target: str | None, *, force: bool, as_json: bool
+) -> None:
+    """Write the folder of a GGUF file."""
+    for name, value in (("--target", target), ("--force", force)):
+        if value:
+            raise UserError(f"{name} is for heads; leave it out with --format hf.")
+    from peagle.models.gguf_folder import convert_gguf
+
+    made = convert_gguf(file, destination)
+    text = (
+        f"{made.model_type}, {made.num_bytes / 1e6:.1f} MB of {made.dtype}: {made.source} "
+        f"({', '.join(made.quantization)}) to {made.destination} (hf)"
+    )
+    print(json.dumps(made.to_json()) if as_json else text)
 
 
 def _summary(result: Conversion) -> str:

@@ -1,4 +1,4 @@
-"""`peagle data regenerate | prepare | inspect | features`: from prompts to what train reads."""
+"""`peagle data synthesize | regenerate | prepare | inspect | features`: all that train reads."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from peagle.data.readers import AskedConversation, DropCounts, Dropped
     from peagle.data.regenerate import Answerer, CallFinder, RegenerateProgress
     from peagle.data.samples import Sample
+    from peagle.data.synthesize import SynthesizeProgress
+    from peagle.llm import LLM
 
 INSPECT_EXAMPLES = """
 Counts, lengths, what is supervised, and three samples as text:
@@ -193,7 +195,7 @@ def features(
     file: Path = typer.Argument(
         ..., metavar="TRAIN_FILE", help="Training data: .safetensors or .jsonl."
     ),
-    target: str = typer.Option(..., help="The target: a folder or a hub id."),
+    target: str = typer.Option(..., help="The target: a folder, a GGUF file or a hub id."),
     output: Path = typer.Option(..., "--output", "-o", help="Folder of the store."),
     aux_layer_ids: str | None = typer.Option(
         None,
@@ -361,7 +363,7 @@ def prepare(
         ".safetensors written by this command.",
     ),
     target: str = typer.Option(
-        ..., help="Target whose tokenizer reads the data: a folder or a hub id."
+        ..., help="Target whose tokenizer reads the data: a folder, a GGUF file or a hub id."
     ),
     output: Path = typer.Option(
         ..., "--output", "-o", help="Training data: .safetensors or .jsonl."
@@ -723,15 +725,8 @@ def _first_dialogues(file: Path, limit: int | None) -> Iterator[AskedConversatio
 def _local(
     setup: Setup, chat: bool | None, chat_template: str | None, thinking: bool | None
 ) -> tuple[Answerer, dict[str, Any]]:
-    from peagle.engine.placement import resolve_device
-
-    is_open = setup.settings.value("engine.max_num_seqs") is None
-    if is_open and resolve_device(setup.engine.device).type == "cuda":
-        setup.engine = replace(setup.engine, max_num_seqs=_BATCH_ON_GPU)
-    llm = setup.load()
-    from peagle.data.readers import tokenizer_sha256
+    llm, facts = _load_for_batches(setup)
     from peagle.data.regenerate import LocalAnswerer
-    from peagle.models.target_facts import precision_of
 
     if chat is None:
         chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
@@ -745,13 +740,26 @@ def _local(
         thinking=thinking,
         call_finder=call_finder(llm.tokenizer, chat_template) if chat else None,
     )
-    facts = {
+    return answerer, facts
+
+
+def _load_for_batches(setup: Setup) -> tuple[LLM, dict[str, Any]]:
+    """Load the target with large batches on a GPU; return it with facts for the provenance."""
+    from peagle.engine.placement import resolve_device
+
+    is_open = setup.settings.value("engine.max_num_seqs") is None
+    if is_open and resolve_device(setup.engine.device).type == "cuda":
+        setup.engine = replace(setup.engine, max_num_seqs=_BATCH_ON_GPU)
+    llm = setup.load()
+    from peagle.data.readers import tokenizer_sha256
+    from peagle.models.target_facts import precision_of
+
+    return llm, {
         "model": Path(llm.target.name).name,
         "tokenizer_sha256": tokenizer_sha256(llm.target.name, llm.tokenizer),
         "device": llm.target.device,
         "dtype": precision_of(llm.target),
     }
-    return answerer, facts
 
 
 def call_finder(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> CallFinder:
@@ -822,7 +830,7 @@ def _template_id(chat_template: str | None) -> str | None:
     return sha256_of(Path(chat_template))
 
 
-def _speed(progress: RegenerateProgress) -> float:
+def _speed(progress: RegenerateProgress | SynthesizeProgress) -> float:
     return progress.tokens / progress.seconds if progress.seconds else 0.0
 
 
@@ -846,7 +854,159 @@ def _show_answers(line: ProgressLine, progress: RegenerateProgress) -> None:
     line.update(there, there + progress.waited_for, speed, line=_summary(progress))
 
 
+SYNTHESIZE_EXAMPLES = """
+Prompts for a chat model of which you have no data:
+  peagle data synthesize --target ./Qwen3-0.6B --count 20000 --output prompts.jsonl
+
+Two kinds of users by turns, and a second message in every conversation:
+  peagle data synthesize --target ./Qwen3-0.6B --count 20000 --system-file coder.txt \\
+      --system-file support.txt --turns 2 --temperature 0.8 --output prompts.jsonl
+
+Then the target answers them:
+  peagle data regenerate prompts.jsonl --target ./Qwen3-0.6B --output responses.jsonl
+"""
+_MAX_PROMPT_TOKENS = 512
+_MAX_DOCUMENT_TOKENS = 64
+
+
+@takes(
+    *groups.MODEL,
+    *groups.SPECULATION,
+    *groups.SAMPLING,
+    *groups.FINER_SAMPLING,
+    *map(_for_answers, groups.ENGINE),
+    *pick(groups.SETTINGS, "config", "show_memory"),
+)
+def synthesize(
+    given: Given,
+    count: int = typer.Option(..., min=1, help="Number of prompts that the output shall have."),
+    output: Path = typer.Option(
+        ..., "--output", "-o", help="JSONL file that receives the prompts."
+    ),
+    system_file: list[Path] = typer.Option(
+        [],
+        metavar="FILE",
+        help="Text of a system message; given several times, the samples take them by turns.",
+        show_default="no system message",
+    ),
+    turns: int = typer.Option(1, min=1, max=2, help="Messages of the user in a conversation."),
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Thinking mode of the answers between two turns.",
+        show_default="the template's",
+    ),
+    chat_template: ChatTemplate = None,
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Let the target write prompts itself, for heads without data of your own.
+
+    The chat template opens a message of the user, and the target goes on at --temperature (default
+    1) for at most --max-new-tokens (512). A base model without a template begins documents of
+    --max-new-tokens (64) instead.
+
+    The command drops and counts prompts that are empty, short, cut off or looping, and
+    near-duplicates of earlier prompts and of the evaluation sets of the package; it keeps them in
+    NAME.dropped.jsonl beside NAME.jsonl. The same command goes on with an
+    output. OUTPUT.meta.json holds the provenance.
+    """
+    if output.suffix != ".jsonl":
+        raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
+    require_writable_file(output, "--output")
+    open_ended = {"sampling.temperature": Setting(1.0, "default")}
+    setup = Setup(given, Layer(open_ended))
+    if setup.params.n != 1:
+        raise UserError(f"n is {setup.params.n}; a sample is one prompt. Leave n out.")
+    if not setup.params.temperature:
+        raise UserError(
+            "--temperature is 0, at which the target writes one prompt again and again; give one "
+            "above 0."
+        )
+    systems = [_read_system(path) for path in system_file]
+    setup.check_paths(chat_template)
+    from peagle.data.regenerate import check_begun
+
+    known = {
+        "thinking": thinking,
+        "chat_template": _template_id(chat_template),
+        "systems": systems,
+        "turns": turns,
+        "sampling": _sampling(setup),
+        "seed": setup.params.seed or 0,
+    }
+    known = json.loads(json.dumps(known, default=str))  # a setting may be no JSON
+    check_begun(output, known)
+    with ProgressLine("prompt") as progress:
+        progress.begin("loading the model")
+        llm, facts = _load_for_batches(setup)
+        from peagle.data import synthesize as library
+        from peagle.environment import environment
+        from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
+
+        is_chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
+        if setup.settings.value("sampling.max_tokens") is None:
+            longest = _MAX_PROMPT_TOKENS if is_chat else _MAX_DOCUMENT_TOKENS
+            setup.params = replace(setup.params, max_tokens=longest)
+        writer = library.LocalWriter(
+            llm,
+            setup.params,
+            systems=systems,
+            turns=turns,
+            chat_template=chat_template,
+            thinking=thinking,
+        )
+        options = {"model": facts.pop("model"), "chat": writer.is_chat, **known}
+        facts |= {"command": " ".join(sys.argv[1:]), "held_out": list(PROMPT_SETS)}
+        facts |= environment(facts.pop("device", None))
+        held_out = [
+            turn for name in PROMPT_SETS for one in load_prompt_set(name) for turn in one.turns
+        ]
+        done = library.synthesize(
+            writer,
+            count,
+            output,
+            options,
+            facts,
+            held_out=held_out,
+            watch=partial(_show_prompts, progress),
+        )
+    if output_format is OutputFormat.JSON:
+        print(json.dumps(asdict(done) | {"dropped": done.dropped, "output": str(output)}))
+        return
+    print(f"{output}: {_synthesis(done)}")
+    for reason, number in done.dropped.most_common():
+        print(f"dropped, {reason}: {number}")
+
+
+def _read_system(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"--system-file {str(path)!r} is not readable: {reason}.") from None
+    if not text:
+        raise UserError(f"--system-file {str(path)!r} is empty; expected a system message.")
+    return text
+
+
+def _synthesis(done: SynthesizeProgress) -> str:
+    parts = [f"{done.kept} prompts of {done.samples} samples"]
+    parts += [f"{done.resumed} were there"] if done.resumed else []
+    parts += [f"{dropped} dropped"] if (dropped := done.dropped.total()) else []
+    return ", ".join(parts) + (
+        f"; {done.tokens} tokens in {done.seconds:.1f} s ({_speed(done):.1f} tokens/s)"
+    )
+
+
+def _show_prompts(line: ProgressLine, done: SynthesizeProgress) -> None:
+    speed = f"{_speed(done):,.0f} tokens/s" if done.tokens else ""
+    line.update(min(done.kept, done.count), done.count, speed, line=_synthesis(done))
+
+
 EXAMPLES = """
+No prompts? The target writes them:
+  peagle data synthesize --target ./Qwen3-0.6B --count 20000 --output prompts.jsonl
+
 From prompts to training data, and a look at it:
   peagle data regenerate prompts.jsonl --target ./Qwen3-0.6B --output responses.jsonl
   peagle data prepare responses.jsonl --target ./Qwen3-0.6B --output train.safetensors
@@ -867,6 +1027,7 @@ data = typer.Typer(
     help="Make, prepare and inspect training data.",
 )
 for _function, _examples in (
+    (synthesize, SYNTHESIZE_EXAMPLES),
     (regenerate, REGENERATE_EXAMPLES),
     (prepare, PREPARE_EXAMPLES),
     (inspect, INSPECT_EXAMPLES),

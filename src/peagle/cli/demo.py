@@ -62,7 +62,8 @@ _MODELS = group(
     "Model",
     """
     --target MODEL
-        The target, a folder or a hub id; it needs --draft. [default: the bundled code model]
+        The target, a folder, a GGUF file or a hub id; it needs --draft. [default: the bundled code
+        model]
     --draft MODEL
         Its P-EAGLE head, a folder or a hub id. [default: the bundled one]
     --eagle3 MODEL

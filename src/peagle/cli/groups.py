@@ -15,8 +15,8 @@ MODEL = group(
     "Model",
     """
     --target MODEL = target
-        The target: a folder in Hugging Face format, a hub id, or bundled. [default: the
-        bundled code model, with its P-EAGLE head]
+        The target: a folder in Hugging Face format, a GGUF file, a hub id, or bundled. [default:
+        the bundled code model, with its P-EAGLE head]
     --revision TEXT = revision
         Branch, tag or commit of the target on the hub; owner/name@revision does the same.
         [default: main]

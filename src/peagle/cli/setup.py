@@ -214,12 +214,12 @@ def check_paths(
     methods: Iterable[str] | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Refuse models that are neither folders here nor hub ids, and a template file that is not
-    there, before torch is imported.
+    """Refuse models that are neither here nor hub ids, GGUF files that cannot be read, and a
+    template file that is not there, before torch is imported.
     """
     from peagle.chat import check_template_file
     from peagle.evaluation.decoding_methods import DecodingMethod
-    from peagle.models.loading import find_folder
+    from peagle.models.loading import find_model
 
     named: list[tuple[str | None, Role]] = [(target, "target"), (draft, "draft")]
     named += [
@@ -228,7 +228,7 @@ def check_paths(
     ]
     for name, role in named:
         if name:
-            find_folder(name, role)
+            find_model(name, role)
     check_template_file(chat_template)
 
 

@@ -18,12 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from peagle.chat import opens_thinking, render_chat, resolve_chat_template
 from peagle.client.api import ApiClient, NoAnswer, error_message
 from peagle.config import SamplingParams
+from peagle.data.batched import BatchedRequest, batched_outputs
 from peagle.data.readers import AskedConversation, DropCounts, Dropped, side_file
 from peagle.disk import lock, put_in_place
 from peagle.errors import UserError
@@ -159,12 +161,12 @@ def regenerate(
         lock(file.fileno(), output)
         done = _read_done(file, output)
         if done:
-            _check_options(output, options)
+            check_options(output, options)
         waiting = deque(_open_questions(kept, done, progress, seed))
         progress.waited_for = sum(_answers_from(ask, answerer.is_chat) for ask in waiting)
         watch(progress)
         provenance = {**facts, "kind": "regenerate", "options": dict(options)}
-        _write_side(output, provenance)
+        write_side(output, provenance)
         start = time.perf_counter()
         for ask, answer in answerer.answers(lambda: waiting.popleft() if waiting else None):
             further = None
@@ -187,7 +189,7 @@ def regenerate(
         os.fsync(file.fileno())  # before the file beside it says what this one holds
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    _write_side(
+    write_side(
         output,
         {
             **provenance,
@@ -342,11 +344,15 @@ def check_begun(output: Path, options: Mapping[str, Any]) -> None:
         UserError: one differs; it names the first. Or the file beside the output is damaged.
     """
     if output.is_file() and output.stat().st_size:
-        _check_options(output, options, options)
+        check_options(output, options, options)
 
 
-def _check_options(output: Path, options: Mapping[str, Any], compared: Iterable[str] = ()) -> None:
-    """Compare the options that an output was begun with, all of them or those named."""
+def check_options(output: Path, options: Mapping[str, Any], compared: Iterable[str] = ()) -> None:
+    """Compare the options that an output was begun with, all of them or those named.
+
+    Raises:
+        UserError: one differs; it names the first. Or the file beside the output is damaged.
+    """
     side = side_file(output)
     if not side.is_file():
         return
@@ -366,7 +372,8 @@ def _check_options(output: Path, options: Mapping[str, Any], compared: Iterable[
             )
 
 
-def _write_side(output: Path, facts: Mapping[str, Any]) -> None:
+def write_side(output: Path, facts: Mapping[str, Any]) -> None:
+    """Write the provenance of an output beside it, in one piece."""
     side = side_file(output)
     partial = side.with_name(f".{side.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -421,34 +428,23 @@ class LocalAnswerer:
         self._call_finder = call_finder
         if is_chat:
             self._render(({"role": "user", "content": "Hello"},))
-        # Some questions always wait, so that no place in the batch stays empty.
-        self._capacity = 2 * llm.engine.config.max_num_seqs
 
     def answers(
         self, take: Callable[[], Ask | None]
     ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
         """Yield answers as they finish, and keep the engine's batch full."""
-        requests = self.llm.requests
-        under_way: dict[int, Ask] = {}
-        number = 0
-        try:
-            while True:
-                while len(under_way) < self._capacity and (ask := take()) is not None:
-                    number += 1
-                    try:
-                        requests.add(number, self._prompt(ask), replace(self.params, seed=ask.seed))
-                    except UserError as error:
-                        yield ask, Failure(str(error))
-                    else:
-                        under_way[number] = ask
-                if not under_way:
-                    return
-                for chunk in requests.step():
-                    if chunk.output is not None:
-                        ask = under_way.pop(chunk.index)
-                        yield ask, self._answer(ask, chunk.output)
-        finally:
-            requests.cancel_all()
+
+        def take_request() -> BatchedRequest[Ask] | None:
+            if (ask := take()) is None:
+                return None
+            params = replace(self.params, seed=ask.seed)
+            return BatchedRequest(ask, partial(self._prompt, ask), params)
+
+        for ask, output in batched_outputs(self.llm, take_request):
+            if isinstance(output, UserError):
+                yield ask, Failure(str(output))
+            else:
+                yield ask, self._answer(ask, output)
 
     def _render(
         self, messages: tuple[Mapping[str, Any], ...], tools: Sequence[Mapping[str, Any]] = ()

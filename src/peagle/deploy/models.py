@@ -10,6 +10,7 @@ from typing import Literal
 
 from peagle.bundled import Role, expand_bundled
 from peagle.errors import UserError
+from peagle.models.gguf_header import CONVERT_HINT, is_gguf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 # Bucket: https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html.
@@ -55,6 +56,8 @@ def source_of(text: str, role: Role = "target") -> ModelSource:
         return ModelSource("s3", s3_prefix(text, what))
     path = Path(text).expanduser()
     if text.startswith((".", "/", "~")) or (text and path.exists()):
+        if is_gguf(path):
+            raise UserError(f"{what} {text!r} is a GGUF file; {CONVERT_HINT} and name the folder.")
         if not path.is_dir():
             raise UserError(f"{what} {text!r} is not a folder here; check the path.")
         if not (path / "config.json").is_file():

@@ -149,10 +149,14 @@ class Repository:
             return files
         pickles = sorted(s.rfilename for s in siblings if s.rfilename.endswith(_PICKLES))
         only = f", only the pickle {pickles[0]!r}, which can run code" if pickles else ""
+        gguf = min((s.rfilename for s in siblings if s.rfilename.endswith(".gguf")), default="")
+        way = "convert it with `model.save_pretrained(folder)` of transformers"
+        if gguf:
+            way = f"download one GGUF file, like {gguf!r}, and name that file as the target"
         raise CheckpointError(
             f"{self.name} has no *.safetensors weights at revision {self.revision!r} on "
             f"{self.hub}{only}. Nothing was fetched. Look for a revision or a copy with "
-            "safetensors, or convert it with `model.save_pretrained(folder)` of transformers."
+            f"safetensors, or {way}."
         )
 
     def _download(self, commit: str, files: Sequence[RepoSibling]) -> Path:

@@ -1,4 +1,4 @@
-"""Models by folder or by hub id: found, and checked before anything is loaded."""
+"""Models by folder, by GGUF file or by hub id: found, and checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from peagle.bundled import Role, expand_bundled
 from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import check_json, read_file_header, read_json, read_weight_map
+from peagle.models.gguf_header import is_gguf, read_gguf_header
 from peagle.models.head_json import refuse_whole_model, with_depth
 
 _CALLED: dict[Role, str] = {
@@ -29,13 +30,14 @@ def resolve_model(
 ) -> Path:
     """Return the folder of a model, fetched from the hub where the name is not a path.
 
-    "bundled" is the model that ships (see `peagle.bundled.expand_bundled`). A name that starts with
-    ".", "/" or "~", or that exists here, is a path; of the others, "owner/name" and
-    "owner/name@revision" are hub ids. Safetensors files are checked for completeness wherever they
-    come from.
+    The folder of a GGUF file is in the cache, where it is converted first if need be. "bundled" is
+    the model that ships (see `peagle.bundled.expand_bundled`). A name that starts with ".", "/" or
+    "~", or that exists here, is a path; of the others, "owner/name" and "owner/name@revision" are
+    hub ids. Safetensors files are checked for completeness wherever they come from.
 
     Args:
-        name_or_path: the folder, the hub id or "bundled"; a Path is always a folder.
+        name_or_path: the folder, the GGUF file of a target, the hub id or "bundled"; a Path is
+            never a hub id.
         revision: branch, tag or commit of a hub id; None takes "main".
         role: what the model is for.
 
@@ -43,16 +45,22 @@ def resolve_model(
         UserError: no such folder or repository, no access, no network, no space, no such revision;
             or a whole model where a head is wanted.
         CheckpointError: no safetensors, weights that are incomplete or damaged, code instead of a
-            known architecture.
+            known architecture; a GGUF file that cannot be read.
     """
     what, text = _CALLED[role], os.fspath(name_or_path)
-    folder = find_folder(name_or_path, role)
+    folder = find_model(name_or_path, role)
     if folder is not None:
+        is_file = folder.is_file()
         if revision is not None:
             raise UserError(
-                f"revision is {revision!r}, but {what[0].lower()}{what[1:]} {text!r} is a folder, "
-                "and only hub ids have revisions. Leave the revision out, or name a hub id."
+                f"revision is {revision!r}, but {what[0].lower()}{what[1:]} {text!r} is a "
+                f"{'file' if is_file else 'folder'}, and only hub ids have revisions. Leave the "
+                "revision out, or name a hub id."
             )
+        if is_file:
+            from peagle.models.gguf_folder import cached_folder
+
+            folder = cached_folder(folder)
     else:
         from peagle.models.hub import Repository
 
@@ -67,10 +75,11 @@ def resolve_model(
     return folder
 
 
-def find_folder(name_or_path: str | os.PathLike[str], role: Role = "target") -> Path | None:
-    """Return the folder of a model, None where the name may be a hub id.
+def find_model(name_or_path: str | os.PathLike[str], role: Role = "target") -> Path | None:
+    """Return the folder or the GGUF file of a model, None where the name may be a hub id.
 
-    Neither torch nor the hub's library is imported, so that a wrong path is refused at once.
+    Neither torch nor the hub's library is imported, so that a wrong path or file is refused at
+    once.
 
     Args:
         name_or_path: see `resolve_model`.
@@ -78,12 +87,16 @@ def find_folder(name_or_path: str | os.PathLike[str], role: Role = "target") -> 
 
     Raises:
         UserError: the name is a path that is no folder, or neither a path nor a hub id.
+        CheckpointError: the GGUF file cannot be read.
     """
     text = os.fspath(name_or_path)
     if isinstance(name_or_path, str):
         text = expand_bundled(text, role)
     path = Path(text).expanduser()
     if text and (isinstance(name_or_path, Path) or _looks_like_path(text) or path.exists()):
+        if role == "target" and is_gguf(path):
+            read_gguf_header(path)
+            return path
         return require_folder(path, _CALLED[role])
     # No hub is asked for a bare name: hubs have few, and it may be a mistyped private folder.
     if "/" not in text.partition("@")[0]:
@@ -132,9 +145,10 @@ def _hub_id(text: str, revision: str | None, what: str) -> tuple[str, str]:
 
 
 def _not_there(text: str, what: str) -> UserError:
+    file = ", a GGUF file" if what == _CALLED["target"] else ""
     return UserError(
-        f"{what} {text!r} is not there; expected a folder with config.json, or a hub id of the "
-        "form owner/name or owner/name@revision."
+        f"{what} {text!r} is not there; expected a folder with config.json{file}, or a hub id of "
+        "the form owner/name or owner/name@revision."
     )
 
 

@@ -21,6 +21,7 @@ from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
 from peagle.config.checks import did_you_mean, near_names
 from peagle.errors import UserError
+from peagle.models.gguf_header import is_gguf
 
 FORMAT_VERSION = 1
 DATA_SUFFIXES = (".jsonl", ".safetensors")  # of files of responses
@@ -468,7 +469,7 @@ class TrainConfig(_Section):
             config = cls.model_validate(data)
         except ValidationError as error:
             raise UserError(f"{str(path)!r}: {_first_problem(error)}") from None
-        return config._relative_to(file.parent)
+        return config._relative_to(file.parent)._with_target_folder()
 
     def check_paths(self) -> None:
         """Refuse a target, an init head or data files that are not there.
@@ -541,6 +542,14 @@ class TrainConfig(_Section):
             )
             update["output"] = folder / self.output / "correction"
         return self.model_copy(update=update)
+
+    def _with_target_folder(self) -> TrainConfig:
+        """Return the run with the folder of a target that is a GGUF file."""
+        if not is_gguf(self.target):
+            return self
+        from peagle.models.loading import resolve_model
+
+        return self.model_copy(update={"target": resolve_model(self.target)})
 
 
 def optimizer_note(given: TrainConfig, run: TrainConfig) -> str:

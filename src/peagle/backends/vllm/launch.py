@@ -14,6 +14,7 @@ from peagle.config import SpeculativeConfig
 from peagle.config.network import is_loopback
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_file_header
+from peagle.models.gguf_header import is_gguf
 
 if TYPE_CHECKING:
     from peagle.models.drafter import DrafterConfig
@@ -118,12 +119,17 @@ def flag_name(word: str) -> str | None:
 def with_head(launch: VllmLaunch) -> VllmLaunch:
     """Return the launch with the folder of its head, and whether that head drafts in parallel.
 
-    vLLM is given a hub id as it is: on several nodes each fetches it for itself.
+    vLLM is given a hub id as it is: on several nodes each fetches it for itself. Of a GGUF file
+    vLLM is given the folder in the cache.
 
     Raises:
         UserError: the head is not there, or is asked for what it was not trained for.
     """
     launch = replace(launch, **_hub_id(launch.target, launch.revision, "target"))
+    if is_gguf(Path(launch.target)):
+        from peagle.models.loading import resolve_model
+
+        launch = replace(launch, target=str(resolve_model(launch.target, launch.revision)))
     config = launch.speculative
     if config is None or config.model is None or launch.is_parallel is not None:
         return replace(launch, is_parallel=bool(launch.is_parallel))
