@@ -4,7 +4,7 @@ Targets (Llama, Qwen3) x layers (1, 4) x draft vocabulary (whole, pruned) x widt
 another) are 16 P-EAGLE heads; each is loaded in both styles. They come from four heads that draft
 well by pruning and widening, which keep what a head drafts. Beside them: heads as the repository
 has them (2 layers), a trained one that is narrower than its target with Qwen3-style layers and the
-other convention of the residual, and EAGLE-3.
+other convention of the residual, EAGLE-3, and heads with windows that are shorter than the prompts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
 from peagle.chat import render_chat
 from peagle.models.checkpoint import convert_head
+from peagle.models.checkpoint.formats import trained_length
 from peagle.models.target import TargetModel, load_tokenizer
 from tests.interop.heads import SavedHead, pruned, widened
 from tests.interop.trained import BUILD, PAIRS, pair2_head, pair_of, trained
@@ -65,11 +67,12 @@ def _bases() -> Iterator[tuple[str, str, Source]]:
     yield "qwen3", "1-layer", lambda: trained("qwen3-1")
 
 
-def _windowed() -> Path:
-    """The bundled head with windows that are shorter than prompts and answers."""
+def _windowed(size: int | None = None) -> Path:
+    """The bundled head with a window in every layer: `size`, or the longest sequence it learnt."""
     head = SavedHead.read(BUNDLED_PEAGLE)
-    windows = (32,) * head.config.num_layers
-    return replace(head, config=replace(head.config, windows=windows)).write(BUILD / "windowed")
+    size = size or trained_length(head.facts)
+    config = replace(head.config, windows=(size,) * head.config.num_layers)
+    return replace(head, config=config).write(BUILD / f"windows-{size}")
 
 
 def _cases() -> Iterator[Case]:
@@ -81,7 +84,10 @@ def _cases() -> Iterator[Case]:
                 yield Case(name, pair, source, is_pruned, is_wider)
     yield Case("qwen3-2-layers-bundled", "qwen3", lambda: pair2_head(BUILD / "qwen3" / "peagle"))
     yield Case("qwen3-narrower", "qwen3", lambda: trained("qwen3-narrow"))
-    yield Case("llama-4-layers-windows", "llama", _windowed)
+    yield Case("llama-4-layers-windows", "llama", lambda: _windowed(32))
+    yield Case("llama-long-4-layers-windows", "llama-long", _windowed)
+    # `peagle train` wrote its window.
+    yield Case("llama-long-1-layer-windows", "llama-long", lambda: trained("llama-1"))
     yield Case("llama-eagle3", "llama", lambda: BUNDLED_EAGLE3, is_parallel=False)
     yield Case("llama-eagle3-pruned-wider", "llama", lambda: BUNDLED_EAGLE3, True, True, False)
 
@@ -111,12 +117,12 @@ class Ours:
         answers = LLM(model=self.target).generate(self.prompts, self.params)
         self.answers = [output.token_ids for output in answers]
         counted = Counter(token for answer in self.answers for token in answer)
-        self.kept = [token for token, _ in counted.most_common(_KEPT[pair])]
+        self.kept = [token for token, _ in counted.most_common(_KEPT.get(pair))]
 
-    def speculate(self, head: Path) -> list[tuple[list[int], list[int]]]:
+    def speculate(self, head: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
         """Output tokens, and [drafts, accepted at 1, ...] of each prompt, one at a time."""
         # vLLM does not read the correction that may lie beside a head.
-        config = {"model": str(head), "num_speculative_tokens": K, "correction": False}
+        config = {"model": str(head), "num_speculative_tokens": K, "correction": False, **options}
         llm = LLM(model=self.target, speculative_config=config)
         told = []
         for prompt in self.prompts:

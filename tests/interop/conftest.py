@@ -16,6 +16,7 @@ from peagle.backends.vllm.installation import VllmInstallation, find_vllm
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.config import SpeculativeConfig
 from tests.interop.cases import CASES, MAX_TOKENS, Case, K, Ours
+from tests.interop.trained import PAIRS
 
 RUNNER = Path(__file__).parent / "run_heads.py"
 
@@ -39,8 +40,8 @@ def installation() -> VllmInstallation:
 
 @pytest.fixture(scope="session")
 def sides() -> dict[str, Ours]:
-    """Both targets in our engine, by the name of their pair."""
-    return {pair: Ours(pair) for pair in ("llama", "qwen3")}
+    """The targets in our engine, by the name of their pair."""
+    return {pair: Ours(pair) for pair in PAIRS}
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +83,7 @@ def _launch(case: Case, head: Path, ours: Ours) -> VllmLaunch:
         SpeculativeConfig(model=str(head), num_speculative_tokens=K),
         is_parallel=case.is_parallel,
         dtype="float32",
-        max_model_len=512,
+        max_model_len=ours.target.text_config.max_position_embeddings,
         max_num_seqs=1,
         kv_cache_gib=1,
         enable_prefix_caching=False,

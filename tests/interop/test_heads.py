@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from peagle.evaluation.certify.reference import Reference, first_difference, load_reference
+from peagle.models.checkpoint.formats import trained_length
+from peagle.models.checkpoint.head import read_head_config
 from tests.interop.cases import CASES, STYLES, Case, K, Ours
 
 pytestmark = pytest.mark.vllm
@@ -62,6 +64,26 @@ def test_the_counts_say_something(
     assert sum(count > 0 for count in accepted) >= 3
     assert sum(accepted) > drafts / 2
     assert accepted[0] < drafts or case.pair == "qwen3"
+
+
+@pytest.mark.parametrize(
+    "case", [one for one in CASES if one.name.endswith("windows")], ids=lambda case: case.name
+)
+def test_windows_change_what_is_drafted(
+    case: Case,
+    told_by_us: dict[str, list[tuple[list[int], list[int]]]],
+    folders: dict[str, dict[str, Path]],
+    sides: dict[str, Ours],
+) -> None:
+    """Counts that are the same without windows would be equal in a vLLM that does not read them."""
+    folder, ours = folders[case.name]["vllm"], sides[case.pair]
+    config, facts = read_head_config(folder)
+    (window,) = set(config.windows)
+    if case.pair == "llama-long":
+        assert window == trained_length(facts)
+        assert window is not None and window < min(map(len, ours.prompts))
+    whole = ours.speculate(folder, draft_window=0)
+    assert [counts for _, counts in whole] != [counts for _, counts in told_by_us[case.name]]
 
 
 def test_styles_are_one_head(theirs: dict[str, dict[str, Any]]) -> None:

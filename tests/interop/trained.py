@@ -32,15 +32,19 @@ class Pair:
 
     Attributes:
         thinking: mode of its chat template; None for a target without one.
+        num_joined: prompts of the file that are one text.
     """
 
     target: Path
     prompts: Path
     num_prompts: int
     thinking: bool | None = None
+    num_joined: int = 1
 
     def texts(self, count: int) -> list[str]:
-        return [prompt.text for prompt in read_prompts(self.prompts)[:count]]
+        each = self.num_joined
+        texts = [prompt.text for prompt in read_prompts(self.prompts)[: count * each]]
+        return ["\n\n".join(texts[at : at + each]) for at in range(0, len(texts), each)]
 
 
 def make_pair2(folder: Path) -> Path:
@@ -64,6 +68,8 @@ def pair2_head(folder: Path) -> Path:
 
 PAIRS = {
     "llama": Pair(BUNDLED_TARGET, CODE, 40),
+    # Contexts beyond the longest sequences of training.
+    "llama-long": Pair(BUNDLED_TARGET, CODE, 8, num_joined=4),
     "qwen3": Pair(BUILD / "qwen3" / "target", PAIR2 / "prompts.jsonl", 64, thinking=True),
 }
 
