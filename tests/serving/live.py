@@ -27,7 +27,8 @@ CHAT_TEMPLATE = """\
 {# answers may begin with <think> #}\
 {% if tools %}{{ tools | tojson }} <tool_call>{% endif %}\
 {% for message in messages %}# {{ message.role }}: {{ message.content }}
-{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"""
+{% for call in message.tool_calls %}# calls: {{ call.function.name }}
+{% endfor %}{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"""
 
 # Of the server `strict`: each test takes keys of its own, as each key has limits of its own.
 KEYS = [letter * 24 for letter in "abcdefghij"]

@@ -140,7 +140,7 @@ def test_a_call_and_its_result_go_back(client: openai.OpenAI, offline: LLM) -> N
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
     items: Any = [*options["input"], *first.output, output]
     second = client.responses.create(**asked(items))
-    prompt = "# user: add\n# assistant: hi \n# tool: 2\n# assistant:"
+    prompt = "# user: add\n# assistant: hi \n# calls: add\n# tool: 2\n# assistant:"
     assert second.output_text == texts(offline, [prompt])[0]
     lost: Any = [*options["input"], output]
     with pytest.raises(openai.BadRequestError, match="no function_call before it") as caught:
