@@ -285,10 +285,10 @@ def test_nothing_beyond_the_window_is_looked_at(
     step = prompt_step(target, [prompt])
     proposer = make_proposer(target, parallel, step)
     with torch.inference_mode():
-        proposer.drafter.window = window
+        proposer.drafter.windows = (window,) * len(proposer.drafter.windows)
         expected = dense_drafts(proposer, step, window)
         assert proposer.propose(step).tokens_BK[0].tolist() == expected
-        proposer.drafter.window = None
+        proposer.drafter.windows = (None,) * len(proposer.drafter.windows)
         whole = dense_drafts(proposer, step, len(prompt) + K)
         assert proposer.propose(step).tokens_BK[0].tolist() == whole
     assert (whole != expected) == (window < 40), "a narrow one matters"
