@@ -131,8 +131,10 @@ def compare_training(options: argparse.Namespace) -> None:
     print(json.dumps(sizes), flush=True)
     found: dict[str, list[float]] = {"joined": [], "separate": []}
     for seed in map(int, options.seeds.split(",")):
+        steps = sizes["train"]["samples"] // options.in_step
         for form, results in found.items():
-            row = train(options, form, seed, sizes["train"])
+            row = train(options, form, seed, sizes["train"], steps)
+            steps = row["steps_per_epoch"]  # rows of answers: as many as conversations have
             results.append(row["acceptance_lengths"][-1])
             print(json.dumps(row), flush=True)
     for form, results in found.items():
@@ -187,14 +189,13 @@ def separate(rows: Path, output: Path) -> dict[str, Any]:
 
 
 def train(
-    options: argparse.Namespace, form: str, seed: int, sizes: dict[str, Any]
+    options: argparse.Namespace, form: str, seed: int, sizes: dict[str, Any], steps: int
 ) -> dict[str, Any]:
+    """Train with the most rows a step that leave an epoch so many steps."""
     folder = options.output.absolute()
     row = sizes["longest"] + -sizes["longest"] % MULTIPLE
     file = folder / f"train.{form}.jsonl"
     dataset = ResponseDataset.load(file, load_tokenizer(BUNDLED / "target"), 2048, 2048)
-    # So many conversations a step, or as many rows of answers as leave an epoch so many steps.
-    steps = sizes["samples"] // options.in_step
     streams = (BatchStream(dataset, rows * row, MULTIPLE, seed) for rows in range(1, 100))
     num_rows = max(s.num_rows for s in streams if s.steps_per_epoch >= steps)
     changes = [
