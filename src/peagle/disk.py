@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from peagle.errors import UserError
 
@@ -46,6 +47,26 @@ def put_in_place(temporary: Path, path: Path) -> None:
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def whole_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file to which lines are appended, with their numbers from 1.
+
+    Behind the last one, a line that a killed process left half-written is removed, and the file is
+    at its end. Where the caller stops before, the file keeps all.
+
+    Args:
+        file: open for reading and appending.
+    """
+    file.seek(0)
+    num_bytes = 0
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            break
+        num_bytes += len(line)
+        yield number, line
+    file.truncate(num_bytes)
+    file.seek(0, os.SEEK_END)
 
 
 def size_text(num_bytes: int) -> str:

@@ -27,7 +27,7 @@ from peagle.client.api import ApiClient, NoAnswer, error_message
 from peagle.config import SamplingParams
 from peagle.data.batched import BatchedRequest, batched_outputs
 from peagle.data.readers import AskedConversation, DropCounts, Dropped, side_file
-from peagle.disk import lock, put_in_place
+from peagle.disk import lock, put_in_place, whole_lines
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -310,14 +310,9 @@ def _line(ask: Ask, answer: RegeneratedAnswer, is_chat: bool) -> dict[str, Any]:
 
 
 def _read_done(file: Any, output: Path) -> dict[str, dict[str, Any]]:
-    """The newest line of each dialogue; a line that a killed run left half-written is removed."""
+    """Return the newest line of each dialogue, as `whole_lines` reads an output."""
     done: dict[str, dict[str, Any]] = {}
-    file.seek(0)
-    whole = 0
-    for number, line in enumerate(file, start=1):
-        if not line.endswith(b"\n"):
-            break
-        whole += len(line)
+    for number, line in whole_lines(file):
         if not line.strip():
             continue
         try:
@@ -332,8 +327,6 @@ def _read_done(file: Any, output: Path) -> dict[str, dict[str, Any]]:
                 f"{output}, line {number} is none that `peagle data regenerate` wrote; choose "
                 "another output, or remove the line."
             ) from None
-    file.truncate(whole)
-    file.seek(0, os.SEEK_END)
     return done
 
 

@@ -24,7 +24,7 @@ from peagle.config import SamplingParams
 from peagle.data.batched import BatchedRequest, batched_outputs
 from peagle.data.prompt_filters import NearDuplicates, find_fault
 from peagle.data.regenerate import check_options, seed_of, write_side
-from peagle.disk import lock
+from peagle.disk import lock, whole_lines
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -268,14 +268,9 @@ def _first_turn(row: Mapping[str, Any]) -> str:
 
 
 def _read_lines(file: IO[bytes], path: Path) -> list[dict[str, Any]]:
-    """Return the rows of an output; a line that a killed run left half-written is removed."""
+    """Return the rows of an output, as `whole_lines` reads it."""
     rows: list[dict[str, Any]] = []
-    file.seek(0)
-    whole = 0
-    for number, line in enumerate(file, start=1):
-        if not line.endswith(b"\n"):
-            break
-        whole += len(line)
+    for number, line in whole_lines(file):
         try:
             row = json.loads(line)
             is_own = isinstance(row["sample"], int) and (
@@ -291,8 +286,6 @@ def _read_lines(file: IO[bytes], path: Path) -> list[dict[str, Any]]:
                 "another output, or remove the line."
             )
         rows.append(row)
-    file.truncate(whole)
-    file.seek(0, os.SEEK_END)
     return rows
 
 
