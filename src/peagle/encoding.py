@@ -70,6 +70,7 @@ class SpecialTokens:
         self._first_character = _any_of({content[0] for content in self._special})
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         self.rests_after = lru_cache(maxsize=16)(self._find_rests)
+        self.without_special = lru_cache(maxsize=16)(self._find_without_special)
         # Nobody outside can write it.
         self._secret = secrets.token_hex(8)
 
@@ -170,7 +171,7 @@ class SpecialTokens:
                 places.add(start)
         return places
 
-    def without_special(self, literals: frozenset[str]) -> re.Pattern[str]:
+    def _find_without_special(self, literals: frozenset[str]) -> re.Pattern[str]:
         """Return a pattern of the literals that spell no special token and are no single letter."""
         return _any_of(one for one in literals if len(one) > 1 and not self._spelled.search(one))
 
