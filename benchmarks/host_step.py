@@ -21,7 +21,7 @@ from common import run_guarded
 
 from peagle.config import SamplingParams
 from peagle.engine.depth import StepSeconds
-from peagle.engine.graph_runner import RowReport
+from peagle.engine.graph_runner import RowDrafts, RowTokens
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.sequence import Sequence
 from peagle.environment import environment
@@ -38,7 +38,7 @@ class MadeUpSteps:
 
     Attributes:
         draws: whether drafts are drawn.
-        last_read: K and no times.
+        last_k, last_seconds: K and no times.
     """
 
     draws = False
@@ -47,7 +47,7 @@ class MadeUpSteps:
         self._text, self._num_drafts = text, num_drafts
         self._random = random.Random(0)
         self._sequences: list[Sequence] = []
-        self.last_read = num_drafts, StepSeconds()
+        self.last_k, self.last_seconds = num_drafts, StepSeconds()
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         return None
@@ -62,7 +62,11 @@ class MadeUpSteps:
         return False
 
     def launch(
-        self, sequences: SequenceOf[Sequence], meanwhile: None, run_prompts: None
+        self,
+        sequences: SequenceOf[Sequence],
+        meanwhile: None,
+        run_prompts: None,
+        before_drafts: None,
     ) -> MadeUpSteps:
         self._sequences = list(sequences)
         return self
@@ -76,14 +80,19 @@ class MadeUpSteps:
     def sequences(self) -> list[Sequence]:
         return self._sequences
 
-    def read(self, flight: MadeUpSteps, *, follows: bool) -> list[RowReport]:
-        return [self._report() for _ in self._sequences]
+    def read(self, flight: MadeUpSteps) -> list[RowTokens]:
+        return [self._tokens() for _ in self._sequences]
 
-    def _report(self) -> RowReport:
-        drawn, at = self._random.random(), self._random.randrange(len(self._text) - 20)
-        accepted = int(drawn * (self._num_drafts + 1))
-        new = self._text[at : at + accepted + 1]
-        return RowReport(self._num_drafts, accepted, new, self._text[at : at + self._num_drafts])
+    def read_drafts(self, flight: MadeUpSteps, *, follows: bool) -> list[RowDrafts]:
+        return [RowDrafts(self._some(self._num_drafts)) for _ in self._sequences]
+
+    def _tokens(self) -> RowTokens:
+        accepted = self._random.randrange(self._num_drafts + 1)
+        return RowTokens(self._num_drafts, accepted, self._some(accepted + 1))
+
+    def _some(self, count: int) -> list[int]:
+        at = self._random.randrange(len(self._text) - 20)
+        return self._text[at : at + count]
 
 
 def main() -> None:
@@ -107,8 +116,9 @@ def main() -> None:
     while any(s.is_prefilling for s in engine.scheduler.running) or engine.scheduler.waiting:
         requests.step()
     steps = MadeUpSteps(text, args.k)
-    parts: Any = steps, engine.scheduler, engine._take, engine._prepare_grammars
-    engine._pipeline = Pipeline(*parts)
+    taking: Any = engine._take, engine._take_drafts, engine._prepare_grammars
+    device: Any = steps
+    engine._pipeline = Pipeline(device, engine.scheduler, *taking)
     tokens, seconds = 0, list[float]()
     for number in range(args.steps + 5):
         start = time.perf_counter()

@@ -145,9 +145,10 @@ def watch_steps(llm: LLM) -> dict[tuple[int, ...], list[int]]:
 
     def watching() -> Any:
         outputs = step()
-        engine._draft_for_passes()  # else the next step would begin with it
-        left = {tuple(o.sequence.token_ids): o.sequence.drafts for o in outputs}
-        seen.update({text: drafts for text, drafts in left.items() if drafts})
+        engine._complete_drafts()  # else the next step would begin with it
+        for sequence in (output.sequence for output in outputs):
+            if sequence.drafts and not sequence.is_finished:
+                seen[tuple(sequence.token_ids)] = sequence.drafts
         return outputs
 
     engine.step = watching

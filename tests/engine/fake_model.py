@@ -18,7 +18,7 @@ import torch
 
 from peagle.config import CandidateTrees
 from peagle.engine.depth import DepthPolicy, StepSeconds
-from peagle.engine.graph_runner import RowReport, buckets
+from peagle.engine.graph_runner import RowDrafts, RowTokens, buckets
 from peagle.engine.model_runner import TargetPass
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
@@ -217,7 +217,7 @@ class FakeProposer:
                 slot = self._slot(table, int(step.positions_T[row]))
                 self.kv[slot] = (token, float(step.features_TA[row, 0]))
             last = int(step.positions_T[rows[-1]])
-            self._check(table, history, 0 if starts is None else int(starts[b]), last)
+            self.check(table, history, 0 if starts is None else int(starts[b]), last)
             k = step.num_drafts[b]
             for j in range(1, k):
                 self.kv[self._slot(table, last + j)] = MASK
@@ -237,7 +237,7 @@ class FakeProposer:
         scores_BK = -0.3 * worth_B.unsqueeze(1) * torch.arange(1, most + 1)
         return Drafts(tokens_BK, [*map(len, tokens)], parents_BK=parents_BK, scores_BK=scores_BK)
 
-    def _check(self, table: list[int], history: SequenceOf[int], start: int, last: int) -> None:
+    def check(self, table: list[int], history: SequenceOf[int], start: int, last: int) -> None:
         for p in range(start, last + 1):
             expected = (history[p + 1], float(digest(tuple(history[: p + 1]))))
             found = self.kv[self._slot(table, p)]
@@ -283,18 +283,21 @@ class Row:
     tokens: list[int]
     drafts: list[int]
     table: list[int]
+    drafter_start: int
     has_ended: bool = False
 
 
 def _row(sequence: Sequence) -> Row:
-    return Row(sequence, list(sequence.token_ids), list(sequence.drafts), [])
+    tokens, drafts = list(sequence.token_ids), list(sequence.drafts)
+    return Row(sequence, tokens, drafts, [], sequence.drafter_start)
 
 
 @dataclass(eq=False)
 class Flight:
     num_drafts: int
     sequences: list[Sequence]
-    reports: list[Any]
+    tokens: list[Any]
+    drafts: list[Any]
 
 
 class FakeGraphs:
@@ -318,11 +321,12 @@ class FakeGraphs:
         self._max_model_len = max_model_len
         self._rows: dict[Sequence, Row] = {}
         self._unread: list[Flight] = []
+        self._undrafted: list[Flight] = []  # those whose tokens alone were read
         self._size = (0, 0)
         self.launches: list[int] = []  # how many sequences, for each time that they were given
         self.num_launches = self.num_reads = self.num_mixed = 0
         self.times: dict[int, Any] = {}
-        self.last_read: tuple[int, StepSeconds] = (0, StepSeconds())
+        self.last_k, self.last_seconds = 0, StepSeconds()
         self.num_following = 0  # steps with nothing between them and the one before
 
     @property
@@ -353,6 +357,7 @@ class FakeGraphs:
         sequences: list[Sequence],
         meanwhile: None,
         run_prompts: Callable[[Callable[[], None]], None] | None = None,
+        before_drafts: Callable[[], None] | None = None,
     ) -> Flight:
         assert len(self._unread) <= 1, "one step may be in flight"
         in_flight = {s for flight in self._unread for s in flight.sequences}
@@ -368,7 +373,7 @@ class FakeGraphs:
             before = self.num_mixed
             run_prompts(self._run_target)
             assert self.num_mixed == before + 1, "the target runs once, over both"
-        return self._launch()
+        return self._launch(before_drafts)
 
     def _run_target(self) -> None:
         self.num_mixed += 1
@@ -381,23 +386,33 @@ class FakeGraphs:
         assert len(self._unread) == 1, "one step is in flight"
         return self._launch()
 
-    def read(self, flight: Flight, *, follows: bool = False) -> list[Any]:
+    def read(self, flight: Flight) -> list[Any]:
         assert self._unread.pop(0) is flight, "steps are read once, and in their order"
+        assert not self._undrafted, "the drafts of a step come before the next one's tokens"
+        self._undrafted.append(flight)
         self.num_reads += 1
-        self.last_read = flight.num_drafts, StepSeconds()
-        self.num_following += follows
-        return flight.reports
+        self.last_k = flight.num_drafts
+        return flight.tokens
 
-    def _launch(self) -> Flight:
+    def read_drafts(self, flight: Flight, *, follows: bool = False) -> list[Any]:
+        assert self._undrafted.pop() is flight
+        self.num_following += follows
+        return flight.drafts
+
+    def _launch(self, before_drafts: Callable[[], None] | None = None) -> Flight:
         self.num_launches += 1
         for sequence, row in self._rows.items():
             row.table = list(sequence.block_table) or row.table
         # Of a sequence that has ended there is no report.
-        reports = [None if row.has_ended else self._step(row) for row in self._rows.values()]
-        self._unread.append(Flight(self._size[1], list(self._rows), reports))
+        running = [None if row.has_ended else row for row in self._rows.values()]
+        tokens = [row and self._verify(row) for row in running]
+        if before_drafts is not None:
+            before_drafts()
+        drafts = [row and self._draft(row) for row in running]
+        self._unread.append(Flight(self._size[1], list(self._rows), tokens, drafts))
         return self._unread[-1]
 
-    def _step(self, row: Row) -> RowReport:
+    def _verify(self, row: Row) -> RowTokens:
         sequence, first, drafts = row.sequence, len(row.tokens) - 1, row.drafts
         rows = [row.tokens[-1], *drafts]
         for position, token in enumerate(rows, first):
@@ -416,9 +431,15 @@ class FakeGraphs:
             or len(row.tokens) >= self._max_model_len
             or not sequence.stop_token_ids.isdisjoint(new)
         )
+        return RowTokens(len(drafts), len(new) - 1, new)
+
+    def _draft(self, row: Row) -> RowDrafts:
+        sequence, last = row.sequence, len(row.tokens) - 2
         room = self._max_model_len - len(row.tokens)
         k = max(0, min(sequence.num_speculative_tokens, room, self._size[1]))
+        if k:
+            self._head.check(row.table, row.tokens, row.drafter_start, last)
         for j in range(1, k):  # mask slots
-            self._head.kv[self._runner.slot(row.table, first + len(new) - 1 + j)] = MASK
+            self._head.kv[self._runner.slot(row.table, last + j)] = MASK
         row.drafts = _draft(tuple(row.tokens), k)
-        return RowReport(len(drafts), len(new) - 1, new, row.drafts)
+        return RowDrafts(row.drafts)

@@ -20,7 +20,7 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
 from peagle.engine.grammar import GrammarState
-from peagle.engine.graph_runner import Flight, GraphRunner, RowReport
+from peagle.engine.graph_runner import Flight, GraphRunner, RowTokens
 from peagle.engine.sequence import SequenceStatus
 from peagle.kernels.kv_moves import SlotMoves
 from peagle.kernels.trees import TreePaths, count_nodes
@@ -333,8 +333,8 @@ def test_nodes_by_themselves(
     assert pipeline is not None
     read, shares = pipeline.runner.read, list[list[int]]()
 
-    def watched(flight: Flight, *, follows: bool) -> list[RowReport]:
-        reports = read(flight, follows=follows)
+    def watched(flight: Flight) -> list[RowTokens]:
+        reports = read(flight)
         rows, n = len(flight.sequences), flight.num_drafts
         num_rows = pipeline.runner._graphs[rows, n].num_rows
         shares.append([one.num_drafted for one in reports if one.new_token_ids])

@@ -234,6 +234,47 @@ def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mixes", [True, False])
+def test_the_tokens_of_a_step_are_sent_before_the_head_reads_prompts(
+    mixes: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host launches in this order, and takes the drafts when the next step begins."""
+    llm, order = make(BUNDLED_PEAGLE, device), list[str]()
+    engine: Any = llm.engine
+    runner, proposer = engine._pipeline.runner, engine.drafting.proposer
+
+    def note(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def noted(*given: Any, **options: Any) -> Any:
+            order.append(name)
+            return call(*given, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    graph = runner._graph_of((1, 3))
+    for owner, names in (
+        (graph, ("_verify", "_draft", "_report")),
+        (proposer, ("read", "propose")),
+        (runner, ("read_drafts",)),
+    ):
+        for name in names:
+            note(owner, name)
+    if not mixes:
+        monkeypatch.setattr(GraphRunner, "can_mix", lambda *sizes: False)
+    engine.add_request(list(range(300, 309)), GREEDY)
+    assert not engine.step()
+    launched = ["_verify", "_report", "read", "_draft", "_report"]
+    assert order == launched
+    assert [len(output.new_token_ids) for output in engine.step()] == [1]
+    follows = ["_verify", "_report", "_draft", "_report"]
+    assert order == launched + follows, "the tokens are out, and no drafts are awaited"
+    engine.step()
+    assert order == [*launched, *follows, "read_drafts", *follows]
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("most", [3, 7], ids=["chains", "trees"])
 def test_prompts_mix_while_drafting_pauses(
     most: int, device: str, monkeypatch: pytest.MonkeyPatch

@@ -245,6 +245,7 @@ def test_a_sequence_that_has_no_drafts_yet_says_nothing_of_acceptance(
 
     llm.engine._depth = Watching(lambda n: 3)
     outputs = llm.generate(PROMPTS[:2], replace(GREEDY, max_tokens=9))
+    llm.engine._complete_drafts()  # the next step would begin with it
     num_steps = sum(output.stats.num_drafts for output in outputs)
     assert sum(known for known, _ in counted) == num_steps
     assert sum(running for _, running in counted) == num_steps + len(outputs)

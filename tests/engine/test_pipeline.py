@@ -19,7 +19,15 @@ from peagle.engine import LLMEngine, Sequence
 from peagle.engine.depth import ScheduledDepth, StepSeconds
 from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRing
-from peagle.engine.graph_runner import Flight, GraphRunner, RowReport, read_report
+from peagle.engine.graph_runner import (
+    Flight,
+    GraphRunner,
+    Report,
+    RowDrafts,
+    RowTokens,
+    read_drafts,
+    read_tokens,
+)
 from peagle.engine.outputs import StepOutput, StreamChunk
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.requests import Requests
@@ -77,6 +85,7 @@ def test_which_steps_follow_the_one_before_with_nothing_between(
     assert not steps.step(), "a prompt, in the step's pass or before it"
     steps.run_to_the_end()
     device = steps.device
+    steps.pipeline.take_drafts()
     assert device.num_mixed == num_mixed
     assert device.num_reads - device.num_following == 2 - num_mixed, "the first step follows none"
 
@@ -206,7 +215,7 @@ def test_restarts_when_something_changes_while_a_step_is_read(
     first, last = steps.sequences[0], steps.sequences[-1]
     take = steps.pipeline._take
 
-    def cancel_too(sequence: Sequence, report: RowReport) -> None:
+    def cancel_too(sequence: Sequence, report: RowTokens) -> None:
         take(sequence, report)
         if first.is_finished:
             steps.engine.cancel(last)
@@ -277,16 +286,17 @@ def test_restarts_when_blocks_run_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"),
+    ("row", "tokens", "drafts"),
     [
-        ([3, 0, 3, 7, -1, -1, -1, 4, 5, 6], RowReport(3, 0, [7], [4, 5, 6])),
-        ([3, 3, 1, 7, 8, 9, 2, 4, 5, 6], RowReport(3, 3, [7, 8, 9, 2], [4])),
-        ([0, 0, 0, 7, -1, -1, -1, 4, 5, 6], RowReport(0, 0, [7], [])),
-        ([2, 1, 2, 7, 8, -1, -1, 4, 5, 6], RowReport(2, 1, [7, 8], [4, 5])),
+        ([3, 0, 3, 7, -1, -1, -1, 4, 5, 6], RowTokens(3, 0, [7]), [4, 5, 6]),
+        ([3, 3, 1, 7, 8, 9, 2, 4, 5, 6], RowTokens(3, 3, [7, 8, 9, 2]), [4]),
+        ([0, 0, 0, 7, -1, -1, -1, 4, 5, 6], RowTokens(0, 0, [7]), []),
+        ([2, 1, 2, 7, 8, -1, -1, 4, 5, 6], RowTokens(2, 1, [7, 8]), [4, 5]),
     ],
 )
-def test_reading_a_report(row: list[int], expected: RowReport) -> None:
-    assert read_report(row, 3, 3) == expected
+def test_reading_a_report(row: list[int], tokens: RowTokens, drafts: list[int]) -> None:
+    assert read_tokens(row) == tokens
+    assert read_drafts(row, 3, 3) == RowDrafts(drafts)
 
 
 # ---- steps that no graph can run ------------------------------------------------------------
@@ -313,23 +323,28 @@ def test_what_steps_take_is_read_from_their_stamps() -> None:
     depth = ScheduledDepth(lambda n: 0)
     graphs = GraphRunner(nothing, never, 2, 100, depth, never, nothing, None, nothing)
 
-    def seconds_of(*stamps_us: int, follows: bool = False, rows: int = 2, **of: Any) -> StepSeconds:
-        report = [[0, 0, 0, 7]] * rows + [[1000 * stamp for stamp in stamps_us]]
+    def seconds_of(
+        *stamps_us: int, follows: bool = False, first_tokens: tuple[int, ...] = (7, 8), **of: Any
+    ) -> StepSeconds:
+        rows = [[0, 0, 0, token, 0] for token in first_tokens]
+        rows.append([1000 * stamp for stamp in stamps_us])
         done: Any = SimpleNamespace(synchronize=lambda: None)
-        sequences = [None] * rows
-        flight = Flight(0, sequences, 0, 0, torch.tensor(report), None, done, **of)
-        graphs.read(flight, follows=follows)
-        return graphs.last_read[1]
+        report, sequences = Report(torch.tensor(rows), done), [None] * len(first_tokens)
+        graphs.read_drafts(Flight(0, sequences, 0, 0, report, report, None, **of), follows=follows)
+        return graphs.last_seconds
 
     def is_about(found: StepSeconds, device: float, period: float | None) -> bool:
         assert found.device == pytest.approx(device * 1e-6)
         return found.period == (None if period is None else pytest.approx(period * 1e-6))
 
-    assert is_about(seconds_of(10, 20, 30, 60), 50, None)
-    assert is_about(seconds_of(75, 80, 90, 100, follows=True), 25, 40)
-    assert seconds_of(101, 150, 180, 200, follows=True, has_prompts=True) == StepSeconds()
-    assert is_about(seconds_of(230, 240, 250, 260, follows=True), 30, 60), "prompts are over"
-    assert is_about(seconds_of(900, 910, 920, 930), 30, None), "something ran between"
+    assert is_about(seconds_of(10, 20, 30, 30, 60), 50, None)
+    assert is_about(seconds_of(75, 80, 90, 90, 100, follows=True), 25, 40)
+    assert seconds_of(101, 150, 180, 181, 200, follows=True, has_prompts=True) == StepSeconds()
+    assert is_about(seconds_of(230, 240, 250, 250, 260, follows=True), 30, 60), "prompts are over"
+    assert is_about(seconds_of(900, 910, 920, 920, 930), 30, None), "something ran between"
+    assert is_about(seconds_of(940, 950, 960, 990, 999), 29, None), "the head read prompts"
+    assert seconds_of(1000, 1010, 1020, 1020, 1030, first_tokens=(7, -1)) == StepSeconds()
+    assert seconds_of(1040, 1050, 1060, 1060, 1070, first_tokens=(-1, -1)) == StepSeconds()
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         head = fake.drafting.proposer
         sizes = config.max_num_seqs, MAX_MODEL_LEN
         graphs: Any = FakeGraphs(fake.runner, head, *sizes, engine._depth)
-        fake._pipeline = Pipeline(graphs, engine.scheduler, engine._take, engine._prepare_grammars)
+        take = engine._take, engine._take_drafts
+        fake._pipeline = Pipeline(graphs, engine.scheduler, *take, engine._prepare_grammars)
     return engine
 
 
@@ -432,6 +433,7 @@ def test_k_by_itself_changes_in_these_schedules(
         engine.add_request([index] * 3, SamplingParams(max_tokens=tokens, ignore_eos=True))
     while engine.has_unfinished:
         engine.step()
+    engine._complete_drafts()  # the next step would begin with it
     stats = engine.stats
     assert set(stats.decode_steps) == {k for k, *_ in told} == ks
     assert sum(stats.decode_steps.values()) == len(told)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.engine.graph_runner import RowReport, read_report
+from peagle.engine.graph_runner import RowDrafts, RowTokens, read_drafts, read_tokens
 from peagle.engine.step_trees import SCORE_UNIT
 from peagle.kernels.launch import launch
-from peagle.kernels.step_state import Finish, StepRecord, StepState
+from peagle.kernels.step_state import Finish, Stamp, StepRecord, StepState
 from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
@@ -78,7 +78,8 @@ def test_who_runs_is_active_and_not_finished(num_seqs: int, device: str) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("num_seqs", [1, 3, 8, 17])
-def test_the_host_reads_what_the_step_did(num_seqs: int, k: int, device: str) -> None:
+@pytest.mark.parametrize("at", [Stamp.VERIFIED, Stamp.DRAFTED])
+def test_the_host_reads_what_the_step_did(at: Stamp, num_seqs: int, k: int, device: str) -> None:
     torch.manual_seed(num_seqs * 10 + k)
     state = random_state(num_seqs, k, device)
     num_drafted_B = torch.randint(k + 1, (num_seqs,), device=device)
@@ -88,9 +89,9 @@ def test_the_host_reads_what_the_step_did(num_seqs: int, k: int, device: str) ->
     for name in ("next_tokens_B", "num_kept_B", "num_mask_slots_B"):
         getattr(out, name).fill_(POISON)
     drafts_BK = torch.randint(900, (num_seqs, k), device=device)
-    times = torch.tensor([11, 22, 33, 44], device=device)
+    times = torch.tensor([11, 22, 33, 44, 55], device=device)
     report_RX, behind = poisoned(num_seqs + 1, 2 * k + 4, device=device)
-    report_step(num_drafted_B, out, state, drafts_BK, times, report_RX)
+    report_step(num_drafted_B, out, state, drafts_BK, times, report_RX, at=at)
 
     *rows, stamps = report_RX.tolist()
     for b, row in enumerate(rows):
@@ -99,10 +100,15 @@ def test_the_host_reads_what_the_step_did(num_seqs: int, k: int, device: str) ->
         )
         emitted, drafts = out.emitted_BJ[b].tolist(), drafts_BK[b].tolist()
         assert row == [drafted, accepted, to_come, *emitted, *drafts]
-        expected = RowReport(drafted, accepted, emitted[: accepted + 1], drafts[:to_come])
-        assert read_report(row, k, k) == expected
-    assert stamps[:3] == [11, 22, 33]
-    assert (stamps[3] == 44) == (device == CPU)
+        assert read_tokens(row) == RowTokens(drafted, accepted, emitted[: accepted + 1])
+        assert read_drafts(row, k, k) == RowDrafts(drafts[:to_come])
+    first = int(at)
+    assert stamps[:first] == [11, 22, 33, 44, 55][:first]
+    if device == CPU:
+        assert stamps[first:NUM_STAMPS] == [11, 22, 33, 44, 55][first:], "only a card has a clock"
+    else:
+        assert len({*stamps[first:NUM_STAMPS]}) == 1 and stamps[first] > 55
+    assert times.tolist() == stamps[:NUM_STAMPS]
     assert set(stamps[NUM_STAMPS:]) == {POISON}
     assert behind.eq(POISON).all(), "written beyond its end"
 
@@ -120,7 +126,7 @@ def test_the_host_reads_trees(depth: int, nodes: int, device: str) -> None:
     out.emitted_BJ.copy_(torch.randint(900, (num_seqs, depth + 1)))
     drafts_BN, parents_BN = torch.randint(900, (2, num_seqs, nodes), device=device)
     units_BN = -torch.randint(1 << 20, (num_seqs, nodes), device=device)
-    times = torch.tensor([11, 22, 33, 44], device=device)
+    times = torch.tensor([11, 22, 33, 44, 55], device=device)
     report_RX, behind = poisoned(num_seqs + 1, 4 + depth + 3 * nodes, device=device)
     nodes_BX = torch.cat((parents_BN, units_BN), 1)
     report_step(out.num_accepted_B, out, state, drafts_BN, times, report_RX, nodes_BX)
@@ -129,10 +135,9 @@ def test_the_host_reads_trees(depth: int, nodes: int, device: str) -> None:
         drafts, parents = (x[b, :count].tolist() for x in (drafts_BN, parents_BN))
         emitted = out.emitted_BJ[b, : accepted + 1].tolist()
         scores = [unit * SCORE_UNIT for unit in units_BN[b, :count].tolist()]
-        expected = RowReport(
-            accepted, accepted, emitted, drafts, parents=parents or None, scores=scores or None
-        )
-        assert read_report(row, depth, nodes) == expected
+        assert read_tokens(row) == RowTokens(accepted, accepted, emitted)
+        expected = RowDrafts(drafts, parents or None, scores or None)
+        assert read_drafts(row, depth, nodes) == expected
     assert behind.eq(POISON).all(), "written beyond its end"
 
 
@@ -169,12 +174,12 @@ def test_a_report_of_another_size_is_an_assertion() -> None:
     for shape in [(2, 10), (3, 9)]:
         report_RX = torch.zeros(shape, dtype=torch.int64)
         with pytest.raises(AssertionError):
-            report_step(out.num_accepted_B, out, state, drafts_BK, report_RX[0, :4], report_RX)
+            report_step(out.num_accepted_B, out, state, drafts_BK, report_RX[0, :5], report_RX)
 
 
 def test_without_a_card_there_is_no_time() -> None:
     times = torch.full((NUM_STAMPS,), POISON, dtype=torch.int64)
-    stamp(times, 1)
+    stamp(times, Stamp.TARGET_DONE)
     assert times.eq(POISON).all()
 
 
@@ -195,7 +200,7 @@ def test_stamps_are_increasing_nanoseconds() -> None:
         for index in range(1, NUM_STAMPS):
             torch.cuda._sleep(index * 10_000_000)
             if index < NUM_STAMPS - 1:
-                stamp(times, index)
+                stamp(times, Stamp(index))
             else:
                 report_step(num_drafted_B, out, state, drafts_BK, times, report_RX)
             events[index].record()

@@ -40,7 +40,7 @@ from peagle.kernels.draft_choice_triton import (
 )
 from peagle.kernels.draft_draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.rejection_triton import DraftProbs, reject_drafts
-from peagle.kernels.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.step_state import Stamp, StepLimits, StepRecord, StepState
 from peagle.kernels.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
 from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT
 from peagle.kernels.upload import upload, upload_ints
@@ -454,7 +454,7 @@ class DecodeStep:
         self.hidden_TH, self._features_TA = self.buffers.keep(outputs)
         if self.kept_SCA is not None:
             self._keep(self._features_TA, self.kept_SCA)
-        stamp(self._times, 1)
+        stamp(self._times, Stamp.TARGET_DONE)
 
     def _keep(self, features_TA: Tensor, kept_SCA: Tensor) -> None:
         """Put features into the sequences' rings; those of padding go to the last ring."""
@@ -543,8 +543,8 @@ class DecodeStep:
         return rules.after(self.out, self.batch.query_start_loc, rows_X)
 
     @torch.inference_mode()
-    def finish(self) -> None:
-        """Verify the drafts, advance the state, draft again, report."""
+    def verify(self) -> None:
+        """Verify the drafts, advance the state, report."""
         own, trees, drafts_BK = self.rows, self.trees, self.rows.drafts_BK
         if trees is not None:
             trees.descend(self.scratch.tokens_R)
@@ -560,9 +560,18 @@ class DecodeStep:
             synthetic=own.synthetic,
             given=self.draws or trees is not None,
         )
-        stamp(self._times, 2)
-        if self._proposer is not None:
-            self._proposer.draft(self._draft, self._features_TA)
+        self._report(Stamp.VERIFIED)
+
+    @torch.inference_mode()
+    def draft(self) -> None:
+        """Draft for the next step, and report again; only where there is a head."""
+        assert self._proposer is not None, "K is above 0"
+        stamp(self._times, Stamp.DRAFTING)
+        self._proposer.draft(self._draft, self._features_TA)
+        self._report(Stamp.DRAFTED)
+
+    def _report(self, at: Stamp) -> None:
+        own = self.rows
         report_step(
             self._num_drafted_B,
             self.out,
@@ -570,7 +579,8 @@ class DecodeStep:
             own.drafts_BK,
             self._times,
             self.report_RX,
-            None if trees is None else own.nodes_BX,
+            None if self.trees is None else own.nodes_BX,
+            at=at,
         )
 
 

@@ -19,7 +19,8 @@ from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, make_draf
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
 from peagle.engine.graph_runner import (
-    RowReport,
+    RowDrafts,
+    RowTokens,
     accelerate,
     buckets,
     make_graph_runner,
@@ -39,7 +40,7 @@ from peagle.engine.memory_plan import (
 )
 from peagle.engine.model_runner import ModelRunner, RunTarget, TargetPass
 from peagle.engine.outputs import DraftTree, StepOutput
-from peagle.engine.pass_graphs import MAX_SEQUENCES
+from peagle.engine.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.engine.pipeline import Pipeline
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
@@ -153,6 +154,8 @@ class LLMEngine:
             num_kept = sum(mixed_buckets(target))
             if trees is not None:
                 num_kept += buckets(config.max_num_seqs)[-1] * (trees.max_nodes + 1)
+            if drafter is not None:
+                num_kept += max(TOKEN_BUCKETS[-1], config.max_num_batched_tokens)
             kept_bytes += output_bytes(target, drafter, num_kept)
         sizes = num_lookahead_slots, num_resuming, kept_bytes
         self.memory_plan = self._plan_memory(drafter, *sizes)
@@ -189,7 +192,9 @@ class LLMEngine:
             self.scheduler.max_prompts = MAX_SEQUENCES
             if graphs.most_prompt_tokens is not None:
                 self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)
-            self._pipeline = Pipeline(graphs, self.scheduler, self._take, self._prepare_grammars)
+            self._pipeline = Pipeline(
+                graphs, self.scheduler, self._take, self._take_drafts, self._prepare_grammars
+            )
         self._outputs: list[StepOutput] = []
         # Passes whose tokens are out and that are not drafted for yet, each with its K.
         self._undrafted: list[tuple[TargetPass, int]] = []
@@ -197,6 +202,8 @@ class LLMEngine:
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._eager_steps: Counter[str] = Counter()
         self._decode_steps: Counter[int] = Counter()
+        # What `DepthPolicy.record` gets of the step read last, once it is known what that took.
+        self._untimed: tuple[int, list[int], int] | None = None
         # A tokenizer may have tokens that its model has no logits for.
         self.eos_token_ids = tuple(i for i in eos_token_ids if i < target.vocab_size)
         self._num_requests = 0
@@ -424,11 +431,11 @@ class LLMEngine:
     def step(self) -> list[StepOutput]:
         """Run one step of prompts and decoding sequences, in one pass or two; return its outputs.
 
-        A sequence whose prompt is not yet computed has no output. Without CUDA graphs a step begins
-        with the drafts of the passes before it, so that no token waits for the drafter.
+        A sequence whose prompt is not yet computed has no output. A step begins with the drafts of
+        the step before it, so that no token waits for the drafter.
         """
         self._claim_target()
-        self._draft_for_passes()
+        self._complete_drafts()
         load = self.scheduler.load
         self._depth.observe(load)
         self.scheduler.drafting_pauses = not self._depth(max(load, 1))
@@ -502,7 +509,9 @@ class LLMEngine:
             is_launched = bool(sequences) and obstacle is None
             if is_launched:
                 run_prompts = partial(self._run, prompts) if is_mixed else None
-                pipeline.launch(sequences, run_prompts, is_alone=is_mixed or not prompts)
+                before_drafts = self._draft_for_passes if prompts else None
+                is_alone = is_mixed or not prompts
+                pipeline.launch(sequences, run_prompts, before_drafts, is_alone=is_alone)
             else:
                 pipeline.drain()
             self._count_read(pipeline)
@@ -514,28 +523,41 @@ class LLMEngine:
             return
         if obstacle is not None:
             self._eager_steps[obstacle] += 1
+            self._draft_for_passes()  # sequences whose prompts have just run go on in this step
         k, num_before = self._depth(len(sequences)), len(self._outputs)
         counts = [0] * len(sequences)
         if self.drafting is not None:
             counts = self.drafting.num_verified(sequences, k)
         self._run([Chunk(s, 1, count) for s, count in zip(sequences, counts, strict=True)])
         budget.gave()
-        self._record(k, self._outputs[num_before:], StepSeconds())
+        if (counted := self._count_step(k, self._outputs[num_before:])) is not None:
+            self._depth.record(*counted, StepSeconds())
 
     def _count_read(self, pipeline: Pipeline) -> None:
-        """Count the step whose results were taken, if it brought tokens."""
+        """Count the step whose tokens were taken, if it brought any."""
         if self._outputs:
             self.scheduler.prompt_budget.gave()
-            k, seconds = pipeline.runner.last_read
-            self._record(k, self._outputs, seconds)
+            self._untimed = self._count_step(pipeline.runner.last_k, self._outputs)
 
-    def _record(self, k: int, outputs: list[StepOutput], seconds: StepSeconds) -> None:
-        """Count a decode step of depth k by its outputs; K follows from such steps."""
+    def _count_step(self, k: int, outputs: list[StepOutput]) -> tuple[int, list[int], int] | None:
+        """Count a decode step of depth k by its outputs; return what K may follow from, if any."""
         decoded = [output for output in outputs if output.new_token_ids]
-        if decoded and not self._is_checking:
-            self._decode_steps[k] += 1
-            accepted = [o.num_accepted for o in decoded if not (k and o.begins_without_drafts)]
-            self._depth.record(k, accepted, len(decoded), seconds)
+        if not decoded or self._is_checking:
+            return None
+        self._decode_steps[k] += 1
+        accepted = [o.num_accepted for o in decoded if not (k and o.begins_without_drafts)]
+        return k, accepted, len(decoded)
+
+    def _complete_drafts(self) -> None:
+        """Draft for the passes of the last step, or take its drafts and what it took."""
+        self._draft_for_passes()
+        pipeline = self._pipeline
+        if pipeline is None:
+            return
+        pipeline.take_drafts()
+        if self._untimed is not None:
+            self._depth.record(*self._untimed, pipeline.runner.last_seconds)
+            self._untimed = None
 
     def _prepare_grammars(self) -> None:
         """Find the tokens that grammars allow next; end sequences whose grammar failed."""
@@ -562,9 +584,12 @@ class LLMEngine:
         for chunk in chunks:
             if self.drafting is None or chunk.sequence.is_finished:
                 self._settle(chunk.sequence)
-        if self.drafting is not None:
-            self._undrafted.append((done, self.drafting.most_drafts))
-        if self._pipeline is not None:  # what it launches next reads the drafts
+        if self.drafting is None:
+            return
+        most_drafts = self.drafting.most_drafts
+        waits = self._pipeline is None or most_drafts > 0
+        self._undrafted.append((_kept(done) if waits else done, most_drafts))
+        if not waits:  # the features are kept, to which the next graph adds
             self._draft_for_passes()
 
     def _draft_for_passes(self) -> None:
@@ -615,8 +640,8 @@ class LLMEngine:
             if is_broken:
                 self._fail_broken(sequence)
 
-    def _take(self, sequence: Sequence, report: RowReport) -> None:
-        """Give a sequence the tokens and drafts of a step that ran as a graph."""
+    def _take(self, sequence: Sequence, report: RowTokens) -> None:
+        """Give a sequence the tokens of a step that ran as a graph."""
         sequence.num_computed_tokens += 1
         if report.new_token_ids[-1] < 0:
             self._fail_broken(sequence)
@@ -626,14 +651,18 @@ class LLMEngine:
         rejected = sequence.rejected_drafts(report.new_token_ids[:accepted], drafted)
         self._emit(sequence, report.new_token_ids, drafted, accepted, rejected, report.logprobs)
         if sequence.num_speculative_tokens:
-            sequence.drafts = report.drafts
-            if not sequence.draws_chain:
-                sequence.draft_parents, sequence.draft_scores = report.parents, report.scores
             if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
                 sequence.pending_features.advance(1)
             else:
                 sequence.num_drafter_tokens = min(sequence.num_computed_tokens, self.max_draft_len)
         self._settle(sequence)
+
+    def _take_drafts(self, sequence: Sequence, report: RowDrafts) -> None:
+        """Give a sequence the drafts of such a step."""
+        if sequence.num_speculative_tokens:
+            sequence.drafts = report.token_ids
+            if not sequence.draws_chain:
+                sequence.draft_parents, sequence.draft_scores = report.parents, report.scores
 
     def _emit(
         self,
@@ -753,6 +782,13 @@ class LLMEngine:
             self.target.tap_aux(self._aux_layer_ids)
             self.target.set_kv_caches(self._target_caches)
             self.target.fix_rope(self.max_model_len)
+
+
+def _kept(done: TargetPass) -> TargetPass:
+    """Return a pass with features that no graph overwrites: graphs may have made the short ones."""
+    if len(done.features_TA) > TOKEN_BUCKETS[-1] or not done.features_TA.is_cuda:
+        return done
+    return replace(done, features_TA=done.features_TA.clone())
 
 
 def _max_model_len(target: TargetModel, config: EngineConfig) -> int:

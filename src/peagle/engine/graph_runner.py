@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from peagle.engine.pass_graphs import MAX_SEQUENCES, PassGraphs
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
 from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.step_state import NO_TOKEN, Stamp
 from peagle.kernels.survival import SCORE_UNIT
 from peagle.models.acceleration import MAX_FIXED_ROWS, accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
@@ -238,40 +240,71 @@ def make_graph_runner(
 
 
 @dataclass(frozen=True, slots=True)
-class RowReport:
-    """What a step did for one sequence.
+class RowTokens:
+    """What a step verified of one sequence.
 
     Attributes:
         num_drafted, num_accepted: drafts that were verified, and those accepted.
         new_token_ids: the accepted drafts and the target's own token, before stop conditions.
-        drafts: drafts for the next step.
         logprobs: of the new tokens, where the request wants them.
-        parents, scores: where drafts are trees, the row of each one's parent and its score.
     """
 
     num_drafted: int
     num_accepted: int
     new_token_ids: list[int]
-    drafts: list[int]
     logprobs: SequenceOf[TokenLogprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowDrafts:
+    """What a step drafted for one sequence.
+
+    Attributes:
+        token_ids: drafts for the next step.
+        parents, scores: where drafts are trees, the row of each one's parent and its score.
+    """
+
+    token_ids: list[int]
     parents: list[int] | None = None
     scores: list[float] | None = None
 
 
-def read_report(row: list[int], max_accepted: int, max_drafts: int) -> RowReport:
-    """Read a row of `DecodeStep.report_RX` on the host.
+def read_tokens(row: list[int]) -> RowTokens:
+    """Read the tokens in a row of `DecodeStep.report_RX` on the host."""
+    num_drafted, num_accepted, _ = row[:3]
+    return RowTokens(num_drafted, num_accepted, row[3 : 4 + num_accepted])
+
+
+def read_drafts(row: list[int], max_accepted: int, max_drafts: int) -> RowDrafts:
+    """Read the drafts in such a row.
 
     Args:
         max_accepted: most drafts that a step accepts of a sequence.
         max_drafts: most drafts of a sequence.
     """
-    num_drafted, num_accepted, num_next = row[:3]
-    emitted, following = row[3 : 4 + num_accepted], row[4 + max_accepted :]
+    num_next, following = row[2], row[4 + max_accepted :]
     drafts, parents, units = (following[at * max_drafts :][:num_next] for at in range(3))
     scores = [unit * SCORE_UNIT for unit in units]
-    return RowReport(
-        num_drafted, num_accepted, emitted, drafts, parents=parents or None, scores=scores or None
-    )
+    return RowDrafts(drafts, parents or None, scores or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report of a step, on its way to the host.
+
+    Attributes:
+        rows_RX: the report, on the host once `done` has happened.
+        done: None on a CPU, where all is there at once.
+    """
+
+    rows_RX: Tensor
+    done: torch.cuda.Event | None
+
+    def read(self) -> list[list[int]]:
+        """Wait for the report; return its rows, the last one of times."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.rows_RX.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +314,10 @@ class Flight:
     Attributes:
         num_drafts: K, of trees the nodes for each row.
         sequences: the sequence of each row; None for an empty row.
-        max_accepted, max_drafts: as `DecodeStep`, for the reading of the report.
-        report_RX: the report, on the host once `done` has happened.
-        logprobs: the same for log-probabilities; None where nobody wants any.
-        done: None on a CPU, where all is there at once.
+        max_accepted, max_drafts: as `DecodeStep`, for the reading of the reports.
+        tokens: what the step verified, before it drafts.
+        drafts: the same with the drafts for the next step; that report itself where K is 0.
+        logprobs: log-probabilities, on the host with the tokens; None where nobody wants any.
         has_prompts: the target's pass computed prompts too: its time is not that of a step.
     """
 
@@ -292,9 +325,9 @@ class Flight:
     sequences: SequenceOf[Sequence | None]
     max_accepted: int
     max_drafts: int
-    report_RX: Tensor
+    tokens: Report
+    drafts: Report
     logprobs: PendingLogprobs | None
-    done: torch.cuda.Event | None
     has_prompts: bool = False
 
 
@@ -309,11 +342,13 @@ class _Graph:
             greedy: capture(partial(step.find_own_tokens, greedy=greedy))
             for greedy in ((False,) if step.draws and step.trees is None else (True, False))
         }
-        self._finish = capture(step.finish)
+        self._verify = capture(step.verify)
+        self._draft = capture(step.draft) if step.num_drafts else None
         shape, self._is_cuda = step.report_RX.shape, step.report_RX.is_cuda
-        self._reports = [
-            torch.empty(shape, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(2)
-        ]
+        # Two of the step in flight, and two of the one that the host reads.
+        self._reports = deque(
+            torch.empty(shape, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(4)
+        )
 
     def launch(
         self,
@@ -321,7 +356,9 @@ class _Graph:
         rules: StepRules,
         meanwhile: Callable[[], None] | None,
         run_mixed: Callable[[DecodeStep], None] | None,
+        before_drafts: Callable[[], None] | None,
     ) -> Flight:
+        """Launch the step; the arguments are as `GraphRunner.launch` takes them."""
         if run_mixed is None:
             self._run_target()
         else:
@@ -335,27 +372,36 @@ class _Graph:
             self._step.find_own_tokens(greedy=greedy, rules=rules)
         else:
             self._find_own_tokens[greedy]()
-        self._finish()
+        self._verify()
         logprobs = self._step.logprobs(rules) if rules.is_needed else None
-        report_RX = self._reports[0]
-        self._reports.reverse()
-        report_RX.copy_(self._step.report_RX, non_blocking=True)
-        done = None
-        if self._is_cuda:
-            done = torch.cuda.Event()
-            done.record()
-        has_prompts = run_mixed is not None
+        tokens = drafts = self._report()
+        if before_drafts is not None:
+            before_drafts()
+        if self._draft is not None:
+            self._draft()
+            drafts = self._report()
         step = self._step
         return Flight(
             step.num_drafts,
             sequences,
             step.max_accepted,
             step.max_drafts,
-            report_RX,
+            tokens,
+            drafts,
             logprobs,
-            done,
-            has_prompts,
+            has_prompts=run_mixed is not None,
         )
+
+    def _report(self) -> Report:
+        """Send the step's report to the host."""
+        self._reports.rotate()
+        rows_RX = self._reports[0]
+        rows_RX.copy_(self._step.report_RX, non_blocking=True)
+        done = None
+        if self._is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        return Report(rows_RX, done)
 
     def _without_waiting(self, sequences: SequenceOf[Sequence | None]) -> list[Sequence | None]:
         """Let the sequences sit this step out whose grammars are not ready."""
@@ -385,7 +431,8 @@ class GraphRunner:
 
     Attributes:
         times: device times of the steps without prompts, by the rows of the graph.
-        last_read: K of the step that was read last, and what it took.
+        last_k: K of the step whose tokens were read last.
+        last_seconds: what the step took whose drafts were read last.
         most_prompt_tokens: prompts of more tokens are computed faster in several passes; None sets
             no limit.
     """
@@ -418,7 +465,8 @@ class GraphRunner:
         self._num_blocks = [0] * self._buckets[-1]  # of each row, those that the device knows
         self._has_warned = False
         self.times: dict[int, StepTimes] = {}
-        self.last_read: tuple[int, StepSeconds] = (0, StepSeconds())
+        self.last_k = 0
+        self.last_seconds = StepSeconds()
         self._last_end_ns = 0  # of the step that was read last
         self.most_prompt_tokens: int | None = None
 
@@ -436,9 +484,9 @@ class GraphRunner:
         """Return the seconds of a greedy step of (rows, K) on the device: the fastest of a few."""
         params, seconds = SamplingParams(max_tokens=1 << 20), list[float]()
         for _ in self._make_up(num_rows, num_drafts, params, _TIMED_STEPS):
-            _, taken = self.last_read
-            assert taken.device is not None, "a GPU alone stamps its steps"
-            seconds.append(taken.device)
+            device_s = self.last_seconds.device
+            assert device_s is not None, "a GPU alone stamps its steps"
+            seconds.append(device_s)
         return min(seconds)
 
     def warm_up_rules(self, release: Callable[[Sequence], None]) -> None:
@@ -479,7 +527,9 @@ class GraphRunner:
         self._seat(sequences, num_rows)
         self._rules.set_rows(sequences, self._buffers.sizes.most_drafts(num_drafts))
         for _ in range(num_steps):
-            self.read(self.go_on())
+            flight = self.go_on()
+            self.read(flight)
+            self.read_drafts(flight)
             yield sequences
         self.clear()
         self.times.clear()
@@ -544,6 +594,7 @@ class GraphRunner:
         sequences: SequenceOf[Sequence],
         meanwhile: Callable[[], None] | None = None,
         run_prompts: Callable[[RunTarget], None] | None = None,
+        before_drafts: Callable[[], None] | None = None,
     ) -> Flight:
         """Launch a step of these sequences.
 
@@ -555,6 +606,8 @@ class GraphRunner:
                 masks of grammars are there. A sequence whose grammar is not ready sits out.
             run_prompts: computes prompts with the function that it gets, which runs the target over
                 this step too; only where `can_mix`. None: no prompts.
+            before_drafts: called when all that the tokens need is launched, before any draft is:
+                lets the head read prompts.
         """
         num_rows, num_drafts = self._size = self._size_for(len(sequences))
         if num_drafts != self._buffers.num_drafts:
@@ -568,7 +621,7 @@ class GraphRunner:
         self._seat(sequences, num_rows)
         most_drafts = self._buffers.sizes.most_drafts(num_drafts)
         self._rules.set_rows(self._sequences[:num_rows], most_drafts)
-        return self.go_on(meanwhile, run_prompts)
+        return self.go_on(meanwhile, run_prompts, before_drafts)
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:
         """Give each sequence a row below `num_rows`; empty the rows of those that left.
@@ -610,6 +663,7 @@ class GraphRunner:
         self,
         meanwhile: Callable[[], None] | None = None,
         run_prompts: Callable[[RunTarget], None] | None = None,
+        before_drafts: Callable[[], None] | None = None,
     ) -> Flight:
         """Launch the next step of the same sequences, whose blocks may have grown."""
         new: list[tuple[int, int, int]] = []
@@ -623,7 +677,8 @@ class GraphRunner:
             self._buffers.add_blocks(new)
         graph = self._graph_of(self._size)
         run_mixed = None if run_prompts is None else partial(self._run_mixed, run_prompts)
-        return graph.launch(self._sequences[:num_rows], self._rules, meanwhile, run_mixed)
+        sequences = self._sequences[:num_rows]
+        return graph.launch(sequences, self._rules, meanwhile, run_mixed, before_drafts)
 
     def _run_mixed(self, run_prompts: Callable[[RunTarget], None], step: DecodeStep) -> None:
         """Run the target over a step and prompts."""
@@ -635,31 +690,35 @@ class GraphRunner:
         self._seat([], 0)
         self._rules.set_rows([], 0)
 
-    def read(self, flight: Flight, *, follows: bool = False) -> list[RowReport]:
-        """Wait for a step and return its report, a row a sequence.
-
-        Args:
-            follows: the device had nothing to run between the step read last and this one.
-        """
-        if flight.done is not None:
-            flight.done.synchronize()
-        *rows, times = flight.report_RX.tolist()
-        seconds, before_ns = StepSeconds(), self._last_end_ns
-        _, _, _, self._last_end_ns = times[:4]
-        if flight.done is not None and not flight.has_prompts:
-            device_s = self.times.setdefault(len(rows), StepTimes()).add(times)
-            period_s = (self._last_end_ns - before_ns) * 1e-9 if follows else None
-            seconds = StepSeconds(device_s, period_s)
-        reports = [read_report(row, flight.max_accepted, flight.max_drafts) for row in rows]
-        # Sequences that ended in the step before may leave a graph larger than the others need.
-        num_active = sum(bool(report.new_token_ids) for report in reports)
-        if not num_active or self._rows_for(num_active) != len(rows):
-            seconds = StepSeconds()
-        self.last_read = flight.num_drafts, seconds
+    def read(self, flight: Flight) -> list[RowTokens]:
+        """Wait for what a step verified; return it, a row a sequence."""
+        self.last_k = flight.num_drafts
+        *rows, _ = flight.tokens.read()
+        reports = [read_tokens(row) for row in rows]
         if flight.logprobs is not None:
             found = flight.logprobs.read([report.new_token_ids for report in reports])
             reports = [replace(r, logprobs=of or ()) for r, of in zip(reports, found, strict=True)]
         return reports
+
+    def read_drafts(self, flight: Flight, *, follows: bool = False) -> list[RowDrafts]:
+        """Wait for the end of a step; return its drafts, a row a sequence.
+
+        Args:
+            follows: the device had nothing to run between the step read last and this one.
+        """
+        *rows, times = flight.drafts.read()
+        seconds, before_ns = StepSeconds(), self._last_end_ns
+        self._last_end_ns = times[Stamp.DRAFTED]
+        if flight.drafts.done is not None and not flight.has_prompts:
+            device_s = self.times.setdefault(len(rows), StepTimes()).add(times)
+            period_s = (self._last_end_ns - before_ns) * 1e-9 if follows else None
+            seconds = StepSeconds(device_s, period_s)
+        # Sequences that ended in the step before may leave a graph larger than the others need.
+        num_active = sum(first_token != NO_TOKEN for _, _, _, first_token, *_ in rows)
+        if not num_active or self._rows_for(num_active) != len(rows):
+            seconds = StepSeconds()
+        self.last_seconds = seconds
+        return [read_drafts(row, flight.max_accepted, flight.max_drafts) for row in rows]
 
     def _graph_of(self, size: tuple[int, int]) -> _Graph:
         if size not in self._graphs:

@@ -155,7 +155,8 @@ def make_memory_plan(
         total * gpu_memory_utilization - (total - free) - peak - graphs - kept - one block of scrap
 
     where the peak is that of `measure_peak`. Kept are drawn drafts (`drawn_bytes`), and the outputs
-    of passes over steps and prompts, and of steps with trees (`output_bytes`).
+    (`output_bytes`) of passes over steps and prompts, of steps with trees, and of prompts that the
+    head reads after the next step.
 
     Raises:
         UserError: not one request fits, or `num_kv_blocks` of them do not fit the GPU.

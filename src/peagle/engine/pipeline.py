@@ -1,7 +1,8 @@
 """One decode step in flight while the host reads the step before.
 
 The host knows each sequence as it was before the step in flight, and reserves KV blocks for that
-step and the next.
+step and the next. It takes the tokens of a step as soon as they are verified, and the drafts when
+the next step of the engine begins, or where the masks of grammars follow from them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 
-from peagle.engine.graph_runner import Flight, GraphRunner, RowReport
+from peagle.engine.graph_runner import Flight, GraphRunner, RowDrafts, RowTokens
 from peagle.engine.model_runner import RunTarget
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
@@ -20,7 +21,8 @@ class Pipeline:
     """Decides when a step may be launched before the last one is read.
 
     Args:
-        take: called with each sequence and what a step did for it.
+        take: called with each sequence and what a step verified of it.
+        take_drafts: called with each sequence and what a step drafted for it.
         prepare: finds the masks of grammars, for the drafts that the host knows.
     """
 
@@ -28,15 +30,18 @@ class Pipeline:
         self,
         runner: GraphRunner,
         scheduler: Scheduler,
-        take: Callable[[Sequence, RowReport], None],
+        take: Callable[[Sequence, RowTokens], None],
+        take_drafts: Callable[[Sequence, RowDrafts], None],
         prepare: Callable[[], None],
     ) -> None:
         self.runner = runner
         self._scheduler = scheduler
         self._take = take
+        self._take_drafts = take_drafts
         self._prepare = prepare
         self._flight: Flight | None = None
         self._follows = False  # the step in flight runs right behind the one before it
+        self._drafting: tuple[Flight, bool] | None = None  # whose tokens alone are taken, `follows`
         self._has_grammars = False
         self._version: int | None = None  # of the scheduler, at the last launch; None: others wait
 
@@ -49,13 +54,14 @@ class Pipeline:
         self,
         sequences: SequenceOf[Sequence],
         run_prompts: Callable[[RunTarget], None] | None = None,
+        before_drafts: Callable[[], None] | None = None,
         *,
         is_alone: bool = True,
     ) -> None:
-        """Launch a step of these sequences, then take the results of the one in flight.
+        """Launch a step of these sequences, then take the tokens of the one in flight.
 
         Args:
-            run_prompts: as of `GraphRunner.launch`.
+            run_prompts, before_drafts: as of `GraphRunner.launch`.
             is_alone: nothing else was launched since the last step.
         """
         if self._flight is not None and self.runner.needs_results(sequences):
@@ -67,21 +73,24 @@ class Pipeline:
         alone = len(sequences) == len(self._scheduler.running)
         self._version = self._scheduler.version if alone else None
         self._has_grammars = any(s.grammar is not None for s in sequences)
-        launch = partial(self.runner.launch, sequences, run_prompts=run_prompts)
+        prompts = {"run_prompts": run_prompts, "before_drafts": before_drafts}
+        launch = partial(self.runner.launch, sequences, **prompts)
         self._launch(launch, is_alone=is_alone)
 
     def _launch(
         self, launch: Callable[[Callable[[], None] | None], Flight], *, is_alone: bool = True
     ) -> None:
-        """Launch a step and take the results of the last.
+        """Launch a step and take the tokens of the last.
 
-        Masks of grammars follow from these results: then they are taken while the target runs.
+        Masks of grammars follow from these and from the drafts: then both are taken while the
+        target runs.
         """
         flight, follows = self._flight, self._follows
         self._follows = is_alone and flight is not None
 
         def meanwhile() -> None:
             self._read(flight, follows)
+            self.take_drafts()
             self._prepare()
 
         if self._has_grammars:
@@ -91,7 +100,7 @@ class Pipeline:
             self._read(flight, follows)
 
     def go_on(self) -> bool:
-        """Launch the next step, then take the results of the last; return false if that cannot be.
+        """Launch the next step, then take the tokens of the last; return false if that cannot be.
 
         It cannot where a sequence came, was stopped or changed, where K changes, or where blocks
         run out: the scheduler decides then. The device knows the sequences that ended by
@@ -119,14 +128,27 @@ class Pipeline:
         """Take the results of the step in flight, if there is one; the sequences then join anew."""
         flight, self._flight = self._flight, None
         self._read(flight, self._follows)
+        self.take_drafts()
         self.runner.clear()
 
+    def take_drafts(self) -> None:
+        """Take the drafts of the step whose tokens were taken, if they are not taken yet."""
+        if self._drafting is None:
+            return
+        (flight, follows), self._drafting = self._drafting, None
+        reports = self.runner.read_drafts(flight, follows=follows)
+        for sequence, report in zip(flight.sequences, reports, strict=True):
+            if sequence is not None and sequence.status is SequenceStatus.RUNNING:
+                self._take_drafts(sequence, report)
+
     def _read(self, flight: Flight | None, follows: bool) -> None:
-        """Take the results of a step, if there is one; `follows` as in `GraphRunner.read`."""
+        """Take the tokens of a step, if there is one; `follows` as in `GraphRunner.read_drafts`."""
+        self.take_drafts()
         if flight is None:
             return
+        self._drafting = flight, follows
         num_ended = num_left = 0
-        reports = self.runner.read(flight, follows=follows)
+        reports = self.runner.read(flight)
         for sequence, report in zip(flight.sequences, reports, strict=True):
             # One that was preempted meanwhile computes the same again.
             if sequence is not None and sequence.status is SequenceStatus.RUNNING:

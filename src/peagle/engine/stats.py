@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from peagle.kernels.step_state import Stamp
+
 
 @dataclass(slots=True)
 class SpeculationStats:
@@ -143,13 +145,18 @@ class StepTimes:
     draft: float = 0.0
 
     def add(self, stamps: Sequence[int]) -> float:
-        """Count a step from the nanoseconds at its start and at each part's end; return seconds."""
-        start, target, verify, draft = stamps[:4]
+        """Count a step from its stamps (`kernels.step_state.Stamp`), nanoseconds; return seconds.
+
+        The time between verification and drafting is not the step's: the head may read prompts.
+        """
+        begin, target_done, verified, drafting, drafted = stamps[: len(Stamp)]
         self.num_steps += 1
-        self.target += (target - start) * 1e-9
-        self.verify += (verify - target) * 1e-9
-        self.draft += (draft - verify) * 1e-9
-        return (draft - start) * 1e-9
+        parts_ns = target_done - begin, verified - target_done, drafted - drafting
+        target_s, verify_s, draft_s = (part_ns * 1e-9 for part_ns in parts_ns)
+        self.target += target_s
+        self.verify += verify_s
+        self.draft += draft_s
+        return target_s + verify_s + draft_s
 
 
 @dataclass(frozen=True, slots=True)

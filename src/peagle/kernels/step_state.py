@@ -14,6 +14,16 @@ from torch import Tensor
 NO_TOKEN = -1
 
 
+class Stamp(IntEnum):
+    """When a step looks at the clock. Between VERIFIED and DRAFTING the head may read prompts."""
+
+    BEGIN = 0
+    TARGET_DONE = 1
+    VERIFIED = 2
+    DRAFTING = 3
+    DRAFTED = 4
+
+
 class Finish(IntEnum):
     """Why a sequence ended, as the device writes it."""
 

@@ -14,9 +14,16 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from peagle.kernels.launch import launch
-from peagle.kernels.step_state import NO_TOKEN, Finish, StepLimits, StepRecord, StepState
+from peagle.kernels.step_state import (
+    NO_TOKEN,
+    Finish,
+    Stamp,
+    StepLimits,
+    StepRecord,
+    StepState,
+)
 
-NUM_STAMPS = 4
+NUM_STAMPS = len(Stamp)
 
 
 @triton.jit
@@ -72,10 +79,10 @@ def _stamp_kernel(times_ptr, index, TIMED: tl.constexpr):
     _stamp(times_ptr, index, TIMED)
 
 
-def stamp(times: Tensor, index: int) -> None:
-    """times[index] = the card's clock in nanoseconds, once all before it is done."""
+def stamp(times: Tensor, at: Stamp) -> None:
+    """times[at] = the card's clock in nanoseconds, once all before it is done."""
     if times.is_cuda:
-        launch(_stamp_kernel, (1,), times, index, TIMED=True, num_warps=1)
+        launch(_stamp_kernel, (1,), times, int(at), TIMED=True, num_warps=1)
 
 
 @triton.jit
@@ -93,8 +100,10 @@ def report_kernel(
     max_drafts,
     nodes_width,
     width,
+    index,
     COLUMNS: tl.constexpr,
     STAMPS: tl.constexpr,
+    STAMP_COLUMNS: tl.constexpr,
     TIMED: tl.constexpr,
 ):
     """One sequence's row of the report, or the last row, of times."""
@@ -117,10 +126,12 @@ def report_kernel(
         nodes = tl.load(nodes_ptr + b * nodes_width + columns, mask=is_node, other=0)
         tl.store(row + max_drafts + columns, nodes, mask=is_node)
     else:
-        _stamp(times_ptr, STAMPS - 1, TIMED)
-        tl.debug_barrier()
-        i = tl.arange(0, STAMPS)
-        tl.store(row + i, tl.load(times_ptr + i))
+        i = tl.arange(0, STAMP_COLUMNS)
+        times = tl.load(times_ptr + i, mask=i < STAMPS, other=0)
+        if TIMED:
+            times = tl.where(i >= index, globaltimer(), times)
+            tl.store(times_ptr + i, times, mask=i < STAMPS)
+        tl.store(row + i, times, mask=i < STAMPS)
 
 
 def report_step(
@@ -131,6 +142,8 @@ def report_step(
     times: Tensor,
     report_RX: Tensor,
     nodes_BX: Tensor | None = None,
+    *,
+    at: Stamp = Stamp.DRAFTED,
 ) -> None:
     """Put what the host wants to know into one tensor; stamp the time.
 
@@ -144,6 +157,7 @@ def report_step(
             drafts, and of trees the row of each one's parent and its score; the last row begins
             with the times.
         nodes_BX: where drafts are trees, int64 [B, 2N]: these parents and scores.
+        at: this stamp and those behind it are of now. At VERIFIED the drafts mean nothing yet.
     """
     num_seqs, max_drafts = drafts_BK.shape
     max_accepted = out.emitted_BJ.shape[1] - 1
@@ -167,8 +181,10 @@ def report_step(
         max_drafts,
         nodes_width,
         width,
+        int(at),
         COLUMNS=triton.next_power_of_2(max(max_accepted + 1, max_drafts, nodes_width)),
         STAMPS=NUM_STAMPS,
+        STAMP_COLUMNS=triton.next_power_of_2(NUM_STAMPS),
         TIMED=times.is_cuda,
         num_warps=1,
     )
