@@ -118,6 +118,8 @@ def _warm(
     config.check_init()
     init = InitHead.read(folder, target)
     drafter = Drafter(init.shape(config.head, config.method.depth, mask_token_id))
+    if (draft_ids := init.draft_ids()) is not None:
+        drafter.set_draft_vocabulary(draft_ids)
     _initialize(drafter, target, config.run.seed)
     init.put_into(drafter)
     always = _always_kept(config, target, tokenizer, drafter.config.mask_token_id)

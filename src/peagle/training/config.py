@@ -98,6 +98,11 @@ class HeadSection(_Section):
         ends = {"embed_tokens": self.freeze_embeddings, "lm_head": self.freeze_lm_head}
         return tuple(f"{name}.weight" for name, is_frozen in ends.items() if is_frozen)
 
+    @property
+    def freezes_ends(self) -> bool:
+        """Whether the head keeps both of its ends: a new head then stores neither."""
+        return self.freeze_embeddings and self.freeze_lm_head
+
     def facts(self) -> dict[str, Any]:
         """What a resumed run must have in common with its checkpoint (`_used`)."""
         return _used(self, "freeze_lm_head")

@@ -120,7 +120,8 @@ def least_sizes(config: TrainConfig) -> tuple[int, int] | None:
     states = 1 if config.optimizer.name == "muon" else 2
     trained = sum(in_ends) + in_layers - frozen
     moments = 2 * (trained - in_layers) + states * in_layers
-    saved = _SAVED_BYTES[config.run.save_dtype] * (trained + frozen)
+    stored = trained if config.head.freezes_ends else trained + frozen
+    saved = _SAVED_BYTES[config.run.save_dtype] * stored
     width = 4 if config.run.precision == "float32" else 2
     return 4 * (trained + moments) + width * frozen, saved
 

@@ -205,9 +205,13 @@ class StepShape:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the head that the run writes at its end."""
-        size = getattr(torch, self.config.run.save_dtype).itemsize
-        return size * self.num_parameters + self.buffer_bytes
+        """Bytes of the head that the run writes at its end, at most where it starts from another.
+
+        A new head whose ends are frozen does not store them.
+        """
+        size, head = getattr(torch, self.config.run.save_dtype).itemsize, self.config.head
+        is_whole = head.init is not None or not head.freezes_ends
+        return size * (self.num_parameters if is_whole else self.num_trained) + self.buffer_bytes
 
 
 def stored_dtype(data: DataSection) -> StoredDtype:
