@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from peagle.cli.convert import convert
-from peagle.models.checkpoint import HeadFormat, read_head_config, save_drafter
+from peagle.models.checkpoint import read_head_config, save_drafter
+from peagle.models.checkpoint.convert import StoredFormat
 from peagle.models.target import TargetModel
 from tests.cli.conftest import Pair, Peagle
 from tests.conftest import make_drafter
@@ -43,7 +44,7 @@ FIELDS = [
 
 
 def test_the_formats_are_those_of_the_library() -> None:
-    assert get_args(get_type_hints(convert)["format"]) == (*get_args(HeadFormat), "hf")
+    assert get_args(get_type_hints(convert)["format"]) == (*get_args(StoredFormat), "hf")
     assert inspect.signature(convert).parameters["format"].default.default is ...
 
 

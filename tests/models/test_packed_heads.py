@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,10 @@ def test_what_cannot_be_read_is_named(
 ) -> None:
     folder = head_folders(**SIZES)
     quantised(folder, "int4")
-    with pytest.raises(CheckpointError, match=r"stored quantised.* to convert, to publish"):
-        convert_head(folder, tmp_path / "other", "speculators")
+    shutil.copytree(folder, tmp_path / "undescribed")
+    edit_config(tmp_path / "undescribed", quantization_config=None)
+    with pytest.raises(CheckpointError, match=r"stored quantised, and its config.json does not sa"):
+        convert_head(tmp_path / "undescribed", tmp_path / "other", "speculators")
     path = folder / "model.safetensors"
     tensors = load_file(path)
     lost = tensors.pop("layers.0.self_attn.q_proj.weight_scale")

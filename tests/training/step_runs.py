@@ -50,6 +50,7 @@ class Case:
         head, method, run, optimizer: over the usual ones.
         rows, length: of the batch.
         packed: two documents a row.
+        frozen: which ends of the head are not trained, "embeddings" and "lm_head".
     """
 
     segments: int = 1
@@ -61,6 +62,7 @@ class Case:
     rows: int = 2
     length: int = 256
     packed: bool = False
+    frozen: tuple[str, ...] = ()
 
     @property
     def config(self) -> TrainConfig:
@@ -74,6 +76,7 @@ class Case:
                     "batch_tokens": self.rows * self.length,
                     "length_multiple": 8,
                 },
+                "head": {f"freeze_{name}": True for name in self.frozen},
                 "method": {"depth": 6, **self.method},
                 "optimizer": {"steps": 3, "name": self.optimizer},
                 "run": {"device": "cpu", **self.run},
@@ -120,6 +123,8 @@ class Running:
         config, head, shape = case.config, case.drafter_config, case.shape_on(device)
         self.device, wide = torch.device(device), shape.target_dtype
         self.drafter = Drafter(head).to(device)
+        for name in config.head.frozen:
+            self.drafter.get_parameter(name).requires_grad_(False)
         self.masters = Masters(self.drafter, shape.dtype)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
         weight = torch.randn(shape.graded_vocabulary, head.target_hidden_size).to(device, wide)

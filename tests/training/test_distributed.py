@@ -110,6 +110,7 @@ def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_pa
         {"run": {"segments": 3}},
         {"optimizer": {"name": "muon", "weight_decay": 0.1}},
         {"method": {"name": "eagle3"}, "head": {"freeze_embeddings": True}},
+        {"head": {"freeze_embeddings": True, "freeze_lm_head": True}},
         {"run": {"validation_batches": 1}, "data": {"batch_tokens": 64}},
     ]
 

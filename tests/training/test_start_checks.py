@@ -166,6 +166,8 @@ def test_a_resumed_run_keeps_its_optimizer_and_tells(
 
 # ---- room on the disk -----------------------------------------------------------------------
 
+FROZEN = {"freeze_embeddings": True, "freeze_lm_head": True}
+
 
 @pytest.mark.parametrize(
     "changes",
@@ -174,6 +176,8 @@ def test_a_resumed_run_keeps_its_optimizer_and_tells(
         {"optimizer": {"name": "muon"}, "head": {"num_layers": 3}},
         {"method": {"name": "eagle3"}, "head": {"draft_vocab_size": 100, "fc_norm": True}},
         {"head": {"freeze_embeddings": True, "qk_norm": True, "head_dim": 16}},
+        {"head": {"freeze_lm_head": True}, "run": {"precision": "float32"}},
+        {"head": {**FROZEN, "draft_vocab_size": 100}, "run": {"precision": "float32"}},
         {"head": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2}},
         {
             "head": {"aux_layer_ids": (1,), "intermediate_size": 200},
@@ -202,6 +206,16 @@ def test_sizes_of_a_head_to_start_from(
     config = make_config(target_folder, responses, tmp_path / "b", head=head)
     least, numbers = least_sizes(config), sum(p.numel() for p in init.drafter.parameters())
     assert least is not None and least[1] == pytest.approx(2 * numbers, rel=0.02)
+    frozen = make_config(
+        target_folder,
+        responses,
+        tmp_path / "c",
+        head={**head, **FROZEN},
+        run={"precision": "float32"},
+    )
+    less, disk = least_sizes(frozen), make_plan(frozen).disk
+    assert less is not None and 0.93 * disk["checkpoint"] < less[0] <= disk["checkpoint"]
+    assert less[0] < least[0]
 
 
 def test_too_little_room_is_refused_before_and_by_the_trainer(

@@ -25,6 +25,7 @@ from tests.models.tiny import EXPERTS, make_model
 from tests.training.reference import make_plain_batch
 from tests.training.step_runs import Case, Running
 
+BOTH = ("embeddings", "lm_head")
 CASES: dict[str, Case] = {
     "S=1": Case(),
     "S=8": Case(8),
@@ -63,6 +64,14 @@ CASES: dict[str, Case] = {
     "few deep": Case(2, method={"cod_ratio": 0.5, "cod_floor": 0.05, "depth": 10}),
     "depth 0 alone": Case(2, method={"depth": 1}),
     "eagle3": Case(method={"name": "eagle3", "depth": 4}),
+    "frozen lm_head": Case(
+        4, head={"vocab_size": 4000, "draft_vocab_size": 4000}, frozen=("lm_head",)
+    ),
+    "frozen ends": Case(
+        2, True, head={"vocab_size": 4000, "draft_vocab_size": 2000}, frozen=BOTH, optimizer="muon"
+    ),
+    "frozen in bfloat16": Case(2, run={"precision": "bfloat16"}, frozen=BOTH),
+    "eagle3, frozen": Case(method={"name": "eagle3", "depth": 4}, frozen=BOTH),
 }
 
 
@@ -151,11 +160,10 @@ def test_elements_are_those_of_the_partition(
 )
 def test_parameters_are_those_of_the_head(head: dict[str, Any]) -> None:
     case = Case(head={**head, "draft_vocab_size": 100})
-    frozen = case.config.head.model_copy(update={"freeze_embeddings": True})
-    config = case.config.model_copy(update={"head": frozen})
-    found = dataclasses.replace(case.shape, config=config)
+    found = dataclasses.replace(case, frozen=BOTH).shape
     drafter = Drafter(case.drafter_config)
-    drafter.embed_tokens.requires_grad_(False)
+    for end in (drafter.embed_tokens, drafter.lm_head):
+        end.requires_grad_(False)
     assert found.num_parameters == sum(p.numel() for p in drafter.parameters())
     assert found.num_trained == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     assert sum(found.in_layers.values()) == sum(p.numel() for p in drafter.layers.parameters())
@@ -222,6 +230,7 @@ WORK: dict[str, Case] = {
     "tv": Case(2, head={"vocab_size": 900, "draft_vocab_size": 200}, method={"loss": "tv"}),
     "deep": Case(2, method={"depth": 9, "cod_ratio": 0.7}, head={"num_layers": 2}),
     "eagle3": Case(method={"name": "eagle3", "depth": 4}),
+    "frozen": Case(head={"vocab_size": 900, "draft_vocab_size": 600}, frozen=BOTH),
 }
 
 

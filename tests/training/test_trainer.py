@@ -69,12 +69,12 @@ def test_training_learns_and_the_head_serves(
 
 
 @pytest.mark.parametrize(
-    ("method", "optimizer", "run"),
+    ("method", "optimizer", "run", "head"),
     [
-        ("peagle", "adamw", {}),
-        ("eagle3", "adamw", {}),
-        ("peagle", "muon", {}),
-        ("peagle", "adamw", {"segments": 2, "recompute_layers": True}),
+        ("peagle", "adamw", {}, {}),
+        ("eagle3", "adamw", {}, {}),
+        ("peagle", "muon", {}, {"freeze_embeddings": True, "freeze_lm_head": True}),
+        ("peagle", "adamw", {"segments": 2, "recompute_layers": True}, {}),
     ],
 )
 def test_resumed_run_equals_uninterrupted_run(
@@ -84,12 +84,14 @@ def test_resumed_run_equals_uninterrupted_run(
     method: str,
     optimizer: str,
     run: dict[str, Any],
+    head: dict[str, Any],
 ) -> None:
     every = {"log_every": 4, "validate_every": 4, "save_every": 4}
     changes = {
         "method": {"name": method},
         "optimizer": {"name": optimizer, "steps": 12},
         "run": {**every, **run},
+        "head": head,
     }
     whole = make_config(target_folder, responses, tmp_path / "whole", **changes)
     Trainer(whole).run()
@@ -293,3 +295,8 @@ def test_checkpoints_from_before_an_option_can_be_resumed(tmp_path: Path) -> Non
     assert make_config(*folders).method.facts() == old
     weighed = make_config(*folders, method={"tv_share": 0.1}).method.facts()
     assert weighed == {**old, "tv_share": 0.1}
+    plain, frozen = (
+        make_config(*folders, head={"freeze_lm_head": is_frozen}).head.facts()
+        for is_frozen in (False, True)
+    )
+    assert "freeze_lm_head" not in plain and frozen == {**plain, "freeze_lm_head": True}

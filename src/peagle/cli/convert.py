@@ -1,4 +1,4 @@
-"""`peagle convert`: a draft head in another checkpoint style, or a GGUF file as a folder."""
+"""`peagle convert`: a draft head written anew, whole or compact, or a GGUF file as a folder."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ A head that the package trained, in the style of the published P-EAGLE heads:
 With the target's name, by which `vllm serve ./head-speculators` finds it; for a program:
   peagle convert ./head ./head-speculators --format speculators --target Qwen/Qwen3-8B --json
 
+A small file to ship, and from it again a head that vLLM serves:
+  peagle convert ./head ./head-int4 --format compact --quantization int4
+  peagle convert ./head-int4 ./head-vllm --format vllm --target ./model
+
 A target out of a GGUF file, as a folder in Hugging Face format:
   peagle convert ./SmolLM2-135M-Instruct.Q4_1.gguf ./smollm2 --format hf
 """
@@ -40,14 +44,28 @@ def convert(
         metavar="SRC",
     ),
     destination: Path = typer.Argument(..., help="Folder that receives it.", metavar="DST"),
-    format: Literal["vllm", "speculators", "hf"] = typer.Option(
-        ..., help="Style of the new checkpoint; hf unpacks a GGUF file."
+    format: Literal["vllm", "speculators", "compact", "hf"] = typer.Option(
+        ...,
+        help="Style of the new checkpoint. compact is for peagle alone: a small file. hf unpacks a "
+        "GGUF file.",
     ),
     target: str | None = typer.Option(
         None,
         metavar="NAME",
-        help="Name of the target to write down; it is not loaded.",
+        help="Name of the target to write down; it is not loaded. Of a compact head whose "
+        "embedding or lm_head are the target's, the target to take them from.",
         show_default="the one that the head names",
+    ),
+    quantization: Literal["int8", "int4"] | None = typer.Option(
+        None,
+        help="Type of the linear layers of a compact head, with a scale for each group of inputs.",
+        show_default="as stored",
+    ),
+    group_size: int | None = typer.Option(
+        None,
+        min=16,
+        help="Inputs that share a scale with --quantization; they divide those of every layer.",
+        show_default="32",
     ),
     force: bool = typer.Option(
         False, "--force", help="Write a head into a folder that is not empty."
@@ -56,9 +74,17 @@ def convert(
 ) -> None:
     """Rewrite a draft head in the style of vLLM or of speculators, or a GGUF file as a folder.
 
-    No weight of a head changes, and the target is not needed. The style of SRC is read from its
-    config.json. Quantised weights of a GGUF file are unpacked to bfloat16.
+    No weight of a head changes, and the target is not needed, but for compact heads: these are
+    rounded by --quantization, and become whole again with vllm or speculators. The style of SRC is
+    read from its config.json. Quantised weights of a GGUF file are unpacked to bfloat16.
     """
+    if format != "compact" and (quantization is not None or group_size is not None):
+        name = "--group-size" if quantization is None else f"--quantization {quantization}"
+        raise UserError(f"{name} is for --format compact; leave it out with --format {format}.")
+    if quantization is None and group_size is not None:
+        raise UserError(
+            f"--group-size {group_size} needs --quantization; without it no layer is rounded."
+        )
     is_file = is_gguf(Path(source).expanduser())
     if format == "hf" or is_file:
         if format != "hf" or not is_file:
@@ -69,9 +95,21 @@ def convert(
     source = expand_bundled(source, "draft")
     require_folder(source, "The draft head")
     target = target and expand_bundled(target, "target")
-    from peagle.models.checkpoint import convert_head
+    from peagle.models.checkpoint import compact_head, convert_head
+    from peagle.models.checkpoint.convert import DEFAULT_GROUP
 
-    result = convert_head(source, destination, format, force=force, target=target)
+    if format == "compact":
+        result = compact_head(
+            source,
+            destination,
+            quantization=quantization,
+            group_size=group_size or DEFAULT_GROUP,
+            force=force,
+            target=target,
+        )
+    else:
+        assert format != "hf"
+        result = convert_head(source, destination, format, force=force, target=target)
     for note in result.notes:
         print(f"peagle: note: {note}", file=sys.stderr)
     print(json.dumps(result.to_json()) if as_json else _summary(result))

@@ -19,6 +19,7 @@ from torch import Tensor
 from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, SharedState
 from peagle.errors import CheckpointError
+from peagle.models.checkpoint.ends import EMBEDDING, ENDS, ends_from_target, target_rows
 from peagle.models.checkpoint.formats import AUX_KEY, config_from_json, facts_from_json, format_of
 from peagle.models.checkpoint.head import read_head_json
 from peagle.models.checkpoint.packed import unpack_tensors
@@ -136,16 +137,20 @@ def _make_head(files: HeadFiles) -> Head | None:
     source, target = str(files.folder / "config.json"), files.target
     try:
         config = config_from_json(files.data, source, num_target_layers=target.num_layers)
+        from_target = ends_from_target(facts_from_json(files.data), config)
     except CheckpointError as error:
         remedy = "Correct config.json, or export the head again."
         files.fault("weights", "", str(error), remedy, loads=files.loads)
         return None
     _mend_maps(files, config)
     tensors, shapes = files.tensors, tensor_shapes(config)
-    if config.hidden_size == target.hidden_size:
-        tensors.setdefault("embed_tokens.weight", target.embedding_weight().detach().cpu())
-        if not config.is_pruned:
-            tensors.setdefault("lm_head.weight", target.lm_head_weight().detach().cpu())
+    draft_ids = None
+    if config.is_pruned and "d2t" in tensors:
+        draft_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+    for name in ENDS if config.hidden_size == target.hidden_size else ():
+        may_be_absent = name == EMBEDDING or not config.is_pruned or name in from_target
+        if name not in tensors and may_be_absent:
+            tensors[name] = target_rows(name, target, draft_ids).detach().cpu()
     for name, shape in shapes.items():
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         if found != shape:

@@ -12,6 +12,7 @@ from peagle.models.checkpoint import (
     read_head_config,
     trained_length,
 )
+from peagle.models.checkpoint.ends import FROM_TARGET_KEY
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.head_json import check_tree_depth
 from peagle.models.quantize import quantize_head
@@ -45,11 +46,13 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             stacklevel=4,
         )
     unpack = target.device.type != "cuda"
+    # A compact head drafts as the whole one does, bit for bit.
+    is_whole = unpack or FROM_TARGET_KEY in facts or speculative.quantization is not None
     drafter = load_drafter(
         speculative.model,
         target,
         check_target=speculative.check_target,
-        unpack=unpack or speculative.quantization is not None,
+        unpack=is_whole,
     )
     if speculative.correction:
         drafter.correction = load_correction(speculative.model, drafter)

@@ -118,6 +118,8 @@ def _warm(
     config.check_init()
     init = InitHead.read(folder, target)
     drafter = Drafter(init.shape(config.head, config.method.depth, mask_token_id))
+    if (draft_ids := init.draft_ids()) is not None:
+        drafter.set_draft_vocabulary(draft_ids)
     _initialize(drafter, target, config.run.seed)
     init.put_into(drafter)
     always = _always_kept(config, target, tokenizer, drafter.config.mask_token_id)
@@ -131,7 +133,8 @@ def _warm(
 def _ready(drafter: Drafter, config: TrainConfig, target: TargetFacts) -> Drafter:
     """Move the head to the device and give it angles for the longest row."""
     _reserve(drafter, config)
-    drafter.embed_tokens.requires_grad_(not config.head.freeze_embeddings)
+    for name in config.head.frozen:
+        drafter.get_parameter(name).requires_grad_(False)
     return drafter.to(target.device)
 
 
@@ -146,6 +149,12 @@ def _fresh_shape(
     head, model = config.head, target.text_config
     heads = head.num_attention_heads or model.num_attention_heads
     size = head.hidden_size or model.hidden_size
+    if head.freeze_lm_head and size != target.hidden_size:
+        raise UserError(
+            f"head.freeze_lm_head is true and head.hidden_size is {size}; expected the target's "
+            f"width, {target.hidden_size}: rows of another width cannot be the target's. Leave one "
+            "of them out."
+        )
     return DrafterConfig(
         hidden_size=size,
         intermediate_size=head.intermediate_size or model.intermediate_size,

@@ -35,7 +35,7 @@ def facts_of(config: TrainConfig) -> dict[str, Any]:
     """Return the facts that the configuration alone tells; the data and the target have others."""
     facts: dict[str, Any] = {
         "method": config.method.facts(),
-        "head": config.head.model_dump(mode="json"),
+        "head": config.head.facts(),
         "optimizer": config.optimizer.model_dump(mode="json"),
         "seed": config.run.seed,
         "batch_tokens": config.data.batch_tokens,

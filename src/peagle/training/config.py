@@ -40,6 +40,15 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _used(section: _Section, *young: str) -> dict[str, Any]:
+    """Return a section as JSON, without the options of `young` that have their default.
+
+    Checkpoints that are older than such an option do not have it.
+    """
+    facts, fields = section.model_dump(mode="json"), type(section).model_fields
+    return {n: v for n, v in facts.items() if n not in young or v != fields[n].default}
+
+
 class HeadSection(_Section):
     """Shape of the head; values that are left out are the target's.
 
@@ -54,7 +63,10 @@ class HeadSection(_Section):
             that, the last id of the vocabulary.
         norm_before_residual, norm_before_fc, fc_norm, norm_output: conventions of the head.
         qk_norm: Qwen3-style layers, with a norm on every query and key head.
-        freeze_embeddings: keep the embeddings as they start (costs about 5% acceptance length).
+        freeze_embeddings: keep the embeddings as they start, as the target's in a new head (costs
+            about 5% acceptance length).
+        freeze_lm_head: keep lm_head as it starts, as the target's rows of the draft vocabulary in a
+            new head, which then must be as wide as the target.
         init: folder of a head to start from in place of random weights, P-EAGLE or EAGLE-3;
             "bundled" and "bundled-eagle3" are the bundled heads. What is left out above is then
             that head's, what is given must agree with it; num_layers may be larger
@@ -77,7 +89,23 @@ class HeadSection(_Section):
     norm_output: bool = False
     qk_norm: bool = False
     freeze_embeddings: bool = False
+    freeze_lm_head: bool = False
     init: Annotated[Path | None, _model("draft")] = Field(None, exclude=True)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the head's parameters that stay as they start."""
+        ends = {"embed_tokens": self.freeze_embeddings, "lm_head": self.freeze_lm_head}
+        return tuple(f"{name}.weight" for name, is_frozen in ends.items() if is_frozen)
+
+    @property
+    def freezes_ends(self) -> bool:
+        """Whether the head keeps both of its ends: a new head then stores neither."""
+        return self.freeze_embeddings and self.freeze_lm_head
+
+    def facts(self) -> dict[str, Any]:
+        """What a resumed run must have in common with its checkpoint (`_used`)."""
+        return _used(self, "freeze_lm_head")
 
 
 class DataSection(_Section):
@@ -157,15 +185,8 @@ class MethodSection(_Section):
         return [self.depth_decay**depth for depth in range(self.depth)]
 
     def facts(self) -> dict[str, Any]:
-        """What a resumed run must have in common with its checkpoint.
-
-        Options younger than the first checkpoints count only where they are used.
-        """
-        facts = self.model_dump(mode="json")
-        for name in ("tv_share", "depth_weights"):
-            if facts[name] == type(self).model_fields[name].default:
-                del facts[name]
-        return facts
+        """What a resumed run must have in common with its checkpoint (`_used`)."""
+        return _used(self, "tv_share", "depth_weights")
 
 
 class CorrectionSection(_Section):

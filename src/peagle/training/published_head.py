@@ -26,8 +26,10 @@ from peagle.models.checkpoint import (
     read_head_config,
     trained_length,
 )
+from peagle.models.checkpoint.ends import FROM_TARGET_KEY
 from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.formats import verifier_of
+from peagle.models.checkpoint.packed import quantization_in
 from peagle.models.checkpoint.weights import (
     INDEX_NAME,
     WEIGHTS_NAME,
@@ -163,6 +165,11 @@ def read_head(folder: str | Path) -> PublishedHead:
     _check_entries(folder)
     resolve_model(folder, role="draft")
     config, facts = read_head_config(folder)
+    if FROM_TARGET_KEY in facts or quantization_in(read_object(folder / _CONFIG_NAME)):
+        raise CheckpointError(
+            f"The draft head {str(folder)!r} is stored compactly, as not every runtime loads it. "
+            f"Push what `peagle convert {folder} DST --format vllm --target TARGET` writes."
+        )
     tensors, source = read_tensors(folder)
     check_tensors(tensors, config, source)
     files = _published_files(folder)

@@ -24,6 +24,7 @@ from peagle.training.checkpoint_facts import (
 from peagle.training.config import TrainConfig
 
 _MOST_AUX = 3  # states of the feature, where the configuration names no layers
+_ENDS = ("embed_tokens.weight", "lm_head.weight")
 _SAVED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -107,18 +108,22 @@ def least_sizes(config: TrainConfig) -> tuple[int, int] | None:
     try:
         if config.head.init is not None:
             header = read_file_header(config.head.init / "model.safetensors")
-            in_ends, in_layers = 0, sum(prod(entry["shape"]) for entry in header.values())
-            in_embedding = 0
+            counts = {name: prod(entry["shape"]) for name, entry in header.items()}
+            in_ends = [counts.pop(name, 0) for name in _ENDS]
+            in_layers = sum(counts.values())
         else:
-            in_embedding, in_ends, in_layers = _fresh_sizes(config)
+            *in_ends, in_layers = _fresh_sizes(config)
     except (CheckpointError, OSError, ValueError, AttributeError, KeyError, TypeError):
         return None  # what loads the files says what is wrong with them
-    frozen = in_embedding if config.head.freeze_embeddings else 0
+    ends = zip(_ENDS, in_ends, strict=True)
+    frozen = sum(count for name, count in ends if name in config.head.frozen)
     states = 1 if config.optimizer.name == "muon" else 2
-    trained = in_embedding + in_ends + in_layers - frozen
+    trained = sum(in_ends) + in_layers - frozen
     moments = 2 * (trained - in_layers) + states * in_layers
-    saved = _SAVED_BYTES[config.run.save_dtype] * (trained + frozen)
-    return 4 * (trained + moments) + 2 * frozen, saved
+    stored = trained if config.head.freezes_ends else trained + frozen
+    saved = _SAVED_BYTES[config.run.save_dtype] * stored
+    width = 4 if config.run.precision == "float32" else 2
+    return 4 * (trained + moments) + width * frozen, saved
 
 
 def _fresh_sizes(config: TrainConfig) -> tuple[int, int, int]:

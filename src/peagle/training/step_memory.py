@@ -138,14 +138,20 @@ class StepShape:
         return sum(self.parameters.values())
 
     @property
+    def trained(self) -> dict[str, int]:
+        """`parameters` that are trained."""
+        frozen = self.config.head.frozen
+        return {name: n for name, n in self.parameters.items() if name not in frozen}
+
+    @property
     def num_frozen(self) -> int:
-        """Numbers in the head's embeddings, if they are frozen."""
-        return self.parameters["embed_tokens.weight"] * self.config.head.freeze_embeddings
+        """Numbers in the parameters that are not trained."""
+        return self.num_parameters - self.num_trained
 
     @property
     def num_trained(self) -> int:
         """Numbers in the parameters that are trained."""
-        return self.num_parameters - self.num_frozen
+        return sum(self.trained.values())
 
     @property
     def in_layers(self) -> dict[str, int]:
@@ -199,9 +205,13 @@ class StepShape:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the head that the run writes at its end."""
-        size = getattr(torch, self.config.run.save_dtype).itemsize
-        return size * self.num_parameters + self.buffer_bytes
+        """Bytes of the head that the run writes at its end, at most where it starts from another.
+
+        A new head whose ends are frozen does not store them.
+        """
+        size, head = getattr(torch, self.config.run.save_dtype).itemsize, self.config.head
+        is_whole = head.init is not None or not head.freezes_ends
+        return size * (self.num_parameters if is_whole else self.num_trained) + self.buffer_bytes
 
 
 def stored_dtype(data: DataSection) -> StoredDtype:
@@ -232,9 +242,9 @@ def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMem
         segments, recompute: settings of the two-pass partition; EAGLE-3 has neither.
     """
     trained, narrow = 4 * shape.num_trained, shape.dtype.itemsize < 4
-    embeddings = 0 if shape.num_frozen else shape.parameters["embed_tokens.weight"]
+    embeddings = shape.trained.get("embed_tokens.weight", 0)
     # AdamW is one kernel on a GPU; elsewhere it computes denominator and step of a parameter.
-    update = 0 if shape.device.type == "cuda" else 8 * max(shape.parameters.values())
+    update = 0 if shape.device.type == "cuda" else 8 * max(shape.trained.values())
     if shape.config.optimizer.name == "muon":
         # Momenta of the matrices of one shape, their stack, two iterates and the update.
         update = max(update, 20 * shape.head.num_layers * max(shape.in_layers.values()))
@@ -307,7 +317,7 @@ def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
         "deeper elements": layers * segment + (0 if flex else context_scores + scores),
         "keys and values lent": borrowed * lent,
         "a loss, or a layer's gradients": max(_loss_bytes(shape, graded), backward),
-        "gradients": 4 * (shape.parameters["lm_head.weight"] + gradients),
+        "gradients": 4 * (shape.trained.get("lm_head.weight", 0) + gradients),
     }
 
 
@@ -342,7 +352,7 @@ def _loss_bytes(shape: StepShape, graded: int) -> int:
     copies = 2 if shape.device.type == "cuda" else 4
     copies += 3 if shape.config.method.loss in ("tv", "kl_tv") else 0
     chunk = min(rows, graded) * ((target + draft) * size + draft * 4 * copies)
-    matrix = draft * head.hidden_size
+    matrix = shape.trained.get("lm_head.weight", 0)
     rounded = matrix * size if size < 4 else 0
     return graded * head.hidden_size * 4 * size + max(chunk, rounded) + 4 * matrix
 
@@ -366,7 +376,8 @@ def estimate_flops(shape: StepShape, recompute: bool) -> dict[str, int]:
         elements = positions + anchors * deeper
     graded, passes = anchors * (1 + deeper), 4 if recompute else 3
     width = head.num_attention_heads * head.head_dim * head.num_layers
-    vocabulary = 6 * graded * head.hidden_size * head.draft_vocab_size
+    products = 3 if "lm_head.weight" in shape.trained else 2
+    vocabulary = 2 * products * graded * head.hidden_size * head.draft_vocab_size
     target_rows = anchors * (2 if deeper else 1)
     parts = {
         # The features want no gradient.

@@ -31,6 +31,7 @@ from peagle.models.checkpoint import (
     save_drafter,
     write_json,
 )
+from peagle.models.checkpoint.ends import has_target_ends
 from peagle.models.checkpoint.weights import WEIGHTS_NAME
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetShape
@@ -141,6 +142,9 @@ class Trainer:
         built = self.inputs.build_head()
         self.drafter, self.warm_start = built.drafter, built.warm_start
         self.correction = built.correction
+        self._ends_are_targets = config.head.freezes_ends and has_target_ends(
+            self.drafter, self.target
+        )
         if config.correction.on is not None:
             self._corrected_head = head_identity(config.correction.on, self.drafter.config)
         self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
@@ -465,6 +469,7 @@ class Trainer:
                     fingerprint=self._fingerprint,
                     extra={LENGTH_KEY: longest},
                     dtype=dtype,
+                    ends_are_targets=self._ends_are_targets,
                 )
                 write_json(folder / _RECORD_NAME, record)
             self._head_sha256 = sha256_of(self._head_file)

@@ -22,8 +22,10 @@ from peagle.data.dataset import ResponseDataset
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import sha256_of
 from peagle.models.checkpoint import read_head_config, split_tensors
+from peagle.models.checkpoint.ends import ends_from_target
 from peagle.models.checkpoint.formats import verifier_of
-from peagle.models.checkpoint.head import check_fits, kept_tokens
+from peagle.models.checkpoint.head import check_fits, kept_tokens, read_head_json
+from peagle.models.checkpoint.packed import unpack_tensors
 from peagle.models.checkpoint.weights import check_tensors, read_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
@@ -115,7 +117,8 @@ class InitHead:
     Attributes:
         folder: where it was read.
         config: its shape.
-        tensors: its tensors under their checkpoint names.
+        tensors: its tensors under their checkpoint names, quantised ones unpacked.
+        from_target: names of the tensors that are its target's.
         target: name of the target that it was trained for, None if unknown.
         differences: how that target differs from the one at hand.
         warnings: what could not be checked.
@@ -124,6 +127,7 @@ class InitHead:
     folder: Path
     config: DrafterConfig
     tensors: dict[str, Tensor]
+    from_target: tuple[str, ...]
     target: str | None
     differences: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -140,7 +144,8 @@ class InitHead:
         differences, warnings = _compare(fingerprint, target, folder)
         try:
             tensors, source = read_tensors(folder)
-            check_tensors(tensors, init.config, source)
+            unpack_tensors(tensors, init.config, read_head_json(folder), source)
+            check_tensors(tensors, init.config, source, init.from_target)
         except CheckpointError as error:
             raise UserError(f"head.init: {error}") from None
         return dataclasses.replace(
@@ -160,6 +165,7 @@ class InitHead:
             config, facts = read_head_config(folder, num_target_layers=target.num_layers)
             data = facts.get("target")
             fingerprint = None if data is None else TargetFingerprint.from_json(data)
+            from_target = ends_from_target(facts, config)
             check_fits(config, target, str(folder))
         except UserError as error:
             inner = folder / "head"
@@ -168,7 +174,7 @@ class InitHead:
                 f"head.init: {error}{hint} Leave head.init out to train a new head."
             ) from None
         name = verifier_of(facts).get("name_or_path")
-        return cls(folder, config, {}, name, (), ()), fingerprint
+        return cls(folder, config, {}, from_target, name, (), ()), fingerprint
 
     @property
     def kind(self) -> str:
@@ -208,6 +214,15 @@ class InitHead:
                 f"head.init has {_toml_text(has)}. Leave head.{name} out, or leave head.init out "
                 "to train a new head."
             )
+
+    def draft_ids(self) -> Tensor | None:
+        """Return the target id of every draft id; None where the head drafts the whole vocabulary.
+
+        The rows of lm_head that the head lacks are the target's at these ids.
+        """
+        if not self.config.is_pruned:
+            return None
+        return torch.arange(self.config.draft_vocab_size) + self.tensors["d2t"]
 
     @torch.no_grad()
     def put_into(self, drafter: Drafter) -> None:
@@ -249,7 +264,7 @@ class InitHead:
             coverage=coverage,
             warnings=(
                 *self.warnings,
-                *_warnings(self.config, drafter, dataset, fresh, coverage, always),
+                *_warnings(self, drafter, dataset, fresh, coverage, always),
             ),
         )
 
@@ -305,19 +320,19 @@ def _toml_text(value: Any) -> str:
 
 
 def _warnings(
-    before: DrafterConfig,
+    init: InitHead,
     drafter: Drafter,
     dataset: ResponseDataset,
     fresh: tuple[str, ...],
     coverage: Coverage | None,
     always: Collection[int],
 ) -> list[str]:
-    now = drafter.config
+    before, now = init.config, drafter.config
     warnings = [
         f"the head has no {name} of its own: it starts as the target's, which is what serving "
         "gives such a head"
         for name in ("embed_tokens.weight", "lm_head.weight")
-        if name in fresh
+        if name in fresh and name not in init.from_target
     ]
     depth, trained = now.trained_depth, before.trained_depth
     if before.is_parallel and trained is not None and depth is not None and depth < trained:

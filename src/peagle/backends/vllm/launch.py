@@ -119,8 +119,8 @@ def flag_name(word: str) -> str | None:
 def with_head(launch: VllmLaunch) -> VllmLaunch:
     """Return the launch with the folder of its head, and whether that head drafts in parallel.
 
-    vLLM is given a hub id as it is: on several nodes each fetches it for itself. Of a GGUF file
-    vLLM is given the folder in the cache.
+    vLLM is given a hub id as it is: on several nodes each fetches it for itself. Of a GGUF file and
+    of a compact head vLLM is given a folder in the cache.
 
     Raises:
         UserError: the head is not there, or is asked for what it was not trained for.
@@ -133,6 +133,7 @@ def with_head(launch: VllmLaunch) -> VllmLaunch:
     config = launch.speculative
     if config is None or config.model is None or launch.is_parallel is not None:
         return replace(launch, is_parallel=bool(launch.is_parallel))
+    from peagle.models.checkpoint.whole import whole_head
     from peagle.models.loading import with_local_head
 
     local = with_local_head(config)
@@ -153,6 +154,9 @@ def with_head(launch: VllmLaunch) -> VllmLaunch:
             "(peagle doctor looks at the rest)."
         )
     model = _hub_id(expand_bundled(config.model, "draft"), config.revision, "model")
+    whole = str(whole_head(local.model, launch.target, launch.revision))
+    if whole != local.model:
+        local, model = replace(local, model=whole), {"model": whole, "revision": None}
     config = replace(config, num_speculative_tokens=local.num_speculative_tokens, **model)
     return replace(
         launch, speculative=config, is_parallel=head.is_parallel, head_folder=local.model

@@ -4,7 +4,7 @@
 together; `correction` is the file beside them; `convert` goes from one style to the other.
 """
 
-from peagle.models.checkpoint.convert import Conversion, convert_head
+from peagle.models.checkpoint.convert import Conversion, compact_head, convert_head
 from peagle.models.checkpoint.correction import (
     CORRECTION_NAME,
     head_identity,
@@ -30,6 +30,7 @@ __all__ = [
     "LENGTH_KEY",
     "Conversion",
     "HeadFormat",
+    "compact_head",
     "config_from_json",
     "config_to_json",
     "convert_head",

@@ -1,18 +1,46 @@
-"""A head from one style to the other, without its target and without changing a weight."""
+"""A head written anew: in the other style, whole for other runtimes, or compact.
+
+A compact head is a head in the vLLM style that only peagle loads: its ends may be its target's
+(`checkpoint.ends`), and its linear layers may be quantised. In memory it is as any other.
+"""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from peagle.errors import UserError
-from peagle.models.checkpoint.correction import CORRECTION_NAME
+import torch
+from torch import Tensor
+
+from peagle.errors import CheckpointError, UserError
+from peagle.models.checkpoint.correction import CORRECTION_NAME, copy_correction
+from peagle.models.checkpoint.ends import ENDS, FROM_TARGET_KEY, ends_from_target
 from peagle.models.checkpoint.formats import HeadFormat, format_of, verifier_of
-from peagle.models.checkpoint.head import read_head_config, read_head_json, write_head
+from peagle.models.checkpoint.head import (
+    check_fits,
+    kept_tokens,
+    read_head_config,
+    read_head_json,
+    take_from_target,
+    write_head,
+)
+from peagle.models.checkpoint.packed import (
+    StoredQuantization,
+    pack_tensors,
+    quantization_in,
+    unpack_tensors,
+)
 from peagle.models.checkpoint.weights import check_tensors, read_tensors
 from peagle.models.drafter import DrafterConfig
+from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.loading import resolve_model
+from peagle.models.target_ends import TargetEnds
+
+DEFAULT_GROUP = 32
+StoredFormat = Literal["vllm", "speculators", "compact"]
+_WHOLE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +49,10 @@ class Conversion:
 
     Attributes:
         source, destination: folders.
-        source_format, format: styles.
+        source_format, format: styles; "compact" too of the new one.
         config: shape of the head.
         target: the name of its target, None if unknown.
-        dtype: type of the weights.
+        dtype: types of the weights.
         num_tensors, num_bytes: count and size of the weights.
         notes: what a user of the new checkpoint should know.
     """
@@ -32,7 +60,7 @@ class Conversion:
     source: str
     source_format: HeadFormat
     destination: str
-    format: HeadFormat
+    format: StoredFormat
     config: DrafterConfig
     target: str | None
     dtype: str
@@ -79,51 +107,190 @@ def convert_head(
     force: bool = False,
     target: str | None = None,
 ) -> Conversion:
-    """Write the head in `source` to `destination` in the given style.
+    """Write the head in `source` to `destination` in the given style, with all of its tensors.
 
     Tensors keep their bits, type and order of rows; `midlayer.` becomes `layers.0.`, and shards
-    become one file. A correction goes with its head.
+    become one file. A compact or quantised head becomes a whole one of bfloat16: that needs its
+    target where ends of the head are the target's. A correction goes with its head.
 
     Args:
-        source: a head in either style.
+        source: a head in either style, or a compact one.
         destination: a folder that is empty or not there.
         format: "vllm" or "speculators".
         force: write into a folder that is not empty; a head in it is replaced.
+        target: name of the target to write down, in place of the one that the head has. Where ends
+            are the target's, its folder, file or hub id.
+
+    Raises:
+        UserError: the folders are one, the destination holds something, or it is not writable; the
+            target is wanted and is not given or not there.
+        CheckpointError: the head in `source` is broken, or is another target's.
+    """
+    source, destination = Path(source), Path(destination)
+    head = _Stored.read(source)
+    _check_destination(source, destination, force=force)
+    config, facts, tensors = head.config, dict(head.facts), dict(head.tensors)
+    from_target = ends_from_target(facts, config)
+    if from_target:
+        _take_ends(source, head, tensors, target)
+    elif target is not None:
+        facts["verifier"] = {"name_or_path": target, "architectures": []}
+    notes = _notes(config, format, verifier_of(facts).get("name_or_path"))
+    if FROM_TARGET_KEY in facts or head.is_quantised:
+        facts.pop(FROM_TARGET_KEY, None)
+        if config.is_pruned:
+            tensors.setdefault("t2d", kept_tokens(tensors["d2t"], config))
+        tensors = {name: _whole(name, value) for name, value in tensors.items()}
+        notes.append("the head was stored compactly: its weights are whole now, in bfloat16")
+    write_head(destination, config, facts, tensors, format)
+    return _finished(source, destination, format, head, facts, tensors, notes)
+
+
+def compact_head(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    quantization: StoredQuantization | None = None,
+    group_size: int = DEFAULT_GROUP,
+    force: bool = False,
+    target: str | None = None,
+) -> Conversion:
+    """Write the head in `source` to `destination` as a compact one.
+
+    Ends that `source` does not store stay out. Norms, mask_hidden, stored ends and the correction
+    keep their type; of the maps of a vocabulary d2t is stored alone.
+
+    Args:
+        source, destination, force: as in `convert_head`.
+        quantization: type of the linear layers, fc included; None keeps theirs.
+        group_size: inputs that share a scale.
         target: name of the target to write down, in place of the one that the head has.
 
     Raises:
-        UserError: the folders are one, the destination holds something, or it is not writable.
-        CheckpointError: the head in `source` is broken.
+        UserError: as `convert_head`; or the inputs of a layer do not divide into groups.
+        CheckpointError: the head in `source` is broken, or quantised already.
     """
     source, destination = Path(source), Path(destination)
-    data = read_head_json(source)
-    config, facts = read_head_config(source)
+    head = _Stored.read(source)
+    _check_destination(source, destination, force=force)
+    if head.is_quantised:
+        raise CheckpointError(
+            f"The head {str(source)!r} is stored quantised already. Take the head from before, or "
+            "write it whole first (--format vllm)."
+        )
+    facts, tensors, described = dict(head.facts), dict(head.tensors), None
+    facts.setdefault(FROM_TARGET_KEY, [])
     if target is not None:
         facts["verifier"] = {"name_or_path": target, "architectures": []}
-    _check_destination(source, destination, force=force)
-    tensors, weights_source = read_tensors(source)
-    check_tensors(tensors, config, weights_source)
-    name = verifier_of(facts).get("name_or_path")
-    notes = _notes(config, format, name)
-    write_head(destination, config, facts, tensors, format)
-    if (correction := source / CORRECTION_NAME).is_file():
-        shutil.copyfile(correction, destination / CORRECTION_NAME)
+    if "d2t" in tensors:
+        tensors["d2t"] = tensors["d2t"].to(torch.int32)
+        tensors.pop("t2d", None)  # it follows from d2t
+    if quantization is not None:
+        layers = [
+            name.removesuffix(".weight")
+            for name, value in tensors.items()
+            if value.dim() == 2 and name not in ENDS
+        ]
+        tensors, described = pack_tensors(tensors, {quantization: layers}, group_size)
+    write_head(destination, head.config, facts, tensors, "vllm", described)
+    types = () if quantization is None else (quantization,)
+    return _finished(source, destination, "compact", head, facts, tensors, [], types)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A head as its folder has it.
+
+    Attributes:
+        format: style of its config.json.
+        config, facts: its shape and its "peagle" object.
+        tensors: checked; quantised ones are unpacked to float32.
+        is_quantised: whether any was quantised.
+    """
+
+    format: HeadFormat
+    config: DrafterConfig
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    is_quantised: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> _Stored:
+        """Read a head.
+
+        Raises:
+            UserError: no such folder.
+            CheckpointError: the head is broken.
+        """
+        data = read_head_json(folder)
+        config, facts = read_head_config(folder)
+        tensors, source = read_tensors(folder)
+        unpack_tensors(tensors, config, data, source)
+        check_tensors(tensors, config, source, ends_from_target(facts, config))
+        return cls(format_of(data), config, facts, tensors, bool(quantization_in(data)))
+
+
+def _take_ends(source: Path, head: _Stored, tensors: dict[str, Tensor], target: str | None) -> None:
+    """Put the ends of a compact head into its tensors, from the target.
+
+    Raises:
+        UserError: no target is named, or it is not there.
+        CheckpointError: it is not the head's.
+    """
+    if target is None:
+        raise UserError(
+            f"The head {str(source)!r} does not store its {' and '.join(ENDS)}: they are its "
+            "target's. Name the target's folder or hub id with --target."
+        )
+    ends = TargetEnds.load(resolve_model(target))
+    check_fits(head.config, ends, str(source))
+    if "target" in head.facts:
+        TargetFingerprint.from_json(head.facts["target"]).check(ends, str(source))
+    take_from_target(tensors, head.config, ends)
+
+
+def _whole(name: str, value: Tensor) -> Tensor:
+    """Return a tensor as a whole head stores it."""
+    if value.is_floating_point():
+        return value.detach().to(_WHOLE_DTYPE).cpu().contiguous()
+    return value.to(torch.int64) if name == "d2t" else value
+
+
+def _finished(
+    source: Path,
+    destination: Path,
+    format: StoredFormat,
+    head: _Stored,
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    notes: list[str],
+    rounded: Collection[str] = (),
+) -> Conversion:
+    """Copy the correction of a head that is written, and say what was done.
+
+    `rounded` are the types of its quantised layers.
+    """
+    if copy_correction(source, destination, head.config):
         notes.append(
             f"{CORRECTION_NAME} is beside the head: peagle reads it, vLLM and the speculators "
             "package draft without the correction"
         )
     return Conversion(
         source=str(source),
-        source_format=format_of(data),
+        source_format=head.format,
         destination=str(destination),
         format=format,
-        config=config,
-        target=name,
-        dtype=str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        config=head.config,
+        target=verifier_of(facts).get("name_or_path"),
+        dtype=", ".join(dict.fromkeys([_name(tensors["norm.weight"]), *rounded])),
         num_tensors=len(tensors),
         num_bytes=sum(value.nbytes for value in tensors.values()),
         notes=tuple(notes),
     )
+
+
+def _name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _check_destination(source: Path, destination: Path, *, force: bool) -> None:

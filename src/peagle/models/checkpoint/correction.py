@@ -7,6 +7,7 @@ file that does, and refuses a head with tensors that it does not know.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ def save_correction(
         name: value.detach().to(dtype).cpu().contiguous()
         for name, value in correction.state_dict().items()
     }
+    _write(path, tensors, facts)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     temporary = path.with_name(path.name + ".part")
     try:
         save_tensors(temporary, tensors, {_KEY: json.dumps(facts)})
@@ -68,6 +73,31 @@ def save_correction(
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"The correction {str(path)!r} could not be written: {error}.") from None
+
+
+def copy_correction(source: Path, destination: Path, config: DrafterConfig) -> bool:
+    """Copy the correction of a head that was written anew; False if the head has none.
+
+    If the stored weights have changed by that, the copy names the new ones as its head's.
+
+    Args:
+        source, destination: folders of the head before and after.
+        config: its shape.
+
+    Raises:
+        CheckpointError: the correction cannot be read.
+        UserError: it could not be written.
+    """
+    path = source / CORRECTION_NAME
+    if not path.is_file():
+        return False
+    tensors, facts = _read(path)
+    before, after = (head_identity(folder, config) for folder in (source, destination))
+    if before != after and facts.get("head") == before:
+        _write(destination / CORRECTION_NAME, tensors, {**facts, "head": after})
+    else:
+        shutil.copyfile(path, destination / CORRECTION_NAME)
+    return True
 
 
 def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | None:

@@ -16,6 +16,12 @@ from peagle.config import require_folder
 from peagle.disk import put_in_place
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.correction import CORRECTION_NAME
+from peagle.models.checkpoint.ends import (
+    ENDS,
+    FROM_TARGET_KEY,
+    ends_from_target,
+    target_rows,
+)
 from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.formats import (
     HeadFormat,
@@ -24,7 +30,7 @@ from peagle.models.checkpoint.formats import (
     facts_from_json,
     trained_length,
 )
-from peagle.models.checkpoint.packed import hold_packed, unpack_tensors
+from peagle.models.checkpoint.packed import QUANTIZATION_KEY, hold_packed, unpack_tensors
 from peagle.models.checkpoint.weights import (
     check_tensors,
     fill,
@@ -49,6 +55,7 @@ def save_drafter(
     extra: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     format: HeadFormat = "vllm",
+    ends_are_targets: bool = False,
 ) -> None:
     """Write a head as config.json and model.safetensors.
 
@@ -63,16 +70,21 @@ def save_drafter(
         extra: further facts for the "peagle" object of config.json.
         dtype: type of the stored weights; None keeps the module's.
         format: style of the checkpoint.
+        ends_are_targets: leave out embed_tokens and lm_head, which `load_drafter` then takes from
+            the target (`checkpoint.ends.has_target_ends`).
 
     Raises:
         UserError: it could not be written.
     """
     facts = dict(extra or {})
+    if ends_are_targets:
+        facts[FROM_TARGET_KEY] = list(ENDS)
     if fingerprint is not None:
         facts["target"] = fingerprint.to_json()
     tensors = {
         name: value.detach().to(dtype if value.is_floating_point() else None).cpu().contiguous()
         for name, value in split_tensors(drafter)
+        if not (ends_are_targets and name in ENDS)
     }
     config = drafter.config
     if (length := trained_length(facts)) is not None:
@@ -87,6 +99,7 @@ def write_head(
     facts: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     format: HeadFormat,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a head with all its facts, in place of an earlier head in the folder.
 
@@ -94,11 +107,15 @@ def write_head(
     none: never the weights of one beside the config.json of the other. The correction of an
     earlier head goes: it fits no other.
 
+    `quantization` is the quantization_config that describes quantised tensors.
+
     Raises:
         UserError: it could not be written, for want of space or of permission.
     """
     data = config_to_json(config, facts, format=format)
-    data["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    data["dtype"] = str(tensors["norm.weight"].dtype).removeprefix("torch.")
+    if quantization is not None:
+        data[QUANTIZATION_KEY] = dict(quantization)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         weights = write_tensors(folder, tensors)
@@ -161,8 +178,9 @@ def load_drafter(
 ) -> Drafter:
     """Load a head for `target`, onto its device.
 
-    `embed_tokens` and `lm_head` may be absent: they are then the target's own, as in vLLM. Weights
-    of linear layers may be quantised (`models.quantization`).
+    `embed_tokens` and `lm_head` may be absent: they are then the target's own, as in vLLM, and of
+    lm_head the rows of the draft vocabulary (`checkpoint.ends`). Weights of linear layers may be
+    quantised (`models.quantization`).
 
     Args:
         folder: the head, in either style.
@@ -176,17 +194,14 @@ def load_drafter(
     """
     folder = Path(folder)
     config, facts = read_head_config(folder, num_target_layers=target.num_layers)
+    from_target = ends_from_target(facts, config)
     check_fits(config, target, str(folder))
     if check_target and "target" in facts:
         TargetFingerprint.from_json(facts["target"]).check(target, str(folder))
     tensors, source = read_tensors(folder)
     packed = unpack_tensors(tensors, config, read_head_json(folder), source)
-    check_tensors(tensors, config, source)
-    tensors.setdefault("embed_tokens.weight", target.embedding_weight())
-    if config.is_pruned:
-        tensors.setdefault("t2d", kept_tokens(tensors["d2t"], config))
-    else:
-        tensors.setdefault("lm_head.weight", target.lm_head_weight())
+    check_tensors(tensors, config, source, from_target)
+    take_from_target(tensors, config, target)
     with torch.device("meta"):  # where weights cost nothing to make
         drafter = Drafter(config).to(dtype or target.dtype)
     drafter.to_empty(device=target.device)
@@ -194,6 +209,19 @@ def load_drafter(
     if not unpack:
         hold_packed(drafter, packed)
     return drafter.requires_grad_(False).eval()
+
+
+def take_from_target(
+    tensors: dict[str, Tensor], config: DrafterConfig, target: TargetFacts
+) -> None:
+    """Put the target's rows in the place of the ends that a head does not store, and t2d."""
+    draft_ids = None
+    if config.is_pruned:
+        draft_ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
+        tensors.setdefault("t2d", kept_tokens(tensors["d2t"], config))
+    for name in ENDS:
+        if name not in tensors:
+            tensors[name] = target_rows(name, target, draft_ids)
 
 
 def kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from peagle.disk import put_in_place, sync
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_weight_map
+from peagle.models.checkpoint.ends import EMBEDDING, FROM_TARGET_KEY, LM_HEAD
 from peagle.models.checkpoint.files import save_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.quantization import is_packed
@@ -73,25 +74,29 @@ def fill(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
 # ---- checks ---------------------------------------------------------------------------------
 
 
-def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, source: str) -> None:
+def check_tensors(
+    tensors: dict[str, Tensor],
+    config: DrafterConfig,
+    source: str,
+    from_target: Collection[str] = (),
+) -> None:
     """Refuse tensors that are not those of a head of `config`.
 
-    `embed_tokens` and `lm_head` may be absent (they are then the target's), and so may `t2d`, which
-    follows from `d2t`. Maps of a head that keeps the whole vocabulary are dropped, and
-    `mask_hidden`, which may be flat, gets its shape.
+    `embed_tokens` and `lm_head` may be absent (they are then the target's, and so they are where
+    `from_target` names them), and so may `t2d`, which follows from `d2t`. Maps of a head that keeps
+    the whole vocabulary are dropped, and `mask_hidden`, which may be flat, gets its shape.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, misshapen, of the wrong type or not finite.
     """
     if is_packed({name.rpartition(".")[2] for name in tensors}):
         raise CheckpointError(
-            f"{source}: the head is stored quantised. peagle runs such heads where config.json has "
-            "their quantization_config; to convert, to publish or to train it, take the head from "
-            "before it was quantised."
+            f"{source}: the head is stored quantised, and its config.json does not say how "
+            "(quantization_config). Put the files of one export together."
         )
     expected = tensor_shapes(config)
     _drop_identity_maps(tensors, config, source)
-    absent = _may_be_absent(config)
+    absent = _may_be_absent(config) | set(from_target)
     for name, shape in expected.items():
         if name not in tensors:
             if name in absent:
@@ -100,6 +105,12 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, source: str
         if name == "mask_hidden" and tensors[name].numel() == torch.Size(shape).numel():
             tensors[name] = tensors[name].reshape(shape)
         _check_tensor(tensors[name], name, shape, source)
+    if stored := sorted(set(from_target) & set(tensors)):
+        raise CheckpointError(
+            f"{source}: tensor {stored[0]!r} is stored, and peagle.{FROM_TARGET_KEY} in "
+            "config.json says that it is the target's. Remove the name there if the head has its "
+            "own."
+        )
     if unknown := sorted(set(tensors) - set(expected)):
         raise CheckpointError(
             f"{source}: tensor {unknown[0]!r} is unknown to this head ({len(unknown)} in all). "
@@ -112,9 +123,9 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, source: str
 def _may_be_absent(config: DrafterConfig) -> set[str]:
     names = {"t2d"}
     if config.hidden_size == config.target_hidden_size:
-        names.add("embed_tokens.weight")
+        names.add(EMBEDDING)
         if not config.is_pruned:
-            names.add("lm_head.weight")
+            names.add(LM_HEAD)
     return names
 
 
