@@ -2,11 +2,13 @@
 
     python benchmarks/first_token.py
     python benchmarks/first_token.py --target TARGET --peagle HEAD --prompt 1024 --others 8
+    python benchmarks/first_token.py --shape qwen3-8b --acceptance 3.3 --prompt 1024 --others 16
 
 A plain engine and one that drafts with a P-EAGLE head take turns: each gets the same made-up
 prompts, which share nothing, and the order changes from repeat to repeat. A time ends when the step
 that has a request's first token returns. On a CPU seconds are processor time, which other programs
-do not change; on a GPU they are the clock's. --others requests decode meanwhile. Prints JSON:
+do not change; on a GPU they are the clock's. --others requests decode meanwhile. --shape takes
+random weights of a known shape, of which --acceptance says how much is accepted. Prints JSON:
 medians of both sides, and the median of the ratios of the repeats.
 """
 
@@ -15,12 +17,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from common import finish, parser, run_guarded, start
+import torch
+from common import acceptance_rates, finish, parser, run_guarded, start
+from shapes import SHAPES, make_head, make_target
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine
+from peagle.models.target import TargetModel
+
+MAX_MODEL_LEN = 4096
+KV_CACHE_GIB = 4.0
 
 
 def main() -> None:
@@ -30,13 +41,13 @@ def main() -> None:
     options.add_argument("--out", type=int, default=64, help="tokens of an answer")
     options.add_argument("--others", type=int, default=0, help="requests that decode meanwhile")
     options.add_argument("--repeats", type=int, default=7)
+    options.add_argument("--k", type=int, help="drafts a step (default: the head's)")
+    options.add_argument("--shape", choices=SHAPES, help="random weights, in place of --target")
+    options.add_argument("--acceptance", type=float, help="acceptance length; needs --k")
     args = options.parse_args()
-    target = start(args)
-    config = EngineConfig(max_num_seqs=args.others + 1, enable_prefix_caching=False)
-    engines = {
-        "plain": LLMEngine(target, config),
-        "drafting": LLMEngine(target, config, SpeculativeConfig(model=args.peagle)),
-    }
+    with TemporaryDirectory() as folder:
+        target = models(args, Path(folder))
+        engines = make_engines(args, target)
     clock = time.perf_counter if target.device.type == "cuda" else time.process_time
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for repeat in range(args.repeats + 1):
@@ -54,6 +65,36 @@ def main() -> None:
         result[f"{what}_ratio"] = round(median(ratios), 3)
         result[f"{what}_ratios"] = [round(ratio, 3) for ratio in ratios]
     finish(args, target, prompt=args.prompt, out=args.out, others=args.others, **result)
+
+
+def models(args: Any, folder: Path) -> TargetModel:
+    """Return the target; of a shape `args` get the name and the head, which `folder` takes."""
+    if args.shape is None:
+        return start(args)
+    shape, device, dtype = SHAPES[args.shape], torch.device("cuda"), torch.bfloat16
+    make_head(shape, "peagle", folder / "head", dtype, device)
+    args.target, args.peagle = f"{args.shape}, random weights", str(folder / "head")
+    return make_target(shape, folder / "tokenizer", dtype, device)
+
+
+def make_engines(args: Any, target: TargetModel) -> dict[str, LLMEngine]:
+    """Return both engines, alike but for the drafts."""
+    config = EngineConfig(
+        max_num_seqs=args.others + 1,
+        max_model_len=min(MAX_MODEL_LEN, target.max_model_len),
+        kv_cache_gib=KV_CACHE_GIB,
+        enable_prefix_caching=False,
+    )
+    drafts: dict[str, Any] = {"model": args.peagle}
+    if args.k is not None:
+        drafts["num_speculative_tokens"] = args.k
+    if args.acceptance is not None:
+        drafts["rejection_sample_method"] = "synthetic"
+        drafts["synthetic_acceptance_rates"] = acceptance_rates(args.acceptance, args.k)
+    return {
+        "plain": LLMEngine(target, config),
+        "drafting": LLMEngine(target, config, SpeculativeConfig(**drafts)),
+    }
 
 
 def measure(

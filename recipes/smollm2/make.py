@@ -39,10 +39,14 @@ class Maker:
         target: folder of the model.
         folder: takes all that is made.
         places: the GPUs, as `jobs.run_jobs` takes them.
+        overrides: KEY=VALUE of the training configurations.
     """
 
-    def __init__(self, target: str, folder: Path, places: Sequence[str]) -> None:
+    def __init__(
+        self, target: str, folder: Path, places: Sequence[str], overrides: Sequence[str] = ()
+    ) -> None:
         self._target, self._folder, self._places = target, folder, places
+        self._overrides = overrides
         self._record = folder / "minutes.json"
         self.minutes: dict[str, float] = {}
         if self._record.is_file():
@@ -124,6 +128,7 @@ class Maker:
             f"data.train={data}",
             f"data.validation={data.with_suffix('.validation.safetensors')}",
             *more,
+            *self._overrides,
         ]
         return [word for value in values for word in ("--set", value)]
 
@@ -164,10 +169,13 @@ def main() -> None:
     options.add_argument("--prompts", type=int, default=190_000, help="number of prompts (190000)")
     options.add_argument("--minutes", type=float, default=8.0, help="training of each head (8)")
     options.add_argument("--free-head", action="store_true", help="train the free head too")
+    options.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the training files"
+    )
     args = options.parse_args()
     folder = args.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    maker = Maker(str(Path(args.target).resolve()), folder, gpus())
+    maker = Maker(str(Path(args.target).resolve()), folder, gpus(), args.set)
     maker.prompts(args.prompts)
     maker.answers()
     maker.data()
