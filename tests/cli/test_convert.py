@@ -184,3 +184,39 @@ def test_commands_take_a_gguf_file(
     assert ids[0] == ids[1] == ids[2]
     # Once: the second command finds the folder.
     assert len(list((tmp_path / "cache").rglob("config.json"))) == 1
+
+
+# ---- compact heads --------------------------------------------------------------------------
+
+
+def test_a_compact_head_and_back(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    target = TargetModel.load(pair.target)
+    save_drafter(tmp_path / "head", make_drafter(target, intermediate_size=64))
+    small = ("--format", "compact", "--quantization", "int4", "--int8-layers", "fc, q_proj")
+    done = peagle("convert", tmp_path / "head", tmp_path / "c", *small, "--json")
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert (found["format"], found["dtype"]) == ("compact", "float32, int8, int4")
+    whole = peagle("convert", tmp_path / "c", tmp_path / "w", "--format", "vllm")
+    assert whole.status == 0 and "its weights are whole now, in bfloat16" in whole.err
+    names = load_file(tmp_path / "head" / "model.safetensors").keys()
+    assert load_file(tmp_path / "w" / "model.safetensors").keys() == names
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--format vllm --quantization int4", "--quantization is for --format compact; leave it"),
+        ("--format hf --group-size 32", "--group-size is for --format compact; leave it out with"),
+        ("--format compact --group-size 32", "--group-size needs --quantization; without it no"),
+        ("--format compact --int8-layers fc", "--int8-layers needs --quantization; without it"),
+        ("--format compact --quantization int8 --int8-layers x", "no linear layer 'x'; expected"),
+        ("--format compact --quantization int8 --group-size 100", "The group size is 100 and"),
+    ],
+)
+def test_options_of_compact_heads(
+    peagle: Peagle, pair: Pair, tmp_path: Path, words: str, message: str
+) -> None:
+    result = peagle("convert", pair.peagle, tmp_path / "c", *words.split())
+    assert result.status == 2 and message in result.err
+    assert not (tmp_path / "c").exists()

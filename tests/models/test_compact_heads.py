@@ -367,3 +367,27 @@ def test_a_gpu_computes_with_plain_weights(target_folder: Path, tmp_path: Path) 
     convert_head(tmp_path / "small", tmp_path / "whole", "vllm", target=str(target_folder))
     one, other = (drafted(target_folder, tmp_path / name) for name in ("small", "whole"))
     assert one == other
+
+
+def test_some_layers_get_more_bits(target_folder: Path, tmp_path: Path) -> None:
+    folder = save_compact(tmp_path / "head", target_folder)
+    before = load_file(folder / "model.safetensors")
+    done = compact_head(
+        folder, tmp_path / "mixed", quantization="int4", int8_layers=["q_proj", "fc"]
+    )
+    assert set(done.dtype.split(", ")) == {"bfloat16", "int4", "int8"}
+    drafter = weights(load_drafter(tmp_path / "mixed", TargetModel.load(target_folder)))
+    stored = load_file(tmp_path / "mixed" / "model.safetensors")
+    for name in before.keys() & drafter.keys():
+        error = float((drafter[name] - before[name].float()).norm() / before[name].float().norm())
+        last = name.split(".")[-2] if name != "mask_hidden" else ""
+        if last in ("q_proj", "fc"):
+            assert stored[name].dtype == torch.int8 and 0 < error < 0.01
+        elif name.endswith("proj.weight"):
+            assert name.replace("weight", "weight_packed") in stored and 0.03 < error < 0.12
+        else:
+            assert error == 0
+    with pytest.raises(
+        UserError, match=r"no linear layer 'k'; expected names out of fc, down_proj,"
+    ):
+        compact_head(folder, tmp_path / "no", quantization="int4", int8_layers=["k"])

@@ -61,6 +61,13 @@ def convert(
         help="Type of the linear layers of a compact head, with a scale for each group of inputs.",
         show_default="as stored",
     ),
+    int8_layers: str | None = typer.Option(
+        None,
+        metavar="NAME,...",
+        help="Layers that get INT8 beside --quantization int4, by their last names: "
+        "q_proj,k_proj,v_proj.",
+        show_default="none",
+    ),
     group_size: int | None = typer.Option(
         None,
         min=16,
@@ -78,13 +85,12 @@ def convert(
     rounded by --quantization, and become whole again with vllm or speculators. The style of SRC is
     read from its config.json. Quantised weights of a GGUF file are unpacked to bfloat16.
     """
-    if format != "compact" and (quantization is not None or group_size is not None):
-        name = "--group-size" if quantization is None else f"--quantization {quantization}"
-        raise UserError(f"{name} is for --format compact; leave it out with --format {format}.")
-    if quantization is None and group_size is not None:
-        raise UserError(
-            f"--group-size {group_size} needs --quantization; without it no layer is rounded."
-        )
+    options = {"--quantization": quantization, "--int8-layers": int8_layers}
+    given = [name for name, value in (options | {"--group-size": group_size}).items() if value]
+    if given and format != "compact":
+        raise UserError(f"{given[0]} is for --format compact; leave it out with --format {format}.")
+    if given and quantization is None:
+        raise UserError(f"{given[0]} needs --quantization; without it no layer is rounded.")
     is_file = is_gguf(Path(source).expanduser())
     if format == "hf" or is_file:
         if format != "hf" or not is_file:
@@ -103,6 +109,7 @@ def convert(
             source,
             destination,
             quantization=quantization,
+            int8_layers=[name.strip() for name in int8_layers.split(",")] if int8_layers else (),
             group_size=group_size or DEFAULT_GROUP,
             force=force,
             target=target,

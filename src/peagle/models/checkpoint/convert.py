@@ -151,6 +151,7 @@ def compact_head(
     destination: str | Path,
     *,
     quantization: StoredQuantization | None = None,
+    int8_layers: Collection[str] = (),
     group_size: int = DEFAULT_GROUP,
     force: bool = False,
     target: str | None = None,
@@ -163,11 +164,13 @@ def compact_head(
     Args:
         source, destination, force: as in `convert_head`.
         quantization: type of the linear layers, fc included; None keeps theirs.
+        int8_layers: last names of layers that get INT8 in any case ("q_proj").
         group_size: inputs that share a scale.
         target: name of the target to write down, in place of the one that the head has.
 
     Raises:
-        UserError: as `convert_head`; or the inputs of a layer do not divide into groups.
+        UserError: as `convert_head`; or the inputs of a layer do not divide into groups, or the
+            head has no layer of a name.
         CheckpointError: the head in `source` is broken, or quantised already.
     """
     source, destination = Path(source), Path(destination)
@@ -185,16 +188,37 @@ def compact_head(
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].to(torch.int32)
         tensors.pop("t2d", None)  # it follows from d2t
-    if quantization is not None:
-        layers = [
-            name.removesuffix(".weight")
-            for name, value in tensors.items()
-            if value.dim() == 2 and name not in ENDS
-        ]
-        tensors, described = pack_tensors(tensors, {quantization: layers}, group_size)
+    types = {} if quantization is None else _types_of(tensors, quantization, int8_layers)
+    if types:
+        tensors, described = pack_tensors(tensors, types, group_size)
     write_head(destination, head.config, facts, tensors, "vllm", described)
-    types = () if quantization is None else (quantization,)
     return _finished(source, destination, "compact", head, facts, tensors, [], types)
+
+
+def _types_of(
+    tensors: Mapping[str, Tensor], quantization: StoredQuantization, int8_layers: Collection[str]
+) -> dict[StoredQuantization, list[str]]:
+    """Return the linear layers of a head by the type that each gets.
+
+    Raises:
+        UserError: the head has no layer of a name in `int8_layers`.
+    """
+    layers = [
+        name.removesuffix(".weight")
+        for name, value in tensors.items()
+        if value.dim() == 2 and name not in ENDS
+    ]
+    last_names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+    if unknown := [name for name in int8_layers if name not in last_names]:
+        raise UserError(
+            f"The head has no linear layer {unknown[0]!r}; expected names out of "
+            f"{', '.join(last_names)}."
+        )
+    types: dict[StoredQuantization, list[str]] = {}
+    for layer in layers:
+        is_int8 = layer.rpartition(".")[2] in int8_layers
+        types.setdefault("int8" if is_int8 else quantization, []).append(layer)
+    return types
 
 
 @dataclass(frozen=True, slots=True)
