@@ -85,6 +85,8 @@ def convert(
         raise UserError(
             f"--group-size {group_size} needs --quantization; without it no layer is rounded."
         )
+    if format == "hf":
+        source = expand_bundled(source, "target")
     is_file = is_gguf(Path(source).expanduser())
     if format == "hf" or is_file:
         if format != "hf" or not is_file:

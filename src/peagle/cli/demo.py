@@ -20,12 +20,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from peagle.bundled import BUNDLED, expand_bundled
+from peagle.bundled import BUNDLED, expand_bundled, pair_of
 from peagle.cli import groups
 from peagle.cli.flags import Given, group, pick, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.settings import Layer, Settings
-from peagle.cli.setup import check_paths, own_target, quiet_libraries, set_threads
+from peagle.cli.setup import check_paths, quiet_libraries, set_threads
 from peagle.cli.terminal import command_prefix, printable
 from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
@@ -146,8 +146,8 @@ def demo(
 def _heads(given: Given) -> dict[str, SpeculativeConfig]:
     """Return the speculative configuration of each method, in the order in which they run."""
     target, draft, eagle3 = (given.value(key) for key in ("target", "draft", "eagle3"))
-    if (target := own_target(target)) is None:
-        draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
+    if (pair := pair_of(target)) is not None:
+        draft, eagle3 = draft or pair, eagle3 or pair
     elif draft is None:
         raise UserError(f"--target {target!r} was given without --draft: name its P-EAGLE head.")
     shared = {} if (k := given.value(_K)) is None else {"num_speculative_tokens": k}
