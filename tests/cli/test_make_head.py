@@ -127,7 +127,16 @@ def test_a_head_from_nothing_and_where_it_goes_on(
     commands.words.clear()
     again = peagle(*words, "--minutes", 10)
     assert again.status == 0 and commands.words == []
-    assert "acceptance length, whole outputs:" in again.out and result["serve"] in again.out
+    assert result["serve"] in again.out
+    ours, lookup = (
+        next(one for one in result["acceptance"] if (one["method"], one["set"]) == (name, "all"))
+        for name in ("peagle", "ngram")
+    )
+    assert (
+        f"all: {ours['tokens_per_step']:.2f} tokens a step, "
+        f"{'better' if ours['tokens_per_step'] > lookup['tokens_per_step'] else 'no better'} than "
+        f"prompt lookup ({lookup['tokens_per_step']:.2f})"
+    ) in again.out
 
     for changed, told in (
         (["--minutes", 12], "begun with minutes 10.0, now it is 12.0"),

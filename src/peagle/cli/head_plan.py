@@ -146,7 +146,7 @@ def make_head_plan(probe: Probe, minutes: float) -> HeadPlan:
         prompts=prompts,
         steps=max(LEAST_STEPS, int(train_s / probe.step_s)),
         epochs=train_s * speed / (prompts * one_tokens),
-        correction_steps=int(correction_s / probe.step_s),
+        correction_steps=round(correction_s / probe.step_s),
         eval_limit=eval_limit,
         seconds={
             "probe": probe.spent_s,

@@ -377,6 +377,7 @@ def _acceptance(file: Path) -> dict[str, Any]:
                 "k": entry.k,
                 "set": name,
                 "acceptance_length": part.length,
+                "tokens_per_step": part.tokens_per_step or 1.0,
                 "acceptance_length_before_loop": part.acceptance_length_before_loop,
             }
             for entry in entries
@@ -386,20 +387,18 @@ def _acceptance(file: Path) -> dict[str, Any]:
 
 
 def _result_lines(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Say how the head compares with prompt lookup on all prompts."""
-    pooled = [entry for entry in entries if entry["set"] == "all"]
+    """Compare the head with prompt lookup, by tokens a step: lookup does not draft at every one."""
     lines = []
-    for key, what in (
-        ("acceptance_length", "whole outputs"),
-        ("acceptance_length_before_loop", "before the first loop of an output"),
-    ):
-        figures = [(entry["method"] == NGRAM, entry[key] or 1.0) for entry in pooled]
-        ours = max((figure for is_ngram, figure in figures if not is_ngram), default=1.0)
-        lookup = max((figure for is_ngram, figure in figures if is_ngram), default=1.0)
-        verdict = "better than" if ours > lookup else "no better than"
+    for name in dict.fromkeys(entry["set"] for entry in entries):
+        rows = [entry for entry in entries if entry["set"] == name]
+        ours = next(entry for entry in rows if entry["method"] != NGRAM)
+        lookup = next(entry for entry in rows if entry["method"] == NGRAM)
+        head, other = ours["tokens_per_step"], lookup["tokens_per_step"]
+        verdict = "better than" if head > other else "no better than"
+        before = ours["acceptance_length_before_loop"]
+        early = "" if before is None else f"; before an output loops {before:.2f}"
         lines.append(
-            f"acceptance length, {what}: {ours:.2f} tokens a step, {verdict} prompt lookup "
-            f"({lookup:.2f})"
+            f"{name}: {head:.2f} tokens a step, {verdict} prompt lookup ({other:.2f}){early}"
         )
     return lines
 
