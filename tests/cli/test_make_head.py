@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +48,15 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     monkeypatch.setattr(make_head, "_PROBE_MINUTES", 0.005)
     monkeypatch.setattr(make_head, "_PROBE_PROMPTS", {"cpu": 6, "cuda": 6})
     return found
+
+
+@pytest.fixture(autouse=True)
+def _keep_handlers() -> Iterator[None]:
+    """Training takes the signals of its process, which is the tests' own here."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def kind(words: Sequence[str]) -> str:

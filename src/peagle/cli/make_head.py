@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import typer
 
+from peagle.bundled import pair_of
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.head_plan import (
     HeadPlan,
@@ -144,7 +145,9 @@ def make_head(
     say = partial(print, file=sys.stdout if text_output == 1 else sys.stderr, flush=True)
     with locked(work):
         stages = Stages(journal, options, text_output)
-        maker = _Maker(stages, output, target, prompts, head, thinking, longest, on_gpu, overrides)
+        maker = _Maker(
+            stages, output, target, folder, prompts, head, thinking, longest, on_gpu, overrides
+        )
         (output / "head.toml").write_text(_config_text(folder, head, on_gpu), encoding="utf-8")
         if not stages.done:
             say("measuring a small part of each stage; the plan follows")
@@ -173,6 +176,7 @@ class _Maker:
         stages: Stages,
         output: Path,
         target: str,
+        folder: Path,
         prompts: Path | None,
         head: str,
         thinking: bool | None,
@@ -180,7 +184,8 @@ class _Maker:
         on_gpu: bool,
         overrides: Sequence[str],
     ) -> None:
-        self._stages, self._output, self._target = stages, output, target
+        self._stages, self._output = stages, output
+        self._target, self._folder = target, folder
         self._own_prompts, self._head, self._on_gpu = prompts, head, on_gpu
         self._prompts = prompts or output / "prompts.jsonl"
         self._answers = (output / "greedy.jsonl", output / "sampled.jsonl")
@@ -321,7 +326,9 @@ class _Maker:
         )
 
     def _eval(self, limit: int) -> None:
-        words = ["eval", self._target, "--draft", str(self._output / "head")]
+        # By its name, a target of the package would bring its own heads along.
+        target = str(self._folder) if pair_of(self._target) else self._target
+        words = ["eval", target, "--draft", str(self._output / "head")]
         words += ["--set", ",".join(self._sets), "--limit", str(limit), *self._mode]
         words += ["--max-new-tokens", str(_EVAL_TOKENS), "--output", str(self._output / "eval")]
         results = self._output / "eval" / ACCEPTANCE
