@@ -4,6 +4,7 @@
 #   NO_VENV=1                no .venv at all: run $(PYTHON) (default python3) with what it has
 #   PEAGLE_VLLM_PYTHON=FILE  the python of an environment that has vLLM, in place of .venv-vllm
 #   WORKERS=3                test processes; PYTEST_ARGS, DEMO_ARGS: passed on
+#   MODEL=smollm2            model of the demo
 
 VENV := .venv
 WORKERS ?= 3
@@ -45,8 +46,8 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(RUN_ENV) ## Run the demo: plain decoding, EAGLE-3 and P-EAGLE on the bundled pair
-	@$(PEAGLE) demo $(DEMO_ARGS)
+demo: $(RUN_ENV) ## Run the demo on the bundled pair, or on a chat model with MODEL=smollm2
+	@$(PEAGLE) demo $(MODEL) $(DEMO_ARGS)
 
 # One thread per process: the workers would otherwise fight for the same cores. Each begins with a
 # half of the files, so that what the tests of a file share is made once. Without a Chromium the tests
@@ -92,7 +93,7 @@ distclean: clean ## Also remove .venv and .venv-vllm
 	rm -rf $(VENV) $(VLLM_VENV)
 
 $(RUN_STAMP): $(SETUP_INPUTS)
-	@$(SETUP) $(VENV) -e '.[serve,grammar,report]'
+	@$(SETUP) $(VENV) -e '.[serve,grammar,report,gguf]'
 	@touch $@
 
 $(DEV_STAMP): $(SETUP_INPUTS)

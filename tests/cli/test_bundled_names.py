@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peagle import LLM, SamplingParams
+from peagle import LLM, SamplingParams, bundled
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
 from peagle.cli import data, serve
 from peagle.cli.flags import Given
@@ -17,6 +17,7 @@ from peagle.cli.settings import Setting
 from peagle.cli.setup import Setup
 from peagle.config import SpeculativeConfig
 from peagle.deploy.models import source_of
+from peagle.errors import UserError
 from peagle.models.loading import resolve_model, with_local_head
 from peagle.serving.config import ServerConfig
 from peagle.training.config import TrainConfig
@@ -150,6 +151,44 @@ def test_the_server_takes_the_names() -> None:
     spec, name = serve._spec(setup, ServerConfig(), "bundled")
     assert (spec, name) == (default, default_name)
     assert sorted(spec.proposers) == ["eagle3", "peagle"]
+
+
+def test_smollm2_names_a_target_and_its_heads(
+    peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is as if the user had named the three folders."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\n")
+    common = ["-k", 2, "--set", prompts, "--max-new-tokens", 6, "--threads", 1, "--format", "json"]
+    by_folder = ["--target", pair.target, "--draft", pair.peagle, "--eagle3", pair.eagle3]
+    expected = json.loads(peagle("eval", *common, *by_folder).out)["entries"]
+    monkeypatch.setattr(bundled, "fetch_wheel_file", lambda wanted: Path(pair.target))
+    for role, folder in (("draft", pair.peagle), ("eagle3", pair.eagle3)):
+        monkeypatch.setitem(bundled.FOLDERS[role], "smollm2", Path(folder))
+    monkeypatch.setitem(bundled.FOLDERS["draft"], "smollm2-eagle3", Path(pair.eagle3))
+
+    done = peagle("eval", "smollm2", *common)
+    assert done.status == 0, done.err
+    entries = json.loads(done.out)["entries"]
+    assert [(one["method"], one["pooled"]) for one in entries] == [
+        (one["method"], one["pooled"]) for one in expected
+    ]
+    assert shown(peagle, "--target", "smollm2")["speculative"]["model"] == str(pair.peagle)
+    assert expand_bundled("smollm2-eagle3", "draft") == str(pair.eagle3)
+    spec, name = serve._spec(Setup(Given(target=Setting("smollm2", "MODEL"))), ServerConfig(), None)
+    assert (spec.target, name) == (str(pair.target), "smollm2")
+    assert sorted(spec.proposers) == ["eagle3", "peagle"]
+    file = tmp_path / "head.toml"
+    rest = 'output = "run"\n[data]\ntrain = "t.jsonl"\n[optimizer]\nsteps = 1\n'
+    file.write_text(f'target = "smollm2"\n{rest}[head]\ninit = "smollm2"\n')
+    config = TrainConfig.read(file)
+    assert (config.target, config.head.init) == (Path(pair.target), Path(pair.peagle))
+
+
+def test_a_head_that_does_not_ship_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bundled.FOLDERS["draft"], "smollm2", Path("none") / "peagle")
+    with pytest.raises(UserError, match=r"has no smollm2 peagle \('none/peagle' is not there\)"):
+        expand_bundled("smollm2", "draft")
 
 
 def test_convert_takes_the_name(peagle: Peagle, tmp_path: Path) -> None:

@@ -13,14 +13,16 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED, FOLDERS
 from peagle.cli.demo import LiveView, identity_text
 from peagle.cli.terminal import command_prefix
-from peagle.evaluation.prompts import Prompt
+from peagle.evaluation.prompts import Prompt, load_prompt_set
 from peagle.llm import StreamChunk
 from tests.cli.conftest import Pair, Peagle, environment
 from tests.conftest import byte_tokenizer
 
+PAIR2 = Path(__file__).resolve().parents[1] / "fixtures" / "pair2"
 METHODS = ["plain", "EAGLE-3", "P-EAGLE", "P-EAGLE tree"]
 
 
@@ -47,6 +49,21 @@ def test_json(peagle: Peagle, pair: Pair) -> None:
         assert len(method["unconditional_acceptance_per_pos"]) == 3
         assert method["acceptance_length"] >= 1 and method["tokens_per_s"] > 0
         assert method["different_outputs"] == []
+
+
+def test_a_chat_model_answers_questions_by_its_template(peagle: Peagle) -> None:
+    target, head = PAIR2 / "target", PAIR2 / "peagle"
+    options = ("--max-new-tokens", 12, "--limit", 1, "--dtype", "float64", "--threads", 1)
+    result = peagle("demo", target, "--draft", head, *options, "--format", "json")
+    assert result.status == 0, result.err
+    report = json.loads(result.out)
+    question = load_prompt_set("mt_bench", 1)[0]
+    assert report["prompt_set"] == "mt_bench" and report["identical_outputs"]
+    (output,) = report["outputs"]
+    llm = LLM(target, dtype="float64")
+    messages = [{"role": "user", "content": question.text}]
+    expected = llm.chat(messages, SamplingParams(max_tokens=12, temperature=0))[0]
+    assert (output["id"], output["token_ids"]) == (question.id, expected.token_ids)
 
 
 @pytest.mark.parametrize("colours", [["--no-color"], []])

@@ -108,6 +108,14 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["data", "features", "none.jsonl", "--target", "bundled", "-o", "o"], "is not there"),
     (["data", "features", "d.jsonl", "--target", "./none", "-o", "o"], "is not there"),
     (["data", "regenerate", "none.jsonl", "-o", "o.jsonl"], "is not there"),
+    (["make-head", "./none", "-o", "made"], "target model 'none' is not there"),
+    (["make-head", "bundled", "-o", "made", "--minutes", "0"], "--minutes is 0; expected a number"),
+    (
+        ["make-head", "bundled", "-o", "made", "--set", "head.layers=3"],
+        "--set: head.layers is not a known key",
+    ),
+    (["make-head", "bundled", "-o", "empty/..", "--head", "eagle3"], "did not begin it"),
+    (["make-head", "bundled", "-o", "made", "--prompts", "none.jsonl"], "is not there"),
     (["data", "regenerate", "d.jsonl", "--target", "./none", "-o", "o.jsonl"], "is not there"),
     (["convert", "./none", "out", "--format", "vllm"], "'./none' is not there"),
     (["push", "./none", "owner/name"], "'none' is not there"),
@@ -134,6 +142,7 @@ COMMANDS += [
         ["data", "features", "d.jsonl", "-o", "o", "--target"],
         ["data", "regenerate", "d.jsonl", "-o", "o.jsonl", "--target"],
         ["data", "synthesize", "--count", "1", "-o", "o.jsonl", "--target"],
+        ["make-head", "-o", "made"],
     )
 ]
 COMMANDS += [

@@ -83,7 +83,7 @@ def check_span(span: str) -> None:
     words = span.split()[1:]
     command: Any = typer.main.get_command(app)
     while words and hasattr(command, "get_command"):
-        if re.search(r"[^a-z|]", words[0]):
+        if re.search(r"[^a-z|-]|^-", words[0]):
             break
         found = [command.get_command(None, name) for name in words[0].split("|")]
         if None in found:

@@ -160,6 +160,7 @@ def test_examples_of_help_are_understood(name: str) -> None:
 
 def examples(name: str) -> list[str]:
     """The examples of a command's help page and of the commands below it."""
+    name = name.replace("-", "_")
     module = import_module(f"peagle.cli.{name}")
     found = [module.EXAMPLES] if hasattr(module, "EXAMPLES") else []
 

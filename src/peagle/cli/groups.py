@@ -15,13 +15,14 @@ MODEL = group(
     "Model",
     """
     --target MODEL = target
-        The target: a folder in Hugging Face format, a GGUF file, a hub id, or bundled. [default:
-        the bundled code model, with its P-EAGLE head]
+        The target: a folder in Hugging Face format, a GGUF file, a hub id, bundled or smollm2.
+        [default: the bundled code model, with its P-EAGLE head]
     --revision TEXT = revision
         Branch, tag or commit of the target on the hub; owner/name@revision does the same.
         [default: main]
     --draft MODEL = speculative.model
-        The draft head, P-EAGLE or EAGLE-3: a folder, a hub id, bundled or bundled-eagle3.
+        The draft head, P-EAGLE or EAGLE-3: a folder, a hub id, bundled, smollm2, or one of
+        these with -eagle3.
         [default: none with a target of your own]
     --draft-revision TEXT = speculative.revision
         Branch, tag or commit of the head on the hub. [default: main]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.bundled import BUNDLED, BUNDLED_TARGET, expand_bundled
+from peagle.bundled import BUNDLED, BUNDLED_TARGET, PAIRS, expand_bundled, pair_of
 from peagle.cli import groups
 from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
-from peagle.cli.setup import note, own_target, quiet_libraries, set_threads
+from peagle.cli.setup import note, quiet_libraries, set_threads
 from peagle.config import CandidateTrees, SamplingParams, TreeShape, require_writable_folder
 from peagle.config.engine import OF_TARGET
 from peagle.errors import UserError
@@ -148,16 +148,16 @@ def named_methods(
     named = [DecodingMethod.parse(text) for text in methods]
     if any(one.name == PLAIN for one in named):
         raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
-    own, draft = own_target(given.value("target")), given.value("speculative.model")
-    if own is None:
-        draft, eagle3 = draft or BUNDLED, eagle3 or BUNDLED
+    target, draft = given.value("target"), given.value("speculative.model")
+    if (pair := pair_of(target)) is not None:
+        draft, eagle3 = draft or pair, eagle3 or pair
     heads = [DecodingMethod("", draft)] if draft else []
     heads += [DecodingMethod(_EAGLE3, expand_bundled(eagle3, _EAGLE3))] if eagle3 else []
     heads += [one for one in named if one.source]
     if ngram or NGRAM in [one.name for one in named]:
         heads.append(DecodingMethod(NGRAM))
     if not heads:
-        raise UserError(f"There is no head to measure on {own!r}; name one with --draft.")
+        raise UserError(f"There is no head to measure on {target!r}; name one with --draft.")
     return heads
 
 
@@ -177,10 +177,9 @@ def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
     """
     from peagle.models.loading import resolve_model
 
-    own = own_target(given.value("target"))
     sources = [expand_bundled(one.source, "draft") for one in methods]
     return Found(
-        resolve_model(own or BUNDLED, given.value("revision")),
+        resolve_model(given.value("target") or BUNDLED, given.value("revision")),
         [resolve_model(one, role="draft") if one else None for one in sources],
     )
 
@@ -207,7 +206,7 @@ def load_models(
     engine = settings.build("engine")
     set_threads(given.value("threads"))
     quiet_libraries()
-    own = own_target(given.value("target"))
+    named = given.value("target")
     folder = found.target
     methods = [replace(one, source=expand_bundled(one.source, "draft")) for one in methods]
     if whole:
@@ -242,7 +241,7 @@ def load_models(
     return Models(
         target,
         folder,
-        display_name(own or str(BUNDLED_TARGET)),
+        display_name(str(BUNDLED_TARGET) if pair_of(named) == BUNDLED else named),
         every,
         engine_options | OF_TARGET,
         bool(getattr(load_tokenizer(folder), "chat_template", None)),
@@ -294,8 +293,11 @@ def _each_once(methods: Sequence[DecodingMethod]) -> list[DecodingMethod]:
 
 def display_name(source: str) -> str:
     """Return the name of a model as the user gave it, or of a bundled model its short name."""
-    path = Path(source)
-    return f"bundled/{path.name}" if path.parent == BUNDLED_TARGET.parent else source
+    root, path = BUNDLED_TARGET.parent, Path(source)
+    if not path.is_relative_to(root):
+        return source
+    parts = path.relative_to(root).parts
+    return "/".join(parts if parts[0] in PAIRS else (BUNDLED, *parts))
 
 
 # ---- results --------------------------------------------------------------------------------

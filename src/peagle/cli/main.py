@@ -24,8 +24,8 @@ from peagle.errors import UserError
 INTERRUPTED = 130
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
-# Name and one-line help of each command. The command is the function of that name in the module
-# peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
+# Name and one-line help of each command. The command is the function of that name (_ for -) in the
+# module peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
 COMMANDS = {
     "bench": "Measure throughput and latency by method, K and concurrency.",
     "catalog": "List the models with published draft heads, and what it takes to deploy them.",
@@ -37,6 +37,7 @@ COMMANDS = {
     "doctor": "Find out why a draft head accepts less than it should.",
     "eval": "Measure the acceptance of draft heads, or certify that decoding is lossless.",
     "generate": "Complete prompts of your own.",
+    "make-head": "Make a draft head for a model from nothing, in the minutes that you give.",
     "push": "Push a draft head and its model card to a Hugging Face hub.",
     "serve": "Serve a model over HTTP, compatible with OpenAI's API.",
     "train": "Train a draft head by a TOML file.",
@@ -78,10 +79,11 @@ class LazyCommand(TyperCommand):
     def load(self) -> TyperCommand | TyperGroup:
         """Import the command, which may be a group of commands."""
         assert self.name is not None
-        module = import_module(f"peagle.cli.{self.name}")
-        if isinstance(group := getattr(module, self.name), typer.Typer):
-            return cast(TyperGroup, typer.main.get_command(group))
-        return command_of(self.name, getattr(module, self.name), module.EXAMPLES)
+        name = self.name.replace("-", "_")
+        module = import_module(f"peagle.cli.{name}")
+        if isinstance(found := getattr(module, name), typer.Typer):
+            return cast(TyperGroup, typer.main.get_command(found))
+        return command_of(self.name, found, module.EXAMPLES)
 
 
 class LazyGroup(TyperGroup):

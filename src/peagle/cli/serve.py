@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from peagle.bundled import BUNDLED, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
+from peagle.bundled import BUNDLED, FOLDERS, SMOLLM2, expand_bundled
 from peagle.cli import groups
 from peagle.cli.flags import Given, takes
 from peagle.cli.settings import Layer, Setting
@@ -148,9 +148,9 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
     folder = resolve_model(setup.target, setup.settings.value("revision"))
     speculative = setup.speculative and with_local_head(setup.speculative)
     proposers = {_proposer_name(speculative): speculative}
-    is_bundled = setup.target == str(BUNDLED_TARGET)
-    if compare is None and is_bundled and speculative is not None:
-        compare = BUNDLED if speculative.model == str(BUNDLED_PEAGLE) else None
+    pair = setup.pair
+    if compare is None and pair is not None and speculative is not None:
+        compare = pair if speculative.model == str(FOLDERS["draft"][pair]) else None
     if compare is not None:
         if speculative is None:
             raise UserError(f"--compare-draft is {compare!r}; expected a --draft to compare with.")
@@ -171,7 +171,8 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
         log_format=config.log_format,
         show_memory=setup.show_memory,
     )
-    return spec, "peagle-code" if is_bundled else _model_name(setup.target)
+    names = {BUNDLED: "peagle-code", SMOLLM2: SMOLLM2}
+    return spec, names[pair] if pair is not None else _model_name(setup.target)
 
 
 def _model_name(target: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bundled import BUNDLED, Role, expand_bundled
+from peagle.bundled import BUNDLED, Role, expand_bundled, pair_of
 from peagle.cli.flags import Given
 from peagle.cli.settings import (
     FORMAT_VERSION,
@@ -52,6 +52,7 @@ class Setup:
         self.engine: EngineConfig = settings.build("engine")
         self.is_off = "no_speculation" in given
         self.speculative = None if self.is_off else _speculation(settings)
+        self.pair = pair_of(settings.value("target"))
         self.target = expand_bundled(settings.value("target") or BUNDLED, "target")
         self.threads: int | None = given.value("threads")
         self.show_memory = "show_memory" in given
@@ -171,7 +172,8 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
     """Return the speculative configuration of the settings; None decodes plainly."""
     given: dict[str, Any] = settings.section("speculative")
     if given.get("method") != "ngram" and "model" not in given:
-        if (target := own_target(settings.value("target"))) is not None:
+        target = settings.value("target")
+        if (pair := pair_of(target)) is None:
             if not given:
                 return None
             source = settings.source(f"speculative.{next(iter(given))}")
@@ -179,7 +181,7 @@ def _speculation(settings: Settings) -> SpeculativeConfig | None:
                 f"{source} was given, but no draft head for {target!r}. Name one with --draft, or "
                 "look drafts up in the text with --method ngram."
             )
-        head = Setting(expand_bundled(BUNDLED, "draft"), "default")
+        head = Setting(expand_bundled(pair, "draft"), "default")
         settings.put(Layer({"speculative.model": head}))
     return settings.build("speculative")
 
@@ -191,11 +193,6 @@ def name_target(given: Given, model: str | None) -> None:
     if "target" in given:
         raise UserError(f"{model!r} and --target were both given; leave one of them out.")
     given["target"] = Setting(model, "MODEL")
-
-
-def own_target(target: str | None) -> str | None:
-    """Return the target that was named, None where it is the bundled one, by name or by default."""
-    return None if target == BUNDLED else target
 
 
 def thinking_mode(thinking: bool | None, chat_template: bool | None) -> bool | None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from peagle.bundled import BUNDLED, expand_bundled
+from peagle.bundled import expand_bundled, pair_of
 from peagle.cli import groups, harness
 from peagle.cli.flags import Given, pick, takes
 from peagle.cli.groups import DEFAULT_LIMIT, Format, OutputFormat, Results, UseTemplate
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
-from peagle.cli.setup import check_paths, name_target, own_target
+from peagle.cli.setup import check_paths, name_target
 from peagle.cli.terminal import bright, printable
 from peagle.config import MAX_SPECULATIVE_TOKENS, CandidateTrees
 from peagle.config.speculative import MAX_TREE_NODES
@@ -143,14 +143,16 @@ def tune(
         raise UserError(f"--threshold is {threshold}; expected at least 0, like 0.03 for 3%.")
     if method is not None and acceptance is None:
         raise UserError(f"--method is {method!r}: it chooses from a file; add --acceptance.")
-    draft, own = given.value("speculative.model"), own_target(given.value("target"))
+    draft, pair = given.value("speculative.model"), pair_of(given.value("target"))
     if draft:  # a target without one is refused for that
         check_paths(given.value("target"), draft)
     if acceptance is not None and not acceptance.exists():
         raise UserError(f"--acceptance {str(acceptance)!r} is not readable: it is not there.")
-    if draft is None and own is not None:
-        raise UserError(f"--target {own!r} was given without --draft: name its draft head.")
-    draft = expand_bundled(draft or BUNDLED, "draft")
+    if draft is None and pair is None:
+        raise UserError(
+            f"--target {given.value('target')!r} was given without --draft: name its draft head."
+        )
+    draft = expand_bundled(draft or str(pair), "draft")
     prompts = harness.load_prompts([sets], limit)
     name = harness.display_name(draft)
     settings: dict[str, Any] = {

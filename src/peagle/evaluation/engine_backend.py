@@ -72,7 +72,7 @@ def release(target: TargetModel) -> None:
 
 def measure(
     llm: LLM,
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[int]],
     params: SamplingParams | Sequence[SamplingParams],
     watch: Callable[[StreamChunk], None] | None = None,
 ) -> Run:
@@ -116,7 +116,7 @@ def _collections_paused() -> Iterator[None]:
             gc.enable()
 
 
-def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str]) -> None:
+def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str | list[int]]) -> None:
     """Run each engine a little, so that the first measurement is not slower than the others."""
     for llm in llms.values():
         llm.generate(prompts, SamplingParams(max_tokens=WARM_UP_TOKENS))

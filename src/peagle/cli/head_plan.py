@@ -1,0 +1,171 @@
+"""Budgets of `peagle make-head`: what a probe measured, and the work that fits into the minutes.
+
+Training takes as long as it may and its data as little as it must: no more than `MOST_EPOCHS`
+epochs are trained, and data gets no less than `LEAST_DATA_SHARE` of the time of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.errors import UserError
+
+MOST_EPOCHS = 3.0  # more overfit (docs/experiments.md)
+LEAST_DATA_SHARE = 0.35
+CORRECTION_SHARE = 0.1  # of the time without starts
+EVAL_SHARE = 0.05
+MOST_CORRECTION_STEPS = 1100
+LEAST_STEPS = 50  # of training and of a correction, fewer of which are no head
+LEAST_EVAL_PROMPTS = 4  # of each set
+ANSWERS_PER_PROMPT = 2  # one greedy, one at a temperature
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the small first part of each stage took on this machine.
+
+    Attributes:
+        spent_s: seconds of the probe.
+        starts_s: seconds of each stage without its own work: loading, compiling, saving.
+        prompt_s: of a kept prompt; 0 where the user brings prompts.
+        answer_s: of an answer.
+        answer_tokens: training tokens of an answer, its prompt included.
+        step_s: of a training step.
+        step_tokens: training tokens of a step.
+        eval_prompt_s: of a prompt of an evaluation set, with both methods.
+        num_sets: evaluation sets.
+        has_correction: whether the head gets a correction.
+    """
+
+    spent_s: float
+    starts_s: dict[str, float]
+    prompt_s: float
+    answer_s: float
+    answer_tokens: float
+    step_s: float
+    step_tokens: float
+    eval_prompt_s: float
+    num_sets: int
+    has_correction: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """The work of each stage, and its seconds with its start.
+
+    Attributes:
+        prompts: prompts to write; each is answered `ANSWERS_PER_PROMPT` times.
+        steps: training steps, about; they are fixed when the data is there.
+        epochs: how often training sees the data.
+        correction_steps: steps of the correction, 0 without one.
+        eval_limit: prompts of each evaluation set, at most.
+        seconds: of each stage, in order; the first is the probe.
+    """
+
+    prompts: int
+    steps: int
+    epochs: float
+    correction_steps: int
+    eval_limit: int
+    seconds: dict[str, float]
+
+    def rows(self) -> list[tuple[str, float, str]]:
+        """Return stage, minutes and work of each stage, in order."""
+        answers = ANSWERS_PER_PROMPT * self.prompts
+        work = {
+            "probe": "done",
+            "synthesize": f"{self.prompts:,} prompts",
+            "regenerate": f"{answers:,} answers, half of them greedy",
+            "train": f"about {self.steps:,} steps, {self.epochs:.1f} epochs",
+            "correction": f"{self.correction_steps:,} steps",
+            "eval": f"up to {self.eval_limit:,} prompts of each set",
+        }
+        return [(name, s / 60, work.get(name, "")) for name, s in self.seconds.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON object."""
+        return {
+            "prompts": self.prompts,
+            "steps": self.steps,
+            "epochs": self.epochs,
+            "correction_steps": self.correction_steps,
+            "eval_limit": self.eval_limit,
+            "minutes": {name: seconds / 60 for name, seconds in self.seconds.items()},
+        }
+
+
+def make_head_plan(probe: Probe, minutes: float) -> HeadPlan:
+    """Return the work that fits into `minutes`, the probe and all starts included.
+
+    With x prompts, data takes c x seconds and has t x tokens, and training of r tokens/s gets the
+    rest R - c x. x is the larger one of r R / (MOST_EPOCHS t + r c), at which training sees the
+    data `MOST_EPOCHS` times, and LEAST_DATA_SHARE R / c.
+
+    Raises:
+        UserError: `minutes` have no room for the least work of a stage; it names the stage and the
+            minutes that are needed.
+    """
+    least = {
+        "train": LEAST_STEPS * probe.step_s,
+        "correction": LEAST_STEPS * probe.step_s if probe.has_correction else 0.0,
+        "eval": LEAST_EVAL_PROMPTS * probe.num_sets * probe.eval_prompt_s,
+    }
+    left = 60 * minutes - probe.spent_s
+    for name, start in probe.starts_s.items():
+        left -= start + least.get(name, 0.0)
+        if left < 0:
+            needed = probe.spent_s + sum(probe.starts_s.values()) + sum(least.values())
+            raise too_short(minutes, name, needed)
+    work = left + sum(least.values())
+    correction_s = 0.0
+    if probe.has_correction:
+        most = MOST_CORRECTION_STEPS * probe.step_s
+        correction_s = min(max(CORRECTION_SHARE * work, least["correction"]), most)
+    eval_prompts = max(EVAL_SHARE * work, least["eval"]) / probe.eval_prompt_s
+    eval_limit = max(LEAST_EVAL_PROMPTS, int(eval_prompts / probe.num_sets))
+    eval_s = min(eval_limit * probe.num_sets * probe.eval_prompt_s, EVAL_SHARE * work)
+    rest = work - correction_s - eval_s
+    speed = probe.step_tokens / probe.step_s
+    one_s = probe.prompt_s + ANSWERS_PER_PROMPT * probe.answer_s
+    one_tokens = ANSWERS_PER_PROMPT * probe.answer_tokens
+    prompts = max(
+        speed * rest / (MOST_EPOCHS * one_tokens + speed * one_s), LEAST_DATA_SHARE * rest / one_s
+    )
+    prompts = max(1, int(prompts))
+    train_s = rest - prompts * one_s
+    starts = probe.starts_s
+    seconds = {
+        "synthesize": prompts * probe.prompt_s,
+        "regenerate": prompts * ANSWERS_PER_PROMPT * probe.answer_s,
+        "train": train_s,
+        "correction": correction_s,
+        "eval": eval_s,
+    }
+    return HeadPlan(
+        prompts=prompts,
+        steps=max(LEAST_STEPS, int(train_s / probe.step_s)),
+        epochs=train_s * speed / (prompts * one_tokens),
+        correction_steps=round(correction_s / probe.step_s),
+        eval_limit=eval_limit,
+        seconds={
+            "probe": probe.spent_s,
+            **{name: start + seconds.get(name, 0.0) for name, start in starts.items()},
+        },
+    )
+
+
+def training_steps(seconds: float, step_s: float, step_tokens: float, num_tokens: int) -> int:
+    """Return the steps that fit into `seconds`, of at most `MOST_EPOCHS` epochs."""
+    most = max(1, int(MOST_EPOCHS * num_tokens / step_tokens))
+    return min(most, max(LEAST_STEPS, int(seconds / step_s)))
+
+
+def too_short(minutes: float, stage: str, needed_s: float) -> UserError:
+    """Return the error of minutes that have no room for a stage."""
+    needed = 1.05 * needed_s / 60
+    return UserError(
+        f"--minutes is {minutes:g}, too short for the stage {stage!r}: this machine needs at least "
+        f"{max(needed, 0.1):.1f} minutes for the least work of all stages. Give more --minutes, or "
+        "a smaller target."
+    )

@@ -1,0 +1,458 @@
+"""`peagle make-head`: from a model without data to a draft head, by the other commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import typer
+
+from peagle.bundled import pair_of
+from peagle.cli.groups import Format, OutputFormat
+from peagle.cli.head_plan import (
+    HeadPlan,
+    Probe,
+    make_head_plan,
+    training_steps,
+)
+from peagle.cli.setup import check_paths, quiet_libraries
+from peagle.cli.stages import Stage, Stages
+from peagle.cli.terminal import command_prefix
+from peagle.config import require_writable_folder
+from peagle.disk import locked
+from peagle.errors import UserError
+from peagle.evaluation.decoding_methods import NGRAM
+from peagle.results import ACCEPTANCE, AcceptanceResults, read_document
+
+EXAMPLES = """
+A head for the chat model that the name smollm2 fetches, in 20 minutes:
+  peagle make-head smollm2 --output made
+
+A head for a model of your own of which you have no data, in 20 minutes:
+  peagle make-head ./Qwen3-0.6B --no-thinking --output qwen
+
+An EAGLE-3 head, on prompts of your own, in an hour:
+  peagle make-head ./Qwen3-0.6B --no-thinking --output qwen --head eagle3 --prompts prompts.jsonl \\
+      --minutes 60
+
+Another value of the training configuration, as in `peagle train`:
+  peagle make-head ./Qwen3-0.6B --no-thinking --output qwen --set head.draft_vocab_size=32000
+
+Interrupted? The same command again goes on where it was.
+"""
+HEADS = Literal["peagle", "eagle3"]
+_PROBE_MINUTES = 0.2  # of training
+_PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # some for each sequence of the engine's batch
+_TEMPERATURE = 0.7  # of half of the answers; the others are greedy
+_EVAL_TOKENS = 256
+_EVAL_AT_ONCE = 16
+_VALIDATION_SHARE = 0.03
+_VALIDATIONS = 3
+_SAVES = 6
+_STAGES = ("synthesize", "greedy", "sampled", "prepare", "train", "correction", "eval")
+_FREEZE = ("head.freeze_embeddings=true", "head.freeze_lm_head=true")
+
+
+def make_head(
+    target: str = typer.Argument(
+        ...,
+        metavar="TARGET",
+        help="The target: a folder, a GGUF file, a hub id, bundled or smollm2.",
+    ),
+    output: Path = typer.Option(
+        ..., "--output", "-o", help="Folder of the data, the head (in head/) and the results."
+    ),
+    minutes: float = typer.Option(20.0, help="Minutes that all stages may take together."),
+    head: HEADS = typer.Option("peagle", help="Kind of the head."),
+    prompts: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Prompts to answer, as `peagle data regenerate` reads them.",
+        show_default="prompts that the target writes itself",
+    ),
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Thinking mode in which the head will serve; needed if the chat template has one.",
+        show_default=False,
+    ),
+    max_new_tokens: int | None = typer.Option(
+        None,
+        min=16,
+        help="Largest number of tokens of an answer.",
+        show_default="512 on a GPU, else 256",
+    ),
+    freeze: bool = typer.Option(
+        False, "--freeze", help="Keep the target's own rows as the head's embeddings and lm_head."
+    ),
+    overrides: list[str] | None = typer.Option(
+        None,
+        "--set",
+        metavar="KEY=VALUE",
+        help="Value of the training configuration; may be repeated.",
+    ),
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Make a draft head for a model from nothing, in the minutes that you give.
+
+    The target writes prompts and answers them, half greedily and half at temperature 0.7; a head is
+    trained on the answers for at most 3 epochs, gets a correction if it is a P-EAGLE head, and is
+    compared with prompt lookup. A small part of each stage is measured first, and a plan with the
+    minutes of all stages is printed. Each stage is a command of peagle, shown as it runs. The same
+    command goes on where it was stopped.
+    """
+    if not minutes > 0:
+        raise UserError(f"--minutes is {minutes:g}; expected a number above 0.")
+    require_writable_folder(output, "--output")
+    work = output / "make-head"
+    journal = work / "journal.json"
+    if output.is_dir() and any(output.iterdir()) and not work.is_dir():
+        raise UserError(
+            f"--output {str(output)!r} is not empty, and `peagle make-head` did not begin it; "
+            "choose a new folder."
+        )
+    if prompts is not None:
+        from peagle.data.readers import parts_of
+
+        parts_of(prompts)  # refuses what is not there
+    overrides = [*(_FREEZE if freeze else ()), *(overrides or ())]
+    _check_overrides(head, overrides)
+    check_paths(target)
+    from peagle.models.loading import resolve_model
+
+    folder = resolve_model(target)
+    quiet_libraries()
+    from peagle.engine.placement import resolve_device
+
+    on_gpu = resolve_device("auto").type == "cuda"
+    longest = max_new_tokens or (512 if on_gpu else 256)
+    options = {
+        "target": target,
+        "head": head,
+        "prompts": None if prompts is None else str(prompts.absolute()),
+        "thinking": thinking,
+        "max_new_tokens": longest,
+        "set": overrides,
+    }
+    text_output = 1 if output_format is OutputFormat.TEXT else 2
+    say = partial(print, file=sys.stdout if text_output == 1 else sys.stderr, flush=True)
+    with locked(work):
+        stages = Stages(journal, options, text_output)
+        maker = _Maker(
+            stages, output, target, folder, prompts, head, thinking, longest, on_gpu, overrides
+        )
+        (output / "head.toml").write_text(_config_text(folder, head, on_gpu), encoding="utf-8")
+        if not stages.done:
+            say("measuring a small part of each stage; the plan follows")
+        probe = maker.probe()
+        plan = make_head_plan(probe, minutes)
+        stages.fix({"minutes": minutes})
+        say(_plan_text(plan, minutes, probe))
+        maker.make(plan, probe, minutes)
+    serve = f"{command_prefix()} serve {target} --draft {output / 'head'}"
+    results = _acceptance(output / "eval" / ACCEPTANCE)["entries"]
+    if output_format is OutputFormat.JSON:
+        facts = {"head": str(output / "head"), "serve": serve, "minutes": stages.seconds() / 60}
+        facts |= {"plan": plan.to_json(), "acceptance": results}
+        print(json.dumps(facts | {"stages": [asdict(stage) for stage in stages.done]}, indent=2))
+        return
+    for line in _result_lines(results):
+        say(line)
+    say(f"done in {stages.seconds() / 60:.1f} minutes; serve it:\n  {serve}")
+
+
+class _Maker:
+    """The stages of a run: their commands, in the folder of the output."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        output: Path,
+        target: str,
+        folder: Path,
+        prompts: Path | None,
+        head: str,
+        thinking: bool | None,
+        longest: int,
+        on_gpu: bool,
+        overrides: Sequence[str],
+    ) -> None:
+        self._stages, self._output = stages, output
+        self._target, self._folder = target, folder
+        self._own_prompts, self._head, self._on_gpu = prompts, head, on_gpu
+        self._prompts = prompts or output / "prompts.jsonl"
+        self._answers = (output / "greedy.jsonl", output / "sampled.jsonl")
+        self._config, self._work = output / "head.toml", output / "make-head"
+        self._longest = longest
+        self._mode: list[str] = []
+        if thinking is not None:
+            self._mode = ["--thinking" if thinking else "--no-thinking"]
+        self._overrides = [word for one in overrides for word in ("--set", one)]
+
+    # ---- the stages --------------------------------------------------------------------------
+
+    def probe(self) -> Probe:
+        """Run a small part of each stage, as the first part of it where it can go on."""
+        count = _PROBE_PROMPTS["cuda" if self._on_gpu else "cpu"]
+        at_once = 256 if self._on_gpu else 16
+        prompt_s, starts = 0.0, {}
+        if self._own_prompts is None:
+            stage = self._synthesize("probe of synthesize", count)
+            done = stage.result
+            prompt_s = done["seconds"] / max(1, done["kept"] - done["resumed"])
+            starts["synthesize"] = stage.seconds - done["seconds"]
+        stage = self._regenerate("probe of regenerate", self._answers[0], count)
+        start, done = stage.seconds - stage.result["seconds"], stage.result
+        answers = max(1, done["answers"])
+        answer_s = done["seconds"] / answers
+        starts["regenerate"] = 2 * start
+        prepared = self._work / "train.safetensors"
+        stage = self._prepare("probe of prepare", self._answers[:1], prepared, 0.1)
+        starts["prepare"] = stage.seconds
+        answer_tokens = stage.result["tokens"] / max(1, stage.result["answers"])
+        stage = self._train_probe(prepared)
+        trained = stage.result
+        step_tokens = trained["tokens_per_step"]
+        step_s = step_tokens / trained["tokens_per_s"]
+        starts["train"] = stage.seconds - trained["step"] * step_s
+        has_correction = self._head == "peagle"
+        if has_correction:
+            starts["correction"] = starts["train"]
+        starts["eval"] = 1.5 * start  # two engines, one target
+        share = min(_EVAL_TOKENS / max(1.0, done["tokens"] / answers), 2.0)
+        return Probe(
+            self._stages.seconds(without=_STAGES),
+            starts,
+            prompt_s,
+            answer_s,
+            answer_tokens,
+            step_s,
+            step_tokens,
+            2 * answer_s * share * at_once / _EVAL_AT_ONCE,
+            len(self._sets),
+            has_correction,
+        )
+
+    def make(self, plan: HeadPlan, probe: Probe, minutes: float) -> None:
+        """Run all stages in full."""
+        if self._own_prompts is None:
+            self._synthesize("synthesize", plan.prompts, [self._prompts])
+        for name, path in zip(("greedy", "sampled"), self._answers, strict=True):
+            self._regenerate(name, path, plan.prompts, [path])
+        prepared = self._output / "train.safetensors"
+        stage = self._prepare("prepare", self._answers, prepared, _VALIDATION_SHARE)
+        later = sum(plan.seconds.get(name, 0.0) for name in ("correction", "eval"))
+        spent = self._stages.seconds(without=("train", "correction", "eval"))
+        left = 60 * minutes - spent - probe.starts_s["train"] - later
+        steps = training_steps(left, probe.step_s, probe.step_tokens, stage.result["tokens"])
+        self._train(steps)
+        if plan.correction_steps:
+            self._correct(plan.correction_steps)
+        self._eval(plan.eval_limit)
+
+    # ---- their commands ----------------------------------------------------------------------
+
+    def _synthesize(self, name: str, count: int, outputs: Sequence[Path] = ()) -> Stage:
+        words = ["data", "synthesize", "--target", self._target, "--count", str(count)]
+        words += ["--no-speculation", "--output", str(self._prompts), *self._mode]
+        return self._stages.run(name, [*words, "--format", "json"], outputs)
+
+    def _regenerate(self, name: str, path: Path, count: int, outputs: Sequence[Path] = ()) -> Stage:
+        temperature = 0 if path == self._answers[0] else _TEMPERATURE
+        words = ["data", "regenerate", str(self._prompts), "--target", self._target]
+        words += ["--limit", str(count), "--temperature", f"{temperature:g}"]
+        words += ["--max-new-tokens", str(self._longest), "--no-speculation", *self._mode]
+        return self._stages.run(name, [*words, "--output", str(path), "--format", "json"], outputs)
+
+    def _prepare(self, name: str, answers: Sequence[Path], prepared: Path, share: float) -> Stage:
+        words = ["data", "prepare", *map(str, answers), "--target", self._target]
+        words += ["--output", str(prepared), "--validation-share", f"{share:g}", *self._mode]
+        words += ["--max-length", "2048", "--overwrite", "--format", "json"]
+        return self._stages.run(
+            name, words, [prepared, prepared.with_suffix(".validation.safetensors")]
+        )
+
+    def _train_probe(self, prepared: Path) -> Stage:
+        trial = self._work / "trial"
+        if self._stages.find("probe of train") is None:
+            shutil.rmtree(trial, ignore_errors=True)
+        validation = prepared.with_suffix(".validation.safetensors")
+        words = ["train", str(self._config), "--output", str(trial)]
+        for override in (
+            f"data.train={prepared.absolute()}",
+            f"data.validation={validation.absolute()}",
+            f"run.minutes={_PROBE_MINUTES}",
+            "run.log_every=1",
+        ):
+            words += ["--set", override]
+        stage = self._stages.run(
+            "probe of train",
+            [*words, *self._overrides],
+            result=partial(_last_report, trial / "metrics.jsonl"),
+        )
+        shutil.rmtree(trial, ignore_errors=True)
+        return stage
+
+    def _train(self, steps: int) -> None:
+        words = ["train", str(self._config), "--set", f"optimizer.steps={steps}"]
+        words += ["--set", f"run.validate_every={-(-steps // _VALIDATIONS)}"]
+        words += ["--set", f"run.save_every={-(-steps // _SAVES)}", *self._overrides]
+        head = self._output / "head"
+        self._stages.run(
+            "train",
+            words,
+            [head / "model.safetensors", head / "config.json"],
+            result=partial(_record, self._output / "train.json"),
+            going_on=_resumed(self._output),
+        )
+
+    def _correct(self, steps: int) -> None:
+        words = ["train", str(self._config), "--correction-on", str(self._output / "head")]
+        words += ["--set", f"correction.steps={steps}"]
+        words += ["--set", f"run.validate_every={-(-steps // _VALIDATIONS)}", *self._overrides]
+        folder = self._output / "correction"
+        self._stages.run(
+            "correction",
+            words,
+            result=partial(_record, folder / "train.json"),
+            going_on=_resumed(folder),
+        )
+
+    def _eval(self, limit: int) -> None:
+        # By its name, a target of the package would bring its own heads along.
+        target = str(self._folder) if pair_of(self._target) else self._target
+        words = ["eval", target, "--draft", str(self._output / "head")]
+        words += ["--set", ",".join(self._sets), "--limit", str(limit), *self._mode]
+        words += ["--max-new-tokens", str(_EVAL_TOKENS), "--output", str(self._output / "eval")]
+        results = self._output / "eval" / ACCEPTANCE
+        self._stages.run("eval", words, [results], result=partial(_acceptance, results))
+
+    @property
+    def _sets(self) -> list[str]:
+        """The evaluation sets: conversations too if the target answers in a conversation."""
+        side = self._answers[0].with_suffix(".jsonl.meta.json")
+        is_chat = json.loads(side.read_text(encoding="utf-8"))["options"]["chat"]
+        return ["humaneval", "mt_bench"] if is_chat else ["humaneval"]
+
+
+def _check_overrides(head: str, overrides: Sequence[str]) -> None:
+    """Refuse values of the training configuration that are not understood.
+
+    Raises:
+        UserError: naming the key.
+    """
+    from peagle.training.config import TrainConfig
+
+    with TemporaryDirectory() as folder:
+        config = Path(folder) / "head.toml"
+        config.write_text(_config_text(Path(folder), head, False), encoding="utf-8")
+        try:
+            TrainConfig.read(config, [f"run.minutes={_PROBE_MINUTES}", *overrides])
+        except UserError as error:
+            raise UserError(str(error).replace(repr(str(config)), "--set")) from None
+
+
+def _resumed(folder: Path) -> list[str]:
+    """Return the option that lets `peagle train` go on, if there is a checkpoint."""
+    return ["--resume"] if (folder / "checkpoint").is_dir() else []
+
+
+def _last_report(metrics: Path) -> dict[str, Any]:
+    reports = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    return [report for report in reports if report["kind"] == "train"][-1]
+
+
+def _record(file: Path) -> dict[str, Any]:
+    record = json.loads(file.read_text(encoding="utf-8"))
+    return {name: record[name] for name in ("steps", "epochs", "seconds", "best")}
+
+
+def _acceptance(file: Path) -> dict[str, Any]:
+    """Return the acceptance of each method by prompt set, whole and before loops."""
+    entries = read_document(file, AcceptanceResults).entries
+    return {
+        "entries": [
+            {
+                "method": entry.method,
+                "k": entry.k,
+                "set": name,
+                "acceptance_length": part.length,
+                "tokens_per_step": part.tokens_per_step or 1.0,
+                "acceptance_length_before_loop": part.acceptance_length_before_loop,
+            }
+            for entry in entries
+            for name, part in {**entry.by_set, "all": entry.pooled}.items()
+        ]
+    }
+
+
+def _result_lines(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Compare the head with prompt lookup, by tokens a step: lookup does not draft at every one."""
+    lines = []
+    for name in dict.fromkeys(entry["set"] for entry in entries):
+        rows = [entry for entry in entries if entry["set"] == name]
+        ours = next(entry for entry in rows if entry["method"] != NGRAM)
+        lookup = next(entry for entry in rows if entry["method"] == NGRAM)
+        head, other = ours["tokens_per_step"], lookup["tokens_per_step"]
+        verdict = "better than" if head > other else "no better than"
+        before = ours["acceptance_length_before_loop"]
+        early = "" if before is None else f"; before an output loops {before:.2f}"
+        lines.append(
+            f"{name}: {head:.2f} tokens a step, {verdict} prompt lookup ({other:.2f}){early}"
+        )
+    return lines
+
+
+def _plan_text(plan: HeadPlan, minutes: float, probe: Probe) -> str:
+    rows = plan.rows()
+    total = sum(minutes for _, minutes, _ in rows)
+    lines = [f"plan for {minutes:g} minutes:"]
+    lines += [f"  {name:<12}{minutes:>6.1f} min  {work}".rstrip() for name, minutes, work in rows]
+    speeds = (
+        f"measured: {1 / probe.answer_s:,.1f} answers/s, "
+        f"{probe.step_tokens / probe.step_s:,.0f} tokens/s of training"
+    )
+    return "\n".join([*lines, f"  {'all':<12}{total:>6.1f} min  {speeds}"])
+
+
+def _config_text(target: Path, head: str, on_gpu: bool) -> str:
+    """Return the training configuration; steps and intervals are options of the commands."""
+    is_parallel = head == "peagle"
+    return f"""\
+# Written by `peagle make-head`, whose commands add the number of steps. Paths are relative to this
+# file.
+target = {json.dumps(str(target.absolute()))}
+output = "."
+
+[head]
+num_layers = {4 if is_parallel else 1}
+
+[data]
+train = "train.safetensors"
+validation = "train.validation.safetensors"
+max_length = 2048
+batch_tokens = {32768 if on_gpu else 1024}
+length_multiple = {128 if on_gpu else 64}
+
+[method]
+name = "{head}"
+depth = 8
+cod_ratio = 0.7
+cod_floor = 0.2
+
+[optimizer]
+name = "muon"
+learning_rate = 5e-3
+warmup_ratio = {0.02 if on_gpu else 0.05}
+
+[run]
+validation_temperature = 0.0
+log_every = {20 if on_gpu else 5}
+"""

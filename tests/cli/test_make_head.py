@@ -1,0 +1,230 @@
+"""`peagle make-head`: its stages, run in this process on a tiny target, and where it goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peagle.cli import make_head, stages
+from peagle.cli.main import run
+from tests.cli.conftest import Peagle, environment
+from tests.conftest import make_target_folder
+
+
+class Commands:
+    """Runs the stages in this process, and keeps their words; one of them may fail."""
+
+    def __init__(self) -> None:
+        self.words: list[list[str]] = []
+        self.fails: Callable[[list[str]], bool] = lambda words: False
+
+    @contextmanager
+    def start(self, words: Sequence[str], output: int) -> Iterator[Any]:
+        self.words.append(list(words))
+        text, status = io.StringIO(), 3
+        if not self.fails(list(words)):
+            with redirect_stdout(text):
+                status = run(list(words))
+        yield SimpleNamespace(communicate=lambda: (text.getvalue(), None), returncode=status)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    found = Commands()
+    monkeypatch.setattr(stages, "_stoppable", found.start)
+    monkeypatch.setattr(make_head, "_PROBE_MINUTES", 0.005)
+    monkeypatch.setattr(make_head, "_PROBE_PROMPTS", {"cpu": 6, "cuda": 6})
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _keep_handlers() -> Iterator[None]:
+    """Training takes the signals of its process, which is the tests' own here."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def kind(words: Sequence[str]) -> str:
+    """A command and the file that it writes."""
+    output = next((words[i + 1] for i, word in enumerate(words) if word == "--output"), "")
+    return " ".join([*words[: 2 if words[0] == "data" else 1], Path(output).name]).strip()
+
+
+OPTIONS = [
+    *("--max-new-tokens", 24, "--set", "head.num_layers=1", "--set", "method.depth=3"),
+    *("--set", "data.batch_tokens=256", "--set", "data.length_multiple=8"),
+]
+
+
+def test_a_head_from_nothing_and_where_it_goes_on(
+    peagle: Peagle,
+    commands: Commands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "made"
+    target_folder = make_target_folder(tmp_path / "target", max_position_embeddings=1024)
+    words = ["make-head", target_folder, "--output", out, *OPTIONS]
+    commands.fails = lambda words: "--correction-on" in words
+    # All but the minutes of the plan is real: this plan is as short as a test must be.
+    real = make_head.make_head_plan
+
+    def short(probe: Any, minutes: float) -> Any:
+        plan = real(probe, minutes)
+        return replace(plan, prompts=10, correction_steps=3, eval_limit=1)
+
+    monkeypatch.setattr(make_head, "make_head_plan", short)
+    monkeypatch.setattr(make_head, "training_steps", lambda *_: 6)
+    stopped = peagle(*words, "--minutes", 10)
+    assert stopped.status == 3
+    assert "the stage 'correction' ended with status 3" in stopped.err
+    assert [kind(one) for one in commands.words] == [
+        "data synthesize prompts.jsonl",
+        "data regenerate greedy.jsonl",
+        "data prepare train.safetensors",
+        "train trial",
+        "data synthesize prompts.jsonl",
+        "data regenerate greedy.jsonl",
+        "data regenerate sampled.jsonl",
+        "data prepare train.safetensors",
+        "train",
+        "train",
+    ]
+    for line in commands.words:
+        assert f"peagle {shlex.join(line)}" in stopped.err
+    # Half of the answers are greedy.
+    at = {
+        kind(one): one[one.index("--temperature") + 1]
+        for one in commands.words[1:7]
+        if "--temperature" in one
+    }
+    assert at == {"data regenerate greedy.jsonl": "0", "data regenerate sampled.jsonl": "0.7"}
+    assert len((out / "prompts.jsonl").read_text().splitlines()) == 10
+    assert not (out / "make-head" / "trial").exists()
+
+    # A file of a whole stage is gone: that stage runs again, and so do those that are missing.
+    (out / "greedy.jsonl").unlink()
+    commands.words.clear()
+    commands.fails = lambda words: False
+    done = peagle(*words, "--minutes", 10, "--format", "json")
+    assert done.status == 0, done.err
+    assert [kind(one) for one in commands.words] == [
+        "data regenerate greedy.jsonl",
+        "train",
+        "eval eval",
+    ]
+    result = json.loads(done.out)
+    assert result["serve"].endswith(f"serve {target_folder} --draft {out / 'head'}")
+    assert {entry["method"] for entry in result["acceptance"]} == {"peagle", "ngram"}
+    assert [one["name"] for one in result["stages"]][-3:] == ["greedy", "correction", "eval"]
+
+    # All is done: nothing runs, and the same is told.
+    commands.words.clear()
+    again = peagle(*words, "--minutes", 10)
+    assert again.status == 0 and commands.words == []
+    assert result["serve"] in again.out
+    ours, lookup = (
+        next(one for one in result["acceptance"] if (one["method"], one["set"]) == (name, "all"))
+        for name in ("peagle", "ngram")
+    )
+    assert (
+        f"all: {ours['tokens_per_step']:.2f} tokens a step, "
+        f"{'better' if ours['tokens_per_step'] > lookup['tokens_per_step'] else 'no better'} than "
+        f"prompt lookup ({lookup['tokens_per_step']:.2f})"
+    ) in again.out
+
+    for changed, told in (
+        (["--minutes", 12], "begun with minutes 10.0, now it is 12.0"),
+        (["--minutes", 10, "--head", "eagle3"], "begun with head 'peagle', now it is 'eagle3'"),
+    ):
+        other = peagle(*words, *changed)
+        assert other.status == 2 and told in other.err, other.err
+
+
+def test_too_few_minutes_end_it_before_the_work(
+    peagle: Peagle, commands: Commands, target_folder: Path, tmp_path: Path
+) -> None:
+    words = ["make-head", target_folder, "--output", tmp_path / "made", *OPTIONS]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"say {number} things\n" for number in range(8)))
+    words += ["--prompts", prompts, "--head", "eagle3"]
+    short = peagle(*words, "--minutes", 0.001)
+    assert short.status == 2 and "--minutes is 0.001, too short for the stage" in short.err
+    assert kind(commands.words[0]) == "data regenerate greedy.jsonl"
+    assert len(commands.words) == 3
+    # Other minutes go on with what was measured.
+    commands.words.clear()
+    assert peagle(*words, "--minutes", 0.002).status == 2
+    assert commands.words == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--minutes", "0"], "--minutes is 0; expected a number above 0"),
+        (["--set", "head.layers=3"], "--set: head.layers is not a known key"),
+        (["--prompts", "none.jsonl"], "'none.jsonl' is not there"),
+        (["--output", "full"], "is not empty, and `peagle make-head` did not begin it"),
+        (["--output", "file"], "file"),
+    ],
+)
+def test_mistakes_are_refused_at_once(
+    peagle: Peagle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "other").touch()
+    (tmp_path / "file").touch()
+    refused = peagle("make-head", "bundled", "--output", "made", *words)
+    assert refused.status == 2 and told in refused.err, refused.err
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.json"
+    journal.write_text("{")
+    with pytest.raises(stages.UserError, match=r"journal.json' is damaged"):
+        stages.Stages(journal, {}, 2)
+
+
+def test_a_stopped_run_leaves_no_command_behind(tmp_path: Path) -> None:
+    """SIGTERM reaches the command of the stage, which saves; then this process ends with 130."""
+    words = ["make-head", "bundled", "--output", str(tmp_path / "made")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "peagle", *words],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "loading the model" in line:
+            break
+    children = children_of(process.pid)
+    assert len(children) == 1
+    process.terminate()
+    assert process.wait(60) == 130
+    until = time.monotonic() + 10
+    while time.monotonic() < until and Path(f"/proc/{children[0]}").exists():
+        time.sleep(0.05)
+    assert not Path(f"/proc/{children[0]}").exists()
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
