@@ -18,6 +18,7 @@ from tests.cli.conftest import environment
 from tests.gguf_files import LLAMA, gguf_bytes
 
 OWN = ["--target", "./none", "--draft", "bundled"]
+TREES = ["--draft", "bundled", "--parallel-drafting-spec"]
 PREPARED = ["d.jsonl", "--target", "bundled", "-o", "o.jsonl"]
 COMMANDS: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--target", "./none"], "target model 'none' is not there"),
@@ -26,6 +27,13 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["generate", "--prompts", "none.txt"], "'none.txt' is not readable"),
     (["generate", "--prompt", "x", "--json-schema", "none.json"], "'none.json' is not readable"),
     (["generate", "--prompt", "x", "--json-object"], install_extra("grammar")),
+    (["generate", "--prompt", "x", *TREES, '{"prediction_depth": 9}'], "is 9; expected at most 8"),
+    (["generate", "--prompt", "x", *TREES, "{}", "-k", "9"], "is 9; expected at most 8, which"),
+    (["generate", "--show-config", *TREES, '{"prediction_depth": 9}'], "is 9; expected at most 8"),
+    (
+        ["generate", "--prompt", "x", "--draft", "bundled-eagle3", *TREES[2:], "{}"],
+        "is an autoregressive EAGLE-3 head",
+    ),
     (["chat", "--target", "./none"], "target model 'none' is not there"),
     (["chat"], "The bundled code model has no chat template"),
     (["chat", "--target", "./model"], "'./model' has no chat template"),
