@@ -52,6 +52,14 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 DEPTH_KEY = "num_speculative_tokens_trained"  # of the "peagle" object of config.json
 
 
+def is_parallel(data: Any) -> bool:
+    """Return whether a config.json is that of a P-EAGLE head, which names a mask token."""
+    if not isinstance(data, Mapping):
+        return False
+    kind = data.get("speculators_model_type")
+    return kind == "peagle" or (kind is None and any(data.get(k) is not None for k in MASK_KEYS))
+
+
 def default_depth(trained: int | None) -> int:
     """Return K where none is given: the trained depth, at most 7; 7 where it is not known."""
     return min(trained or DEFAULT_DEPTH, DEFAULT_DEPTH)
@@ -107,8 +115,12 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     depth = depth if type(depth) is int and depth >= 1 else None
     if shape is not None:
         trees = CandidateTrees.parse(shape, k or default_depth(depth))
-        if isinstance(data, Mapping) and data:
-            _check_kind(data, config.model)
+        if data and not is_parallel(data):
+            raise UserError(
+                f"parallel_drafting_spec asks for candidate trees, but {config.model!r} is an "
+                "autoregressive EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name "
+                "such a head, or leave it out: chains."
+            )
         check_tree_depth(trees, depth, config.model)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
@@ -117,18 +129,6 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
         config,
         num_speculative_tokens=k or default_depth(depth),
         num_speculative_tokens_per_batch_size=AUTO if is_open else schedule,
-    )
-
-
-def _check_kind(data: Mapping[str, Any], head: str) -> None:
-    """Refuse trees of a head whose config.json names no mask token: it drafts a token a pass."""
-    kind = data.get("speculators_model_type")
-    if kind == "peagle" or (kind is None and any(data.get(key) is not None for key in MASK_KEYS)):
-        return
-    raise UserError(
-        f"parallel_drafting_spec asks for candidate trees, but {head!r} is an autoregressive "
-        "EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name such a head, or leave "
-        "it out: chains."
     )
 
 

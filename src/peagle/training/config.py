@@ -21,7 +21,9 @@ from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
 from peagle.config.checks import did_you_mean
 from peagle.errors import UserError, short_repr
+from peagle.model_folder import read_json
 from peagle.models.gguf_header import is_gguf
+from peagle.models.head_json import refuse_whole_model
 
 FORMAT_VERSION = 1
 DATA_SUFFIXES = (".jsonl", ".safetensors")  # of files of responses
@@ -501,6 +503,8 @@ class TrainConfig(_Section):
         _require_model(self.target, "The target model")
         if (init := self.head.init) is not None:
             _require_model(init, "head.init:")
+            if isinstance(given := read_json(init / "config.json"), dict):
+                refuse_whole_model(given, str(init))
             self.check_init()
         if self.correction.on is not None:
             _require_model(self.correction.on, "The head to correct")
