@@ -12,10 +12,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -130,6 +131,19 @@ def serve() -> Iterator[FakeHub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def silent_hub() -> Iterator[tuple[str, int]]:
+    """An address on this machine that gives no connection: its queue is full."""
+    with socket.socket() as server, ExitStack() as waiting:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(3):
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+        yield server.getsockname()
 
 
 @contextmanager

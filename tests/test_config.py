@@ -185,7 +185,19 @@ LOOKUP = {"method": "ngram", "model": None}
             "expected no quantization with",
         ),
         ({"modle": "head"}, "Unknown key 'modle' in the speculative configuration; known keys: "),
+        ({"modle": "head"}, "use_local_argmax_reduction. Did you mean 'model'?"),
         ({7: 1}, "Unknown key '7'"),
+        ({"max_nodes": 9}, "Did you mean 'parallel_drafting_spec.max_nodes'?"),
+        ({"draft_sample_metod": "greedy"}, "Did you mean 'draft_sample_method'?"),
+        (
+            {"parallel_drafting_spec": {"num_parallel_tree": 4}},
+            "has the unknown key 'num_parallel_tree'; expected an object with the keys "
+            "num_parallel_trees, prediction_depth, max_nodes. Did you mean 'num_parallel_trees'?",
+        ),
+        (
+            {"parallel_drafting_spec": {"num_trees": 4}},
+            "prediction_depth, max_nodes. Did you mean 'num_parallel_trees'? Each key may be left",
+        ),
         ({"method": "mtp"}, 'method is \'mtp\'; expected "eagle3" or "ngram"'),
         ({"method": "ngram"}, "model is 'head'; expected no model with method \"ngram\""),
         (

@@ -103,12 +103,16 @@ def test_depth_beyond_training_is_told(gpu):
 
 
 @pytest.mark.parametrize(("served", "is_told"), [(None, True), (769, True), (768, False)])
-def test_lengths_beyond_training_are_told(gpu, served, is_told):
-    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE), correction=False)
+def test_lengths_beyond_training_are_told_of_a_head_without_windows(gpu, tmp_path, served, is_told):
+    head = changed_copy(BUNDLED_PEAGLE, tmp_path / "head", layer_types=None)
+    drafted = replace(PEAGLE, model=str(head), correction=False)
     launch = VllmLaunch(str(BUNDLED_TARGET), drafted, max_model_len=served)
     notes = check_launch(launch, gpu)
     assert len(notes) == is_told
     assert all("trained on texts of up to 768 tokens" in note for note in notes)
+    drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE), correction=False)
+    launch = VllmLaunch(str(BUNDLED_TARGET), drafted, max_model_len=served)
+    assert not check_launch(launch, gpu), "vLLM reads the window of the bundled head"
 
 
 # ---- the target -----------------------------------------------------------------------------

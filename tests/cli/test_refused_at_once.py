@@ -18,6 +18,7 @@ from tests.cli.conftest import environment
 from tests.gguf_files import LLAMA, gguf_bytes
 
 OWN = ["--target", "./none", "--draft", "bundled"]
+TREES = ["--draft", "bundled", "--parallel-drafting-spec"]
 PREPARED = ["d.jsonl", "--target", "bundled", "-o", "o.jsonl"]
 COMMANDS: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--target", "./none"], "target model 'none' is not there"),
@@ -26,6 +27,13 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["generate", "--prompts", "none.txt"], "'none.txt' is not readable"),
     (["generate", "--prompt", "x", "--json-schema", "none.json"], "'none.json' is not readable"),
     (["generate", "--prompt", "x", "--json-object"], install_extra("grammar")),
+    (["generate", "--prompt", "x", *TREES, '{"prediction_depth": 9}'], "is 9; expected at most 8"),
+    (["generate", "--prompt", "x", *TREES, "{}", "-k", "9"], "is 9; expected at most 8, which"),
+    (["generate", "--show-config", *TREES, '{"prediction_depth": 9}'], "is 9; expected at most 8"),
+    (
+        ["generate", "--prompt", "x", "--draft", "bundled-eagle3", *TREES[2:], "{}"],
+        "is an autoregressive EAGLE-3 head",
+    ),
     (["chat", "--target", "./none"], "target model 'none' is not there"),
     (["chat"], "The bundled code model has no chat template"),
     (["chat", "--target", "./model"], "'./model' has no chat template"),
@@ -36,6 +44,9 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["eval", *OWN], "target model 'none' is not there"),
     (["eval", "--method", "x=./none"], "draft head 'none' is not there"),
     (["eval", "--set", "none.jsonl"], "'none.jsonl' is not"),
+    (["eval", *TREES, '{"prediction_depth": 9}'], "is 9; expected at most 8, which the head"),
+    (["eval", "--certify", *TREES, '{"prediction_depth": 9}'], "is 9; expected at most 8, which"),
+    (["bench", *TREES, '{"prediction_depth": 9}'], "is 9; expected at most 8, which the head"),
     (["eval", "./none"], "target model 'none' is not there"),
     (["eval", "--certify", "--samples", "-1"], "samples of the certificate is -1"),
     (["eval", "--certify", "--limit", "0"], "prompts of the certificate is 0"),
@@ -86,6 +97,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["train", "ready.toml", "--set", "run.minutes=2"], "steps is 1 and run.minutes is 2, which"),
     (["train", "ready.toml", "--set", "data.train=d.txt"], "expected a file that ends in .jsonl"),
     (["train", "ready.toml", "--set", "data.features=none"], "`peagle data features` writes it"),
+    (["train", "ready.toml", "--set", "head.init=whole"], "is a whole model (LlamaForCausalLM)"),
     (["train", "ready.toml", "--set", "target=empty"], "has no config.json"),
     (["train", "ready.toml", "--set", "target=huge"], "are free; name another output"),
     (["train", "ready.toml", "--resume"], "no checkpoint to resume from"),
@@ -199,6 +211,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[
     (folder / "huge").mkdir()
     (folder / "huge" / "config.json").write_text(json.dumps(sizes))
     (folder / "empty").mkdir()
+    (folder / "whole").mkdir()
+    (folder / "whole" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (folder / "begun" / "checkpoint").mkdir(parents=True)
     state = {"step": 1, "seed": 7, "progress": {}}
     (folder / "begun" / "checkpoint" / "state.json").write_text(json.dumps(state))

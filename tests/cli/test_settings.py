@@ -262,6 +262,9 @@ def test_a_run_uses_what_is_shown(
         (b"[server]\nprot = 1", "Did you mean 'port'?"),
         (b"[enigne]\ndtype = 1", "Did you mean 'engine'?"),
         (b'tagret = "x"', "Did you mean 'target'?"),
+        (b"[engine]\ntemperature = 1", "Did you mean 'sampling.temperature'?"),
+        (b"max_num_seqs = 1", "Did you mean 'engine.max_num_seqs'?"),
+        (b"[speculative]\nmodle = 'x'", "Did you mean 'model'?"),
         (b"[sampling]\ntop = 1", "[sampling]: unknown key 'top'; known: "),
         (b"[speculative]\nk = 1", "[speculative]: Unknown key 'k' in the speculative"),
         (

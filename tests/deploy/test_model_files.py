@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from peagle.deploy.model_files import (
 from peagle.deploy.models import ModelSource
 from peagle.errors import CheckpointError, UserError
 from tests.conftest import make_target_folder
-from tests.fake_hub import FakeHub, serve, used
+from tests.fake_hub import FakeHub, serve, silent_hub, used
 
 Heads = Callable[..., Path]
 
@@ -30,6 +31,13 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     """An empty hub."""
     with serve() as hub, used(hub.url, tmp_path / "home"):
         yield hub
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a hub that gives no connection."""
+    with silent_hub() as (host, port):
+        yield f"http://{host}:{port}"
 
 
 def local(folder: Path) -> ModelSource:
@@ -131,6 +139,21 @@ def test_what_cannot_be_looked_at_is_told(hub: FakeHub) -> None:
         assert head_facts(ModelSource("hub", "org/nothing")) is None
     with pytest.warns(UserWarning, match="could not read the head 's3://bucket/head/' in S3;"):
         assert head_facts(ModelSource("s3", "s3://bucket/head/")) is None
+
+
+def test_a_hub_that_gives_no_connection(
+    hub: FakeHub, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's library would wait for 10 s and more, and for each file again."""
+    monkeypatch.setenv("HF_ENDPOINT", silent)
+    monkeypatch.setattr("peagle.models.hub.CONNECT_S", 0.3)
+    monkeypatch.setattr("peagle.models.hub._unreachable", {})
+    begun = time.monotonic()
+    with pytest.warns(UserWarning, match=r"on the hub \(it gave no connection within 0.3 s\);"):
+        assert head_facts(ModelSource("hub", "org/head")) is None
+    with pytest.warns(UserWarning, match=r"on the hub \(it gave no connection within 0.3 s\);"):
+        assert facts_of_hub(ModelSource("hub", "org/model")) is None
+    assert time.monotonic() - begun < 8
 
 
 def test_what_is_no_head() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from transformers import Qwen3Config
 
 from peagle.errors import CheckpointError
 from peagle.models.checkpoint import (
@@ -300,7 +301,7 @@ BAD_SPECULATORS: list[tuple[Change, str]] = [
         f"{LAYERS}.layer_types names sliding_attention, and {LAYERS}.sliding_window is None",
     ),
     ({f"{LAYERS}.layer_types": ["chunked"]}, f"{LAYERS}.layer_types names 'chunked'; expected"),
-    ({f"{LAYERS}.layer_types": 3}, "a value is of the wrong type"),
+    ({f"{LAYERS}.layer_types": 3}, f"{LAYERS}.layer_types is 3; expected a list with sliding"),
     ({"mask_token_id": None}, "mask_token_id is missing; a P-EAGLE head needs its mask token"),
     ({"mask_token_id": "1"}, "mask token id is '1'"),
     ({AUX: None}, f"{AUX} is missing; expected the target layers that the head reads"),
@@ -351,6 +352,28 @@ BAD_VLLM: list[tuple[Change, str]] = [
     ({"peagle": {"format_version": "2"}}, "format_version is '2'; expected a whole number"),
     ({"peagle": {"num_speculative_tokens_trained": "8"}}, "trained_depth is '8'"),
 ]
+
+
+@pytest.mark.parametrize("layer_types", [{}, {"layer_types": ["sliding_attention"] * 2}], ids=str)
+@pytest.mark.parametrize("size", [{}, {"sliding_window": 6}, {"sliding_window": None}], ids=str)
+@pytest.mark.parametrize("first", [{}, {"max_window_layers": 1}, {"max_window_layers": 0}], ids=str)
+@pytest.mark.parametrize("used", [{}, {"use_sliding_window": True}], ids=str)
+def test_qwen3_windows_are_those_of_transformers(
+    layer_types: Change, size: Change, first: Change, used: Change
+) -> None:
+    keys = {**layer_types, **size, **first, **used}
+    theirs = Qwen3Config(num_hidden_layers=2, **keys)
+    sizes = [
+        theirs.sliding_window if kind == "sliding_attention" else None
+        for kind in theirs.layer_types or ()
+    ]
+    expected = tuple(sizes) if any(sizes) else ()
+    data = config_of(architectures=["Eagle3Qwen3ForCausalLM"], num_hidden_layers=2) | keys
+    if layer_types and used and size.get("sliding_window", 1) is None:
+        with pytest.raises(CheckpointError, match="names sliding_attention, and sliding_window is"):
+            config_from_json(data, "head", num_target_layers=8)
+    else:
+        assert config_from_json(data, "head", num_target_layers=8).windows == expected
 
 
 @pytest.mark.parametrize(

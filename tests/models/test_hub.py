@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from huggingface_hub import constants
 from peagle.errors import CheckpointError
 from peagle.models.hub import require_connection
 from peagle.models.loading import check_weights, resolve_model
-from tests.fake_hub import TINY, WEIGHTS, FakeHub, message_of, read_folder, refused
+from tests.fake_hub import TINY, WEIGHTS, FakeHub, message_of, read_folder, refused, silent_hub
 
 
 def cached(tmp_path: Path) -> set[str]:
@@ -232,15 +231,9 @@ def test_a_hub_out_of_order(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def silent() -> Iterator[tuple[str, int]]:
-    """An address on this machine that gives no connection: its queue is full."""
-    with socket.socket() as server, ExitStack() as waiting:
-        server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        for _ in range(3):
-            one = waiting.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex(server.getsockname())
-        yield server.getsockname()
+    """An address on this machine that gives no connection."""
+    with silent_hub() as address:
+        yield address
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_it_is_read_in_every_style(tmp_path: Path, keys: dict[str, object], k: i
 def test_trees_are_as_deep_as_the_head_was_trained(
     tmp_path: Path, trained: int | None, shape: dict[str, int], expected: tuple[int, int, int]
 ) -> None:
-    folder = head_config(tmp_path, speculative_tokens=trained)
+    folder = head_config(tmp_path, speculative_tokens=trained, mask_token_id=1)
     for schedule in (None, "auto", ((1, 8, 3),)):
         config = SpeculativeConfig(
             model=str(folder),

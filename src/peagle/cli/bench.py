@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,6 +268,7 @@ def bench(
         for name, url in urls.items()
     }
     arms: list[Arm] = []
+    note_once = cache(note)
     models: Models | None = None
     if found is not None:
         installation = vllm.find(given) if on_vllm else None
@@ -279,7 +280,7 @@ def bench(
         else:
             device = vllm.device_of(installation)
             arms, identity, dtype = _vllm_arms(
-                given, flags, models, ks, max(loads), installation, extra
+                given, flags, models, ks, max(loads), installation, extra, note_once
             )
     arms += _server_arms(servers, arms)
     chat = _is_chat(chat_template, models, servers)
@@ -321,7 +322,7 @@ def bench(
     results = results.model_copy(update={"advice": advice})
     backends = dict.fromkeys(arm.backend for arm in arms)
     for text in dict.fromkeys(text for one in backends for text in getattr(one, "notes", ())):
-        note(text)
+        note_once(text)
     harness.conclude(results, result_text(results), THROUGHPUT, output, output_format)
 
 
@@ -386,6 +387,7 @@ def _vllm_arms(
     most_in_flight: int,
     installation: VllmInstallation,
     extra_body: Mapping[str, Any],
+    note_once: Callable[[str], None],
 ) -> tuple[list[Arm], dict[str, Any], str]:
     """Make arms that start vLLM for plain decoding and for every method at every K.
 
@@ -402,7 +404,9 @@ def _vllm_arms(
         launch = vllm.launch_for(
             *(given, flags, models.folder, one.folder or None, k), max_num_seqs=most_in_flight
         )
-        start = partial(vllm_backend, launch, installation, say=vllm.say, extra_body=extra_body)
+        start = partial(
+            vllm_backend, launch, installation, say=vllm.say, note=note_once, extra_body=extra_body
+        )
         backend = VllmOnDemand(start)
         arms.append(Arm(one.name, one.source, k, backend, device, backend.close))
     dtype = launch.dtype_on(installation)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from peagle.cli.groups import (
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
-from peagle.cli.setup import check_paths, name_target, thinking_mode
+from peagle.cli.setup import check_paths, name_target, note, thinking_mode
 from peagle.cli.tables import pivot_table
 from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
@@ -356,8 +356,12 @@ def _vllm_arms(
     from peagle.evaluation.eval_run import EvalArm
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 
+    note_once = cache(note)
+
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
-        return vllm_backend(launch(one, k), installation, say=vllm.say, extra_body=extra)
+        return vllm_backend(
+            launch(one, k), installation, say=vllm.say, note=note_once, extra_body=extra
+        )
 
     def launch(one: DecodingMethod, k: int) -> Any:
         return vllm.launch_for(given, flags, models.folder, one.folder, k, max_num_seqs=concurrency)
@@ -524,7 +528,7 @@ def entry_text(entry: Entry, dtype: str, *, chat: bool) -> str:
         lines.append(f"  {entry.output_tokens_per_s:.1f} output tokens/s")
     lines += _positions(pooled)
     lines += _group_lines(entry.by_set, entry.by_category)
-    lines += [printable(f"  note: {note}") for note in entry.notes]
+    lines += [printable(f"  note: {text}") for text in entry.notes]
     return "\n".join(lines)
 
 

@@ -19,7 +19,13 @@ from peagle.cli import groups
 from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import note, quiet_libraries, set_threads
-from peagle.config import CandidateTrees, SamplingParams, TreeShape, require_writable_folder
+from peagle.config import (
+    CandidateTrees,
+    SamplingParams,
+    SpeculativeConfig,
+    TreeShape,
+    require_writable_folder,
+)
 from peagle.config.engine import OF_TARGET
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
@@ -173,15 +179,21 @@ def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
     """Find the target and the heads, and fetch those of a hub; torch is not imported.
 
     Raises:
-        UserError: as `resolve_model`.
+        UserError: as `resolve_model`; or trees that are deeper than a head was trained for.
     """
+    from peagle.model_folder import read_json
+    from peagle.models.head_json import is_parallel, with_depth
     from peagle.models.loading import resolve_model
 
     sources = [expand_bundled(one.source, "draft") for one in methods]
-    return Found(
-        resolve_model(given.value("target") or BUNDLED, given.value("revision")),
-        [resolve_model(one, role="draft") if one else None for one in sources],
-    )
+    target = resolve_model(given.value("target") or BUNDLED, given.value("revision"))
+    heads = [resolve_model(one, role="draft") if one else None for one in sources]
+    if (shape := given.value("speculative.parallel_drafting_spec")) is not None:
+        for head in filter(None, heads):
+            config = head / "config.json"
+            if config.is_file() and is_parallel(read_json(config)):
+                with_depth(SpeculativeConfig(model=str(head), parallel_drafting_spec=shape), head)
+    return Found(target, heads)
 
 
 def load_models(

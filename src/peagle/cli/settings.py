@@ -199,10 +199,8 @@ def _table(path: Path, name: str, table: object) -> dict[str, Any]:
     """Return the values of a table; refuse unknown keys."""
     known = ["format_version", *_NAMES, *(f"[{section}]" for section in SECTIONS)]
     if name not in SECTIONS:
-        names = [*_NAMES, *SECTIONS, "format_version"]
-        raise UserError(
-            f"{path}: unknown key {name!r}; known: {', '.join(known)}.{did_you_mean(name, names)}"
-        )
+        meant = did_you_mean(name, [*_keys(), *SECTIONS, "format_version"])
+        raise UserError(f"{path}: unknown key {name!r}; known: {', '.join(known)}.{meant}")
     if not isinstance(table, dict):
         raise UserError(f"{path}: {name} is {table!r}; expected a table, [{name}].")
     try:
@@ -211,14 +209,19 @@ def _table(path: Path, name: str, table: object) -> dict[str, Any]:
         raise UserError(f"{path} [{name}]: {error}") from None
 
 
+def _keys() -> list[str]:
+    """Return the keys of a file, with their tables."""
+    of_tables = (f"{name}.{one.name}" for name, kind in SECTIONS.items() for one in fields(kind))
+    return [*_NAMES, *of_tables]
+
+
 def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a section's table as its configuration takes them."""
     known = sorted(field.name for field in fields(SECTIONS[section]))
     if unknown := sorted(table.keys() - set(known)):
-        raise UserError(
-            f"unknown key {unknown[0]!r}; known: {', '.join(known)}."
-            f"{did_you_mean(unknown[0], known)}"
-        )
+        name = unknown[0]
+        meant = did_you_mean(name, known) or did_you_mean(name, _keys())
+        raise UserError(f"unknown key {name!r}; known: {', '.join(known)}.{meant}")
     return sampling_values(table) if section == "sampling" else table
 
 

@@ -89,7 +89,7 @@ class Setup:
     def _with_depth(self) -> SpeculativeConfig | None:
         """Return the speculative configuration with the K of a head in a folder."""
         speculative = self.speculative
-        if speculative is None or speculative.model is None or speculative.num_speculative_tokens:
+        if speculative is None or speculative.model is None:
             return speculative
         folder = Path(expand_bundled(speculative.model, "draft")).expanduser()
         if not folder.is_dir():

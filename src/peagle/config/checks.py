@@ -89,9 +89,21 @@ def near_names(name: str, known: Iterable[str], most: int = 1, likeness: float =
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'X'?" with the known name closest to `name`, or "" if none is close."""
-    near = near_names(name, known)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    """Return " Did you mean 'X'?" with the known name that `name` may stand for, or "".
+
+    Dots separate the tables of a nested key. A key of this name in other tables comes first, then
+    the closest one in the same table, then the closest of all.
+    """
+    known = [*known]
+    table, dot, last = name.rpartition(".")
+    near = [one for one in known if one.rpartition(".")[2] == last]
+    if not near:
+        beside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == table]
+        near = [table + dot + one for one in near_names(last, beside)]
+    # The table itself, and other keys of it, have only the table's name in common with it.
+    rest = [one for one in known if table not in (one, one.rpartition(".")[0])]
+    near = near or near_names(name, rest)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def is_int(value: object) -> bool:

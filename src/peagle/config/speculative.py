@@ -15,6 +15,7 @@ from peagle.config.checks import (
     FieldCheck,
     check_fields,
     choice_of,
+    did_you_mean,
     is_int,
     is_number,
     require,
@@ -114,7 +115,8 @@ class CandidateTrees:
         assert isinstance(source, Mapping)
         if unknown := sorted(set(map(str, source)) - set(names)):
             raise UserError(
-                f"{_TREES} has the unknown key {unknown[0]!r}; expected {expected}. {TREE_DEFAULTS}"
+                f"{_TREES} has the unknown key {unknown[0]!r}; expected {expected}."
+                f"{did_you_mean(unknown[0], names)} {TREE_DEFAULTS}"
             )
         w, d, n = (source.get(name) for name in names)
         if n is None:
@@ -383,9 +385,11 @@ def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in fields(SpeculativeConfig)}
     vllm = {*_WITHOUT_EFFECT, "draft_sample_method", "rejection_sample_method"}
     if unknown := sorted(set(map(str, data)) - known - vllm):
+        nested = {f"{_TREES}.{field.name}" for field in fields(CandidateTrees)}
         raise UserError(
             f"Unknown key {unknown[0]!r} in the speculative configuration; "
             f"known keys: {', '.join(sorted(known))}; of vLLM also {', '.join(sorted(vllm))}."
+            f"{did_you_mean(unknown[0], sorted(known | vllm | nested))}"
         )
     given = {key: value for key, value in data.items() if value is not None}
     if _TREES in given:

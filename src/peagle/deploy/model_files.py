@@ -61,12 +61,9 @@ class HubFiles:
         """The content of config.json."""
         from huggingface_hub import hf_hub_download
 
-        from peagle.models.hub import no_telemetry
-        from peagle.models.hub_upload import hub_url
-
-        options: dict[str, Any] = {"revision": self.source.revision, "endpoint": hub_url()}
-        with no_telemetry(), TemporaryDirectory() as folder:
-            hf_hub_download(self.source.name, _CONFIG, local_dir=folder, **options)
+        name, revision = self.source.name, self.source.revision
+        with _connected_hub() as hub, TemporaryDirectory() as folder:
+            hf_hub_download(name, _CONFIG, revision=revision, endpoint=hub, local_dir=folder)
             return LocalFiles(Path(folder)).config()
 
     def tensor_names(self) -> Collection[str]:
@@ -83,12 +80,20 @@ class HubFiles:
     def _metadata(self) -> Any:
         from huggingface_hub import HfApi
 
-        from peagle.models.hub import no_telemetry
-        from peagle.models.hub_upload import hub_url
-
         name, revision = self.source.name, self.source.revision
-        with no_telemetry():
-            return HfApi(endpoint=hub_url()).get_safetensors_metadata(name, revision=revision)
+        with _connected_hub() as hub:
+            return HfApi(endpoint=hub).get_safetensors_metadata(name, revision=revision)
+
+
+@contextmanager
+def _connected_hub() -> Iterator[str]:
+    """Give the address of a hub that takes connections; no telemetry is sent meanwhile."""
+    from peagle.models.hub import hub_url, no_telemetry, require_connection
+
+    hub = hub_url()
+    require_connection(hub)
+    with no_telemetry():
+        yield hub
 
 
 @dataclass(frozen=True, slots=True)

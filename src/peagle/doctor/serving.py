@@ -185,7 +185,12 @@ class VllmServing:
             check_launch(launch, installation)
         # The examination finds out whether it drafts as asked.
         self._server = vllm_backend(
-            launch, installation, say=progress, extra_body=extra_body, as_asked=False
+            launch,
+            installation,
+            say=progress,
+            note=lambda text: progress(f"note: {text}"),
+            extra_body=extra_body,
+            as_asked=False,
         )
 
     def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:

@@ -23,13 +23,15 @@ def vllm_backend(
     installation: VllmInstallation,
     *,
     say: Callable[[str], None],
+    note: Callable[[str], None],
     extra_body: Mapping[str, Any] | None = None,
     as_asked: bool = True,
 ) -> Iterator[EndpointBackend]:
     """Run a server of vLLM on a free port of this machine, with its own key.
 
-    `say` gets a line about each thing that is waited for, `extra_body` has further fields of every
-    request. With `as_asked` a server that does not draft as asked is refused.
+    `say` gets a line about each thing that is waited for, `note` the notes on the server, and
+    `extra_body` has further fields of every request. With `as_asked` a server that does not draft
+    as asked is refused.
 
     Raises:
         UserError: a known fault; vLLM does not start, or does not draft as asked.
@@ -46,7 +48,7 @@ def vllm_backend(
         backend.is_plain = launch.speculative is None
         backend.notes += server.notes  # they belong to the results
         for text in server.notes:
-            say(f"note: {text}")
+            note(text)
         yield backend
     except UserError as error:
         if as_asked:

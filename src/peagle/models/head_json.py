@@ -47,7 +47,17 @@ def refuse_whole_model(data: Mapping[str, Any], source: str) -> None:
     )
 
 
+# Searched in vLLM's order; all are written, equal, because its versions read different ones.
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 DEPTH_KEY = "num_speculative_tokens_trained"  # of the "peagle" object of config.json
+
+
+def is_parallel(data: Any) -> bool:
+    """Return whether a config.json is that of a P-EAGLE head, which names a mask token."""
+    if not isinstance(data, Mapping):
+        return False
+    kind = data.get("speculators_model_type")
+    return kind == "peagle" or (kind is None and any(data.get(k) is not None for k in MASK_KEYS))
 
 
 def default_depth(trained: int | None) -> int:
@@ -87,24 +97,37 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
     their depth is still the head's. A file that cannot be read changes nothing: whatever loads the
     head says what is wrong with it.
+
+    Raises:
+        UserError: trees of an EAGLE-3 head, or deeper ones than the head was trained for.
     """
     schedule, shape = config.num_speculative_tokens_per_batch_size, config.parallel_drafting_spec
     is_open = schedule in (None, AUTO) and config.synthetic_acceptance_rates is None
-    if config.model is None or config.num_speculative_tokens is not None:
+    k = config.num_speculative_tokens
+    if config.model is None or (shape is None and (k is not None or not is_open)):
         return config
-    if not is_open and (shape is None or isinstance(shape, CandidateTrees)):
-        return config
+    data, depth = {}, None
     try:
-        depth = trained_depth(read_json(Path(folder) / "config.json"))
+        data = read_json(Path(folder) / "config.json")
+        depth = trained_depth(data)
     except (OSError, ValueError, AttributeError, CheckpointError):
-        depth = None
-    is_depth = type(depth) is int and depth >= 1
-    k = default_depth(depth if is_depth else None)
+        pass
+    depth = depth if type(depth) is int and depth >= 1 else None
     if shape is not None:
-        k = CandidateTrees.parse(shape, k).prediction_depth
+        trees = CandidateTrees.parse(shape, k or default_depth(depth))
+        if data and not is_parallel(data):
+            raise UserError(
+                f"parallel_drafting_spec asks for candidate trees, but {config.model!r} is an "
+                "autoregressive EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name "
+                "such a head, or leave it out: chains."
+            )
+        check_tree_depth(trees, depth, config.model)
+        if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
+            return config
+        k = trees.prediction_depth
     return replace(
         config,
-        num_speculative_tokens=k,
+        num_speculative_tokens=k or default_depth(depth),
         num_speculative_tokens_per_batch_size=AUTO if is_open else schedule,
     )
 

@@ -19,9 +19,11 @@ from pydantic import (
 
 from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
-from peagle.config.checks import did_you_mean, near_names
-from peagle.errors import UserError
+from peagle.config.checks import did_you_mean
+from peagle.errors import UserError, short_repr
+from peagle.model_folder import read_json
 from peagle.models.gguf_header import is_gguf
+from peagle.models.head_json import refuse_whole_model
 
 FORMAT_VERSION = 1
 DATA_SUFFIXES = (".jsonl", ".safetensors")  # of files of responses
@@ -501,6 +503,8 @@ class TrainConfig(_Section):
         _require_model(self.target, "The target model")
         if (init := self.head.init) is not None:
             _require_model(init, "head.init:")
+            if isinstance(given := read_json(init / "config.json"), dict):
+                refuse_whole_model(given, str(init))
             self.check_init()
         if self.correction.on is not None:
             _require_model(self.correction.on, "The head to correct")
@@ -628,29 +632,30 @@ def _first_problem(error: ValidationError) -> str:
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     problem = [*unknown, *problems][0]
     where = ".".join(str(part) for part in problem["loc"]) or "the file"
+    given, reason = problem["input"], problem["msg"].removeprefix("Value error, ")
     if unknown:
-        return f"{where} is not a known key.{_meant(where)}"
+        beside = _SECTIONS.get(where.rpartition(".")[0], TrainConfig).model_fields
+        meant = did_you_mean(where, _known_keys(TrainConfig)) or f" Known: {', '.join(beside)}."
+        return f"{where} is not a known key.{meant}"
     if problem["type"] == "missing":
         return f"{where} is missing."
-    if isinstance(problem["input"], dict):  # a check of a whole section names its values itself
-        return f"{where}: {problem['msg'].removeprefix('Value error, ')}."
-    return f"{where} is {problem['input']!r}: {problem['msg']}."
-
-
-def _meant(key: str) -> str:
-    """Return a question with the known key that a misspelt or misplaced one may stand for."""
-    section, dot, name = key.rpartition(".")
-    known = [one.rpartition(".") for one in _known_keys(TrainConfig)]
-    if elsewhere := [repr("".join(one)) for one in known if one[2] == name]:
-        return f" Did you mean {' or '.join(elsewhere)}?"
-    beside = [one[2] for one in known if one[0] == section]
-    if near := near_names(name, beside):
-        return f" Did you mean {section + dot + near[0]!r}?"
-    return did_you_mean(key, map("".join, known))
+    if problem["type"] == "model_type":
+        known = ", ".join(_known_keys(_SECTIONS[where]))
+        return f"{where} is {short_repr(given)}; expected a table, [{where}], with some of {known}."
+    # A check of a whole section names its values itself.
+    is_section = isinstance(given, dict) and (where == "the file" or where in _SECTIONS)
+    return f"{where}: {reason}." if is_section else f"{where} is {short_repr(given)}: {reason}."
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for name in model.model_fields:
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _known_keys(field.annotation, f"{prefix}{name}.")
+        if prefix + name in _SECTIONS:
+            yield from _known_keys(_SECTIONS[name], f"{name}.")
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    name: field.annotation
+    for name, field in TrainConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}

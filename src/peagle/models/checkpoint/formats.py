@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from peagle.errors import CheckpointError
 from peagle.models.checkpoint.files import object_at
 from peagle.models.drafter import DrafterConfig
-from peagle.models.head_json import DEPTH_KEY, refuse_whole_model, trained_depth
+from peagle.models.head_json import DEPTH_KEY, MASK_KEYS, refuse_whole_model, trained_depth
 from peagle.models.target import default_aux_layer_ids
 
 HeadFormat = Literal["vllm", "speculators"]
@@ -52,8 +52,6 @@ _ARCHITECTURES = {
 # SpecForge's name of the layers of a P-EAGLE head. vLLM does not know it, and SpecForge keeps the
 # mask token in the options of its training alone.
 _SPECFORGE = "PEagleDraftModel"
-# Searched in vLLM's order; all are written, equal, because its versions read different ones.
-_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 # By kind of head, `norm_before_residual` of a file that does not say. It is vLLM's assumption: for
 # "eagle3" the package's own class assumes false, but that class always writes the key, so a file
 # without it comes from elsewhere and has been served by vLLM.
@@ -192,18 +190,18 @@ def _write_vllm(config: DrafterConfig) -> dict[str, Any]:
     if config.target_hidden_size != config.hidden_size:
         data["target_hidden_size"] = config.target_hidden_size
     if config.mask_token_id is not None:
-        data.update(dict.fromkeys(_MASK_KEYS, config.mask_token_id))
+        data.update(dict.fromkeys(MASK_KEYS, config.mask_token_id))
     return data
 
 
 def _read_vllm(data: Mapping[str, Any], num_target_layers: int | None) -> dict[str, Any]:
     """Read the arguments of `DrafterConfig`; absent keys have vLLM's defaults."""
     named = data.get("architectures") or []
-    mask = next((data[k] for k in _MASK_KEYS if data.get(k) is not None), None)
+    mask = next((data[k] for k in MASK_KEYS if data.get(k) is not None), None)
     if _SPECFORGE in named and mask is None:
         raise CheckpointError(
             f"architectures is {named}, a P-EAGLE head of SpecForge, and no mask token is named. "
-            f'Add "{_MASK_KEYS[0]}" to config.json: the token id that its training was given as '
+            f'Add "{MASK_KEYS[0]}" to config.json: the token id that its training was given as '
             "mask token."
         )
     known = {**_ARCHITECTURES, _SPECFORGE: _LLAMA}
@@ -386,10 +384,16 @@ def _read_windows(
     """Read the window of each layer, with the meaning that vLLM and transformers give the keys."""
     is_qwen3, kinds = model_type == _QWEN3, data.get("layer_types")
     is_used = _value_at(data, "use_sliding_window", not is_qwen3)
-    if kinds is None and is_qwen3 and is_used:
+    size = data.get("sliding_window", _QWEN3_WINDOW if is_qwen3 else None)
+    if kinds is None and is_qwen3 and is_used and size is not None:
         first = _value_at(data, "max_window_layers", _QWEN3_FULL_LAYERS)
         kinds = [_FULL if i < first else _SLIDING for i in range(num_layers)]
-    kinds = [] if kinds is None else list(kinds)
+    if kinds is not None and not isinstance(kinds, list):
+        raise CheckpointError(
+            f"{path}layer_types is {kinds!r}; expected a list with {_SLIDING} or {_FULL} for each "
+            "layer."
+        )
+    kinds = kinds or []
     if unknown := [kind for kind in kinds if kind not in (_SLIDING, _FULL)]:
         raise CheckpointError(
             f"{path}layer_types names {unknown[0]!r}; expected {_SLIDING} or {_FULL} for each "
@@ -402,7 +406,6 @@ def _read_windows(
             f"{path}layer_types names {len(kinds)} layers; expected {num_layers} "
             "(num_hidden_layers)."
         )
-    size = data.get("sliding_window", _QWEN3_WINDOW if is_qwen3 else None)
     if type(size) is not int or size < 1:
         raise CheckpointError(
             f"{path}layer_types names {_SLIDING}, and {path}sliding_window is {size!r}; expected "
