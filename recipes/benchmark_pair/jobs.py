@@ -36,6 +36,7 @@ class Job:
 @dataclass
 class _Running:
     job: Job
+    slot: int
     gpu: str
     process: subprocess.Popen[bytes]
     log: Path
@@ -71,14 +72,14 @@ def run_jobs(
     logs.mkdir(parents=True, exist_ok=True)
     started, said = time.monotonic(), time.monotonic()
     codes: dict[str, int | None] = {job.name: None for job in jobs}
-    waiting, free, running = list(jobs), list(places), []
+    waiting, free, running = list(jobs), list(range(len(places))), []
     cores = shares(available_cores(), len(places))
     try:
         while waiting or running:
             left = seconds - (time.monotonic() - started)
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
-                free.append(one.gpu)
+                free.append(one.slot)
                 codes[one.job.name] = one.process.returncode
                 say(f"{one.job.name} ended with {one.process.returncode}")
                 if one.process.returncode:
@@ -88,8 +89,8 @@ def run_jobs(
                 break
             waiting = [job for job in waiting if job.least_s < left]
             while waiting and free:
-                job, place = waiting.pop(0), free.pop(0)
-                running.append(_start(job, place, logs, cores[places.index(place)]))
+                job, slot = waiting.pop(0), free.pop(0)
+                running.append(_start(job, slot, places[slot], logs, cores[slot]))
                 say(f"{job.name} begins on GPU {running[-1].gpu or 'none'}")
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
@@ -114,7 +115,7 @@ def shares(cores: Sequence[int], count: int) -> list[list[int]]:
     return [list(cores[i * size : (i + 1) * size]) for i in range(count)]
 
 
-def _start(job: Job, gpu: str, logs: Path, cores: Sequence[int]) -> _Running:
+def _start(job: Job, slot: int, gpu: str, logs: Path, cores: Sequence[int]) -> _Running:
     log = logs / f"{job.name}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -128,7 +129,7 @@ def _start(job: Job, gpu: str, logs: Path, cores: Sequence[int]) -> _Running:
     if cores:
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(process.pid, cores)
-    return _Running(job, gpu, process, log)
+    return _Running(job, slot, gpu, process, log)
 
 
 def _interrupt(running: Sequence[_Running]) -> None:

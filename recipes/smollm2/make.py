@@ -86,11 +86,13 @@ class Maker:
         for shard in range(NUM_SHARDS):
             if not self._answers(shard).is_file():
                 continue  # an earlier run has put all together
-            lines = self._answers(shard).read_text(encoding="utf-8").splitlines(keepends=True)
+            # Not `splitlines`, which also cuts at separators that JSON leaves in its texts.
+            lines = self._answers(shard).read_text(encoding="utf-8").split("\n")[:-1]
             for part in range(PARTS):
                 path = self._folder / "parts" / f"{shard}-{part}.jsonl"
                 path.parent.mkdir(exist_ok=True)
-                path.write_text("".join(lines[part::PARTS]), encoding="utf-8")
+                text = "".join(f"{line}\n" for line in lines[part::PARTS])
+                path.write_text(text, encoding="utf-8", newline="\n")
                 parts.append(path.with_suffix(".safetensors"))
                 jobs.append(self._peagle(f"data-{path.stem}", *prepare, parts[-1], path))
         output = self._folder / "data.safetensors"

@@ -241,7 +241,9 @@ def test_jobs_take_turns_on_each_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(len(available_cores()) < 2, reason="needs two cores")
-def test_jobs_beside_each_other_have_cores_of_their_own(tmp_path: Path) -> None:
+def test_jobs_beside_each_other_have_cores_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
         "time.sleep(0.3)\n"
         f"name = os.path.join({str(tmp_path)!r}, os.environ['CUDA_VISIBLE_DEVICES'])\n"
@@ -252,6 +254,18 @@ def test_jobs_beside_each_other_have_cores_of_their_own(tmp_path: Path) -> None:
     )
     first, second = ((tmp_path / gpu).read_text().split() for gpu in "01")
     assert first and second and not set(first) & set(second)
+    again = 'os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PLACE"]\n'
+    monkeypatch.setenv("PLACE", "left")
+    monkeypatch.setenv("OTHER", "right")
+    run_jobs(
+        [python("left", again + code), python("right", again.replace("PLACE", "OTHER") + code)],
+        ["", ""],
+        tmp_path,
+        60,
+        lambda line: None,
+    )
+    left, right = ((tmp_path / name).read_text().split() for name in ("left", "right"))
+    assert left and right and not set(left) & set(right), "places of the same name"
     assert shares([3, 4, 7, 9, 10], 2) == [[3, 4], [7, 9]]
     assert shares([3], 2) == [[3], [3]] and shares([], 1) == [[]]
 
