@@ -89,8 +89,7 @@ def make_engines(args: Any, target: TargetModel) -> dict[str, LLMEngine]:
     if args.k is not None:
         drafts["num_speculative_tokens"] = args.k
     if args.acceptance is not None:
-        drafts["rejection_sample_method"] = "synthetic"
-        drafts["synthetic_acceptance_rates"] = acceptance_rates(args.acceptance, args.k)
+        drafts["synthetic_acceptance_rates"] = tuple(acceptance_rates(args.acceptance, args.k))
     return {
         "plain": LLMEngine(target, config),
         "drafting": LLMEngine(target, config, SpeculativeConfig(**drafts)),
