@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from peagle.data.prompt_filters import NearDuplicates, find_fault, words_of
 from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
@@ -58,6 +62,46 @@ def test_short_texts_are_alike_as_wholes() -> None:
     assert short.has_like("can you explain this") and short.has_like("explain")
     assert not short.has_like("Can you explain this map of the old town to my two children?")
     assert not short.has_like("Explain tides.")
+
+
+PROMPTS = st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), max_size=25).map(" ".join)
+
+
+@given(st.lists(PROMPTS, max_size=12), PROMPTS)
+def test_near_duplicates_are_those_of_a_comparison_with_every_text(
+    texts: list[str], text: str
+) -> None:
+    def shingles(one: str) -> set[tuple[str, ...]]:
+        words = one.split()
+        return {tuple(words[i : i + 3]) for i in range(len(words) - 2)} or {tuple(words)}
+
+    def are_alike(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> bool:
+        shorter, longer = sorted((len(one), len(other)))
+        return len(one & other) >= 0.6 * (shorter if shorter >= 5 else longer)
+
+    found = NearDuplicates(texts)
+    assert found.has_like(text) == any(are_alike(shingles(one), shingles(text)) for one in texts)
+
+
+def test_a_beginning_that_all_texts_share_costs_nothing() -> None:
+    """A text is compared with few of those that begin as it does."""
+    compared = 0
+
+    class Watched(set[tuple[str, ...]]):
+        def __rand__(self, other: Any) -> set[tuple[str, ...]]:
+            nonlocal compared
+            compared += 1
+            return set(other).intersection(self)
+
+    found = NearDuplicates(
+        "Can you help me to write " + " ".join(f"w{number}x{i}" for i in range(30))
+        for number in range(200)
+    )
+    found._texts = [Watched(one) for one in found._texts]
+    assert not found.has_like("Can you help me to write " + " ".join(f"v{i}" for i in range(30)))
+    assert compared == 0
+    assert found.has_like("Can you help me to write " + " ".join(f"w7x{i}" for i in range(25)))
+    assert compared == 1
 
 
 def test_a_quotation_makes_texts_alike_where_it_is_asked_for() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from heapq import nsmallest
+from itertools import chain
 
 # Characters of scripts without spaces count as words.
 _WORD = re.compile(r"[぀-ヿ㐀-鿿가-힯]|\w+")
@@ -40,14 +43,18 @@ class NearDuplicates:
     Two texts are alike if they share 60% of the sequences of three words that the shorter one has.
     Where the shorter one has fewer than five of them, those of the longer one count.
 
+    Of 60% one is among any 41%: so texts are looked up by their rarest sequences, and those that
+    many texts have (how they begin, mostly) cost nothing.
+
     Args:
         quotes: 13 words in a row that both have make them alike too.
     """
 
     def __init__(self, texts: Iterable[str] = (), *, quotes: bool = False) -> None:
         self._quotes = quotes
-        self._sizes: list[int] = []
-        self._texts_with: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        self._texts: list[set[tuple[str, ...]]] = []
+        self._with: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        self._with_as_rare: dict[tuple[str, ...], list[int]] = defaultdict(list)
         self._quoted: set[tuple[str, ...]] = set()
         for text in texts:
             self.add(text)
@@ -56,9 +63,11 @@ class NearDuplicates:
         """Remember a text."""
         words = words_of(text)
         shingles = _shingles(words)
+        for shingle in self._rarest(shingles):
+            self._with_as_rare[shingle].append(len(self._texts))
         for shingle in shingles:
-            self._texts_with[shingle].append(len(self._sizes))
-        self._sizes.append(len(shingles))
+            self._with[shingle].append(len(self._texts))
+        self._texts.append(shingles)
         if self._quotes:
             self._quoted.update(_windows(words, _QUOTED_WORDS))
 
@@ -66,12 +75,22 @@ class NearDuplicates:
         """Return whether a remembered text is like this one."""
         words = words_of(text)
         shingles = _shingles(words)
-        shared = Counter(one for s in shingles for one in self._texts_with.get(s, ()))
-        for number, count in shared.items():
-            shorter, longer = sorted((self._sizes[number], len(shingles)))
-            if count >= _ALIKE * (shorter if shorter >= _FEWEST_SHINGLES else longer):
-                return True
+        longer = (self._with.get(shingle, ()) for shingle in self._rarest(shingles))
+        shorter = (self._with_as_rare.get(shingle, ()) for shingle in shingles)
+        if any(_are_alike(shingles, self._texts[one]) for one in set(chain(*longer, *shorter))):
+            return True
         return any(one in self._quoted for one in _windows(words, _QUOTED_WORDS))
+
+    def _rarest(self, shingles: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Return sequences of which a text that shares enough of a longer one's shares one."""
+        count = len(shingles) - math.ceil(_ALIKE * len(shingles)) + 1
+        return nsmallest(count, shingles, key=lambda shingle: len(self._with.get(shingle, ())))
+
+
+def _are_alike(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> bool:
+    shorter, longer = sorted((len(one), len(other)))
+    counting = shorter if shorter >= _FEWEST_SHINGLES else longer
+    return len(one & other) >= _ALIKE * counting
 
 
 def _windows(words: list[str], size: int) -> list[tuple[str, ...]]:
