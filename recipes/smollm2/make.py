@@ -7,8 +7,9 @@ Phases, each of existing commands, which `logs/` shows: prompts (`peagle data sy
 (`peagle data regenerate`: half of the shards greedy, half at temperature 0.7), data (`peagle data
 prepare`), heads (`peagle train` with peagle.toml and eagle3.toml, and with --free-head the P-EAGLE
 head with embeddings and lm_head of its own), correction (`peagle train --correction-on`). A phase
-runs its commands side by side, one on each GPU, and is skipped where its outputs are there. The
-last line is one JSON object with the minutes of each phase, which `minutes.json` keeps.
+runs its commands side by side, on each GPU two that generate or one that trains, and is skipped
+where its outputs are there. The last line is one JSON object with the minutes of each phase, which
+`minutes.json` keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ sys.path.append(str(HERE.parent / "benchmark_pair"))
 
 from jobs import Job, gpus, run_jobs  # noqa: E402
 
-NUM_SHARDS = 4
+NUM_SHARDS = 8
+AT_ONCE = 2  # that generate on a GPU: a small model leaves the half of it idle
 TEMPERATURES = (0.0, 0.7)
 PARTS = 4  # of a shard, which are prepared side by side
 ANSWER_TOKENS = 384
@@ -45,7 +47,7 @@ class Maker:
     def __init__(
         self, target: str, folder: Path, places: Sequence[str], overrides: Sequence[str] = ()
     ) -> None:
-        self._target, self._folder, self._places = target, folder, places
+        self._target, self._folder, self._places = target, folder, list(places)
         self._overrides = overrides
         self._record = folder / "minutes.json"
         self.minutes: dict[str, float] = {}
@@ -63,7 +65,8 @@ class Maker:
             )
             for shard in range(NUM_SHARDS)
         ]
-        self._run("prompts", jobs, [self._prompts(shard) for shard in range(NUM_SHARDS)])
+        files = [self._prompts(shard) for shard in range(NUM_SHARDS)]
+        self._run("prompts", jobs, files, self._places * AT_ONCE)
 
     def answers(self) -> None:
         """Let the model answer them."""
@@ -77,7 +80,8 @@ class Maker:
             )
             for shard in range(NUM_SHARDS)
         ]
-        self._run("answers", jobs, [self._answers(shard) for shard in range(NUM_SHARDS)])
+        files = [self._answers(shard) for shard in range(NUM_SHARDS)]
+        self._run("answers", jobs, files, self._places * AT_ONCE)
 
     def data(self) -> None:
         """Tokenise the answers, in parts side by side, and put them together."""

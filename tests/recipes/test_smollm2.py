@@ -1,0 +1,95 @@
+"""The recipe of SmolLM2's heads: its phases, what they skip, and commands that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.docs.command_line import check_peagle
+from tests.recipes.pretraining import ROOT
+
+from peagle.training.config import TrainConfig
+
+RECIPE = ROOT / "recipes" / "smollm2"
+
+
+@pytest.fixture
+def recipe() -> Any:
+    """`make.py`, under a name that no other recipe has."""
+    spec = importlib.util.spec_from_file_location("smollm2_make", RECIPE / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_heads_differ_in_method_alone() -> None:
+    heads = {name: TrainConfig.read(RECIPE / f"{name}.toml") for name in ("peagle", "eagle3")}
+    peagle, eagle3 = heads.values()
+    same = [(one.target, one.data, one.optimizer, one.run) for one in heads.values()]
+    assert same[0] == same[1]
+    assert (peagle.head.num_layers, eagle3.head.num_layers) == (4, 1)
+    for config in heads.values():
+        assert config.head.freeze_embeddings and config.head.freeze_lm_head
+    correction = TrainConfig.read(RECIPE / "correction.toml", ["correction.on=head"])
+    assert (correction.data.train, correction.target) == (peagle.data.train, peagle.target)
+
+
+def test_each_phase_runs_commands_that_exist_and_is_skipped_when_done(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, dict[str, Any], int]] = []
+    answer = json.dumps({"text": "a\u2028b"}, ensure_ascii=False)
+
+    def run_jobs(jobs: Sequence[Any], places: Sequence[str], logs: Path, seconds: float) -> Any:
+        for job in jobs:
+            assert job.command[1:3] == ("-m", "peagle")
+            params = check_peagle(list(job.command[3:])).params
+            ran.append((job.name, params, len(places)))
+            output = Path(params["output"])
+            if job.command[3] == "data":
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(f"{answer}\n" * 10, encoding="utf-8")
+                output.with_suffix(".validation.safetensors").touch()
+            else:
+                (output / "head").mkdir(parents=True, exist_ok=True)
+                (output / "head" / "config.json").touch()
+        return {job.name: 0 for job in jobs}
+
+    monkeypatch.setattr(recipe, "run_jobs", run_jobs)
+
+    def make() -> list[str]:
+        ran.clear()
+        maker = recipe.Maker("target", tmp_path, ["0", "1"])
+        maker.prompts(80)
+        maker.answers()
+        maker.data()
+        maker.heads(1.5, free_head=True)
+        (tmp_path / "peagle" / "head" / "correction.st").touch()
+        maker.correction()
+        return [name for name, *_ in ran]
+
+    names = make()
+    params = {name: found for name, found, _ in ran}
+    assert [params[f"answers-{i}"]["temperature"] for i in range(4)] == [0.0, 0.7, 0.0, 0.7]
+    assert len({params[f"prompts-{i}"]["seed"] for i in range(8)}) == 8
+    assert names[-4:] == ["peagle", "eagle3", "free", "correction"]
+    overrides = params["free"]["overrides"]
+    config = TrainConfig.read(RECIPE / "peagle.toml", overrides)
+    assert config.run.minutes == 1.5 and not config.head.freeze_lm_head
+    parts = [(tmp_path / "parts" / f"3-{part}.jsonl").read_text("utf-8") for part in range(4)]
+    assert sorted("".join(parts).split("\n")) == ["", *[answer] * 10]
+    assert {count for name, _, count in ran if name.startswith("answers")} == {4}
+    assert not make(), "all is there"
+
+
+def test_a_failed_phase_names_the_logs(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "run_jobs", lambda jobs, *_: {job.name: 1 for job in jobs})
+    with pytest.raises(SystemExit, match="phase prompts failed"):
+        recipe.Maker("target", tmp_path, [""]).prompts(8)
