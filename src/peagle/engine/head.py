@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from peagle.config import CandidateTrees, SpeculativeConfig
+from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.models.checkpoint import (
     load_correction,
@@ -13,8 +13,8 @@ from peagle.models.checkpoint import (
     trained_length,
 )
 from peagle.models.checkpoint.ends import FROM_TARGET_KEY
-from peagle.models.drafter import Drafter, DrafterConfig
-from peagle.models.head_json import check_tree_depth
+from peagle.models.drafter import Drafter
+from peagle.models.head_json import check_trees
 from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
 
@@ -38,7 +38,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
         )
     depth = head.trained_depth
     if (trees := speculative.trees) is not None:
-        _check_trees(trees, speculative.model, head)
+        check_trees(trees, speculative.model, head.is_parallel, depth)
     if depth is not None and speculative.num_drafts > depth:
         warnings.warn(
             f"num_speculative_tokens is {speculative.num_drafts}, but the head "
@@ -65,14 +65,3 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
         # Each layer looks back over the window alone, and drafts do without what stands before it.
         drafter.windows, drafter.reach = (window or None,) * head.num_layers, window or None
     return drafter
-
-
-def _check_trees(trees: CandidateTrees, name: str, head: DrafterConfig) -> None:
-    """Refuse trees of a head that drafts one token a pass, or that was trained for less depth."""
-    if not head.is_parallel:
-        raise UserError(
-            f"parallel_drafting_spec asks for candidate trees, but {name!r} is an autoregressive "
-            "EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name such a head, or "
-            "leave it out: chains."
-        )
-    check_tree_depth(trees, head.trained_depth, name)

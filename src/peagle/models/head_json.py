@@ -115,13 +115,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     depth = depth if type(depth) is int and depth >= 1 else None
     if shape is not None:
         trees = CandidateTrees.parse(shape, k or default_depth(depth))
-        if data and not is_parallel(data):
-            raise UserError(
-                f"parallel_drafting_spec asks for candidate trees, but {config.model!r} is an "
-                "autoregressive EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name "
-                "such a head, or leave it out: chains."
-            )
-        check_tree_depth(trees, depth, config.model)
+        check_trees(trees, config.model, not data or is_parallel(data), depth)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
         k = trees.prediction_depth
@@ -130,6 +124,26 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
         num_speculative_tokens=k or default_depth(depth),
         num_speculative_tokens_per_batch_size=AUTO if is_open else schedule,
     )
+
+
+def check_trees(trees: CandidateTrees, head: str, parallel: bool, trained: int | None) -> None:
+    """Refuse trees of a head that drafts one token a pass, or that was trained for less depth.
+
+    Args:
+        head: its name, for the message.
+        parallel: whether it is a P-EAGLE head.
+        trained: as of `check_tree_depth`.
+
+    Raises:
+        UserError: naming the head, and what may be done.
+    """
+    if not parallel:
+        raise UserError(
+            f"parallel_drafting_spec asks for candidate trees, but {head!r} is an autoregressive "
+            "EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name such a head, or "
+            "leave it out: chains."
+        )
+    check_tree_depth(trees, trained, head)
 
 
 def check_tree_depth(trees: CandidateTrees, trained: int | None, head: str) -> None:
