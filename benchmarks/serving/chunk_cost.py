@@ -132,19 +132,26 @@ def make_steps_up(llm: Any, counters: Counters) -> None:
         due_s = 0.0
         times: ClassVar[dict[int, Any]] = {}
 
-        def read(self, flight: MadeUpSteps, *, follows: bool) -> Any:
+        def read(self, flight: MadeUpSteps) -> Any:
             start = time.thread_time()
             now = time.monotonic()
             self.due_s = max(self.due_s + interval_s, now)
             time.sleep(self.due_s - now)
-            reports = super().read(flight, follows=follows)
+            reports = super().read(flight)
             counters.add("step", start - time.thread_time())  # a device's work, not the host's
+            return reports
+
+        def read_drafts(self, flight: MadeUpSteps, *, follows: bool) -> Any:
+            start = time.thread_time()
+            reports = super().read_drafts(flight, follows=follows)
+            counters.add("step", start - time.thread_time())
             return reports
 
     tokens = llm.tokenizer(load_prompt_set("humaneval", 1)[0].text * 8)["input_ids"]
     steps: Any = PacedSteps(tokens, llm.engine.num_speculative_tokens)
     engine = llm.engine
-    engine._pipeline = Pipeline(steps, engine.scheduler, engine._take, engine._prepare_grammars)
+    taking = engine._take, engine._take_drafts, engine._prepare_grammars
+    engine._pipeline = Pipeline(steps, engine.scheduler, *taking)
 
 
 # ---- the measurement -----------------------------------------------------------------------------
