@@ -212,6 +212,8 @@ def test_groups_divide_the_inputs(target_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         compact_head(folder, tmp_path / "small", quantization="int8")
     assert not (tmp_path / "small").exists()
+    with pytest.raises(UserError, match=r"has 48 inputs; expected a multiple of 32 for int4"):
+        compact_head(folder, tmp_path / "small", quantization="int4", group_size=16)
     compact_head(folder, tmp_path / "small", quantization="int8", group_size=16)
     with pytest.raises(CheckpointError, match="is stored quantised already"):
         compact_head(tmp_path / "small", tmp_path / "again", quantization="int4", group_size=16)

@@ -27,6 +27,7 @@ StoredQuantization = Literal["int8", "int4"]
 _BITS: dict[StoredQuantization, int] = {"int8": 8, "int4": 4}
 _FORMATS: dict[StoredQuantization, str] = {"int8": "int-quantized", "int4": "pack-quantized"}
 _PER_WORD = 8  # numbers of 4 bits in an int32
+_INT4_INPUTS = 32  # of which `PackedWeight` holds a multiple
 
 
 def unpack_tensors(
@@ -135,7 +136,7 @@ def pack_tensors(
         the tensors to store, and the quantization_config that describes them.
 
     Raises:
-        UserError: a layer does not divide into such groups.
+        UserError: a layer does not divide into such groups, or INT4 cannot hold its inputs.
     """
     stored = dict(tensors)
     groups: dict[str, Any] = {}
@@ -146,6 +147,11 @@ def pack_tensors(
                 raise UserError(
                     f"The group size is {group} and {layer!r} has {weight.shape[1]} inputs; "
                     "expected a size that divides the inputs of every layer."
+                )
+            if quantization == "int4" and weight.shape[1] % _INT4_INPUTS:
+                raise UserError(
+                    f"{layer!r} has {weight.shape[1]} inputs; expected a multiple of "
+                    f"{_INT4_INPUTS} for int4. Name it in --int8-layers, or take int8."
                 )
             packed = _pack(weight, quantization, group)
             stored |= {f"{layer}.{last}": value for last, value in packed.items()}
