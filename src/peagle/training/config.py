@@ -503,9 +503,9 @@ class TrainConfig(_Section):
         _require_model(self.target, "The target model")
         if (init := self.head.init) is not None:
             _require_model(init, "head.init:")
+            self.check_init()
             if isinstance(given := read_json(init / "config.json"), dict):
                 refuse_whole_model(given, str(init))
-            self.check_init()
         if self.correction.on is not None:
             _require_model(self.correction.on, "The head to correct")
             require_writable_folder(self.correction.on, "The head to correct")
