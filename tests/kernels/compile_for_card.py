@@ -324,7 +324,12 @@ def verification() -> dict[str, dict[str, Any]]:
         )
     for has_parents in (False, True):
         found[f"report {has_parents}"] = compiled(
-            step_state_triton.report_kernel, 1, HAS_PARENTS=has_parents, STAMPS=4, TIMED=True
+            step_state_triton.report_kernel,
+            1,
+            HAS_PARENTS=has_parents,
+            STAMPS=step_state_triton.NUM_STAMPS,
+            STAMP_COLUMNS=8,
+            TIMED=True,
         )
     for given in (False, True):
         for synthetic in (False, True):
