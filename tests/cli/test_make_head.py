@@ -20,6 +20,7 @@ import pytest
 
 from peagle.cli import make_head, stages
 from peagle.cli.main import run
+from peagle.training.published_head import model_card, read_head
 from tests.cli.conftest import Peagle, environment
 from tests.conftest import make_target_folder
 
@@ -132,6 +133,22 @@ def test_a_head_from_nothing_and_where_it_goes_on(
     assert result["serve"].endswith(f"serve {target_folder} --draft {out / 'head'}")
     assert {entry["method"] for entry in result["acceptance"]} == {"peagle", "ngram"}
     assert [one["name"] for one in result["stages"]][-3:] == ["greedy", "correction", "eval"]
+
+    # The card of the head tells that the target wrote prompts and answers itself.
+    side = {
+        name: json.loads((out / f"{name}.jsonl.meta.json").read_text())
+        for name in ("prompts", "greedy", "sampled")
+    }
+    card = model_card(read_head(out / "head"), "me/head", "org/target", "apache-2.0")
+    assert side["prompts"]["prompts"] == 10 <= side["prompts"]["samples"]
+    assert (
+        f"| origin of the prompts | 10, kept of {side['prompts']['samples']} samples of the target "
+        "itself |"
+    ) in card
+    assert (
+        f"| origin of the answers | the target itself: {side['greedy']['answers']} at temperature "
+        f"0, {side['sampled']['answers']} at temperature 0.7 |"
+    ) in card
 
     # All is done: nothing runs, and the same is told.
     commands.words.clear()

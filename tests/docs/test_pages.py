@@ -247,7 +247,7 @@ def test_blocks_that_name_the_chat_model_are_found(text: str, names_it: bool) ->
 
 def test_a_page_without_the_chat_model_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "why_not", lambda wanted: f"no {wanted.model} here")
-    with pytest.raises(pytest.skip.Exception, match="README.md:7: no smollm2 here"):
+    with pytest.raises(pytest.skip.Exception, match=r"README\.md:7: no smollm2 here"):
         skip_without_model(Block(ROOT / "README.md", 7, "sh", "", "peagle demo smollm2"))
     skip_without_model(Block(ROOT / "README.md", 7, "sh", "", "peagle demo"))
 

@@ -24,7 +24,9 @@ from tests.fetched import why_not
 from tests.real_models.models import GEMMA, GEMMA_VARIABLE, SMOLLM2, RealModel
 
 pytestmark = pytest.mark.models
-PARAMS = SamplingParams(max_tokens=32, temperature=0.0)
+PARAMS = SamplingParams(max_tokens=32, temperature=0.0, logprobs=0)
+# Of a token's log-probability. A wrong window or base of RoPE changes few tokens, but all of these.
+TOLERANCE = 1e-3
 # Outputs, of twelve, that may part where the target's two best logits are nearly equal.
 MOST_PARTED = 1
 # Acceptance length of each head at K = 7, 64 tokens behind each of the dozen prompts.
@@ -68,11 +70,15 @@ def test_plain_decoding_is_that_of_transformers(model: RealModel) -> None:
     parted = []
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         theirs = reference.greedy(prompt, PARAMS)
-        assert theirs.token_ids, "nothing to compare"
+        assert theirs.token_ids and output.logprobs, "nothing to compare"
         difference = first_difference(str(number), output.token_ids, theirs)
         if difference is not None:
             assert difference.is_near_tie, difference
             parted.append(difference)
+        end = len(output.logprobs) if difference is None else difference.position
+        for ours, logits_V in zip(output.logprobs[:end], theirs.logits_NV):
+            expected = float(logits_V.log_softmax(-1)[ours.token_id])
+            assert ours.logprob == pytest.approx(expected, abs=TOLERANCE), number
     assert len(parted) <= MOST_PARTED, parted
 
 

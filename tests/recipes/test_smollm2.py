@@ -54,6 +54,7 @@ def test_each_phase_runs_commands_that_exist_and_is_skipped_when_done(
             if job.command[3] == "data":
                 output.parent.mkdir(parents=True, exist_ok=True)
                 output.write_text(f"{answer}\n" * 10, encoding="utf-8")
+                Path(f"{output}.meta.json").write_text(f'{{"by": "{job.name}"}}')
                 output.with_suffix(".validation.safetensors").touch()
             else:
                 (output / "head").mkdir(parents=True, exist_ok=True)
@@ -77,6 +78,9 @@ def test_each_phase_runs_commands_that_exist_and_is_skipped_when_done(
     params = {name: found for name, found, _ in ran}
     assert [params[f"answers-{i}"]["temperature"] for i in range(4)] == [0.0, 0.7, 0.0, 0.7]
     assert len({params[f"prompts-{i}"]["seed"] for i in range(8)}) == 8
+    for part in range(recipe.PARTS):  # what the model card tells goes along
+        side = tmp_path / "parts" / f"3-{part}.jsonl.meta.json"
+        assert json.loads(side.read_text()) == {"by": "answers-3"}
     assert names[-4:] == ["peagle", "eagle3", "free", "correction"]
     overrides = params["free"]["overrides"]
     config = TrainConfig.read(RECIPE / "peagle.toml", overrides)
