@@ -398,8 +398,8 @@ def _training_rows(record: TrainRecord) -> _Rows:
         ("steps", shown(record.steps, "{:,}")),
         ("epochs", shown(record.epochs, "{:.2f}")),
         ("responses of the target trained on", shown(record.responses or record.sequences, "{:,}")),
-        ("origin of the prompts", shown(_prompts_text(record))),
-        ("origin of the answers", shown(_answers_text(record))),
+        ("origin of the prompts", shown(prompts_text(record))),
+        ("origin of the answers", shown(answers_text(record))),
         ("data, SHA-256", shown(record.data_sha256)),
         ("validation loss", shown(record.validation_loss, "{:.4f}")),
         ("hardware", shown(record.device)),
@@ -409,7 +409,7 @@ def _training_rows(record: TrainRecord) -> _Rows:
     ]
 
 
-def _prompts_text(record: TrainRecord) -> str | None:
+def prompts_text(record: TrainRecord) -> str | None:
     """Say who wrote the prompts; None if that is not recorded of all of them."""
     found = [origin.prompts for origin in record.origins]
     written = {one.sha256: one for one in found if one is not None}.values()
@@ -420,7 +420,7 @@ def _prompts_text(record: TrainRecord) -> str | None:
     return f"{kept:,}, kept of {sampled:,} samples of {_models_text(names, record)}"
 
 
-def _answers_text(record: TrainRecord) -> str | None:
+def answers_text(record: TrainRecord) -> str | None:
     """Say which model gave the answers, by temperature; None if that is not recorded."""
     if not record.origins:
         return None
