@@ -193,7 +193,9 @@ def test_too_few_minutes_end_it_before_the_work(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--minutes", "0"], "--minutes is 0; expected a number above 0"),
+        (["--minutes", "0"], "--minutes is 0; expected a finite number above 0"),
+        (["--minutes", "inf"], "--minutes is inf; expected a finite number above 0"),
+        (["--minutes", "nan"], "--minutes is nan; expected a finite number above 0"),
         (["--set", "head.layers=3"], "--set: head.layers is not a known key"),
         (["--prompts", "none.jsonl"], "'none.jsonl' is not there"),
         (["--output", "full"], "is not empty, and `peagle make-head` did not begin it"),
