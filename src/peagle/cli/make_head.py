@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -108,8 +109,8 @@ def make_head(
     minutes of all stages is printed. Each stage is a command of peagle, shown as it runs. The same
     command goes on where it was stopped.
     """
-    if not minutes > 0:
-        raise UserError(f"--minutes is {minutes:g}; expected a number above 0.")
+    if not 0 < minutes < inf:
+        raise UserError(f"--minutes is {minutes:g}; expected a finite number above 0.")
     require_writable_folder(output, "--output")
     work = output / "make-head"
     journal = work / "journal.json"

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from peagle.data.origins import answer_origins
 from peagle.data.readers import (
     STORE_KEY,
     Record,
@@ -328,7 +329,8 @@ def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) ->
 def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
     """Describe the part of a file of responses that training or validation uses.
 
-    The name of the file is recorded, not where it lay.
+    The name of the file is recorded, not where it lay; `origins` are those of the answers
+    (`peagle.data.origins`).
     """
     return {
         "file": path.name,
@@ -337,4 +339,12 @@ def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
         "tokens": len(dataset.tokens),
         "responses": dataset.num_responses,
         "response_tokens": int(dataset.loss_mask.sum()),
+        "origins": [origin.model_dump() for origin in answer_origins(_provenance(path))],
     }
+
+
+def _provenance(path: Path) -> dict[str, Any]:
+    if path.suffix != ".safetensors":
+        return read_side(path)
+    with safe_open(path, framework="pt") as reader:
+        return metadata_of((reader.metadata() or {}).get(STORE_KEY), path)

@@ -15,6 +15,7 @@ import torch
 
 from peagle.data.dataset import ResponseDataset, check_tokenizer, read_data, row_of, write_store
 from peagle.data.limits import LEAST_RESPONSE, Limits
+from peagle.data.origins import AnswerOrigin, answer_origins, joined_origins
 from peagle.data.readers import DropCounts, Dropped, side_file
 from peagle.data.samples import Sample, SampleMaker, continues
 from peagle.disk import put_in_place
@@ -33,6 +34,7 @@ class PrepareSummary(DropCounts):
         truncated: answers that were cut at the length limit, as far as they are written.
         duplicates: answers left out since an equal one, behind an equal prompt, was there.
         unknown_tokenizer: files of token ids that do not say which tokenizer made them.
+        origins: where all answers come from, () if that is not known of some.
     """
 
     records: int = 0
@@ -45,6 +47,7 @@ class PrepareSummary(DropCounts):
     truncated: int = 0
     duplicates: int = 0
     unknown_tokenizer: list[str] = field(default_factory=list)
+    origins: tuple[AnswerOrigin, ...] = ()
 
 
 class Collected:
@@ -176,8 +179,10 @@ def prepare(
     """
     collected, report = Collected(), PrepareSummary()
     seen: set[bytes] = set()
+    origins = []
     for source in sources:
         records, metadata = read_data(source)
+        origins.append(answer_origins(metadata))
         check_tokenizer(source, metadata, fingerprint)
         for record in records:
             report.records += 1
@@ -201,6 +206,7 @@ def prepare(
                 if answers:
                     collected.add(Sample.of(made.ids, answers, made.group))
     train, validation = collected.split(limits.validation_share)
+    report.origins = joined_origins(origins)
     report.samples, report.validation_samples = len(train), len(validation)
     report.answers, report.validation_answers = train.num_answers, validation.num_answers
     report.tokens, report.supervised = train.num_tokens, train.num_supervised

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.config import require_folder
+from peagle.data.origins import AnswerOrigin
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import (
     CORRECTION_NAME,
@@ -83,6 +85,10 @@ class TrainRecord(BaseModel):
     steps: int | None = None
     epochs: float | None = None
     responses: int | None = _at("data", "train", "responses")
+    target: str | None = _at("target", "name")
+    origins: tuple[AnswerOrigin, ...] = Field(
+        default=(), validation_alias=AliasPath("data", "train", "origins")
+    )
     sequences: int | None = None  # as many as responses, where old records do not count these
     seconds: float | None = None
     data_sha256: str | None = None
@@ -392,6 +398,8 @@ def _training_rows(record: TrainRecord) -> _Rows:
         ("steps", shown(record.steps, "{:,}")),
         ("epochs", shown(record.epochs, "{:.2f}")),
         ("responses of the target trained on", shown(record.responses or record.sequences, "{:,}")),
+        ("origin of the prompts", shown(prompts_text(record))),
+        ("origin of the answers", shown(answers_text(record))),
         ("data, SHA-256", shown(record.data_sha256)),
         ("validation loss", shown(record.validation_loss, "{:.4f}")),
         ("hardware", shown(record.device)),
@@ -399,6 +407,38 @@ def _training_rows(record: TrainRecord) -> _Rows:
         ("software", software or None),
         ("commit of peagle", shown(record.commit)),
     ]
+
+
+def prompts_text(record: TrainRecord) -> str | None:
+    """Say who wrote the prompts; None if that is not recorded of all of them."""
+    found = [origin.prompts for origin in record.origins]
+    written = {one.sha256: one for one in found if one is not None}.values()
+    if not written or None in found:
+        return None
+    kept, sampled = sum(one.prompts for one in written), sum(one.samples for one in written)
+    names = {one.model for one in written}
+    return f"{kept:,}, kept of {sampled:,} samples of {_models_text(names, record)}"
+
+
+def answers_text(record: TrainRecord) -> str | None:
+    """Say which model gave the answers, by temperature; None if that is not recorded."""
+    if not record.origins:
+        return None
+    counts = Counter[float | None]()
+    for origin in record.origins:
+        counts[origin.temperature] += origin.answers
+    parts = [
+        f"{count:,} at {'the default temperature' if at is None else f'temperature {at:g}'}"
+        for at, count in sorted(counts.items(), key=lambda item: item[0] or 0.0)
+    ]
+    names = {origin.model for origin in record.origins}
+    return f"{_models_text(names, record)}: {', '.join(parts)}"
+
+
+def _models_text(names: set[str], record: TrainRecord) -> str:
+    """Name models; the target is recorded by its folder, and answers by the folder's name."""
+    is_target = record.target is not None and names == {Path(record.target).name}
+    return "the target itself" if is_target else ", ".join(sorted(names))
 
 
 def _escape(text: str) -> str:
