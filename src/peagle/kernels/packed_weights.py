@@ -367,13 +367,13 @@ def int4_scale(weight: Tensor, group: int) -> Tensor:
     Of the scales of `_SHRINKS` times the one that keeps the largest magnitude, a group takes that
     with the smallest sum of squared errors: with so few numbers a large one may be cut.
     """
-    groups = weight.float().unflatten(-1, (-1, group))
+    groups = weight.detach().float().unflatten(-1, (-1, group))
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    scale = largest / 7
+    scale, rounded = largest / 7, torch.empty_like(groups)
     least = torch.full_like(largest, torch.inf)
     for shrink in _SHRINKS:
         tried = largest * (shrink / 7)
-        rounded = (groups / tried).round_().clamp_(-8, 7)
+        torch.div(groups, tried, out=rounded).round_().clamp_(-8, 7)
         error = rounded.mul_(tried).sub_(groups).square_().sum(-1, keepdim=True)
         scale = torch.where(error < least, tried, scale)
         least = torch.minimum(error, least)

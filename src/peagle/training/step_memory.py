@@ -265,8 +265,8 @@ def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMem
     if shape.config.optimizer.name == "muon":
         # Momenta of the matrices of one shape, their stack, two iterates and the update.
         update = max(update, 20 * shape.head.num_layers * max(shape.in_layers.values()))
-    # Numbers and their rounded values, of a layer at a time.
-    rounded = 0 if shape.rounding is None else 8 * shape.rounding.largest
+    # Rounded numbers and what their groups need, of a layer at a time.
+    rounded = 0 if shape.rounding is None else 6 * shape.rounding.largest
     moments = [
         # The gradient of the embeddings comes last of all, when the activations are gone.
         _passes(shape, segments, recompute),

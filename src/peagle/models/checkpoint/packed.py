@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import CheckpointError
-from peagle.kernels.packed_weights import PackedWeight, int4_scale, pack_int8
+from peagle.kernels.packed_weights import PackedWeight, int4_scale
 from peagle.models.checkpoint.ends import ENDS
 from peagle.models.checkpoint.files import object_at
 from peagle.models.checkpoint.weights import FUSED, parts_of, tensor_shapes
@@ -27,6 +27,7 @@ from peagle.models.quantization_scheme import check_config
 
 QUANTIZATION_KEY = "quantization_config"
 _BITS: dict[StoredQuantization, int] = {"int8": 8, "int4": 4}
+_LARGEST: dict[StoredQuantization, int] = {"int8": 127, "int4": 7}
 _FORMATS: dict[StoredQuantization, str] = {"int8": "int-quantized", "int4": "pack-quantized"}
 _PER_WORD = 8  # numbers of 4 bits in an int32
 
@@ -219,17 +220,15 @@ def _pack(
 def _scale_of(weight: Tensor, quantization: StoredQuantization, group: int) -> Tensor:
     """Return the bfloat16 scales [N, K / group] of a weight [N, K]."""
     if quantization == "int4":
-        scale = int4_scale(weight, group)
-    else:
-        found = pack_int8(weight, (1, group)).scale
-        assert found is not None
-        scale = found
-    return scale.to(torch.bfloat16).contiguous()
+        return int4_scale(weight, group).to(torch.bfloat16)
+    groups = weight.float().unflatten(1, (-1, group))
+    least = torch.finfo(torch.float32).tiny
+    return (groups.abs().amax(-1) / _LARGEST["int8"]).clamp_min(least).to(torch.bfloat16)
 
 
 def _rounded(weight: Tensor, quantization: StoredQuantization, scale: Tensor) -> Tensor:
     """Return the integers, float32 [N, K / group, group], of a weight [N, K] and its scales."""
-    largest = 2 ** (_BITS[quantization] - 1) - 1
+    largest = _LARGEST[quantization]
     groups = weight.float().unflatten(1, (scale.shape[1], -1))
     ratio = groups / scale.float().unsqueeze(-1)
     return ratio.round_().clamp_(-largest - (quantization == "int4"), largest)
@@ -275,15 +274,16 @@ class Rounding:
             name: its name, one of `names`.
             weight: what to round, [N, K] in float32 or wider.
         """
-        parts, group = self._parts[name], self.quantization.group_size
+        parts = self._parts[name]
         counts = [rows for _, rows in parts]
-        for (layer, _), place, own in zip(
-            parts, head.split(counts), weight.split(counts), strict=True
-        ):
-            one = self._types[layer]
-            self.scales[layer] = scale = _scale_of(own, one, group)
-            q = _rounded(own, one, scale)
-            place.copy_(q.mul_(scale.float().unsqueeze(-1)).flatten(1))
+        for (layer, _), *pair in zip(parts, head.split(counts), weight.split(counts), strict=True):
+            self._round_layer(layer, *pair)
+
+    def _round_layer(self, layer: str, place: Tensor, weight: Tensor) -> None:
+        one = self._types[layer]
+        self.scales[layer] = scale = _scale_of(weight, one, self.quantization.group_size)
+        q = _rounded(weight, one, scale)
+        place.copy_(q.mul_(scale.float().unsqueeze(-1)).flatten(1))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return what `pack_tensors` returns of the head's tensors, which `round_into` wrote.
