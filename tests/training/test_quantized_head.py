@@ -220,6 +220,8 @@ def test_plan_and_checks_count_what_is_stored(
     whole = few_steps(
         target_folder, responses, tmp_path, head={**head, "quantization": None, **WHOLE}, run=run
     )
+    assert f"layers stored in {config.head.layer_quantization}" in str(plan)
+    assert "stored in int" not in str(make_plan(whole))
     assert plan.disk["checkpoint"] == make_plan(whole).disk["checkpoint"]
     assert plan.disk["head"] < make_plan(whole).disk["head"]
     trainer = Trainer(config)

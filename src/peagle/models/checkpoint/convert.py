@@ -177,8 +177,9 @@ def compact_head(
     _check_destination(source, destination, force=force)
     if head.is_quantised:
         raise CheckpointError(
-            f"The head {str(source)!r} is stored quantised already. Take the head from before, or "
-            "write it whole first (--format vllm)."
+            f"The head {str(source)!r} is stored quantised already: use it as it is. For another "
+            "type take the head from before; what --format vllm writes of this one would be "
+            "rounded a second time."
         )
     facts, tensors, described = dict(head.facts), dict(head.tensors), None
     facts.setdefault(FROM_TARGET_KEY, [])
