@@ -211,7 +211,7 @@ def test_a_compact_head_and_back(peagle: Peagle, pair: Pair, tmp_path: Path) -> 
         ("--format compact --group-size 32", "--group-size needs --quantization; without it no"),
         ("--format compact --int8-layers fc", "--int8-layers needs --quantization; without it"),
         ("--format compact --quantization int8 --int8-layers x", "no linear layer 'x'; expected"),
-        ("--format compact --quantization int8 --group-size 100", "The group size is 100 and"),
+        ("--format compact --quantization int8 --group-size 112", "The group size is 112 and"),
     ],
 )
 def test_options_of_compact_heads(

@@ -17,7 +17,7 @@ from peagle.errors import UserError
 from peagle.training import training_plan as plans
 from peagle.training.config import TrainConfig
 from peagle.training.trainer import Trainer
-from tests.cli.conftest import Peagle
+from tests.cli.conftest import Peagle, Result
 from tests.conftest import VOCAB_SIZE, make_target_folder
 
 
@@ -238,6 +238,28 @@ def test_show_config_prints_what_is_decided(peagle: Peagle, config: Path) -> Non
     assert peagle("train", config, "--set", "optimizer.learning_rate=1e-3").status == 0
     shown = json.loads(peagle(*call, "--resume").out)
     assert (shown["optimizer"]["name"], shown["optimizer"]["learning_rate"]) == ("adamw", 1e-3)
+
+
+def test_options_of_rounding(peagle: Peagle, config: Path) -> None:
+    def call(*words: str) -> Result:
+        return peagle("train", config, *(part for word in words for part in ("--set", word)))
+
+    rounded = ("head.quantization=int8", 'head.int8_layers=["fc"]', "head.group_size=16")
+    done = peagle("train", config, "--show-config", *(p for w in rounded for p in ("--set", w)))
+    head = json.loads(done.out)["head"]
+    assert (head["quantization"], head["int8_layers"], head["group_size"]) == ("int8", ["fc"], 16)
+    for words, message in (
+        (["head.quantisation=int4"], "quantisation is not a known key. Did you mean 'head.quanti"),
+        (["head.quantization=int2"], "head.quantization is 'int2': Input should be 'int8' or 'i"),
+        (["head.group_size=16"], "group_size is 16 and there is no quantization"),
+        ([*rounded[:2], "head.group_size=40"], "head.group_size is 40: Input should be a multiple"),
+        ([*rounded[:2], "head.group_size=80"], "size is 80 and 'fc' has 96 inputs; expected a siz"),
+    ):
+        done = call(*words)
+        assert done.status == 2 and message in done.err, words
+    done = call(*rounded)
+    assert done.status == 0, done.err
+    assert "fc and linear layers are rounded to int8, groups of 16\n" in done.out + done.err
 
 
 def test_a_learning_rate_without_an_optimizer_is_told(peagle: Peagle, config: Path) -> None:

@@ -13,8 +13,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,13 +30,14 @@ from peagle.models.checkpoint import (
     split_tensors,
 )
 from peagle.models.checkpoint.ends import ENDS, FROM_TARGET_KEY, has_target_ends
-from peagle.models.checkpoint.packed import StoredQuantization
 from peagle.models.checkpoint.whole import whole_head
 from peagle.models.drafter import Drafter
 from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.head_quantization import StoredQuantization
 from peagle.models.target import TargetModel
 from peagle.models.target_ends import TargetEnds
 from peagle.training.published_head import read_head
+from tests.compressed import unpacked_weights
 from tests.conftest import make_drafter, make_target_folder
 from tests.corrections import add_correction
 from tests.models.editing import edit_config, edit_tensors
@@ -157,23 +156,6 @@ def test_what_from_target_may_say(target_folder: Path, tmp_path: Path) -> None:
 # ---- quantised layers -----------------------------------------------------------------------
 
 
-def by_compressed_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights of the quantised layers of a head, as the package reads them."""
-    stored = load_file(folder / "model.safetensors")
-    data = json.loads((folder / "config.json").read_text())["quantization_config"]
-    (scheme,) = QuantizationConfig.model_validate(data).config_groups.values()
-    assert isinstance(scheme, QuantizationScheme)
-    compressor: Any = BaseCompressor.get_value_from_registry(str(scheme.format))
-    found = {}
-    for name in stored:
-        if name.endswith(".weight_scale"):
-            layer = name.removesuffix("weight_scale")
-            own = {n.removeprefix(layer): v for n, v in stored.items() if n.startswith(layer)}
-            own["weight_scale"] = own["weight_scale"].float()
-            found[f"{layer}weight"] = compressor.decompress(own, scheme)["weight"]
-    return found
-
-
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("quantization", TYPES)
 def test_rounding_stays_within_half_a_step(
@@ -189,7 +171,7 @@ def test_rounding_stays_within_half_a_step(
     target = TargetModel.load(target_folder, dtype=torch.float32)
     loaded, found = (
         weights(load_drafter(tmp_path / "small", target)),
-        by_compressed_tensors(tmp_path / "small"),
+        unpacked_weights(tmp_path / "small"),
     )
     assert len(found) == 1 + 2 * 7, "fc and the linear layers"
     for name, value in found.items():
@@ -214,6 +196,12 @@ def test_groups_divide_the_inputs(target_folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "small").exists()
     with pytest.raises(UserError, match=r"has 48 inputs; expected a multiple of 32 for int4"):
         compact_head(folder, tmp_path / "small", quantization="int4", group_size=16)
+    with pytest.raises(UserError, match="group size is 24; expected a multiple of 16 inputs"):
+        compact_head(folder, tmp_path / "small", quantization="int8", group_size=24)
+    assert not (tmp_path / "small").exists()
+    mixed = {"quantization": "int4", "int8_layers": ["down_proj"], "group_size": 16}
+    compact_head(folder, tmp_path / "mixed", **mixed)
+    load_drafter(tmp_path / "mixed", TargetModel.load(target_folder))
     compact_head(folder, tmp_path / "small", quantization="int8", group_size=16)
     with pytest.raises(CheckpointError, match="is stored quantised already"):
         compact_head(tmp_path / "small", tmp_path / "again", quantization="int4", group_size=16)

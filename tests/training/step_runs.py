@@ -51,6 +51,7 @@ class Case:
         rows, length: of the batch.
         packed: two documents a row.
         frozen: which ends of the head are not trained, "embeddings" and "lm_head".
+        quantization: type that the linear layers are rounded to.
     """
 
     segments: int = 1
@@ -63,6 +64,7 @@ class Case:
     length: int = 256
     packed: bool = False
     frozen: tuple[str, ...] = ()
+    quantization: str | None = None
 
     @property
     def config(self) -> TrainConfig:
@@ -76,7 +78,10 @@ class Case:
                     "batch_tokens": self.rows * self.length,
                     "length_multiple": 8,
                 },
-                "head": {f"freeze_{name}": True for name in self.frozen},
+                "head": {
+                    **{f"freeze_{name}": True for name in self.frozen},
+                    "quantization": self.quantization,
+                },
                 "method": {"depth": 6, **self.method},
                 "optimizer": {"steps": 3, "name": self.optimizer},
                 "run": {"device": "cpu", **self.run},
@@ -125,7 +130,7 @@ class Running:
         self.drafter = Drafter(head).to(device)
         for name in config.head.frozen:
             self.drafter.get_parameter(name).requires_grad_(False)
-        self.masters = Masters(self.drafter, shape.dtype)
+        self.masters = Masters(self.drafter, shape.dtype, shape.rounding)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
         weight = torch.randn(shape.graded_vocabulary, head.target_hidden_size).to(device, wide)
         target: Any = types.SimpleNamespace(

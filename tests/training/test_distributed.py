@@ -98,6 +98,11 @@ def test_a_bfloat16_head_is_rounded_from_float32_shares() -> None:
     assert values(run_together(together.bfloat16_publishes_what_the_optimizer_moved, 2)) == [[], []]
 
 
+def test_each_process_rounds_whole_float32_weights() -> None:
+    """As one process does: not shares of groups, and not weights that bfloat16 rounded before."""
+    assert values(run_together(together.rounds_whole_float32_weights, 2)) == [[], []]
+
+
 def test_all_processes_take_the_segments_of_the_one_with_least_memory() -> None:
     shape = Case(rows=4, length=512, method={"depth": 8}).shape
     needed = [estimate_memory(shape, segments, False).total for segments in (1, 3)]
@@ -111,6 +116,7 @@ def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_pa
         {"optimizer": {"name": "muon", "weight_decay": 0.1}},
         {"method": {"name": "eagle3"}, "head": {"freeze_embeddings": True}},
         {"head": {"freeze_embeddings": True, "freeze_lm_head": True}},
+        {"head": {"quantization": "int8", "group_size": 16}},
         {"run": {"validation_batches": 1}, "data": {"batch_tokens": 64}},
     ]
 

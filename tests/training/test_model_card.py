@@ -175,6 +175,20 @@ def test_the_record_of_another_head_is_left_out(head: Path, changes: dict[str, A
     assert section(card_of(head), "Acceptance") == "Not recorded."
 
 
+def test_the_card_says_how_layers_were_rounded(head: Path) -> None:
+    config = {"method": {"name": "peagle", "depth": 5, "loss": "kl"}}
+    rounded = {"quantization": "int4", "int8_layers": ["q_proj", "fc"], "group_size": 16}
+    for options, row in (
+        (rounded, "| linear layers rounded in training | int4, groups of 16; int8: q\\_proj, fc |"),
+        ({"quantization": None}, None),
+    ):
+        write_record(
+            head.parent / "train.json", read_head(head), config={**config, "head": options}
+        )
+        text = section(card_of(head), "Training")
+        assert "linear layers" not in text if row is None else row in text.splitlines()
+
+
 def test_the_record_that_training_writes_is_read(target_folder: Path, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(2, VOCAB_SIZE, (24, 20), generator=generator).tolist()

@@ -26,6 +26,8 @@ from tests.training.reference import make_plain_batch
 from tests.training.step_runs import Case, Running
 
 BOTH = ("embeddings", "lm_head")
+# Inputs that groups divide.
+EVEN = {"intermediate_size": 192, "head_dim": 24, "target_hidden_size": 64}
 CASES: dict[str, Case] = {
     "S=1": Case(),
     "S=8": Case(8),
@@ -71,6 +73,8 @@ CASES: dict[str, Case] = {
         2, True, head={"vocab_size": 4000, "draft_vocab_size": 2000}, frozen=BOTH, optimizer="muon"
     ),
     "frozen in bfloat16": Case(2, run={"precision": "bfloat16"}, frozen=BOTH),
+    "int4": Case(2, head=EVEN, quantization="int4", optimizer="muon"),
+    "int8 in bfloat16": Case(2, head=EVEN, quantization="int8", run={"precision": "bfloat16"}),
     "eagle3, frozen": Case(method={"name": "eagle3", "depth": 4}, frozen=BOTH),
 }
 

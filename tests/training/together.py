@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from peagle.data.batches import Batch, BatchStream
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import TargetStates
+from peagle.models.checkpoint.packed import Rounding
 from peagle.models.drafter import Drafter
+from peagle.models.head_quantization import HeadQuantization
 from peagle.training import state
 from peagle.training.config import MethodSection, TrainConfig
 from peagle.training.distributed import ALONE, Processes
@@ -290,3 +292,38 @@ def bfloat16_publishes_what_the_optimizer_moved(processes: Processes) -> list[st
             rtol=1e-2,
         )
     ]
+
+
+def rounds_whole_float32_weights(processes: Processes) -> list[str]:
+    """Names of weights of a bfloat16 head that are not their float32 masters, rounded to INT8."""
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_attention_heads": 3,
+        "num_kv_heads": 1,
+    }
+    head = make_head(**sizes, head_dim=16, target_hidden_size=16).float()
+    rounding = Rounding(head.config, HeadQuantization("int8", (), 16))
+    masters = ShardedMasters(head, torch.bfloat16, processes, rounding)
+    optimizer = torch.optim.SGD([p for _, p in masters.named()], lr=2e-4)
+    wrong = []
+    for _ in range(2):
+        before = {n: cast(DTensor, p.detach()).full_tensor() for n, p in masters.named()}
+        for parameter in head.parameters():
+            parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
+        masters.collect()
+        optimizer.step()
+        masters.publish()
+        own = dict(head.named_parameters())
+        for name, master in masters.named():
+            whole = cast(DTensor, master.detach()).full_tensor()
+            moved = before[name] - whole
+            expected = whole
+            if whole.dim() == 2 and name.startswith(("fc", "layers")):
+                groups = whole.unflatten(1, (-1, 16))
+                scale = (groups.abs().amax(-1, keepdim=True) / 127).bfloat16().float()
+                expected = ((groups / scale).round() * scale).flatten(1)
+            is_moved = torch.allclose(moved, torch.full_like(moved, 4e-4), rtol=1e-2)
+            if not is_moved or not torch.equal(own[name], expected.bfloat16()):
+                wrong.append(name)
+    return wrong

@@ -13,6 +13,7 @@ from peagle.bundled import expand_bundled
 from peagle.config import require_folder
 from peagle.errors import UserError
 from peagle.models.gguf_header import is_gguf
+from peagle.models.head_quantization import DEFAULT_GROUP, GROUP_MULTIPLE, StoredQuantization
 
 if TYPE_CHECKING:
     from peagle.models.checkpoint import Conversion
@@ -56,7 +57,7 @@ def convert(
         "embedding or lm_head are the target's, the target to take them from.",
         show_default="the one that the head names",
     ),
-    quantization: Literal["int8", "int4"] | None = typer.Option(
+    quantization: StoredQuantization | None = typer.Option(
         None,
         help="Type of the linear layers of a compact head, with a scale for each group of inputs.",
         show_default="as stored",
@@ -70,9 +71,10 @@ def convert(
     ),
     group_size: int | None = typer.Option(
         None,
-        min=16,
-        help="Inputs that share a scale with --quantization; they divide those of every layer.",
-        show_default="32",
+        min=GROUP_MULTIPLE,
+        help=f"Inputs that share a scale with --quantization, a multiple of {GROUP_MULTIPLE}; they "
+        "divide those of every layer.",
+        show_default=str(DEFAULT_GROUP),
     ),
     force: bool = typer.Option(
         False, "--force", help="Write a head into a folder that is not empty."
@@ -104,7 +106,6 @@ def convert(
     require_folder(source, "The draft head")
     target = target and expand_bundled(target, "target")
     from peagle.models.checkpoint import compact_head, convert_head
-    from peagle.models.checkpoint.convert import DEFAULT_GROUP
 
     if format == "compact":
         result = compact_head(

@@ -223,6 +223,9 @@ def _facts(trainer: Trainer) -> Iterator[str]:
         f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
         f"{length} on {places}"
     )
+    quantization = plan.head.layer_quantization
+    if quantization is not None and plan.correction.on is None:
+        yield f"fc and linear layers are rounded to {quantization}"
     if trainer.warm_start is not None:
         yield str(trainer.warm_start)
     if plan.method.name == "peagle":

@@ -354,23 +354,30 @@ def pack_int8(weight: Tensor, block: tuple[int, int]) -> PackedWeight:
 
 
 def pack_int4(weight: Tensor, group: int) -> PackedWeight:
-    """Quantise [..., N, K] to "int4" around 8, rounded to nearest, with a scale for each group.
+    """Quantise [..., N, K] to "int4" around 8, rounded to nearest, with a scale for each group."""
+    scale = int4_scale(weight, group)
+    groups = weight.float().unflatten(-1, (-1, group))
+    q = (groups / scale.unsqueeze(-1)).round_().clamp_(-8, 7)
+    return make_int4((q + 8).to(torch.uint8).flatten(-2), scale, None, group)
+
+
+def int4_scale(weight: Tensor, group: int) -> Tensor:
+    """Return the scales of `pack_int4`, float32 [..., N, K / group].
 
     Of the scales of `_SHRINKS` times the one that keeps the largest magnitude, a group takes that
     with the smallest sum of squared errors: with so few numbers a large one may be cut.
     """
-    groups = weight.float().unflatten(-1, (-1, group))
+    groups = weight.detach().float().unflatten(-1, (-1, group))
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    q, scale = torch.zeros_like(groups), largest / 7
+    scale, rounded = largest / 7, torch.empty_like(groups)
     least = torch.full_like(largest, torch.inf)
     for shrink in _SHRINKS:
         tried = largest * (shrink / 7)
-        rounded = (groups / tried).round_().clamp_(-8, 7)
-        error = (rounded * tried - groups).square_().sum(-1, keepdim=True)
-        is_better = error < least
-        q, scale = torch.where(is_better, rounded, q), torch.where(is_better, tried, scale)
-        least = torch.where(is_better, error, least)
-    return make_int4((q + 8).to(torch.uint8).flatten(-2), scale.squeeze(-1), None, group)
+        torch.div(groups, tried, out=rounded).round_().clamp_(-8, 7)
+        error = rounded.mul_(tried).sub_(groups).square_().sum(-1, keepdim=True)
+        scale = torch.where(error < least, tried, scale)
+        least = torch.minimum(error, least)
+    return scale.squeeze(-1)
 
 
 def _scaled(weight: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.checkpoint import load_drafter
+from peagle.models.checkpoint.packed import layer_types
+from peagle.models.checkpoint.weights import tensor_shapes
 from peagle.models.correction import Correction
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target import TargetModel, default_aux_layer_ids
@@ -81,9 +83,13 @@ def planned_shape(
     """
     mask_token_id = _mask_token_id(config, target, tokenizer)
     if config.head.init is None:
-        return _fresh_shape(config, target, mask_token_id)
-    init = InitHead.shape_of(config.head.init, target)
-    return init.shape(config.head, config.method.depth, mask_token_id)
+        shape = _fresh_shape(config, target, mask_token_id)
+    else:
+        init = InitHead.shape_of(config.head.init, target)
+        shape = init.shape(config.head, config.method.depth, mask_token_id)
+    if (quantization := config.head.layer_quantization) is not None:
+        layer_types(tensor_shapes(shape), quantization)
+    return shape
 
 
 def _corrected(folder: Path, config: TrainConfig, target: TargetFacts) -> Built:

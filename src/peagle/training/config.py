@@ -24,6 +24,13 @@ from peagle.errors import UserError, short_repr
 from peagle.model_folder import read_json
 from peagle.models.gguf_header import is_gguf
 from peagle.models.head_json import refuse_whole_model
+from peagle.models.head_quantization import (
+    DEFAULT_GROUP,
+    GROUP_MULTIPLE,
+    HeadQuantization,
+    LinearLayer,
+    StoredQuantization,
+)
 
 FORMAT_VERSION = 1
 DATA_SUFFIXES = (".jsonl", ".safetensors")  # of files of responses
@@ -48,7 +55,8 @@ def _used(section: _Section, *young: str) -> dict[str, Any]:
     Checkpoints that are older than such an option do not have it.
     """
     facts, fields = section.model_dump(mode="json"), type(section).model_fields
-    return {n: v for n, v in facts.items() if n not in young or v != fields[n].default}
+    unset = {name for name in young if getattr(section, name) == fields[name].default}
+    return {name: value for name, value in facts.items() if name not in unset}
 
 
 class HeadSection(_Section):
@@ -69,6 +77,11 @@ class HeadSection(_Section):
             about 5% acceptance length).
         freeze_lm_head: keep lm_head as it starts, as the target's rows of the draft vocabulary in a
             new head, which then must be as wide as the target.
+        quantization: train the head with the linear layers, fc included, rounded to "int8" or
+            "int4", and store them so, as `peagle convert --format compact` does; none keeps them
+            whole.
+        int8_layers: last names of layers that get INT8 in any case.
+        group_size: inputs that share a scale.
         init: folder of a head to start from in place of random weights, P-EAGLE or EAGLE-3;
             "bundled" and "bundled-eagle3" are the bundled heads. What is left out above is then
             that head's, what is given must agree with it; num_layers may be larger
@@ -92,6 +105,9 @@ class HeadSection(_Section):
     qk_norm: bool = False
     freeze_embeddings: bool = False
     freeze_lm_head: bool = False
+    quantization: StoredQuantization | None = None
+    int8_layers: tuple[LinearLayer, ...] = ()
+    group_size: int = Field(DEFAULT_GROUP, ge=GROUP_MULTIPLE, multiple_of=GROUP_MULTIPLE)
     init: Annotated[Path | None, _model("draft")] = Field(None, exclude=True)
 
     @property
@@ -107,7 +123,25 @@ class HeadSection(_Section):
 
     def facts(self) -> dict[str, Any]:
         """What a resumed run must have in common with its checkpoint (`_used`)."""
-        return _used(self, "freeze_lm_head")
+        return _used(self, "freeze_lm_head", "quantization", "int8_layers", "group_size")
+
+    @property
+    def layer_quantization(self) -> HeadQuantization | None:
+        """How the linear layers are rounded and stored; None where they are not."""
+        if self.quantization is None:
+            return None
+        return HeadQuantization(self.quantization, self.int8_layers, self.group_size)
+
+    @model_validator(mode="after")
+    def _check(self) -> HeadSection:
+        if self.quantization is None:
+            for name, default in (("int8_layers", ()), ("group_size", DEFAULT_GROUP)):
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(
+                        f"{name} is {value} and there is no quantization, without which no layer "
+                        'is rounded; expected quantization = "int4" or "int8" beside it'
+                    )
+        return self
 
 
 class DataSection(_Section):

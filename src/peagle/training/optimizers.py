@@ -3,12 +3,16 @@
 A step of 1e-4 of a weight is lost in bfloat16's eight bits, so optimizers move a float32 copy (the
 master weights of Micikevicius et al., 2018) and the head is rounded from it after each step.
 Gradients are summed in float32 as well. Of several processes each holds a share of that copy.
+
+A head that will be stored in few bits (`head.quantization`) is rounded to these as well, so that
+what is trained and validated is what its file holds. Gradients go to the float32 copy as if nothing
+were rounded (the straight-through estimator of Bengio et al., 2013).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from peagle.models.checkpoint.packed import Rounding
 from peagle.training.config import OptimizerSection
 from peagle.training.distributed import Processes
 
@@ -26,21 +31,27 @@ class Masters:
     """The weights that the optimizers update: float32 copies of the head's, or the head's own.
 
     The head, or the correction of one, comes with its first weights in float32 or wider, and
-    computes in `dtype`; where that is the type of its weights nothing is copied.
+    computes in `dtype`; where that is the type of its weights only those that `rounding` rounds are
+    copied.
     """
 
-    def __init__(self, head: nn.Module, dtype: torch.dtype) -> None:
-        self.head = head
-        own = dict(head.named_parameters())
-        self._copies: dict[str, nn.Parameter] = {}
-        if dtype != next(iter(own.values())).dtype:
-            for name, parameter in own.items():
-                if parameter.requires_grad:
-                    self._copies[name] = nn.Parameter(parameter.detach().clone())
-            head.to(dtype)
-            for name, master in self._copies.items():
-                own[name].grad_dtype = master.dtype
-        self._own = own
+    def __init__(
+        self, head: nn.Module, dtype: torch.dtype, rounding: Rounding | None = None
+    ) -> None:
+        self.head, self._rounding = head, rounding
+        self._own = own = dict(head.named_parameters())
+        rounded = frozenset[str]() if rounding is None else rounding.names
+        is_narrow = dtype != next(iter(own.values())).dtype
+        self._copies = {
+            name: nn.Parameter(parameter.detach().clone())
+            for name, parameter in own.items()
+            if parameter.requires_grad and (is_narrow or name in rounded)
+        }
+        head.to(dtype)
+        for name, master in self._copies.items():
+            own[name].grad_dtype = master.dtype
+        if rounding is not None:
+            self.publish()
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and weights that optimizers may update."""
@@ -69,18 +80,33 @@ class Masters:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the head from the masters; call it after each optimizer step."""
-        if self._copies:
-            heads: list[Tensor] = [self._own[name] for name in self._copies]
-            torch._foreach_copy_(heads, list(self._copies.values()))
+        heads = {name: self._own[name] for name in self._copies}
+        _write(heads, list(self._copies.values()), self._rounding)
         for _, parameter in self.named():
             parameter.grad = None
 
 
-def build_masters(head: nn.Module, dtype: torch.dtype, processes: Processes) -> Masters:
+def build_masters(
+    head: nn.Module, dtype: torch.dtype, processes: Processes, rounding: Rounding | None = None
+) -> Masters:
     """The masters of a head, divided among the processes where there are several."""
     if processes.world_size == 1:
-        return Masters(head, dtype)
-    return ShardedMasters(head, dtype, processes)
+        return Masters(head, dtype, rounding)
+    return ShardedMasters(head, dtype, processes, rounding)
+
+
+def _write(
+    heads: Mapping[str, nn.Parameter], masters: Sequence[Tensor], rounding: Rounding | None
+) -> None:
+    """Write masters into the head's parameters, rounded as the head is."""
+    plain: list[tuple[Tensor, Tensor]] = []
+    for (name, head), master in zip(heads.items(), masters, strict=True):
+        if rounding is not None and name in rounding.names:
+            rounding.round_into(head, name, master)
+        else:
+            plain.append((head, master))
+    if plain:
+        torch._foreach_copy_([head for head, _ in plain], [master for _, master in plain])
 
 
 class ShardedMasters(Masters):
@@ -101,9 +127,16 @@ class ShardedMasters(Masters):
             with those of the first one.
         dtype: in which the head computes.
         processes: at least two.
+        rounding: rounds weights of the head in each process, from whole ones in float32.
     """
 
-    def __init__(self, head: nn.Module, dtype: torch.dtype, processes: Processes) -> None:
+    def __init__(
+        self,
+        head: nn.Module,
+        dtype: torch.dtype,
+        processes: Processes,
+        rounding: Rounding | None = None,
+    ) -> None:
         self.head = head
         self._processes = processes
         self._own = dict(head.named_parameters())
@@ -113,14 +146,16 @@ class ShardedMasters(Masters):
         for name, parameter in self._own.items():
             if parameter.requires_grad:
                 blocks.setdefault(_block_of(name), {})[name] = parameter
-        self._root = _Root([_Block(list(block.values())) for block in blocks.values()])
+        self._root = _Root([_Block(block, rounding) for block in blocks.values()])
         head.to(dtype)
         for parameter in self._own.values():
             if parameter.requires_grad and dtype != wide:
                 parameter.grad_dtype = wide
         mesh = init_device_mesh(first.device.type, (processes.world_size,))
-        policy = MixedPrecisionPolicy(dtype if dtype != wide else None, reduce_dtype=wide)
-        for block in (*self._root.blocks, self._root):
+        narrow = dtype if dtype != wide else None
+        rounded = [*(block.is_rounded for block in self._root.blocks), False]
+        for block, is_rounded in zip((*self._root.blocks, self._root), rounded, strict=True):
+            policy = MixedPrecisionPolicy(None if is_rounded else narrow, reduce_dtype=wide)
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             sharded = cast(FSDPModule, block)
             sharded.set_gradient_divide_factor(1.0)
@@ -175,27 +210,33 @@ class _Root(nn.Module):
 class _Block(nn.Module):
     """Masters of some weights of the head, copies of what they are now."""
 
-    def __init__(self, heads: list[nn.Parameter]) -> None:
+    def __init__(self, heads: dict[str, nn.Parameter], rounding: Rounding | None) -> None:
         super().__init__()
-        self.heads = heads
-        for index, head in enumerate(heads):
+        self.heads, self.rounding = heads, rounding
+        self.is_rounded = rounding is not None and not rounding.names.isdisjoint(heads)
+        for index, head in enumerate(heads.values()):
             self.register_parameter(str(index), nn.Parameter(head.detach().clone()))
 
     def forward(self) -> Tensor:
         # Whole at this moment, by FSDP's hooks.
         wholes = list(self.parameters())
-        for whole, head in zip(wholes, self.heads, strict=True):
+        for whole, head in zip(wholes, self.heads.values(), strict=True):
             whole.grad_dtype = head.grad_dtype
-        return _Publish.apply(self.heads, *wholes)  # type: ignore[return-value]
+        return _Publish.apply(self.heads, self.rounding, *wholes)  # type: ignore[return-value]
 
 
 class _Publish(torch.autograd.Function):
     """Copies weights into the head; its gradients are those that the head has by then."""
 
     @staticmethod
-    def forward(ctx: Any, heads: list[nn.Parameter], *wholes: Tensor) -> Tensor:
-        ctx.heads = heads
-        torch._foreach_copy_(cast(list[Tensor], heads), list(wholes))
+    def forward(
+        ctx: Any,
+        heads: dict[str, nn.Parameter],
+        rounding: Rounding | None,
+        *wholes: Tensor,
+    ) -> Tensor:
+        ctx.heads = list(heads.values())
+        _write(heads, wholes, rounding)
         return wholes[0].new_zeros(())
 
     @staticmethod
@@ -203,7 +244,7 @@ class _Publish(torch.autograd.Function):
         gradients = [head.grad for head in ctx.heads]
         for head in ctx.heads:
             head.grad = None
-        return None, *gradients
+        return None, None, *gradients
 
 
 # ---- the optimizers -------------------------------------------------------------------------

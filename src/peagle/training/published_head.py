@@ -41,6 +41,7 @@ from peagle.models.checkpoint.weights import (
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.head_json import default_depth
+from peagle.models.head_quantization import DEFAULT_GROUP, HeadQuantization, StoredQuantization
 from peagle.models.hub import DEFAULT_REVISION
 from peagle.models.loading import resolve_model
 
@@ -79,6 +80,13 @@ class TrainRecord(BaseModel):
     method: str | None = _at("config", "method", "name")
     depth: int | None = _at("config", "method", "depth")
     loss: str | None = _at("config", "method", "loss")
+    quantization: StoredQuantization | None = _at("config", "head", "quantization")
+    int8_layers: tuple[str, ...] = Field(
+        default=(), validation_alias=AliasPath("config", "head", "int8_layers")
+    )
+    group_size: int = Field(
+        default=DEFAULT_GROUP, validation_alias=AliasPath("config", "head", "group_size")
+    )
     target_dtype: str | None = _at("config", "run", "target_dtype")
     precision: str | None = _at("config", "run", "precision")
     parameters: int | None = None
@@ -387,6 +395,10 @@ def _shape_rows(head: PublishedHead, target: str) -> _Rows:
 
 def _training_rows(record: TrainRecord) -> _Rows:
     versions = {name: getattr(record, name) for name in ("peagle", "torch", "transformers")}
+    rounded: _Rows = []
+    if record.quantization is not None:
+        how = HeadQuantization(record.quantization, record.int8_layers, record.group_size)
+        rounded = [("linear layers rounded in training", _escape(str(how)))]
     software = ", ".join(f"{name} {_escape(v)}" for name, v in versions.items() if v)
 
     def shown(value: Any, form: str = "{}") -> str | None:
@@ -395,6 +407,7 @@ def _training_rows(record: TrainRecord) -> _Rows:
     return [
         ("method", shown(record.method and f"{record.method}, depth {record.depth}")),
         ("loss", shown(record.loss)),
+        *rounded,
         ("steps", shown(record.steps, "{:,}")),
         ("epochs", shown(record.epochs, "{:.2f}")),
         ("responses of the target trained on", shown(record.responses or record.sequences, "{:,}")),

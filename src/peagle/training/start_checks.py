@@ -120,8 +120,15 @@ def least_sizes(config: TrainConfig) -> tuple[int, int] | None:
     states = 1 if config.optimizer.name == "muon" else 2
     trained = sum(in_ends) + in_layers - frozen
     moments = 2 * (trained - in_layers) + states * in_layers
-    stored = trained if config.head.freezes_ends else trained + frozen
-    saved = _SAVED_BYTES[config.run.save_dtype] * stored
+    in_file = sum(in_ends) if not config.head.freezes_ends else 0
+    size = _SAVED_BYTES[config.run.save_dtype]
+    if (quantization := config.head.layer_quantization) is None:
+        saved = size * (in_file + in_layers)
+    else:
+        # Some layers may have 8 bits where this counts 4.
+        bits = 8 if quantization.type == "int8" else 4
+        scales = 2 * in_layers // quantization.group_size
+        saved = size * in_file + in_layers * bits // 8 + scales
     width = 4 if config.run.precision == "float32" else 2
     return 4 * (trained + moments) + width * frozen, saved
 

@@ -27,6 +27,7 @@ from peagle.disk import size_text
 from peagle.engine.memory_plan import device_name, free_and_total
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
+from peagle.models.checkpoint.packed import Rounding
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.elements import depth_counts
 from peagle.models.target_facts import TargetShape
@@ -153,6 +154,18 @@ class StepShape:
         """Numbers in the parameters that are trained."""
         return sum(self.trained.values())
 
+    @cached_property
+    def rounding(self) -> Rounding | None:
+        """What rounds linear layers of the head, which then have float32 copies."""
+        quantization = self.config.head.layer_quantization
+        return None if quantization is None else Rounding(self.head, quantization)
+
+    @property
+    def num_rounded(self) -> int:
+        """Numbers in the parameters that are rounded."""
+        names = () if self.rounding is None else self.rounding.names
+        return sum(self.parameters[name] for name in names)
+
     @property
     def in_layers(self) -> dict[str, int]:
         """`parameters` of the decoder layers."""
@@ -211,7 +224,11 @@ class StepShape:
         """
         size, head = getattr(torch, self.config.run.save_dtype).itemsize, self.config.head
         is_whole = head.init is not None or not head.freezes_ends
-        return size * (self.num_parameters if is_whole else self.num_trained) + self.buffer_bytes
+        count = self.num_parameters if is_whole else self.num_trained
+        if self.rounding is None:
+            return size * count + self.buffer_bytes
+        d2t = 4 * self.head.draft_vocab_size if self.head.is_pruned else 0
+        return size * (count - self.num_rounded) + self.rounding.stored_bytes + d2t
 
 
 def stored_dtype(data: DataSection) -> StoredDtype:
@@ -248,11 +265,13 @@ def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMem
     if shape.config.optimizer.name == "muon":
         # Momenta of the matrices of one shape, their stack, two iterates and the update.
         update = max(update, 20 * shape.head.num_layers * max(shape.in_layers.values()))
+    # Rounded numbers and what their groups need, of a layer at a time.
+    rounded = 0 if shape.rounding is None else 6 * shape.rounding.largest
     moments = [
         # The gradient of the embeddings comes last of all, when the activations are gone.
         _passes(shape, segments, recompute),
         {"gradients": trained, "embeddings": 2 * embeddings if narrow else 0},
-        {"gradients": trained, "optimizer's step": update},
+        {"gradients": trained, "optimizer's step": max(update, rounded)},
     ]
     comes = max(moments, key=lambda parts: sum(parts.values()))
     parts = {name: size for name, size in (_stays(shape) | comes).items() if size}
@@ -262,6 +281,8 @@ def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMem
 def _stays(shape: StepShape) -> dict[str, int]:
     target, share, batch = shape.target, shape.world_size, shape.batch
     has_masters = shape.dtype != torch.float32 or share > 1
+    num_copied = shape.num_trained if has_masters else shape.num_rounded
+    scales = 0 if shape.rounding is None else shape.rounding.scale_bytes
     in_target = target.num_lm_head if shape.is_stored else target.num_parameters
     if shape.graded_vocabulary < shape.head.vocab_size:
         in_target += shape.graded_vocabulary * target.hidden_size  # rows of lm_head, copied
@@ -270,8 +291,8 @@ def _stays(shape: StepShape) -> dict[str, int]:
         states //= shape.target_dtype.itemsize
         states *= HIDDEN_DTYPES[stored_dtype(shape.config.data)].itemsize * (AHEAD + 1)
     return {
-        "head": shape.num_parameters * shape.dtype.itemsize + shape.buffer_bytes,
-        "float32 weights": 4 * shape.num_trained // share if has_masters else 0,
+        "head": shape.num_parameters * shape.dtype.itemsize + shape.buffer_bytes + scales,
+        "float32 weights": 4 * num_copied // share,
         "optimizer": shape.optimizer_bytes // share,
         "target": in_target * shape.target_dtype.itemsize,
         # With int64 tokens, documents and depths.
@@ -582,8 +603,7 @@ class StepProbe:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
             optimizer.step()
-        for _, parameter in self._masters.named():
-            parameter.grad = None
+        self._masters.publish()
         self._optimizer_peak = torch.cuda.max_memory_allocated(self._inputs.device)
         return self
 

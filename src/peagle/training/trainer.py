@@ -32,6 +32,7 @@ from peagle.models.checkpoint import (
     write_json,
 )
 from peagle.models.checkpoint.ends import has_target_ends
+from peagle.models.checkpoint.packed import Rounding
 from peagle.models.checkpoint.weights import WEIGHTS_NAME
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetShape
@@ -150,7 +151,11 @@ class Trainer:
         self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
         precision = resolve_dtype(run.precision, self.device)
         self.trained = self.correction or self.drafter
-        self.masters = build_masters(self.trained, precision, processes)
+        quantization = config.head.layer_quantization
+        self._rounding = None
+        if quantization is not None and self.correction is None:
+            self._rounding = Rounding(self.drafter.config, quantization)
+        self.masters = build_masters(self.trained, precision, processes, self._rounding)
         if self.correction is not None:
             self.drafter.to(precision)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
@@ -470,6 +475,7 @@ class Trainer:
                     extra={LENGTH_KEY: longest},
                     dtype=dtype,
                     ends_are_targets=self._ends_are_targets,
+                    rounding=self._rounding,
                 )
                 write_json(folder / _RECORD_NAME, record)
             self._head_sha256 = sha256_of(self._head_file)

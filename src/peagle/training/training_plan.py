@@ -169,6 +169,8 @@ class TrainingPlan:
         stored = ", from stored features" if shape.is_stored else ""
         vocabulary = f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens"
         frozen = f", {shape.num_frozen / 1e6:,.1f}M of them frozen" if shape.num_frozen else ""
+        quantization = shape.config.head.layer_quantization
+        rounded = "" if quantization is None else f", layers stored in {quantization}"
         gpus = f" on {shape.world_size} GPUs" if shape.world_size > 1 else ""
         batch = f"{stream.num_rows} x {stream.row_length:,} positions{gpus}, {stream.fill:.0%}"
         return [
@@ -177,7 +179,7 @@ class TrainingPlan:
                 f"{_millions(target.num_parameters)} in {_name(shape.target_dtype)}{stored}",
             ),
             ("head", f"{head.num_layers} layers of width {head.hidden_size:,}, {vocabulary}"),
-            ("", f"{_millions(shape.num_parameters)}{frozen} in {_name(shape.dtype)}"),
+            ("", f"{_millions(shape.num_parameters)}{frozen} in {_name(shape.dtype)}{rounded}"),
             (
                 "data",
                 f"{len(dataset):,} sequences, {len(dataset.tokens):,} tokens, the longest has "

@@ -27,7 +27,7 @@ from peagle.models.checkpoint.head import (
     write_head,
 )
 from peagle.models.checkpoint.packed import (
-    StoredQuantization,
+    compact_maps,
     pack_tensors,
     quantization_in,
     unpack_tensors,
@@ -35,10 +35,10 @@ from peagle.models.checkpoint.packed import (
 from peagle.models.checkpoint.weights import check_tensors, read_tensors
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.head_quantization import DEFAULT_GROUP, HeadQuantization, StoredQuantization
 from peagle.models.loading import resolve_model
 from peagle.models.target_ends import TargetEnds
 
-DEFAULT_GROUP = 32
 StoredFormat = Literal["vllm", "speculators", "compact"]
 _WHOLE_DTYPE = torch.bfloat16
 
@@ -163,9 +163,8 @@ def compact_head(
 
     Args:
         source, destination, force: as in `convert_head`.
-        quantization: type of the linear layers, fc included; None keeps theirs.
-        int8_layers: last names of layers that get INT8 in any case ("q_proj").
-        group_size: inputs that share a scale.
+        quantization, int8_layers, group_size: how the linear layers are stored
+            (`HeadQuantization`); without the first they keep their type.
         target: name of the target to write down, in place of the one that the head has.
 
     Raises:
@@ -178,47 +177,23 @@ def compact_head(
     _check_destination(source, destination, force=force)
     if head.is_quantised:
         raise CheckpointError(
-            f"The head {str(source)!r} is stored quantised already. Take the head from before, or "
-            "write it whole first (--format vllm)."
+            f"The head {str(source)!r} is stored quantised already: use it as it is. For another "
+            "type take the head from before; what --format vllm writes of this one would be "
+            "rounded a second time."
         )
     facts, tensors, described = dict(head.facts), dict(head.tensors), None
     facts.setdefault(FROM_TARGET_KEY, [])
     if target is not None:
         facts["verifier"] = {"name_or_path": target, "architectures": []}
-    if "d2t" in tensors:
-        tensors["d2t"] = tensors["d2t"].to(torch.int32)
-        tensors.pop("t2d", None)  # it follows from d2t
-    types = {} if quantization is None else _types_of(tensors, quantization, int8_layers)
-    if types:
-        tensors, described = pack_tensors(tensors, types, group_size)
+    if quantization is None:
+        tensors, types = compact_maps(tensors), []
+    else:
+        how = HeadQuantization(quantization, tuple(int8_layers), group_size)
+        tensors, described = pack_tensors(tensors, how)
+        groups = described["config_groups"].values()
+        types = [f"int{group['weights']['num_bits']}" for group in groups]
     write_head(destination, head.config, facts, tensors, "vllm", described)
     return _finished(source, destination, "compact", head, facts, tensors, [], types)
-
-
-def _types_of(
-    tensors: Mapping[str, Tensor], quantization: StoredQuantization, int8_layers: Collection[str]
-) -> dict[StoredQuantization, list[str]]:
-    """Return the linear layers of a head by the type that each gets.
-
-    Raises:
-        UserError: the head has no layer of a name in `int8_layers`.
-    """
-    layers = [
-        name.removesuffix(".weight")
-        for name, value in tensors.items()
-        if value.dim() == 2 and name not in ENDS
-    ]
-    last_names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
-    if unknown := [name for name in int8_layers if name not in last_names]:
-        raise UserError(
-            f"The head has no linear layer {unknown[0]!r}; expected names out of "
-            f"{', '.join(last_names)}."
-        )
-    types: dict[StoredQuantization, list[str]] = {}
-    for layer in layers:
-        is_int8 = layer.rpartition(".")[2] in int8_layers
-        types.setdefault("int8" if is_int8 else quantization, []).append(layer)
-    return types
 
 
 @dataclass(frozen=True, slots=True)

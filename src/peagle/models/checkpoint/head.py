@@ -30,7 +30,12 @@ from peagle.models.checkpoint.formats import (
     facts_from_json,
     trained_length,
 )
-from peagle.models.checkpoint.packed import QUANTIZATION_KEY, hold_packed, unpack_tensors
+from peagle.models.checkpoint.packed import (
+    QUANTIZATION_KEY,
+    Rounding,
+    hold_packed,
+    unpack_tensors,
+)
 from peagle.models.checkpoint.weights import (
     check_tensors,
     fill,
@@ -56,6 +61,7 @@ def save_drafter(
     dtype: torch.dtype | None = None,
     format: HeadFormat = "vllm",
     ends_are_targets: bool = False,
+    rounding: Rounding | None = None,
 ) -> None:
     """Write a head as config.json and model.safetensors.
 
@@ -72,25 +78,35 @@ def save_drafter(
         format: style of the checkpoint.
         ends_are_targets: leave out embed_tokens and lm_head, which `load_drafter` then takes from
             the target (`checkpoint.ends.has_target_ends`).
+        rounding: what has rounded the head's linear layers: they are stored quantised, exactly as
+            they are.
 
     Raises:
         UserError: it could not be written.
     """
-    facts = dict(extra or {})
-    if ends_are_targets:
-        facts[FROM_TARGET_KEY] = list(ENDS)
+    facts, quantization = dict(extra or {}), None
+    if ends_are_targets or rounding is not None:
+        facts[FROM_TARGET_KEY] = list(ENDS) if ends_are_targets else []
     if fingerprint is not None:
         facts["target"] = fingerprint.to_json()
     tensors = {
-        name: value.detach().to(dtype if value.is_floating_point() else None).cpu().contiguous()
+        name: value.detach().cpu()
         for name, value in split_tensors(drafter)
         if not (ends_are_targets and name in ENDS)
     }
+    if rounding is not None:
+        tensors, quantization = rounding.pack(tensors)
+
+    def stored(name: str, value: Tensor) -> Tensor:
+        is_cast = value.is_floating_point() and not name.endswith(".weight_scale")
+        return value.to(dtype if is_cast else None).contiguous()
+
+    tensors = {name: stored(name, value) for name, value in tensors.items()}
     config = drafter.config
     if (length := trained_length(facts)) is not None:
         windows = (length,) * config.num_layers if config.is_parallel else ()
         config = replace(config, windows=windows)
-    write_head(Path(folder), config, facts, tensors, format)
+    write_head(Path(folder), config, facts, tensors, format, quantization)
 
 
 def write_head(

@@ -1,33 +1,35 @@
 """Heads that are stored quantised: their linear layers are read as those of targets are.
 
 `pack_tensors` writes them as compressed-tensors does, with a bfloat16 scale for each group of
-inputs.
+inputs. `Rounding` gives a head in training the weights that its file will hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peagle.errors import CheckpointError, UserError
-from peagle.kernels.packed_weights import PackedWeight, pack_int4, pack_int8
+from peagle.errors import CheckpointError
+from peagle.kernels.packed_weights import PackedWeight, int4_scale
+from peagle.models.checkpoint.ends import ENDS
 from peagle.models.checkpoint.files import object_at
-from peagle.models.checkpoint.weights import FUSED, tensor_shapes
+from peagle.models.checkpoint.weights import FUSED, parts_of, tensor_shapes
 from peagle.models.drafter import Drafter, DrafterConfig
+from peagle.models.head_quantization import HeadQuantization, StoredQuantization
 from peagle.models.packed_layers import PackedLinear
 from peagle.models.quantization import PackedLinearWeight, is_packed, read_linear
 from peagle.models.quantization_scheme import check_config
 
 QUANTIZATION_KEY = "quantization_config"
-StoredQuantization = Literal["int8", "int4"]
 _BITS: dict[StoredQuantization, int] = {"int8": 8, "int4": 4}
+_LARGEST: dict[StoredQuantization, int] = {"int8": 127, "int4": 7}
 _FORMATS: dict[StoredQuantization, str] = {"int8": "int-quantized", "int4": "pack-quantized"}
 _PER_WORD = 8  # numbers of 4 bits in an int32
-_INT4_INPUTS = 32  # of which `PackedWeight` holds a multiple
 
 
 def unpack_tensors(
@@ -122,51 +124,66 @@ def _moved(weight: PackedWeight, device: torch.device) -> PackedWeight:
 # ---- writing ------------------------------------------------------------------------------------
 
 
+def layer_types(
+    shapes: Mapping[str, Sequence[int]], quantization: HeadQuantization
+) -> dict[str, StoredQuantization]:
+    """Return the type that each linear layer of a head gets, by the layer's name.
+
+    Args:
+        shapes: of the head's tensors, by canonical name.
+        quantization: how the layers are to be stored.
+
+    Raises:
+        UserError: as `HeadQuantization.types`.
+    """
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    layers = {n.removesuffix(".weight"): s[1] for n, s in matrices.items() if n not in ENDS}
+    return quantization.types(layers)
+
+
 def pack_tensors(
-    tensors: Mapping[str, Tensor], types: Mapping[StoredQuantization, Collection[str]], group: int
+    tensors: Mapping[str, Tensor],
+    quantization: HeadQuantization,
+    scales: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Quantise linear layers of a head, symmetrically and rounded to nearest.
+    """Quantise the linear layers of a head, symmetrically and rounded to nearest.
+
+    Of the maps of a vocabulary d2t is stored alone.
 
     Args:
         tensors: all of the head, by canonical name.
-        types: names of the layers that get each type ("layers.0.mlp.down_proj").
-        group: inputs that share a scale.
+        quantization: how.
+        scales: bfloat16 [N, K / group] by the layers' names; None chooses them.
 
     Returns:
         the tensors to store, and the quantization_config that describes them.
 
     Raises:
-        UserError: a layer does not divide into such groups, or INT4 cannot hold its inputs.
+        UserError: as `HeadQuantization.types`.
     """
-    stored = dict(tensors)
-    groups: dict[str, Any] = {}
-    for quantization, layers in types.items():
-        for layer in layers:
-            weight = stored.pop(f"{layer}.weight")
-            if weight.shape[1] % group:
-                raise UserError(
-                    f"The group size is {group} and {layer!r} has {weight.shape[1]} inputs; "
-                    "expected a size that divides the inputs of every layer."
-                )
-            if quantization == "int4" and weight.shape[1] % _INT4_INPUTS:
-                raise UserError(
-                    f"{layer!r} has {weight.shape[1]} inputs; expected a multiple of "
-                    f"{_INT4_INPUTS} for int4. Name it in --int8-layers, or take int8."
-                )
-            packed = _pack(weight, quantization, group)
-            stored |= {f"{layer}.{last}": value for last, value in packed.items()}
-        groups[f"group_{len(groups)}"] = {
+    stored, group = compact_maps(tensors), quantization.group_size
+    targets: dict[StoredQuantization, list[str]] = {}
+    shapes = {name: value.shape for name, value in tensors.items()}
+    for layer, one in layer_types(shapes, quantization).items():
+        weight, scale = stored.pop(f"{layer}.weight"), None if scales is None else scales[layer]
+        packed = _pack(weight, one, group, scale)
+        stored |= {f"{layer}.{last}": value for last, value in packed.items()}
+        targets.setdefault(one, []).append(layer)
+    groups = {
+        f"group_{number}": {
             "targets": sorted(layers),
             "weights": {
-                "num_bits": _BITS[quantization],
+                "num_bits": _BITS[one],
                 "type": "int",
                 "symmetric": True,
                 "strategy": "group",
                 "group_size": group,
             },
-            "format": _FORMATS[quantization],
+            "format": _FORMATS[one],
         }
-    formats = {one["format"] for one in groups.values()}
+        for number, (one, layers) in enumerate(targets.items())
+    }
+    formats = {str(one["format"]) for one in groups.values()}
     return stored, {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -176,15 +193,19 @@ def pack_tensors(
     }
 
 
-def _pack(weight: Tensor, quantization: StoredQuantization, group: int) -> dict[str, Tensor]:
+def compact_maps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a head without t2d, which follows from d2t, and d2t in 32 bits."""
+    kept = {name: value for name, value in tensors.items() if name != "t2d"}
+    return kept | ({"d2t": kept["d2t"].to(torch.int32)} if "d2t" in kept else {})
+
+
+def _pack(
+    weight: Tensor, quantization: StoredQuantization, group: int, scale: Tensor | None
+) -> dict[str, Tensor]:
     """Return the tensors that store one weight [N, K], by their last names."""
-    found = pack_int4(weight, group) if quantization == "int4" else pack_int8(weight, (1, group))
-    assert found.scale is not None
-    scale = found.scale.to(torch.bfloat16).contiguous()
-    # Rounded once more, for the scale that is stored.
-    largest = 2 ** (_BITS[quantization] - 1) - 1
-    ratio = weight.float().unflatten(1, (-1, group)) / scale.float().unsqueeze(-1)
-    q = ratio.round().clamp(-largest - (quantization == "int4"), largest).flatten(1)
+    if scale is None:
+        scale = _scale_of(weight, quantization, group)
+    q = _rounded(weight, quantization, scale).flatten(1)
     if quantization == "int8":
         return {"weight": q.to(torch.int8), "weight_scale": scale}
     shifts = torch.arange(0, 4 * _PER_WORD, 4)
@@ -194,3 +215,97 @@ def _pack(weight: Tensor, quantization: StoredQuantization, group: int) -> dict[
         "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape),
     }
+
+
+def _scale_of(weight: Tensor, quantization: StoredQuantization, group: int) -> Tensor:
+    """Return the bfloat16 scales [N, K / group] of a weight [N, K]."""
+    if quantization == "int4":
+        return int4_scale(weight, group).to(torch.bfloat16)
+    groups = weight.float().unflatten(1, (-1, group))
+    least = torch.finfo(torch.float32).tiny
+    return (groups.abs().amax(-1) / _LARGEST["int8"]).clamp_min(least).to(torch.bfloat16)
+
+
+def _rounded(weight: Tensor, quantization: StoredQuantization, scale: Tensor) -> Tensor:
+    """Return the integers, float32 [N, K / group, group], of a weight [N, K] and its scales."""
+    largest = _LARGEST[quantization]
+    groups = weight.float().unflatten(1, (scale.shape[1], -1))
+    ratio = groups / scale.float().unsqueeze(-1)
+    return ratio.round_().clamp_(-largest - (quantization == "int4"), largest)
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+class Rounding:
+    """Rounds the linear layers of a head, while it is trained, to what its file will hold.
+
+    Attributes:
+        quantization: how the layers will be stored.
+        names: names of the parameters of `Drafter` that are rounded.
+        scales: bfloat16 [N, K / group], by the layers' names in the checkpoint: those of the last
+            `round_into`.
+
+    Raises:
+        UserError: as `HeadQuantization.types`.
+    """
+
+    def __init__(self, config: DrafterConfig, quantization: HeadQuantization) -> None:
+        self.quantization = quantization
+        self.scales: dict[str, Tensor] = {}
+        shapes = tensor_shapes(config)
+        self._types = layer_types(shapes, quantization)
+        self._sizes = {layer: prod(shapes[f"{layer}.weight"]) for layer in self._types}
+        self._parts: dict[str, list[tuple[str, int]]] = {}
+        with torch.device("meta"):
+            skeleton = Drafter(config)
+        for name, value in skeleton.named_parameters():
+            parts = [(n.removesuffix(".weight"), rows) for n, rows in parts_of(name, value, config)]
+            if parts[0][0] in self._types:
+                self._parts[name] = parts
+        self.names = frozenset(self._parts)
+
+    @torch.no_grad()
+    def round_into(self, head: Tensor, name: str, weight: Tensor) -> None:
+        """Write a weight into the head, rounded: W[n, k] = scale[n, k // group] * q[n, k].
+
+        Args:
+            head: the parameter, [N, K] in the type that the head computes in.
+            name: its name, one of `names`.
+            weight: what to round, [N, K] in float32 or wider.
+        """
+        parts = self._parts[name]
+        counts = [rows for _, rows in parts]
+        for (layer, _), *pair in zip(parts, head.split(counts), weight.split(counts), strict=True):
+            self._round_layer(layer, *pair)
+
+    def _round_layer(self, layer: str, place: Tensor, weight: Tensor) -> None:
+        one = self._types[layer]
+        self.scales[layer] = scale = _scale_of(weight, one, self.quantization.group_size)
+        q = _rounded(weight, one, scale)
+        place.copy_(q.mul_(scale.float().unsqueeze(-1)).flatten(1))
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what `pack_tensors` returns of the head's tensors, which `round_into` wrote.
+
+        The stored integers and scales are those of the last `round_into`: a weight of bfloat16 is
+        less than half a step off the number that it was rounded from.
+        """
+        scales = {layer: scale.cpu() for layer, scale in self.scales.items()}
+        return pack_tensors(tensors, self.quantization, scales)
+
+    @property
+    def largest(self) -> int:
+        """Numbers in the largest layer."""
+        return max(self._sizes.values())
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of all layers."""
+        return 2 * sum(self._sizes.values()) // self.quantization.group_size
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all layers in a file."""
+        bits = sum(_BITS[self._types[layer]] * size for layer, size in self._sizes.items())
+        return bits // 8 + self.scale_bytes
