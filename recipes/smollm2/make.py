@@ -5,11 +5,10 @@
 
 Phases, each of existing commands, which `logs/` shows: prompts (`peagle data synthesize`), answers
 (`peagle data regenerate`: half of the shards greedy, half at temperature 0.7), data (`peagle data
-prepare`), heads (`peagle train` with peagle.toml and eagle3.toml, and with --free-head the P-EAGLE
-head with embeddings and lm_head of its own), correction (`peagle train --correction-on`). A phase
-runs its commands side by side, on each GPU two that generate or one that trains, and is skipped
-where its outputs are there. The last line is one JSON object with the minutes of each phase, which
-`minutes.json` keeps.
+prepare`), heads (`peagle train` with peagle.toml and eagle3.toml, and free.toml with --free-head),
+correction (`peagle train --correction-on`). A phase runs its commands side by side, on each GPU two
+that generate or one that trains, and is skipped where its outputs are there. The last line is one
+JSON object with the minutes of each phase, which `minutes.json` keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -110,11 +109,13 @@ class Maker:
 
     def heads(self, minutes: float, *, free_head: bool) -> None:
         """Train the heads."""
-        free = "head.freeze_embeddings=false", "head.freeze_lm_head=false"
-        wanted = {"peagle": (), "eagle3": (), **({"free": free} if free_head else {})}
+        wanted = ["peagle", "eagle3", *(["free"] if free_head else [])]
+        sets = self._sets(f"run.minutes={minutes}")
         jobs = [
-            self._train(name, "eagle3" if name == "eagle3" else "peagle", minutes, more)
-            for name, more in wanted.items()
+            self._peagle(
+                name, "train", HERE / f"{name}.toml", *sets, "--output", self._folder / name
+            )
+            for name in wanted
         ]
         self._run("heads", jobs, [self._folder / name / "head" / "config.json" for name in wanted])
 
@@ -124,11 +125,6 @@ class Maker:
         words = ["train", HERE / "correction.toml", *self._sets(), "--correction-on", head]
         job = self._peagle("correction", *words, "--output", self._folder / "correction")
         self._run("correction", [job], [head / "correction.st"])
-
-    def _train(self, name: str, config: str, minutes: float, more: Iterable[str]) -> Job:
-        sets = self._sets(f"run.minutes={minutes}", *more)
-        words = ["train", HERE / f"{config}.toml", *sets, "--output", self._folder / name]
-        return self._peagle(name, *words)
 
     def _sets(self, *more: str) -> list[str]:
         data = self._folder / "data.safetensors"

@@ -36,6 +36,11 @@ def test_heads_differ_in_method_alone() -> None:
     assert (peagle.head.num_layers, eagle3.head.num_layers) == (4, 1)
     for config in heads.values():
         assert config.head.freeze_embeddings and config.head.freeze_lm_head
+        assert config.head.quantization == "int4"
+    free, frozen = TrainConfig.read(RECIPE / "free.toml").model_dump(), peagle.model_dump()
+    for name in ("freeze_embeddings", "freeze_lm_head", "quantization", "int8_layers"):
+        assert not free["head"].pop(name) and frozen["head"].pop(name)
+    assert free | {"output": frozen["output"]} == frozen
     correction = TrainConfig.read(RECIPE / "correction.toml", ["correction.on=head"])
     assert (correction.data.train, correction.target) == (peagle.data.train, peagle.target)
 
@@ -83,9 +88,8 @@ def test_each_phase_runs_commands_that_exist_and_is_skipped_when_done(
         side = tmp_path / "parts" / f"3-{part}.jsonl.meta.json"
         assert json.loads(side.read_text()) == {"by": "answers-3"}
     assert names[-4:] == ["peagle", "eagle3", "free", "correction"]
-    overrides = params["free"]["overrides"]
-    config = TrainConfig.read(RECIPE / "peagle.toml", overrides)
-    assert config.run.minutes == 1.5 and not config.head.freeze_lm_head
+    config = TrainConfig.read(RECIPE / "free.toml", params["free"]["overrides"])
+    assert config.run.minutes == 1.5
     parts = [(tmp_path / "parts" / f"3-{part}.jsonl").read_text("utf-8") for part in range(4)]
     assert sorted("".join(parts).split("\n")) == ["", *[answer] * 10]
     assert {count for name, _, count in ran if name.startswith("answers")} == {4}
