@@ -121,7 +121,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["data", "features", "d.jsonl", "--target", "./none", "-o", "o"], "is not there"),
     (["data", "regenerate", "none.jsonl", "-o", "o.jsonl"], "is not there"),
     (["make-head", "./none", "-o", "made"], "target model 'none' is not there"),
-    (["make-head", "bundled", "-o", "made", "--minutes", "0"], "--minutes is 0; expected a number"),
+    (["make-head", "bundled", "-o", "made", "--minutes", "0"], "--minutes is 0; expected a finite"),
     (
         ["make-head", "bundled", "-o", "made", "--set", "head.layers=3"],
         "--set: head.layers is not a known key",
