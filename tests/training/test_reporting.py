@@ -105,6 +105,7 @@ def test_the_record_says_where_the_head_comes_from(
         "responses": 48,
         "tokens": 48 * 30,
         "response_tokens": 48 * 24,
+        "origins": [],
     }
     assert record["data_sha256"] == record["data"]["train"]["sha256"]
     validated = record["data"]["validation"]
