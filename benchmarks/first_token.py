@@ -3,12 +3,14 @@
     python benchmarks/first_token.py
     python benchmarks/first_token.py --target TARGET --peagle HEAD --prompt 1024 --others 8
     python benchmarks/first_token.py --shape qwen3-8b --acceptance 3.3 --prompt 1024 --others 16
+    python benchmarks/first_token.py --ahead 3
 
 A plain engine and one that drafts with a P-EAGLE head take turns: each gets the same made-up
 prompts, which share nothing, and the order changes from repeat to repeat. A time ends when the step
 that has a request's first token returns. On a CPU seconds are processor time, which other programs
-do not change; on a GPU they are the clock's. --others requests decode meanwhile. --shape takes
-random weights of a known shape, of which --acceptance says how much is accepted. Prints JSON:
+do not change; on a GPU they are the clock's. --others requests decode meanwhile. --ahead requests
+of the same lengths come just before and are served first, in the same place. --shape takes random
+weights of a known shape, of which --acceptance says how much is accepted. Prints JSON:
 medians of both sides, and the median of the ratios of the repeats.
 """
 
@@ -40,6 +42,7 @@ def main() -> None:
     options.add_argument("--prompt", type=int, default=700, help="tokens of a prompt")
     options.add_argument("--out", type=int, default=64, help="tokens of an answer")
     options.add_argument("--others", type=int, default=0, help="requests that decode meanwhile")
+    options.add_argument("--ahead", type=int, default=0, help="requests that it waits for")
     options.add_argument("--repeats", type=int, default=7)
     options.add_argument("--k", type=int, help="drafts a step (default: the head's)")
     options.add_argument("--shape", choices=SHAPES, help="random weights, in place of --target")
@@ -54,7 +57,8 @@ def main() -> None:
         names = list(engines)
         for name in names if repeat % 2 else reversed(names):
             dice = random.Random(repeat)
-            times = measure(engines[name], dice, clock, args.prompt, args.out, args.others)
+            sizes = (args.prompt, args.out, args.others, args.ahead)
+            times = measure(engines[name], dice, clock, *sizes)
             if repeat:  # the first one warms up
                 found[name].append(times)
     result: dict[str, object] = {}
@@ -64,7 +68,8 @@ def main() -> None:
         result[f"{what}_ms"] = {name: round(1000 * median(s), 2) for name, s in sides.items()}
         result[f"{what}_ratio"] = round(median(ratios), 3)
         result[f"{what}_ratios"] = [round(ratio, 3) for ratio in ratios]
-    finish(args, target, prompt=args.prompt, out=args.out, others=args.others, **result)
+    sizes = {name: getattr(args, name) for name in ("prompt", "out", "others", "ahead")}
+    finish(args, target, **sizes, **result)
 
 
 def models(args: Any, folder: Path) -> TargetModel:
@@ -103,6 +108,7 @@ def measure(
     num_prompt: int,
     num_out: int,
     num_others: int,
+    num_ahead: int,
 ) -> tuple[float, float]:
     """Return the seconds to the first token of a request, and to its last."""
     vocabulary = range(engine.target.vocab_size)
@@ -111,11 +117,10 @@ def measure(
     others = [engine.add_request(dice.choices(vocabulary, k=64), params) for _ in range(num_others)]
     while any(not other.num_output_tokens for other in others):
         engine.step()
-    prompt = dice.choices(vocabulary, k=num_prompt)
+    prompts = [dice.choices(vocabulary, k=num_prompt) for _ in range(num_ahead + 1)]
+    answer = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True)
     start_s = clock()
-    one = engine.add_request(
-        prompt, SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True)
-    )
+    *_, one = [engine.add_request(prompt, answer) for prompt in prompts]
     first_s = None
     while not one.is_finished:
         engine.step()
