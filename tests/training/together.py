@@ -270,17 +270,25 @@ def command(_: None, arguments: list[str], folder: Path) -> tuple[int, str]:
         return status, file.read()
 
 
-def bfloat16_publishes_what_the_optimizer_moved(processes: Processes) -> list[str]:
-    """Names of weights of a bfloat16 head that are not their float32 masters, rounded."""
-    head = make_odd_head().float()
-    masters = ShardedMasters(head, torch.bfloat16, processes)
-    optimizer = torch.optim.SGD([p for _, p in masters.named()], lr=2e-4)
+def step_by_ones(
+    head: torch.nn.Module, masters: ShardedMasters, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Take a step with gradients of 1; return the whole weights from before."""
     before = {n: cast(DTensor, p.detach()).full_tensor() for n, p in masters.named()}
     for parameter in head.parameters():
         parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
     masters.collect()
     optimizer.step()
     masters.publish()
+    return before
+
+
+def bfloat16_publishes_what_the_optimizer_moved(processes: Processes) -> list[str]:
+    """Names of weights of a bfloat16 head that are not their float32 masters, rounded."""
+    head = make_odd_head().float()
+    masters = ShardedMasters(head, torch.bfloat16, processes)
+    optimizer = torch.optim.SGD([p for _, p in masters.named()], lr=2e-4)
+    before = step_by_ones(head, masters, optimizer)
     own = dict(head.named_parameters())
     return [
         name
@@ -308,12 +316,7 @@ def rounds_whole_float32_weights(processes: Processes) -> list[str]:
     optimizer = torch.optim.SGD([p for _, p in masters.named()], lr=2e-4)
     wrong = []
     for _ in range(2):
-        before = {n: cast(DTensor, p.detach()).full_tensor() for n, p in masters.named()}
-        for parameter in head.parameters():
-            parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
-        masters.collect()
-        optimizer.step()
-        masters.publish()
+        before = step_by_ones(head, masters, optimizer)
         own = dict(head.named_parameters())
         for name, master in masters.named():
             whole = cast(DTensor, master.detach()).full_tensor()
