@@ -9,7 +9,7 @@ import pytest
 from peagle.cli.head_plan import (
     LEAST_DATA_SHARE,
     MOST_EPOCHS,
-    Probe,
+    HeadProbe,
     make_head_plan,
     training_steps,
 )
@@ -17,7 +17,7 @@ from peagle.errors import UserError
 
 STARTS = {"synthesize": 20, "regenerate": 50, "prepare": 10, "train": 60, "correction": 60}
 # A chat model of 135M parameters on a data-centre GPU, about.
-GPU = Probe(
+GPU = HeadProbe(
     spent_s=130,
     starts_s={**STARTS, "eval": 40},
     prompt_s=0.0011,
@@ -46,7 +46,7 @@ CPU = replace(
 @pytest.mark.parametrize("minutes", [12, 20, 60, 600])
 @pytest.mark.parametrize("probe", [GPU, CPU, replace(GPU, has_correction=False)])
 def test_all_minutes_are_planned_and_the_data_is_seen_three_times_at_most(
-    probe: Probe, minutes: float
+    probe: HeadProbe, minutes: float
 ) -> None:
     if not probe.has_correction:
         starts = {name: s for name, s in probe.starts_s.items() if name != "correction"}

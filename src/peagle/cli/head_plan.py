@@ -22,7 +22,7 @@ ANSWERS_PER_PROMPT = 2  # one greedy, one at a temperature
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class HeadProbe:
     """What the small first part of each stage took on this machine.
 
     Attributes:
@@ -95,7 +95,7 @@ class HeadPlan:
         }
 
 
-def make_head_plan(probe: Probe, minutes: float) -> HeadPlan:
+def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
     """Return the work that fits into `minutes`, the probe and all starts included.
 
     With x prompts, data takes c x seconds and has t x tokens, and training of r tokens/s gets the

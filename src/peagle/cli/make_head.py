@@ -19,7 +19,7 @@ from peagle.bundled import pair_of
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.head_plan import (
     HeadPlan,
-    Probe,
+    HeadProbe,
     make_head_plan,
     training_steps,
 )
@@ -199,7 +199,7 @@ class _Maker:
 
     # ---- the stages --------------------------------------------------------------------------
 
-    def probe(self) -> Probe:
+    def probe(self) -> HeadProbe:
         """Run a small part of each stage, as the first part of it where it can go on."""
         count = _PROBE_PROMPTS["cuda" if self._on_gpu else "cpu"]
         at_once = 256 if self._on_gpu else 16
@@ -228,7 +228,7 @@ class _Maker:
             starts["correction"] = starts["train"]
         starts["eval"] = 1.5 * start  # two engines, one target
         share = min(_EVAL_TOKENS / max(1.0, done["tokens"] / answers), 2.0)
-        return Probe(
+        return HeadProbe(
             self._stages.seconds(without=_STAGES),
             starts,
             prompt_s,
@@ -241,7 +241,7 @@ class _Maker:
             has_correction,
         )
 
-    def make(self, plan: HeadPlan, probe: Probe, minutes: float) -> None:
+    def make(self, plan: HeadPlan, probe: HeadProbe, minutes: float) -> None:
         """Run all stages in full."""
         if self._own_prompts is None:
             self._synthesize("synthesize", plan.prompts, [self._prompts])
@@ -411,7 +411,7 @@ def _result_lines(entries: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _plan_text(plan: HeadPlan, minutes: float, probe: Probe) -> str:
+def _plan_text(plan: HeadPlan, minutes: float, probe: HeadProbe) -> str:
     rows = plan.rows()
     total = sum(minutes for _, minutes, _ in rows)
     lines = [f"plan for {minutes:g} minutes:"]

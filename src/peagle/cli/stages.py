@@ -17,7 +17,6 @@ from typing import Any
 import typer
 
 from peagle.cli.terminal import bright, command_prefix
-from peagle.disk import put_in_place
 from peagle.errors import UserError
 
 _VERSION = 1
@@ -44,10 +43,9 @@ class Stage:
     @property
     def is_whole(self) -> bool:
         """Whether all files that it wrote are there, as large as they were."""
-        sizes = {name: Path(name) for name in self.outputs}
         return all(
-            path.is_file() and path.stat().st_size == self.outputs[name]
-            for name, path in sizes.items()
+            Path(name).is_file() and Path(name).stat().st_size == size
+            for name, size in self.outputs.items()
         )
 
 
@@ -145,14 +143,14 @@ class Stages:
         return stage
 
     def _write(self) -> None:
+        from peagle.models.checkpoint.files import write_json
+
         data = {
             "format_version": _VERSION,
             "options": self._options,
             "stages": [asdict(stage) for stage in self.done],
         }
-        partial = self._journal.with_suffix(".partial")
-        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        put_in_place(partial, self._journal)
+        write_json(self._journal, data)
 
     def _read(self) -> None:
         try:
