@@ -2,7 +2,7 @@
 
     python benchmarks/first_token.py
     python benchmarks/first_token.py --target TARGET --peagle HEAD --prompt 1024 --others 8
-    python benchmarks/first_token.py --shape qwen3-8b --acceptance 3.3 --prompt 1024 --others 16
+    python benchmarks/first_token.py --shape qwen3-8b --k 7 --acceptance 3.3 --others 16 --by-load
     python benchmarks/first_token.py --ahead 3
 
 A plain engine and one that drafts with a P-EAGLE head take turns: each gets the same made-up
@@ -10,8 +10,9 @@ prompts, which share nothing, and the order changes from repeat to repeat. A tim
 that has a request's first token returns. On a CPU seconds are processor time, which other programs
 do not change; on a GPU they are the clock's. --others requests decode meanwhile. --ahead requests
 of the same lengths come just before and are served first, in the same place. --shape takes random
-weights of a known shape, of which --acceptance says how much is accepted. Prints JSON:
-medians of both sides, and the median of the ratios of the repeats.
+weights of a known shape, of which --acceptance says how much is accepted. With --by-load the engine
+chooses K by the load, up to --k. Prints JSON: medians of both sides, and the median of the ratios
+of the repeats.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from common import acceptance_rates, finish, parser, run_guarded, start
 from shapes import SHAPES, make_head, make_target
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.config.speculative import AUTO
 from peagle.engine import LLMEngine
 from peagle.models.target import TargetModel
 
@@ -45,6 +47,7 @@ def main() -> None:
     options.add_argument("--ahead", type=int, default=0, help="requests that it waits for")
     options.add_argument("--repeats", type=int, default=7)
     options.add_argument("--k", type=int, help="drafts a step (default: the head's)")
+    options.add_argument("--by-load", action="store_true", help="K by the load, up to --k")
     options.add_argument("--shape", choices=SHAPES, help="random weights, in place of --target")
     options.add_argument("--acceptance", type=float, help="acceptance length; needs --k")
     args = options.parse_args()
@@ -68,7 +71,8 @@ def main() -> None:
         result[f"{what}_ms"] = {name: round(1000 * median(s), 2) for name, s in sides.items()}
         result[f"{what}_ratio"] = round(median(ratios), 3)
         result[f"{what}_ratios"] = [round(ratio, 3) for ratio in ratios]
-    sizes = {name: getattr(args, name) for name in ("prompt", "out", "others", "ahead")}
+    names = ("prompt", "out", "others", "ahead", "by_load")
+    sizes = {name: getattr(args, name) for name in names}
     finish(args, target, **sizes, **result)
 
 
@@ -93,6 +97,8 @@ def make_engines(args: Any, target: TargetModel) -> dict[str, LLMEngine]:
     drafts: dict[str, Any] = {"model": args.peagle}
     if args.k is not None:
         drafts["num_speculative_tokens"] = args.k
+    if args.by_load:
+        drafts["num_speculative_tokens_per_batch_size"] = AUTO
     if args.acceptance is not None:
         drafts["synthetic_acceptance_rates"] = tuple(acceptance_rates(args.acceptance, args.k))
     return {
