@@ -6,9 +6,9 @@
 Phases, each of existing commands, which `logs/` shows: prompts (`peagle data synthesize`), answers
 (`peagle data regenerate`: half of the shards greedy, half at temperature 0.7), data (`peagle data
 prepare`), heads (`peagle train` with peagle.toml and eagle3.toml, and free.toml with --free-head),
-correction (`peagle train --correction-on`). A phase runs its commands side by side, on each GPU two
-that generate or one that trains, and is skipped where its outputs are there. The last line is one
-JSON object with the minutes of each phase, which `minutes.json` keeps.
+correction (`peagle train --correction-on`). A phase runs its commands side by side, on each GPU
+four that generate or one that trains, and is skipped where its outputs are there. The last line is
+one JSON object with the minutes of each phase, which `minutes.json` keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ sys.path.append(str(HERE.parent / "benchmark_pair"))
 from jobs import Job, gpus, run_jobs  # noqa: E402
 
 NUM_SHARDS = 8
-AT_ONCE = 2  # that generate on a GPU: a small model leaves the half of it idle
+AT_ONCE = 4  # that generate on a GPU: a small model leaves most of it idle
+KV_CACHE_GIB = 10  # of each of them
 TEMPERATURES = (0.0, 0.7)
 PARTS = 4  # of a shard, which are prepared side by side
 ANSWER_TOKENS = 384
@@ -60,7 +61,7 @@ class Maker:
             self._peagle(
                 f"prompts-{shard}",
                 *("data", "synthesize", "--count", count // NUM_SHARDS, "--seed", shard),
-                *("--target", self._target, "--no-speculation"),
+                *("--target", self._target, "--no-speculation", "--kv-cache-gib", KV_CACHE_GIB),
                 *("--output", self._prompts(shard), "--format", "json"),
             )
             for shard in range(NUM_SHARDS)
@@ -76,6 +77,7 @@ class Maker:
                 *("data", "regenerate", self._prompts(shard), "--target", self._target),
                 *("--temperature", TEMPERATURES[shard % 2], "--seed", shard, "--no-speculation"),
                 *("--max-new-tokens", ANSWER_TOKENS, "--max-model-len", 2048),
+                *("--kv-cache-gib", KV_CACHE_GIB),
                 *("--output", self._answers(shard), "--format", "json"),
             )
             for shard in range(NUM_SHARDS)
