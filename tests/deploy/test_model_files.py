@@ -96,6 +96,9 @@ def test_another_tokenizer_is_another_target(
     head = local(head_folders())
     facts = head_facts(head)
     assert facts is not None
+    check_target(facts, head, local(other))  # saved anew, with the same tokens
+    added = [{"id": 0, "content": "another token"}]
+    (other / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": added}))
     with pytest.raises(CheckpointError, match="tokenizer_sha256"):
         check_target(facts, head, local(other))
 

@@ -38,3 +38,12 @@ def bits_of_head(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
         )
         for name, value in tensors.items()
     }
+
+
+def rename_a_token(file: Path) -> None:
+    """Give a tokenizer one other token."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = data["model"]["vocab"]
+    token = next(reversed(vocabulary))
+    vocabulary[f"{token}x"] = vocabulary.pop(token)
+    file.write_text(json.dumps(data), encoding="utf-8")

@@ -30,12 +30,12 @@ from peagle.models.checkpoint import (
     write_json,
 )
 from peagle.models.drafter import Drafter, DrafterConfig
-from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.fingerprint import TargetFingerprint, tokens_digest
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter, make_target_folder
 from tests.crashes import kills
 from tests.models.any_head import FACTS, configs
-from tests.models.editing import bits_of_head, edit_config, edit_tensors
+from tests.models.editing import bits_of_head, edit_config, edit_tensors, rename_a_token
 
 Heads = Callable[..., Path]
 INDEX = "model.safetensors.index.json"
@@ -633,11 +633,50 @@ def test_other_depth_and_other_tokenizer_are_refused(
     deeper = TargetModel.load(make_target_folder(tmp_path / "deeper", num_hidden_layers=6))
     assert "num_layers is 6, the head expects 4" in refusal(head, deeper)
     other = Path(shutil.copytree(target_folder, tmp_path / "other"))
-    with (other / "tokenizer.json").open("a") as file:
-        file.write("\n")
+    rename_a_token(other / "tokenizer.json")
     assert "tokenizer_sha256 is" in refusal(head, TargetModel.load(other))
     (other / "tokenizer.json").unlink()
     load_drafter(head, TargetModel.load(other))  # nothing to compare with
+
+
+def test_a_tokenizer_that_was_saved_anew_is_the_same(
+    head: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    """Libraries write the same tokens in other words: other versions, spaces, forms of merges."""
+    other = Path(shutil.copytree(target_folder, tmp_path / "other"))
+    data = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    text = json.dumps({**data, "normalizer": {"type": "Sequence", "normalizers": []}}, indent=1)
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    load_drafter(head, TargetModel.load(other))
+    config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    del config["peagle"]["target"]["tokens_sha256"]  # a head that was trained before this field
+    (head / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert "tokenizer_sha256 is" in refusal(head, TargetModel.load(other))
+
+
+@pytest.mark.parametrize(
+    ("model", "same"),
+    [
+        ({"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}, True),
+        ({"vocab": {"ab": 2, "b": 1, "a": 0}, "merges": ["a b"], "fuse_unk": True}, True),
+        ({"vocab": [["a", -1.0], ["b", -2.0], ["ab", -3.0]], "merges": ["a b"]}, True),
+        ({"vocab": {"a": 0, "b": 1, "ba": 2}, "merges": ["a b"]}, False),
+        ({"vocab": {"a": 1, "b": 0, "ab": 2}, "merges": ["a b"]}, False),
+        ({"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": []}, False),
+    ],
+)
+def test_the_digest_is_that_of_tokens_and_merges(
+    tmp_path: Path, model: dict[str, Any], same: bool
+) -> None:
+    def digest(model: dict[str, Any], added: list[tuple[int, str]]) -> str | None:
+        tokens = [{"id": index, "content": token} for index, token in added]
+        text = json.dumps({"model": model, "added_tokens": tokens})
+        (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+        return tokens_digest(tmp_path)
+
+    first = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    assert (digest(model, [(3, "<s>")]) == digest(first, [(3, "<s>")])) is same
+    assert digest(model, [(3, "<s>")]) != digest(model, [(3, "</s>")])
 
 
 @pytest.mark.parametrize("fingerprint", [{"name": "x"}, {"unknown": 1}, [], "x"], ids=str)

@@ -27,7 +27,7 @@ from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer, TrainingStopped
 from peagle.training.warm_start import InitHead, features_by, start_mask_hidden
 from tests.conftest import make_drafter, make_target_folder
-from tests.models.editing import edit_config, edit_tensors
+from tests.models.editing import edit_config, edit_tensors, rename_a_token
 from tests.models.reference_head import ReferenceHead
 from tests.training.runs import (
     configure,
@@ -414,8 +414,7 @@ def test_another_tokenizer_is_refused(
     target: TargetModel, target_folder: Path, peagle_head: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(target_folder, tmp_path / "tuned")
-    with (other / "tokenizer.json").open("a") as file:
-        file.write("\n")
+    rename_a_token(other / "tokenizer.json")
     message = refusal(other, peagle_head, tmp_path)
     assert "trained with another tokenizer" in message and "copy the tokenizer.json of" in message
     (other / "tokenizer.json").unlink()

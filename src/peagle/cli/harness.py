@@ -141,7 +141,7 @@ class Models:
         """A digest that distinguishes targets of the same name."""
         from peagle.models.fingerprint import TargetFingerprint
 
-        return TargetFingerprint.of(self.target).lm_head_sha256
+        return TargetFingerprint.of(self.target, tokens=False).lm_head_sha256
 
 
 def named_methods(

@@ -7,6 +7,7 @@ only as a lost speed-up; the fingerprint turns it into an error.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ class TargetFingerprint:
         vocab_size, hidden_size, num_layers: its sizes.
         tokenizer_sha256: of tokenizer.json, None where the target has none.
         lm_head_sha256: of some rows of the output embedding, rounded to bfloat16.
+        tokens_sha256: of the tokens and merges in tokenizer.json (`tokens_digest`), which stay the
+            same where a library saves the file anew; None in heads that were trained before this
+            field existed.
     """
 
     name: str
@@ -37,10 +41,11 @@ class TargetFingerprint:
     num_layers: int
     tokenizer_sha256: str | None
     lm_head_sha256: str
+    tokens_sha256: str | None = None
 
     @classmethod
-    def of(cls, target: TargetFacts) -> TargetFingerprint:
-        """Return the fingerprint of a target."""
+    def of(cls, target: TargetFacts, *, tokens: bool = True) -> TargetFingerprint:
+        """Return the fingerprint of a target; without `tokens`, which take a second, not that."""
         rows = torch.linspace(0, target.vocab_size - 1, _NUM_ROWS).round().long()
         # bfloat16 is the common ground of the types that a target is loaded in.
         values = target.lm_head_weight()[rows.to(target.device)].detach().float().bfloat16()
@@ -52,6 +57,7 @@ class TargetFingerprint:
             num_layers=target.num_layers,
             tokenizer_sha256=tokenizer_digest(Path(target.name)) if target.name else None,
             lm_head_sha256=hashlib.sha256(raw).hexdigest(),
+            tokens_sha256=tokens_digest(Path(target.name)) if tokens and target.name else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -87,26 +93,59 @@ class TargetFingerprint:
 
     def difference(self, target: TargetFacts, owner: str) -> str:
         """Say how `target` first differs from what the owner of this expects; "" if it does not."""
-        found = TargetFingerprint.of(target)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "tokenizer_sha256",
-            "lm_head_sha256",
-        ):
+        found = TargetFingerprint.of(target, tokens=False)
+        names = ["vocab_size", "hidden_size", "num_layers"]
+        if self.same_tokenizer(Path(target.name)) is False:
+            names.append("tokenizer_sha256")
+        # float16 flushes small bfloat16 values, so the hash cannot be compared.
+        if target.dtype != torch.float16:
+            names.append("lm_head_sha256")
+        for name in names:
             expected, given = getattr(self, name), getattr(found, name)
-            if name == "tokenizer_sha256" and None in (expected, given):
-                continue
-            # float16 flushes small bfloat16 values, so the hash cannot be compared.
-            if name == "lm_head_sha256" and target.dtype == torch.float16:
-                continue
             if expected != given:
                 return f"{name} is {given}, {owner} expects {expected}"
         return ""
+
+    def same_tokenizer(self, folder: Path) -> bool | None:
+        """Return whether the target in `folder` has this tokenizer; None where one has no file.
+
+        A file that was saved anew counts as the same where it has the same tokens and merges.
+        """
+        given = tokenizer_digest(folder)
+        if None in (self.tokenizer_sha256, given):
+            return None
+        if self.tokenizer_sha256 == given:
+            return True
+        return self.tokens_sha256 is not None and self.tokens_sha256 == tokens_digest(folder)
 
 
 def tokenizer_digest(folder: Path) -> str | None:
     """Return the SHA-256 of a folder's tokenizer.json; None without one."""
     file = folder / "tokenizer.json"
     return sha256_of(file) if file.is_file() else None
+
+
+def tokens_digest(folder: Path) -> str | None:
+    """Return the SHA-256 of the tokens with their ids, and of the merges, in tokenizer.json.
+
+    None without such a file, or where its model has no vocabulary.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    data = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = data.get("model", {}).get("vocab")
+    if not vocabulary:
+        return None
+    # A unigram model lists its tokens, with their scores.
+    by_token = (
+        vocabulary
+        if isinstance(vocabulary, dict)
+        else {token: index for index, (token, _) in enumerate(vocabulary)}
+    )
+    tokens = {(index, token) for token, index in by_token.items()}
+    tokens |= {(token["id"], token["content"]) for token in data.get("added_tokens", [])}
+    merges = data["model"].get("merges") or []
+    pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    text = json.dumps([sorted(tokens), pairs])
+    return hashlib.sha256(text.encode()).hexdigest()
