@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from peagle.models.head_json import with_depth
 MOST = 7
 KS = candidates(MOST)
 ROWS = buckets(256)
-LOADS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+LOADS = (1, 4, 16, 48, 128, 256)
 # The share of each draft that passes where those before it did.
 HEADS = {
     "great": (0.93,) * MOST,
@@ -101,17 +103,17 @@ class Card:
         period_s = self.period_s(load, k)
         self.seconds += period_s + 1.5e-3 * (k != before) + resuming_s
         drafted = load - num_new
-        accepted = [self._accepted(min(k, before)) for _ in range(drafted)]
+        accepted = self._accepted(min(k, before), drafted)
         seconds = StepSeconds(device_s, period_s) if self.knows_times else StepSeconds()
         self.policy.record(k, accepted, load, seconds)
         self.num_tokens += num_new + drafted * tokens_of(self.shares, min(k, before))
         return [1 + count for count in accepted] + [1] * num_new
 
-    def _accepted(self, most: int) -> int:
-        count = 0
-        while count < most and self.rng.random() < self.shares[count]:
-            count += 1
-        return count
+    def _accepted(self, most: int, drafted: int) -> list[int]:
+        """Draw how many of the first `most` drafts pass, for each sequence."""
+        chains = accumulate(self.shares[:most], mul)  # P(more than 0 pass), P(more than 1), ...
+        at_most = [*(1 - chain for chain in chains), 1.0]
+        return self.rng.choices(range(most + 1), cum_weights=at_most, k=drafted)
 
     def period_s(self, load: int, k: int) -> float:
         """Seconds from step to step: the device runs one while the host reads the one before."""
@@ -330,10 +332,13 @@ def test_a_burst_is_drafted_for_as_a_whole(num_requests: int, least: float, head
             left = [n - new for n, new in zip(left, tokens, strict=True) if n > new]
         return card.seconds - begin
 
-    card = Card(AutomaticDepth(MOST), HEADS[head])
-    seconds(card)  # what there is to learn
+    total_s = 0.0
+    for seed in range(3):  # what passes in the first burst is luck
+        card = Card(AutomaticDepth(MOST), HEADS[head], rng=random.Random(seed))
+        seconds(card)  # what there is to learn
+        total_s += sum(seconds(card) for _ in range(3))
     plain_s = seconds(Card(ScheduledDepth(lambda _: 0), HEADS[head]))
-    assert 5 * plain_s >= least * sum(seconds(card) for _ in range(5))
+    assert 9 * plain_s >= least * total_s
 
 
 @pytest.mark.parametrize(("load", "most"), [(1, 20_000), (16, 20_000), (64, 20_000)])

@@ -26,7 +26,7 @@ from peagle.engine import decode_step
 from peagle.kernels.rejection_triton import reject_drafts
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.usefixtures("graphs_everywhere")
+pytestmark = pytest.mark.usefixtures("graphs_everywhere", "torch_attention")
 PROMPT = (1, 1, 3, 1, 3, 3, 3)
 COUNTS = {"cpu": 96, "cuda": 4000}
 ASKED: dict[str, dict[str, Any]] = {

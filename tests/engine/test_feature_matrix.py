@@ -45,7 +45,7 @@ PROMPTS = [tuple(_dice.choices(range(VOCAB), k=PROMPT_LEN)) for _ in range(24)]
 PROMPT = (1, 1, 3, 1, 3, 3, 3)  # likely to repeat a token that is not in it
 FILLER = PROMPTS[-1] + PROMPTS[0][:5]
 SHARE_RIGHT = 0.8
-COUNT = 1_200
+COUNT = 800
 
 # What a request asks for, and what the same request is like to an engine that ignores it.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
