@@ -6,8 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,14 +41,16 @@ PARTS = {
         (
             "tests/recipes/",
             "tests/test_benchmarks.py",
-            "tests/serving/test_load_scripts.py",
             "tests/serving/test_against_vllm.py",
         ),
         (
             *("recipes", "benchmarks", "src/peagle/bundled", "tests/recipes"),
-            *("tests/test_benchmarks.py", "tests/serving/test_load_scripts.py"),
-            "tests/serving/test_against_vllm.py",
+            *("tests/test_benchmarks.py", "tests/serving/test_against_vllm.py"),
         ),
+    ),
+    "load tests": Part(
+        ("tests/serving/test_load_scripts.py",),
+        ("benchmarks/serving", "src/peagle/serving", "tests/serving/test_load_scripts.py"),
     ),
     "browsers": Part(
         ("tests/serving/test_playground.py", "tests/evaluation/test_report_page.py"),
@@ -82,8 +83,18 @@ PARTS = {
 # A change of these may change every part.
 _EVERYWHERE = ("pyproject.toml", "constraints.txt", "Makefile", ".ci", "tests/suites.py")
 _EVERYWHERE += ("tests/conftest.py", "tests/serving/warm.py", "tests/serving/live.py")
-# Fixtures that start a server.
+# Fixtures that start a server, and what a file needs to start a process.
 _SERVERS = {"server", "strict", "client", "collector"}
+_STARTERS = {
+    "subprocess",
+    "multiprocessing",
+    "together",
+    "forks",
+    "running",
+    "WarmProcess",
+    "warm_serve",
+    "start_warm",
+}
 SUITES = ("quick", "main", "touched", "repo")
 
 
@@ -106,15 +117,19 @@ def touched_parts(root: Path = ROOT) -> frozenset[str]:
     return frozenset(name for name, part in PARTS.items() if _changed(root, base, *part.files))
 
 
-def is_in(suite: str, item: pytest.Item) -> bool:
+def is_in(suite: str, item: Any) -> bool:
     """Return whether a suite runs a test."""
     part = part_of(item.nodeid)
     if suite == "repo":
         return part is not None
     if part is not None:
         return suite == "touched" and part in touched_parts()
-    is_slow = item.get_closest_marker("slow") or _SERVERS & set(getattr(item, "fixturenames", ()))
-    return suite != "quick" or not is_slow
+    return suite != "quick" or not (item.get_closest_marker("slow") or _starts_a_process(item))
+
+
+def _starts_a_process(item: Any) -> bool:
+    """Return whether a test, or another of its file, may start a process."""
+    return bool(_SERVERS & {*item.fixturenames} or _STARTERS & vars(item.module).keys())
 
 
 def _changed(root: Path, base: str, *files: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,8 +48,9 @@ def commit(folder: Path, name: str) -> None:
         ("recipes/published/README.md", {"documents", "recipes"}),
         ("recipes/published/show.py", {"recipes"}),
         ("src/peagle/evaluation/report/page.py", {"browsers"}),
-        ("src/peagle/serving/playground/page.js", {"browsers"}),
-        ("src/peagle/serving/metrics.py", {"Kubernetes", "Grafana"}),
+        ("src/peagle/serving/playground/page.js", {"browsers", "load tests"}),
+        ("src/peagle/serving/metrics.py", {"Kubernetes", "Grafana", "load tests"}),
+        ("benchmarks/serving/load.py", {"recipes", "load tests"}),
         ("deploy/Dockerfile", {"containers"}),
         ("pyproject.toml", set(PARTS)),
         ("tests/conftest.py", set(PARTS)),
@@ -98,8 +101,9 @@ def test_a_part_names_files_and_tests_that_exist(name: str) -> None:
 class Item:
     """As much of a collected test as a suite looks at."""
 
-    def __init__(self, nodeid: str, *, is_slow: bool = False, fixtures: tuple[str, ...] = ()):
+    def __init__(self, nodeid: str, *fixtures: str, is_slow: bool = False, **imported: Any) -> None:
         self.nodeid, self.fixturenames = nodeid, fixtures
+        self.module = SimpleNamespace(**imported)
         self._is_slow = is_slow
 
     def get_closest_marker(self, name: str) -> bool:
@@ -109,16 +113,17 @@ class Item:
 def test_each_suite_has_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     light = Item("tests/test_config.py::test_x")
     slow = Item("tests/test_config.py::test_y", is_slow=True)
-    served = Item("tests/serving/test_logs.py::test_x", fixtures=("server", "tmp_path"))
+    served = Item("tests/serving/test_logs.py::test_x", "server", "tmp_path")
+    starting = Item("tests/cli/test_train.py::test_x", subprocess=subprocess)
     grafana = Item("tests/serving/test_grafana.py::test_x")
     page = Item("tests/docs/test_pages.py::test_commands_of_a_page_run_in_order[README.md]")
     monkeypatch.setattr("tests.suites.touched_parts", lambda: {"Grafana"})
-    items = [light, slow, served, grafana, page]
-    found = {suite: [item for item in items if is_in(suite, item)] for suite in SUITES}  # type: ignore[arg-type]
+    items = [light, slow, served, starting, grafana, page]
+    found = {suite: [item for item in items if is_in(suite, item)] for suite in SUITES}
     assert found == {
         "quick": [light],
-        "main": [light, slow, served],
-        "touched": [light, slow, served, grafana],
+        "main": [light, slow, served, starting],
+        "touched": [light, slow, served, starting, grafana],
         "repo": [grafana, page],
     }
 

@@ -88,7 +88,8 @@ def test_prompts_that_the_target_writes(peagle: Peagle, pair: Pair, tmp_path: Pa
     assert json.loads(more.out)["resumed"] == 2
     assert "was begun with sampling" in peagle(*command, "--count", 4).err
     answers = tmp_path / "a.jsonl"
-    result = peagle("data", "regenerate", prompts, *pair.options, "-o", answers, "--limit", 2)
+    few = ["--limit", 2, "--max-new-tokens", 4]
+    result = peagle("data", "regenerate", prompts, *pair.options, "-o", answers, *few)
     assert result.status == 0, result.err
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     asked = {row["id"]: row["prompt"] for row in map(json.loads, answers.open())}
@@ -387,7 +388,7 @@ def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     def has_begun() -> bool:
         return output.exists() and output.read_bytes().count(b"\n") >= 5
 
-    kill_when(has_begun, command(output))
+    kill_when(has_begun, command(output), tmp_path / "log")
     there = output.read_bytes().count(b"\n")
     assert 5 <= there < 60
     shutil.copy(output, tmp_path / "before.jsonl")
@@ -567,7 +568,7 @@ def test_a_killed_store_goes_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> N
     def shards() -> list[Path]:
         return sorted((tmp_path / "killed").glob("features-*.safetensors"))
 
-    kill_when(lambda: len(shards()) >= 5, command("killed"))
+    kill_when(lambda: len(shards()) >= 5, command("killed"), tmp_path / "log")
     before = {path: path.stat().st_mtime_ns for path in shards()}
     assert len(before) >= 5
     for output in ("killed", "whole"):

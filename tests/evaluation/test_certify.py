@@ -45,7 +45,7 @@ FEATURES = [
     "logprobs",
     "grammar",
 ]
-SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 100}
+SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 60}
 
 
 @pytest.fixture(scope="module")
