@@ -66,6 +66,7 @@ def test_from_prompts_to_what_train_reads(
     assert len(found["shown"]) == 1 and len(found["shown"][0]["response_token_ids"]) == 12
 
 
+@pytest.mark.slow
 def test_prompts_that_the_target_writes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     command = ["data", "synthesize", *pair.options, "--output", prompts, "--format", "json"]
@@ -376,6 +377,7 @@ def test_what_plain_text_leaves_out_is_told(peagle: Peagle, pair: Pair, tmp_path
     assert "1 of 2 prompts have further turns, system messages or tools" in result.err
 
 
+@pytest.mark.slow
 def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     """kill -9 in the middle: the same command completes it as an uninterrupted run would have."""
     rows = [{"id": i, "prompt": f"text {i}"} for i in range(60)]
@@ -557,6 +559,7 @@ def test_progress_is_told(
     assert "peagle: 0 of " in told[0] and "tokens, " in told[0]
 
 
+@pytest.mark.slow
 def test_a_killed_store_goes_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     """kill -9 in the middle: the same command completes it as an uninterrupted run would have."""
     train = write_random(tmp_path / "train.jsonl", count=150, length=40)

@@ -51,6 +51,7 @@ def save_head(folder: Path, target_folder: Path, **options: Any) -> Path:
 # ---- entries --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_method_at_every_k_and_temperature(
     peagle: Peagle, pair: Pair, tmp_path: Path
 ) -> None:

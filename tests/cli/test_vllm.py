@@ -101,6 +101,7 @@ def test_doctor_tells_that_it_does_not_start(peagle: Peagle, pair: Pair, starts:
     assert [one["evidence"] for one in causes if one["id"] == "serving"] == [starts.problem]
 
 
+@pytest.mark.slow
 def test_bench_starts_it_for_every_method_and_k(
     peagle: Peagle, pair: Pair, starts: Starts, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_another_target_and_another_tokenizer(tmp_path: Path, has_fingerprint: b
     assert ids(examine(make_probe(scrambled, head, texts), head)) == {"tokenizer"}
 
 
+@pytest.mark.slow
 def test_healthy_heads(pair2: Probe, bundled: Probe, tmp_path: Path) -> None:
     speculators = tmp_path / "speculators"
     convert_head(HEADS["pair2"], speculators, "speculators", force=False, target=None)

@@ -74,6 +74,7 @@ def test_faults_without_a_name(
     assert found <= {(cause, "serving") for cause in causes}
 
 
+@pytest.mark.slow
 def test_shifted_tokens_and_windows(pair2_small: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         serve_shifted(patch)

@@ -210,6 +210,7 @@ def head(head_folders: Callable[..., Path]) -> Path:
     return head_folders(parallel=True)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 5, 20)])
 def test_outputs_and_counters(
@@ -222,6 +223,7 @@ def test_outputs_and_counters(
     assert 0 < llm.stats.speculation.num_accepted_tokens < llm.stats.speculation.num_draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
 def test_stops_and_the_end_of_the_context(
@@ -240,6 +242,7 @@ def test_stops_and_the_end_of_the_context(
     assert llm.stats.speculation.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
 @pytest.mark.parametrize("fault", [False, True], ids=["", "planted fault"])
@@ -270,6 +273,7 @@ def test_preemption_keeps_trees(
     assert (found[0] == found[1]) is not fault and found[0].num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
 def test_arrivals_and_cancels(
@@ -300,6 +304,7 @@ def test_arrivals_and_cancels(
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
 def test_k_by_load(target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +326,7 @@ def test_k_by_load(target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPa
         assert len(llm.stats.decode_steps) > 1 and llm.stats.speculation.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
 def test_nodes_by_themselves(
@@ -374,6 +380,7 @@ def check_rules(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> LL
     return check(target, head, params, monkeypatch, answers=answers)
 
 
+@pytest.mark.slow
 @interpreted
 def test_requests_with_rules_stay_in_the_graphs(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
@@ -383,6 +390,7 @@ def test_requests_with_rules_stay_in_the_graphs(
     assert llm.stats.speculation.num_accepted_tokens > 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
 @pytest.mark.parametrize("fault", [False, True], ids=["", "planted fault"])
@@ -412,6 +420,7 @@ def test_grammars_stay_in_the_graphs(
     assert llm.stats.eager_steps == {} and llm.stats.speculation.num_accepted_tokens > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "length", "shape"),
     [
@@ -480,6 +489,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Check]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
 @pytest.mark.parametrize("fault", FAULTS)

@@ -146,6 +146,7 @@ class Card:
 # ---- against every fixed K ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("load", LOADS)
 def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str) -> None:
@@ -155,6 +156,7 @@ def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str)
     assert found >= 0.98 * card.speed(load, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_s", [9e-3, 25e-3])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("load", [1, 16, 64, 128, 256])
@@ -186,6 +188,7 @@ def test_long_contexts_make_deeper_drafts_pay(load: int) -> None:
     assert card.ks[-1] >= short.ks[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_s", [2e-3, 25e-3])
 @pytest.mark.parametrize("in_flight", [8, 64, 256])
 @pytest.mark.parametrize("head", ["good", "bad"])
@@ -208,6 +211,7 @@ def test_prompts_in_flight(head: str, in_flight: int, prompt_s: float) -> None:
     assert found >= 0.98 * fixed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_prompt_tokens", [128, 1024])
 @pytest.mark.parametrize("in_flight", [16, 128, 256])
 @pytest.mark.parametrize("head", ["great", "good"])
@@ -381,6 +385,7 @@ def test_a_load_that_swings_costs_little(loads: tuple[int, int], period: int) ->
 # ---- whatever it is told --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(data=st.data(), most=st.integers(1, 9))
 def test_k_is_always_a_candidate(data: st.DataObject, most: int) -> None:
     policy = AutomaticDepth(most)

@@ -87,11 +87,13 @@ def fit_of(world: World, asked: dict[str, Any], device: str) -> float:
     return fit(outputs, world.reference.joint(params, PROMPT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "device"), CASES)
 def test_outputs_have_the_references_distribution(world: World, asked: str, device: str) -> None:
     assert fit_of(world, ASKED[asked], device) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "device"), CASES)
 def test_a_wrong_rule_is_noticed(
     world: World, asked: str, device: str, monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,21 @@ def test_drafting_stops_beyond_the_heads_length(
 # ---- drafts whatever the schedule -----------------------------------------------------------
 
 
+@cache
+def drafts_alone(
+    target: Path, config: str
+) -> tuple[dict[tuple[int, ...], list[int]], list[SpeculationStats]]:
+    """Return drafts and counters of prompts that each have an engine of their own."""
+    expected: dict[tuple[int, ...], list[int]] = {}
+    counters: list[SpeculationStats] = []
+    for prompt in PROMPTS:
+        roomy = make_llm(target, json.loads(config))
+        seen = watch_drafts(roomy)
+        counters += [sequence.stats for sequence in drive(roomy, [prompt], GREEDY)]
+        expected |= seen
+    return expected, counters
+
+
 @KINDS
 @pytest.mark.parametrize(
     "options",
@@ -223,13 +240,7 @@ def test_drafts_do_not_depend_on_the_schedule(
     """Prompts in chunks, preemption, shared prefixes: the head reads the same all the time."""
     config = {**(config_of("peagle" if parallel else "eagle3", heads) or {})}
     config["draft_window"] = window
-    expected: dict[tuple[int, ...], list[int]] = {}
-    counters: list[SpeculationStats] = []
-    for prompt in PROMPTS:
-        roomy = make_llm(target_folder, config)
-        seen = watch_drafts(roomy)
-        counters += [sequence.stats for sequence in drive(roomy, [prompt], GREEDY)]
-        expected |= seen
+    expected, counters = drafts_alone(target_folder, json.dumps(config))
     llm = make_llm(target_folder, config, **options)
     found = watch_drafts(llm)
     for _ in range(2):  # the second time on what the first run left

@@ -156,6 +156,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(target, Reference(folder), heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "way"), [*CASES, *TREES])
 def test_greedy_output_is_the_references(world: World, feature: str, way: str) -> None:
     k, shape = 3, {"max_tokens": 16, "temperature": 0.0}
@@ -204,6 +205,7 @@ def sample(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "way"), CASES)
 def test_sampled_outputs_have_the_references_distribution(
     world: World, feature: str, way: str
@@ -231,6 +233,7 @@ def test_n_outputs_are_independent_samples(world: World, way: str) -> None:
     assert fit(triples, {(t, t, t): last[t] for t in range(VOCAB)}) < 1e-4  # one seed for all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -284,6 +287,7 @@ def check_logprobs(
         assert values == pytest.approx([wanted.logprob, *(v for _, v in wanted.top)], abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_seeded_request_gives_the_output_of_plain_decoding(world: World, way: str) -> None:
     """Alone or beside others, with any K, preempted or not.

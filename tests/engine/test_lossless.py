@@ -107,6 +107,7 @@ def test_plain_output_equals_transformers(folder: Path) -> None:
     assert engine_outputs(folder, None) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "k"), [(True, 7), (False, 5)], ids=["peagle", "eagle3"])
 def test_drafted_output_equals_transformers(
     folder: Path, own_heads: dict[bool, str], parallel: bool, k: int
@@ -200,6 +201,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "peagle", "trees", "eagle3", "ngram"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_scheduling_does_not_change_output(

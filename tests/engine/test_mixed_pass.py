@@ -167,6 +167,7 @@ def traffic() -> dict[int, list[tuple[list[int], SamplingParams]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [*HEADS, "trees"])
@@ -193,6 +194,7 @@ def test_mixed_passes_change_nothing(
         assert tokens == alone.generate([prompt], params)[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +250,7 @@ def test_the_tokens_of_a_step_are_sent_before_the_head_reads_prompts(
     assert order == [*launched, *follows, "read_drafts", *follows]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("most", [3, 7], ids=["chains", "trees"])
@@ -276,6 +279,7 @@ def test_prompts_mix_while_drafting_pauses(
     assert set(mixed.stats.decode_steps) == {0, most}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 def test_long_prompts_mix_while_drafting_pauses(
@@ -305,6 +309,7 @@ def test_long_prompts_mix_while_drafting_pauses(
     assert len(read) == 2 and len(read[0]) == 8
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("has_trees", [False, True])
@@ -349,6 +354,7 @@ def test_graphs_of_mixed_passes(
     assert taken == {True: len(mixed.mixed)} and len(mixed.mixed) > 3
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", ["cpu"])

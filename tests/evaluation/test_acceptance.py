@@ -161,6 +161,7 @@ def replay(
     return stats
 
 
+@pytest.mark.slow
 def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: AcceptanceFigures) -> None:
     watched = make_llm()
     drafts = watch_drafts(watched)

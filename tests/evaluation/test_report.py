@@ -34,6 +34,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("acceptance",), ("throughput",), ("tune",), tuple(WRITTEN)])
 def test_whichever_files_are_there(tmp_path, names, whole):
     folder = whole

@@ -404,6 +404,7 @@ def test_half_precision_takes_no_assembly(device: str) -> None:
         check(found, F.linear(x.double(), weight.unpack(torch.float64)))
 
 
+@pytest.mark.slow
 def test_a_compiler_sees_operators() -> None:
     """Layers with experts are compiled whole; shapes may be filled in later."""
     torch.manual_seed(5)
@@ -462,6 +463,7 @@ def test_configurations_fit_into_a_card(
         assert stages == config.num_stages or (stages + 1) * stage > shared_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8 128", "fp8 channel", "mxfp4"])
 def test_a_linear_layer_is_cut_for_its_rows(format: str) -> None:
     weight = make_weight(format, 2048, 4096, device="cpu", dtype=torch.bfloat16)
@@ -475,6 +477,7 @@ def test_a_linear_layer_is_cut_for_its_rows(format: str) -> None:
         assert all(max_registers(config, parts) * threads <= 1 << 16 for parts in (False, True))
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
     found = compile_for_card("experts")

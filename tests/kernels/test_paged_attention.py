@@ -376,6 +376,7 @@ def test_an_8bit_cache_as_in_two_launches(
     assert_same_cache(one, two)
 
 
+@pytest.mark.slow
 def test_kernels_over_an_8bit_cache_compile_for_cards() -> None:
     """Also for one of compute capability 8.0, which has no instructions for e4m3."""
     found = compile_for_card("caches")

@@ -87,5 +87,6 @@ def test_equals_the_reference(
         assert not torch.equal(found.nan_to_num(), other.nan_to_num()), "drafts count"
 
 
+@pytest.mark.slow
 def test_kernels_of_rules_compile_for_a_card() -> None:
     assert compile_for_card("rules").keys() == {"penalise", "chunk", "join"}

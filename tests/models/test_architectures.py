@@ -320,6 +320,7 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(  # the others: tests/engine/test_lossless.py
     "name", [name for name, a in ARCHITECTURES.items() if a.model_type not in CONFIGS]
 )

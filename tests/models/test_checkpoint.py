@@ -187,6 +187,7 @@ def test_an_interrupted_write_leaves_the_old_files(
     load_drafter(head, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_a_crash_at_any_step_leaves_no_mixture_of_two_heads(
     target: TargetModel, tmp_path: Path, is_alike: bool
@@ -332,6 +333,7 @@ def random_head(config: DrafterConfig, seed: int) -> Drafter:
     return drafter
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     config=configs(),

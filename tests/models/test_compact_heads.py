@@ -235,6 +235,7 @@ def drafted(target: Path, head: Path, **options: Any) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", HEADS, ids=str)
 @pytest.mark.parametrize("quantization", [None, *TYPES])
 def test_the_whole_head_is_the_compact_one(

@@ -79,6 +79,7 @@ def prefilled(target: TargetModel) -> Paged:
 # ---- what is traced -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in ARCHITECTURES if not n.endswith(("image", "rope"))])
 def test_every_architecture_traces_whole(name: str) -> None:
     target = make_target(name)
@@ -96,6 +97,7 @@ def test_every_architecture_traces_whole(name: str) -> None:
     assert num_graphs() == counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_a_window_with_another_use_stays_in_the_graph() -> None:
     target = make_target("gpt_oss")
     attentions: list[Any] = [layer.self_attn for layer in decoder_layers(target.model)]
@@ -129,6 +131,7 @@ def test_layers_are_traced_again_for_new_numbers_of_tokens_only() -> None:
     assert num_graphs() == 2
 
 
+@pytest.mark.slow
 def test_other_numbers_of_tokens_share_a_graph() -> None:
     target = make_target()
     compile_layers(target.model, backend="eager", buckets=(1, sum(CHUNKS)))
@@ -142,6 +145,7 @@ def test_other_numbers_of_tokens_share_a_graph() -> None:
     assert num_graphs() == 2
 
 
+@pytest.mark.slow
 def test_each_layer_has_its_own_cache() -> None:
     """The shared graph finds the cache of the layer that it runs for."""
     target, other = make_target(), make_target(dtype=torch.float64)
@@ -192,6 +196,7 @@ def test_a_layer_that_does_not_trace_whole_runs_as_before() -> None:
     verify(paged)  # silently
 
 
+@pytest.mark.slow
 def test_a_target_is_lossless_over_compiled_layers(target_folder: Path, tmp_path: Path) -> None:
     prompts, params = [[5, 9, 200, 31], [17] * 20], SamplingParams(max_tokens=16)
     target = TargetModel.load(target_folder, dtype=torch.float64)
@@ -209,6 +214,7 @@ def test_a_target_is_lossless_over_compiled_layers(target_folder: Path, tmp_path
 # ---- the drafter ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True, "attention_bias": True}], ids=str)
 @torch.inference_mode()
 def test_a_compiled_drafter_equals_the_eager_one(options: dict[str, Any]) -> None:
@@ -242,6 +248,7 @@ def test_a_compiled_drafter_equals_the_eager_one(options: dict[str, Any]) -> Non
 # ---- Inductor -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch.inference_mode()
 def test_compiled_code_leaves_the_cache_alone(

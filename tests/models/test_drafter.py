@@ -273,6 +273,7 @@ def largest_difference(
     return worst
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_drafts_equal_the_reference_at_every_step(
     target_folder: Path,

@@ -256,6 +256,7 @@ def test_experts_that_are_stored_apart(tmp_path: Path, format: str) -> None:
         assert distance(weights[name], parameter) < 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("format", "make"),

@@ -153,6 +153,7 @@ def test_a_drafter_computes_the_same(dtype: torch.dtype, calls: list[int]) -> No
         assert calls == ([rows] * (2 * 4 + 2) if rows <= LIMIT else [])
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize(("backend", "sizes"), [("eager", [1, 16]), ("aot_eager", [5])])
 def test_accelerated_models_compute_the_same(

@@ -19,6 +19,7 @@ from peagle.training.trainer import Trainer, TrainingStopped
 from tests.training.runs import make_config, read_checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -68,6 +69,7 @@ def test_training_learns_and_the_head_serves(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "optimizer", "run", "head"),
     [

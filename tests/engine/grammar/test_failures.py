@@ -121,6 +121,7 @@ CASES += [("peagle", fault) for fault in FAULTS if fault != "refuses"]
 CASES += [("trees", "has no mask"), ("trees", "cannot go back"), ("plain", "has no end")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault"), CASES)
 def test_a_fault_ends_its_request_alone(
     name: str, fault: str, monkeypatch: pytest.MonkeyPatch

@@ -177,6 +177,7 @@ def instances(draw, schema) -> Any:
     }.get(kind if isinstance(kind, str) else "", True)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_what_is_valid_is_admitted_compact_and_indented(compiler, data):

@@ -57,6 +57,7 @@ def outputs_of(llm: LLM, budget_s: float | None, temperature: float = 0.0) -> li
     return [found[index] for index in range(len(PROMPTS))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "temperature"),
     # Drawn tokens depend on the drafts beside them, and a busy grammar ends drafting.
@@ -110,6 +111,7 @@ def burning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GrammarCompiler, "start", marked)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("burning")
 def test_beyond_the_budget_one_request_ends_alone() -> None:
     llm = make_llm(SPECULATIVE["peagle"])
