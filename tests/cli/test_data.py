@@ -292,6 +292,7 @@ def test_mistakes_exit_with_2(
     assert not list(prompts.parent.glob("x.*"))
 
 
+@pytest.mark.slow
 def test_help_of_each_has_examples_and_needs_no_torch() -> None:
     actions = ("synthesize", "regenerate", "prepare", "inspect", "features")
     code = (
@@ -524,6 +525,7 @@ def test_mistakes_exit_with_2_before_anything_is_written(
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_whole_shards(
     peagle: Peagle, pair: Pair, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_table_that_is_wrong_is_corrected(head: str, load: int, error: float) 
     assert found >= 0.98 * card.speed(load, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [16, 64, 128])
 def test_long_contexts_make_deeper_drafts_pay(load: int) -> None:
     """They are read once, whatever K is; the table knows nothing of them."""
@@ -243,6 +244,7 @@ def test_drafts_pay_for_the_heads_reading(
         assert run(AutomaticDepth(MOST), knows=False) < 0.98 * max(fixed.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [4, 8, 40])
 @pytest.mark.parametrize("in_flight", [8, 64, 128])
 def test_a_request_begins_with_a_step_without_drafts(in_flight: int, length: int) -> None:
@@ -264,6 +266,7 @@ def test_a_request_begins_with_a_step_without_drafts(in_flight: int, length: int
         assert run(AutomaticDepth(MOST), knows=False) < 0.98 * max(fixed.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("head", ["good", "bad"])
 def test_prompts_in_every_step(head: str, load: int) -> None:
@@ -345,6 +348,7 @@ def test_a_burst_is_drafted_for_as_a_whole(num_requests: int, least: float, head
     assert 9 * plain_s >= least * total_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("load", "most"), [(1, 20_000), (16, 20_000), (64, 20_000)])
 def test_finds_out_that_drafts_pass_again(load: int, most: int) -> None:
     card = Card(AutomaticDepth(MOST), HEADS["broken"])
@@ -364,6 +368,7 @@ def test_follows_acceptance_while_it_drafts() -> None:
     assert card.steps_until_good(64, 300) < 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [5, 20, 100])
 @pytest.mark.parametrize("loads", [(150, 256), (48, 72), (1, 256)])
 def test_a_load_that_swings_costs_little(loads: tuple[int, int], period: int) -> None:

@@ -128,6 +128,7 @@ def test_windows_of_the_layers_unless_another_was_asked_for(
     assert (drafter.windows, drafter.reach) == (expected, reach)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_everywhere")
 @pytest.mark.parametrize("shape", [None, {"max_nodes": 6}], ids=["chains", "trees"])
 def test_captured_steps_keep_the_windows(
@@ -182,6 +183,7 @@ def make_windowed(folder: Path, head: Path, **options: Any) -> tuple[LLM, list[i
     return llm, positions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 @pytest.mark.parametrize("budget", [7, 512])
 def test_the_head_reads_the_window_of_a_prompt_and_nothing_before_it(
@@ -205,6 +207,7 @@ def test_the_head_reads_the_window_of_a_prompt_and_nothing_before_it(
     assert drafts[0] == drafts[1] != drafts[2], "the poison shows if attention looks there"
 
 
+@pytest.mark.slow
 def test_prompts_that_are_longer_than_the_window_share_their_blocks(
     target_folder: Path, head_folders: Callable[..., Path]
 ) -> None:

@@ -37,6 +37,7 @@ def plain_outputs(folder: Path, params: SamplingParams = GREEDY) -> list[list[in
     return [o.token_ids for o in make_llm(folder).generate(PROMPTS, params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["peagle", "eagle3", "ngram"])
 def test_requests_of_one_batch_may_draft_differently(
     target_folder: Path, heads: dict[bool, Path], name: str
@@ -68,6 +69,7 @@ def switch_off(llm: LLM, first: int, last: int) -> Callable[[int, list[Sequence]
     return switch
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("first", [0, 3], ids=["from the prompt on", "while decoding"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "in a batch"])
@@ -119,6 +121,7 @@ def run_with_a_large_hole(
     return mine, len(hole)
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_large_hole_is_never_looked_into(
     target_folder: Path, heads: dict[bool, Path], parallel: bool, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +140,7 @@ def test_a_large_hole_is_never_looked_into(
     assert run(1e6, looks_inside=True) != clean, "the poison shows if attention looks"
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("hole", ["never drafts", "large", "small"])
 def test_blocks_with_holes_are_not_shared(
@@ -173,6 +177,7 @@ def test_blocks_with_holes_are_not_shared(
 # ---- how far a head drafts ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A sequence has .* goes on without drafts")
 @KINDS
 @pytest.mark.parametrize("own_limit", [True, False], ids=["the head's length", "asked for"])
@@ -218,6 +223,7 @@ def drafts_alone(
     return expected, counters
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize(
     "options",
@@ -254,6 +260,7 @@ def test_drafts_do_not_depend_on_the_schedule(
         assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" not in options)
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_request_that_ends_leaves_its_neighbours_drafts_alone(
     target_folder: Path, heads: dict[bool, Path], parallel: bool

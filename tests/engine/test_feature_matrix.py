@@ -220,6 +220,7 @@ def test_sampled_outputs_have_the_references_distribution(
     assert fit(outputs, world.reference.joint(ignored, PROMPT)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", CHAINS)
 def test_n_outputs_are_independent_samples(world: World, way: str) -> None:
     params = make_params({"n": 3}, max_tokens=3, temperature=0.8)

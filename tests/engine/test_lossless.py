@@ -101,6 +101,7 @@ def own_heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bo
     return found
 
 
+@pytest.mark.slow
 def test_plain_output_equals_transformers(folder: Path) -> None:
     expected = reference_outputs(folder)
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS), "outputs must differ"
@@ -120,6 +121,7 @@ def test_drafted_output_equals_transformers(
         assert outputs == reference_outputs(folder), right_share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "k"), [(True, 1), (True, 2), (True, 7), (False, 1)])
 def test_every_k_is_lossless(
     target_folder: Path, heads: dict[bool, Path], parallel: bool, k: int
@@ -129,6 +131,7 @@ def test_every_k_is_lossless(
     assert outputs == reference_outputs(target_folder)
 
 
+@pytest.mark.slow
 def test_trees_equal_transformers(folder: Path, own_heads: dict[bool, str]) -> None:
     config = {"model": own_heads[True], "parallel_drafting_spec": TREES}
     for right_share in (0.0, 0.8):
@@ -152,6 +155,7 @@ def gap_of_first_difference(folder: Path, prompt: list[int], a: list[int], b: li
     return float((logits[a[length]] - logits[b[length]]).abs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 def test_float32_differs_at_near_ties_only(
     folder: Path, own_heads: dict[bool, str], parallel: bool
@@ -180,6 +184,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 @pytest.mark.parametrize("name", HEADS)
 def test_every_kind_of_head_is_lossless(

@@ -209,6 +209,7 @@ def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.Mon
     assert_same(mixed, run(llms[1], arrivals, monkeypatch, mixes=False))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mixes", [True, False])

@@ -508,6 +508,7 @@ FAULTS_OF_DRAWN_DRAFTS = ("preemption loses the drafts", "K follows the load")
 FAULTS_OF_OTHERS = (*FAULTS_OF_DRAWN_DRAFTS, "trees grow beyond the context")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

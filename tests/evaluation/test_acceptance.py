@@ -185,6 +185,7 @@ def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: AcceptanceFi
     assert pooled.num_tokens == sum(len(output.token_ids) for output in short)
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_benchmark(llm: LLM, result: AcceptanceFigures) -> None:
     """benchmarks/acceptance.py and the demo print `acceptance_figures`."""
     for name, prompts in PROMPTS.items():

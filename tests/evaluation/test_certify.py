@@ -140,6 +140,7 @@ def test_a_fault_of_trees_is_found_and_named(
     assert any(f", {trees.name}: " in line for line in certificate.faults)
 
 
+@pytest.mark.slow
 def test_a_fault_in_verification_is_found_and_named(
     certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_the_page_fetches_nothing(html):
         assert f"{kind}-src 'sha256-{digest}'" in policy
 
 
+@pytest.mark.slow
 def test_the_order_of_the_page(html):
     page = Parsed(html)
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
@@ -391,6 +392,7 @@ def test_bars_have_their_counts(html):
     assert tall == pytest.approx([count * unit for count in counts], abs=0.3)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(1, 10**7), min_size=2, max_size=8),

@@ -207,6 +207,7 @@ IN_REGISTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(
@@ -355,6 +356,7 @@ def test_experts_equal_the_reference(
     check(found, run_experts_reference(x.double(), index, weights.double(), exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", ["plain", "fp8", "int4 zeros", "mxfp4"])
 @pytest.mark.parametrize("gate", [*GATES[1:], Gate("silu")], ids=str)

@@ -487,6 +487,7 @@ def _plain(output: tuple[int, ...]) -> Tensor:
     return reference(batch, _context_logits(list(output)))[0].softmax(-1)
 
 
+@pytest.mark.slow
 def test_verification_of_processed_rows_is_distributed_as_plain_decoding() -> None:
     """First two output tokens of 8,000 sequences with two drafts each, against the exact law."""
     num, generator = 8_000, random.Random(0)

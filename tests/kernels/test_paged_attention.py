@@ -124,6 +124,7 @@ def random_trees(new: list[int], seed: int) -> list[list[int]]:
     return [[rng.randint(max(0, row - 5), row) for row in range(n - 1)] for n in new]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @WRITTEN
 @pytest.mark.parametrize("num_splits", [1, 3])

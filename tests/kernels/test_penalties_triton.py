@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 EXTREMES = [-torch.inf, 3e38, -3e38, 0.0, torch.nan]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("num_seqs", "num_drafts", "vocab_size", "dtype", "is_tree", "names"),

@@ -289,6 +289,7 @@ def test_probabilistic_drafts(vocab_size: int, draft_vocab: int, cuts: bool, dev
         assert check(case, device) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

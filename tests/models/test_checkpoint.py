@@ -374,6 +374,7 @@ def test_the_targets_name_moves_and_can_be_given(
     assert verifier("d") == "Qwen/Qwen3-8B"
 
 
+@pytest.mark.slow
 def test_notes_say_what_the_new_style_cannot(target: TargetModel, tmp_path: Path) -> None:
     save_drafter(tmp_path / "wide", make_drafter(target, hidden_size=48))
     notes = convert_head(tmp_path / "wide", tmp_path / "out", "speculators").notes

@@ -75,6 +75,7 @@ def weights(drafter: Drafter) -> dict[str, Tensor]:
 # ---- ends -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ends_that_are_not_stored_are_the_targets(

@@ -116,6 +116,7 @@ def test_a_window_with_another_use_stays_in_the_graph() -> None:
     assert [attention.sliding_window for attention in attentions] == windows
 
 
+@pytest.mark.slow
 def test_layers_are_traced_again_for_new_numbers_of_tokens_only() -> None:
     target = make_target("qwen3")
     compile_layers(target.model, backend="eager")
@@ -160,6 +161,7 @@ def test_each_layer_has_its_own_cache() -> None:
         torch.testing.assert_close(ours.keys.double(), theirs.keys, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_fp8_cache_is_as_without_compilation() -> None:
     target = make_target(dtype=torch.float64)
     target.round_kv({layer: (0.05 * (layer + 1), 0.2) for layer in range(target.num_layers)})
@@ -175,6 +177,7 @@ def test_layers_are_compiled_once() -> None:
         compile_layers(target.model, backend="eager")
 
 
+@pytest.mark.slow
 def test_a_layer_that_does_not_trace_whole_runs_as_before() -> None:
     target = make_target()
     paged = prefilled(target)
@@ -329,6 +332,7 @@ def test_without_a_variable_the_folder_is_in_the_home(
 # ---- CUDA graphs ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_pass_of_a_size_may_not_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -195,6 +195,7 @@ def test_accelerated_models_compute_the_same(
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_an_accelerated_head_reads_the_same() -> None:
     """Keys and values alone, of any number of rows, in one graph."""
@@ -223,6 +224,7 @@ def test_an_accelerated_head_reads_the_same() -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_graphs_of_any_size_leave_all_to_the_library(calls: list[int]) -> None:
     target = make_target()
@@ -241,6 +243,7 @@ def test_graphs_of_any_size_leave_all_to_the_library(calls: list[int]) -> None:
     assert not calls
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_equal_layers_share_a_graph() -> None:
     target = make_target()

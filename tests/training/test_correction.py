@@ -99,6 +99,7 @@ def test_a_resumed_fit_equals_an_uninterrupted_one(
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.slow
 def test_a_correction_that_does_not_help_is_not_written(
     target_folder: Path, responses: Path, head: Path, tmp_path: Path
 ) -> None:

@@ -186,6 +186,7 @@ def assert_reported_loss(ending: Ending) -> None:
     assert "--resume" in ending.error
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_run_at_once(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(
     assert rest[0]["step"] == 3 and rest[-1]["step"] == STEPS
 
 
+@pytest.mark.slow
 def test_a_death_between_the_renames_of_a_save(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_head_without_its_ends_serves_as_validated(
     assert abs(served - promised) < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_run_goes_on_from_a_compact_head(
     target_folder: Path, responses: Path, tmp_path: Path, quantization: Any
@@ -198,6 +199,7 @@ def test_a_run_goes_on_from_a_compact_head(
         assert set(ENDS) <= set(stored) if name == "free" else not set(ENDS) & set(stored)
 
 
+@pytest.mark.slow
 def test_ends_of_an_init_head_that_are_not_the_targets_are_stored(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

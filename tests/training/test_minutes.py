@@ -86,6 +86,7 @@ def test_a_resumed_run_keeps_the_planned_steps(
     assert Trainer(longer).run(resume=True)["steps"] == 14
 
 
+@pytest.mark.slow
 def test_long_steps_are_measured_once_and_short_ones_more_often(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def masters_of(trainer: Trainer) -> dict[str, Tensor]:
 # ---- what is trained is what is stored ------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "changes"),
     [
@@ -145,6 +146,7 @@ def test_gradients_go_to_the_masters_as_if_nothing_were_rounded(
         torch.testing.assert_close(moved, expected, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_validation_is_of_the_head_that_is_saved(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -200,6 +202,7 @@ def test_old_checkpoints_lack_the_options() -> None:
     assert found == {**plain, **MIXED, "int8_layers": ["q_proj", "fc"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "run"),
     [

@@ -240,6 +240,7 @@ WORK: dict[str, Case] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WORK.values(), ids=WORK)
 def test_products_of_a_step(case: Case) -> None:
     running = Running(case)

@@ -141,6 +141,7 @@ def test_a_fault_ends_its_request_alone(
     assert (again.token_ids, again.error) == (check_alone[faulty].token_ids, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fault"), [("plain", "refuses"), ("peagle", "has no mask"), ("trees", "refuses")]
 )
@@ -171,6 +172,7 @@ def test_text_before_a_stop_string_stands(monkeypatch: pytest.MonkeyPatch) -> No
     assert outputs[0].text == whole[:3]
 
 
+@pytest.mark.slow
 def test_drafts_that_a_grammar_refuses_are_not_verified() -> None:
     """A step that ran as a graph leaves such drafts on its sequences."""
     llm = make_llm("peagle")

@@ -54,6 +54,7 @@ def test_waiting_costs_nothing() -> None:
     assert Held(lambda: time.sleep(0.5)).used_s() < 0.2
 
 
+@pytest.mark.slow
 def test_its_own_work_counts() -> None:
     assert 0.3 <= Held(lambda: burn(0.3)).used_s() < 0.5
 

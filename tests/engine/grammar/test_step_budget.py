@@ -126,6 +126,7 @@ def test_beyond_the_budget_one_request_ends_alone() -> None:
             assert (one.token_ids, one.error) == (other.token_ids, None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("burning")
 def test_such_a_structure_is_refused_the_next_time() -> None:
     llm = make_llm()
@@ -161,6 +162,7 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_one_that_takes_long_holds_up_nobody() -> None:
     budget = StepBudget(100.0)
     spenders = [Spender(0.0), Spender(0.5), Spender(0.0), Spender(0.0)]
@@ -180,6 +182,7 @@ def test_one_that_takes_long_holds_up_nobody() -> None:
     assert slow.spent_s >= 0.5 and not slow.is_over_budget
 
 
+@pytest.mark.slow
 def test_only_so_many_go_on_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_budget, "_MOST_BESIDE", 1)
     budget = StepBudget(100.0)
@@ -219,6 +222,7 @@ def test_an_error_stays_with_its_spender(seconds: float | None) -> None:
     assert [spender.is_free for spender in spenders] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_an_error_beside_the_engine_stays_with_its_spender() -> None:
     def work(index: int, spender: Any) -> None:
         spender.burn()
