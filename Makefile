@@ -4,6 +4,7 @@
 #   NO_VENV=1                no .venv at all: run $(PYTHON) (default python3) with what it has
 #   PEAGLE_VLLM_PYTHON=FILE  the python of an environment that has vLLM, in place of .venv-vllm
 #   WORKERS=3                test processes; PYTEST_ARGS, DEMO_ARGS: passed on
+#   SUITE=touched            let test run those of test-repo too whose files the change touches
 #   MODEL=smollm2            model of the demo
 #   PEAGLE_GEMMA=1           let test-models fetch Gemma too, whose terms you then accept
 
@@ -42,7 +43,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-models lint format dist smoke clean distclean
+.PHONY: help demo test test-quick test-repo test-gpu test-vllm test-models lint format dist smoke clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,12 +51,22 @@ help: ## List the targets
 demo: $(RUN_ENV) ## Run the demo on the bundled pair, or on a chat model with MODEL=smollm2
 	@$(PEAGLE) demo $(MODEL) $(DEMO_ARGS)
 
-# One thread per process: the workers would otherwise fight for the same cores. Each begins with a
-# half of the files, so that what the tests of a file share is made once. Without a Chromium the tests
+# One thread per process: the workers would otherwise fight for the same cores. Each begins with an
+# equal run of files, so that what the tests of a file share is made once. Without a Chromium the tests
 # of web pages are skipped, and say so.
-test: $(DEV_ENV) ## Run all tests that need no GPU
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=10
+SUITE := main
+
+test: $(DEV_ENV) ## Run the tests of the package that need no GPU
+	@test $(SUITE) = main || tools/setup_browser.sh $(PY) || test -z "$$PEAGLE_REQUIRE_BROWSER"
+	$(PYTEST) --suite $(SUITE) $(PYTEST_ARGS)
+
+test-quick: $(DEV_ENV) ## Run the quick ones of them: no server, nothing slow
+	$(PYTEST) --suite quick $(PYTEST_ARGS)
+
+test-repo: $(DEV_ENV) ## Run documents, recipes, benchmarks, browsers, containers, Kubernetes, Grafana
 	@tools/setup_browser.sh $(PY) || test -z "$$PEAGLE_REQUIRE_BROWSER"
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) --suite repo $(PYTEST_ARGS)
 
 test-gpu: $(DEV_ENV) ## Run the tests that need an NVIDIA card
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)

@@ -29,6 +29,7 @@ from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, default_aux_layer_ids
+from tests import suites
 from tests.browsing import Pages, opened_pages
 from tests.triton_interpreter import lighten
 
@@ -43,6 +44,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 320
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite", choices=suites.SUITES, help="run the tests of a make target alone")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.getoption("suite") != "touched":
+        return None
+    return f"parts that the change touches: {', '.join(sorted(suites.touched_parts())) or 'none'}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if suite := config.getoption("suite"):
+        left_out = [item for item in items if not suites.is_in(suite, item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if suites.is_in(suite, item)]
 
 
 def pytest_collection_finish() -> None:

@@ -117,6 +117,7 @@ async def collect(llm: AsyncLLM, *request: Any, **options: Any) -> list[StreamCh
 # ---- what comes out -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_concurrent_streams_equal_the_offline_outputs(llm: AsyncLLM, reference: Reference) -> None:
     requests = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
     expected = [reference(*request) for request in requests]
@@ -158,6 +159,7 @@ def test_outputs_of_a_request_may_end_in_one_step(options: dict[str, Any]) -> No
     assert run(twice()) == [14, 14, 14, 10]
 
 
+@pytest.mark.slow
 def test_a_slow_reader_misses_nothing(llm: AsyncLLM, offline: LLM) -> None:
     async def read() -> list[StreamChunk]:
         chunks: list[StreamChunk] = []
@@ -219,6 +221,7 @@ async def leave_between(llm: AsyncLLM, params: SamplingParams) -> None:
 WAYS = [leave_by_break, leave_by_closing, leave_by_timeout, leave_by_cancelling, leave_between]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("leave", WAYS)
 def test_leaving_early_cancels_the_request(
@@ -248,6 +251,7 @@ def test_leaving_while_still_queued(llm: AsyncLLM) -> None:
     assert is_idle(llm) and llm.stats.num_output_tokens < LONG.max_tokens
 
 
+@pytest.mark.slow
 def test_leaving_after_the_engine_has_finished(llm: AsyncLLM) -> None:
     async def leave_late() -> None:
         async for _ in llm.stream("hi", SHORT):
@@ -259,6 +263,7 @@ def test_leaving_after_the_engine_has_finished(llm: AsyncLLM) -> None:
     assert (llm.stats.num_finished, llm.stats.num_cancelled) == (2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_clients_that_come_and_go_at_random(llm: AsyncLLM, reference: Reference, seed: int) -> None:
     rng = random.Random(seed)
@@ -394,6 +399,7 @@ def test_a_failing_engine_tells_everybody(llm: AsyncLLM, monkeypatch: pytest.Mon
 # ---- several event loops --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_event_loops_share_an_engine(llm: AsyncLLM, offline: LLM) -> None:
     found: dict[int, list[list[RequestOutput]]] = {}
 

@@ -28,6 +28,7 @@ PUBLISHED = """serve openai/gpt-oss-20b --speculative-config '{"method": "eagle3
 "model": "amazon/gpt-oss-20b-p-eagle", "num_speculative_tokens": 5, "parallel_drafting": true}'"""
 
 
+@pytest.mark.slow
 def test_the_published_command_line(target_folder: Path, head_folders: Callable[..., Path]) -> None:
     head = head_folders(parallel=True)
     command = PUBLISHED.replace("openai/gpt-oss-20b", str(target_folder))

@@ -79,6 +79,7 @@ def test_stand_ins_are_read_as_the_tokens_for_which_they_stand(
 SPECIAL = {name: SpecialTokens(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=25)
 @given(data=st.data())

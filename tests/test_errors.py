@@ -17,6 +17,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_a_short_value_is_its_repr(value: Any) -> None:
     whole, shown = repr(value), short_repr(value)

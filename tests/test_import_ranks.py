@@ -187,6 +187,7 @@ def triton_at_load(package: Path) -> list[str]:
 # ---- the package ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_there_is_a_package_to_check():
     assert len(list(modules_in(PACKAGE))) >= 1
 

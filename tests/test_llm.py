@@ -194,6 +194,7 @@ def test_two_streams_of_one_llm(llm: LLM) -> None:
 # ---- sampling -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_limits_of_sampling_values_are_accepted(llm: LLM) -> None:
     limits: list[dict[str, Any]] = [
         {"max_tokens": 1},

@@ -61,6 +61,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 # ---- n outputs ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_n_outputs_of_a_prompt(llm: LLM) -> None:
     (single,) = llm.generate([PROMPT], SAMPLED)
     params = [replace(SAMPLED, n=4), SAMPLED, replace(SAMPLED, n=2)]
@@ -117,6 +118,7 @@ def test_a_request_that_cannot_be_queued_whole_is_not_queued_at_all(
     assert len(every(llm.generate([PROMPT], replace(SAMPLED, n=4)))) == 4
 
 
+@pytest.mark.slow
 def test_measuring_n_outputs(llm: LLM) -> None:
     params = [replace(SAMPLED, n=3), replace(SAMPLED, max_tokens=7)]
     run = measure(llm, ["hello", "ho"], params)
@@ -129,6 +131,7 @@ def test_measuring_n_outputs(llm: LLM) -> None:
 # ---- priority -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("priority", "order"),
     [(0, [0, 1, 2, 3]), ([3, 1, 2, 1], [1, 3, 2, 0]), ([0, 0, -5, 0], [2, 0, 1, 3])],
@@ -177,6 +180,7 @@ def assert_logprobs(found: list[TokenLogprobs], expected_NV: torch.Tensor, num_t
         assert [value for _, value in one.top] == pytest.approx(top.values.tolist())
 
 
+@pytest.mark.slow
 def test_logprobs_are_the_targets(llm: LLM, target_folder: Path) -> None:
     params = replace(SAMPLED, n=2, logprobs=3, prompt_logprobs=2)
     chunks = list(llm.stream([PROMPT], params))
@@ -259,6 +263,7 @@ def test_the_first_token_comes_before_the_last(llm: LLM) -> None:
     assert 0 < one.time_to_first_token_s <= one.elapsed_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "drafted"), [(0, {0}), (2, {0, 2}), (None, {0, K})])
 def test_a_request_says_how_much_to_draft(
     target_folder: Path, head: dict[str, Any], k: int | None, drafted: set[int]
@@ -288,6 +293,7 @@ def with_generation_config(folder: Path, **values: Any) -> LLM:
     return LLM(model=TargetModel.load(folder, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -348,6 +354,7 @@ def test_any_of_several_end_of_text_ids_ends_an_output(tmp_path: Path, plain: LL
 # ---- bad words ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bad_words_are_banned_with_and_without_a_space_before(llm: LLM) -> None:
     ban = replace(SAMPLED, max_tokens=60, top_k=3, seed=1)
     x, y, space = (llm.tokenizer.encode(c)[0] for c in "xy ")

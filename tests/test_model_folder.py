@@ -166,6 +166,7 @@ print("grew by", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_a_sparse_header_takes_no_memory(tmp_path: Path) -> None:
     """Its file says that 4.3 GB of header follow, and has them, as a hole."""
     folder = Path(shutil.copytree(PAIR / "target", tmp_path / "target"))

@@ -60,6 +60,7 @@ def test_help_imports_nothing_heavy():
     assert "generate" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["peagle", "peagle.llm"])
 def test_import_works_without_triton(module):
     code = f"import {module}\nprint('imported')"
@@ -67,6 +68,7 @@ def test_import_works_without_triton(module):
     assert result.stdout.strip() == "imported", result.stderr
 
 
+@pytest.mark.slow
 def test_llm_imports_no_more_than_torch_and_transformers_themselves():
     """Their parts are imported when a model is loaded: imports are most of what a start takes."""
     code = "import sys, torch, transformers\nbefore = set(sys.modules)\nfrom peagle import LLM\n"

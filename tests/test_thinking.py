@@ -192,6 +192,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["harmony", "gemma", "think", "opened"])
 @settings(deadline=None, max_examples=150)
 @given(pieces=st.lists(PIECES, max_size=14), data=st.data())

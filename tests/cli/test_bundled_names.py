@@ -122,6 +122,7 @@ def test_training_takes_the_names(tmp_path: Path) -> None:
         assert (config.target, config.head.init) == (target_folder, head_folder)
 
 
+@pytest.mark.slow
 def test_measurements_take_the_names(peagle: Peagle, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f(x):\n")
@@ -135,6 +136,7 @@ def test_measurements_take_the_names(peagle: Peagle, tmp_path: Path) -> None:
         assert methods[name]["pooled"] == methods[like]["pooled"]
 
 
+@pytest.mark.slow
 def test_the_demo_takes_the_names(peagle: Peagle) -> None:
     result = peagle(
         *("demo", "--limit", 1, "--max-new-tokens", 4, "--format", "json"),
@@ -153,6 +155,7 @@ def test_the_server_takes_the_names() -> None:
     assert sorted(spec.proposers) == ["eagle3", "peagle"]
 
 
+@pytest.mark.slow
 def test_smollm2_names_a_target_and_its_heads(
     peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,7 @@ def terminal(pair: Pair, template: Path) -> Iterator[Callable[[str], Terminal]]:
         os.close(one.fd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_interrupts_and_the_end_in_a_terminal(
     terminal: Callable[[str], Terminal], term: str

@@ -86,6 +86,7 @@ def test_a_turn_stopped_before_its_answer_is_forgotten(llm: LLM) -> None:
     assert len(talk.answered) == 1
 
 
+@pytest.mark.slow
 def test_a_full_context_is_said_and_keeps_the_conversation(llm: LLM) -> None:
     model = LocalModel(llm, PARAMS, chat_template=TEMPLATE)
     talk = Conversation(model)

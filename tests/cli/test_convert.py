@@ -168,6 +168,7 @@ def test_a_gguf_file_becomes_a_folder(peagle: Peagle, pair: Pair, tmp_path: Path
     }
 
 
+@pytest.mark.slow
 def test_commands_take_a_gguf_file(
     peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_from_prompts_to_what_train_reads(
     assert len(found["shown"]) == 1 and len(found["shown"][0]["response_token_ids"]) == 12
 
 
+@pytest.mark.slow
 def test_prompts_that_the_target_writes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     command = ["data", "synthesize", *pair.options, "--output", prompts, "--format", "json"]
@@ -88,7 +89,8 @@ def test_prompts_that_the_target_writes(peagle: Peagle, pair: Pair, tmp_path: Pa
     assert json.loads(more.out)["resumed"] == 2
     assert "was begun with sampling" in peagle(*command, "--count", 4).err
     answers = tmp_path / "a.jsonl"
-    result = peagle("data", "regenerate", prompts, *pair.options, "-o", answers, "--limit", 2)
+    few = ["--limit", 2, "--max-new-tokens", 4]
+    result = peagle("data", "regenerate", prompts, *pair.options, "-o", answers, *few)
     assert result.status == 0, result.err
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     asked = {row["id"]: row["prompt"] for row in map(json.loads, answers.open())}
@@ -290,6 +292,7 @@ def test_mistakes_exit_with_2(
     assert not list(prompts.parent.glob("x.*"))
 
 
+@pytest.mark.slow
 def test_help_of_each_has_examples_and_needs_no_torch() -> None:
     actions = ("synthesize", "regenerate", "prepare", "inspect", "features")
     code = (
@@ -375,6 +378,7 @@ def test_what_plain_text_leaves_out_is_told(peagle: Peagle, pair: Pair, tmp_path
     assert "1 of 2 prompts have further turns, system messages or tools" in result.err
 
 
+@pytest.mark.slow
 def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     """kill -9 in the middle: the same command completes it as an uninterrupted run would have."""
     rows = [{"id": i, "prompt": f"text {i}"} for i in range(60)]
@@ -387,7 +391,7 @@ def test_kill_and_go_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     def has_begun() -> bool:
         return output.exists() and output.read_bytes().count(b"\n") >= 5
 
-    kill_when(has_begun, command(output))
+    kill_when(has_begun, command(output), tmp_path / "log")
     there = output.read_bytes().count(b"\n")
     assert 5 <= there < 60
     shutil.copy(output, tmp_path / "before.jsonl")
@@ -521,6 +525,7 @@ def test_mistakes_exit_with_2_before_anything_is_written(
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_whole_shards(
     peagle: Peagle, pair: Pair, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -556,6 +561,7 @@ def test_progress_is_told(
     assert "peagle: 0 of " in told[0] and "tokens, " in told[0]
 
 
+@pytest.mark.slow
 def test_a_killed_store_goes_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     """kill -9 in the middle: the same command completes it as an uninterrupted run would have."""
     train = write_random(tmp_path / "train.jsonl", count=150, length=40)
@@ -567,7 +573,7 @@ def test_a_killed_store_goes_on(peagle: Peagle, pair: Pair, tmp_path: Path) -> N
     def shards() -> list[Path]:
         return sorted((tmp_path / "killed").glob("features-*.safetensors"))
 
-    kill_when(lambda: len(shards()) >= 5, command("killed"))
+    kill_when(lambda: len(shards()) >= 5, command("killed"), tmp_path / "log")
     before = {path: path.stat().st_mtime_ns for path in shards()}
     assert len(before) >= 5
     for output in ("killed", "whole"):

@@ -129,6 +129,7 @@ def server() -> Iterator[str]:
         yield live.url
 
 
+@pytest.mark.slow
 def test_a_server(peagle: Peagle, prompts: Path, server: str) -> None:
     arguments = [*options(PAIR2 / "peagle", prompts), "--endpoint", server, "--format", "json"]
     result = peagle("doctor", *arguments)

@@ -51,6 +51,7 @@ def save_head(folder: Path, target_folder: Path, **options: Any) -> Path:
 # ---- entries --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_method_at_every_k_and_temperature(
     peagle: Peagle, pair: Pair, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_every_method_at_every_k_and_temperature(
 TREES = '{"num_parallel_trees": 2, "prediction_depth": 3, "max_nodes": 6}'
 
 
+@pytest.mark.slow
 def test_trees_are_a_method_of_their_own(peagle: Peagle, pair: Pair) -> None:
     options = (*pair.options, "--eagle3", pair.eagle3, *SMALL, "--no-ngram", *JSON)
     entries = entries_of(peagle("eval", *options, "-k", 2, "--parallel-drafting-spec", TREES))
@@ -94,6 +96,7 @@ def test_trees_are_a_method_of_their_own(peagle: Peagle, pair: Pair) -> None:
     assert len({one["pooled"]["num_tokens"] for one in entries}) == 1
 
 
+@pytest.mark.slow
 def test_a_window_of_the_heads(peagle: Peagle) -> None:
     """What sees itself alone drafts otherwise, and outputs stay."""
     options = ("--target", "bundled", "--draft", "bundled", "--no-ngram", "-k", 2, *JSON)
@@ -104,6 +107,7 @@ def test_a_window_of_the_heads(peagle: Peagle) -> None:
     assert blind["pooled"]["acceptance_length"] < whole["pooled"]["acceptance_length"]
 
 
+@pytest.mark.slow
 def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     sizes = ("--limit", 2, "--max-new-tokens", 6, "-k", "1,2", "--output", tmp_path)
     result = peagle("eval", *pair.options, "--no-ngram", *sizes, "--set", "humaneval,mt_bench")
@@ -126,6 +130,7 @@ def test_several_sets_have_a_pivot(peagle: Peagle, pair: Pair, tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
 def test_the_length_of_training_reaches_the_notes(
     peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +153,7 @@ def test_the_length_of_training_reaches_the_notes(
     assert "max_sequence_length_trained is 'long'; expected a whole number" in refused.err
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_by_default(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peagle.cli.groups.DEFAULT_LIMIT", 6)
     result = peagle("eval", "--max-new-tokens", 12, "--no-ngram")
@@ -228,6 +234,7 @@ def test_second_turns_follow_the_answers(
     assert first.startswith(begin) and first.endswith(end)
 
 
+@pytest.mark.slow
 def test_thinking_needs_a_template(peagle: Peagle, pair: Pair) -> None:
     result = peagle("eval", *pair.options, *SMALL, "--thinking")
     assert result.status == 2 and "no thinking mode" in result.err
@@ -251,6 +258,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
+@pytest.mark.slow
 def test_an_interrupted_eval_goes_on(
     peagle: Peagle, pair: Pair, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +290,7 @@ def test_an_interrupted_eval_goes_on(
     assert measured == ["peagle, K=2, temperature 1", "peagle, K=3, temperature 1"]
 
 
+@pytest.mark.slow
 def test_another_run_is_not_taken_for_the_same(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     out, head = tmp_path / "out", Path(shutil.copytree(pair.peagle, tmp_path / "head"))
     models = ("--target", pair.target, "--draft", head)
@@ -335,6 +344,7 @@ def test_a_head_of_another_target_is_named_before_anything_runs(
     assert measured == []
 
 
+@pytest.mark.slow
 def test_the_first_head_is_compared_with_the_others(
     peagle: Peagle, pair: Pair, tmp_path: Path
 ) -> None:
@@ -549,6 +559,7 @@ def test_mistakes(
     assert message in result.err and "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_the_model_may_be_the_first_word(peagle: Peagle, pair: Pair) -> None:
     options = ("--draft", pair.peagle, *SMALL, "--no-ngram", "-k", 1, *JSON)
     (first,) = entries_of(peagle("eval", pair.target, *options))
@@ -560,6 +571,7 @@ def test_the_model_may_be_the_first_word(peagle: Peagle, pair: Pair) -> None:
     assert "'--kv-cache-dtype' was given after --, where flags of vLLM stand" in flags.err
 
 
+@pytest.mark.slow
 def test_a_second_name_of_a_head_is_that_of_its_trees(peagle: Peagle, pair: Pair) -> None:
     """Its chains are measured once, and its trees too."""
     options = (*pair.options, "--method", f"wide={pair.peagle}", *SMALL, "--no-ngram", *JSON)

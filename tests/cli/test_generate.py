@@ -126,6 +126,7 @@ def test_standard_input(
     assert json.loads(result.out)["token_ids"] == expected[0]
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_a_sampled_output(peagle: Peagle, pair: Pair) -> None:
     call = ("generate", *pair.options, "--prompt", "x", "--temperature", 1, "--format", "json")
     call += ("--max-new-tokens", 12, "--draft-sampling", "probabilistic", "--dtype", "float64")
@@ -257,6 +258,7 @@ def test_nothing_is_generated_when_one_prompt_is_too_long(
     assert "Prompt 21 of 21: The prompt has 3000 tokens" in result.err
 
 
+@pytest.mark.slow
 def test_stop_strings_end_the_output(peagle: Peagle, pair: Pair) -> None:
     call = ("generate", *pair.options, "--prompt", "hello", "--format", "json")
     whole = json.loads(peagle(*call).out)["text"]

@@ -31,6 +31,7 @@ def options(pair: Pair, tmp_path: Path) -> tuple[object, ...]:
     return (*pair.options, *FEW, *SHORT, "--set", prompts)
 
 
+@pytest.mark.slow
 def test_results_are_kept_and_not_measured_again(
     peagle: Peagle, options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_results_are_kept_and_not_measured_again(
     assert "was made with context 16, not 17" in other.err
 
 
+@pytest.mark.slow
 def test_candidate_trees_are_measured_beside_chains(
     peagle: Peagle, options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +111,7 @@ def test_trees_in_the_text() -> None:
     assert "Chains or no drafts are as fast at every batch size." in text([])
 
 
+@pytest.mark.slow
 def test_a_mixture_is_priced_by_its_experts(
     peagle: Peagle,
     mixture_pair: Pair,
@@ -136,6 +139,7 @@ def test_a_mixture_is_priced_by_its_experts(
     assert json.loads((folder / "tune.json").read_text())["costs"]["experts"] == experts
 
 
+@pytest.mark.slow
 def test_interrupted(
     peagle: Peagle, options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +164,7 @@ def test_interrupted(
     assert (tmp_path / "out" / "tune_cells.jsonl").read_text().startswith(kept)
 
 
+@pytest.mark.slow
 def test_acceptance_of_a_file(peagle: Peagle, options: tuple[object, ...], tmp_path: Path) -> None:
     entry = {
         "method": "peagle",

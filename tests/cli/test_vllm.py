@@ -93,6 +93,7 @@ def test_eval_starts_it_for_every_k(
     assert len(starts) == 2
 
 
+@pytest.mark.slow
 def test_doctor_tells_that_it_does_not_start(peagle: Peagle, pair: Pair, starts: Starts) -> None:
     starts.problem = "vLLM ended with status 1"
     result = peagle("doctor", *pair.options, "--engine", "vllm", "--format", "json")
@@ -101,6 +102,7 @@ def test_doctor_tells_that_it_does_not_start(peagle: Peagle, pair: Pair, starts:
     assert [one["evidence"] for one in causes if one["id"] == "serving"] == [starts.problem]
 
 
+@pytest.mark.slow
 def test_bench_starts_it_for_every_method_and_k(
     peagle: Peagle, pair: Pair, starts: Starts, tmp_path: Path
 ) -> None:
@@ -309,6 +311,7 @@ def test_speculation(peagle: Peagle, given: list[object], expected: dict[str, ob
     assert expected.items() <= found.items()
 
 
+@pytest.mark.slow
 def test_keys_of_vllms_own_speculative_configuration_are_not_dropped(
     peagle: Peagle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_body_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- event streams --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"))), st.data())
 def test_events_do_not_depend_on_how_their_bytes_are_cut(
     texts: list[str], data: st.DataObject

@@ -444,6 +444,7 @@ def parquet(path: Path, rows: list[Any], **options: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_folder_of_parquet_files_is_read_in_order(tmp_path: Path) -> None:
     for index in (2, 0, 1):
         parquet(tmp_path / f"train-0000{index}-of-00003.parquet", IDS[index : index + 2])
@@ -490,6 +491,7 @@ def peak_while_reading(path: Path) -> tuple[int, int]:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_parquet_is_not_read_at_once(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}" + "x" * 4000} for i in range(5000)]
     path = parquet(tmp_path / "a.parquet", rows)
@@ -624,6 +626,7 @@ def test_a_saved_dataset_that_is_damaged(
         data_of(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_saved_dataset_is_not_read_at_once(tmp_path: Path, datasets: Any) -> None:
     rows = {"prompt": [f"{i}" + "x" * 4000 for i in range(5000)]}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "a")

@@ -469,6 +469,7 @@ def test_limits_duplicates_and_reasons_are_counted(tmp_path: Path) -> None:
     assert strict.dropped["longer than 16 tokens"] == 2 and strict.samples == 2
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.tuples(LETTERS, LETTERS), min_size=1, max_size=4), min_size=1, max_size=4),
     st.integers(3, 80),

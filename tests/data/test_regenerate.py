@@ -320,6 +320,7 @@ def llm(target_folder: Path) -> LLM:
     return LLM(target_folder, dtype="float64", max_num_seqs=4)
 
 
+@pytest.mark.slow
 def test_local_answers_are_those_of_the_engine_alone(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     many = [AskedConversation(str(i), (f"say {i}", "more")) for i in range(13)]
@@ -381,6 +382,7 @@ CALLS = (
 WRITTEN = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 
+@pytest.mark.slow
 def test_local_calls_are_found_in_the_answer(llm: LLM, tmp_path: Path) -> None:
     forced = StructuredOutput.regex(re.escape(WRITTEN))
     params = SamplingParams(max_tokens=80, structured_output=forced)

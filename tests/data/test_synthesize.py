@@ -206,6 +206,7 @@ def collected(writer: LocalWriter, count: int, judge: Any = lambda _: None) -> l
     return sorted(found, key=lambda sample: sample.number)
 
 
+@pytest.mark.slow
 def test_the_target_goes_on_behind_the_open_turn(llm: LLM) -> None:
     systems = ["be kind", "be brief"]
     writer = LocalWriter(llm, PARAMS, systems=systems, chat_template=TEMPLATE)
@@ -234,6 +235,7 @@ def test_a_turn_ends_where_the_template_ends_it(llm: LLM, monkeypatch: pytest.Mo
     assert (writer._params.stop, writer._params.stop_token_ids) == ((), (1,))
 
 
+@pytest.mark.slow
 def test_a_second_turn_follows_the_answer(llm: LLM) -> None:
     long = SamplingParams(max_tokens=24, temperature=1.0, seed=3, stop=("e", "a", "\n", "0"))
     writer = LocalWriter(llm, long, turns=2, chat_template=TEMPLATE)

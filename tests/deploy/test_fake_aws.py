@@ -18,6 +18,7 @@ def unchecked(aws: FakeAws, service: str) -> Any:
     return aws.session.client(service, endpoint_url=aws.url, config=UNCHECKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("service", "method", "parameters", "problem"),
     [

@@ -185,6 +185,7 @@ def test_what_flags_say_of_gpus(flags: dict[str, str], said: str):
         require_fits("ml.g6.12xlarge", wanted, flags)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     weights=st.floats(0.5, 1500),

@@ -80,10 +80,12 @@ def create(aws) -> Callable[..., dict[str, dict[str, Any]]]:
     return make
 
 
+@pytest.mark.slow
 def test_the_template_is_what_cloudformation_takes():
     assert lint_file(TEMPLATE) == []
 
 
+@pytest.mark.slow
 def test_the_linter_would_have_told(tmp_path):
     path = tmp_path / "wrong.yaml"
     path.write_text(TEMPLATE.read_text().replace("TreatMissingData", "TreatMissing"))

@@ -69,6 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -85,6 +86,7 @@ def test_schemas_take_every_entry_and_option(name: str, options: dict[str, Any])
     assert problems(endpoint_template(d)) == []
 
 
+@pytest.mark.slow
 def test_the_lint_finds_what_is_wrong() -> None:
     template = endpoint_template(a_deployment())
     (variant,) = template["Resources"]["EndpointConfig"]["Properties"]["ProductionVariants"]
@@ -92,6 +94,7 @@ def test_the_lint_finds_what_is_wrong() -> None:
     assert any("InstanceKind" in problem for problem in problems(template))
 
 
+@pytest.mark.slow
 @given(deployments())
 def test_a_template_tells_the_deployment_and_no_secret(d: Deployment) -> None:
     """Read back, all stays but what holds for one change; secrets are names of parameters."""

@@ -60,6 +60,7 @@ def examine_faulty(probe: Probe, source: Path, folder: Path, *faults: Fault) -> 
     return examine(probe, copy_head(source, folder, *faults))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_fault_in_the_files_is_named(pair2: Probe, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
@@ -69,6 +70,7 @@ def test_a_fault_in_the_files_is_named(pair2: Probe, tmp_path: Path, name: str) 
     assert SINGLE[name] in report.causes[0].remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
 def test_two_faults_are_both_named(pair2: Probe, tmp_path: Path, names: tuple[str, str]) -> None:
     faults = [FAULTS[name] for name in names]
@@ -76,12 +78,14 @@ def test_two_faults_are_both_named(pair2: Probe, tmp_path: Path, names: tuple[st
     assert ids(report) == {fault.cause for fault in faults}
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_bundled_head(bundled: Probe, tmp_path: Path) -> None:
     """In the second pair the two norms are too much alike for their exchange to matter."""
     report = examine_faulty(bundled, BUNDLED_PEAGLE, tmp_path / "head", FAULTS["norms exchanged"])
     assert ids(report) == {"norms"}
 
 
+@pytest.mark.slow
 def test_prompts_of_another_style(pair2_small: Probe) -> None:
     """The pair was trained with its chat template, thinking as the template has it."""
     for style, cause in ((Style(False), "chat_template"), (Style(True, None, False), "thinking")):
@@ -90,6 +94,7 @@ def test_prompts_of_another_style(pair2_small: Probe) -> None:
         assert report.causes[0].where == "prompts"
 
 
+@pytest.mark.slow
 def test_a_type_that_cannot_hold_the_head(tmp_path: Path) -> None:
     head = copy_head(HEADS["pair2"], tmp_path / "head", OVERFLOW)
     texts = pair2_texts()[:16]
@@ -100,6 +105,7 @@ def test_a_type_that_cannot_hold_the_head(tmp_path: Path) -> None:
     assert ids(examine(half, HEADS["pair2"])) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_fingerprint", [True, False])
 def test_another_target_and_another_tokenizer(tmp_path: Path, has_fingerprint: bool) -> None:
     head = copy_head(HEADS["pair2"], tmp_path / "head")
@@ -112,6 +118,7 @@ def test_another_target_and_another_tokenizer(tmp_path: Path, has_fingerprint: b
     assert ids(examine(make_probe(scrambled, head, texts), head)) == {"tokenizer"}
 
 
+@pytest.mark.slow
 def test_healthy_heads(pair2: Probe, bundled: Probe, tmp_path: Path) -> None:
     speculators = tmp_path / "speculators"
     convert_head(HEADS["pair2"], speculators, "speculators", force=False, target=None)
@@ -147,6 +154,7 @@ def undertrained(pair2_small: Probe, tmp_path_factory: pytest.TempPathFactory) -
     return train_shortly(pair2_small, tmp_path_factory.mktemp("undertrained"), steps=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_record", [True, False])
 def test_a_head_that_was_trained_too_little(
     pair2_small: Probe, undertrained: Path, tmp_path: Path, has_record: bool
@@ -165,6 +173,7 @@ def test_a_head_that_was_trained_too_little(
     assert "Train" in report.advice or "train" in report.advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "cause"), [(40, "training"), (12_000, "mask_hidden"), (0, "")])
 def test_the_record_tells_little_training_from_a_lost_mask_hidden(
     bundled: Probe, tmp_path: Path, steps: int, cause: str

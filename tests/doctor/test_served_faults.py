@@ -40,6 +40,7 @@ def named(report: Examination) -> set[tuple[str, str]]:
     return {(cause.id, cause.where) for cause in report.causes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["aux layers", "mask id", "no fc", "one by one", "d2t"])
 def test_a_fault_of_the_engine_is_named_by_its_drafts(
     pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str
@@ -49,6 +50,7 @@ def test_a_fault_of_the_engine_is_named_by_its_drafts(
     assert named(serve(pair2_small)) == {(cause, "serving")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "theta", "mask_hidden 0"])
 def test_a_fault_of_a_server_is_named_by_its_counters(
     pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str
@@ -58,6 +60,7 @@ def test_a_fault_of_a_server_is_named_by_its_counters(
     assert named(serve(pair2_small, lambda one: one)) == {(cause, "serving")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tells_drafts"),
     [("any mask id", True), ("any mask id", False), ("mask state", False), ("layer noise", False)],
@@ -74,6 +77,7 @@ def test_faults_without_a_name(
     assert found <= {(cause, "serving") for cause in causes}
 
 
+@pytest.mark.slow
 def test_shifted_tokens_and_windows(pair2_small: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         serve_shifted(patch)
@@ -84,6 +88,7 @@ def test_shifted_tokens_and_windows(pair2_small: Probe, monkeypatch: pytest.Monk
     assert named(serve(pair2_small)) == named(serve(pair2_small, lambda one: one)) == set()
 
 
+@pytest.mark.slow
 def test_the_engine_drafts_what_training_foresees(bundled: Probe) -> None:
     """Token by token, to the last draft of an answer, of which its end may cut accepted ones."""
     head = examine_files(BUNDLED_PEAGLE, bundled.target).head
@@ -96,6 +101,7 @@ def test_the_engine_drafts_what_training_foresees(bundled: Probe) -> None:
     assert found.share > 0.998  # rounding may turn a draft whose two best logits are equal
 
 
+@pytest.mark.slow
 def test_servers_that_differ_in_more_than_drafts(pair2_small: Probe) -> None:
     """Prompts rendered otherwise, other outputs, no drafts, no counters."""
     plain = {text: len(pair2_small.tokenizer(text).input_ids) for text in pair2_small.texts}

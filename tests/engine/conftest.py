@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.engine.engines import PaddedTorchAttention
 
 
 @pytest.fixture
@@ -14,6 +17,18 @@ def graphs_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "peagle.engine.engine.runs_as_graphs", lambda *parts: not parts[1].enforce_eager
     )
+
+
+@pytest.fixture
+def torch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps attend by torch where Triton is interpreted: its kernel takes most of a step.
+
+    For tests of what surrounds attention; `tests/kernels` and each file's own test of a step hold
+    the kernel.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        for module in ("decode_step", "mixed_pass"):
+            monkeypatch.setattr(f"peagle.engine.{module}.TritonAttention", PaddedTorchAttention)
 
 
 @pytest.fixture(scope="session")

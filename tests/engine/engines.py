@@ -9,14 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from peagle import LLM, SamplingParams
+from peagle.attention import AttentionMetadata
+from peagle.attention.torch_backend import TorchAttention, TorchPreparedAttention
 from peagle.engine import Sequence as EngineSequence
 from peagle.speculation import Drafts, TargetStep
 
 PROMPTS = [[5, 9, 200, 31], [17] * 12, [3], list(range(20, 55))]
 K = 5
 TREES = {"num_parallel_trees": 3, "prediction_depth": K, "max_nodes": 9}
+
+
+class PaddedTorchAttention(TorchAttention):
+    """Torch's attention for a captured step: the rows behind the last sequence are one more."""
+
+    def __init__(self, **options: Any) -> None: ...
+
+    def prepare(self, metadata: AttentionMetadata) -> TorchPreparedAttention:
+        count, starts_B = metadata.slots_T.shape[0], metadata.context_starts_B
+        padding = count - metadata.query_start_loc[-1:]
+        return super().prepare(
+            replace(
+                metadata,
+                query_start_loc=F.pad(metadata.query_start_loc, (0, 1), value=count),
+                seq_lens_B=torch.cat([metadata.seq_lens_B, padding]),
+                block_tables_BM=F.pad(metadata.block_tables_BM, (0, 0, 0, 1)),
+                max_query_len=max(metadata.max_query_len, count),
+                context_starts_B=None if starts_B is None else F.pad(starts_B, (0, 1)),
+            )
+        )
 
 
 def config_of(name: str, heads: dict[bool, Path]) -> dict[str, Any] | None:

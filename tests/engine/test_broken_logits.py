@@ -41,6 +41,7 @@ def make(
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_only_the_request_with_nan_fails(make: Callable[[], LLM], way: str) -> None:
     params = WAYS[way]

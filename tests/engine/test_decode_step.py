@@ -71,6 +71,7 @@ def outputs(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[Any
     return [(o.token_ids, o.finish_reason, o.stats) for o in found]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize(
     ("parallel", "window", "kv", "corrected"),
@@ -104,6 +105,7 @@ def test_a_step_under_the_interpreter(
     assert [(o.token_ids, o.stats) for o in found] == [(o.token_ids, o.stats) for o in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 def test_a_seed_gives_the_output_of_plain_decoding_under_the_interpreter() -> None:
     """With the bundled head, whose drafts often pass."""
@@ -122,6 +124,8 @@ def test_a_seed_gives_the_output_of_plain_decoding_under_the_interpreter() -> No
     assert steps.stats.eager_steps == {}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 def test_a_rehearsal_leaves_no_trace(
     target_folder: Path, head_folders: Callable[..., Path]
@@ -143,6 +147,7 @@ def test_a_rehearsal_leaves_no_trace(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize("device", ["cpu"])
 def test_arrivals_under_the_interpreter(
@@ -196,6 +201,8 @@ def arrivals_change_nothing(target: Path, head: Path, device: str, max_tokens: i
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize("device", ["cpu"])
 def test_rules_under_the_interpreter(
@@ -204,6 +211,8 @@ def test_rules_under_the_interpreter(
     rules_stay_in_the_graphs(target_folder, head_folders(parallel=True), device, max_tokens=6)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 def test_a_slow_grammar_sits_out_steps(
     target_folder: Path, head_folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -246,6 +255,8 @@ def test_a_slow_grammar_sits_out_steps(
     assert engine.stats.eager_steps == {}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 def test_a_grammar_holds_where_acceptance_is_synthetic(
     target_folder: Path, head_folders: Callable[..., Path]
@@ -345,6 +356,8 @@ def check_drawn_drafts(
     assert set(llm.engine.stats.eager_steps) == reasons.get(case, set())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize(
     ("case", "kind"),
@@ -362,6 +375,8 @@ def test_drawn_drafts_under_the_interpreter(
     check_drawn_drafts(target_folder, head_folders, "cpu", kind, case, length)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize("fault", [False, True], ids=["", "planted fault"])
 def test_preemption_keeps_drawn_drafts_under_the_interpreter(

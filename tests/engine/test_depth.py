@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from peagle.models.head_json import with_depth
 MOST = 7
 KS = candidates(MOST)
 ROWS = buckets(256)
-LOADS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+LOADS = (1, 4, 16, 48, 128, 256)
 # The share of each draft that passes where those before it did.
 HEADS = {
     "great": (0.93,) * MOST,
@@ -101,17 +103,17 @@ class Card:
         period_s = self.period_s(load, k)
         self.seconds += period_s + 1.5e-3 * (k != before) + resuming_s
         drafted = load - num_new
-        accepted = [self._accepted(min(k, before)) for _ in range(drafted)]
+        accepted = self._accepted(min(k, before), drafted)
         seconds = StepSeconds(device_s, period_s) if self.knows_times else StepSeconds()
         self.policy.record(k, accepted, load, seconds)
         self.num_tokens += num_new + drafted * tokens_of(self.shares, min(k, before))
         return [1 + count for count in accepted] + [1] * num_new
 
-    def _accepted(self, most: int) -> int:
-        count = 0
-        while count < most and self.rng.random() < self.shares[count]:
-            count += 1
-        return count
+    def _accepted(self, most: int, drafted: int) -> list[int]:
+        """Draw how many of the first `most` drafts pass, for each sequence."""
+        chains = accumulate(self.shares[:most], mul)  # P(more than 0 pass), P(more than 1), ...
+        at_most = [*(1 - chain for chain in chains), 1.0]
+        return self.rng.choices(range(most + 1), cum_weights=at_most, k=drafted)
 
     def period_s(self, load: int, k: int) -> float:
         """Seconds from step to step: the device runs one while the host reads the one before."""
@@ -144,6 +146,7 @@ class Card:
 # ---- against every fixed K ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("load", LOADS)
 def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str) -> None:
@@ -153,6 +156,7 @@ def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str)
     assert found >= 0.98 * card.speed(load, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_s", [9e-3, 25e-3])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("load", [1, 16, 64, 128, 256])
@@ -174,6 +178,7 @@ def test_a_table_that_is_wrong_is_corrected(head: str, load: int, error: float) 
     assert found >= 0.98 * card.speed(load, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [16, 64, 128])
 def test_long_contexts_make_deeper_drafts_pay(load: int) -> None:
     """They are read once, whatever K is; the table knows nothing of them."""
@@ -184,6 +189,7 @@ def test_long_contexts_make_deeper_drafts_pay(load: int) -> None:
     assert card.ks[-1] >= short.ks[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_s", [2e-3, 25e-3])
 @pytest.mark.parametrize("in_flight", [8, 64, 256])
 @pytest.mark.parametrize("head", ["good", "bad"])
@@ -206,6 +212,7 @@ def test_prompts_in_flight(head: str, in_flight: int, prompt_s: float) -> None:
     assert found >= 0.98 * fixed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_prompt_tokens", [128, 1024])
 @pytest.mark.parametrize("in_flight", [16, 128, 256])
 @pytest.mark.parametrize("head", ["great", "good"])
@@ -237,6 +244,7 @@ def test_drafts_pay_for_the_heads_reading(
         assert run(AutomaticDepth(MOST), knows=False) < 0.98 * max(fixed.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [4, 8, 40])
 @pytest.mark.parametrize("in_flight", [8, 64, 128])
 def test_a_request_begins_with_a_step_without_drafts(in_flight: int, length: int) -> None:
@@ -258,6 +266,7 @@ def test_a_request_begins_with_a_step_without_drafts(in_flight: int, length: int
         assert run(AutomaticDepth(MOST), knows=False) < 0.98 * max(fixed.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("head", ["good", "bad"])
 def test_prompts_in_every_step(head: str, load: int) -> None:
@@ -330,12 +339,16 @@ def test_a_burst_is_drafted_for_as_a_whole(num_requests: int, least: float, head
             left = [n - new for n, new in zip(left, tokens, strict=True) if n > new]
         return card.seconds - begin
 
-    card = Card(AutomaticDepth(MOST), HEADS[head])
-    seconds(card)  # what there is to learn
+    total_s = 0.0
+    for seed in range(3):  # what passes in the first burst is luck
+        card = Card(AutomaticDepth(MOST), HEADS[head], rng=random.Random(seed))
+        seconds(card)  # what there is to learn
+        total_s += sum(seconds(card) for _ in range(3))
     plain_s = seconds(Card(ScheduledDepth(lambda _: 0), HEADS[head]))
-    assert 5 * plain_s >= least * sum(seconds(card) for _ in range(5))
+    assert 9 * plain_s >= least * total_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("load", "most"), [(1, 20_000), (16, 20_000), (64, 20_000)])
 def test_finds_out_that_drafts_pass_again(load: int, most: int) -> None:
     card = Card(AutomaticDepth(MOST), HEADS["broken"])
@@ -355,6 +368,7 @@ def test_follows_acceptance_while_it_drafts() -> None:
     assert card.steps_until_good(64, 300) < 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [5, 20, 100])
 @pytest.mark.parametrize("loads", [(150, 256), (48, 72), (1, 256)])
 def test_a_load_that_swings_costs_little(loads: tuple[int, int], period: int) -> None:
@@ -376,6 +390,7 @@ def test_a_load_that_swings_costs_little(loads: tuple[int, int], period: int) ->
 # ---- whatever it is told --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(data=st.data(), most=st.integers(1, 9))
 def test_k_is_always_a_candidate(data: st.DataObject, most: int) -> None:
     policy = AutomaticDepth(most)

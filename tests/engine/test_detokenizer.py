@@ -159,6 +159,7 @@ def test_any_cut_gives_the_text_of_decoding_at_once(kind: str, text: str, sizes:
         assert detokenizer.text == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 @settings(deadline=None, max_examples=200)
 @given(data=st.data(), sizes=STEPS)

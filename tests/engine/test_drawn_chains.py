@@ -77,6 +77,7 @@ def fit_of(world: tuple[Path, Path, Reference], schedule: list[list[int]] | None
     return fit(outputs, reference.joint(params, PROMPT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, [[1, 32, 2], [33, 64, 1]]], ids=["whole", "cut"])
 def test_outputs_have_the_references_distribution(
     world: tuple[Path, Path, Reference], schedule: list[list[int]] | None
@@ -95,6 +96,7 @@ def as_trees(verify_drawn: Any) -> Any:
     return changed
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_noticed(
     world: tuple[Path, Path, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def head(head_folders: Callable[..., Path]) -> Path:
     return head_folders(parallel=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_everywhere")
 @pytest.mark.parametrize(
     "device",
@@ -142,6 +145,7 @@ def test_captured_steps_are_eager_ones(target_folder: Path, head: Path, device: 
     assert sum(one[1].num_accepted_tokens for one in found) > 1
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("graphs_everywhere")
 def test_the_load_cuts_chains(target_folder: Path, head: Path) -> None:

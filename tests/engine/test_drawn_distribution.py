@@ -26,7 +26,7 @@ from peagle.engine import decode_step
 from peagle.kernels.rejection_triton import reject_drafts
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.usefixtures("graphs_everywhere")
+pytestmark = pytest.mark.usefixtures("graphs_everywhere", "torch_attention")
 PROMPT = (1, 1, 3, 1, 3, 3, 3)
 COUNTS = {"cpu": 96, "cuda": 4000}
 ASKED: dict[str, dict[str, Any]] = {
@@ -87,11 +87,13 @@ def fit_of(world: World, asked: dict[str, Any], device: str) -> float:
     return fit(outputs, world.reference.joint(params, PROMPT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "device"), CASES)
 def test_outputs_have_the_references_distribution(world: World, asked: str, device: str) -> None:
     assert fit_of(world, ASKED[asked], device) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "device"), CASES)
 def test_a_wrong_rule_is_noticed(
     world: World, asked: str, device: str, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ def speculative(request: pytest.FixtureRequest, heads: dict[bool, Path]) -> dict
     return config_of(request.param, heads)
 
 
+@pytest.mark.slow
 def test_the_context_ends_a_request(
     target_folder: Path, speculative: dict[str, Any] | None
 ) -> None:
@@ -46,6 +47,7 @@ def test_the_context_ends_a_request(
         assert_idle(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 def test_accepted_drafts_beyond_the_end_are_dropped(
     target_folder: Path, heads: dict[bool, Path], parallel: bool
@@ -92,6 +94,7 @@ def test_requests_without_seed_draw_from_the_engines(target_folder: Path) -> Non
     assert not set(run(1)) & set(first)
 
 
+@pytest.mark.slow
 def test_streaming_equals_generate(target_folder: Path, speculative: dict[str, Any] | None) -> None:
     llm = make_llm(target_folder, speculative, max_num_seqs=3)
     params = SamplingParams(max_tokens=20, temperature=0.9, seed=4, ignore_eos=True)
@@ -119,6 +122,7 @@ def test_streaming_equals_generate(target_folder: Path, speculative: dict[str, A
     assert_idle(llm)
 
 
+@pytest.mark.slow
 def test_leaving_a_stream_early_frees_its_blocks(
     target_folder: Path, speculative: dict[str, Any] | None
 ) -> None:
@@ -145,6 +149,7 @@ def test_an_error_in_one_prompt_queues_none(target_folder: Path) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.slow
 def test_engines_may_share_a_target(target_folder: Path, heads: dict[bool, Path]) -> None:
     target = TargetModel.load(target_folder, dtype=torch.float64)
     params = SamplingParams(max_tokens=12, ignore_eos=True)

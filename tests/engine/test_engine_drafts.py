@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ def plain_outputs(folder: Path, params: SamplingParams = GREEDY) -> list[list[in
     return [o.token_ids for o in make_llm(folder).generate(PROMPTS, params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["peagle", "eagle3", "ngram"])
 def test_requests_of_one_batch_may_draft_differently(
     target_folder: Path, heads: dict[bool, Path], name: str
@@ -66,6 +69,7 @@ def switch_off(llm: LLM, first: int, last: int) -> Callable[[int, list[Sequence]
     return switch
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("first", [0, 3], ids=["from the prompt on", "while decoding"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "in a batch"])
@@ -117,6 +121,7 @@ def run_with_a_large_hole(
     return mine, len(hole)
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_large_hole_is_never_looked_into(
     target_folder: Path, heads: dict[bool, Path], parallel: bool, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +140,7 @@ def test_a_large_hole_is_never_looked_into(
     assert run(1e6, looks_inside=True) != clean, "the poison shows if attention looks"
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("hole", ["never drafts", "large", "small"])
 def test_blocks_with_holes_are_not_shared(
@@ -171,6 +177,7 @@ def test_blocks_with_holes_are_not_shared(
 # ---- how far a head drafts ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A sequence has .* goes on without drafts")
 @KINDS
 @pytest.mark.parametrize("own_limit", [True, False], ids=["the head's length", "asked for"])
@@ -201,6 +208,22 @@ def test_drafting_stops_beyond_the_heads_length(
 # ---- drafts whatever the schedule -----------------------------------------------------------
 
 
+@cache
+def drafts_alone(
+    target: Path, config: str
+) -> tuple[dict[tuple[int, ...], list[int]], list[SpeculationStats]]:
+    """Return drafts and counters of prompts that each have an engine of their own."""
+    expected: dict[tuple[int, ...], list[int]] = {}
+    counters: list[SpeculationStats] = []
+    for prompt in PROMPTS:
+        roomy = make_llm(target, json.loads(config))
+        seen = watch_drafts(roomy)
+        counters += [sequence.stats for sequence in drive(roomy, [prompt], GREEDY)]
+        expected |= seen
+    return expected, counters
+
+
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize(
     "options",
@@ -223,13 +246,7 @@ def test_drafts_do_not_depend_on_the_schedule(
     """Prompts in chunks, preemption, shared prefixes: the head reads the same all the time."""
     config = {**(config_of("peagle" if parallel else "eagle3", heads) or {})}
     config["draft_window"] = window
-    expected: dict[tuple[int, ...], list[int]] = {}
-    counters: list[SpeculationStats] = []
-    for prompt in PROMPTS:
-        roomy = make_llm(target_folder, config)
-        seen = watch_drafts(roomy)
-        counters += [sequence.stats for sequence in drive(roomy, [prompt], GREEDY)]
-        expected |= seen
+    expected, counters = drafts_alone(target_folder, json.dumps(config))
     llm = make_llm(target_folder, config, **options)
     found = watch_drafts(llm)
     for _ in range(2):  # the second time on what the first run left
@@ -243,6 +260,7 @@ def test_drafts_do_not_depend_on_the_schedule(
         assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" not in options)
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_request_that_ends_leaves_its_neighbours_drafts_alone(
     target_folder: Path, heads: dict[bool, Path], parallel: bool

@@ -45,7 +45,7 @@ PROMPTS = [tuple(_dice.choices(range(VOCAB), k=PROMPT_LEN)) for _ in range(24)]
 PROMPT = (1, 1, 3, 1, 3, 3, 3)  # likely to repeat a token that is not in it
 FILLER = PROMPTS[-1] + PROMPTS[0][:5]
 SHARE_RIGHT = 0.8
-COUNT = 1_200
+COUNT = 800
 
 # What a request asks for, and what the same request is like to an engine that ignores it.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -156,6 +156,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(target, Reference(folder), heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "way"), [*CASES, *TREES])
 def test_greedy_output_is_the_references(world: World, feature: str, way: str) -> None:
     k, shape = 3, {"max_tokens": 16, "temperature": 0.0}
@@ -204,6 +205,7 @@ def sample(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "way"), CASES)
 def test_sampled_outputs_have_the_references_distribution(
     world: World, feature: str, way: str
@@ -218,6 +220,7 @@ def test_sampled_outputs_have_the_references_distribution(
     assert fit(outputs, world.reference.joint(ignored, PROMPT)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", CHAINS)
 def test_n_outputs_are_independent_samples(world: World, way: str) -> None:
     params = make_params({"n": 3}, max_tokens=3, temperature=0.8)
@@ -231,6 +234,7 @@ def test_n_outputs_are_independent_samples(world: World, way: str) -> None:
     assert fit(triples, {(t, t, t): last[t] for t in range(VOCAB)}) < 1e-4  # one seed for all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -284,6 +288,7 @@ def check_logprobs(
         assert values == pytest.approx([wanted.logprob, *(v for _, v in wanted.top)], abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_seeded_request_gives_the_output_of_plain_decoding(world: World, way: str) -> None:
     """Alone or beside others, with any K, preempted or not.

@@ -86,6 +86,7 @@ def foreseen(
     return accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [7, 16])
 def test_served_acceptance_is_the_foreseen_one(
     nodes: int, limit: int = 4, max_tokens: int = 40

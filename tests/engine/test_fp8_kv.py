@@ -83,6 +83,7 @@ WAYS: dict[str, tuple[str, Options]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_outputs_are_those_of_a_rounded_cache_of_transformers(
     scaled_folder: Path, heads: dict[bool, Path], expected: list[list[int]], way: str
@@ -116,6 +117,7 @@ def test_a_target_that_forgets_its_scales_is_noticed(
     assert [output.token_ids for output in found] != expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [BUNDLED_PEAGLE, BUNDLED_EAGLE3], ids=lambda path: path.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_drafts_of_the_bundled_pair_change_no_output(dtype: torch.dtype, head: Path) -> None:

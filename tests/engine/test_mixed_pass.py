@@ -15,12 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle import LLM, SamplingParams
-from peagle.attention import AttentionMetadata
-from peagle.attention.torch_backend import TorchAttention, TorchPreparedAttention
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
 from peagle.engine.features import FeatureRing
@@ -50,33 +47,11 @@ def paused(most: int) -> dict[str, Any]:
     return {"num_speculative_tokens_per_batch_size": schedule, "correction": False}
 
 
-class PaddedTorchAttention(TorchAttention):
-    """The rows behind the last sequence are one more, over block 0."""
-
-    def __init__(self, **options: Any) -> None: ...
-
-    def prepare(self, metadata: AttentionMetadata) -> TorchPreparedAttention:
-        count, starts_B = metadata.slots_T.shape[0], metadata.context_starts_B
-        padding = count - metadata.query_start_loc[-1:]
-        return super().prepare(
-            replace(
-                metadata,
-                query_start_loc=F.pad(metadata.query_start_loc, (0, 1), value=count),
-                seq_lens_B=torch.cat([metadata.seq_lens_B, padding]),
-                block_tables_BM=F.pad(metadata.block_tables_BM, (0, 0, 0, 1)),
-                max_query_len=max(metadata.max_query_len, count),
-                context_starts_B=None if starts_B is None else F.pad(starts_B, (0, 1)),
-            )
-        )
-
-
 @pytest.fixture
-def in_float64(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_float64(device: str, torch_attention: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU passes run in float64; the kernels of a step get the logits in float32."""
     if device != "cpu":
         return
-    for module in ("decode_step", "mixed_pass"):
-        monkeypatch.setattr(f"peagle.engine.{module}.TritonAttention", PaddedTorchAttention)
     for owner in (TargetModel, Drafter):
         compute = owner.compute_logits
 
@@ -192,6 +167,7 @@ def traffic() -> dict[int, list[tuple[list[int], SamplingParams]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [*HEADS, "trees"])
@@ -218,6 +194,7 @@ def test_mixed_passes_change_nothing(
         assert tokens == alone.generate([prompt], params)[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +209,7 @@ def test_prompts_of_preempted_sequences_mix(device: str, monkeypatch: pytest.Mon
     assert_same(mixed, run(llms[1], arrivals, monkeypatch, mixes=False))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mixes", [True, False])
@@ -273,6 +251,7 @@ def test_the_tokens_of_a_step_are_sent_before_the_head_reads_prompts(
     assert order == [*launched, *follows, "read_drafts", *follows]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("most", [3, 7], ids=["chains", "trees"])
@@ -301,6 +280,7 @@ def test_prompts_mix_while_drafting_pauses(
     assert set(mixed.stats.decode_steps) == {0, most}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", DEVICES)
 def test_long_prompts_mix_while_drafting_pauses(
@@ -330,6 +310,7 @@ def test_long_prompts_mix_while_drafting_pauses(
     assert len(read) == 2 and len(read[0]) == 8
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("has_trees", [False, True])
@@ -374,6 +355,7 @@ def test_graphs_of_mixed_passes(
     assert taken == {True: len(mixed.mixed)} and len(mixed.mixed) > 3
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("device", ["cpu"])

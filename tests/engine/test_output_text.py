@@ -116,6 +116,7 @@ def test_the_engine_writes_markers_on_request(target_folder: Path) -> None:
         assert chunks[-1].output is not None and chunks[-1].output.text == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "peagle", "eagle3"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stopped_output_is_the_beginning_of_the_unstopped(

@@ -70,6 +70,7 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
     return seen
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize(
     ("kind", "one_launch"),

@@ -61,6 +61,7 @@ def test_every_bucket_has_a_graph_without_drafts_if_one_has() -> None:
 # ---- the engine that launches kernel by kernel ----------------------------------------------
 
 
+@pytest.mark.slow
 def test_prompts_are_shared_while_nobody_drafts(
     target_folder: Path, heads: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_prompts_are_shared_while_nobody_drafts(
     assert cached[-1] == shared, "blocks that the head has read serve all"
 
 
+@pytest.mark.slow
 def test_a_prompt_of_unread_blocks_is_drafted_for_behind_them(
     target_folder: Path, heads: dict[bool, Path]
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_prompt_of_unread_blocks_is_drafted_for_behind_them(
     assert sequence.output_token_ids == expected.output_token_ids
 
 
+@pytest.mark.slow
 def test_a_seed_of_drawn_drafts_does_not_see_what_others_left_unread(
     target_folder: Path, heads: dict[bool, Path]
 ) -> None:
@@ -134,6 +137,7 @@ def test_a_seed_of_drawn_drafts_does_not_see_what_others_left_unread(
     assert found.num_cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_the_head_times_its_reading_and_changes_nothing(
     target_folder: Path, heads: dict[bool, Path]
 ) -> None:
@@ -173,6 +177,7 @@ CAPTURED: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_le
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_everywhere")
 @pytest.mark.parametrize("device", DEVICES)
 def test_captured_steps_keep_features_and_resume(
@@ -202,6 +207,7 @@ def test_captured_steps_keep_features_and_resume(
     assert not apart and not llm.engine.stats.eager_steps
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_everywhere")
 @pytest.mark.parametrize("device", DEVICES)
 def test_captured_steps_choose_k_and_change_no_output(
@@ -228,6 +234,7 @@ def test_captured_steps_choose_k_and_change_no_output(
     assert sum(steps.values()) == 11 - found[0].stats.num_accepted_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_everywhere")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_sequence_that_has_no_drafts_yet_says_nothing_of_acceptance(

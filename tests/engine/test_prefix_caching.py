@@ -93,6 +93,7 @@ def test_the_second_turn_computes_little(bundled_target: TargetModel, way: str) 
 WAYS = ["plain", "eagle3", "peagle", "peagle probabilistic", "trees", "ngram"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_that_part_at_any_token(
     target_folder: Path, heads: dict[bool, Path], way: str

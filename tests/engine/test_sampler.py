@@ -130,7 +130,8 @@ def requests_(draw: st.DrawFn, seq_id: int) -> Request:
 any_batch = st.integers(1, 5).flatmap(lambda n: st.tuples(*(requests_(i) for i in range(n))))
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=80)
 @given(any_batch, st.integers(0, 2**31))
 def test_mixed_features_and_schedules(requests: tuple[Request, ...], seed: int) -> None:
     for _ in simulate(make_sampler(len(requests)), list(requests), seed):

@@ -39,7 +39,7 @@ from peagle.speculation import TargetStep
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeGraphs, FakeProposer, FakeRunner, FakeSampler, digest
 
-NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "980"))
+NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "560"))
 MAX_MODEL_LEN = 48
 K = 3
 
@@ -409,6 +409,7 @@ def run_machine(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_schedules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_machine(KINDS[name], monkeypatch, NUM_SCHEDULES // len(KINDS))
@@ -507,6 +508,7 @@ FAULTS_OF_DRAWN_DRAFTS = ("preemption loses the drafts", "K follows the load")
 FAULTS_OF_OTHERS = (*FAULTS_OF_DRAWN_DRAFTS, "trees grow beyond the context")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -84,6 +84,7 @@ def num_by_acceptance(llm: LLM) -> tuple[int, int]:
 WAYS = pytest.mark.parametrize("way", ["peagle", "trees", "eagle3", "ngram"])
 
 
+@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_any_k(target_folder: Path, heads: dict[bool, Path], way: str, k: int) -> None:
@@ -94,6 +95,7 @@ def test_any_k(target_folder: Path, heads: dict[bool, Path], way: str, k: int) -
     assert min(num_by_acceptance(llm)) > 10, "drafts pass, and drafts are refused"
 
 
+@pytest.mark.slow
 @WAYS
 def test_a_k_that_follows_the_load(
     target_folder: Path, heads: dict[bool, Path], way: str, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +119,7 @@ def test_a_k_that_follows_the_load(
     assert len(depths) > 2 and min(num_by_acceptance(llm)) > 10
 
 
+@pytest.mark.slow
 @WAYS
 def test_preemption(target_folder: Path, heads: dict[bool, Path], way: str) -> None:
     requests = requests_of(way)
@@ -126,6 +129,7 @@ def test_preemption(target_folder: Path, heads: dict[bool, Path], way: str) -> N
     assert llm.stats.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_rejection_sampling_would_be_noticed(
     target_folder: Path, heads: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +153,7 @@ DRAWN = [replace(SEEDED, seed=i, num_speculative_tokens=k) for i, k in enumerate
 OTHERS = [SEEDED, replace(SEEDED, temperature=0.0), SEEDED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["peagle", "eagle3"])
 @pytest.mark.parametrize("follows", [False, True], ids=["", "planted fault"])
 def test_drawn_drafts_of_a_seed_keep_their_k(

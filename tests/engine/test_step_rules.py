@@ -282,6 +282,7 @@ def without_grammar(requests: tuple[Request, ...]) -> list[Request]:
 some_requests = st.integers(1, 5).flatmap(lambda n: st.tuples(*(requests_(i) for i in range(n))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=20)
 @given(some_requests.map(without_grammar), st.integers(0, 3), st.integers(0, 2**31))

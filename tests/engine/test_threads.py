@@ -117,6 +117,7 @@ def test_an_option_and_a_program_win() -> None:
         placement.set_threads(0)
 
 
+@pytest.mark.slow
 def test_torch_starts_with_one_of_the_numbers_that_count_as_its_own() -> None:
     code = (
         "import torch; from peagle.engine import placement\n"

@@ -197,6 +197,7 @@ def settled(head: str, load: int) -> TreeCard:
     return card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("load", LOADS)
 def test_as_fast_as_the_best_fixed_number_and_never_below_plain(load: int, head: str) -> None:
@@ -209,6 +210,7 @@ def test_as_fast_as_the_best_fixed_number_and_never_below_plain(load: int, head:
     assert found >= 0.98 * fixed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "load"), [("too sure", 64), ("broken", 16), ("middling", 192)])
 def test_the_tries_of_the_beginning_cost_little(head: str, load: int) -> None:
     card = TreeCard(head)
@@ -216,6 +218,7 @@ def test_the_tries_of_the_beginning_cost_little(head: str, load: int) -> None:
     assert found >= 0.98 * max(card.speed(load, n) for n in range(NODES + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_faster_than_chains_of_seven_at_64_in_flight(head: str) -> None:
     card = settled(head, 64)
@@ -223,6 +226,7 @@ def test_faster_than_chains_of_seven_at_64_in_flight(head: str) -> None:
     assert card.run(64, 200) >= 1.15 * chains
 
 
+@pytest.mark.slow
 def test_settles_after_the_load_changes() -> None:
     card = settled("good", 1)
     for load, sizes in ((256, {0, 1}), (64, {2, 3}), (1, {16}), (192, {0, 1, 2})):
@@ -230,6 +234,7 @@ def test_settles_after_the_load_changes() -> None:
         assert card.sizes[-1] in sizes, load
 
 
+@pytest.mark.slow
 def test_nodes_that_are_shared_bring_more_than_as_many_of_each_tree() -> None:
     found = []
     for is_shared in (False, True):

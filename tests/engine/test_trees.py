@@ -45,6 +45,7 @@ def test_counters_are_of_nodes_and_depths(target_folder: Path, heads: dict[bool,
     assert all(0 <= counted - seen <= len(PROMPTS) for counted, seen in pairs)
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_depth(target_folder: Path, heads: dict[bool, Path]) -> None:
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(K + 1)]
     params = [replace(GREEDY, num_speculative_tokens=k) for k in range(K + 1)]
@@ -58,6 +59,7 @@ def test_each_request_has_its_own_depth(target_folder: Path, heads: dict[bool, P
         assert per_draft == (0, TREES["num_parallel_trees"], 9, 9, 9, 9)[k]
 
 
+@pytest.mark.slow
 def test_requests_share_the_nodes_of_a_schedule(
     target_folder: Path, heads: dict[bool, Path]
 ) -> None:

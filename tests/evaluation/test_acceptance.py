@@ -161,6 +161,7 @@ def replay(
     return stats
 
 
+@pytest.mark.slow
 def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: AcceptanceFigures) -> None:
     watched = make_llm()
     drafts = watch_drafts(watched)
@@ -184,6 +185,7 @@ def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: AcceptanceFi
     assert pooled.num_tokens == sum(len(output.token_ids) for output in short)
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_benchmark(llm: LLM, result: AcceptanceFigures) -> None:
     """benchmarks/acceptance.py and the demo print `acceptance_figures`."""
     for name, prompts in PROMPTS.items():

@@ -45,7 +45,7 @@ FEATURES = [
     "logprobs",
     "grammar",
 ]
-SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 100}
+SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 60}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,7 @@ def statuses(certificate: CertificateResults) -> dict[tuple[str, str], str]:
 # ---- whole certificates ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> None:
     certificate = certify()
     assert certificate.passed and not certificate.faults
@@ -108,6 +109,7 @@ def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> No
     assert "PASSED" in text and all(feature in text for feature in FEATURES)
 
 
+@pytest.mark.slow
 def test_trees_are_certified(
     certify: Callable[..., CertificateResults], methods: list[DecodingMethod]
 ) -> None:
@@ -123,6 +125,7 @@ def test_trees_are_certified(
     assert all(test.num_accepted_tokens <= test.num_draft_tokens for test in tested)
 
 
+@pytest.mark.slow
 def test_a_fault_of_trees_is_found_and_named(
     certify: Callable[..., CertificateResults],
     methods: list[DecodingMethod],
@@ -137,6 +140,7 @@ def test_a_fault_of_trees_is_found_and_named(
     assert any(f", {trees.name}: " in line for line in certificate.faults)
 
 
+@pytest.mark.slow
 def test_a_fault_in_verification_is_found_and_named(
     certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +163,7 @@ def test_a_fault_in_verification_is_found_and_named(
     json.dumps(certificate.to_json(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_features_that_fail_are_named(
     certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +177,7 @@ def test_features_that_fail_are_named(
     assert wrong and all("log-probabilities are off" in fault for fault in wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_biased", [False, True])
 def test_a_bias_of_sampling_is_found(is_biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundled pair, whose drafts are often nearly right, in single precision.

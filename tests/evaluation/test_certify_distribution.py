@@ -63,6 +63,7 @@ class Chain:
         return [outputs[i] for i in drawn]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.integers(2, 6),
@@ -115,6 +116,7 @@ def test_nothing_to_tell_apart() -> None:
     assert fit({(0,): 1.0}, [(0,)] * 50, 1, 0.01).detectable_shift == 1
 
 
+@pytest.mark.slow
 def test_p_values_are_even_and_a_planted_shift_is_found_as_often_as_stated() -> None:
     chain, count, runs, significance = Chain(6, 4), 1000, 200, 0.01
     cells = joint_cells(chain.next_probs, NUM_TOKENS, 10 / count)

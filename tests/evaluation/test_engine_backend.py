@@ -58,6 +58,7 @@ def requests() -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 3, 100])
 def test_answers_are_those_of_generate(
     llm: LLM, requests: list[Request], concurrency: int, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,7 @@ def test_a_refused_request_has_an_error_and_the_others_go_on(
     assert ended == run.answers
 
 
+@pytest.mark.slow
 def test_messages_go_behind_the_template(llm: LLM) -> None:
     backend = EngineBackend(llm, chat_template=TEMPLATE)
     request = Request("chat", [{"role": "user", "content": "def f(x):"}], SamplingParams())
@@ -168,6 +170,7 @@ def llms(target_folder: Path, head_folders: Callable[..., Path]) -> dict[str, LL
     return build(target, {"plain": None, **configurations}, max_num_seqs=2)
 
 
+@pytest.mark.slow
 def test_engines_on_one_target_do_not_disturb_each_other(
     llms: dict[str, LLM], target_folder: Path
 ) -> None:
@@ -179,6 +182,7 @@ def test_engines_on_one_target_do_not_disturb_each_other(
         assert run.tokens_per_s > 0
 
 
+@pytest.mark.slow
 def test_engines_on_one_target_may_even_take_turns_by_the_step(llms: dict[str, LLM]) -> None:
     expected = [llm.generate(PROMPTS, PARAMS) for llm in llms.values()]
     streams = [llm.stream(PROMPTS, PARAMS) for llm in llms.values()]

@@ -35,6 +35,7 @@ def truth() -> list[float]:
     return [prod((ALPHA + j) / (ALPHA + BETA + j) for j in range(i + 1)) for i in range(K)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_requests", [12, 40])
 def test_coverage_is_what_it_says(num_requests: int) -> None:
     generator, runs = np.random.default_rng(num_requests), 400
@@ -132,6 +133,7 @@ counters = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(counters, st.integers(0, 2**32))
 def test_properties(requests: list[tuple[int, list[int]]], seed: int) -> None:

@@ -19,6 +19,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(keys=st.lists(json_values, max_size=5), cut=st.integers(0, 60))
 def test_what_is_written_is_found_again(
     tmp_path_factory: pytest.TempPathFactory, keys: list[Any], cut: int

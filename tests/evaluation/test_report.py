@@ -34,6 +34,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("acceptance",), ("throughput",), ("tune",), tuple(WRITTEN)])
 def test_whichever_files_are_there(tmp_path, names, whole):
     folder = whole
@@ -62,6 +63,7 @@ def test_whichever_files_are_there(tmp_path, names, whole):
     assert shown - {"caveats"} == {"provenance"}.union(*(own[name] for name in names))
 
 
+@pytest.mark.slow
 def test_the_same_files_again(whole):
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
     write_report(whole)
@@ -141,6 +143,7 @@ def test_a_newer_format_is_refused(tmp_path, name):
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keys", "value", "message"),
     [

@@ -48,6 +48,7 @@ def text_of(folder: Path, **documents: dict[str, Any]) -> str:
 # ---- the page -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_fetches_nothing(html):
     page = Parsed(html)
     for tag, attributes in page.tags:
@@ -67,6 +68,7 @@ def test_the_page_fetches_nothing(html):
         assert f"{kind}-src 'sha256-{digest}'" in policy
 
 
+@pytest.mark.slow
 def test_the_order_of_the_page(html):
     page = Parsed(html)
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
@@ -169,9 +171,10 @@ HOSTILE = (
 SHOWN = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;$␀␛[31m���"
 
 
-def test_hostile_texts_are_texts(tmp_path):
+@pytest.mark.slow
+def test_hostile_texts_are_texts(tmp_path, html):
     documents = some("acceptance", "throughput", "tune")
-    calm = Parsed(page_of(tmp_path / "calm", **documents))
+    calm = Parsed(html)
     entry = documents["acceptance"]["entries"][-1]
     for one in documents["acceptance"]["entries"]:
         one["by_set"][HOSTILE] = one["pooled"]
@@ -187,14 +190,14 @@ def test_hostile_texts_are_texts(tmp_path):
         cell["set"] = HOSTILE
     entry["method"] = HOSTILE
     folder = samples.write(tmp_path / "hostile", **documents)
-    html = write_report(folder).read_text(encoding="utf-8")
-    page = Parsed(html)
+    hostile = write_report(folder).read_text(encoding="utf-8")
+    page = Parsed(hostile)
     assert SHOWN in page.text()
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", html)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", hostile)
     kinds = {tag for tag, _ in page.tags}
     assert kinds <= {tag for tag, _ in calm.tags}
     assert sum(tag == "script" for tag, _ in page.tags) == 1
-    assert "x" * 7000 not in html
+    assert "x" * 7000 not in hostile
     rows = list(csv.reader((folder / "throughput.csv").open(encoding="utf-8", newline="")))
     assert {len(row) for row in rows} == {len(rows[0])}
 
@@ -239,7 +242,8 @@ TINY = {
 }
 
 
-@settings(max_examples=10, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.02, 0.1, 0.4, 0.9]))
 def test_what_is_not_known_is_left_out(seed, chance):
     rng = random.Random(seed)
@@ -388,6 +392,7 @@ def test_bars_have_their_counts(html):
     assert tall == pytest.approx([count * unit for count in counts], abs=0.3)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(1, 10**7), min_size=2, max_size=8),

@@ -36,6 +36,7 @@ def test_the_tokens_of_an_hour_cost_its_price(price: float, tokens_per_s: float)
     assert float(paid) == pytest.approx(price)
 
 
+@pytest.mark.slow
 @given(AMOUNTS, AMOUNTS)
 def test_the_instances_suffice_and_one_less_does_not(wanted: float, of_one: float) -> None:
     count = instances_for(wanted, of_one)

@@ -102,6 +102,7 @@ def test_the_count_of_plain_steps(mixture: Path, load: int) -> None:
     assert found.mean == pytest.approx(sum(found.per_layer) / 4)
 
 
+@pytest.mark.slow
 def test_drafts_count_whether_accepted_or_not(mixture: Path, tmp_path: Path) -> None:
     target = TargetModel.load(mixture, dtype=torch.float32)
     head = tmp_path / "head"
@@ -124,6 +125,7 @@ def test_drafts_count_whether_accepted_or_not(mixture: Path, tmp_path: Path) -> 
     assert all(one.experts_LTC.shape == (4, sum(one.num_rows), 2) for one in passes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 def test_engines_with_graphs_count_the_same(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ runs = st.sets(st.integers(1, 10), min_size=1, max_size=4).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(runs)
 def test_lengths_rise_and_agree_with_the_runs(per_pos: dict[int, list[float]]) -> None:
     acceptance = AcceptanceByK(per_pos)

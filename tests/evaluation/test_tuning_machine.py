@@ -40,6 +40,7 @@ def make(target: TargetModel, head: Path, **options: Any) -> EngineMachine:
     return EngineMachine(target, str(head), acceptance, (1, 2, 3), prompts, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [True, False])
 def test_what_is_timed(
     target: TargetModel,
@@ -84,6 +85,7 @@ def test_what_is_timed(
     assert 0 < stats.num_accepted_tokens_per_pos[1] < stats.num_drafts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 def test_steps_of_graphs(
     target_folder: Path, head_folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -138,6 +140,7 @@ def test_contexts_are_the_prompts_begun_at_many_places(target: TargetModel) -> N
         assert ids == [whole[(start + i) % len(whole)] for i in range(50)]
 
 
+@pytest.mark.slow
 def test_acceptance_of_a_head(
     target: TargetModel, head_folders: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -164,6 +167,7 @@ def test_acceptance_of_a_head(
     assert measure(Journal(tmp_path / TUNE_LOG, {})) == found
 
 
+@pytest.mark.slow
 def test_released_engines_are_gone(target: TargetModel, head_folders: Callable[..., Path]) -> None:
     machine = make(target, head_folders(parallel=True))
     machine.measure(CostPoint(1, 2))
@@ -176,6 +180,7 @@ def test_released_engines_are_gone(target: TargetModel, head_folders: Callable[.
     assert machine.measure(CostPoint(1, 2)).seconds > 0
 
 
+@pytest.mark.slow
 def test_one_engine_at_a_time_where_memory_is_dear(
     target: TargetModel, head_folders: Callable[..., Path]
 ) -> None:

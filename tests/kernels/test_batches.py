@@ -140,6 +140,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(cases())
 def test_equals_the_loop(case: Case) -> None:

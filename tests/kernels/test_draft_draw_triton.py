@@ -160,6 +160,7 @@ def misfit(tokens: Tensor, target: Tensor) -> float:
     return float(((counts - wanted) ** 2 / wanted).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fault", ["", "keeps the target's own token", "verifies with another q"])
 def test_outputs_have_the_distribution_of_the_target(

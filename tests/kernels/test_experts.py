@@ -207,6 +207,7 @@ IN_REGISTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(
@@ -355,6 +356,7 @@ def test_experts_equal_the_reference(
     check(found, run_experts_reference(x.double(), index, weights.double(), exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", ["plain", "fp8", "int4 zeros", "mxfp4"])
 @pytest.mark.parametrize("gate", [*GATES[1:], Gate("silu")], ids=str)
@@ -404,6 +406,7 @@ def test_half_precision_takes_no_assembly(device: str) -> None:
         check(found, F.linear(x.double(), weight.unpack(torch.float64)))
 
 
+@pytest.mark.slow
 def test_a_compiler_sees_operators() -> None:
     """Layers with experts are compiled whole; shapes may be filled in later."""
     torch.manual_seed(5)
@@ -462,19 +465,21 @@ def test_configurations_fit_into_a_card(
         assert stages == config.num_stages or (stages + 1) * stage > shared_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8 128", "fp8 channel", "mxfp4"])
-@pytest.mark.parametrize("rows", [1, 8, 17, 64, 65, 128, 129, 512])
-def test_a_linear_layer_is_cut_for_its_rows(rows: int, format: str) -> None:
+def test_a_linear_layer_is_cut_for_its_rows(format: str) -> None:
     weight = make_weight(format, 2048, 4096, device="cpu", dtype=torch.bfloat16)
-    config = choose_config(rows, 1, weight, registers=True)
-    most = 1 if rows <= 32 else 4
-    assert -(-min(rows, 256) // config.block_m) <= most, "every tile reads the weight once more"
-    tiles = -(-rows // config.block_m) * 2048 // (2 * config.block_n)
-    assert tiles * config.split_k >= 128, "as many programs as an H100 has multiprocessors"
-    threads = 32 * config.num_warps
-    assert all(max_registers(config, parts) * threads <= 1 << 16 for parts in (False, True))
+    for rows in (1, 8, 17, 64, 65, 128, 129, 512):
+        config = choose_config(rows, 1, weight, registers=True)
+        most = 1 if rows <= 32 else 4
+        assert -(-min(rows, 256) // config.block_m) <= most, "every tile reads the weight again"
+        tiles = -(-rows // config.block_m) * 2048 // (2 * config.block_n)
+        assert tiles * config.split_k >= 128, "as many programs as an H100 has multiprocessors"
+        threads = 32 * config.num_warps
+        assert all(max_registers(config, parts) * threads <= 1 << 16 for parts in (False, True))
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
     found = compile_for_card("experts")

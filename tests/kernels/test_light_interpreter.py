@@ -18,6 +18,7 @@ from triton.runtime import interpreter
 from tests.kernels.interpreted import run
 
 
+@pytest.mark.slow
 def test_operations_on_all_types_are_those_of_the_interpreter() -> None:
     assert interpreter.is_light  # type: ignore[attr-defined]
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.interpreted"]

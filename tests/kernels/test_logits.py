@@ -244,6 +244,7 @@ seeds = st.integers(0, 2**31)
 # --- properties ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(batches, seeds)
 def test_equals_the_references_with_a_growing_context(batch: list[Request], seed: int) -> None:
@@ -253,6 +254,7 @@ def test_equals_the_references_with_a_growing_context(batch: list[Request], seed
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(batches, seeds)
 def test_one_shot_equals_one_position_at_a_time(batch: list[Request], seed: int) -> None:
@@ -260,6 +262,7 @@ def test_one_shot_equals_one_position_at_a_time(batch: list[Request], seed: int)
     assert torch.equal(process(batch, logits), one_at_a_time(batch, logits))
 
 
+@pytest.mark.slow
 @given(batches, seeds)
 def test_padded_rows_equal_packed_ones(batch: list[Request], seed: int) -> None:
     """To the last bit, whatever stands in the padding."""
@@ -274,6 +277,7 @@ def test_padded_rows_equal_packed_ones(batch: list[Request], seed: int) -> None:
     assert torch.equal(found, process_logits(logits, rows, rules, temperature, counts))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(batches, st.lists(st.booleans(), min_size=4, max_size=4), seeds)
 def test_sequences_without_rules_keep_their_bits(
@@ -289,6 +293,7 @@ def test_sequences_without_rules_keep_their_bits(
             assert torch.equal(result[row].view(torch.int64), logits[row].view(torch.int64))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     batches,
@@ -316,6 +321,7 @@ def test_never_nan_and_a_token_survives(
     assert bool((probs.sum(-1) - 1).abs().max() < 1e-5)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(batches, seeds)
 def test_the_grammar_wins(batch: list[Request], seed: int) -> None:
@@ -481,6 +487,7 @@ def _plain(output: tuple[int, ...]) -> Tensor:
     return reference(batch, _context_logits(list(output)))[0].softmax(-1)
 
 
+@pytest.mark.slow
 def test_verification_of_processed_rows_is_distributed_as_plain_decoding() -> None:
     """First two output tokens of 8,000 sequences with two drafts each, against the exact law."""
     num, generator = 8_000, random.Random(0)

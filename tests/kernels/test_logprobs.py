@@ -42,6 +42,7 @@ def assert_close(found: TokenLogprobs, wanted: TokenLogprobs, tolerance: float) 
     assert [x for _, x in found.top] == pytest.approx([x for _, x in wanted.top], abs=tolerance)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(
     rows_, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.sampled_from([0, 80])

@@ -25,6 +25,7 @@ def test_unpacks_as_the_reference(k: int, format: str, device: str) -> None:
     assert torch.equal(unpack(weight.expert(1), dtype), weight.expert(1).unpack(dtype))
 
 
+@pytest.mark.slow
 def test_unpacking_compiles_for_a_card() -> None:
     assert set(compile_for_card("unpacking")) == {"fp8", "int8", "int4", "mxfp4"}
 

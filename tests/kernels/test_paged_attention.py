@@ -124,6 +124,7 @@ def random_trees(new: list[int], seed: int) -> list[list[int]]:
     return [[rng.randint(max(0, row - 5), row) for row in range(n - 1)] for n in new]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @WRITTEN
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -376,6 +377,7 @@ def test_an_8bit_cache_as_in_two_launches(
     assert_same_cache(one, two)
 
 
+@pytest.mark.slow
 def test_kernels_over_an_8bit_cache_compile_for_cards() -> None:
     """Also for one of compute capability 8.0, which has no instructions for e4m3."""
     found = compile_for_card("caches")

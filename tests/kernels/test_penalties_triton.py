@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 EXTREMES = [-torch.inf, 3e38, -3e38, 0.0, torch.nan]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("num_seqs", "num_drafts", "vocab_size", "dtype", "is_tree", "names"),
@@ -87,5 +88,6 @@ def test_equals_the_reference(
         assert not torch.equal(found.nan_to_num(), other.nan_to_num()), "drafts count"
 
 
+@pytest.mark.slow
 def test_kernels_of_rules_compile_for_a_card() -> None:
     assert compile_for_card("rules").keys() == {"penalise", "chunk", "join"}

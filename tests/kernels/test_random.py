@@ -123,6 +123,7 @@ def test_independent_between_purposes() -> None:
         assert independence_pvalue(*columns, bins=6) > 1e-3
 
 
+@pytest.mark.slow
 def test_independent_between_positions() -> None:
     seeds = torch.arange(COUNT)
     for purpose, later in itertools.product(Purpose, Purpose):

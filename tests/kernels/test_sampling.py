@@ -75,6 +75,7 @@ rows = st.integers(1, 9).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(rows)
 def test_equals_the_reference(batch: list[tuple[list[float], float, int, float]]) -> None:
@@ -164,6 +165,7 @@ def test_low_precision_logits_give_float32_probabilities(dtype: torch.dtype) -> 
 weight = st.sampled_from([0.0, 0.0, 5e-324, 1e-30, 0.1, 1 / 3, 1.0, 7.0]) | st.floats(0, 1)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     st.lists(weight, min_size=1, max_size=8).filter(lambda w: math.fsum(w) > 0),

@@ -152,6 +152,7 @@ def test_leading_dimensions_and_strides(device: str) -> None:
     assert skinny_swiglu(x[:0], weight).shape == (0, 24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_is_one_operator_to_a_compiler(device: str) -> None:
     x, weight, bias = make(3, 48, 64, torch.float32, device)

@@ -94,6 +94,7 @@ def test_siblings_differ_and_parents_come_first(device: str, broken: list[int]) 
         assert max(map(len, paths_of(tokens, parents))) <= 3
 
 
+@pytest.mark.slow
 def test_kernels_of_trees_compile_for_a_card() -> None:
     found = compile_for_card("trees")
     assert len(found) == 1 + 2 + 2 + 1 + 1 + 1

@@ -80,6 +80,7 @@ def test_ties_and_broken_logits_keep_parents_before_children(grow: Grow) -> None
     assert (parents < rows).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_search_gives_the_trees_of_all_depths_at_once(data: st.DataObject) -> None:

@@ -31,6 +31,7 @@ def check(found: Sequence[Tensor], values: list[Tensor]) -> None:
         assert one.dtype == value.dtype and torch.equal(one.cpu(), value)
 
 
+@pytest.mark.slow
 @given(values=st.lists(tensors(), max_size=6))
 def test_packed_tensors_are_whole(values: list[Tensor]) -> None:
     packed, starts = pack(values)
@@ -41,6 +42,7 @@ def test_packed_tensors_are_whole(values: list[Tensor]) -> None:
         assert not one.numel() or offset % 16 == 0, "kernels take such a start for granted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @given(values=st.lists(tensors(), max_size=6))
 def test_every_tensor_arrives(device: str, values: list[Tensor]) -> None:

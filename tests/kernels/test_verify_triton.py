@@ -289,6 +289,7 @@ def test_probabilistic_drafts(vocab_size: int, draft_vocab: int, cuts: bool, dev
         assert check(case, device) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -354,6 +355,7 @@ def test_rows_of_trees_draw_by_their_depths(device: str) -> None:
     assert tree == [chain[depth] for depth in depths.tolist()] and len(set(chain)) > 3
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_card() -> None:
     """The interpreter takes what compilers refuse; no card is needed to see that."""
     assert len(compile_for_card("verification")) == 2 + 2 + 2 + 4 + 4 + 2
@@ -423,6 +425,7 @@ def test_nothing_left_over(device: str) -> None:
     assert check(case, device) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("draft_vocab", [0, 6])
 def test_first_token_is_distributed_as_the_target(draft_vocab: int, device: str) -> None:

@@ -258,6 +258,7 @@ def test_whole_sequences_as_in_training_equal_transformers(probe: Probe) -> None
 # ---- controls: mistakes that the probe must see ---------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["keys", "values"])
 def test_a_corrupted_cache_fails_the_probe(probe: Probe, part: str) -> None:
     target = probe.target()
@@ -282,6 +283,7 @@ class Forgetful:
         return self.inner(*args, **{**kwargs, self.forgets: None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [WINDOW, SINKS, SOFTCAP, FINAL])
 def test_each_special_way_of_attending_is_probed(
     probe: Probe, name: str, monkeypatch: pytest.MonkeyPatch
@@ -320,6 +322,7 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(  # the others: tests/engine/test_lossless.py
     "name", [name for name, a in ARCHITECTURES.items() if a.model_type not in CONFIGS]
 )

@@ -187,6 +187,7 @@ def test_an_interrupted_write_leaves_the_old_files(
     load_drafter(head, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_a_crash_at_any_step_leaves_no_mixture_of_two_heads(
     target: TargetModel, tmp_path: Path, is_alike: bool
@@ -332,6 +333,7 @@ def random_head(config: DrafterConfig, seed: int) -> Drafter:
     return drafter
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     config=configs(),
@@ -372,6 +374,7 @@ def test_the_targets_name_moves_and_can_be_given(
     assert verifier("d") == "Qwen/Qwen3-8B"
 
 
+@pytest.mark.slow
 def test_notes_say_what_the_new_style_cannot(target: TargetModel, tmp_path: Path) -> None:
     save_drafter(tmp_path / "wide", make_drafter(target, hidden_size=48))
     notes = convert_head(tmp_path / "wide", tmp_path / "out", "speculators").notes

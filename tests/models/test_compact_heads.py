@@ -75,6 +75,7 @@ def weights(drafter: Drafter) -> dict[str, Tensor]:
 # ---- ends -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ends_that_are_not_stored_are_the_targets(
@@ -235,6 +236,7 @@ def drafted(target: Path, head: Path, **options: Any) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", HEADS, ids=str)
 @pytest.mark.parametrize("quantization", [None, *TYPES])
 def test_the_whole_head_is_the_compact_one(

@@ -79,6 +79,7 @@ def prefilled(target: TargetModel) -> Paged:
 # ---- what is traced -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in ARCHITECTURES if not n.endswith(("image", "rope"))])
 def test_every_architecture_traces_whole(name: str) -> None:
     target = make_target(name)
@@ -96,6 +97,7 @@ def test_every_architecture_traces_whole(name: str) -> None:
     assert num_graphs() == counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_a_window_with_another_use_stays_in_the_graph() -> None:
     target = make_target("gpt_oss")
     attentions: list[Any] = [layer.self_attn for layer in decoder_layers(target.model)]
@@ -114,6 +116,7 @@ def test_a_window_with_another_use_stays_in_the_graph() -> None:
     assert [attention.sliding_window for attention in attentions] == windows
 
 
+@pytest.mark.slow
 def test_layers_are_traced_again_for_new_numbers_of_tokens_only() -> None:
     target = make_target("qwen3")
     compile_layers(target.model, backend="eager")
@@ -129,6 +132,7 @@ def test_layers_are_traced_again_for_new_numbers_of_tokens_only() -> None:
     assert num_graphs() == 2
 
 
+@pytest.mark.slow
 def test_other_numbers_of_tokens_share_a_graph() -> None:
     target = make_target()
     compile_layers(target.model, backend="eager", buckets=(1, sum(CHUNKS)))
@@ -142,6 +146,7 @@ def test_other_numbers_of_tokens_share_a_graph() -> None:
     assert num_graphs() == 2
 
 
+@pytest.mark.slow
 def test_each_layer_has_its_own_cache() -> None:
     """The shared graph finds the cache of the layer that it runs for."""
     target, other = make_target(), make_target(dtype=torch.float64)
@@ -156,6 +161,7 @@ def test_each_layer_has_its_own_cache() -> None:
         torch.testing.assert_close(ours.keys.double(), theirs.keys, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_fp8_cache_is_as_without_compilation() -> None:
     target = make_target(dtype=torch.float64)
     target.round_kv({layer: (0.05 * (layer + 1), 0.2) for layer in range(target.num_layers)})
@@ -171,6 +177,7 @@ def test_layers_are_compiled_once() -> None:
         compile_layers(target.model, backend="eager")
 
 
+@pytest.mark.slow
 def test_a_layer_that_does_not_trace_whole_runs_as_before() -> None:
     target = make_target()
     paged = prefilled(target)
@@ -192,6 +199,7 @@ def test_a_layer_that_does_not_trace_whole_runs_as_before() -> None:
     verify(paged)  # silently
 
 
+@pytest.mark.slow
 def test_a_target_is_lossless_over_compiled_layers(target_folder: Path, tmp_path: Path) -> None:
     prompts, params = [[5, 9, 200, 31], [17] * 20], SamplingParams(max_tokens=16)
     target = TargetModel.load(target_folder, dtype=torch.float64)
@@ -209,6 +217,7 @@ def test_a_target_is_lossless_over_compiled_layers(target_folder: Path, tmp_path
 # ---- the drafter ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True, "attention_bias": True}], ids=str)
 @torch.inference_mode()
 def test_a_compiled_drafter_equals_the_eager_one(options: dict[str, Any]) -> None:
@@ -242,6 +251,7 @@ def test_a_compiled_drafter_equals_the_eager_one(options: dict[str, Any]) -> Non
 # ---- Inductor -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch.inference_mode()
 def test_compiled_code_leaves_the_cache_alone(
@@ -322,6 +332,7 @@ def test_without_a_variable_the_folder_is_in_the_home(
 # ---- CUDA graphs ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_pass_of_a_size_may_not_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

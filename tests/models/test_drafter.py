@@ -273,6 +273,7 @@ def largest_difference(
     return worst
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_drafts_equal_the_reference_at_every_step(
     target_folder: Path,
@@ -292,6 +293,7 @@ def test_drafts_equal_the_reference_at_every_step(
         assert one.drafts == drafts
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_positions_beyond_the_heads_own_limit_keep_their_angles(
     target_folder: Path,
@@ -333,6 +335,7 @@ def count_stale_slots(expand: Callable[..., DraftBatch]) -> Callable[..., DraftB
     return faulty
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("fault", [keep_stale_slots, count_stale_slots])
 def test_leaked_slots_are_noticed(

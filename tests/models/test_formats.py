@@ -48,6 +48,7 @@ def published(format: HeadFormat, config: DrafterConfig = BASE) -> dict[str, Any
 # ---- round trips ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(config=configs(), facts=FACTS)
 def test_both_styles_say_the_same(config: DrafterConfig, facts: dict[str, Any]) -> None:

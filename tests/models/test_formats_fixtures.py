@@ -203,6 +203,7 @@ def generate(target: Path, head: Path) -> list[tuple[list[int], int, list[int]]]
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_they_draft_losslessly_and_alike_in_both_styles(
     small_folder: Path, tmp_path: Path, name: str

@@ -72,6 +72,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_family_computes_what_its_own_folder_computes(tmp_path: Path, architecture: str) -> None:
     model_type, options = FAMILIES[architecture]
@@ -89,6 +90,7 @@ def _blocks(name: str, value: Tensor) -> str:
     return "Q8_0" if "embed" in name or "o_proj" in name else "Q4_1"
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_unpacked_as_transformers_unpacks_them(tmp_path: Path) -> None:
     gguf = require_gguf()
     model = make_model("llama", head_dim=8).eval()
@@ -199,6 +201,7 @@ def test_a_file_is_converted_once_whatever_its_name(
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_conversion_that_failed(
     file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +220,7 @@ def test_nothing_is_left_of_a_conversion_that_failed(
     assert (cached_folder(file) / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_what_a_killed_conversion_left_is_replaced(file: Path) -> None:
     place = cached_folder(file).parent
     shutil.move(place / "tiny", place / gguf_folder._PARTIAL)
@@ -351,6 +355,7 @@ def test_damage_anywhere_in_a_header_is_an_error_of_the_file(tmp_path: Path) -> 
                 assert str(file) in str(error)
 
 
+@pytest.mark.slow
 def test_a_file_that_transformers_reads_in_part(tmp_path: Path) -> None:
     require_gguf()
     model = make_model("llama", head_dim=8)
@@ -395,6 +400,7 @@ def test_a_destination_that_is_refused(file: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_a_folder_made_for_keeps_is_the_cached_one(file: Path, tmp_path: Path) -> None:
     made = convert_gguf(file, tmp_path / "keep")
     for one in cached_folder(file).iterdir():

@@ -67,6 +67,7 @@ def test_a_folder_has_no_revision(hub: FakeHub, target_folder: Path) -> None:
 # ---- models from the hub --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pair_from_the_hub(
     hub: FakeHub, target_folder: Path, sharded_folder: Path, head_folders: Callable[..., Path]
 ) -> None:

@@ -50,6 +50,7 @@ def outputs(drafter: Any) -> torch.Tensor:
     return drafter.compute_logits(drafter(TOKENS, hidden, TOKENS, attend))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("format", QUANTISED)
 def test_a_quantised_head_is_what_it_stands_for(

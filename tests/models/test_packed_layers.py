@@ -110,6 +110,7 @@ def passes(target: TargetModel) -> list[Tensor]:
     return [target.compute_logits(hidden), features]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", PACK)
 def test_fused_packed_projections_compute_the_same(format: str) -> None:
     target = packed_target(lambda _, weight: PACK[format](weight))
@@ -122,6 +123,7 @@ def test_fused_packed_projections_compute_the_same(format: str) -> None:
     assert len(packed) == 4 * 4, "no projection is there twice"
 
 
+@pytest.mark.slow
 def test_projections_of_unlike_formats_stay_apart() -> None:
     unlike = {"k_proj": PACK["int8"], "up_proj": PACK["int4"]}
     target = packed_target(lambda name, weight: unlike.get(name, PACK["fp8"])(weight))
@@ -131,6 +133,7 @@ def test_projections_of_unlike_formats_stay_apart() -> None:
     assert largest_difference(passes(target), before) == 0
 
 
+@pytest.mark.slow
 def test_projections_with_orders_of_their_own_stay_apart() -> None:
     target = packed_target(lambda _, weight: PACK["int4"](weight))
     decoder: Any = target.model.get_decoder()
@@ -142,6 +145,7 @@ def test_projections_with_orders_of_their_own_stay_apart() -> None:
     assert largest_difference(passes(target), before) < 1e-5
 
 
+@pytest.mark.slow
 def test_packed_layers_share_compiled_graphs() -> None:
     target = TargetModel(model_with_experts("qwen3_moe"), aux_layer_ids=(1, 3))
     for module in experts_of(target.model):

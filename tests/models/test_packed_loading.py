@@ -256,6 +256,7 @@ def test_experts_that_are_stored_apart(tmp_path: Path, format: str) -> None:
         assert distance(weights[name], parameter) < 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("format", "make"),
@@ -302,6 +303,7 @@ def test_tells_that_it_unpacks(tmp_path: Path) -> None:
         TargetModel.load(tmp_path, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed_experts_of_gpt_oss(tmp_path: Path, device: str) -> None:
     options = {**ARCHITECTURES["gpt_oss"].options, "intermediate_size": 64}
@@ -313,6 +315,7 @@ def test_packed_experts_of_gpt_oss(tmp_path: Path, device: str) -> None:
     assert not any(name.endswith("gate_up_proj") for name, _ in found.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unpack", [True, pytest.param(False, marks=needs_interpreter)])
 def test_gpt_oss_is_as_transformers_unpacks_it(tmp_path: Path, unpack: bool) -> None:
     options = {**ARCHITECTURES["gpt_oss"].options, "intermediate_size": 64}
@@ -512,6 +515,7 @@ def test_experts_of_gpt_oss_that_cannot_be(
         load(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unpack", [True, pytest.param(False, marks=needs_interpreter)])
 def test_projections_of_unlike_formats(tmp_path: Path, unpack: bool) -> None:
     """Of q/k/v two are int4 and one is FP8, and one of gate/up stays plain."""

@@ -144,6 +144,7 @@ def test_faults_of_every_tensor_are_refused(format: str) -> None:
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 6, 12, 24, 48, 96]) | st.integers(0, 97), max_size=4)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(format=st.sampled_from([*FORMATS]), shape=SHAPES, data=st.data())
 def test_no_shape_or_type_is_read_but_the_right_one(
@@ -355,6 +356,7 @@ JSON = st.recursive(
 BASES = [GPTQ, AWQ, FORMATS["fp8 blocks"][1], FORMATS["int4"][1], FORMATS["fp8 channels"][1]]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(base=st.sampled_from(BASES), value=JSON, data=st.data())
 def test_settings_of_any_type_are_read_or_refused(

@@ -66,6 +66,7 @@ def expected_weight(weight: torch.Tensor, method: Quantization) -> torch.Tensor:
     return rounded * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"), [*product(NAMES, METHODS), *product(DENSE, ["fp8", "int8"])]
 )
@@ -90,6 +91,7 @@ def test_layers_are_rounded_and_all_else_is_not(name: str, method: Quantization)
     assert sorted(changed) == sorted(k for k in inner if not any(one in k for one in plain_ones))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", NAMES)
@@ -143,6 +145,7 @@ def test_a_head_computes_what_the_rounded_one_does(method: Quantization) -> None
     assert use_skinny(heads[0], max_rows=4) == 2, "fc and lm_head"
 
 
+@pytest.mark.slow
 def test_the_engine_quantises_the_head() -> None:
     outputs = []
     for quantization in (None, "int4"):

@@ -53,6 +53,7 @@ def test_what_the_routers_chose(name: str) -> None:
     assert len(chosen) == 4 and len(seen) == 8, "nothing is recorded afterwards"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_compiled_layers_record_too_and_are_compiled_again_afterwards(name: str) -> None:
     target = make_target(name)

@@ -153,6 +153,7 @@ def test_a_drafter_computes_the_same(dtype: torch.dtype, calls: list[int]) -> No
         assert calls == ([rows] * (2 * 4 + 2) if rows <= LIMIT else [])
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize(("backend", "sizes"), [("eager", [1, 16]), ("aot_eager", [5])])
 def test_accelerated_models_compute_the_same(
@@ -194,6 +195,7 @@ def test_accelerated_models_compute_the_same(
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_an_accelerated_head_reads_the_same() -> None:
     """Keys and values alone, of any number of rows, in one graph."""
@@ -222,6 +224,7 @@ def test_an_accelerated_head_reads_the_same() -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_graphs_of_any_size_leave_all_to_the_library(calls: list[int]) -> None:
     target = make_target()
@@ -240,6 +243,7 @@ def test_graphs_of_any_size_leave_all_to_the_library(calls: list[int]) -> None:
     assert not calls
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_equal_layers_share_a_graph() -> None:
     target = make_target()

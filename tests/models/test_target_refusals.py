@@ -101,6 +101,7 @@ def test_the_refusal_names_type_reason_and_what_is_supported(
     assert "supported: llama, qwen2, qwen3, qwen3_moe, mistral, phi, phi3, gpt_oss" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name, (_, found) in REFUSED.items() if found])
 def test_the_probe_refuses(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = refused_model(model_type, monkeypatch)

@@ -80,6 +80,7 @@ def test_trees_are_as_deep_as_the_head_was_trained(
             assert found.num_speculative_tokens == expected[1]
 
 
+@pytest.mark.slow
 def test_an_engine_drafts_trees_of_the_defaults() -> None:
     """The head was trained for K = 6: deeper trees are refused, unless nobody asked for them."""
     llm = LLM(TARGET, speculative_config={"model": HEAD, "parallel_drafting_spec": {}})
@@ -107,6 +108,7 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
     assert SpeculativeConfig(method="ngram").num_drafts == 7
 
 
+@pytest.mark.slow
 def test_every_engine_drafts_so_many() -> None:
     assert with_local_head(SpeculativeConfig(model=HEAD)).num_drafts == 6
     llm = LLM(TARGET, speculative_config={"model": HEAD}, device="cpu")

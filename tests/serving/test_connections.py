@@ -111,6 +111,7 @@ LONG = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True, "stream": Tr
 # ---- connections of a real server ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_silent_connections_beyond_the_limit_leave_room(
     small: LiveServer, opened: contextlib.ExitStack
 ) -> None:
@@ -311,6 +312,7 @@ if __name__ == "__main__":  # not in the engine's process
 """
 
 
+@pytest.mark.slow
 def test_silent_connections_do_not_use_up_the_files(
     tmp_path: Path, opened: contextlib.ExitStack
 ) -> None:
@@ -586,6 +588,7 @@ def hung(tmp_path: Path) -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.mark.slow
 def test_one_signal_ends_it_though_a_template_loops(hung: LiveServer) -> None:
     """All requests that cannot end in time are told, whatever they wait for."""
     with contextlib.ExitStack() as stack:

@@ -91,6 +91,7 @@ def counters(draw: st.DrawFn) -> SpeculationStats:
     return stats
 
 
+@pytest.mark.slow
 @given(counters())
 def test_every_document_keeps_the_specification(stats):
     told = document(stats, ENDPOINT, NOW_MS)

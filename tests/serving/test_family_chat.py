@@ -300,6 +300,7 @@ def test_responses(
         assert str(chat.tokenizer.decode(ids)).endswith(reasoning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SPECIAL)
 def test_every_end_of_an_answer(chats: dict[str, Chat], family: str) -> None:
     """An answer that max_tokens cuts off anywhere is the beginning of the whole one."""

@@ -336,6 +336,7 @@ def looping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
     yield Tokenizer(str(BUNDLED_TARGET), str(template))
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch, looping: Tokenizer) -> None:
     monkeypatch.setattr(tokenizer_file, "most", lambda _: 0.5)
 
@@ -349,6 +350,7 @@ def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch, looping: To
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_file, "_WATCH_S", 0.0005)
     endings: set[str] = set()

@@ -129,6 +129,7 @@ def answer_to(chat: Chat, route: str, body: dict[str, Any]) -> Any:
     return (chat.engine.prompts, chat.engine.params) if chat.engine.prompts else answer
 
 
+@pytest.mark.slow
 def test_neutral_values_change_nothing(chat: Chat) -> None:
     assert len(CASES) > 250
     plain = {route: answer_to(chat, route, body) for route, (_, body) in BODIES.items()}

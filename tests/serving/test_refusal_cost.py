@@ -216,6 +216,7 @@ def test_no_error_shows_much(client: Any, place: tuple[str, tuple[str, ...]], ki
     assert status == 200 or size < MOST_SHOWN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1_000, 60_000])
 def test_what_is_not_in_a_body(client: Any, size: int) -> None:
     long = text(size)

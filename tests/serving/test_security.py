@@ -170,6 +170,7 @@ HOST_TEXT = st.text(st.characters(max_codepoint=255), max_size=30)
 NEAR_HOSTS = st.from_regex(r"(?i)[ @.]?(localhost|127\.0\.0\.1|\[::1\]|[a-f.:]{1,9})[.:@0-9]{0,7}")
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(HOST_TEXT | NEAR_HOSTS.filter(lambda text: all(ord(c) < 256 for c in text)))
 def test_only_allowed_names_pass(host: str) -> None:

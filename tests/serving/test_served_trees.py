@@ -31,6 +31,7 @@ def reports(server: LiveServer, report: bool | str) -> tuple[list[dict[str, Any]
     return [step["speculation"] for step in steps], last["usage"]["speculation"]
 
 
+@pytest.mark.slow
 def test_the_tree_of_a_step_is_reported_where_it_is_asked_for(trees: LiveServer) -> None:
     steps, usage = reports(trees, "trees")
     assert "tree" not in steps[0]  # of the prompt

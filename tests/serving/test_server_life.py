@@ -63,6 +63,7 @@ def test_leaving_frees_everything(server: LiveServer) -> None:
     wait_for(lambda: is_idle(server))
 
 
+@pytest.mark.slow
 def test_two_engines_share_the_work_and_a_lost_one_ends_the_server() -> None:
     options = ("--data-parallel-size", 2, "--device", "cpu", "--on-engine-failure", "exit")
     with running(*options, "--no-speculation", "--no-playground", warm=True) as server:
@@ -79,6 +80,7 @@ def test_two_engines_share_the_work_and_a_lost_one_ends_the_server() -> None:
         assert "the server ends" in server.text
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_so_and_sigterm_lets_requests_finish() -> None:
     with running("--max-num-seqs", 1, "--max-queue", 1, "--no-playground", warm=True) as server:
         with streaming(server), httpx.Client(timeout=1, verify=False) as waiting:

@@ -652,6 +652,7 @@ ALL_PARSERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL_PARSERS)
 @settings(deadline=None, max_examples=80)
 @given(text=outputs(), data=st.data())
@@ -710,6 +711,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDS)
 @settings(deadline=None, max_examples=250)
 @given(data=st.data())
@@ -747,6 +749,7 @@ def account_of(deltas: list[Any]) -> str:
 
 
 # Of XML and of Gemma's notation, arguments are JSON that the parser writes.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted({*ALL_PARSERS} - {"named", "qwen3_coder", "gemma4"}))
 @settings(deadline=None, max_examples=80)
 @given(text=outputs())
@@ -767,6 +770,7 @@ def test_all_text_is_the_arguments_of_a_named_call(text):
 PROSE = st.text(alphabet="ab <_{\n.", max_size=6)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(
     before=PROSE,
@@ -779,6 +783,7 @@ def test_hermes_reads_what_was_written(before, calls, after):
     assert parse(parser_for("hermes", TOOLS), text) == ("".join(kept) or None, calls)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(
     calls=st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=4),

@@ -322,6 +322,7 @@ def test_a_served_request_is_one_span_with_its_phases(server, collector, stream)
     assert children == {"queue", "prefill", "decode"}
 
 
+@pytest.mark.slow
 def test_a_collector_that_hangs_holds_nobody():
     export = pytest.importorskip("opentelemetry.sdk.trace.export")
     released = threading.Event()

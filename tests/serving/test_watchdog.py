@@ -79,6 +79,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_lost_engine_is_replaced() -> None:
     """Stopped in the middle of steps, then while it is idle; then killed: the third crash."""
     with running("--hang-timeout", 1, "--no-playground", warm=True) as server:
@@ -129,6 +130,7 @@ def _ends(server: LiveServer) -> tuple[float, float]:
     return hangs, restarts
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_is_ended() -> None:
     with running("--request-timeout", 0.4, "--no-playground", warm=True) as server:
         clients = [Client(server, stream=stream) for stream in (True, False)]
@@ -159,6 +161,7 @@ def cold() -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.mark.slow
 def test_every_line_of_a_json_log_is_json(cold: LiveServer) -> None:
     """Warnings of the engine too, here that K is more than the head's trained depth."""
     records = [json.loads(line) for line in cold.text.splitlines()]
@@ -229,6 +232,7 @@ async def pool_of(run: Any, *specs: Any, restart: bool = True) -> AsyncIterator[
             await pool.close()
 
 
+@pytest.mark.slow
 def test_a_slow_step_is_no_hang() -> None:
     async def check() -> None:
         async with pool_of(hung_engines.is_slow_once) as pool:
@@ -254,6 +258,7 @@ def test_others_serve_while_an_engine_is_lost() -> None:
     asyncio.run(asyncio.wait_for(check(), 120))
 
 
+@pytest.mark.slow
 def test_what_compiles_is_no_hang_and_what_stands_still_later_is() -> None:
     async def check() -> None:
         async with pool_of(hung_engines.compiles_then_hangs) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ def naive_lookup(history: list[int], k: int, longest: int, shortest: int) -> lis
     return history[best : best + k]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(
     history=st.lists(st.integers(0, 3), min_size=1, max_size=30),

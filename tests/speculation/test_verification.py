@@ -202,6 +202,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_joint_distribution_is_the_targets(case: Case) -> None:
     outcome = simulate(case)
@@ -254,6 +255,7 @@ def surest_of_the_batch(tokens_BK: Tensor, probs_BKV: Tensor) -> Tensor:
 DRAWN = [Case(2, 1.0, parallel=False), Case(3, 1.5, parallel=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DRAWN, ids=str)
 def test_lengths_decided_before_the_draw_keep_the_distribution(case: Case) -> None:
     seen: set[int] = set()
@@ -268,6 +270,7 @@ def test_lengths_decided_before_the_draw_keep_the_distribution(case: Case) -> No
     assert fit(outcome.tokens, exact_distribution(case)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [sure_of_the_draft, surest_of_the_batch])
 def test_lengths_decided_by_the_draw_are_noticed(rule: Lengths) -> None:
     """Both bias the output: what is not verified is drawn anew, and only likely drafts are."""

@@ -123,6 +123,7 @@ def ragged(temperatures: list[float]) -> st.SearchStrategy[Ragged]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperatures", [[0.0], [0.0, 0.5, 1.3]], ids=str)
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
@@ -133,6 +134,7 @@ def test_verification_equals_the_loop(temperatures: list[float], data: st.DataOb
     assert case.run() == case.reference()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(ragged([0.0, 0.5, 1.3]))
 def test_neighbours_with_drawn_drafts_change_nothing(case: Ragged) -> None:

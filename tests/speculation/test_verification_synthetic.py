@@ -56,6 +56,7 @@ class Batch:
         return verify(self.logits_RV, self.rows(), self.sampling, self.probs_BKV, rates_K)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "steps of one sequence"])
 def test_counts_follow_the_rates(kind: str) -> None:
     count = 100_000

@@ -14,6 +14,7 @@ if not SCRIPT.is_file():
     pytest.skip("a source archive has no benchmarks", allow_module_level=True)
 
 
+@pytest.mark.slow
 def test_variants_differ_in_one_thing(
     target_folder: Path,
     responses: Path,

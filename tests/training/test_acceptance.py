@@ -187,6 +187,7 @@ def simulated(
     return served(follows, follows if counted else chances)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, DEPTH])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_text_of_the_temperature_gives_the_acceptance_of_rejection_sampling(
@@ -221,6 +222,7 @@ def test_the_chance_alone_would_judge_drafts_in_contexts_that_they_do_not_make()
     assert conditional[1] == pytest.approx(right, abs=0.02) and abs(wrong - right) > 0.1
 
 
+@pytest.mark.slow
 def test_less_noise_than_by_counting() -> None:
     """The last draft of a chain counts with its chance: of two equal estimates the calmer one."""
     texts = [plain_sampling(400, 1.0, seed) for seed in range(60)]

@@ -37,6 +37,7 @@ def fitting(target: Path, responses: Path, output: Path, head: Path, **changes: 
     return TrainConfig.model_validate({**data, "correction": {"on": head, **FEW, **changes}})
 
 
+@pytest.mark.slow
 def test_it_drafts_better_than_the_head_alone(
     target_folder: Path, responses: Path, head: Path, tmp_path: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_it_drafts_better_than_the_head_alone(
         assert abs(served - promised) < 0.15, correction
 
 
+@pytest.mark.slow
 def test_a_resumed_fit_equals_an_uninterrupted_one(
     target_folder: Path, responses: Path, head: Path, tmp_path: Path
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_resumed_fit_equals_an_uninterrupted_one(
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.slow
 def test_a_correction_that_does_not_help_is_not_written(
     target_folder: Path, responses: Path, head: Path, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_all_processes_take_the_segments_of_the_one_with_least_memory() -> None:
         assert values(run_together(together.segments_chosen, 2, sizes)) == [3, 3]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_path: Path) -> None:
     kinds: list[dict[str, Any]] = [
         {"run": {"segments": 3}},
@@ -142,6 +143,7 @@ def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_pa
 # ---- resuming -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resumed_on_any_number_of_processes(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -184,6 +186,7 @@ def assert_reported_loss(ending: Ending) -> None:
     assert "--resume" in ending.error
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_run_at_once(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -204,6 +207,7 @@ def test_a_process_that_hangs_is_given_up(
     assert_reported_loss(waiting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "full"])
 def test_a_save_that_fails_leaves_the_last_checkpoint(
     target_folder: Path, responses: Path, tmp_path: Path, how: str
@@ -222,6 +226,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(
     assert rest[0]["step"] == 3 and rest[-1]["step"] == STEPS
 
 
+@pytest.mark.slow
 def test_a_death_between_the_renames_of_a_save(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -309,6 +314,7 @@ def write_config(folder: Path, target: Path, responses: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_torchrun_trains_a_head(target_folder: Path, responses: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, target_folder, responses)
     done = subprocess.run(

@@ -92,6 +92,7 @@ def masks(blocks: Tensor, queries: int, keys: int) -> Tensor:
     return blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :queries, :keys]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("segments", [None, 1, 3])
 @pytest.mark.parametrize(("length", "multiple"), [(384, 128), (300, 1), (700, 128)])

@@ -46,6 +46,7 @@ def target_rows(target: Path, trainer: Trainer) -> dict[str, Tensor]:
     return {ENDS[0]: embedding, ENDS[1]: stored.get("lm_head.weight", embedding)[ids]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [{"name": "peagle"}, {"name": "eagle3", "depth": 3}], ids=lambda m: m["name"]
 )
@@ -136,6 +137,7 @@ def test_a_narrow_head_has_no_rows_of_the_target(
 # ---- what is stored -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [{"name": "peagle"}, {"name": "eagle3", "depth": 3}])
 def test_a_head_without_its_ends_serves_as_validated(
     target_folder: Path, responses: Path, tmp_path: Path, method: dict[str, Any]
@@ -169,6 +171,7 @@ def test_a_head_without_its_ends_serves_as_validated(
     assert abs(served - promised) < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_run_goes_on_from_a_compact_head(
     target_folder: Path, responses: Path, tmp_path: Path, quantization: Any
@@ -196,6 +199,7 @@ def test_a_run_goes_on_from_a_compact_head(
         assert set(ENDS) <= set(stored) if name == "free" else not set(ENDS) & set(stored)
 
 
+@pytest.mark.slow
 def test_ends_of_an_init_head_that_are_not_the_targets_are_stored(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def stored(store: Path, **changes: Any) -> dict[str, Any]:
     return {"features": store, "validation_features": store, **changes}
 
 
+@pytest.mark.slow
 def test_stored_features_give_the_run_of_the_live_target(
     target_folder: Path, responses: Path, store: Path, tmp_path: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_stored_features_give_the_run_of_the_live_target(
     assert output.token_ids, "the head of a run from a store serves its target"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_from_a_store_goes_on(
     target_folder: Path, responses: Path, store: Path, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def elements_of(batch: Batch) -> Counter[Element]:
     return found
 
 
+@pytest.mark.slow
 @given(st.lists(conversations(), min_size=1, max_size=4), st.integers(3, 60), st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
 def test_the_supervised_elements_are_those_of_separate_rows(

@@ -35,6 +35,7 @@ def same_weights(one: Path, other: Path) -> bool:
     return left.keys() == right.keys() and all(torch.equal(x, right[n]) for n, x in left.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_a_run_by_time_is_the_run_of_that_many_steps(
     target_folder: Path, responses: Path, tmp_path: Path, method: str
@@ -64,6 +65,7 @@ def test_a_run_by_time_is_the_run_of_that_many_steps(
         assert [one[name] for one in ours] == [one[name] for one in theirs]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_planned_steps(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_resumed_run_keeps_the_planned_steps(
     assert Trainer(longer).run(resume=True)["steps"] == 14
 
 
+@pytest.mark.slow
 def test_long_steps_are_measured_once_and_short_ones_more_often(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def told(trainer: Trainer, **options: bool) -> list[str]:
     return [str(one.message) for one in caught]
 
 
+@pytest.mark.slow
 def test_a_run_warns_before_it_starts_and_so_does_its_plan(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_run_warns_before_it_starts_and_so_does_its_plan(
     assert told(Trainer(other), resume=True) == []
 
 
+@pytest.mark.slow
 def test_a_run_warns_once_of_a_validation_that_gets_worse(
     target_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

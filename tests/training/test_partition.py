@@ -147,6 +147,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         torch.testing.assert_close(gradient, second[name], atol=1e-9, rtol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("segments", [1, 2, 3, 8, 60])
 def test_gradients_equal_those_of_one_pass(segments: int, recompute: bool) -> None:

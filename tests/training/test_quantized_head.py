@@ -48,6 +48,7 @@ def masters_of(trainer: Trainer) -> dict[str, Tensor]:
 # ---- what is trained is what is stored ------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "changes"),
     [
@@ -96,6 +97,7 @@ def test_the_file_holds_the_weights_of_the_training(
     assert record["config"]["head"]["int8_layers"] == list(head.get("int8_layers", ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [INT4, MIXED, {"quantization": "int8"}], ids=str)
 def test_weights_are_rounded_as_by_peagle_convert(
     target_folder: Path, responses: Path, tmp_path: Path, head: dict[str, Any]
@@ -144,6 +146,7 @@ def test_gradients_go_to_the_masters_as_if_nothing_were_rounded(
         torch.testing.assert_close(moved, expected, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_validation_is_of_the_head_that_is_saved(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +163,7 @@ def test_validation_is_of_the_head_that_is_saved(
 # ---- resuming, processes, memory ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     target_folder: Path, responses: Path, tmp_path: Path, precision: str
@@ -198,6 +202,7 @@ def test_old_checkpoints_lack_the_options() -> None:
     assert found == {**plain, **MIXED, "int8_layers": ["q_proj", "fc"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "run"),
     [
@@ -242,6 +247,7 @@ WHOLE: dict[str, Any] = {"int8_layers": (), "group_size": 32}
 # ---- beside other options -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_correction_sees_the_rounded_head(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

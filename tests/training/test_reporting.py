@@ -178,6 +178,7 @@ def kept(folder: Path) -> torch.Tensor:
 RISE_AND_FALL = {2: 1.5, 4: 1.9, 6: 1.7, 8: 1.9, 10: 1.6, 12: 1.2}
 
 
+@pytest.mark.slow
 def test_the_best_head_is_kept(target_folder: Path, responses: Path, tmp_path: Path) -> None:
     """Of steps 4 and 8, equal in acceptance, the one with the lower loss."""
     trainer = scripted(RISE_AND_FALL)(
@@ -206,6 +207,7 @@ def test_without_validation_the_newest_head_is_kept(
     assert torch.equal(kept(tmp_path), trainer.drafter.fc.weight)
 
 
+@pytest.mark.slow
 def test_patience_ends_the_run(target_folder: Path, responses: Path, tmp_path: Path) -> None:
     script = {**RISE_AND_FALL, 8: 1.8}
     config = make_config(target_folder, responses, tmp_path, **twelve_steps(select_k=2, patience=2))
@@ -226,6 +228,7 @@ def test_patience_ends_the_run(target_folder: Path, responses: Path, tmp_path: P
     assert steps_of(tmp_path, "train") == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_the_best_head_and_repeats_no_line(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

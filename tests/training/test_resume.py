@@ -127,6 +127,7 @@ def test_a_target_that_moved_resumes(
     assert resume(trained(tmp_path / "one", target=tmp_path / "elsewhere"))["steps"] == 3
 
 
+@pytest.mark.slow
 def test_stored_features_are_compared_by_their_index(
     trained: Callable[..., TrainConfig], target_folder: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         Trainer(config)
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_while_training_runs_is_noticed_when_it_resumes(
     trained: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
@@ -239,6 +241,7 @@ def test_the_head_of_the_checkpoint_is_written_again(
     assert head.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_head_that_is_not_the_best_one_is_told(target_folder: Path, tmp_path: Path) -> None:
     """The best head is of an earlier step than the checkpoint, which cannot bring it back."""
     train = write_rows(tmp_path / "train.jsonl", rows(1))
@@ -263,6 +266,7 @@ def test_a_head_that_is_not_the_best_one_is_told(target_folder: Path, tmp_path: 
     assert head.read_bytes() == spoilt
 
 
+@pytest.mark.slow
 def test_a_correction_that_is_gone_is_written_again(
     target_folder: Path, tmp_path: Path, responses: Path
 ) -> None:

@@ -86,6 +86,7 @@ def train_forward(folder: Path, tokens: list[int], drafter: Any) -> dict[tuple[i
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 @pytest.mark.parametrize("options", HEADS, ids=str)
 def test_training_forward_equals_the_engines_drafter_pass(

@@ -58,6 +58,7 @@ def assert_step(folder: Path, step: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(found.values(), expected, strict=True))
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_step_of_a_save_leaves_a_checkpoint(tmp_path: Path) -> None:
     folder, before = tmp_path / "run" / "checkpoint", tmp_path / "before"
     Run().move(1).save(before / "checkpoint", 1)
@@ -78,6 +79,7 @@ def test_a_crash_at_any_step_of_a_save_leaves_a_checkpoint(tmp_path: Path) -> No
     assert_step(folder, 2)
 
 
+@pytest.mark.slow
 def test_a_crash_in_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     prepare, run = (lambda: shutil.rmtree(folder, ignore_errors=True)), Run().move(1)

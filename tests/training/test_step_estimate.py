@@ -85,6 +85,7 @@ def coming(memory: StepMemory) -> int:
     return sum(size for name, size in memory.parts.items() if name not in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_peak_of_a_step(case: Case) -> None:
     measured = Running(case).peak()
@@ -102,6 +103,7 @@ def test_peak_of_a_large_lm_head(segments: int, rows: int) -> None:
     assert 0.99 < estimated / Running(case).peak() < 1.25
 
 
+@pytest.mark.slow
 def test_segments_and_recomputation_save_what_they_say() -> None:
     """Not only the sums: what two ways of the same step differ by."""
     measured, estimated = [], []
@@ -238,6 +240,7 @@ WORK: dict[str, Case] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WORK.values(), ids=WORK)
 def test_products_of_a_step(case: Case) -> None:
     running = Running(case)

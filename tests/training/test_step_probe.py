@@ -130,6 +130,7 @@ def test_a_resumed_run_tries_nothing_cheaper_than_its_own_way() -> None:
     assert choose(shape, ample, stored=(4, False), segments=2).segments == 2
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_segments(target_folder: Path, responses: Path, tmp_path: Path) -> None:
     def trainer(**run: Any) -> Trainer:
         changes = twelve_steps(**run)
@@ -155,6 +156,7 @@ def estimate_of(trainer: Trainer, segments: int) -> int:
     return total(StepShape(config, head, target, batch, trainer.device), segments, False)
 
 
+@pytest.mark.slow
 def test_a_probe_changes_nothing(
     target_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

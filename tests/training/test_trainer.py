@@ -19,6 +19,7 @@ from peagle.training.trainer import Trainer, TrainingStopped
 from tests.training.runs import make_config, read_checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -68,6 +69,7 @@ def test_training_learns_and_the_head_serves(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "optimizer", "run", "head"),
     [
@@ -116,6 +118,7 @@ def test_resumed_run_equals_uninterrupted_run(
     assert 4 % per_epoch and 4 < per_epoch < 12, "from the midst of an epoch into the next"
 
 
+@pytest.mark.slow
 def test_seed_decides_the_run(target_folder: Path, responses: Path, tmp_path: Path) -> None:
     heads = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -128,6 +131,7 @@ def test_seed_decides_the_run(target_folder: Path, responses: Path, tmp_path: Pa
     assert not torch.equal(heads[0]["fc.weight"], heads[2]["fc.weight"])
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
     target_folder: Path, responses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +159,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     assert json.loads((tmp_path / "checkpoint" / "state.json").read_text())["step"] == 8
 
 
+@pytest.mark.slow
 def test_resume_refuses_another_configuration(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -177,6 +182,7 @@ def test_resume_refuses_another_configuration(
         Trainer(nowhere).run(resume=True)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_have_more_steps_or_fewer(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +224,7 @@ def test_draft_vocabulary_is_the_most_frequent_response_tokens(
     assert torch.equal(trainer.drafter.lm_head.weight, trainer.target.lm_head_weight()[ids])
 
 
+@pytest.mark.slow
 def test_a_requested_stop_saves_the_step_at_hand(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
@@ -236,6 +243,7 @@ def test_a_requested_stop_saves_the_step_at_hand(
     assert next(e["step"] for e in resumed.history.entries if e["kind"] == "train") == 8
 
 
+@pytest.mark.slow
 def test_a_partitioned_run_is_the_run_in_one_pass(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

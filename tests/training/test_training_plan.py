@@ -121,6 +121,7 @@ def test_memory_decides_segments(config: TrainConfig) -> None:
     assert plan_of(config, run=fixed).problem
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_segments_that_fit(config: TrainConfig, tmp_path: Path) -> None:
     ample = make_plan(config)
     budget = (ample.by_segments[2].total + 1) / GIB

@@ -55,6 +55,7 @@ def sampled(sharp_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     return train, write_rows(folder / "other.jsonl", sampled_responses(llm, 120, seed=1_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_sampled_acceptance_is_what_serving_gives(
     sharp_target: Path, sampled: tuple[Path, Path], tmp_path: Path, method: str

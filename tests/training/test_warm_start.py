@@ -540,6 +540,7 @@ def train(
     return [report for report in reports if report.kind == "validation"][-1]
 
 
+@pytest.mark.slow
 def test_a_head_goes_on_for_a_fine_tuned_target(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

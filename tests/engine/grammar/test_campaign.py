@@ -17,6 +17,7 @@ SPECULATIVE: dict[str, Any] = {"model": str(BUNDLED_PEAGLE), "num_speculative_to
 NUM = 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculative", [None, SPECULATIVE], ids=["plain", "drafts"])
 def test_finished_outputs_are_valid(
     campaign: ModuleType, speculative: dict[str, Any] | None

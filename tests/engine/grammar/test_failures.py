@@ -121,6 +121,7 @@ CASES += [("peagle", fault) for fault in FAULTS if fault != "refuses"]
 CASES += [("trees", "has no mask"), ("trees", "cannot go back"), ("plain", "has no end")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault"), CASES)
 def test_a_fault_ends_its_request_alone(
     name: str, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +141,7 @@ def test_a_fault_ends_its_request_alone(
     assert (again.token_ids, again.error) == (check_alone[faulty].token_ids, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fault"), [("plain", "refuses"), ("peagle", "has no mask"), ("trees", "refuses")]
 )
@@ -170,6 +172,7 @@ def test_text_before_a_stop_string_stands(monkeypatch: pytest.MonkeyPatch) -> No
     assert outputs[0].text == whole[:3]
 
 
+@pytest.mark.slow
 def test_drafts_that_a_grammar_refuses_are_not_verified() -> None:
     """A step that ran as a graph leaves such drafts on its sequences."""
     llm = make_llm("peagle")

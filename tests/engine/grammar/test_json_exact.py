@@ -112,6 +112,7 @@ def is_valid(value: Any, schema: Any) -> bool:
     return Draft202012Validator(schema, format_checker=checker).is_valid(value)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**20))
 def test_every_sample_is_valid(compiler, schema, seed):
@@ -177,6 +178,7 @@ def instances(draw, schema) -> Any:
     }.get(kind if isinstance(kind, str) else "", True)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_what_is_valid_is_admitted_compact_and_indented(compiler, data):
@@ -215,6 +217,7 @@ def test_a_gap_is_a_blank_or_a_newline_and_its_indent(compiler, blanks):
     assert not admits(compiler, {"properties": {"a": True}}, f'{{"a":{blanks}1}}')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "admitted", "refused"),
     [
@@ -340,6 +343,7 @@ def test_formats(compiler, name, admitted, refused):
     assert not any(admits(compiler, schema, json.dumps(text)) for text in refused)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     texts=st.lists(

@@ -54,10 +54,12 @@ def test_waiting_costs_nothing() -> None:
     assert Held(lambda: time.sleep(0.5)).used_s() < 0.2
 
 
+@pytest.mark.slow
 def test_its_own_work_counts() -> None:
     assert 0.3 <= Held(lambda: burn(0.3)).used_s() < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart on Linux only")
 def test_threads_that_it_starts_count_and_no_others() -> None:
     ended = threading.Event()

@@ -268,6 +268,7 @@ OUTPUTS = st.sampled_from([None, *map(encode, ["", "(", "((a)", "(a)"])])
 DRAFT = st.lists(st.sampled_from([*encode("(()))ab!"), EOS, 1, VOCAB_SIZE - 1]), max_size=7)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(batch=st.lists(st.tuples(OUTPUTS, DRAFT), min_size=1, max_size=4))
 def test_preparing_equals_rebuilding_every_row(compiler, batch):
@@ -288,6 +289,7 @@ def test_preparing_equals_rebuilding_every_row(compiler, batch):
     assert [None if s is None else allowed(s) for s in states] == before
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.lists(st.tuples(OUTPUTS, DRAFT.filter(lambda t: len(t) > 3)), min_size=1, max_size=4),

@@ -57,6 +57,7 @@ def outputs_of(llm: LLM, budget_s: float | None, temperature: float = 0.0) -> li
     return [found[index] for index in range(len(PROMPTS))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "temperature"),
     # Drawn tokens depend on the drafts beside them, and a busy grammar ends drafting.
@@ -110,6 +111,7 @@ def burning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GrammarCompiler, "start", marked)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("burning")
 def test_beyond_the_budget_one_request_ends_alone() -> None:
     llm = make_llm(SPECULATIVE["peagle"])
@@ -124,6 +126,7 @@ def test_beyond_the_budget_one_request_ends_alone() -> None:
             assert (one.token_ids, one.error) == (other.token_ids, None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("burning")
 def test_such_a_structure_is_refused_the_next_time() -> None:
     llm = make_llm()
@@ -159,6 +162,7 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_one_that_takes_long_holds_up_nobody() -> None:
     budget = StepBudget(100.0)
     spenders = [Spender(0.0), Spender(0.5), Spender(0.0), Spender(0.0)]
@@ -178,6 +182,7 @@ def test_one_that_takes_long_holds_up_nobody() -> None:
     assert slow.spent_s >= 0.5 and not slow.is_over_budget
 
 
+@pytest.mark.slow
 def test_only_so_many_go_on_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_budget, "_MOST_BESIDE", 1)
     budget = StepBudget(100.0)
@@ -217,6 +222,7 @@ def test_an_error_stays_with_its_spender(seconds: float | None) -> None:
     assert [spender.is_free for spender in spenders] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_an_error_beside_the_engine_stays_with_its_spender() -> None:
     def work(index: int, spender: Any) -> None:
         spender.burn()

@@ -52,6 +52,7 @@ def every_path(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pruned", [False, True], ids=["whole vocabulary", "pruned"])
 @pytest.mark.parametrize(("pattern", "text"), CASES)
 def test_trees_are_the_most_probable_allowed_paths(

@@ -100,6 +100,7 @@ PIECES = [
 pieces = st.sampled_from(PIECES)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.lists(pieces, max_size=25).map("".join))
 def test_any_text_is_checked_or_left_to_the_compiler(source: str) -> None:
@@ -109,6 +110,7 @@ def test_any_text_is_checked_or_left_to_the_compiler(source: str) -> None:
         assert str(error).endswith((".", "+."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
