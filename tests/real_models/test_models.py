@@ -31,7 +31,7 @@ TOLERANCE = 1e-3
 MOST_PARTED = 1
 # Acceptance length of each head at K = 7, 64 tokens behind each of the dozen prompts.
 K, ACCEPTANCE_TOKENS = 7, 64
-RECORDED: dict[str, float] = {}
+RECORDED = {"smollm2": 2.399, "smollm2-eagle3": 2.295}
 CONVERSATIONS = [
     [("user", "What is a prime number?")],
     [("system", "Answer in one word."), ("user", "  Is 7 prime?\n")],
@@ -106,15 +106,11 @@ def test_conversations_are_rendered_as_by_transformers(model: RealModel, tokeniz
         assert render_chat(ours, messages) == list(theirs)
 
 
-@pytest.mark.parametrize("head", ["smollm2", "smollm2-eagle3"])
+@pytest.mark.parametrize("head", RECORDED)
 def test_heads_accept_as_recorded(head: str) -> None:
-    folder = FOLDERS["draft"][head]
-    if not (folder / "config.json").is_file():
-        pytest.skip(f"the head {head} does not ship yet: {str(folder)!r} is not there")
     if reason := why_not(SMOLLM2.wheels):
         pytest.skip(reason)
-    length = acceptance_length(str(folder))
-    assert head in RECORDED, f"no figure is recorded for {head}; measured: {length:.3f}"
+    length = acceptance_length(str(FOLDERS["draft"][head]))
     assert length == pytest.approx(RECORDED[head], rel=0.02)
 
 
