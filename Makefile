@@ -77,10 +77,10 @@ test-vllm: $(VLLM_STAMP)
 endif
 test-vllm: $(DEV_ENV) ## Hold our heads against real vLLM, installed in .venv-vllm (3.5 GB)
 	OMP_NUM_THREADS=1 PEAGLE_VLLM_PYTHON=$(PEAGLE_VLLM_PYTHON) \
-		$(PY) -m pytest -m vllm --durations=10 tests/interop $(PYTEST_ARGS)
+		$(PY) -m pytest -m vllm --durations=10 -o faulthandler_timeout=3600 tests/interop $(PYTEST_ARGS)
 
 test-models: $(DEV_ENV) ## Hold real models, which are fetched, against transformers
-	$(PY) -m pytest -m models --durations=10 tests/real_models $(PYTEST_ARGS)
+	$(PY) -m pytest -m models --durations=10 -o faulthandler_timeout=3600 tests/real_models $(PYTEST_ARGS)
 
 lint: $(DEV_ENV) ## Check style, formatting and types
 	$(PY) -m ruff check .
