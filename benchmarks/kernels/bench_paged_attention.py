@@ -29,9 +29,9 @@ from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
 from peagle.environment import environment
+from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.paged_attention import (
     AttentionShape,
-    DeviceLimits,
     PagedAttentionConfig,
     Workspace,
     choose_config,

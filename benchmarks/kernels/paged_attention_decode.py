@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.kv_write import kv_write
+from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.paged_attention import (
     AttentionShape,
-    DeviceLimits,
     NewKeyValues,
     PagedAttentionConfig,
     Workspace,

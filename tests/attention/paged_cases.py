@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.attention import ALL_BEFORE, AttentionMetadata, LayerKVCache, TorchAttention, TreeMask
-from peagle.kernels.trees import row_depths
+from peagle.kernels.paths import row_depths
 
 FP8 = torch.float8_e4m3fn
 SCALING = 0.17

@@ -25,7 +25,8 @@ from peagle.attention.triton_backend import (
 )
 from peagle.errors import UserError
 from peagle.kernels.kv_write import kv_write
-from peagle.kernels.paged_attention import AttentionShape, DeviceLimits, PagedAttentionConfig
+from peagle.kernels.launch import DeviceLimits
+from peagle.kernels.paged_attention import AttentionShape, PagedAttentionConfig
 from peagle.models.target import TargetModel
 from tests.attention.paged_cases import FP8, SCALING, PagedCase
 

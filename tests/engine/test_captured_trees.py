@@ -24,7 +24,8 @@ from peagle.engine.grammar import GrammarState
 from peagle.engine.graph_runner import Flight, GraphRunner, RowTokens
 from peagle.engine.sequence import SequenceStatus
 from peagle.kernels.kv_moves import SlotMoves
-from peagle.kernels.trees import TreePaths, count_nodes
+from peagle.kernels.paths import TreePaths
+from peagle.kernels.trees import count_nodes
 from peagle.speculation import Drafts
 from tests.engine.engines import replant
 

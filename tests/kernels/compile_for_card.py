@@ -40,13 +40,9 @@ from peagle.kernels import (
     verify_triton,
 )
 from peagle.kernels.experts import GroupedConfig, max_registers
+from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.packed_weights import FORMATS
-from peagle.kernels.paged_attention import (
-    MAX_WRITE_ROWS,
-    AttentionShape,
-    DeviceLimits,
-    choose_config,
-)
+from peagle.kernels.paged_attention import MAX_WRITE_ROWS, AttentionShape, choose_config
 from peagle.kernels.random import Purpose
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from peagle.attention import LayerKVCache
 from peagle.kernels.kv_write import kv_write
-from peagle.kernels.launch import arrivals
+from peagle.kernels.launch import DeviceLimits, arrivals
 from peagle.kernels.paged_attention import (
     MAX_WRITE_ROWS,
     AttentionShape,
-    DeviceLimits,
     NewKeyValues,
     PagedAttentionConfig,
     Workspace,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.paged_attention import (
     MAX_FLOAT32_HEAD_DIM,
     AttentionShape,
-    DeviceLimits,
     QueryTiles,
     choose_config,
     paged_attention,

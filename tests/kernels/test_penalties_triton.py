@@ -9,7 +9,7 @@ import torch
 
 from peagle.kernels.logits import apply_penalties
 from peagle.kernels.logits_rules import LogitsRules, PaddedRows, PaddedTreeRows, TokenCounts
-from peagle.kernels.trees import TreePaths
+from peagle.kernels.paths import TreePaths
 from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
 
 pytest.importorskip("triton", reason="needs triton")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.batches import TargetBatch
-from peagle.kernels.trees import TreePaths, path_rows
+from peagle.kernels.paths import TreePaths, path_rows
 from tests.kernels.devices import DEVICES
 
 pytest.importorskip("triton")

@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.kernels.kv_moves import SlotMoves
+from peagle.kernels.kv_moves import SlotMoves, move_slots
+from peagle.kernels.paths import TreePaths, path_rows
 from peagle.kernels.trees import (
     Children,
-    TreePaths,
     after_slots,
     best_first_trees,
     count_nodes,
-    move_slots,
-    path_rows,
     searched_trees,
 )
 from tests.kernels.devices import DEVICES

@@ -17,11 +17,11 @@ from torch import Tensor
 from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions
 from peagle.errors import UserError
 from peagle.kernels.kv_write import kv_write
+from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.paged_attention import (
     MAX_FLOAT32_HEAD_DIM,
     MAX_HEAD_DIM,
     AttentionShape,
-    DeviceLimits,
     NewKeyValues,
     PagedAttentionConfig,
     Workspace,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.trees import path_nodes, row_depths
+from peagle.kernels.paths import path_nodes, row_depths
 
 
 class DraftTree(NamedTuple):

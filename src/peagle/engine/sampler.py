@@ -18,7 +18,7 @@ from peagle.engine.sequence import Sequence
 from peagle.kernels.logits import process_logits
 from peagle.kernels.logits_rules import LogitsRules, TreeRows, VerificationRows, context_tails
 from peagle.kernels.logprobs import TokenLogprobs, token_logprobs
-from peagle.kernels.trees import TreePaths
+from peagle.kernels.paths import TreePaths
 from peagle.kernels.upload import upload_ints, upload_together
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 

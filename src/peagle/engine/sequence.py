@@ -12,7 +12,7 @@ from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.logprobs import PromptLogprobs, TokenLogprobs
-from peagle.kernels.trees import path_nodes
+from peagle.kernels.paths import path_nodes
 
 
 class SequenceStatus(Enum):

@@ -39,9 +39,9 @@ from peagle.kernels.logits_rules import (
 )
 from peagle.kernels.logprobs import TokenLogprobs, read_logprobs
 from peagle.kernels.logprobs_triton import tabulate_logprobs
+from peagle.kernels.paths import TreePaths
 from peagle.kernels.penalties_triton import penalise
 from peagle.kernels.step_state import StepRecord, StepState
-from peagle.kernels.trees import TreePaths
 from peagle.kernels.upload import upload, upload_ints
 from peagle.kernels.verify_triton import SequenceSampling, VerifyScratch, own_tokens
 

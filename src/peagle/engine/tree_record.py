@@ -17,8 +17,8 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.engine.stats import NUM_CALIBRATION_BINS, Calibration
+from peagle.kernels.paths import row_depths
 from peagle.kernels.survival import MOST_CERTAIN, Survival, score_logits
-from peagle.kernels.trees import row_depths
 from peagle.kernels.upload import upload
 
 # Trees that are learnt from at once, and most of a step that are looked at: more say little that

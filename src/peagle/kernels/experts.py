@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.launch import MAX_ARRIVALS, arrivals, launch, power_of_two
+from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, launch, power_of_two
 from peagle.kernels.packed_weights import FORMATS, FOUR_BIT_FORMATS, STEP, PackedWeight
-from peagle.kernels.paged_attention import DeviceLimits
 from peagle.kernels.unpacking import (
     can_use_assembly,
     has_assembly,

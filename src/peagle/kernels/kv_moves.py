@@ -1,4 +1,4 @@
-"""Slots of many KV caches moved in one launch.
+"""Slots of many KV caches moved, in plain torch or in one launch.
 
 Shapes: B sequences, D slots that may move of each.
 """
@@ -13,6 +13,19 @@ from torch import Tensor
 from peagle.kernels.launch import launch, power_of_two
 
 _BYTES_AT_ONCE = 2048  # of a slot, which a program moves
+
+
+def move_slots(caches: Iterable[Tensor], from_BD: Tensor, to_BD: Tensor) -> None:
+    """Copy slots within caches, all of a cache read before one is written.
+
+    Args:
+        caches: [slots, ...] each, of any types, as many slots in all.
+        from_BD, to_BD: int64, slots; -1 is the last one, which is scrap.
+    """
+    caches = list(caches)
+    source_X, target_X = (slots.flatten() % len(caches[0]) for slots in (from_BD, to_BD))
+    for cache in caches:
+        cache.index_copy_(0, target_X, cache[source_X])
 
 
 class SlotMoves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,24 @@ import torch
 from torch import Tensor
 
 MAX_ARRIVALS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What a launch is configured by: multiprocessors, and shared memory of one program."""
+
+    num_sms: int
+    shared_bytes: int
+
+    @staticmethod
+    @cache
+    def of(device: torch.device) -> DeviceLimits:
+        """Return the limits of a device; for a CPU, those of a small imaginary card."""
+        if device.type != "cuda":
+            return DeviceLimits(num_sms=8, shared_bytes=100_000)
+        found = torch.cuda.get_device_properties(device)
+        shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+        return DeviceLimits(found.multi_processor_count, shared)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

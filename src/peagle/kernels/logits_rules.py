@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from peagle.kernels.trees import TreePaths
+from peagle.kernels.paths import TreePaths
 from peagle.kernels.upload import upload_ints
 
 NO_TOKEN = -1

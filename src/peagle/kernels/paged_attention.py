@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from peagle.kernels.kv_write import kernel_view
-from peagle.kernels.launch import MAX_ARRIVALS, arrivals, power_of_two
+from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, power_of_two
 
 MAX_HEAD_DIM = 512
 MAX_FLOAT32_HEAD_DIM = 256  # beyond, no tile of it fits the shared memory of small cards
@@ -55,24 +54,6 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads of a key/value head."""
         return self.num_heads // self.num_kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLimits:
-    """What the configuration depends on: multiprocessors, and shared memory of one program."""
-
-    num_sms: int
-    shared_bytes: int
-
-    @staticmethod
-    @cache
-    def of(device: torch.device) -> DeviceLimits:
-        """Return the limits of a device; for a CPU, those of a small imaginary card."""
-        if device.type != "cuda":
-            return DeviceLimits(num_sms=8, shared_bytes=100_000)
-        found = torch.cuda.get_device_properties(device)
-        shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-        return DeviceLimits(found.multi_processor_count, shared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.launch import MAX_ARRIVALS, arrivals, power_of_two
-from peagle.kernels.paged_attention import DeviceLimits
+from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, power_of_two
 
 Kind = Literal["xw", "wx", "gemv"]
 KINDS: tuple[str, ...] = get_args(Kind)

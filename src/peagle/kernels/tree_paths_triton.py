@@ -1,6 +1,6 @@
 """The rows of candidate trees in a captured step: who sees whom, and the accepted path.
 
-The reference is `peagle.kernels.trees.TreePaths`, with `path_rows`.
+The reference is `peagle.kernels.paths.TreePaths`, with `path_rows`.
 
 Shapes: B sequences, N nodes of a tree, D most nodes on a path, T packed rows, X = T + 1.
 """

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.logits_rules import TreeRows, VerificationRows
+from peagle.kernels.paths import path_rows
 from peagle.kernels.random import Purpose, of_step, uniform
 from peagle.kernels.sampling import probs_from_logits, sample_from_weights
-from peagle.kernels.trees import path_rows
 
 
 @dataclass(frozen=True, slots=True)
