@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from peagle.kernels.experts import ExpertWeights, Gate
-from peagle.kernels.packed_weights import STEP, TILE, Format, PackedWeight, make_fp8
+from peagle.kernels.linear.experts import ExpertWeights, Gate
+from peagle.kernels.linear.packed_weights import STEP, TILE, Format, PackedWeight, make_fp8
 from peagle.models.checkpoint import save_drafter
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.packed_layers import (

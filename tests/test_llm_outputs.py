@@ -21,7 +21,7 @@ from peagle.engine.requests import word_ids
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.engine_backend import measure
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.messages import ChatMessage
 from peagle.models.target import TargetModel
 from tests.conftest import byte_tokenizer, make_target_folder

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.environment import environment
-from peagle.kernels.experts import (
+from peagle.kernels.linear.experts import (
     Gate,
     GroupedConfig,
     Kind,
@@ -39,8 +39,8 @@ from peagle.kernels.experts import (
     grouped_product_reference,
     plan_tiles,
 )
-from peagle.kernels.packed_weights import Format
-from peagle.kernels.unpacking import unpack
+from peagle.kernels.linear.packed_weights import Format
+from peagle.kernels.linear.unpacking import unpack
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shapes import random_weight

@@ -29,14 +29,14 @@ from torch import Tensor
 
 from peagle.attention import AttentionMetadata, LayerKVCache, TorchAttention
 from peagle.environment import environment
-from peagle.kernels.launch import DeviceLimits
-from peagle.kernels.paged_attention import (
+from peagle.kernels.attention.paged_attention import (
     AttentionShape,
     PagedAttentionConfig,
     Workspace,
     choose_config,
     paged_attention,
 )
+from peagle.kernels.launch import DeviceLimits
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16

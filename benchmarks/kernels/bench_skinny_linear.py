@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.environment import environment
-from peagle.kernels.skinny_linear import (
+from peagle.kernels.linear.skinny_linear import (
     H100_SHARED_BYTES,
     Kind,
     SkinnyConfig,

@@ -21,11 +21,12 @@ import torch
 import triton
 from torch import Tensor
 
-from peagle.kernels import batches_triton, sampling_triton, verify_triton
-from peagle.kernels.batches import DraftBatch, TargetBatch
-from peagle.kernels.logits_rules import VerificationRows
-from peagle.kernels.sampling import probs_from_logits
-from peagle.kernels.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.drafts import batches_triton
+from peagle.kernels.drafts.batches import DraftBatch, TargetBatch
+from peagle.kernels.drafts.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.sampling import probabilities_triton, verify_triton
+from peagle.kernels.sampling.logits_rules import VerificationRows
+from peagle.kernels.sampling.probabilities import probs_from_logits
 from peagle.speculation.verification import SamplingTensors, verify
 
 VOCAB = 151_936
@@ -123,7 +124,7 @@ class Step:
 
     def stats(self) -> None:
         s = self.sampling
-        sampling_triton.row_stats(
+        probabilities_triton.row_stats(
             self.logits,
             self.sequences,
             s.temperature_B,

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.kernels.kv_write import kv_write
-from peagle.kernels.launch import DeviceLimits
-from peagle.kernels.paged_attention import (
+from peagle.kernels.attention.kv_write import kv_write
+from peagle.kernels.attention.paged_attention import (
     AttentionShape,
     NewKeyValues,
     PagedAttentionConfig,
@@ -30,6 +29,7 @@ from peagle.kernels.paged_attention import (
     choose_config,
     paged_attention,
 )
+from peagle.kernels.launch import DeviceLimits
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16

@@ -21,7 +21,7 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.placement import choose_threads, load_target
 from peagle.engine.requests import Prompt, Requests
 from peagle.errors import CheckpointError, UserError
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.messages import ChatMessage, Message
 from peagle.models.end_tokens import eos_token_ids
 from peagle.models.loading import resolve_model, with_local_head

@@ -24,9 +24,9 @@ from peagle.attention.triton_backend import (
     check_layer,
 )
 from peagle.errors import UserError
-from peagle.kernels.kv_write import kv_write
+from peagle.kernels.attention.kv_write import kv_write
+from peagle.kernels.attention.paged_attention import AttentionShape, PagedAttentionConfig
 from peagle.kernels.launch import DeviceLimits
-from peagle.kernels.paged_attention import AttentionShape, PagedAttentionConfig
 from peagle.models.target import TargetModel
 from tests.attention.paged_cases import FP8, SCALING, PagedCase
 

@@ -24,7 +24,8 @@ from peagle.engine.memory_plan import (
     size_text,
 )
 from peagle.errors import UserError
-from peagle.kernels import experts, kv_write, unpacking
+from peagle.kernels.attention import kv_write
+from peagle.kernels.linear import experts, unpacking
 from peagle.models import skinny
 from peagle.models.head_json import default_depth
 from tests.docs.pages import ROOT

@@ -22,7 +22,7 @@ from peagle.engine.graph_runner import RowDrafts, RowTokens, buckets
 from peagle.engine.model_runner import TargetPass
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
-from peagle.kernels.survival import Survival
+from peagle.kernels.trees.survival import Survival
 from peagle.speculation import Drafts, TargetStep
 
 VOCAB = 11

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from peagle import LLM, SamplingParams
 from peagle.config.structured import StructuredOutput
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.speculation import Drafts, TargetStep
 from peagle.speculation.proposers import DraftConstraint
 from tests.conftest import make_target_folder

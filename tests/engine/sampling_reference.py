@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from peagle.config import SamplingParams
-from peagle.kernels.random import DRAWS_PER_STEP, Purpose, uniform
+from peagle.kernels.sampling.random import DRAWS_PER_STEP, Purpose, uniform
 from tests.speculation.block_reference import accept_block
 from tests.speculation.test_verification import probabilities
 

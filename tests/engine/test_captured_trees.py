@@ -23,9 +23,9 @@ from peagle.config import StructuredOutput
 from peagle.engine.grammar import GrammarState
 from peagle.engine.graph_runner import Flight, GraphRunner, RowTokens
 from peagle.engine.sequence import SequenceStatus
-from peagle.kernels.kv_moves import SlotMoves
+from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.trees import count_nodes
+from peagle.kernels.trees.growth import count_nodes
 from peagle.speculation import Drafts
 from tests.engine.engines import replant
 

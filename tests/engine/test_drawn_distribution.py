@@ -23,7 +23,7 @@ from tests.engine.feature_reference import REGEX, Reference, fit, make_folder
 pytest.importorskip("triton")
 
 from peagle.engine import decode_step
-from peagle.kernels.rejection_triton import reject_drafts
+from peagle.kernels.sampling.rejection_triton import reject_drafts
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.usefixtures("graphs_everywhere", "torch_attention")

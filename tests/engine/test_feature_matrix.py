@@ -21,7 +21,7 @@ import torch
 
 from peagle import LLM, SamplingParams
 from peagle.engine.outputs import RequestOutput
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.models.checkpoint import save_drafter
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter

@@ -21,7 +21,7 @@ from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import CandidateTrees, EngineConfig
 from peagle.engine.placement import load_target
 from peagle.evaluation.prompts import load_prompt_set
-from peagle.kernels.trees import best_first_trees
+from peagle.kernels.trees.growth import best_first_trees
 from peagle.models.checkpoint import load_correction, load_drafter
 from peagle.models.drafter import Drafter
 from peagle.speculation.proposers import TREE_TEMPERATURE

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from peagle import LLM, SamplingParams
 from peagle.attention.torch_backend import TorchPreparedAttention
 from peagle.engine import model_runner
-from peagle.kernels.batches import slot_mapping
-from peagle.kernels.logits_rules import TreeRows
+from peagle.kernels.drafts.batches import slot_mapping
 from peagle.kernels.paths import TreePaths
+from peagle.kernels.sampling.logits_rules import TreeRows
 from peagle.models.checkpoint import save_drafter
 from peagle.models.target import TargetModel
 from tests.conftest import CONFIGS, make_drafter, make_target_folder

@@ -20,7 +20,7 @@ from peagle import LLM, SamplingParams
 from peagle.attention import Passes
 from peagle.engine.capture import make_capturer
 from peagle.engine.pass_graphs import PassGraphs, _Pass
-from peagle.kernels.batches import PackedBatch
+from peagle.kernels.drafts.batches import PackedBatch
 from tests.engine.engines import drive, watch_drafts
 
 pytest.importorskip("triton", reason="needs triton")

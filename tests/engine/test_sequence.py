@@ -10,7 +10,7 @@ from peagle.config import SamplingParams
 from peagle.engine.features import FeatureRing
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import SpeculationStats
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 
 STOP = 9
 

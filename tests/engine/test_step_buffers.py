@@ -13,7 +13,7 @@ import torch
 
 from peagle.config import CandidateTrees, SamplingParams
 from peagle.engine.sequence import Sequence
-from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT
+from peagle.kernels.trees.survival import LEAST_SCORE, SCORE_UNIT
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter

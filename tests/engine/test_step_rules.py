@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peagle.config import SamplingParams
 from peagle.engine.sampler import SampledStep, Sampler
-from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
+from peagle.kernels.drafts.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 from tests.engine.sampling_reference import VOCAB, Request, Rows, draft, step
 from tests.engine.test_sampler import STOP, requests_
 from tests.kernels.devices import DEVICES, INTERPRETED
@@ -33,7 +33,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from peagle.engine import step_rules
 from peagle.engine.rules import CountSlots, has_rules
 from peagle.engine.step_rules import StepRules
-from peagle.kernels.verify_triton import SequenceSampling, match_drafts
+from peagle.kernels.sampling.verify_triton import SequenceSampling, match_drafts
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

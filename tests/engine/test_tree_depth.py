@@ -24,8 +24,8 @@ from peagle.engine.depth import AutomaticDepth, StepSeconds, node_counts
 from peagle.engine.graph_runner import buckets, graph_sizes, target_rows
 from peagle.engine.tree_record import TREES_A_STEP, TreeRecord
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.survival import Survival
-from peagle.kernels.trees import best_first_trees, share_nodes
+from peagle.kernels.trees.growth import best_first_trees, share_nodes
+from peagle.kernels.trees.survival import Survival
 
 SHAPE = CandidateTrees(num_parallel_trees=8, prediction_depth=7, max_nodes=16)
 NODES = SHAPE.max_nodes

@@ -11,8 +11,8 @@ from peagle.config import CandidateTrees
 from peagle.engine import tree_record
 from peagle.engine.stats import Calibration
 from peagle.engine.tree_record import PRIOR, TreeRecord, fit_logistic
-from peagle.kernels.survival import MOST_CERTAIN, Survival, score_logits
-from peagle.kernels.trees import share_nodes
+from peagle.kernels.trees.growth import share_nodes
+from peagle.kernels.trees.survival import MOST_CERTAIN, Survival, score_logits
 
 SHAPE = CandidateTrees(num_parallel_trees=3, prediction_depth=3, max_nodes=4)
 PARENTS = [0, 1, 0, 2]

@@ -22,8 +22,8 @@ from peagle.evaluation.certify.options import Options
 from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
 from peagle.evaluation.certify.run import certificate_text, run
 from peagle.evaluation.decoding_methods import DecodingMethod
-from peagle.kernels.random import Purpose, uniform
-from peagle.kernels.sampling import sample_from_weights
+from peagle.kernels.sampling.probabilities import sample_from_weights
+from peagle.kernels.sampling.random import Purpose, uniform
 from peagle.results import CertificateResults, CertifiedCase, Difference
 from peagle.speculation import verification
 from peagle.speculation.verification import Verified

@@ -22,28 +22,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from peagle.kernels import (
-    draft_draw_triton,
+from peagle.kernels.attention import kv_moves_triton, kv_write_triton, paged_attention_triton
+from peagle.kernels.attention.paged_attention import MAX_WRITE_ROWS, AttentionShape, choose_config
+from peagle.kernels.drafts import draw_triton as drafts_draw_triton
+from peagle.kernels.drafts import step_state_triton
+from peagle.kernels.launch import DeviceLimits
+from peagle.kernels.linear import experts_triton, packed_gluon, packed_weights_triton
+from peagle.kernels.linear.experts import GroupedConfig, max_registers
+from peagle.kernels.linear.packed_weights import FORMATS
+from peagle.kernels.sampling import (
     draw_triton,
-    experts_triton,
-    kv_moves_triton,
-    kv_write_triton,
     logprobs_triton,
-    packed_gluon,
-    packed_weights_triton,
-    paged_attention_triton,
     penalties_triton,
     rejection_triton,
-    step_state_triton,
-    tree_growth_triton,
-    tree_paths_triton,
     verify_triton,
 )
-from peagle.kernels.experts import GroupedConfig, max_registers
-from peagle.kernels.launch import DeviceLimits
-from peagle.kernels.packed_weights import FORMATS
-from peagle.kernels.paged_attention import MAX_WRITE_ROWS, AttentionShape, choose_config
-from peagle.kernels.random import Purpose
+from peagle.kernels.sampling.random import Purpose
+from peagle.kernels.trees import growth_triton, paths_triton
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DATA = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8", "int4": "*u8", "mxfp4": "*u8"}
@@ -291,7 +286,7 @@ def verification() -> dict[str, dict[str, Any]]:
         verify_triton.match_kernel,
         rejection_triton.weigh_rejected_kernel,
         rejection_triton.draw_rejected_kernel,
-        draft_draw_triton.keep_draws_kernel,
+        drafts_draw_triton.keep_draws_kernel,
         step_state_triton.report_kernel,
     )
     names = {name for kernel in kernels for name in kernel.arg_names}
@@ -367,14 +362,14 @@ def rules() -> dict[str, dict[str, Any]]:
 
 def trees() -> dict[str, dict[str, Any]]:
     """Kernels of candidate trees, of bfloat16 logits."""
-    growth = tree_growth_triton
+    growth = growth_triton
     of_63: dict[str, Any] = {"N": 63, "ROWS": 64, "IS_CORRECTED": True, "HAS_MAP": True}
     kernels: dict[Any, tuple[int, list[dict[str, Any]]]] = {
         growth._best_of_part_kernel: (4, [{"PART": 2048}]),
         growth._best_of_slot_kernel: (16, [{"PARTS": 16}, {"PARTS": 128}]),
         growth._grow_kernel: (8, [of_63, of_63 | {"IS_CORRECTED": False, "num_roots": 1}]),
-        tree_paths_triton.place_rows_kernel: (1, [{"ROWS": 64}]),
-        tree_paths_triton.descend_kernel: (1, [{"N": 63, "ROWS": 64}]),
+        paths_triton.place_rows_kernel: (1, [{"ROWS": 64}]),
+        paths_triton.descend_kernel: (1, [{"N": 63, "ROWS": 64}]),
         kv_moves_triton.move_slots_kernel: (4, [{"WORD": 4, "BLOCK_W": 512}]),
     }
     sizes: dict[str, Any] = {"C": 64, "WIDTH": 256, "RANK": 64, "PADDING": 256, "DEPTH": 7}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peagle.kernels.rejection_triton import DraftProbs, reject_drafts
-from peagle.kernels.step_state import StepLimits, StepRecord, StepState
-from peagle.kernels.verify_triton import (
+from peagle.kernels.drafts.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.sampling.rejection_triton import DraftProbs, reject_drafts
+from peagle.kernels.sampling.verify_triton import (
     SequenceSampling,
     SyntheticAcceptance,
     VerifyScratch,

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from peagle import LLM, SamplingParams
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.errors import CheckpointError
-from peagle.kernels.batches import DraftBatch
+from peagle.kernels.drafts.batches import DraftBatch
 from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter, DrafterConfig, RMSNorm
 from peagle.models.target import TargetModel

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from peagle.attention.torch_backend import DenseCausalAttention
-from peagle.kernels.experts import ExpertWeights, Gate
-from peagle.kernels.packed_weights import PackedWeight, pack_fp8, pack_int4, pack_int8
+from peagle.kernels.linear.experts import ExpertWeights, Gate
+from peagle.kernels.linear.packed_weights import PackedWeight, pack_fp8, pack_int4, pack_int8
 from peagle.models.acceleration import accelerate_target
 from peagle.models.fusion import FusedPackedLinear, fuse
 from peagle.models.packed_layers import (

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from peagle import LLM, SamplingParams
 from peagle.config.speculative import Quantization
 from peagle.errors import UserError
-from peagle.kernels.packed_weights import PackedWeight
+from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.packed_layers import PackedLinear, experts_of
 from peagle.models.quantize import pack, quantize, quantize_head
 from peagle.models.skinny import use_skinny

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from peagle.attention.torch_backend import DenseCausalAttention
-from peagle.kernels import skinny_linear
+from peagle.kernels.linear import skinny_linear
 from peagle.models import skinny
 from peagle.models.acceleration import accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter, DrafterConfig, DrafterMLP

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from peagle.engine import SpeculationStats
 from peagle.engine.detokenizer import token_bytes
 from peagle.engine.outputs import RequestOutput
-from peagle.kernels.logprobs import PromptLogprobs, TokenLogprobs, logprob_table
+from peagle.kernels.sampling.logprobs import PromptLogprobs, TokenLogprobs, logprob_table
 from peagle.serving.answers import (
     ChatLogprobs,
     CompletionLogprobs,

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletionChunk
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.stats import SpeculationStats
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.markers import SIGN
 from peagle.serving.answers import EventTemplate, event_bytes
 from peagle.serving.completions import AnswerReader, _Chat, _Completion

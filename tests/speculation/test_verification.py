@@ -20,9 +20,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from peagle.kernels.logits_rules import VerificationRows
-from peagle.kernels.random import Purpose, of_step, uniform
-from peagle.kernels.sampling import sample_from_weights
+from peagle.kernels.sampling.logits_rules import VerificationRows
+from peagle.kernels.sampling.probabilities import sample_from_weights
+from peagle.kernels.sampling.random import Purpose, of_step, uniform
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
 VOCAB = 5

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.kernels.logits_rules import VerificationRows
-from peagle.kernels.random import DRAWS_PER_STEP, Purpose, uniform
+from peagle.kernels.sampling.logits_rules import VerificationRows
+from peagle.kernels.sampling.random import DRAWS_PER_STEP, Purpose, uniform
 from peagle.speculation.verification import SamplingTensors, verify
 from tests.speculation.block_reference import accept_block
 from tests.speculation.test_verification import probabilities

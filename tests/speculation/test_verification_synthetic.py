@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.logits_rules import VerificationRows
+from peagle.kernels.sampling.logits_rules import VerificationRows
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 
 K, VOCAB = 4, 5

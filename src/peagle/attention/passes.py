@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from peagle.attention.base import AttentionBackend, AttentionMetadata, PreparedPaged, TreeMask
-from peagle.kernels.batches import PackedBatch
+from peagle.kernels.drafts.batches import PackedBatch
 
 # run(tokens [R], positions [R], attend, hidden [R, D] or None) -> outputs, R rows each
 Run = Callable[[Tensor, Tensor, PreparedPaged, Tensor | None], tuple[Tensor, ...]]

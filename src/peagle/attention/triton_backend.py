@@ -16,9 +16,8 @@ from torch import Tensor
 
 from peagle.attention.base import AttentionMetadata, LayerKVCache, ScoreOptions
 from peagle.errors import UserError
-from peagle.kernels.kv_write import kv_write
-from peagle.kernels.launch import DeviceLimits
-from peagle.kernels.paged_attention import (
+from peagle.kernels.attention.kv_write import kv_write
+from peagle.kernels.attention.paged_attention import (
     MAX_FLOAT32_HEAD_DIM,
     MAX_HEAD_DIM,
     AttentionShape,
@@ -29,6 +28,7 @@ from peagle.kernels.paged_attention import (
     paged_attention,
     writes_new,
 )
+from peagle.kernels.launch import DeviceLimits
 
 MIN_CAPABILITY = (8, 0)
 _REMEDY = 'use another GPU, or device "cpu" with the torch backend'

@@ -29,28 +29,32 @@ from peagle.engine.sequence import Sequence
 from peagle.engine.step_rules import PendingLogprobs, StepRules
 from peagle.engine.step_trees import StepTrees
 from peagle.engine.tree_growth import TreeGrowth
-from peagle.kernels.batches import DraftBatch, PackedBatch, TargetBatch
-from peagle.kernels.batches_triton import build_target_batch, expand_draft_batch, gather_features
-from peagle.kernels.correction_triton import correct_logits
-from peagle.kernels.draft_choice_triton import (
+from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, TargetBatch
+from peagle.kernels.drafts.batches_triton import (
+    build_target_batch,
+    expand_draft_batch,
+    gather_features,
+)
+from peagle.kernels.drafts.choice_triton import (
     ChainBuffers,
     ChoiceScratch,
     choose_drafts,
     plan_chain,
 )
-from peagle.kernels.draft_draw_triton import DrawScratch, draw_drafts
-from peagle.kernels.rejection_triton import DraftProbs, reject_drafts
-from peagle.kernels.step_state import Stamp, StepLimits, StepRecord, StepState
-from peagle.kernels.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
-from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT
-from peagle.kernels.upload import upload, upload_ints
-from peagle.kernels.verify_triton import (
+from peagle.kernels.drafts.correction_triton import correct_logits
+from peagle.kernels.drafts.draw_triton import DrawScratch, draw_drafts
+from peagle.kernels.drafts.step_state import Stamp, StepLimits, StepRecord, StepState
+from peagle.kernels.drafts.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
+from peagle.kernels.sampling.rejection_triton import DraftProbs, reject_drafts
+from peagle.kernels.sampling.verify_triton import (
     SequenceSampling,
     SyntheticAcceptance,
     VerifyScratch,
     match_drafts,
     own_tokens,
 )
+from peagle.kernels.trees.survival import LEAST_SCORE, SCORE_UNIT
+from peagle.kernels.upload import upload, upload_ints
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
 
@@ -352,7 +356,7 @@ class DecodeStep:
         rows: state of the sequences.
         trees: where drafts are trees, what the step does about them.
         out: what the last step decided.
-        report_RX: the same in one tensor for the host, see `kernels.step_state_triton`.
+        report_RX: the same in one tensor for the host, see `kernels.drafts.step_state_triton`.
         max_accepted, max_drafts: most drafts of a sequence that a step accepts, and that it has.
     """
 

@@ -31,9 +31,9 @@ from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.kernels.paths import row_depths
-from peagle.kernels.sampling import at_least_float32
-from peagle.kernels.survival import SURELY_VERIFIED, Survival
-from peagle.kernels.trees import share_nodes
+from peagle.kernels.sampling.probabilities import at_least_float32
+from peagle.kernels.trees.growth import share_nodes
+from peagle.kernels.trees.survival import SURELY_VERIFIED, Survival
 from peagle.kernels.upload import upload_ints
 from peagle.models.correction import DraftCorrection
 from peagle.models.drafter import Drafter

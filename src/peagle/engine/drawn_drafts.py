@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.sequence import Sequence
-from peagle.kernels.rejection_triton import DraftProbs
+from peagle.kernels.sampling.rejection_triton import DraftProbs
 from peagle.models.drafter import Drafter
 
 

@@ -48,8 +48,8 @@ from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
 from peagle.engine.tree_record import TreeRecord
 from peagle.errors import UserError
-from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.random import derive_seed
+from peagle.kernels.sampling.logprobs import TokenLogprobs
+from peagle.kernels.sampling.random import derive_seed
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 

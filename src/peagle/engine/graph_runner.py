@@ -30,9 +30,9 @@ from peagle.engine.model_runner import ModelRunner, RunTarget
 from peagle.engine.pass_graphs import MAX_SEQUENCES, PassGraphs
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
-from peagle.kernels.logprobs import TokenLogprobs
-from peagle.kernels.step_state import NO_TOKEN, Stamp
-from peagle.kernels.survival import SCORE_UNIT
+from peagle.kernels.drafts.step_state import NO_TOKEN, Stamp
+from peagle.kernels.sampling.logprobs import TokenLogprobs
+from peagle.kernels.trees.survival import SCORE_UNIT
 from peagle.models.acceleration import MAX_FIXED_ROWS, accelerate_drafter, accelerate_target
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peagle.attention import ALL_BEFORE, Passes
 from peagle.attention.triton_backend import TritonAttention
-from peagle.kernels.batches import PackedBatch
+from peagle.kernels.drafts.batches import PackedBatch
 
 if TYPE_CHECKING:
     from peagle.engine.decode_step import DecodeStep

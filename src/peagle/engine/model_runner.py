@@ -19,10 +19,10 @@ from peagle.engine.grammar import unpack, verification_masks
 from peagle.engine.sampler import SampledStep, Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
-from peagle.kernels.batches import TargetBatch, slot_mapping
-from peagle.kernels.kv_moves import move_slots
-from peagle.kernels.logprobs import logprob_table
+from peagle.kernels.attention.kv_moves import move_slots
+from peagle.kernels.drafts.batches import TargetBatch, slot_mapping
 from peagle.kernels.paths import TreePaths
+from peagle.kernels.sampling.logprobs import logprob_table
 from peagle.kernels.upload import upload_ints, upload_together
 from peagle.models.target import TargetModel
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from peagle.engine.sequence import Sequence
 from peagle.engine.stats import SpeculationStats
-from peagle.kernels.logprobs import TokenLogprobs
 from peagle.kernels.paths import path_nodes, row_depths
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 
 
 class DraftTree(NamedTuple):
-    """The drafts of a step that are a tree, see `kernels.trees`.
+    """The drafts of a step that are a tree, see `kernels.trees.growth`.
 
     Attributes:
         tokens: of the nodes, the likeliest first.

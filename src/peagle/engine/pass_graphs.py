@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peagle.attention import Passes
 from peagle.engine.capture import Capturer
-from peagle.kernels.batches import PADDING_SLOT, PackedBatch, TargetBatch
+from peagle.kernels.drafts.batches import PADDING_SLOT, PackedBatch, TargetBatch
 
 # Tokens of the passes that have graphs.
 TOKEN_BUCKETS = (32, 128, 256, 512, 1024, 2048)

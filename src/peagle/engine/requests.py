@@ -19,7 +19,7 @@ from peagle.engine.grammar import GrammarCompiler
 from peagle.engine.outputs import RequestOutput, StepOutput, StreamChunk
 from peagle.engine.sequence import Sequence as EngineSequence
 from peagle.errors import UserError, short_repr
-from peagle.kernels.random import derive_seed
+from peagle.kernels.sampling.random import derive_seed
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.sequence import Sequence
-from peagle.kernels.logits_rules import (
+from peagle.kernels.sampling.logits_rules import (
     AllowedTokens,
     BadWords,
     LogitBias,

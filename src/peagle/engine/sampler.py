@@ -15,10 +15,15 @@ from torch import Tensor
 
 from peagle.engine.rules import CountSlots, build_rules, without_reached_minimum
 from peagle.engine.sequence import Sequence
-from peagle.kernels.logits import process_logits
-from peagle.kernels.logits_rules import LogitsRules, TreeRows, VerificationRows, context_tails
-from peagle.kernels.logprobs import TokenLogprobs, token_logprobs
 from peagle.kernels.paths import TreePaths
+from peagle.kernels.sampling.logits import process_logits
+from peagle.kernels.sampling.logits_rules import (
+    LogitsRules,
+    TreeRows,
+    VerificationRows,
+    context_tails,
+)
+from peagle.kernels.sampling.logprobs import TokenLogprobs, token_logprobs
 from peagle.kernels.upload import upload_ints, upload_together
 from peagle.speculation.verification import SamplingTensors, Verified, verify
 

@@ -11,8 +11,8 @@ from peagle.config import SamplingParams
 from peagle.engine.features import FeatureRing
 from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
-from peagle.kernels.logprobs import PromptLogprobs, TokenLogprobs
 from peagle.kernels.paths import path_nodes
+from peagle.kernels.sampling.logprobs import PromptLogprobs, TokenLogprobs
 
 
 class SequenceStatus(Enum):
@@ -54,8 +54,9 @@ class Sequence:
         pending_features: features that the drafter has not read; None if it has read all.
         drafts: tokens that the next step verifies; `draft_probs_KV` is their q, None for argmax.
             Preemption keeps them, so that it changes no output.
-        draft_parents: of drafts that are a tree the row of each one's parent, see `kernels.trees`;
-            None for a chain. `draft_scores` has the score of each one's path then.
+        draft_parents: of drafts that are a tree the row of each one's parent, see
+            `kernels.trees.growth`; None for a chain. `draft_scores` has the score of each one's
+            path then.
         draws_chain: whether its drafts are a drawn chain where those of others are trees.
         keeps_k: whether its K does not follow that of the batch.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from peagle.kernels.step_state import Stamp
+from peagle.kernels.drafts.step_state import Stamp
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ NUM_CALIBRATION_BINS = 10
 
 @dataclass(slots=True)
 class Calibration:
-    """How well the survival of nodes is predicted (`kernels.survival`), by tenths of probability.
+    """How well `kernels.trees.survival` predicts the survival of nodes, by tenths of probability.
 
     Predictions are those from before the step that verified the nodes. They are counted for up to
     `engine.tree_record.TREES_A_STEP` trees of a step.
@@ -145,7 +145,7 @@ class StepTimes:
     draft: float = 0.0
 
     def add(self, stamps: Sequence[int]) -> float:
-        """Count a step from its stamps (`kernels.step_state.Stamp`), nanoseconds; return seconds.
+        """Count a step from its stamps (`drafts.step_state.Stamp`), nanoseconds; return seconds.
 
         The time between verification and drafting is not the step's: the head may read prompts.
         """

@@ -28,8 +28,10 @@ from peagle.engine.rules import (
     without_reached_minimum,
 )
 from peagle.engine.sequence import Sequence
-from peagle.kernels.logits import process_logits
-from peagle.kernels.logits_rules import (
+from peagle.kernels.drafts.step_state import StepRecord, StepState
+from peagle.kernels.paths import TreePaths
+from peagle.kernels.sampling.logits import process_logits
+from peagle.kernels.sampling.logits_rules import (
     NO_TOKEN,
     LogitsRules,
     PaddedRows,
@@ -37,13 +39,11 @@ from peagle.kernels.logits_rules import (
     context_tails,
     shift_tails,
 )
-from peagle.kernels.logprobs import TokenLogprobs, read_logprobs
-from peagle.kernels.logprobs_triton import tabulate_logprobs
-from peagle.kernels.paths import TreePaths
-from peagle.kernels.penalties_triton import penalise
-from peagle.kernels.step_state import StepRecord, StepState
+from peagle.kernels.sampling.logprobs import TokenLogprobs, read_logprobs
+from peagle.kernels.sampling.logprobs_triton import tabulate_logprobs
+from peagle.kernels.sampling.penalties_triton import penalise
+from peagle.kernels.sampling.verify_triton import SequenceSampling, VerifyScratch, own_tokens
 from peagle.kernels.upload import upload, upload_ints
-from peagle.kernels.verify_triton import SequenceSampling, VerifyScratch, own_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.engine.model_runner import cached_bytes
-from peagle.kernels.batches import TargetBatch
-from peagle.kernels.kv_moves import SlotMoves
+from peagle.kernels.attention.kv_moves import SlotMoves
+from peagle.kernels.drafts.batches import TargetBatch
+from peagle.kernels.drafts.step_state import StepState
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.step_state import StepState
-from peagle.kernels.survival import LEAST_SCORE, SCORE_UNIT, SURELY_VERIFIED, Survival
-from peagle.kernels.tree_paths_triton import Descent, descend, place_rows
-from peagle.kernels.trees import count_nodes, share_nodes
+from peagle.kernels.trees.growth import count_nodes, share_nodes
+from peagle.kernels.trees.paths_triton import Descent, descend, place_rows
+from peagle.kernels.trees.survival import LEAST_SCORE, SCORE_UNIT, SURELY_VERIFIED, Survival
 from peagle.models.target import TargetModel
 
 

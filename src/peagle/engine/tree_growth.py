@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees
-from peagle.kernels.tree_growth_triton import CorrectionTerm, GrowthScratch, grow_trees
+from peagle.kernels.trees.growth_triton import CorrectionTerm, GrowthScratch, grow_trees
 from peagle.models.drafter import Drafter
 from peagle.speculation.proposers import TREE_TEMPERATURE
 

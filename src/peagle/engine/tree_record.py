@@ -1,7 +1,7 @@
 """What is known of the trees that a head drafts: how often nodes are accepted, and what n bring.
 
 The estimate needs no trained output. It starts from the head's own probabilities, and the latest
-acceptances correct these (`kernels.survival`).
+acceptances correct these (`kernels.trees.survival`).
 
 Shapes: D depths, X cells of score logits, R trees, N nodes of a tree, S trees of a step.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from peagle.config import CandidateTrees
 from peagle.engine.stats import NUM_CALIBRATION_BINS, Calibration
 from peagle.kernels.paths import row_depths
-from peagle.kernels.survival import MOST_CERTAIN, Survival, score_logits
+from peagle.kernels.trees.survival import MOST_CERTAIN, Survival, score_logits
 from peagle.kernels.upload import upload
 
 # Trees that are learnt from at once, and most of a step that are looked at: more say little that
@@ -73,11 +73,11 @@ class TreeRecord:
     """How many tokens a step brings a sequence at each number of nodes, by the latest trees.
 
     A tree of n nodes brings 1 + the sum of its nodes' survival. Of the latest trees as many as run
-    together share their nodes (`kernels.trees.share_nodes`), so that n is the mean of each. Before
-    there is a record a tree of n nodes is taken for a chain of n drafts of a good head. A record
-    that nothing is added to fades to that over thousands of steps. Steps of few nodes draft trees
-    of less depth (`CandidateTrees.depth`), which tell little of larger ones: a size is judged by
-    the latest trees as deep as its own, and these change as their first nodes do.
+    together share their nodes (`kernels.trees.growth.share_nodes`), so that n is the mean of each.
+    Before there is a record a tree of n nodes is taken for a chain of n drafts of a good head. A
+    record that nothing is added to fades to that over thousands of steps. Steps of few nodes draft
+    trees of less depth (`CandidateTrees.depth`), which tell little of larger ones: a size is judged
+    by the latest trees as deep as its own, and these change as their first nodes do.
 
     w and b of each depth are those of a logistic regression, by Newton's method, over the latest
     verified nodes of the depth. With few nodes they are like those of the depth before, and of

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peagle.kernels.sampling import at_least_float32
-from peagle.kernels.trees import After, Children, Ranked
+from peagle.kernels.sampling.probabilities import at_least_float32
+from peagle.kernels.trees.growth import After, Children, Ranked
 
 CANDIDATES = 64  # of a slot of a tree: as many as a depth may hold nodes
 _LIKELIEST = 12  # tokens of a slot of which `tree_search` computes at once what follows them

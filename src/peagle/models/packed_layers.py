@@ -14,14 +14,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from peagle.kernels.experts import (
+from peagle.kernels.linear.experts import (
     Activation,
     ExpertWeights,
     Gate,
     run_experts,
 )
-from peagle.kernels.packed_linear import packed_linear
-from peagle.kernels.packed_weights import PackedWeight
+from peagle.kernels.linear.packed_linear import packed_linear
+from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.comparison import relative_difference
 
 EXPERTS_IMPLEMENTATION = "peagle"
@@ -112,7 +112,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 def use_experts(model: transformers.PreTrainedModel) -> int:
     """Let our kernels compute the experts of a model, in place.
 
-    Experts whose activation is none of `kernels.experts` stay with transformers.
+    Experts whose activation is none of `kernels.linear.experts` stay with transformers.
 
     Args:
         model: with its weights where they will run.

@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 
 from peagle.errors import CheckpointError
-from peagle.kernels.experts import ExpertWeights
-from peagle.kernels.packed_weights import PackedWeight
+from peagle.kernels.linear.experts import ExpertWeights
+from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.packed_layers import (
     PackedLinear,
     experts_of,

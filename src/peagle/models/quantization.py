@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import CheckpointError
-from peagle.kernels.packed_weights import (
+from peagle.kernels.linear.packed_weights import (
     MAX_MX_SCALE,
     MX_INPUTS,
     PackedWeight,
@@ -37,7 +37,7 @@ from peagle.models.quantization_scheme import Scheme, check_config, scheme_of
 # Which of eight outputs a place in a word of AWQ's has, from the low bits on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MIN_INPUTS = 16  # of a scale, for the matrix units
-_MIN_INT4_INPUTS = 32  # of a layer, see `kernels.packed_weights`
+_MIN_INT4_INPUTS = 32  # of a layer, see `kernels.linear.packed_weights`
 # Last names of tensors that only a quantised weight has.
 _MARKERS = {
     *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape"),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from peagle.config.speculative import Quantization
 from peagle.errors import UserError
-from peagle.kernels.experts import ExpertWeights
-from peagle.kernels.packed_weights import PackedWeight, pack_fp8, pack_int4, pack_int8
+from peagle.kernels.linear.experts import ExpertWeights
+from peagle.kernels.linear.packed_weights import PackedWeight, pack_fp8, pack_int4, pack_int8
 from peagle.models.drafter import Drafter
 from peagle.models.packed_layers import (
     PackedLinear,

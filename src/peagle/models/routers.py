@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.router import MAX_EXPERTS, route, route_reference
+from peagle.kernels.linear.router import MAX_EXPERTS, route, route_reference
 from peagle.models.comparison import relative_difference
 
 _NUM_PROBE_ROWS = 64
@@ -38,7 +38,7 @@ def use_routers(model: nn.Module) -> int:
     """Let the routers of a model choose in one kernel, in place.
 
     A router is left as it is unless it is found, by running it in float64, to compute what
-    `kernels.router` does.
+    `kernels.linear.router` does.
 
     Returns:
         how many routers have changed; a second call changes none.

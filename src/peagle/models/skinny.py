@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peagle.kernels.skinny_linear import max_skinny_rows, skinny_linear, skinny_swiglu
+from peagle.kernels.linear.skinny_linear import max_skinny_rows, skinny_linear, skinny_swiglu
 from peagle.models.comparison import relative_difference, tolerance
 from peagle.models.drafter import DrafterMLP
 from peagle.models.fusion import FusedLinear

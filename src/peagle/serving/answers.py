@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from peagle.engine import SpeculationStats
 from peagle.engine.outputs import RequestOutput, StreamChunk
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.serving.errors import ApiError
 
 logger = logging.getLogger("peagle.serving")

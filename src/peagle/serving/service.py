@@ -16,7 +16,7 @@ from starlette.requests import Request
 from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.errors import UserError, short_repr
-from peagle.kernels.logprobs import TokenLogprobs
+from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.markers import unmarked
 from peagle.serving.config import ServerConfig
 from peagle.serving.engine_pool import Deadline, EnginePool, EngineProcess

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from peagle.attention import AttentionBackend, LayerKVCache, Passes, PreparedPaged
 from peagle.config import CandidateTrees
-from peagle.kernels.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
-from peagle.kernels.random import Purpose, of_step, uniform
-from peagle.kernels.sampling import sample_from_weights
-from peagle.kernels.survival import Survival
-from peagle.kernels.trees import after_slots, best_first_trees, count_nodes, searched_trees
+from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
+from peagle.kernels.sampling.probabilities import sample_from_weights
+from peagle.kernels.sampling.random import Purpose, of_step, uniform
+from peagle.kernels.trees.growth import after_slots, best_first_trees, count_nodes, searched_trees
+from peagle.kernels.trees.survival import Survival
 from peagle.kernels.upload import upload_ints, upload_together
 from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
@@ -111,8 +111,8 @@ class Drafts:
         lens: drafts of each sequence: as many as were asked for, unless fewer were found.
         probs_BKV: the draft distributions in the target vocabulary; 0 for drafts that were not
             drawn, None where no draft was.
-        parents_BK: the row of each draft's parent where drafts are trees (`kernels.trees`); None
-            for chains. K is then the nodes of a tree.
+        parents_BK: the row of each draft's parent where drafts are trees (`kernels.trees.growth`);
+            None for chains. K is then the nodes of a tree.
         scores_BK: the scores of the nodes then, as `best_first_trees` gives them.
         slots: those from which a sequence's tree grew, by its number.
     """

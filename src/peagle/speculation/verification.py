@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.kernels.logits_rules import TreeRows, VerificationRows
 from peagle.kernels.paths import path_rows
-from peagle.kernels.random import Purpose, of_step, uniform
-from peagle.kernels.sampling import probs_from_logits, sample_from_weights
+from peagle.kernels.sampling.logits_rules import TreeRows, VerificationRows
+from peagle.kernels.sampling.probabilities import probs_from_logits, sample_from_weights
+from peagle.kernels.sampling.random import Purpose, of_step, uniform
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,9 +74,9 @@ def grow_trees(
 ) -> None:
     """Leave with each state, as `prepared`, the best tree that its grammar allows, with the masks.
 
-    The trees are those of `kernels.trees.best_first_trees`, but a node's children are the tokens
-    that the grammar allows behind its path, each with its probability among these. A state whose
-    grammar takes long is busy when this returns, as after `prepare`.
+    The trees are those of `kernels.trees.growth.best_first_trees`, but a node's children are the
+    tokens that the grammar allows behind its path, each with its probability among these. A state
+    whose grammar takes long is busy when this returns, as after `prepare`.
 
     Args:
         logits_after: of each state.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import CheckpointError
-from peagle.kernels.packed_weights import PackedWeight, int4_scale
+from peagle.kernels.linear.packed_weights import PackedWeight, int4_scale
 from peagle.models.checkpoint.ends import ENDS
 from peagle.models.checkpoint.files import object_at
 from peagle.models.checkpoint.weights import FUSED, parts_of, tensor_shapes

@@ -1,0 +1,80 @@
+"""Linear layers over packed weights: y = x W^T + bias.
+
+A product of few rows reads the weight as it is stored. One of many costs more than unpacking it
+once: that leaves the product to the library.
+
+Shapes: M rows of x, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.kernels.linear.experts import (
+    can_use_registers,
+    grouped_product,
+    layout_of,
+    make_weight,
+)
+from peagle.kernels.linear.packed_weights import PackedWeight
+from peagle.kernels.linear.unpacking import unpack
+
+# Rows that are multiplied with packed weights, at most.
+MAX_ROWS = 128
+MAX_ROWS_IN_REGISTERS = 256
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
+    """Compute x W^T + bias in Triton; a compiler sees the operator `peagle::packed_linear`.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        bias_N: [N].
+
+    Returns:
+        [..., N], contiguous.
+    """
+    out_MN = torch.ops.peagle.packed_linear(
+        x.reshape(-1, x.shape[-1]),
+        weight.data,
+        weight.scale,
+        weight.zero,
+        bias_N,
+        layout_of(weight),
+    )
+    return out_MN.view(*x.shape[:-1], weight.num_outputs)
+
+
+@torch.library.custom_op(
+    "peagle::packed_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, int[] layout) "
+    "-> Tensor",
+)
+def _packed_linear(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    layout: list[int],
+) -> Tensor:
+    weight = make_weight(data, scale, zero, layout)
+    if x.shape[0] > (MAX_ROWS_IN_REGISTERS if can_use_registers(x, weight) else MAX_ROWS):
+        return F.linear(x, unpack(weight, x.dtype), bias)
+    return grouped_product(x, weight, bias)
+
+
+@_packed_linear.register_fake
+def _(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    layout: list[int],
+) -> Tensor:
+    return x.new_empty(x.shape[0], make_weight(data, scale, zero, layout).num_outputs)

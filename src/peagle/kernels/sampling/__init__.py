@@ -1,0 +1,1 @@
+"""From logits to tokens: rules, probabilities, draws and the verification of drafts."""

@@ -1,0 +1,61 @@
+"""How probable it is that a node of a candidate tree is accepted, by the score of its path.
+
+A head's probability of a path ranks paths well and says little about how often they pass: heads are
+too sure or not sure enough, and the scores of trees are sharpened. Let s be the score of a path of
+d nodes (`kernels.trees.growth.best_first_trees`). Then
+
+    x = log(e^s / (1 - e^s)),    P(all d nodes are accepted) = sigmoid(w_d x + b_d).
+
+With w = 1 and b = 0 that is e^s, the head's own probability. w and b need no trained output:
+`engine.tree_record` fits them to what is accepted.
+
+Shapes: B sequences, N nodes of a tree, D most nodes on a path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Scores cross to the host and back as whole numbers of these units, none below the least one.
+SCORE_UNIT = 2.0**-16
+LEAST_SCORE = -1e4
+SURELY_VERIFIED = 2.0  # more than any probability: such nodes take their share first
+MOST_CERTAIN = 8.0  # |x| is at most that: probabilities from 0.0003 to 0.9997
+
+
+def score_logits(scores: Tensor) -> Tensor:
+    """Return x of scores, from -MOST_CERTAIN to MOST_CERTAIN; scores are 0 or less.
+
+    A score that is not a number is the least one.
+    """
+    scores = scores.nan_to_num(-torch.inf).clamp(-MOST_CERTAIN - 1, -1e-9)
+    return (scores - torch.log(-torch.expm1(scores))).clamp(-MOST_CERTAIN, MOST_CERTAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """The calibrated survival of nodes.
+
+    Attributes:
+        weights_D2: w and b of each depth, that of the first drafts first; changed in place.
+    """
+
+    weights_D2: Tensor
+
+    @classmethod
+    def uncalibrated(cls, depth: int, device: torch.device | str) -> Survival:
+        """Return the head's own probabilities for trees of so many depths."""
+        return cls(torch.tensor([1.0, 0.0], device=device).repeat(depth, 1))
+
+    def __call__(self, scores_BN: Tensor, depths_BN: Tensor) -> Tensor:
+        """Return the probability that a node is accepted, float32 [B, N].
+
+        Args:
+            scores_BN: scores of the nodes' paths.
+            depths_BN: int64, nodes on these paths, 1 to D.
+        """
+        slopes_BN, offsets_BN = self.weights_D2[(depths_BN - 1).clamp_min(0)].unbind(-1)
+        return torch.sigmoid(slopes_BN * score_logits(scores_BN) + offsets_BN)

@@ -1,0 +1,94 @@
+"""The corrected logits of a slot against a loop over rows, and against `DraftCorrection.add`.
+
+On a CPU the kernel runs under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.models.correction import Correction, DraftCorrection
+from tests.kernels.devices import DEVICES, INTERPRETED
+
+pytest.importorskip("triton", reason="needs triton")
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from peagle.kernels.drafts.correction_triton import correct_logits
+
+# Rows, W, r, DV and V: whole blocks and beside them, one row and more than a program's.
+SIZES = [(1, 64, 16, 128, 128), (3, 5, 1, 7, 30), (16, 70, 64, 129, 300), (37, 256, 65, 500, 500)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def made(size: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Logits, states and drafts, two of every three rows and columns of larger tensors; weights."""
+    rows, width, rank, vocab_size, num_ids = size
+    torch.manual_seed(0)
+    floats = (
+        torch.randn(rows, 3, vocab_size),
+        torch.randn(rows, 2, width),
+        torch.randn(num_ids, width),
+        torch.randn(rank, width) / width**0.5,
+        torch.randn(vocab_size, rank) / rank**0.5,
+    )
+    logits, states, tokens, down, weight = (x.to(device, dtype) for x in floats)
+    drafts = torch.randint(num_ids, (rows, 4), device=device)
+    return logits, states, drafts, tokens, down, weight
+
+
+def by_loops(
+    logits_NV: Tensor, states_NW: Tensor, drafts_N: Tensor, tokens: Tensor, down: Tensor, w: Tensor
+) -> Tensor:
+    """The reference: a row at a time, in float64."""
+    out = logits_NV.double().clone()
+    for n, draft in enumerate(drafts_N.tolist()):
+        inner = states_NW[n].double() + tokens[draft].double()
+        silu = [float(x * torch.sigmoid(x)) for x in inner]
+        term = [
+            sum(a * x for a, x in zip(row, silu, strict=True)) for row in down.double().tolist()
+        ]
+        out[n] += w.double() @ torch.tensor(term, dtype=torch.float64, device=w.device)
+    return out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_one_slot_of_a_batch(size: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter's product of bfloat16 matrices is wrong")
+    logits, states, drafts, *weights = made(size, dtype, device)
+    expected = by_loops(logits[:, 1], states[:, 1], drafts[:, 2], *weights)
+    before = logits.clone()
+    correct_logits(logits[:, 1], states[:, 1], drafts[:, 2], *weights)
+    torch.testing.assert_close(
+        logits[:, 1].double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+    assert torch.equal(logits[:, ::2], before[:, ::2]), "other slots are not touched"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernel_does_what_drafting_by_torch_does(device: str) -> None:
+    torch.manual_seed(0)
+    correction = Correction(24, rank=8, width=40, num_slots=3).to(device)
+    torch.nn.init.normal_(correction.slots)
+    embedding, lm_head = torch.randn(50, 24, device=device), torch.randn(30, 24, device=device)
+    ready = DraftCorrection(correction, embedding, lm_head)
+    normed, logits = torch.randn(5, 4, 24, device=device), torch.randn(5, 4, 30, device=device)
+    states, tokens = ready.start(normed), torch.randint(50, (5,), device=device)
+    expected = ready.add(logits[:, 2], states[:, 2], tokens)
+    weights = ready.tokens_VW, ready.down_rW, ready.weight_Vr
+    correct_logits(logits[:, 2], states[:, 2], tokens, *weights)
+    torch.testing.assert_close(logits[:, 2], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_token_will_do_where_drafts_mean_nothing(device: str) -> None:
+    logits, states, _, *weights = made(SIZES[1], torch.float32, device)
+    wild = torch.tensor([-1, 2147483647, 0], device=device)
+    expected = by_loops(logits[:, 0], states[:, 0], wild.clamp(0, len(weights[0]) - 1), *weights)
+    correct_logits(logits[:, 0], states[:, 0], wild, *weights)
+    torch.testing.assert_close(logits[:, 0].double(), expected, rtol=1e-5, atol=1e-5)
