@@ -21,9 +21,9 @@ from common import run_guarded
 
 from peagle.config import SamplingParams
 from peagle.engine.depth import StepSeconds
-from peagle.engine.graph_runner import RowDrafts, RowTokens
-from peagle.engine.pipeline import Pipeline
 from peagle.engine.sequence import Sequence
+from peagle.engine.step.graph_runner import RowDrafts, RowTokens
+from peagle.engine.step.pipeline import Pipeline
 from peagle.environment import environment
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import LLM

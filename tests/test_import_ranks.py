@@ -149,21 +149,24 @@ def circle(package: Path) -> list[str]:
     return []
 
 
-# Modules of engine/ that are imported lazily themselves.
-OF_STEPS = ("decode_step", "drawn_drafts", "step_rules", "step_trees", "tree_growth")
+# Modules that are imported lazily themselves.
+OF_STEPS = tuple(
+    f"engine.step.{name}"
+    for name in ("decode_step", "drawn_drafts", "rules", "trees", "tree_growth")
+)
 
 
 def is_triton_file(path: str) -> bool:
     is_kernel = path.startswith("kernels/") and path.endswith(("_triton.py", "_gluon.py"))
-    return is_kernel or path in [f"engine/{name}.py" for name in OF_STEPS]
+    return is_kernel or path in [f"{name.replace('.', '/')}.py" for name in OF_STEPS]
 
 
 def triton_at_load(package: Path) -> list[str]:
     """Imports of triton, or of a `*_triton` or `*_gluon` module, that run when a module is loaded.
 
-    Such imports belong into functions, since triton exists on few machines. Only the files
-    `kernels/*_triton.py`, `kernels/*_gluon.py` and those of OF_STEPS, themselves imported lazily,
-    may have them at the top.
+    Such imports belong into functions, since triton exists on few machines. Only files named
+    `*_triton.py` or `*_gluon.py` in kernels/ and those of OF_STEPS, themselves imported lazily, may
+    have them at the top.
     """
     return [
         f"{path}:{item.line} imports {item.name} when it is loaded: move that into a function"
@@ -175,9 +178,9 @@ def triton_at_load(package: Path) -> list[str]:
             item.name.partition(".")[0] == "triton"
             or (
                 item.name.startswith(f"{package.name}.")
-                and any(
-                    part.endswith(("_triton", "_gluon")) or part in OF_STEPS
-                    for part in item.name.split(".")
+                and (
+                    any(part.endswith(("_triton", "_gluon")) for part in item.name.split("."))
+                    or any(f"{package.name}.{name}." in f"{item.name}." for name in OF_STEPS)
                 )
             )
         )

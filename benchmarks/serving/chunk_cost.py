@@ -123,7 +123,7 @@ def make_steps_up(llm: Any, counters: Counters) -> None:
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     from host_step import MadeUpSteps
 
-    from peagle.engine.pipeline import Pipeline
+    from peagle.engine.step.pipeline import Pipeline
     from peagle.evaluation.prompts import load_prompt_set
 
     interval_s = float(os.environ["CHUNK_COST_INTERVAL_S"])

@@ -14,7 +14,6 @@ from peagle.attention import triton_backend
 from peagle.config import EngineConfig
 from peagle.deploy.catalog import PACKAGED, load_catalog
 from peagle.deploy.instances import sagemaker_facts
-from peagle.engine.graph_runner import mixed_buckets
 from peagle.engine.memory_plan import (
     GRAPH_BYTES,
     drawn_bytes,
@@ -23,6 +22,7 @@ from peagle.engine.memory_plan import (
     output_bytes,
     size_text,
 )
+from peagle.engine.step.graph_runner import mixed_buckets
 from peagle.errors import UserError
 from peagle.kernels.attention import kv_write
 from peagle.kernels.linear import experts, unpacking

@@ -18,10 +18,10 @@ import torch
 
 from peagle.config import CandidateTrees
 from peagle.engine.depth import DepthPolicy, StepSeconds
-from peagle.engine.graph_runner import RowDrafts, RowTokens, buckets
 from peagle.engine.model_runner import TargetPass
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
+from peagle.engine.step.graph_runner import RowDrafts, RowTokens, buckets
 from peagle.kernels.trees.survival import Survival
 from peagle.speculation import Drafts, TargetStep
 

@@ -35,7 +35,7 @@ from peagle.engine.depth import (
     node_counts,
 )
 from peagle.engine.features import FEATURES_KEPT
-from peagle.engine.graph_runner import buckets, graph_sizes, target_rows
+from peagle.engine.step.graph_runner import buckets, graph_sizes, target_rows
 from peagle.engine.tree_record import TreeRecord
 from peagle.errors import UserError
 from peagle.models.head_json import with_depth

@@ -22,7 +22,7 @@ from tests.engine.feature_reference import REGEX, Reference, fit, make_folder
 
 pytest.importorskip("triton")
 
-from peagle.engine import decode_step
+from peagle.engine.step import decode_step
 from peagle.kernels.sampling.rejection_triton import reject_drafts
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"

@@ -16,8 +16,8 @@ from peagle import LLM, SamplingParams
 from peagle.engine.depth import RESUME_AFTER, ScheduledDepth, StepSeconds
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
-from peagle.engine.graph_runner import GraphRunner, graph_sizes
 from peagle.engine.sequence import Sequence
+from peagle.engine.step.graph_runner import GraphRunner, graph_sizes
 from peagle.models.drafter import Drafter
 from tests.engine.engines import PROMPTS, K, config_of, drive, make_llm, watch_drafts, watch_steps
 

@@ -32,8 +32,8 @@ from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, ScheduledDepth, StepSeconds
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FeatureRings
-from peagle.engine.pipeline import Pipeline
 from peagle.engine.scheduler import Schedule, Scheduler
+from peagle.engine.step.pipeline import Pipeline
 from peagle.models.target import TargetModel
 from peagle.speculation import TargetStep
 from tests.engine import fake_model

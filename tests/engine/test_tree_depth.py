@@ -21,7 +21,7 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.engine.depth import AutomaticDepth, StepSeconds, node_counts
-from peagle.engine.graph_runner import buckets, graph_sizes, target_rows
+from peagle.engine.step.graph_runner import buckets, graph_sizes, target_rows
 from peagle.engine.tree_record import TREES_A_STEP, TreeRecord
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.trees.growth import best_first_trees, share_nodes

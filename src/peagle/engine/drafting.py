@@ -26,10 +26,10 @@ from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import DraftGrammar, LogitsAfter, grow_trees, prepare
 from peagle.engine.model_runner import TargetPass, block_tables
-from peagle.engine.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
+from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.kernels.paths import row_depths
 from peagle.kernels.sampling.probabilities import at_least_float32
 from peagle.kernels.trees.growth import share_nodes

@@ -18,15 +18,6 @@ from peagle.engine.depth import AutomaticDepth, StepSeconds, make_depth
 from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, make_drafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
-from peagle.engine.graph_runner import (
-    RowDrafts,
-    RowTokens,
-    accelerate,
-    buckets,
-    make_graph_runner,
-    mixed_buckets,
-    runs_as_graphs,
-)
 from peagle.engine.head import load_head
 from peagle.engine.memory_plan import (
     MemoryPlan,
@@ -40,12 +31,21 @@ from peagle.engine.memory_plan import (
 )
 from peagle.engine.model_runner import ModelRunner, RunTarget, TargetPass
 from peagle.engine.outputs import DraftTree, StepOutput
-from peagle.engine.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
-from peagle.engine.pipeline import Pipeline
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
+from peagle.engine.step.graph_runner import (
+    RowDrafts,
+    RowTokens,
+    accelerate,
+    buckets,
+    make_graph_runner,
+    mixed_buckets,
+    runs_as_graphs,
+)
+from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
+from peagle.engine.step.pipeline import Pipeline
 from peagle.engine.tree_record import TreeRecord
 from peagle.errors import UserError
 from peagle.kernels.sampling.logprobs import TokenLogprobs

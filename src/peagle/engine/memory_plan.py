@@ -20,9 +20,9 @@ from peagle.disk import size_text
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FEATURES_KEPT, FeatureRings
 from peagle.engine.model_runner import ModelRunner
-from peagle.engine.pass_graphs import TOKEN_BUCKETS
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
+from peagle.engine.step.pass_graphs import TOKEN_BUCKETS
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel

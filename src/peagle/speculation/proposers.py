@@ -1,8 +1,8 @@
 """Drafting with a head: P-EAGLE in one pass of the head, EAGLE-3 in K.
 
 A recipe says how drafts come from features (`HeadProposer.draft`). An executor runs its parts:
-`EagerDraft` over the exact sizes of a batch, `engine.decode_step.CapturedDraft` over the buffers of
-a captured step.
+`EagerDraft` over the exact sizes of a batch, `engine.step.decode_step.CapturedDraft` over the
+buffers of a captured step.
 
 Shapes: B sequences, N of them, T packed target rows, S drafter slots, A * H feature width, D
 drafter width, K drafts, J columns of them, V target vocabulary.

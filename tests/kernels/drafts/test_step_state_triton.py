@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.engine.graph_runner import RowDrafts, RowTokens, read_drafts, read_tokens
-from peagle.engine.step_trees import SCORE_UNIT
+from peagle.engine.step.graph_runner import RowDrafts, RowTokens, read_drafts, read_tokens
+from peagle.engine.step.trees import SCORE_UNIT
 from peagle.kernels.drafts.step_state import Finish, Stamp, StepRecord, StepState
 from peagle.kernels.launch import launch
 from tests.kernels.devices import DEVICES, INTERPRETED

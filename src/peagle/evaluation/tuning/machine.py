@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
-from peagle.engine.graph_runner import buckets
 from peagle.engine.stats import StepTimes
+from peagle.engine.step.graph_runner import buckets
 from peagle.errors import UserError
 from peagle.evaluation.dialogues import PromptSets
 from peagle.evaluation.engine_backend import release

@@ -20,8 +20,8 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
 from peagle.engine.grammar import GrammarState
-from peagle.engine.pass_graphs import MAX_SEQUENCES
-from peagle.engine.pipeline import Pipeline
+from peagle.engine.step.pass_graphs import MAX_SEQUENCES
+from peagle.engine.step.pipeline import Pipeline
 from tests.corrections import add_correction
 
 pytest.importorskip("triton")
@@ -157,7 +157,7 @@ def test_arrivals_under_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some steps have padding beyond the rows of their sequences."""
-    padded = "peagle.engine.graph_runner.target_rows"
+    padded = "peagle.engine.step.graph_runner.target_rows"
     monkeypatch.setattr(padded, lambda sizes: {(r, k): r * (k + 1) + 3 for r, k in sizes})
     arrivals_change_nothing(target_folder, head_folders(parallel=True), device, max_tokens=5)
 

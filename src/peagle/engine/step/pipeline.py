@@ -11,10 +11,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 
-from peagle.engine.graph_runner import Flight, GraphRunner, RowDrafts, RowTokens
 from peagle.engine.model_runner import RunTarget
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
+from peagle.engine.step.graph_runner import Flight, GraphRunner, RowDrafts, RowTokens
 
 
 class Pipeline:

@@ -21,8 +21,8 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
 from peagle.engine.grammar import GrammarState
-from peagle.engine.graph_runner import Flight, GraphRunner, RowTokens
 from peagle.engine.sequence import SequenceStatus
+from peagle.engine.step.graph_runner import Flight, GraphRunner, RowTokens
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.trees.growth import count_nodes
@@ -31,8 +31,8 @@ from tests.engine.engines import replant
 
 pytest.importorskip("triton")
 
-from peagle.engine import decode_step
-from peagle.engine.step_trees import StepTrees
+from peagle.engine.step import decode_step
+from peagle.engine.step.trees import StepTrees
 
 PLANT = StepTrees.plant
 
@@ -281,7 +281,7 @@ def test_arrivals_and_cancels(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts run in chunks, prefixes are shared, steps have padding, and blocks are few."""
-    padded = "peagle.engine.graph_runner.target_rows"
+    padded = "peagle.engine.step.graph_runner.target_rows"
     monkeypatch.setattr(padded, lambda sizes: {(r, k): r * (k + 1) + 3 for r, k in sizes})
     prompts = [*PROMPTS, [*PROMPTS[3], 7], [*PROMPTS[3][:13], 8]]
     params = [PARAMS[i % 3] for i in range(len(prompts))]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from peagle import LLM, SamplingParams
 from peagle.attention import Passes
-from peagle.engine.capture import make_capturer
-from peagle.engine.pass_graphs import PassGraphs, _Pass
+from peagle.engine.step.capture import make_capturer
+from peagle.engine.step.pass_graphs import PassGraphs, _Pass
 from peagle.kernels.drafts.batches import PackedBatch
 from tests.engine.engines import drive, watch_drafts
 

@@ -21,10 +21,10 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import StructuredOutput
 from peagle.engine.features import FeatureRing
-from peagle.engine.graph_runner import GraphRunner
-from peagle.engine.mixed_pass import MixedPass
-from peagle.engine.pass_graphs import PassGraphs
 from peagle.engine.stats import EngineStats
+from peagle.engine.step.graph_runner import GraphRunner
+from peagle.engine.step.mixed_pass import MixedPass
+from peagle.engine.step.pass_graphs import PassGraphs
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from tests.engine.engines import watch_drafts, watch_steps
@@ -369,7 +369,7 @@ def test_when_prompts_do_not_mix(device: str, monkeypatch: pytest.MonkeyPatch) -
     def mixed(**limits: Any) -> list[tuple[int, int]]:
         with monkeypatch.context() as patch:
             for name, value in limits.items():
-                patch.setattr(f"peagle.engine.graph_runner.{name}", value)
+                patch.setattr(f"peagle.engine.step.graph_runner.{name}", value)
             return run(make(None, device), arrivals, monkeypatch).mixed
 
     assert mixed() == [(1, 4), (1, 9)]

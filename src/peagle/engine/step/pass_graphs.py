@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peagle.attention import Passes
-from peagle.engine.capture import Capturer
+from peagle.engine.step.capture import Capturer
 from peagle.kernels.drafts.batches import PADDING_SLOT, PackedBatch, TargetBatch
 
 # Tokens of the passes that have graphs.

@@ -19,7 +19,9 @@ from peagle.engine import LLMEngine, Sequence
 from peagle.engine.depth import ScheduledDepth, StepSeconds
 from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRing
-from peagle.engine.graph_runner import (
+from peagle.engine.outputs import StepOutput, StreamChunk
+from peagle.engine.requests import Requests
+from peagle.engine.step.graph_runner import (
     Flight,
     GraphRunner,
     Report,
@@ -28,9 +30,7 @@ from peagle.engine.graph_runner import (
     read_drafts,
     read_tokens,
 )
-from peagle.engine.outputs import StepOutput, StreamChunk
-from peagle.engine.pipeline import Pipeline
-from peagle.engine.requests import Requests
+from peagle.engine.step.pipeline import Pipeline
 from tests.conftest import byte_tokenizer
 from tests.engine.test_schedules import KINDS, make_engine
 

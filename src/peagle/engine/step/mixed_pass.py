@@ -17,7 +17,7 @@ from peagle.attention.triton_backend import TritonAttention
 from peagle.kernels.drafts.batches import PackedBatch
 
 if TYPE_CHECKING:
-    from peagle.engine.decode_step import DecodeStep
+    from peagle.engine.step.decode_step import DecodeStep
 
 
 class MixedPass:

@@ -22,13 +22,13 @@ from torch import Tensor
 from peagle.attention import Passes
 from peagle.attention.triton_backend import TritonAttention
 from peagle.config import CandidateTrees
-from peagle.engine.drawn_drafts import DrawnDrafts
 from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
-from peagle.engine.step_rules import PendingLogprobs, StepRules
-from peagle.engine.step_trees import StepTrees
-from peagle.engine.tree_growth import TreeGrowth
+from peagle.engine.step.drawn_drafts import DrawnDrafts
+from peagle.engine.step.rules import PendingLogprobs, StepRules
+from peagle.engine.step.tree_growth import TreeGrowth
+from peagle.engine.step.trees import StepTrees
 from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, TargetBatch
 from peagle.kernels.drafts.batches_triton import (
     build_target_batch,

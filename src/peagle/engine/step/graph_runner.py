@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
-from peagle.engine.capture import Capturer, make_capturer
 from peagle.engine.depth import DepthPolicy, StepSeconds
 from peagle.engine.features import FeatureRings
-from peagle.engine.mixed_pass import MixedPass
 from peagle.engine.model_runner import ModelRunner, RunTarget
-from peagle.engine.pass_graphs import MAX_SEQUENCES, PassGraphs
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import StepTimes
+from peagle.engine.step.capture import Capturer, make_capturer
+from peagle.engine.step.mixed_pass import MixedPass
+from peagle.engine.step.pass_graphs import MAX_SEQUENCES, PassGraphs
 from peagle.kernels.drafts.step_state import NO_TOKEN, Stamp
 from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.kernels.trees.survival import SCORE_UNIT
@@ -39,8 +39,8 @@ from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
 
 if TYPE_CHECKING:
-    from peagle.engine.decode_step import DecodeStep, StepBuffers
-    from peagle.engine.step_rules import PendingLogprobs, StepRules
+    from peagle.engine.step.decode_step import DecodeStep, StepBuffers
+    from peagle.engine.step.rules import PendingLogprobs, StepRules
 
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
@@ -167,9 +167,9 @@ def make_graph_runner(
 
     On a GPU this makes all graphs, and gives `runner` and the proposer those of short passes.
     """
-    from peagle.engine.decode_step import DecodeStep, StepBuffers, StepSizes
-    from peagle.engine.drawn_drafts import DrawnDrafts
-    from peagle.engine.step_rules import StepRules
+    from peagle.engine.step.decode_step import DecodeStep, StepBuffers, StepSizes
+    from peagle.engine.step.drawn_drafts import DrawnDrafts
+    from peagle.engine.step.rules import StepRules
 
     target, max_model_len = runner.target, runner.max_model_len
     trees = None if proposer is None else proposer.trees

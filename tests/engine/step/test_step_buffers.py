@@ -20,8 +20,8 @@ from tests.conftest import make_drafter
 
 pytest.importorskip("triton", reason="needs triton")
 
-from peagle.engine.decode_step import StepBuffers, StepRows, StepSizes
-from peagle.engine.drawn_drafts import DrawnDrafts
+from peagle.engine.step.decode_step import StepBuffers, StepRows, StepSizes
+from peagle.engine.step.drawn_drafts import DrawnDrafts
 from peagle.kernels.upload import upload_ints
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -30,9 +30,9 @@ pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.engine import step_rules
 from peagle.engine.rules import CountSlots, has_rules
-from peagle.engine.step_rules import StepRules
+from peagle.engine.step import rules as step_rules
+from peagle.engine.step.rules import StepRules
 from peagle.kernels.sampling.verify_triton import SequenceSampling, match_drafts
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.

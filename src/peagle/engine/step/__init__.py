@@ -1,0 +1,1 @@
+"""The captured decode step: CUDA graphs that verify, draft and read prompts."""
