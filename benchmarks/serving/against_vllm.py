@@ -94,6 +94,7 @@ def parse_args() -> argparse.Namespace:
     for one in (prepare, run):
         one.add_argument("--model", type=Path, required=True, help="folder of target and heads")
     prepare.add_argument("--pair", choices=PAIRS, help="real weights and prompts (random weights)")
+    prepare.add_argument("--target", help="folder of the pair's target (the pair's, fetched)")
     prepare.add_argument("--shape", default="qwen3-8b", help="of benchmarks/shapes.py (qwen3-8b)")
     prepare.add_argument("--device", default="auto", help="where weights are made (auto)")
     prepare.add_argument("--dtype", default="auto", help="type of the weights (auto)")
@@ -152,7 +153,7 @@ def prepare(args: argparse.Namespace) -> int:
         held = "a real pair" if is_real(args.model) else "random weights"
         raise UserError(f"--model is {str(args.model)!r}, which holds {held}; take another folder.")
     if args.pair:
-        prepare_pair(args.pair, args.model)
+        prepare_pair(args.pair, args.target or args.pair, args.model)
         return 0
     sys.path.append(str(BENCHMARKS))
     from checkpoints import write_checkpoint
@@ -172,13 +173,13 @@ def prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare_pair(name: str, model: Path) -> None:
+def prepare_pair(name: str, target_name: str, model: Path) -> None:
     """Write the prompts, the target and the heads of a pair, unless they are there."""
     from peagle.models.checkpoint.whole import whole_head
     from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer
 
-    target = resolve_model(name)
+    target = resolve_model(target_name)
     tokenizer = load_tokenizer(target)
     model.mkdir(parents=True, exist_ok=True)
     made = ({"prompt": one, "output_tokens": REAL_TOKENS} for one in real_prompts(tokenizer))
