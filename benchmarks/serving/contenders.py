@@ -39,7 +39,8 @@ REAL_VARIANTS = (
     *("vllm/k7", "vllm/k3", "vllm/k5", "vllm/plain", "peagle/plain", "peagle/k7-alone"),
     *("peagle/k3", "peagle/k5", "peagle/eagle3-k3", "peagle/eagle3-k5", "peagle/eagle3-k7"),
 )
-END_S = 30.0
+END_S = 15.0  # before whoever interrupts a comparison kills it
+TREE_DEPTH = 7
 _VARIANT = re.compile(
     r"(?P<side>peagle|vllm)/"
     r"(?:(?P<name>plain|by-load)|(?P<kind>eagle3-k|tree|k)(?P<k>[1-9]\d?)(?P<alone>-alone)?)"
@@ -96,11 +97,15 @@ def speculation(variant: Variant, args: argparse.Namespace) -> dict[str, Any] | 
     """The speculative configuration, in vLLM's form; None decodes plainly."""
     if variant.head is None:
         return None
-    config: dict[str, Any] = {"method": "eagle3", "model": str(args.model / variant.head)}
+    config: dict[str, Any] = {
+        "method": "eagle3",
+        "model": str(args.model / variant.head),
+        "num_speculative_tokens": variant.k,
+    }
     if variant.is_tree:
+        # With a depth every step verifies all nodes, as every step of a chain verifies K drafts.
+        config["num_speculative_tokens"] = min(variant.k, TREE_DEPTH)
         config["parallel_drafting_spec"] = {"max_nodes": variant.k}
-    else:
-        config["num_speculative_tokens"] = variant.k
     if not is_real(args.model):
         config["rejection_sample_method"] = "synthetic"
         config["synthetic_acceptance_rates"] = synthetic_rates(variant, args)

@@ -23,7 +23,7 @@ from backends.fake_vllm import install
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.chat import render_chat
-from peagle.config import SpeculativeConfig
+from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.models.target import load_tokenizer
@@ -264,7 +264,7 @@ def test_both_servers_are_asked_for_the_same(
                 assert (found.synthetic_acceptance_rates is None) == (kind == "real")
                 assert found.correction != name.endswith("-alone")
                 if name == "peagle/tree15":
-                    assert found.parallel_drafting_spec == {"max_nodes": 15}
+                    assert found.parallel_drafting_spec == CandidateTrees(15, 7, 15)
                 else:
                     assert found.parallel_drafting_spec is None
                     assert found.num_drafts == variant.k
