@@ -250,7 +250,7 @@ def tables(found: dict[str, Any], served: str) -> str:
             "requests in flight; medians, and the acceptance length.",
             _speed_table(cells),
         ]
-    if found["speed"]:
+    if any(one["engine"] == "vllm" for one in found["speed"]):
         blocks.append(
             "vLLM is bound by its host at this size, so the ratios say little about large models."
         )
@@ -282,34 +282,22 @@ def _length(part: dict[str, Any] | None) -> str:
 
 def _speed_table(cells: Sequence[dict[str, Any]]) -> str:
     loads = sorted({one["concurrency"] for one in cells})
-    ways = dict.fromkeys((one["engine"], one["method"], one["k"]) for one in cells)
+    ways = dict[tuple[Any, ...], dict[int, dict[str, Any]]]()
+    best: dict[int, dict[str, float]] = {load: {"peagle": 0.0, "vllm": 0.0} for load in loads}
+    for one in cells:
+        load, engine, speed = one["concurrency"], one["engine"], one["tokens_per_s"]
+        ways.setdefault((engine, one["method"], one["k"]), {})[load] = one
+        best[load][engine] = max(best[load][engine], speed)
     rows = []
-    for way in ways:
-        own = {
-            one["concurrency"]: one
-            for one in cells
-            if (one["engine"], one["method"], one["k"]) == way
-        }
+    for own in ways.values():
         first = next(iter(own.values()))
         length = first["acceptance_length"]
-        speeds = [f"{own[c]['tokens_per_s']:,.0f}" if c in own else "" for c in loads]
-        row = [first["engine"], _label(first), "" if length is None else f"{length:.2f}", *speeds]
-        rows.append(row)
-    ratios = []
-    for load in loads:
-        best = {
-            engine: max(
-                (
-                    one["tokens_per_s"]
-                    for one in cells
-                    if one["concurrency"] == load and one["engine"] == engine
-                ),
-                default=None,
-            )
-            for engine in ("peagle", "vllm")
-        }
-        both = best["peagle"] and best["vllm"]
-        ratios.append(f"{best['peagle'] / best['vllm']:.2f}" if both else "")
+        speeds = [f"{own[load]['tokens_per_s']:,.0f}" if load in own else "" for load in loads]
+        rows.append(
+            [first["engine"], _label(first), "" if length is None else f"{length:.2f}", *speeds]
+        )
+    both = [best[load] for load in loads]
+    ratios = [f"{one['peagle'] / one['vllm']:.2f}" if all(one.values()) else "" for one in both]
     rows.append(["ratio", "best of peagle over best of vLLM", "", *ratios])
     return _table(["engine", "drafts", "acceptance length", *map(str, loads)], rows)
 
