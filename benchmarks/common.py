@@ -52,6 +52,7 @@ def parser(description: str | None, *, methods: str) -> argparse.ArgumentParser:
     models.add_argument("--dtype", default="auto")
     models.add_argument("--device", default="auto")
     models.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    result.add_argument("--output", type=Path, help="file for the result, instead of printing it")
     return result
 
 
@@ -108,7 +109,7 @@ def start(args: argparse.Namespace) -> TargetModel:
 
 
 def finish(args: argparse.Namespace, target: TargetModel, **results: Any) -> None:
-    """Print one JSON object: the command, the machine, the results."""
+    """Write or print one JSON object: the command, the machine, the results."""
     result = {
         "command": " ".join(["python", *sys.argv]),
         "environment": environment(target.device),
@@ -116,7 +117,7 @@ def finish(args: argparse.Namespace, target: TargetModel, **results: Any) -> Non
         "dtype": str(target.dtype).removeprefix("torch."),
         **results,
     }
-    write_result(result, None)
+    write_result(result, args.output)
 
 
 def write_result(result: dict[str, Any], output: Path | None) -> None:

@@ -1,17 +1,25 @@
 """`peagle serve` against `vllm serve` on one card, with the same client and the same requests.
 
+    python benchmarks/serving/against_vllm.py prepare --model /dev/shm/smollm2 --pair smollm2
+    python benchmarks/serving/against_vllm.py run --model /dev/shm/smollm2
     python benchmarks/serving/against_vllm.py prepare --model /dev/shm/qwen3-8b
     python benchmarks/serving/against_vllm.py run --model /dev/shm/qwen3-8b
     python benchmarks/serving/against_vllm.py table against_vllm.jsonl --plot against_vllm.svg
 
-`prepare` writes a target and both heads with random weights, and a tokenizer of as many words.
+With --pair `prepare` writes the target and both heads of a pair that the package names, in the form
+that vLLM loads, and prompts.jsonl: HumanEval and MT-Bench through the chat template. The client
+sends single prompts, so of MT-Bench these are the first turns. Acceptance is real, an output ends
+with the end of its text, and has at most 256 tokens. Without --pair `prepare` writes a target and
+both heads with random weights, and a tokenizer of as many words. Acceptance is then SYNTHETIC, the
+same on both sides, and a request writes exactly as many tokens as its mix says.
+
 `run` starts one server after the other. The client is vLLM's `vllm bench serve`. Each result is
 a line of --results at once; what is there already is not measured again. `table` puts files of
-several runs together. Acceptance is SYNTHETIC, the same on both sides. Outputs are greedy, prefixes
-are not cached, and a request writes exactly as many tokens as its mix says.
+several runs together. Outputs are greedy, and prefixes are not cached.
 
 A server is peagle/ or vllm/ and one of: plain; kN, the P-EAGLE head with N drafts; eagle3-kN, the
-EAGLE-3 head; by-load (peagle alone), the P-EAGLE head with --schedule.
+EAGLE-3 head. Of peagle alone there are: by-load, the P-EAGLE head with --schedule; kN-alone, the
+head without its correction; treeN, its candidate trees of N nodes. vLLM has no corrections.
 """
 
 from __future__ import annotations
@@ -20,17 +28,20 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from comparison import Row, append_row, arrivals, check_card, draw, read_rows, table
+from comparison import PROMPTS, Row, append_row, arrivals, check_card, draw, read_rows, table
 from contenders import (
     BENCHMARKS,
     K_OF_AL,
+    REAL_VARIANTS,
     VARIANTS,
     Variant,
     drafts,
@@ -39,9 +50,21 @@ from contenders import (
     vllm_command,
 )
 from script import check_positive, run_guarded
-from traffic import Client, Load, ServerError, num_requests, requests
+from traffic import (
+    LEAST_PROMPTS,
+    LEAST_REQUESTS,
+    PROMPTS_FILE,
+    Client,
+    Load,
+    ServerError,
+    is_real,
+    num_requests,
+    random_requests,
+    real_requests,
+)
 
 from peagle.backends.vllm.installation import find_vllm
+from peagle.bundled import PAIRS, expand_bundled
 from peagle.errors import UserError
 
 LOADS = (
@@ -49,6 +72,8 @@ LOADS = (
     *(f"1024/128:c{c}" for c in (1, 16, 64, 128)),
     *("4096/256:c1", "4096/256:c16", "sharegpt:c128", "sharegpt:r0.5", "sharegpt:r0.8"),
 )
+REAL_LOADS = tuple(f"{PROMPTS}:c{c}" for c in (1, 4, 16, 64))
+REAL_SETS, REAL_TOKENS = ("humaneval", "mt_bench"), 256
 WHERE = """
 import json, torch
 from peagle.environment import environment
@@ -68,11 +93,13 @@ def parse_args() -> argparse.Namespace:
     prepare, run, show = (commands.add_parser(name) for name in ("prepare", "run", "table"))
     for one in (prepare, run):
         one.add_argument("--model", type=Path, required=True, help="folder of target and heads")
+    prepare.add_argument("--pair", choices=PAIRS, help="real weights and prompts (random weights)")
+    prepare.add_argument("--target", help="folder of the pair's target (the pair's, fetched)")
     prepare.add_argument("--shape", default="qwen3-8b", help="of benchmarks/shapes.py (qwen3-8b)")
     prepare.add_argument("--device", default="auto", help="where weights are made (auto)")
     prepare.add_argument("--dtype", default="auto", help="type of the weights (auto)")
-    run.add_argument("--variants", default=",".join(VARIANTS), help="servers, a list")
-    run.add_argument("--loads", default=",".join(LOADS), help="MIX:cN or MIX:rX, a list")
+    run.add_argument("--variants", help="servers, a list (all that make sense)")
+    run.add_argument("--loads", help="MIX:cN or MIX:rX, a list (all that make sense)")
     run.add_argument("--results", type=Path, default=Path("against_vllm.jsonl"))
     run.add_argument("--logs", type=Path, default=Path("against_vllm_logs"), help="folder of logs")
     run.add_argument("--vllm-python", help="python of vLLM's environment (where peagle looks)")
@@ -88,6 +115,8 @@ def parse_args() -> argparse.Namespace:
     run.add_argument("--saturation", type=float, help="requests/s (the most vLLM had, closed loop)")
     run.add_argument("--goodput", default="ttft:500 tpot:20", help="limits (ttft:500 tpot:20)")
     run.add_argument("--rounds", type=int, default=4, help="requests over those in flight (4)")
+    least = f"{LEAST_REQUESTS}; {LEAST_PROMPTS} of real text"
+    run.add_argument("--least-requests", type=int, help=f"of a load ({least})")
     run.add_argument("--seconds", type=float, default=30.0, help="of Poisson arrivals (30)")
     run.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
     run.add_argument("--max-num-seqs", type=int, default=128, help="of both servers (128)")
@@ -120,6 +149,12 @@ def main() -> int:
 
 def prepare(args: argparse.Namespace) -> int:
     """Write the model and its heads, unless they are there."""
+    if is_real(args.model) != bool(args.pair) and (args.model / "target").exists():
+        held = "a real pair" if is_real(args.model) else "random weights"
+        raise UserError(f"--model is {str(args.model)!r}, which holds {held}; take another folder.")
+    if args.pair:
+        prepare_pair(args.pair, args.target or args.pair, args.model)
+        return 0
     sys.path.append(str(BENCHMARKS))
     from checkpoints import write_checkpoint
     from shapes import SHAPES, make_head
@@ -136,6 +171,49 @@ def prepare(args: argparse.Namespace) -> int:
     for method in K_OF_AL:
         make_head(shape, method, args.model / method, dtype, device)
     return 0
+
+
+def prepare_pair(name: str, target_name: str, model: Path) -> None:
+    """Write the prompts, the target and the heads of a pair, unless they are there."""
+    from peagle.models.checkpoint.whole import whole_head
+    from peagle.models.loading import resolve_model
+    from peagle.models.target import load_tokenizer
+
+    target = resolve_model(target_name)
+    tokenizer = load_tokenizer(target)
+    model.mkdir(parents=True, exist_ok=True)
+    made = ({"prompt": one, "output_tokens": REAL_TOKENS} for one in real_prompts(tokenizer))
+    lines = (json.dumps(one) + "\n" for one in made)
+    (model / PROMPTS_FILE).write_text("".join(lines), encoding="utf-8")
+    copy_once(target, model / "target")
+    for method in K_OF_AL:
+        head = expand_bundled(f"{name}-eagle3" if method == "eagle3" else name, "draft")
+        copy_once(whole_head(head, target), model / method)
+
+
+def real_prompts(tokenizer: Any) -> list[str]:
+    """Return the first turns of the sets, through the chat template where there is one.
+
+    The sets take turns, so that the first requests are of all of them.
+    """
+    from peagle.evaluation.prompts import load_prompt_set
+
+    sets = [load_prompt_set(name) for name in REAL_SETS]
+    texts = [one.text for some in zip_longest(*sets) for one in some if one is not None]
+    if not tokenizer.chat_template:
+        return texts
+    talks = [[{"role": "user", "content": text}] for text in texts]
+    return tokenizer.apply_chat_template(talks, tokenize=False, add_generation_prompt=True)
+
+
+def copy_once(source: Path, destination: Path) -> None:
+    """Copy a folder, unless it is there; an interrupted copy leaves none."""
+    if destination.exists():
+        return
+    partial = destination.with_name(f"{destination.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
+    partial.rename(destination)
 
 
 # ---- a run ----------------------------------------------------------------------------------
@@ -158,12 +236,16 @@ def check_values(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure what the results do not hold yet; status 1 if a server failed."""
     check_values(args)
-    variants = {name: Variant.parse(name) for name in args.variants.split(",")}
-    loads = [Load.parse(text) for text in args.loads.split(",")]
+    real = is_real(args.model)
+    names = args.variants.split(",") if args.variants else (REAL_VARIANTS if real else VARIANTS)
+    variants = {name: Variant.parse(name) for name in names}
+    texts = args.loads.split(",") if args.loads else (REAL_LOADS if real else LOADS)
+    loads = [Load.parse(text) for text in texts]
     loads.sort(key=lambda load: load.concurrency is None)  # arrivals follow from closed loops
     for folder in ("target", *(v.head for v in variants.values() if v.head)):
         if not (args.model / folder / "config.json").is_file():
             raise UserError(f"--model is {str(args.model)!r}, without {folder}; run prepare first.")
+    check_fit(variants, loads, args.model)
     installation = find_vllm(args.vllm_python)
     facts = where()
     rows = read_rows(args.results) if args.results.exists() else []
@@ -186,6 +268,25 @@ def run(args: argparse.Namespace) -> int:
                     print(f"error: {name}: {error}", file=sys.stderr, flush=True)
                     failed = True
     return int(failed)
+
+
+def check_fit(variants: dict[str, Variant], loads: list[Load], model: Path) -> None:
+    """Refuse real text for random weights, random words for a real pair, and trees by chance.
+
+    Raises:
+        UserError: such a load or server was asked for.
+    """
+    real = is_real(model)
+    held = "a real pair" if real else "random weights"
+    for load in loads:
+        if (load.mix == PROMPTS) != real:
+            expected = f"{PROMPTS}:cN or {PROMPTS}:rX" if real else "another mix"
+            raise UserError(
+                f"The load is {str(load)!r}, and --model holds {held}; take {expected}."
+            )
+    for name, variant in variants.items():
+        if not real and (variant.is_tree or not variant.is_corrected):
+            raise UserError(f"The server {name} needs a real pair; run prepare with --pair.")
 
 
 def where() -> dict[str, Any]:
@@ -221,7 +322,12 @@ def measure(
         for load in loads:
             rate = arrivals_of(load, rows, args)
             count = num_requests(load, rate, args)
-            made = requests(load.mix, count, config["vocab_size"], args.seed)
+            if load.mix == PROMPTS:
+                made = real_requests(args.model, count)
+            else:
+                made = random_requests(load.mix, count, config["vocab_size"], args.seed)
+            # The client's own warm-up sends one prompt many times, and its drafts are counted.
+            client.bench(load, rate, made[: load.concurrency or LEAST_REQUESTS], url, args)
             before = drafts(url)
             result = client.bench(load, rate, made, url, args)
             after = drafts(url)

@@ -10,6 +10,7 @@ from typing import Any
 from peagle.errors import UserError
 
 Row = dict[str, Any]
+PROMPTS = "prompts"  # the mix of loads of real text
 # What is kept of the file that `vllm bench serve --save-result` writes (vLLM 0.26 to 0.32).
 COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens")
 RATES = ("duration", "request_throughput", "request_goodput", "output_throughput")
@@ -17,8 +18,10 @@ TIMES = tuple(f"p{p}_{name}_ms" for name in ("ttft", "itl", "tpot", "e2el") for 
 FIELDS = {"variant", "load", "mix", "concurrency", "rate", "result", "environment"}
 HEADER = (
     *("load", "server", "tokens/s", "over the best of vLLM", "goodput, requests/s"),
-    *("TTFT p50, ms", "p99", "ITL p50, ms", "p99", "tokens a step", "failed"),
+    *("TTFT p50, ms", "p99", "ITL p50, ms", "p99", "TPOT p50, ms", "p99"),
+    *("tokens a step", "failed"),
 )
+BEST_HEADER = ("load", "best of peagle", "tokens/s", "best of vLLM", "tokens/s", "ratio")
 
 
 def read_client_result(path: Path) -> Row:
@@ -102,36 +105,43 @@ def arrivals(rows: Sequence[Row], load: str, mix: str, share: float, most: float
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table, by load; the ratio compares tokens/s of closed loops."""
+    """Return two Markdown tables, by load; ratios compare tokens/s of closed loops.
+
+    The first has all servers, the second the best of each side.
+    """
     first = rows[0]
     facts = first["environment"]
     limits = " and ".join(f"{k} at most {v} ms" for k, v in (_pair(x) for x in first["goodput"]))
     commits = ", ".join(sorted({str(row["environment"]["commit"]) for row in rows}))
     servers = ", ".join(sorted({row["server"] for row in rows}))
     lines = [
-        f"{first['model']}, random weights, SYNTHETIC acceptance; {facts['device']}; {servers}; "
+        f"{first['model']}, {_acceptance(rows)}; {facts['device']}; {servers}; "
         f"commit {commits}. Goodput: {limits}.",
         "",
-        "| " + " | ".join(HEADER) + " |",
-        "|" + "---|" * len(HEADER),
+        *_header(HEADER),
     ]
+    best = _header(BEST_HEADER)
     for name, group in _by_load(rows).items():
-        theirs = [one["result"]["output_throughput"] for one in group if _is_vllm(one)]
+        theirs = max(filter(_is_vllm, group), key=_speed, default=None)
+        ours = max((row for row in group if not _is_vllm(row)), key=_speed, default=None)
+        if ours and theirs and ours["concurrency"]:
+            pair = [cell for one in (ours, theirs) for cell in (one["variant"], _speed(one))]
+            best.append(_cells(name, *pair, f"{_speed(ours) / _speed(theirs):.2f}"))
         for row in group:
             found = row["result"]
             ratio = ""
             if row["concurrency"] and theirs:
-                ratio = f"{found['output_throughput'] / max(theirs):.2f}"
+                ratio = f"{_speed(row) / _speed(theirs):.2f}"
             cells = [
-                *(name, row["variant"], f"{found['output_throughput']:,.0f}", ratio),
+                *(name, row["variant"], _speed(row), ratio),
                 f"{found['request_goodput']:.2f}",
                 *(f"{found[f'p{p}_ttft_ms']:.1f}" for p in (50, 99)),
-                *(f"{found[f'p{p}_itl_ms']:.2f}" for p in (50, 99)),
-                *("" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.2f}",),
-                str(found["failed"]),
+                *(f"{found[f'p{p}_{of}_ms']:.2f}" for of in ("itl", "tpot") for p in (50, 99)),
+                "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.2f}",
+                found["failed"],
             ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            lines.append(_cells(*cells))
+    return "\n".join([*lines, *(["", *best] if best[2:] else [])]) + "\n"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -163,7 +173,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     height = -(-len(panels) // columns)
     size = (4.2 * columns, 3.4 * height)
     figure = plt.figure(figsize=size, layout="constrained")
-    figure.suptitle(f"{rows[0]['model']}, {rows[0]['environment']['device']}, SYNTHETIC acceptance")
+    first = rows[0]
+    figure.suptitle(f"{first['model']}, {first['environment']['device']}, {_acceptance(rows)}")
     variants = sorted({row["variant"] for row in rows})
     for place, (mix, x, y, label) in enumerate(panels, start=1):
         axes = figure.add_subplot(height, columns, place)
@@ -189,6 +200,33 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.legend(handles, labels, loc="outside right upper", frameon=False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
+
+
+def _acceptance(rows: Sequence[Row]) -> str:
+    """Say where the weights and the acceptance come from.
+
+    Raises:
+        UserError: there are rows of real text and others.
+    """
+    kinds = {row["mix"] == PROMPTS for row in rows}
+    if len(kinds) > 1:
+        raise UserError("The results are of real text and of random weights; name files of one.")
+    if kinds.pop():
+        return "real acceptance"
+    return "random weights, SYNTHETIC acceptance"
+
+
+def _header(names: Sequence[str]) -> list[str]:
+    return [_cells(*names), "|" + "---|" * len(names)]
+
+
+def _cells(*cells: object) -> str:
+    """Return a line of a table; speeds have no digits behind the point."""
+    return f"| {' | '.join(f'{x:,.0f}' if isinstance(x, float) else str(x) for x in cells)} |"
+
+
+def _speed(row: Row) -> float:
+    return row["result"]["output_throughput"]
 
 
 def _is_vllm(row: Row) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from traffic import NAME, ServerError
+from traffic import NAME, ServerError, is_real
 
 from peagle.backends.vllm.command import MODULE, as_flags, engine_arguments, environment
 from peagle.backends.vllm.installation import VllmInstallation
@@ -33,19 +33,41 @@ VARIANTS = (
     *("vllm/k3", "vllm/k5", "vllm/k7", "vllm/eagle3-k3", "vllm/plain"),
     *("peagle/by-load", "peagle/k7", "peagle/plain"),
 )
-END_S = 30.0
+# Of real text, those that say most first.
+REAL_VARIANTS = (
+    *("vllm/eagle3-k3", "peagle/tree15", "peagle/k7", "vllm/eagle3-k7", "vllm/eagle3-k5"),
+    *("vllm/k7", "vllm/k3", "vllm/k5", "vllm/plain", "peagle/plain", "peagle/k7-alone"),
+    *("peagle/k3", "peagle/k5", "peagle/eagle3-k3", "peagle/eagle3-k5", "peagle/eagle3-k7"),
+)
+END_S = 15.0  # before whoever interrupts a comparison kills it
+TREE_DEPTH = 7
+_VARIANT = re.compile(
+    r"(?P<side>peagle|vllm)/"
+    r"(?:(?P<name>plain|by-load)|(?P<kind>eagle3-k|tree|k)(?P<k>[1-9]\d?)(?P<alone>-alone)?)"
+)
 # The rates of acceptance of a head do not depend on K; its length does. These are the K of --al.
 K_OF_AL = {"peagle": 7, "eagle3": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A server: `side` is peagle or vllm, `head` peagle, eagle3 or None, `k` its drafts."""
+    """A server.
+
+    Attributes:
+        side: peagle or vllm.
+        head: peagle, eagle3 or None.
+        k: drafts of a step, or nodes of its trees.
+        is_scheduled: K follows the load.
+        is_tree: drafts are candidate trees.
+        is_corrected: the head drafts with the correction beside it, if there is one.
+    """
 
     side: str
     head: str | None
     k: int
     is_scheduled: bool = False
+    is_tree: bool = False
+    is_corrected: bool = True
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -54,37 +76,57 @@ class Variant:
         Raises:
             UserError: there is no such server.
         """
-        found = re.fullmatch(r"(peagle|vllm)/(?:(plain)|(by-load)|(eagle3-)?k([1-9]\d?))", text)
-        if found is None or (found[1] == "vllm" and found[3]):
-            raise UserError(f"No server {text!r}; there are {', '.join(VARIANTS)}, and other K.")
-        if found[2]:
-            return cls(found[1], None, 0)
-        if found[3]:
-            return cls(found[1], "peagle", K_OF_AL["peagle"], is_scheduled=True)
-        return cls(found[1], "eagle3" if found[4] else "peagle", int(found[5]))
+        found = _VARIANT.fullmatch(text)
+        if found is not None:
+            side, name, kind, alone = found.group("side", "name", "kind", "alone")
+            is_there = side == "peagle" or (name != "by-load" and kind != "tree" and not alone)
+            if not is_there or (alone and kind == "eagle3-k"):  # it has no correction
+                found = None
+        if found is None:
+            known = ", ".join(dict.fromkeys((*VARIANTS, *REAL_VARIANTS)))
+            raise UserError(f"No server {text!r}; there are {known}, and others of these forms.")
+        if name == "plain":
+            return cls(side, None, 0)
+        if name == "by-load":
+            return cls(side, "peagle", K_OF_AL["peagle"], is_scheduled=True)
+        head = "eagle3" if kind == "eagle3-k" else "peagle"
+        return cls(side, head, int(found["k"]), is_tree=kind == "tree", is_corrected=not alone)
 
 
 def speculation(variant: Variant, args: argparse.Namespace) -> dict[str, Any] | None:
     """The speculative configuration, in vLLM's form; None decodes plainly."""
     if variant.head is None:
         return None
-    sys.path.append(str(BENCHMARKS))
-    from common import acceptance_rates
-
-    length = args.al if variant.head == "peagle" else args.eagle3_al
-    first = acceptance_rates(length, K_OF_AL[variant.head])[0]
     config: dict[str, Any] = {
         "method": "eagle3",
         "model": str(args.model / variant.head),
         "num_speculative_tokens": variant.k,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [first**i for i in range(1, variant.k + 1)],
     }
+    if variant.is_tree:
+        # With a depth every step verifies all nodes, as every step of a chain verifies K drafts.
+        config["num_speculative_tokens"] = min(variant.k, TREE_DEPTH)
+        config["parallel_drafting_spec"] = {"max_nodes": variant.k}
+    if not is_real(args.model):
+        config["rejection_sample_method"] = "synthetic"
+        config["synthetic_acceptance_rates"] = synthetic_rates(variant, args)
+    if not variant.is_corrected:
+        config["correction"] = False
     if variant.is_scheduled:
         config["num_speculative_tokens_per_batch_size"] = args.schedule
     if variant.side == "peagle" and args.draft_window is not None:
         config["draft_window"] = args.draft_window
     return config
+
+
+def synthetic_rates(variant: Variant, args: argparse.Namespace) -> list[float]:
+    """Return the probabilities that at least 1 to K drafts of a head are accepted."""
+    assert variant.head is not None
+    sys.path.append(str(BENCHMARKS))
+    from common import acceptance_rates
+
+    length = args.al if variant.head == "peagle" else args.eagle3_al
+    first = acceptance_rates(length, K_OF_AL[variant.head])[0]
+    return [first**i for i in range(1, variant.k + 1)]
 
 
 def peagle_command(

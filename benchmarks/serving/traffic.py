@@ -12,22 +12,26 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from comparison import Row, read_client_result
+from comparison import PROMPTS, Row, read_client_result
 
 from peagle.backends.vllm.command import SAFE_ENVIRONMENT
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.errors import UserError
 
 NAME = "model"  # the clients' name for what is served
-LEAST_REQUESTS = 8
+PROMPTS_FILE = "prompts.jsonl"  # in the folder of a real pair
+# A load has no fewer requests. What the drafts of real text are worth depends on the prompts.
+LEAST_REQUESTS, LEAST_PROMPTS = 8, 48
 
 # ShareGPT as Kwon et al. (2023, the paper on vLLM) describe it: mean tokens of prompts and outputs.
 # The spread and the bounds are ours.
 SHAREGPT_MEANS, SHAREGPT_SIGMA, SHAREGPT_BOUNDS = (161.0, 338.0), 1.0, (4, 1024)
-_LOAD = re.compile(r"(?P<mix>[1-9]\d*/[1-9]\d*|sharegpt):(?:c(?P<c>[1-9]\d*)|r(?P<r>\d*\.?\d+))")
+_MIX, _TRAFFIC = r"[1-9]\d*/[1-9]\d*|sharegpt|prompts", r"c(?P<c>[1-9]\d*)|r(?P<r>\d*\.?\d+)"
+_LOAD = re.compile(rf"(?P<mix>{_MIX}):(?:{_TRAFFIC})")
 
 
 # vLLM's client, in one process for all loads: to import it takes longer than many loads.
@@ -52,7 +56,8 @@ class Load:
     """Requests of one mix.
 
     Attributes:
-        mix: "P/O" has P prompt and O output tokens a request, "sharegpt" has log-normal lengths.
+        mix: "P/O" has P prompt and O output tokens a request, "sharegpt" has log-normal lengths,
+            and "prompts" is the real text of a pair's folder.
         concurrency: requests in flight of a closed loop; None: they come as a Poisson process.
         share: arrivals a second, over what vLLM can answer.
     """
@@ -72,7 +77,8 @@ class Load:
         if found is None or (found["r"] and not float(found["r"])):
             raise UserError(
                 f"The load is {text!r}; expected MIX:cN (N requests in flight) or MIX:rX (Poisson "
-                "arrivals at X of vLLM's saturation rate), with MIX like 128/256 or sharegpt."
+                "arrivals at X of vLLM's saturation rate), with MIX like 128/256, sharegpt or "
+                "prompts."
             )
         if found["c"]:
             return cls(found["mix"], concurrency=int(found["c"]))
@@ -83,7 +89,18 @@ class Load:
         return f"{self.mix}:{end}"
 
 
-def requests(mix: str, count: int, vocab_size: int, seed: int) -> list[dict[str, Any]]:
+def is_real(model: Path) -> bool:
+    """Return whether a folder holds a real pair, with prompts, and not random weights."""
+    return (model / PROMPTS_FILE).is_file()
+
+
+def real_requests(model: Path, count: int) -> list[dict[str, Any]]:
+    """Return the first requests of a real pair's folder; where it has fewer, they begin anew."""
+    lines = (model / PROMPTS_FILE).read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in islice(cycle(lines), count)]
+
+
+def random_requests(mix: str, count: int, vocab_size: int, seed: int) -> list[dict[str, Any]]:
     """Return requests of random words, each a token of `shapes.make_tokenizer`.
 
     The same arguments give the same requests, and more of them begin with the same ones.
@@ -114,7 +131,8 @@ def _lengths(mix: str, source: random.Random) -> tuple[int, int]:
 def num_requests(load: Load, rate: float | None, args: argparse.Namespace) -> int:
     """Return so many rounds of a closed loop, or so many seconds of arrivals, in requests."""
     count = args.rounds * load.concurrency if load.concurrency else (rate or 0) * args.seconds
-    return max(LEAST_REQUESTS, round(count))
+    least = args.least_requests or (LEAST_PROMPTS if load.mix == PROMPTS else LEAST_REQUESTS)
+    return max(least, round(count))
 
 
 # ---- the client -----------------------------------------------------------------------------
@@ -197,9 +215,10 @@ def client_words(
         *("--base-url", url, "--model", NAME, "--tokenizer", str(args.model / "target")),
         *("--dataset-name", "custom", "--dataset-path", str(folder / "requests.jsonl")),
         *("--custom-output-len", "-1", "--skip-chat-template", "--disable-shuffle"),
-        *("--num-prompts", str(count), "--num-warmups", str(load.concurrency or LEAST_REQUESTS)),
+        *("--num-prompts", str(count), "--ready-check-timeout-sec", "0"),
         *traffic,
-        *("--temperature", "0", "--ignore-eos", "--seed", str(args.seed), "--disable-tqdm"),
+        *("--temperature", "0", "--seed", str(args.seed), "--disable-tqdm"),
+        *(() if load.mix == PROMPTS else ("--ignore-eos",)),
         *("--percentile-metrics", "ttft,itl,tpot,e2el", "--metric-percentiles", "50,99"),
         *("--goodput", *args.goodput.split()),
         *("--save-result", "--result-dir", str(folder), "--result-filename", "result.json"),

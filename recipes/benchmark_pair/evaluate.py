@@ -22,7 +22,7 @@ from peagle.evaluation.report import write_report
 from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import summarize
 from peagle.models.checkpoint.files import write_json
-from peagle.results import AcceptanceResults, RunFigures, read_document
+from peagle.results import AcceptanceResults, EntryKey, RunFigures, read_document
 
 BENCHMARKS, NODES_FILE = Path(__file__).parents[2] / "benchmarks", "nodes.json"
 HEADS = ("peagle", "eagle3", "eagle3_4l", "peagle_8l")
@@ -170,13 +170,15 @@ def merge(work: Path) -> Path:
 
 
 def merged_acceptance(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One acceptance.json of several, which differ in their entries alone."""
+    """One acceptance.json of several, which differ in their entries alone; each entry once."""
     first = found[0]
     for other in found[1:]:
         _check_same("settings", first["settings"], other["settings"])
-    entries = [entry for one in found for entry in one["entries"]]
+    entries: dict[tuple[Any, ...], Any] = {}
+    for entry in (entry for one in found for entry in one["entries"]):
+        entries.setdefault(tuple(entry.get(name) for name in EntryKey.model_fields), entry)
     who = first["provenance"] | {"command": _commands(one["provenance"] for one in found)}
-    return {**first, "provenance": who, "entries": entries}
+    return {**first, "provenance": who, "entries": list(entries.values())}
 
 
 Records = list[tuple[SweepPoint, int, dict[str, Any]]]

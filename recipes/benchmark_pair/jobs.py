@@ -26,11 +26,13 @@ class Job:
         name: of its log.
         command: program and arguments.
         least_s: not begun where fewer seconds are left.
+        most_s: interrupted after so many seconds.
     """
 
     name: str
     command: tuple[str, ...]
     least_s: float = 0.0
+    most_s: float = float("inf")
 
 
 @dataclass
@@ -40,6 +42,12 @@ class _Running:
     gpu: str
     process: subprocess.Popen[bytes]
     log: Path
+    began_s: float
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the command had all its seconds."""
+        return time.monotonic() - self.began_s > self.job.most_s
 
 
 def gpus() -> list[str]:
@@ -56,7 +64,8 @@ def run_jobs(
 ) -> dict[str, int | None]:
     """Run commands in their order, the next one where a place is free.
 
-    At the deadline those that run are interrupted (Ctrl-C, then killed), and no other begins.
+    At the deadline those that run are interrupted (Ctrl-C, then killed), and no other begins. One
+    that had all its seconds is interrupted before.
 
     Args:
         jobs: each name once.
@@ -87,6 +96,11 @@ def run_jobs(
             if left <= 0 and running:
                 say(f"time is up: {', '.join(one.job.name for one in running)} interrupted")
                 break
+            for one in [one for one in running if one.is_over]:
+                running.remove(one)
+                say(f"{one.job.name} had its {one.job.most_s:g} seconds: interrupted")
+                _interrupt([one])
+                free.append(one.slot)
             waiting = [job for job in waiting if job.least_s < left]
             while waiting and free:
                 job, slot = waiting.pop(0), free.pop(0)
@@ -129,7 +143,7 @@ def _start(job: Job, slot: int, gpu: str, logs: Path, cores: Sequence[int]) -> _
     if cores:
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(process.pid, cores)
-    return _Running(job, slot, gpu, process, log)
+    return _Running(job, slot, gpu, process, log, time.monotonic())
 
 
 def _interrupt(running: Sequence[_Running]) -> None:

@@ -215,8 +215,8 @@ def test_setup_unpacks_tokens_and_prompts(tmp_path: Path) -> None:
 # ---- jobs -------------------------------------------------------------------------------------
 
 
-def python(name: str, code: str, least_s: float = 0.0) -> Job:
-    return Job(name, (sys.executable, "-c", f"import os, signal, sys, time\n{code}"), least_s)
+def python(name: str, code: str, **limits: float) -> Job:
+    return Job(name, (sys.executable, "-c", f"import os, signal, sys, time\n{code}"), **limits)
 
 
 def test_jobs_take_turns_on_each_gpu(tmp_path: Path) -> None:
@@ -284,6 +284,14 @@ except KeyboardInterrupt:
     codes = run_jobs(jobs, [""], tmp_path, 1.5, lambda line: None)
     assert codes == {"patient": None, "never": None, "long": None}
     assert kept.read_text() == "what it had" and time.monotonic() - started < 15
+
+
+def test_a_job_that_had_its_seconds_leaves_its_place(tmp_path: Path) -> None:
+    lines: list[str] = []
+    jobs = [python("endless", "time.sleep(60)", most_s=0.5), python("next", "")]
+    codes = run_jobs(jobs, [""], tmp_path, 60, lines.append)
+    assert codes == {"endless": None, "next": 0}
+    assert "endless had its 0.5 seconds: interrupted" in lines
 
 
 # ---- one report -------------------------------------------------------------------------------
@@ -364,6 +372,7 @@ def test_entries_of_several_runs_become_one_file() -> None:
 
     merged = evaluate.merged_acceptance([file(0.0), file(1.0)])
     assert merged["entries"] == [{"temperature": 0.0}, {"temperature": 1.0}]
+    assert evaluate.merged_acceptance([file(0.0)] * 2)["entries"] == [{"temperature": 0.0}]
     assert merged["settings"] == {"seed": 0}
     assert merged["provenance"]["command"].count("peagle eval") == 2
     with pytest.raises(ValueError, match="seed is 0 and 1"):

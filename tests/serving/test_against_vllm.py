@@ -22,8 +22,11 @@ import pytest
 from backends.fake_vllm import install
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
-from peagle.config import SpeculativeConfig
+from peagle.chat import render_chat
+from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.errors import UserError
+from peagle.evaluation.prompts import load_prompt_set
+from peagle.models.target import load_tokenizer
 from tests.docs.command_line import check_peagle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,13 +47,14 @@ def add_cli_args(parser):
     for name in ("base-url", "model", "tokenizer", "dataset-name", "dataset-path", "result-dir",
                  "result-filename", "percentile-metrics", "metric-percentiles"):
         parser.add_argument("--" + name, required=True)
-    for name in ("custom-output-len", "num-prompts", "num-warmups", "max-concurrency", "seed"):
+    for name in ("custom-output-len", "num-prompts", "ready-check-timeout-sec", "max-concurrency",
+                 "seed"):
         parser.add_argument("--" + name, type=int)
     parser.add_argument("--request-rate", type=float, default=float("inf"))
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--goodput", nargs="+")
-    for name in ("skip-chat-template", "disable-shuffle", "ignore-eos", "disable-tqdm",
-                 "save-result"):
+    parser.add_argument("--ignore-eos", action="store_true")
+    for name in ("skip-chat-template", "disable-shuffle", "disable-tqdm", "save-result"):
         parser.add_argument("--" + name, action="store_true", required=True)
 
 def send(args, request):
@@ -122,6 +126,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def pair(scripts: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled pair with its prompts, as `prepare --pair` writes it."""
+    folder = tmp_path_factory.mktemp("real")
+    assert scripts.against_vllm.prepare(prepare_arguments(scripts, folder)) == 0
+    return folder
+
+
+def prepare_arguments(scripts: SimpleNamespace, folder: Path) -> Namespace:
+    return arguments(scripts, "prepare", "--model", folder, "--pair", "bundled")
+
+
 def start(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(SCRIPT), *map(str, words)],
@@ -153,14 +169,14 @@ def test_a_word_is_a_token_of_the_tokenizer_folder(
     shapes.make_tokenizer(size).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == size == 151_936
-    for made in scripts.traffic.requests("100/7", 3, size, seed=0):
+    for made in scripts.traffic.random_requests("100/7", 3, size, seed=0):
         ids = tokenizer(made["prompt"]).input_ids
         assert len(ids) == 100 and min(ids) > 0, "0 is what is not in the vocabulary"
         assert made["output_tokens"] == 7
 
 
 def test_requests_are_those_of_their_seed(scripts: SimpleNamespace) -> None:
-    requests = scripts.traffic.requests
+    requests = scripts.traffic.random_requests
     made = requests("sharegpt", 400, 1000, 0)
     assert made == requests("sharegpt", 400, 1000, 0) and made[:9] == requests(
         "sharegpt", 9, 1000, 0
@@ -178,22 +194,61 @@ def test_loads(scripts: SimpleNamespace) -> None:
     load = scripts.traffic.Load
     assert load.parse("128/256:c16") == load("128/256", concurrency=16)
     assert load.parse("sharegpt:r0.5") == load("sharegpt", share=0.5)
-    for text in scripts.against_vllm.LOADS:
+    for text in (*scripts.against_vllm.LOADS, *scripts.against_vllm.REAL_LOADS):
         assert str(load.parse(text)) == text
-    args = Namespace(rounds=4, seconds=30.0)
+    args = Namespace(rounds=4, seconds=30.0, least_requests=None)
     counts = {"128/256:c1": 8, "128/256:c16": 64, "sharegpt:r0.5": 150}
+    counts |= {"prompts:c1": 48, "prompts:c64": 256}
     assert {x: scripts.traffic.num_requests(load.parse(x), 5.0, args) for x in counts} == counts
+
+
+def test_a_real_pair_is_written_once(scripts: SimpleNamespace, pair: Path) -> None:
+    def files() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in pair.glob("*/*")}
+
+    written = files()
+    assert scripts.against_vllm.prepare(prepare_arguments(scripts, pair)) == 0
+    assert files() == written and not list(pair.glob("*.part"))
+    for name, source in (
+        *(("target", BUNDLED_TARGET), ("peagle", BUNDLED_PEAGLE), ("eagle3", BUNDLED_EAGLE3)),
+    ):
+        for file in source.iterdir():
+            assert (pair / name / file.name).read_bytes() == file.read_bytes()
+    with pytest.raises(UserError, match="holds a real pair; take another folder"):
+        scripts.against_vllm.prepare(arguments(scripts, "prepare", "--model", pair))
+
+
+def test_real_prompts_are_those_of_a_chat(scripts: SimpleNamespace, pair: Path) -> None:
+    """The text that the client sends is tokenised as `peagle bench` tokenises its messages."""
+    sent = scripts.traffic.real_requests(pair, 250)
+    humaneval, mt_bench = (load_prompt_set(name) for name in ("humaneval", "mt_bench"))
+    first = [{"prompt": one.text, "output_tokens": 256} for one in (humaneval[0], mt_bench[0])]
+    assert sent[:2] == sent[244:246] == first, "without a chat template, as text"
+    assert {one["prompt"] for one in sent} == {one.text for one in (*humaneval, *mt_bench)}
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    texts = scripts.against_vllm.real_prompts(tokenizer)
+    assert len(texts) == 244
+    for text, one in zip(texts, (humaneval[0], mt_bench[0]), strict=False):
+        assert tokenizer(text).input_ids == render_chat(tokenizer, one.messages)
 
 
 # ---- command lines --------------------------------------------------------------------------
 
 
-def test_both_servers_are_asked_for_the_same(scripts: SimpleNamespace, model: Path) -> None:
+@pytest.mark.parametrize("kind", ["random", "real"])
+def test_both_servers_are_asked_for_the_same(
+    scripts: SimpleNamespace, model: Path, pair: Path, kind: str
+) -> None:
     """Our command line takes ours; a configuration that both have is the same, key by key."""
     against = scripts.contenders
-    args = arguments(scripts, "run", "--model", model)
+    args = arguments(scripts, "run", "--model", model if kind == "random" else pair)
     installation = VllmInstallation(Path("python"), "0.26.0")
-    for name in (*against.VARIANTS, "peagle/k3", "peagle/k5", "peagle/eagle3-k3"):
+    random_ones = (*against.VARIANTS, "peagle/k3", "peagle/k5", "peagle/eagle3-k3")
+    for name in random_ones if kind == "random" else against.REAL_VARIANTS:
         variant = against.Variant.parse(name)
         if variant.side == "peagle":
             words, _ = against.peagle_command(variant, args, 8123)
@@ -206,7 +261,13 @@ def test_both_servers_are_asked_for_the_same(scripts: SimpleNamespace, model: Pa
                 found = SpeculativeConfig.parse(config)
                 scheduled = found.num_speculative_tokens_per_batch_size
                 assert bool(scheduled) == variant.is_scheduled
-                assert found.num_drafts == variant.k
+                assert (found.synthetic_acceptance_rates is None) == (kind == "real")
+                assert found.correction != name.endswith("-alone")
+                if name == "peagle/tree15":
+                    assert found.parallel_drafting_spec == CandidateTrees(15, 7, 15)
+                else:
+                    assert found.parallel_drafting_spec is None
+                    assert found.num_drafts == variant.k
             continue
         words, variables = against.vllm_command(variant, args, 8123, installation)
         options = {key: words[words.index(key) + 1] for key in words if key.startswith("--")}
@@ -218,6 +279,8 @@ def test_both_servers_are_asked_for_the_same(scripts: SimpleNamespace, model: Pa
         ours = against.speculation(variant, args)
         parallel = {"parallel_drafting": True} if variant.head == "peagle" else {}
         assert config == (ours and ours | parallel)
+        if config:
+            assert ("synthetic_acceptance_rates" in config) == (kind == "random")
         assert ("VLLM_USE_V2_MODEL_RUNNER" in variables) == bool(parallel)
 
 
@@ -310,7 +373,9 @@ def test_one_table_and_one_picture(
     plot = tmp_path / "plot.svg"
     monkeypatch.setattr(sys, "argv", ["x", "table", *map(str, files), "--plot", str(plot)])
     assert scripts.against_vllm.main() == 0
-    head, _, *lines = capsys.readouterr().out.splitlines()
+    every, _, best = capsys.readouterr().out.rpartition("\n\n")
+    assert best.splitlines()[2:] == ["| 128/256:c1 | peagle/k7 | 500 | vllm/k3 | 400 | 1.25 |"]
+    head, _, *lines = every.splitlines()
     assert "SYNTHETIC" in head and "card A" in head and "TTFT at most 500 ms" in head
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert [line[:4] for line in cells] == [
@@ -321,10 +386,20 @@ def test_one_table_and_one_picture(
         ["sharegpt:r0.5 (2 a second)", "vllm/k3", "50", ""],
         ["sharegpt:r0.5 (2 a second)", "peagle/k7", "51", ""],
     ]
-    assert cells[2][4:] == ["1.50", "50.0", "99.0", "50.00", "99.00", "3.94", "0"]
+    times = ["50.0", "99.0", "50.00", "99.00", "50.00", "99.00"]
+    assert cells[2][4:] == ["1.50", *times, "3.94", "0"]
     text = plot.read_text()
     assert "SYNTHETIC" in text
     assert all(word in text for word in ("128/256", "sharegpt", "TTFT p99, ms", "peagle/k7"))
+
+
+def test_real_text_and_random_weights_have_no_table_together(scripts: SimpleNamespace) -> None:
+    real = [row("peagle/tree15", "prompts:c4", 50.0), row("vllm/k3", "prompts:c4", 20.0)]
+    text = scripts.comparison.table(real)
+    assert "SYNTHETIC" not in text and "real acceptance" in text
+    assert "| prompts:c4 | peagle/tree15 | 50 | vllm/k3 | 20 | 2.50 |" in text
+    with pytest.raises(UserError, match="of real text and of random weights"):
+        scripts.comparison.table([*real, *ROWS])
 
 
 def test_arrivals_follow_vllms_closed_loop(scripts: SimpleNamespace) -> None:
@@ -384,6 +459,27 @@ def test_a_run_on_the_cpu(stand_in: Path, model: Path, tmp_path: Path) -> None:
     assert shown.returncode == 0 and shown.stdout.count("| peagle/k3 |") == 2
 
 
+@pytest.mark.slow
+def test_a_run_of_a_real_pair(stand_in: Path, pair: Path, tmp_path: Path) -> None:
+    """The drafts are those of the head: an output is longer than its steps, and ends with EOS."""
+    results = tmp_path / "results.jsonl"
+    words = [
+        *("run", "--model", pair, "--vllm-python", stand_in, "--results", results),
+        *("--logs", tmp_path / "logs", "--variants", "peagle/tree15"),
+        *("--loads", "prompts:c2", "--rounds", "1", "--least-requests", "4"),
+        *("--max-num-seqs", "4", "--max-model-len", "1024"),
+        *("--peagle-args", "--device cpu --threads 1"),
+    ]
+    done = start(*words)
+    assert done.returncode == 0, done.stderr
+    (found,) = [json.loads(line) for line in results.read_text().splitlines()]
+    assert found["variant"] == "peagle/tree15" and found["result"]["completed"] == 4
+    assert found["result"]["total_output_tokens"] < 4 * 256, "an output ends with its text"
+    assert found["tokens_a_step"] > 4
+    shown = start("table", results)
+    assert shown.returncode == 0 and "real acceptance" in shown.stdout
+
+
 def test_a_server_that_does_not_start(stand_in: Path, model: Path, tmp_path: Path) -> None:
     words = ["run", "--model", model, "--vllm-python", stand_in, "--logs", tmp_path / "logs"]
     words += ["--variants", "vllm/plain", "--loads", "2/2:c1", "--results", tmp_path / "r.jsonl"]
@@ -423,6 +519,13 @@ def test_a_run_that_is_cut_off_leaves_no_server(
     [
         ("--variants vllm/by-load", "No server 'vllm/by-load'; there are vllm/k3, vllm/k5"),
         ("--variants sglang/k3", "No server 'sglang/k3'"),
+        ("--variants vllm/tree15", "No server 'vllm/tree15'"),
+        ("--variants vllm/k7-alone", "No server 'vllm/k7-alone'"),
+        ("--variants peagle/eagle3-k3-alone", "No server 'peagle/eagle3-k3-alone'"),
+        ("--variants peagle/tree15", "The server peagle/tree15 needs a real pair; run prepare"),
+        ("--loads prompts:c4", "The load is 'prompts:c4', and --model holds random weights"),
+        ("--model PAIR --loads 9/9:c1", "--model holds a real pair; take prompts:cN or"),
+        ("--least-requests 0", "--least-requests is 0; expected more than 0"),
         ("--loads 128:c4", "The load is '128:c4'; expected MIX:cN"),
         ("--loads sharegpt:r0", "The load is 'sharegpt:r0'"),
         ("--model nowhere", "--model is 'nowhere', without target; run prepare first."),
@@ -440,6 +543,7 @@ def test_mistakes_are_named(
     scripts: SimpleNamespace,
     stand_in: Path,
     model: Path,
+    pair: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: str,
@@ -449,6 +553,7 @@ def test_mistakes_are_named(
         "PYTHON": sys.executable,
         "OTHER": str(write(tmp_path / "other.jsonl", ROWS)),
         "RECORDED": str(RECORDED),
+        "PAIR": str(pair),
         "BARE": str(tmp_path / "bare" / "bin" / "python"),
     }
     if "BARE" in words:
@@ -486,7 +591,7 @@ def test_a_client_that_ends_is_told(
     monkeypatch.setenv("STAND_IN", "ends")
     traffic, log = scripts.traffic, tmp_path / "client.log"
     args = arguments(scripts, "run", "--model", model)
-    made = traffic.requests("2/2", 1, 512, 0)
+    made = traffic.random_requests("2/2", 1, 512, 0)
     with traffic.Client(VllmInstallation(stand_in, "0.26.0"), log) as client:
         for _ in range(2):  # then its pipe is broken
             with pytest.raises(UserError, match=r"vLLM's client ended; .*client\.log says why"):
