@@ -55,7 +55,7 @@ Models of your own:
 
 DEFAULT_LIMIT = 12
 PLAIN, EAGLE3, PEAGLE, TREE = "plain", "EAGLE-3", "P-EAGLE", "P-EAGLE tree"
-# Of the bundled pair's trees on a CPU, the fastest (docs/experiments.md).
+# Of the bundled pair's trees on a CPU, the fastest (docs/lab/trees.md).
 TREE_NODES, TREE_ROOTS = 19, 8
 _K, _REVISION = "speculative.num_speculative_tokens", "speculative.revision"
 _CODE, _QUESTIONS = "humaneval", "mt_bench"

@@ -11,7 +11,7 @@ from typing import Any
 
 from peagle.errors import UserError
 
-MOST_EPOCHS = 3.0  # more overfit (docs/experiments.md)
+MOST_EPOCHS = 3.0  # more overfit (docs/lab/bundled.md)
 LEAST_DATA_SHARE = 0.35
 CORRECTION_SHARE = 0.1  # of the time without starts
 EVAL_SHARE = 0.05

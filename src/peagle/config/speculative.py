@@ -201,10 +201,10 @@ class SpeculativeConfig:
             it, in every layer; 0: all. None takes the windows of the head's config.json
             (`layer_types`, `sliding_window`), else the longest sequence of the head's training
             where its config.json has it (`max_sequence_length_trained`), else all: above all mask
-            slots draft badly if they attend to more tokens than in training (docs/experiments.md).
-            Of a longer prompt the head reads the last tokens only, but for requests with a seed
-            whose drafts are drawn: so many as the window has, or as the layers of config.json
-            reach back together.
+            slots draft badly if they attend to more tokens than in training
+            (docs/lab/benchmark-model.md). Of a longer prompt the head reads the last tokens only,
+            but for requests with a seed whose drafts are drawn: so many as the window has, or as
+            the layers of config.json reach back together.
         synthetic_acceptance_rates: r_1 to r_K; at least the first i drafts are accepted with
             probability r_i, whatever they are. The output is then NOT the model's own: for
             measuring speed only, with heads that cannot draft (random weights). None: acceptance

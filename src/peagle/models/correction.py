@@ -9,7 +9,7 @@ head. Then
 
 W2 = lm_head P has r columns and is computed once, so that a slot reads r numbers of each token of
 the draft vocabulary; so is We norm(e(x)) of every token. The first draft follows a token that the
-head has read and is left alone. docs/experiments.md has other forms. (Kin: the Markov heads of
+head has read and is left alone. docs/lab/bundled.md has other forms. (Kin: the Markov heads of
 DSpark and the selector of DFlash2.)
 
 Shapes: ... leading dimensions, R paths (a chain is one path), J slots, D drafter width, W width of

@@ -29,7 +29,7 @@ from peagle.kernels.upload import upload_ints, upload_together
 from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
 
-# Sharpens the scores of paths: at 16 nodes 4% longer acceptance than with 1 (docs/experiments.md).
+# Sharpens the scores of paths: at 16 nodes 4% longer acceptance than with 1 (docs/lab/trees.md).
 TREE_TEMPERATURE = 0.7
 
 

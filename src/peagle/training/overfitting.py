@@ -1,7 +1,7 @@
 """Signs that a head learns its data by heart: a plan of many epochs, a validation that gets worse.
 
 Heads for a chat model of 135M parameters overfitted at 9.3 and 7.0 epochs of 12M tokens; with 61M
-tokens, at 1.9 and 1.4 epochs, their validation still improved (docs/experiments.md).
+tokens, at 1.9 and 1.4 epochs, their validation still improved (docs/lab/bundled.md).
 """
 
 from __future__ import annotations

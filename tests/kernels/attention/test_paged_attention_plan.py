@@ -78,7 +78,7 @@ def test_many_rows_are_shared_out(batch: int, queries: int, head: dict[str, int]
     ],
 )
 def test_the_tiles_that_were_fastest(sizes: dict[str, int], tile: tuple[int, int, int]) -> None:
-    """Of the sweeps in docs/experiments.md."""
+    """Of the sweeps in docs/lab/engine.md."""
     chosen = choose_config(shape_of(**sizes), H100)
     assert (chosen.block_m, chosen.block_n, chosen.num_warps) == tile
 

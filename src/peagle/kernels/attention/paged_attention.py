@@ -168,7 +168,7 @@ def choose_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttention
         return QueryTiles.of(shape, block_m).count * shape.num_kv_heads
 
     has_many_rows = is_verification and rows > 32
-    if has_many_rows:  # a sweep is in docs/experiments.md
+    if has_many_rows:  # a sweep is in docs/lab/engine.md
         # Small tiles, where two programs can share the keys of each.
         while block_m > max(32, smallest) and 2 * num_programs(block_m // 2) <= limits.num_sms:
             block_m //= 2
