@@ -12,6 +12,7 @@ VENV := .venv
 WORKERS ?= 3
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 SETUP := PYTHON="$(PYTHON)" tools/setup_venv.sh
 SETUP_INPUTS := pyproject.toml constraints.txt tools/setup_venv.sh
 VLLM_VENV := .venv-vllm
@@ -31,11 +32,13 @@ PY := $(SYSTEM_PYTHON)
 PEAGLE := $(PY) -c 'from peagle.cli.main import main; main()'
 RUN_ENV :=
 DEV_ENV :=
+DOCS_ENV :=
 else
 PY := $(VENV)/bin/python
 PEAGLE := $(VENV)/bin/peagle
 RUN_ENV := $(RUN_STAMP)
 DEV_ENV := $(DEV_STAMP)
+DOCS_ENV := $(DOCS_STAMP)
 endif
 
 # setup_venv.sh leaves compiling to the first import. Where the environment forbids Python to keep
@@ -43,7 +46,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-repo test-gpu test-vllm test-models lint format dist smoke clean distclean
+.PHONY: help demo test test-quick test-repo test-gpu test-vllm test-models lint format docs dist smoke clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +94,10 @@ format: $(DEV_ENV) ## Apply the formatter and the safe fixes
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(DOCS_ENV) ## Build the documentation site in build/site; a broken link or a missing page fails
+	$(PY) tools/docs_site.py build/pages
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 dist: $(DEV_ENV) ## Build the wheel and the sdist in dist/ and check both
 	rm -rf dist
 	$(PY) -m build --no-isolation
@@ -114,6 +121,10 @@ $(RUN_STAMP): $(SETUP_INPUTS)
 $(DEV_STAMP): $(SETUP_INPUTS)
 	@$(SETUP) $(VENV) -e '.[dev]'
 	@touch $(RUN_STAMP) $@
+
+$(DOCS_STAMP): $(SETUP_INPUTS)
+	@$(SETUP) $(VENV) -e '.[docs]'
+	@touch $@
 
 $(VLLM_STAMP): tools/setup_vllm.sh tools/setup_venv.sh constraints.txt
 	@PYTHON="$(PYTHON)" tools/setup_vllm.sh $(VLLM_VENV)

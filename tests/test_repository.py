@@ -279,6 +279,21 @@ def test_workflow_pins_its_actions():
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action
 
 
+# Jobs that may do more than read. This one runs no code of the repository, and not on pull requests.
+MAY_WRITE = {("docs.yml", "publish"): {"pages": "write", "id-token": "write"}}
+
+
+def test_the_site_is_published_from_main_alone():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "docs.yml").read_text())["jobs"]
+    publish = jobs["publish"]
+    assert publish["if"] == "github.ref == 'refs/heads/main'" and publish["needs"] == "build"
+    assert not any("run" in step for step in publish["steps"])
+    (uploaded,) = (step for step in jobs["build"]["steps"] if "upload" in step.get("uses", ""))
+    assert uploaded["if"] == publish["if"]
+    assert any(step.get("run") == "make docs" for step in jobs["build"]["steps"])
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflow_is_well_formed_and_may_only_read(workflow):
     yaml = pytest.importorskip("yaml")
@@ -287,8 +302,9 @@ def test_workflow_is_well_formed_and_may_only_read(workflow):
     # YAML takes the key `on` for a truth value.
     assert set(read) == {"name", True, "permissions", "concurrency", "jobs"}
     assert read["permissions"] == {"contents": "read"}
-    for job in read["jobs"].values():
-        assert job["timeout-minutes"] and "permissions" not in job
+    for name, job in read["jobs"].items():
+        assert job["timeout-minutes"]
+        assert job.get("permissions", {}) == MAY_WRITE.get((workflow.name, name), {})
         assert all(("uses" in step) != ("run" in step) for step in job["steps"])
     # Every package that a workflow installs has a version.
     for package in re.findall(r"pip install (.+)|apt-get download (.+)", workflow.read_text()):

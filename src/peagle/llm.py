@@ -290,8 +290,10 @@ class LLM:
             conversations: one list of messages, or several; a message is a `ChatMessage` or a
                 mapping with role and content.
             params: for all of them, or one each.
-            use_tqdm, lora_request: see `generate`.
-            messages, sampling_params: `conversations` and `params` under vLLM's names.
+            use_tqdm: see `generate`.
+            lora_request: see `generate`.
+            messages: `conversations` under vLLM's name.
+            sampling_params: `params` under vLLM's name.
             chat_template_content_format: "auto", "string" or "openai"; the text parts of a message
                 reach the template as one text with each of them.
             chat_template_kwargs: `template_kwargs` under vLLM's name.
