@@ -94,9 +94,10 @@ format: $(DEV_ENV) ## Apply the formatter and the safe fixes
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# Not --quiet, which hides the warnings from --strict.
 docs: $(DOCS_ENV) ## Build the documentation site in build/site; a broken link or a missing page fails
 	$(PY) tools/docs_site.py build/pages
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 dist: $(DEV_ENV) ## Build the wheel and the sdist in dist/ and check both
 	rm -rf dist

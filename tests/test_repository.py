@@ -279,7 +279,7 @@ def test_workflow_pins_its_actions():
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action
 
 
-# Jobs that may do more than read. This one runs no code of the repository, and not on pull requests.
+# Jobs that may do more than read; this one runs no code of the repository.
 MAY_WRITE = {("docs.yml", "publish"): {"pages": "write", "id-token": "write"}}
 
 
@@ -292,6 +292,8 @@ def test_the_site_is_published_from_main_alone():
     (uploaded,) = (step for step in jobs["build"]["steps"] if "upload" in step.get("uses", ""))
     assert uploaded["if"] == publish["if"]
     assert any(step.get("run") == "make docs" for step in jobs["build"]["steps"])
+    (command,) = re.findall(r"^\t.* mkdocs build(.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert command == " --strict"  # with --quiet no warning would count
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
