@@ -28,7 +28,9 @@ def torch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         for module in ("decode_step", "mixed_pass"):
-            monkeypatch.setattr(f"peagle.engine.step.{module}.TritonAttention", PaddedTorchAttention)
+            monkeypatch.setattr(
+                f"peagle.engine.step.{module}.TritonAttention", PaddedTorchAttention
+            )
 
 
 @pytest.fixture(scope="session")
