@@ -254,19 +254,27 @@ def check_target(facts: HeadFacts, draft: ModelSource, target: ModelSource, s3: 
         CheckpointError: names the difference.
     """
     found = _target_facts(target, s3)
-    tokens = facts.target.get("tokens_sha256")
     for key in _COMPARED:
-        if key == "tokenizer_sha256" and tokens and tokens == found.get("tokens_sha256"):
-            continue  # the file was saved anew, with the same tokens
         expected, given = facts.target.get(key), found.get(key)
-        if None not in (expected, given) and expected != given:
-            trained = facts.target.get("name")
-            raise CheckpointError(
-                f"The head {draft.name!r} is of another target"
-                f"{f', {trained!r}' if trained else ''}: its {key} is {expected}, that of "
-                f"{target.name!r} is {given}. Every draft would be rejected. Name the head of "
-                "this target with --draft, or take --no-speculation."
-            )
+        if None in (expected, given) or expected == given:
+            continue
+        if key == "tokenizer_sha256" and _is_saved_anew(facts, given, Path(target.name)):
+            continue
+        trained = facts.target.get("name")
+        raise CheckpointError(
+            f"The head {draft.name!r} is of another target"
+            f"{f', {trained!r}' if trained else ''}: its {key} is {expected}, that of "
+            f"{target.name!r} is {given}. Every draft would be rejected. Name the head of "
+            "this target with --draft, or take --no-speculation."
+        )
+
+
+def _is_saved_anew(facts: HeadFacts, given: str | None, folder: Path) -> bool:
+    """Return whether another tokenizer.json has the tokens of the head's."""
+    from peagle.models.fingerprint import same_tokenizer
+
+    digests = facts.target["tokenizer_sha256"], given, facts.target.get("tokens_sha256")
+    return same_tokenizer(*digests, folder) is True
 
 
 def _target_facts(target: ModelSource, s3: Any) -> dict[str, Any]:
@@ -279,10 +287,9 @@ def _target_facts(target: ModelSource, s3: Any) -> dict[str, Any]:
     with _unreadable_warned(target, "the model"):
         data = files.config()
     if target.kind == "local":
-        from peagle.models.fingerprint import tokenizer_digest, tokens_digest
+        from peagle.models.fingerprint import tokenizer_digest
 
         facts["tokenizer_sha256"] = tokenizer_digest(Path(target.name))
-        facts["tokens_sha256"] = tokens_digest(Path(target.name))
     text = data.get("text_config") or data
     facts |= {key: text.get(key) for key in ("vocab_size", "hidden_size")}
     return facts | {"num_layers": text.get("num_hidden_layers")}

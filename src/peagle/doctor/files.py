@@ -25,7 +25,7 @@ from peagle.models.checkpoint.head import read_head_json
 from peagle.models.checkpoint.packed import unpack_tensors
 from peagle.models.checkpoint.weights import read_tensors, tensor_shapes
 from peagle.models.drafter import DrafterConfig
-from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.fingerprint import TargetFingerprint, same_tokenizer
 from peagle.models.target import TargetModel, default_aux_layer_ids
 
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -206,7 +206,7 @@ def _fits_target(files: HeadFiles) -> bool:
             why=f"the head was trained for {expected.name!r}, whose lm_head_sha256 differ from "
             f"those of {target.name!r}",
         )
-    if expected.same_tokenizer(Path(target.name)) is False:
+    if same_tokenizer(*tokenizers, expected.tokens_sha256, Path(target.name)) is False:
         files.fault(
             "tokenizer",
             "tokenizer",

@@ -95,7 +95,8 @@ class TargetFingerprint:
         """Say how `target` first differs from what the owner of this expects; "" if it does not."""
         found = TargetFingerprint.of(target, tokens=False)
         names = ["vocab_size", "hidden_size", "num_layers"]
-        if self.same_tokenizer(Path(target.name)) is False:
+        digests = self.tokenizer_sha256, found.tokenizer_sha256, self.tokens_sha256
+        if same_tokenizer(*digests, Path(target.name)) is False:
             names.append("tokenizer_sha256")
         # float16 flushes small bfloat16 values, so the hash cannot be compared.
         if target.dtype != torch.float16:
@@ -106,17 +107,24 @@ class TargetFingerprint:
                 return f"{name} is {given}, {owner} expects {expected}"
         return ""
 
-    def same_tokenizer(self, folder: Path) -> bool | None:
-        """Return whether the target in `folder` has this tokenizer; None where one has no file.
 
-        A file that was saved anew counts as the same where it has the same tokens and merges.
-        """
-        given = tokenizer_digest(folder)
-        if None in (self.tokenizer_sha256, given):
-            return None
-        if self.tokenizer_sha256 == given:
-            return True
-        return self.tokens_sha256 is not None and self.tokens_sha256 == tokens_digest(folder)
+def same_tokenizer(
+    expected: str | None, given: str | None, tokens: str | None, folder: Path
+) -> bool | None:
+    """Return whether the tokenizer in `folder` is the one that a head was trained with.
+
+    A file that was saved anew counts as the same where it has the same tokens and merges.
+
+    Args:
+        expected, tokens: `tokenizer_sha256` and `tokens_sha256` of the head's fingerprint.
+        given: `tokenizer_digest` of the folder.
+
+    Returns:
+        None where the head or the folder has no digest to compare.
+    """
+    if None in (expected, given):
+        return None
+    return expected == given or (tokens is not None and tokens == tokens_digest(folder))
 
 
 def tokenizer_digest(folder: Path) -> str | None:

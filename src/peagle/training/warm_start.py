@@ -28,7 +28,7 @@ from peagle.models.checkpoint.head import check_fits, kept_tokens, read_head_jso
 from peagle.models.checkpoint.packed import unpack_tensors
 from peagle.models.checkpoint.weights import check_tensors, read_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
-from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.fingerprint import TargetFingerprint, same_tokenizer
 from peagle.models.target import TargetModel
 from peagle.models.target_facts import TargetFacts, TargetSizes
 from peagle.training.config import HeadSection
@@ -283,7 +283,7 @@ def _compare(
         )
     here = TargetFingerprint.of(target, tokens=False)
     digests = (fingerprint.tokenizer_sha256, here.tokenizer_sha256)
-    same = fingerprint.same_tokenizer(Path(target.name))
+    same = same_tokenizer(*digests, fingerprint.tokens_sha256, Path(target.name))
     if same is None:
         whose = "the head" if digests[0] is None else "the target"
         warnings = (

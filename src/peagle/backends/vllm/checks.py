@@ -284,7 +284,11 @@ def _check_fits(
     target: _Target, head: DrafterConfig, facts: Mapping[str, Any], folder: str
 ) -> None:
     """Refuse a head of another target: its sizes, then its fingerprint."""
-    from peagle.models.fingerprint import TargetFingerprint
+    from peagle.models.fingerprint import (
+        TargetFingerprint,
+        same_tokenizer,
+        tokenizer_digest,
+    )
     from peagle.models.target_ends import TargetEnds
 
     trained_for = facts.get("target")
@@ -309,7 +313,8 @@ def _check_fits(
         raise other(f"it reads layer {deepest} of {num_layers}")
     if fingerprint is None:
         return
-    if fingerprint.same_tokenizer(target.folder) is False:
+    digests = fingerprint.tokenizer_sha256, tokenizer_digest(target.folder)
+    if same_tokenizer(*digests, fingerprint.tokens_sha256, target.folder) is False:
         raise other("its tokenizer is another one")
     try:
         ends = TargetEnds.load(target.folder)
