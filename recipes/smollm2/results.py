@@ -103,10 +103,11 @@ class Plan:
         k = "3" if self.small else "7"
         every, above = ("0,1", "1") if self.small else ("0,0.7,1", "0.7,1")
         return [
-            self._eval("eval-greedy", 6, *heads, *_trees(15), "-k", ks, "--temperature", "0"),
             self._bench("bench-peagle", 14, *heads, *_trees(15), "-k", ks),
-            *(self._served(name, minutes=9) for name in list(SERVERS)[:1]),
-            *(self._vllm(k, *heads) for k in (("3",) if self.small else ("3", "7"))),
+            self._vllm("3", 11, *heads),
+            *(() if self.small else (self._vllm("7,5", 18, *heads),)),
+            self._eval("eval-greedy", 6, *heads, *_trees(15), "-k", ks, "--temperature", "0"),
+            self._served("served-best", minutes=9),
             *(
                 self._eval(f"eval-nodes{n}", 6, *head, *_trees(n), "-k", k, "--temperature", every)
                 for n in NODES
@@ -118,7 +119,6 @@ class Plan:
             self._first_token("first-token-beside-16", 1 if self.small else 16),
             self._eval("eval-alone", 6, *alone, "-k", ks, "--temperature", every),
             self._bench("bench-alone", 6, *alone, "-k", k),
-            *(() if self.small else (self._vllm("5", *heads),)),
             self._served("served-rest", minutes=12),
         ]
 
@@ -134,10 +134,11 @@ class Plan:
         given += [] if self.small else ["--limit", "40", "--shuffle-seed", "0"]
         return self._peagle("bench", name, minutes, given, "24" if self.small else "256")
 
-    def _vllm(self, k: str, *heads: str) -> Measurement:
-        given = ["--engine", "vllm", "-k", k, *heads]
+    def _vllm(self, ks: str, minutes: float, *heads: str) -> Measurement:
+        given = ["--engine", "vllm", "-k", ks, *heads]
         given += ["--vllm-python", self.vllm_python] if self.vllm_python else []
-        return self._bench(f"bench-vllm-k{k}", 11, *given, repeats=2)
+        name = f"bench-vllm-k{ks.replace(',', '-')}"
+        return self._bench(name, minutes, *given, repeats=2)
 
     def _sizes(self, small: str, concurrency: str) -> list[str]:
         if self.small:

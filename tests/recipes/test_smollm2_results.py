@@ -38,7 +38,7 @@ def test_each_measurement_is_a_command_that_exists(
     plan = scripts.results.Plan(tmp_path, "bundled", "python", small)
     measurements = plan.measurements()
     names = [one.job.name for one in measurements]
-    assert len(set(names)) == len(names) and names[0] == "eval-greedy"
+    assert len(set(names)) == len(names) and names[0] == "bench-peagle"
     servers = list[str]()
     for one in measurements:
         _, program, *words = one.job.command
@@ -94,7 +94,7 @@ def test_what_is_measured_is_kept_and_skipped(
     assert "| peagle | plain |  | 100 | 400 |" in text and "the table of servers" in text
     assert "| 0 | 700 | 10.0 | 11.0 | 1.10 |" in text
     monkeypatch.setattr(sys, "argv", ["results.py", "--output", str(tmp_path), "--only", "x"])
-    with pytest.raises(SystemExit, match="--only names 'x'; there are eval-greedy, "):
+    with pytest.raises(SystemExit, match="--only names 'x'; there are bench-peagle, "):
         results.main()
 
 
