@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from peagle.engine.placement import gpu_names
 
 POLL_S, SAY_S = 0.2, 20.0
 # What an interrupted command has to write down what it has.
@@ -51,8 +51,8 @@ class _Running:
 
 
 def gpus() -> list[str]:
-    """The GPUs, each as CUDA_VISIBLE_DEVICES names it; "" stands for a machine without one."""
-    return [str(index) for index in range(torch.cuda.device_count())] or [""]
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them; "" stands for a machine without one."""
+    return gpu_names() or [""]
 
 
 def run_jobs(

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+from peagle.engine.placement import gpu_names
 
 HERE = Path(__file__).parent
 PACE_WINDOWS = 5
@@ -30,7 +30,7 @@ PACE_WINDOWS = 5
 
 def start(
     config: str,
-    gpu: int,
+    gpu: str,
     output: Path,
     log: Path,
     settings: list[str],
@@ -50,7 +50,7 @@ def start(
     command += ["--output", str(output)]
     for setting in settings:
         command += ["--set", setting]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     return subprocess.Popen(
         command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment
     )
@@ -82,7 +82,7 @@ def steps_within(log: Path, seconds: float) -> int:
 
 
 def plan_steps(
-    configs: dict[str, str], gpus: dict[str, int], options: argparse.Namespace, logs: Path
+    configs: dict[str, str], gpus: dict[str, str], options: argparse.Namespace, logs: Path
 ) -> dict[str, int]:
     """Steps of each run, from a trial of all of them."""
     trial = options.output / "trial"
@@ -106,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     configs = {Path(config).stem: config for config in options.configs}
     (options.output / "logs").mkdir(parents=True, exist_ok=True)
-    names, count = [*configs], max(1, torch.cuda.device_count())
+    names, count = [*configs], max(1, len(gpu_names()))
     for first in range(0, len(names), count):
         train({name: configs[name] for name in names[first : first + count]}, options)
 
@@ -116,7 +116,7 @@ def train(configs: dict[str, str], options: argparse.Namespace) -> None:
     if options.resume:
         done = [name for name in configs if (options.output / name / "train.json").exists()]
         configs = {name: config for name, config in configs.items() if name not in done}
-    gpus = {name: gpu for gpu, name in enumerate(configs)}
+    gpus = dict(zip(configs, gpu_names() or [""] * len(configs), strict=False))
     logs = options.output / "logs"
     planned = options.output / "steps.json"
     steps = json.loads(planned.read_text()) if options.resume and planned.exists() else {}

@@ -143,7 +143,8 @@ def test_heads_go_on_at_the_steps_planned_before(
     monkeypatch.setattr(heads, "start", lambda *a: started.append((*a[2:3], *a[4:])) or Done())
     monkeypatch.setattr(heads, "measure_pace", lambda trials, logs: plans.append(logs))
     monkeypatch.setattr(heads, "steps_within", lambda log, seconds: round(seconds))
-    monkeypatch.setattr(heads.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
     command = ["heads.py", "one.toml", "two.toml", "--minutes", "0.5", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*command, "--resume", "--set", "run.seed=2"])
     heads.main()
@@ -166,7 +167,7 @@ def test_more_heads_than_gpus_come_in_turns(
 ) -> None:
     import heads
 
-    started: list[tuple[str, int, bool]] = []
+    started: list[tuple[str, str, bool]] = []
     monkeypatch.setattr(
         heads,
         "start",
@@ -176,7 +177,8 @@ def test_more_heads_than_gpus_come_in_turns(
     )
     monkeypatch.setattr(heads, "measure_pace", lambda trials, logs: None)
     monkeypatch.setattr(heads, "steps_within", lambda log, seconds: round(seconds))
-    monkeypatch.setattr(heads.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "train.json").write_text("{}")
     configs = ["a.toml", "b.toml", "c.toml", "d.toml"]
@@ -184,7 +186,7 @@ def test_more_heads_than_gpus_come_in_turns(
         sys, "argv", ["heads.py", *configs, "--minutes", "1", "--output", str(tmp_path), "--resume"]
     )
     heads.main()
-    first, second = [("a.toml", 0)], [("c.toml", 0), ("d.toml", 1)]
+    first, second = [("a.toml", "3")], [("c.toml", "3"), ("d.toml", "GPU-5")]
     turns = [(*one, trial) for turn in (first, second) for trial in (True, False) for one in turn]
     assert started == turns
     assert set(json.loads((tmp_path / "steps.json").read_text())) == {"a", "c", "d"}

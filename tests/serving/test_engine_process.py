@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
@@ -25,6 +26,7 @@ from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.errors import UserError
 from peagle.llm import LLM
 from peagle.serving.config import ServerConfig
+from peagle.serving.engine_pool import specs_for
 from peagle.serving.engine_process import (
     Add,
     Cancel,
@@ -273,3 +275,26 @@ def test_a_request_with_nan_is_an_error_of_its_own(front: Front) -> None:
     with pytest.raises(ApiError, match="logits are NaN or infinite after 3 tokens") as caught:
         asyncio.run(generation.finish())
     assert (caught.value.status, caught.value.code) == (500, "logits_not_finite")
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        (None, ["0", "1"]),
+        ("", ["0", "1"]),
+        ("5,2", ["5", "2"]),
+        ("GPU-8c1f,MIG-77,3", ["GPU-8c1f", "MIG-77"]),
+    ],
+)
+def test_engines_get_the_gpus_that_the_server_was_given(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, expected: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    spec = EngineSpec("target", {"": None}, EngineConfig())
+    assert [one.gpu for one in specs_for(spec, 2)] == expected
+    assert specs_for(spec, 1) == [spec] == [replace(spec, gpu=None)]
+    with pytest.raises(UserError, match="data_parallel_size is 3, and there are 2 GPUs"):
+        specs_for(spec, 3)

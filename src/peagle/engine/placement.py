@@ -53,6 +53,18 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def gpu_names() -> list[str]:
+    """Return the GPUs that this process sees, each as CUDA_VISIBLE_DEVICES names it.
+
+    A process that gets one of them in that variable sees this GPU alone. The variable may already
+    name some of the machine's GPUs, by number or by identifier; a number then counts all GPUs of
+    the machine, not those that this process sees.
+    """
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return (named if named[0] else list(map(str, range(count))))[:count]
+
+
 def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
     """Load a target with the types and on the device of a configuration.
 

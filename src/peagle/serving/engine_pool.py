@@ -519,14 +519,14 @@ def specs_for(spec: EngineSpec, count: int) -> list[EngineSpec]:
         return [spec]
     if spec.engine.device == "cpu":
         return [spec] * count
-    import torch
+    from peagle.engine.placement import gpu_names
 
-    num_gpus = torch.cuda.device_count()
-    if num_gpus == 0 and spec.engine.device == "auto":
+    gpus = gpu_names()
+    if not gpus and spec.engine.device == "auto":
         return [spec] * count
-    if count > num_gpus:
+    if count > len(gpus):
         raise UserError(
-            f"data_parallel_size is {count}, and there are {num_gpus} GPUs; expected at most one "
+            f"data_parallel_size is {count}, and there are {len(gpus)} GPUs; expected at most one "
             "engine a GPU. Lower it, or set device cpu."
         )
-    return [replace(spec, device_index=number) for number in range(count)]
+    return [replace(spec, gpu=gpu) for gpu in gpus[:count]]

@@ -60,7 +60,7 @@ class EngineSpec:
         proposers: how each proposer drafts, by name; the first one is the default. They share the
             target's weights and split the KV budget.
         threads: CPU threads of torch; None chooses by model and machine.
-        device_index: index of the GPU, where the device is "auto" or "cuda" and there are several.
+        gpu: the GPU as CUDA_VISIBLE_DEVICES names it, where there are several processes.
         compile_timeout_s, grammar_budget_s, hang_timeout_s, log_format: see `ServerConfig`.
         show_memory: whether the server logs the memory plans on a CPU too.
     """
@@ -69,7 +69,7 @@ class EngineSpec:
     proposers: dict[str, SpeculativeConfig | None]
     engine: EngineConfig
     threads: int | None = None
-    device_index: int | None = None
+    gpu: str | None = None
     compile_timeout_s: float = 10.0
     grammar_budget_s: float = 5.0
     hang_timeout_s: float = 10.0
@@ -318,8 +318,8 @@ def _end_with_front_end() -> None:
 
 def _load(spec: EngineSpec, heartbeat: Heartbeat) -> dict[str, LLM]:
     """Load an LLM for each proposer, on one target."""
-    if spec.device_index is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.device_index)
+    if spec.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if spec.threads is not None:
         set_threads(spec.threads)
