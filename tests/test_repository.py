@@ -18,7 +18,7 @@ from machine_speed import KEEPS_BYTECODE
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
-MAX_TREE_BYTES = 40 * 2**20
+MAX_TREE_BYTES = 40 * 10**6
 
 
 # ---- start-up -------------------------------------------------------------------------------

@@ -174,7 +174,8 @@ def install(build: Path, fixture: Path) -> None:
         shutil.rmtree(fixture / name, ignore_errors=True)
         (fixture / name).mkdir(parents=True)
         for file in source.iterdir():
-            if file.suffix in (".json", ".safetensors", ".jinja"):
+            # The record of the training names files of this machine.
+            if file.suffix in (".json", ".safetensors", ".jinja") and file.name != "train.json":
                 shutil.copyfile(file, fixture / name / file.name)
     shutil.copyfile(build / "prompts.jsonl", fixture / "prompts.jsonl")
 
@@ -185,7 +186,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--install", action="store_true", help="put it into tests/fixtures/pair2")
     parser.add_argument("--answers", type=int, default=40, help="of each mode")
     parser.add_argument("--prompts", type=int, default=192, help="that the head is trained on")
-    parser.add_argument("--steps", type=int, default=260)
+    parser.add_argument("--steps", type=int, default=440)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=1)

@@ -139,7 +139,11 @@ def test_head_of_a_target_of_the_same_size(gpu, tmp_path):
     launch = VllmLaunch(str(copy), PEAGLE)
     assert check_launch(launch, gpu) == ()
     text = (copy / "tokenizer.json").read_text()
-    (copy / "tokenizer.json").write_text(text + " ")
+    (copy / "tokenizer.json").write_text(text + " ")  # the same tokens
+    assert check_launch(launch, gpu) == ()
+    tokenizer = json.loads(text)
+    tokenizer["model"]["merges"].reverse()
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match="tokenizer is another one"):
         check_launch(launch, gpu)
     (copy / "tokenizer.json").write_text(text)

@@ -40,7 +40,7 @@ def test_a_wider_head_drafts_the_same(
 ) -> None:
     target, head, told = of_pair2
     wider = widened(head, 96)
-    assert wider.tensors["fc.weight"].shape == (96, 240)
+    assert wider.tensors["fc.weight"].shape == (96, 144)
     assert spoken(target, wider.write(tmp_path)) == told
     assert told[1][-1] > 0
 
@@ -56,11 +56,11 @@ def test_longer_attention_heads_are_the_same_pair(
 
 def test_a_pruned_head_keeps_these_tokens(of_pair2: tuple[TargetModel, SavedHead, Told]) -> None:
     _, head, _ = of_pair2
-    rows = torch.arange(1024.0)[:, None].expand(1024, 80)
-    config = replace(head.config, draft_vocab_size=1024)
+    rows = torch.arange(768.0)[:, None].expand(768, 48)
+    config = replace(head.config, draft_vocab_size=768)
     whole = SavedHead(config, head.facts, head.tensors | {"lm_head.weight": rows})
-    kept = pruned(whole, [7, 900, 3])
+    kept = pruned(whole, [7, 700, 3])
     assert kept.config.draft_vocab_size == 3
-    assert kept.tensors["lm_head.weight"][:, 0].tolist() == [3, 7, 900]
-    assert (kept.tensors["d2t"] + torch.arange(3)).tolist() == [3, 7, 900]
-    assert kept.tensors["t2d"].nonzero().flatten().tolist() == [3, 7, 900]
+    assert kept.tensors["lm_head.weight"][:, 0].tolist() == [3, 7, 700]
+    assert (kept.tensors["d2t"] + torch.arange(3)).tolist() == [3, 7, 700]
+    assert kept.tensors["t2d"].nonzero().flatten().tolist() == [3, 7, 700]

@@ -93,8 +93,8 @@ class Recipe:
 
 RECIPES = {
     "llama-1": Recipe("llama", 50, 5e-3, {"num_layers": 1, "init": str(BUNDLED_EAGLE3)}),
-    "qwen3-1": Recipe("qwen3", 50, 1e-2, {"num_layers": 1, "intermediate_size": 112}),
-    "qwen3-4": Recipe("qwen3", 50, 1e-2, {"num_layers": 4, "intermediate_size": 112}),
+    "qwen3-1": Recipe("qwen3", 50, 1e-2, {"num_layers": 1, "intermediate_size": 80}),
+    "qwen3-4": Recipe("qwen3", 50, 1e-2, {"num_layers": 4, "intermediate_size": 80}),
     # Narrower than its target, Qwen3-style layers, and the other convention of the residual.
     "qwen3-narrow": Recipe(
         "qwen3",
@@ -102,8 +102,8 @@ RECIPES = {
         1e-2,
         {
             "num_layers": 1,
-            "hidden_size": 64,
-            "intermediate_size": 112,
+            "hidden_size": 32,
+            "intermediate_size": 80,
             "qk_norm": True,
             "norm_before_residual": True,
         },

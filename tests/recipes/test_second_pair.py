@@ -14,7 +14,7 @@ from peagle.chat import render_chat
 from peagle.models.checkpoint import read_head_config
 
 PAIR = Path(__file__).parents[1] / "fixtures" / "pair2"
-MAX_BYTES = 1_600_000
+MAX_BYTES = 800_000
 RECORD = json.loads((PAIR / "acceptance.json").read_text())
 
 
