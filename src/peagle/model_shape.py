@@ -32,13 +32,12 @@ class ModelShape:
     layer_kinds: tuple[str, ...]
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ModelShape:
-        """Read the content of a config.json.
-
-        Raises:
-            AttributeError, TypeError: it does not have the form of one.
-        """
-        text = data.get("transformer_layer_config") or data.get("text_config") or data
+    def from_json(cls, data: Any) -> ModelShape:
+        """Read the content of a config.json; what does not have the form of one says nothing."""
+        file = data if isinstance(data, Mapping) else {}
+        inner = file.get("transformer_layer_config") or file.get("text_config")
+        text = inner if isinstance(inner, Mapping) else file
+        kinds = text.get("layer_types")
 
         def size(name: str) -> int | None:
             value = text.get(name)
@@ -55,5 +54,5 @@ class ModelShape:
             num_kv_heads=size("num_key_value_heads") or heads,
             head_dim=size("head_dim") or (width // heads if width and heads else None),
             max_model_len=size("max_position_embeddings"),
-            layer_kinds=tuple(text.get("layer_types") or ()),
+            layer_kinds=tuple(map(str, kinds)) if isinstance(kinds, list) else (),
         )

@@ -54,5 +54,5 @@ def _threads(folder: Path, device: str, value_bytes: int) -> int | None:
 def _longest(folder: Path) -> int | None:
     try:
         return ModelShape.from_json(read_json(folder / "config.json")).max_model_len
-    except (OSError, CheckpointError, AttributeError, TypeError):
+    except (OSError, CheckpointError):
         return None

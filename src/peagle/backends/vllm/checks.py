@@ -269,7 +269,7 @@ def _read_target(name: str, revision: str | None) -> _Target | None:
         folder = Path(found).parent
     try:
         shape = ModelShape.from_json(read_json(folder / "config.json"))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError):
         return None
     return None if shape.head_dim is None else _Target(name, folder, shape)
 
