@@ -56,7 +56,7 @@ from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Examination
 from peagle.doctor.probe import Probe, Style, choose_texts, usual_style
 from peagle.doctor.serving import EngineServing, examine_serving
-from peagle.models.checkpoint import convert_head, read_head_config
+from peagle.models.checkpoint import convert_head, read_head
 from peagle.models.target import TargetModel, load_tokenizer
 
 PARTS = ("healthy", "files", "pairs", "surroundings", "served", "undertrained")
@@ -173,7 +173,7 @@ class Pair:
         model = TargetModel.load(target, dtype=getattr(torch, dtype))
         tokenizer = load_tokenizer(target)
         head = PAIR2 / "peagle" if self.name == "pair2" else Path(BUNDLED_PEAGLE)
-        config, _ = read_head_config(head, num_target_layers=model.num_layers)
+        config = read_head(head, num_target_layers=model.num_layers).config
         style = style or usual_style(tokenizer)
         return Probe.of(model, tokenizer, style, self.texts(seed), k, config.aux_layer_ids)
 

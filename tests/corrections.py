@@ -9,7 +9,7 @@ import torch
 from peagle.models.checkpoint import (
     CORRECTION_NAME,
     head_identity,
-    read_head_config,
+    read_head,
     save_correction,
 )
 from peagle.models.correction import Correction
@@ -29,7 +29,7 @@ def random_correction(
 
 def add_correction(head: Path) -> Path:
     """Put a random correction beside a head; returns its file."""
-    config, _ = read_head_config(head)
+    config = read_head(head).config
     correction = random_correction(config.hidden_size)
     save_correction(head, correction, head_identity(head, config), dtype=torch.float32)
     return head / CORRECTION_NAME

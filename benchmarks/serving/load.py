@@ -27,6 +27,11 @@ class Answer(Reply):
         return json.loads(self.body)
 
     @property
+    def chunks(self) -> list[dict[str, Any]]:
+        """The events of a stream, as the server sent them."""
+        return [json.loads(data) for _, data in self.events if data != DONE]
+
+    @property
     def text(self) -> str:
         """Of the first choice of a completion, streamed or not."""
         parts = self.chunks if self.events else [self.json]

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from client.streams import Stream, by_name
 from peagle import LLM, SamplingParams
 from peagle.chat import split_thinking
 from peagle.cli.conversation import Conversation, LocalModel, RemoteModel, ReportedPiece, TextScreen
@@ -478,6 +480,25 @@ def test_addresses_and_keys(
 def test_a_model_that_is_not_there(chat: Chat) -> None:
     assert "has no model 'big'; it has: tiny" in chat("hello\n", "--model", "big").err
     assert "drafts at most 7 tokens a step" in chat("hello\n", "-k", 8).err
+
+
+@by_name
+def test_recorded_streams_of_four_servers(fake: Script, stream: Stream) -> None:
+    fake.models = [{**MODEL, "max_model_len": 4096}]
+    fake.stream = [stream.raw[:700], stream.raw[700:]]
+    talk = Conversation(RemoteModel(ApiClient(fake.url)))
+    if stream.error:
+        with pytest.raises(UserError, match=re.escape(f"ended the answer: {stream.error}")):
+            list(talk.say("hello"))
+        return
+    list(talk.say("hello"))
+    assert talk.last.ended == stream.finish_reasons[-1]
+    if len(stream.texts) == 1:  # it asks for one choice
+        assert (talk.last.answer, talk.last.reasoning) == (stream.texts[0], stream.reasoning)
+    if stream.usage is not None:
+        assert talk.last.tally.num_tokens == stream.usage.num_tokens
+        assert talk.last.num_prompt_tokens == stream.usage.num_prompt_tokens
+        assert talk.last.num_cached_tokens == stream.usage.num_cached_tokens
 
 
 @pytest.mark.parametrize(

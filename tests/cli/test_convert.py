@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from peagle.cli.convert import convert
-from peagle.models.checkpoint import read_head_config, save_drafter
+from peagle.models.checkpoint import read_head, save_drafter
 from peagle.models.checkpoint.convert import StoredFormat
 from peagle.models.target import TargetModel
 from tests.cli.conftest import Pair, Peagle
@@ -62,7 +62,8 @@ def test_there_and_back(peagle: Peagle, pair: Pair, tmp_path: Path, head: str) -
     assert (back.status, back.err) == (0, "")
     before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "v"))
     assert all(value.equal(after[name]) for name, value in before.items())
-    assert read_head_config(tmp_path / "v") == read_head_config(source)
+    back, before = read_head(tmp_path / "v"), read_head(source)
+    assert (back.config, back.facts) == (before.config, before.facts)
 
 
 def test_either_style_generates_the_same(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:

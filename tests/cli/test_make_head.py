@@ -20,7 +20,7 @@ import pytest
 
 from peagle.cli import make_head, stages
 from peagle.cli.main import run
-from peagle.training.published_head import model_card, read_head
+from peagle.training.published_head import model_card, read_published
 from tests.cli.conftest import Peagle, environment
 from tests.conftest import make_target_folder
 
@@ -139,7 +139,7 @@ def test_a_head_from_nothing_and_where_it_goes_on(
         name: json.loads((out / f"{name}.jsonl.meta.json").read_text())
         for name in ("prompts", "greedy", "sampled")
     }
-    card = model_card(read_head(out / "head"), "me/head", "org/target", "apache-2.0")
+    card = model_card(read_published(out / "head"), "me/head", "org/target", "apache-2.0")
     assert side["prompts"]["prompts"] == 10 <= side["prompts"]["samples"]
     assert (
         f"| origin of the prompts | 10, kept of {side['prompts']['samples']} samples of the target "

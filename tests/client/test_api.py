@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from peagle.client import api, events
+from peagle.client import api
 from peagle.client.api import ApiClient, NoAnswer, key_from_environment
-from peagle.client.events import EventReader
 from peagle.errors import UserError
 from tests.evaluation.fake_endpoint import Script, endpoint
 
@@ -85,28 +82,3 @@ def test_a_body_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_MAX_BYTES", 10)
     with endpoint(Script()) as url, pytest.raises(NoAnswer, match="broke: a body of more than 10"):
         ApiClient(url).models()
-
-
-# ---- event streams --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"))), st.data())
-def test_events_do_not_depend_on_how_their_bytes_are_cut(
-    texts: list[str], data: st.DataObject
-) -> None:
-    wanted = [text.encode() for text in texts]
-    raw = b"".join(b": comment\r\nevent: x\ndata: %b\r\n\n" % one for one in wanted)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
-    reader, found = EventReader(), []
-    for start, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
-        found += reader.feed(raw[start:end])
-    assert found == [one.strip() for one in wanted]
-
-
-def test_an_event_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_EVENT_BYTES", 8)
-    reader = EventReader()
-    assert reader.feed(b"data: 12") == []
-    with pytest.raises(ValueError, match="more than 8 bytes"):
-        reader.feed(b"3")

@@ -9,6 +9,7 @@ import pytest
 from botocore.eventstream import EventStream
 from botocore.parsers import EventStreamJSONParser
 
+from client.streams import by_name
 from deploy.aws_wire import payload_part, service_model, stream_error
 from deploy.fake_aws import FakeAws
 from deploy.fake_endpoints import ContainerError, Frame
@@ -38,9 +39,9 @@ def ask(
     """What came: the answer, its events, and the text as it was yielded."""
     answer = answer or invoke.Completion()
     found, text = [], ""
-    for event, pieces in invoke.stream(runtime, "code", CHAT, answer):
-        found.append(event)
-        text += "".join(piece.text for piece in pieces if not piece.is_reasoning)
+    for event in invoke.stream(runtime, "code", CHAT, answer):
+        found.append(event.body)
+        text += "".join(choice.text for choice in event.choices)
     return answer, found, text
 
 
@@ -125,9 +126,8 @@ def test_text_comes_before_the_answer_ends(aws, runtime):
 
     aws.endpoints.answer_with = answer
     stream = invoke.stream(runtime, "code", CHAT, invoke.Completion())
-    _, (piece,) = next(stream)
-    assert piece.text == WORDS[0]
-    assert [pieces[0].text for _, pieces in stream] == list(WORDS[1:])
+    assert next(stream).choices[0].text == WORDS[0]
+    assert [event.choices[0].text for event in stream] == list(WORDS[1:])
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,18 @@ def test_several_choices_and_reasoning_are_kept_apart(aws, runtime):
     assert dict(answer.texts) == {0: "A", 1: "B"}
     aws.endpoints.answer_with = lambda _: [events({"choices": [{"text": "C"}]}, "[DONE]")]
     assert dict(ask(runtime)[0].texts) == {0: "C"}
+
+
+@by_name
+def test_recorded_streams_of_four_servers(stream):
+    draw = random.Random(8)
+    answer, _, _ = ask(CutClient(cut(draw, stream.raw), iter(lambda: draw.randrange(1, 400), None)))
+    assert tuple(answer.texts[index] for index in range(len(stream.texts))) == stream.texts
+    reasons = tuple(answer.finish_reasons.get(i, "") for i in range(len(stream.texts)))
+    assert reasons == stream.finish_reasons
+    assert answer.problem == (stream.error and f"the container ended the answer: {stream.error}")
+    if stream.usage is not None:
+        assert answer.usage["completion_tokens"] == stream.usage.num_tokens
 
 
 @pytest.mark.parametrize("body", ["no JSON", "[1]", '{"a": 1}', '{"choices": 3}'])

@@ -9,7 +9,7 @@ import torch
 
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.doctor.probe import Probe, choose_texts, usual_style
-from peagle.models.checkpoint import read_head_config
+from peagle.models.checkpoint import read_head
 from peagle.models.target import TargetModel, load_tokenizer
 
 PAIR2 = Path(__file__).resolve().parents[1] / "fixtures" / "pair2"
@@ -20,7 +20,7 @@ def make_probe(
     target: Path, head: Path, texts: list[str], *, dtype: torch.dtype = torch.float32
 ) -> Probe:
     model, tokenizer = TargetModel.load(target, dtype=dtype), load_tokenizer(target)
-    config, _ = read_head_config(head, num_target_layers=model.num_layers)
+    config = read_head(head, num_target_layers=model.num_layers).config
     style = usual_style(tokenizer)
     return Probe.of(model, tokenizer, style, texts, 6, config.aux_layer_ids)
 

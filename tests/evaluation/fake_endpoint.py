@@ -24,7 +24,8 @@ class Script:
         url: where it listens.
         models: what /v1/models lists; None answers 404, text is sent as it is.
         models_status: status of that answer.
-        stream: events of every answer in place of STEPS: objects, text, or pauses in seconds.
+        stream: events of every answer in place of STEPS: objects, text, bytes that are sent as they
+            are, or pauses in seconds.
         status, content_type: of such an answer; with another type its events are its body.
         usage: "continuous" (if it is asked for), "last" (in an event of its own), "final" (in the
             last event with text) or "none".
@@ -169,8 +170,12 @@ async def _play(
                     script.dropped.set()
                     raise ConnectionResetError
             continue
-        data = event if isinstance(event, str) else json.dumps(event)
-        raw = (f"data: {data}\n\n" if script.content_type == "text/event-stream" else data).encode()
+        if isinstance(event, bytes):
+            raw = event
+        else:
+            data = event if isinstance(event, str) else json.dumps(event)
+            is_stream = script.content_type == "text/event-stream"
+            raw = (f"data: {data}\n\n" if is_stream else data).encode()
         writer.write(b"%x\r\n%b\r\n" % (len(raw), raw))
         await writer.drain()
     writer.write(b"0\r\n\r\n")

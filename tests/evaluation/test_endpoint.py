@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from client.streams import Stream, by_name
+from peagle.client.answers import ForeignAnswer
 from peagle.client.events import DONE
 from peagle.config import SamplingParams, StructuredOutput
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, DecodedStep, Request
 from peagle.evaluation.endpoint import KEY_VARIABLES, EndpointBackend
-from peagle.evaluation.endpoint_answers import ForeignAnswer, read_answer
+from peagle.evaluation.endpoint_answers import read_answer
 from peagle.evaluation.http_client import Reply
 from tests.evaluation.fake_endpoint import NUM_TOKENS, STEPS, TEXT, Script, endpoint, metrics
 
@@ -216,6 +219,30 @@ def test_reasoning_is_output_but_not_the_answer() -> None:
     reply = Reply(200, {"content-type": "text/event-stream"}, events=[*data, (1.0, DONE)])
     answer = read_answer(reply)
     assert answer.text == "Yes." and "".join(answer.texts) == "Well. So. Yes."
+
+
+@by_name
+def test_recorded_streams_of_four_servers(stream: Stream) -> None:
+    with endpoint(Script(stream=[stream.raw[:700], stream.raw[700:]])) as url:
+        backend = EndpointBackend(url)
+        chat = [{"role": "user", "content": "hello"}]
+        request = Request("a", chat if stream.is_chat else "hello", PARAMS)
+        if stream.error:
+            with pytest.raises(UserError, match=re.escape(stream.error)):
+                backend.run([request], 1)
+            return
+        (answer,) = backend.run([request], 1).answers
+    assert answer.error == ""
+    if len(stream.texts) == 1:  # it asks for one choice
+        assert answer.text == stream.texts[0]
+        assert "".join(answer.texts) == stream.reasoning + stream.texts[0]
+    assert answer.finish_reason == stream.finish_reasons[0]
+    if stream.usage is not None:
+        assert (answer.num_prompt_tokens, answer.num_tokens) == (
+            stream.usage.num_prompt_tokens,
+            stream.usage.num_tokens,
+        )
+        assert (answer.stats is None) == (stream.usage.drafts is None)
 
 
 # ---- counters -------------------------------------------------------------------------------

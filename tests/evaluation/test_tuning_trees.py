@@ -18,7 +18,7 @@ from peagle.evaluation.tuning.trees import (
     tree_shapes,
     tuned_trees,
 )
-from peagle.models.checkpoint import read_head_config
+from peagle.models.checkpoint import read_head
 from peagle.results import Prediction
 
 SHAPES = [CandidateTrees(n, min(n, 7), n) for n in (4, 16)]
@@ -31,7 +31,7 @@ def chain(batch: int, k: int, speed: float) -> Prediction:
 
 
 def test_shapes_are_as_deep_as_the_head_and_as_wide_as_they_are_large() -> None:
-    config, _ = read_head_config(BUNDLED_PEAGLE)
+    config = read_head(BUNDLED_PEAGLE).config
     assert tree_shapes((4, 16), config) == SHAPES
     assert tree_shapes((4,), replace(config, trained_depth=3)) == [CandidateTrees(4, 3, 4)]
     autoregressive = replace(config, mask_token_id=None)

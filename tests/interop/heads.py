@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.models.checkpoint.head import read_head_config, write_head
+from peagle.models.checkpoint.head import write_head
+from peagle.models.checkpoint.stored import read_head
 from peagle.models.checkpoint.weights import read_tensors
 from peagle.models.drafter import DrafterConfig
 
@@ -31,7 +32,8 @@ class SavedHead:
 
     @classmethod
     def read(cls, folder: Path) -> SavedHead:
-        config, facts = read_head_config(folder)
+        head = read_head(folder)
+        config, facts = head.config, dict(head.facts)
         tensors, _ = read_tensors(folder)
         floats = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
         return cls(config, facts, floats)

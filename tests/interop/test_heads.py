@@ -17,7 +17,7 @@ import torch
 
 from peagle.evaluation.certify.reference import Reference, first_difference, load_reference
 from peagle.models.checkpoint.formats import trained_length
-from peagle.models.checkpoint.head import read_head_config
+from peagle.models.checkpoint.stored import read_head
 from tests.interop.cases import CASES, STYLES, Case, K, Ours
 
 pytestmark = pytest.mark.vllm
@@ -77,7 +77,8 @@ def test_windows_change_what_is_drafted(
 ) -> None:
     """Counts that are the same without windows would be equal in a vLLM that does not read them."""
     folder, ours = folders[case.name]["vllm"], sides[case.pair]
-    config, facts = read_head_config(folder)
+    head = read_head(folder)
+    config, facts = head.config, head.facts
     (window,) = set(config.windows)
     if case.pair == "llama-long":
         assert window == trained_length(facts)

@@ -24,7 +24,7 @@ from peagle.models.checkpoint import (
     HeadFormat,
     convert_head,
     load_drafter,
-    read_head_config,
+    read_head,
     save_drafter,
     split_tensors,
     write_json,
@@ -63,13 +63,13 @@ def test_the_length_of_training_is_written_as_the_window(
     """Of P-EAGLE heads, whose mask slots fail beyond it; an earlier window does not stay."""
     drafter = make_drafter(target, parallel=parallel, windows=(9, None))
     save_drafter(tmp_path / "kept", drafter, format=format)
-    assert read_head_config(tmp_path / "kept")[0].windows == (9, None)
+    assert read_head(tmp_path / "kept").config.windows == (9, None)
     for length, windows in ((40, (40, 40)), (50, (50, 50))):
         extra = {"max_sequence_length_trained": length}
         save_drafter(tmp_path / "head", drafter, extra=extra, format=format)
         data = json.loads((tmp_path / "head/config.json").read_text())
         layers = data.get("transformer_layer_config", data)
-        assert read_head_config(tmp_path / "head")[0].windows == (windows if parallel else ())
+        assert read_head(tmp_path / "head").config.windows == (windows if parallel else ())
         assert layers.get("sliding_window") == (length if parallel else None)
 
 
@@ -98,7 +98,7 @@ def test_round_trip(
     drafter = make_drafter(target, parallel=parallel, **options)
     save_drafter(tmp_path, drafter)
     loaded = load_drafter(tmp_path, target, dtype=torch.float32)
-    assert loaded.config == drafter.config == read_head_config(tmp_path)[0]
+    assert loaded.config == drafter.config == read_head(tmp_path).config
     own, again = drafter.state_dict(), loaded.state_dict()
     assert list(again) == list(own)
     assert all(torch.equal(again[name], own[name]) for name in own)
@@ -354,8 +354,9 @@ def test_there_and_back_changes_no_bit(
         assert bits_of_head(a) == bits_of_head(b) == bits_of_head(c)
         before, after = (json.loads((f / "config.json").read_text()) for f in (a, c))
         assert before == after
-        assert read_head_config(a) == read_head_config(c)
-        assert read_head_config(b)[0] == config
+        first, third = read_head(a), read_head(c)
+        assert (first.config, first.facts) == (third.config, third.facts)
+        assert read_head(b).config == config
 
 
 def test_the_targets_name_moves_and_can_be_given(

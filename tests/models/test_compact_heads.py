@@ -36,7 +36,7 @@ from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.head_quantization import StoredQuantization
 from peagle.models.target import TargetModel
 from peagle.models.target_ends import TargetEnds
-from peagle.training.published_head import read_head
+from peagle.training.published_head import read_published
 from tests.compressed import unpacked_weights
 from tests.conftest import make_drafter, make_target_folder
 from tests.corrections import add_correction
@@ -294,7 +294,7 @@ def test_ends_of_the_target_need_it(target_folder: Path, tmp_path: Path) -> None
         convert_head(folder, tmp_path / "whole", "vllm", target=str(tmp_path / "none"))
     assert not (tmp_path / "whole").exists()
     with pytest.raises(CheckpointError, match=r"is stored compactly.*peagle convert"):
-        read_head(folder)
+        read_published(folder)
 
 
 def test_a_correction_of_another_head_stays_refused(target_folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from peagle.models.checkpoint import (
     head_identity,
     load_correction,
     load_drafter,
-    read_head_config,
+    read_head,
     save_correction,
 )
 from peagle.models.correction import Correction, DraftCorrection
@@ -166,7 +166,7 @@ def test_a_broken_file_is_refused(head: Path, target: TargetModel) -> None:
 
 def test_the_identity_of_a_head_does_not_depend_on_its_style(head: Path, tmp_path: Path) -> None:
     convert_head(head, tmp_path / "other", "speculators")
-    config, _ = read_head_config(head)
+    config = read_head(head).config
     assert head_identity(head, config) == head_identity(tmp_path / "other", config)
 
 

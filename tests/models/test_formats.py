@@ -19,7 +19,7 @@ from peagle.models.checkpoint import (
     config_to_json,
     format_of,
     load_drafter,
-    read_head_config,
+    read_head,
     save_drafter,
 )
 from peagle.models.checkpoint.formats import facts_from_json
@@ -224,7 +224,7 @@ def test_absent_aux_layers_are_vllms_default(tmp_path: Path, format: HeadFormat)
     assert load_drafter(tmp_path / "head", target).config.aux_layer_ids == (2, 4, 5)
     for layers in (None, 6):
         with pytest.raises(CheckpointError, match=r"is missing; .*\[2, L // 2, L - 3\]"):
-            read_head_config(tmp_path / "head", num_target_layers=layers)
+            read_head(tmp_path / "head", num_target_layers=layers)
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
@@ -391,7 +391,7 @@ def test_bad_values_are_named(
         (data[outer] if inner else data)[inner or outer] = value
     (tmp_path / "config.json").write_text(json.dumps(data))
     with pytest.raises(CheckpointError) as caught:
-        read_head_config(tmp_path)
+        read_head(tmp_path)
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
 
@@ -402,7 +402,7 @@ def test_a_config_that_is_not_an_object_is_refused(tmp_path: Path, text: bytes) 
     with pytest.raises(
         CheckpointError, match=r"config.json' (is not JSON|holds .*expected an obj)"
     ):
-        read_head_config(tmp_path)
+        read_head(tmp_path)
 
 
 def test_an_unknown_format_is_refused(target: TargetModel, tmp_path: Path) -> None:

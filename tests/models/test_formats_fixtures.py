@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from peagle import LLM, SamplingParams
-from peagle.models.checkpoint import convert_head, load_drafter, read_head_config
+from peagle.models.checkpoint import convert_head, load_drafter, read_head
 from peagle.models.drafter import Drafter
 from peagle.models.elements import may_attend
 from peagle.models.target import TargetModel
@@ -56,7 +56,8 @@ def test_there_are_heads_of_every_kind() -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_they_are_read_as_what_they_are(name: str) -> None:
-    config, facts = read_head_config(FIXTURES / name)
+    head = read_head(FIXTURES / name)
+    config, facts = head.config, head.facts
     assert config.is_parallel == (name in PARALLEL)
     assert config.mask_token_id == (63 if name in PARALLEL else None)
     assert config.qk_norm == name.endswith("qwen3")
@@ -79,9 +80,9 @@ def test_they_are_read_as_what_they_are(name: str) -> None:
 
 
 def test_older_rope_keys_are_read() -> None:
-    plain = read_head_config(FIXTURES / "published_peagle")[0].rope_parameters
+    plain = read_head(FIXTURES / "published_peagle").config.rope_parameters
     assert plain == {"rope_type": "default", "rope_theta": 150000.0}
-    llama3 = read_head_config(FIXTURES / "published_peagle_sharded")[0].rope_parameters
+    llama3 = read_head(FIXTURES / "published_peagle_sharded").config.rope_parameters
     assert (llama3["rope_type"], llama3["rope_theta"]) == ("llama3", 500000.0)
 
 
@@ -225,6 +226,6 @@ def test_conversion_keeps_every_bit(tmp_path: Path, name: str) -> None:
     expected = bits_of_head(FIXTURES / name)
     for folder in ("v", "s", "v2"):
         assert bits_of_head(tmp_path / folder) == expected
-        assert read_head_config(tmp_path / folder)[0] == read_head_config(FIXTURES / name)[0]
+        assert read_head(tmp_path / folder).config == read_head(FIXTURES / name).config
     first, second = (tmp_path / f / "config.json" for f in ("v", "v2"))
     assert first.read_text() == second.read_text()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from peagle import LLM, SamplingParams
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint import convert_head, head_identity, load_drafter, read_head_config
+from peagle.models.checkpoint import convert_head, head_identity, load_drafter, read_head
 from peagle.models.packed_layers import PackedLinear
 from peagle.models.target import TargetModel
 from tests.models.editing import edit_config
@@ -71,7 +71,7 @@ def test_a_quantised_head_is_what_it_stands_for(
     packed = load_drafter(folder, target, unpack=False)
     assert sum(isinstance(one, PackedLinear) for one in packed.modules()) == 2 * 4
     torch.testing.assert_close(outputs(packed), outputs(drafter), atol=2e-2, rtol=2e-2)
-    head_identity(folder, read_head_config(folder)[0])
+    head_identity(folder, read_head(folder).config)
 
 
 def test_an_engine_drafts_with_it(target_folder: Path, head_folders: Callable[..., Path]) -> None:

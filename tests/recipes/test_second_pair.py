@@ -11,7 +11,7 @@ import pytest
 
 from peagle import LLM
 from peagle.chat import render_chat
-from peagle.models.checkpoint import read_head_config
+from peagle.models.checkpoint import read_head
 
 PAIR = Path(__file__).parents[1] / "fixtures" / "pair2"
 MAX_BYTES = 800_000
@@ -54,7 +54,7 @@ def test_it_is_small_and_has_what_it_is_there_for(llm: LLM) -> None:
     assert sum(file.stat().st_size for file in PAIR.rglob("*") if file.is_file()) <= MAX_BYTES
     config = json.loads((PAIR / "target" / "config.json").read_text())
     assert config["model_type"] == "qwen3" and not config["tie_word_embeddings"]
-    head, _ = read_head_config(PAIR / "peagle", num_target_layers=config["num_hidden_layers"])
+    head = read_head(PAIR / "peagle", num_target_layers=config["num_hidden_layers"]).config
     assert (head.num_layers, head.trained_depth, head.is_pruned) == (2, 6, True)
     messages = [{"role": "user", "content": "Hi"}]
     prompts = [render_chat(llm.tokenizer, messages, thinking=mode) for mode in (None, True, False)]

@@ -19,7 +19,7 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import convert_head
 from peagle.training.config import TrainConfig
-from peagle.training.published_head import PublishedHead, model_card, read_head
+from peagle.training.published_head import PublishedHead, model_card, read_published
 from peagle.training.trainer import Trainer
 from tests.conftest import VOCAB_SIZE
 
@@ -36,7 +36,7 @@ def head(head_folders: Heads, tmp_path: Path) -> Path:
 
 
 def card_of(head: Path, **options: Any) -> str:
-    return model_card(read_head(head), REPO, TARGET, "apache-2.0", **options)
+    return model_card(read_published(head), REPO, TARGET, "apache-2.0", **options)
 
 
 def section(card: str, name: str) -> str:
@@ -90,12 +90,12 @@ def test_a_head_without_a_record(head: Path) -> None:
     assert "| layers | 2, width 32 |" in card
     assert "| K it was trained for | 5 |" in card
     assert section(card, "Training") == section(card, "Acceptance") == "Not recorded."
-    (note,) = read_head(head).notes
+    (note,) = read_published(head).notes
     assert "there is no train.json" in note
 
 
 def test_every_number_on_the_card_is_one_of_the_head(head: Path) -> None:
-    facts = read_head(head)
+    facts = read_published(head)
     config, mark = facts.config, facts.fingerprint
     card = card_of(head)
     # Less the metadata, the hashes, and the names with a digit in them.
@@ -118,8 +118,8 @@ def test_a_record_is_told_wherever_training_or_its_owner_put_it(head: Path, plac
     changes = {"best": {"validation": VALIDATION}, "validation": last} if place == "best" else {}
     if place == "best":  # several answers of a conversation are one sequence
         changes |= {"data": {"train": {"responses": 98765}}, "sequences": 4000}
-    write_record(folder / "train.json", read_head(head), **changes)
-    facts = read_head(head)
+    write_record(folder / "train.json", read_published(head), **changes)
+    facts = read_published(head)
     assert facts.notes == () and ("train.json" in facts.files) == (place == "inside")
     training = section(card_of(head), "Training")
     for line in (
@@ -144,7 +144,7 @@ def test_a_record_is_told_wherever_training_or_its_owner_put_it(head: Path, plac
 
 
 def test_what_a_record_leaves_out_is_not_recorded(head: Path) -> None:
-    facts = read_head(head)
+    facts = read_published(head)
     record = {
         "config": {"method": {"name": "peagle", "depth": 5}},
         "parameters": facts.parameters,
@@ -168,8 +168,8 @@ def test_what_a_record_leaves_out_is_not_recorded(head: Path) -> None:
     ],
 )
 def test_the_record_of_another_head_is_left_out(head: Path, changes: dict[str, Any]) -> None:
-    write_record(head.parent / "train.json", read_head(head), **changes)
-    facts = read_head(head)
+    write_record(head.parent / "train.json", read_published(head), **changes)
+    facts = read_published(head)
     assert facts.training is None
     assert "is the record of another head" in facts.notes[0]
     assert section(card_of(head), "Acceptance") == "Not recorded."
@@ -183,7 +183,7 @@ def test_the_card_says_how_layers_were_rounded(head: Path) -> None:
         ({"quantization": None}, None),
     ):
         write_record(
-            head.parent / "train.json", read_head(head), config={**config, "head": options}
+            head.parent / "train.json", read_published(head), config={**config, "head": options}
         )
         text = section(card_of(head), "Training")
         assert "linear layers" not in text if row is None else row in text.splitlines()
@@ -210,7 +210,7 @@ def test_the_record_that_training_writes_is_read(target_folder: Path, tmp_path: 
         }
     )
     record = Trainer(config).run()
-    facts = read_head(tmp_path / "run" / "head")
+    facts = read_published(tmp_path / "run" / "head")
     assert facts.training is not None and facts.notes == ()
     card = card_of(tmp_path / "run" / "head")
     lengths = record["validation"]["acceptance_lengths"]
@@ -232,7 +232,7 @@ def test_the_record_that_training_writes_is_read(target_folder: Path, tmp_path: 
 def test_a_broken_record_is_refused(head: Path, text: str, message: str) -> None:
     (head / "train.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
-        read_head(head)
+        read_published(head)
 
 
 def test_how_to_serve(head: Path) -> None:
@@ -259,7 +259,7 @@ def test_heads_of_other_kinds(head_folders: Heads, head: Path, tmp_path: Path) -
     deep = card_of(head_folders(trained_depth=16))
     assert "K = 7 in the examples; the head was trained for K up to 16." in deep
     convert_head(head, tmp_path / "s", "speculators", target=TARGET)
-    assert read_head(tmp_path / "s").target == TARGET
+    assert read_published(tmp_path / "s").target == TARGET
     converted = card_of(tmp_path / "s")
     assert "| checkpoint | style of speculators, safetensors |" in converted
     assert "speculators" in ModelCard(converted).data.to_dict()["tags"]
@@ -272,13 +272,13 @@ def test_heads_of_other_kinds(head_folders: Heads, head: Path, tmp_path: Path) -
 
 def message_of(head: Path) -> str:
     with pytest.raises(UserError) as caught:
-        read_head(head)
+        read_published(head)
     return str(caught.value)
 
 
 def test_shards_and_weights_of_another_name(head: Path) -> None:
     (head / WEIGHTS).rename(head / "weights.safetensors")
-    assert read_head(head).files == ("config.json", "weights.safetensors")
+    assert read_published(head).files == ("config.json", "weights.safetensors")
     (head / "weights.safetensors").rename(head / WEIGHTS)
     tensors = load_file(head / WEIGHTS)
     (head / WEIGHTS).unlink()
@@ -288,7 +288,7 @@ def test_shards_and_weights_of_another_name(head: Path) -> None:
         save_file({n: tensors[n] for n in names if places[n] == file}, head / file)
     index = head / f"{WEIGHTS}.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    assert read_head(head).files == ("config.json", *sorted(set(places.values())), index.name)
+    assert read_published(head).files == ("config.json", *sorted(set(places.values())), index.name)
     shutil.copy(head / places[names[0]], head / "other.safetensors")
     assert "'other.safetensors', no part of a head" in message_of(head)
     (head / "other.safetensors").unlink()
@@ -337,7 +337,7 @@ def test_files_that_are_not_published(
         if text != name:
             (head / text).write_text("text")
     kept = {"LICENSE", "NOTICE", "README.md", "config.json", WEIGHTS} - {name}
-    assert read_head(head).files == tuple(sorted(kept))
+    assert read_published(head).files == tuple(sorted(kept))
     add(head / name)
     assert message in message_of(head)
 

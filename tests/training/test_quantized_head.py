@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.models.checkpoint import compact_head, convert_head, load_drafter, read_head_config
+from peagle.models.checkpoint import compact_head, convert_head, load_drafter, read_head
 from peagle.models.checkpoint.packed import Rounding, pack_tensors
 from peagle.models.head_quantization import HeadQuantization, StoredQuantization
 from peagle.models.target import TargetModel
@@ -285,7 +285,7 @@ def test_other_runtimes_get_the_trained_weights(
     for name, weight in tensors_of(trainer.drafter).items():
         if name not in ("d2t", "t2d"):
             assert torch.equal(stored[name], weight.bfloat16()), name
-    assert "from_target" not in read_head_config(tmp_path / "whole")[1]
+    assert "from_target" not in read_head(tmp_path / "whole").facts
 
 
 @pytest.mark.parametrize(

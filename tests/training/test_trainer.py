@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from peagle import LLM, SamplingParams
 from peagle.errors import UserError
-from peagle.models.checkpoint import read_head_config, trained_length
+from peagle.models.checkpoint import read_head, trained_length
 from peagle.training import state
 from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer, TrainingStopped
@@ -54,7 +54,7 @@ def test_training_learns_and_the_head_serves(
         "model": str(tmp_path / "head"),
         "num_speculative_tokens": config.method.depth,
     }
-    _, facts = read_head_config(tmp_path / "head")
+    facts = read_head(tmp_path / "head").facts
     assert trained_length(facts) == max(
         len(r["prompt_token_ids"]) + len(r["response_token_ids"]) for r in rows
     )

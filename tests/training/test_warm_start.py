@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
-from peagle.models.checkpoint import load_drafter, read_head_config, save_drafter
+from peagle.models.checkpoint import load_drafter, read_head, save_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
@@ -315,7 +315,7 @@ def test_heads_of_others_go_on(tmp_path: Path, name: str, method: str) -> None:
     expected = tensors_of(load_drafter(FIXTURES / name, target))
     found = tensors_of(built.drafter)
     assert (expected.keys() ^ found.keys()) <= {"mask_hidden"}
-    config, _ = read_head_config(FIXTURES / name)
+    config = read_head(FIXTURES / name).config
     mask = None if method == "eagle3" else config.mask_token_id or 1
     assert built.drafter.config == replace(config, trained_depth=4, mask_token_id=mask)
     for tensor in expected.keys() & found.keys():

@@ -14,12 +14,13 @@ from typing import Any
 from peagle.chat import opens_thinking, render_chat, resolve_chat_template
 from peagle.cli.tally import Tally, drafts_of
 from peagle.cli.terminal import bright, dim, has_styles, printable, safe
+from peagle.client.answers import AnswerEvent, DraftReport
 from peagle.client.api import ApiClient
 from peagle.client.fields import served_drafts
 from peagle.config import SamplingParams
 from peagle.config.checks import near_names
 from peagle.errors import UserError
-from peagle.evaluation.endpoint_answers import speculation_of
+from peagle.evaluation.endpoint_answers import stats_of
 from peagle.llm import LLM, RequestOutput
 from peagle.markers import marker_token_ids, unmarked
 from peagle.thinking import AnswerSplitter, Piece, ThinkingSplitter, family_splitter
@@ -292,14 +293,14 @@ class RemoteModel:
         self, messages: Messages, stopped: Callable[[], bool]
     ) -> Generator[Piece, None, Turn]:
         """Yield the answer as it comes, and return its turn."""
-        answer = _StreamedAnswer()
+        answer = _RemoteAnswer()
         request = {**self._request, "messages": messages}
         with closing(self.server.events("/v1/chat/completions", request)) as events:
             start = time.perf_counter()
             for event in events:
                 answer.tally.seconds += time.perf_counter() - start
                 if event is not None:
-                    yield from self._pieces(answer, event)
+                    yield from answer.add(event)
                 if answer.finish_reason is None and stopped():
                     return answer.turn("interrupt")
                 start = time.perf_counter()
@@ -308,15 +309,6 @@ class RemoteModel:
         is_full = answer.num_prompt_tokens + answer.tally.num_tokens >= self.max_model_len > 0
         is_context = answer.finish_reason == "length" and is_full
         return answer.turn("context" if is_context else answer.finish_reason)
-
-    def _pieces(self, answer: _StreamedAnswer, event: Mapping[str, Any]) -> list[Piece]:
-        try:
-            return list(answer.add(event))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{self.server.url} sent a chunk that is none of a chat completion ({error}): "
-                f"{printable(json.dumps(event)[:200])}"
-            ) from None
 
 
 def _pick(server: ApiClient, name: str | None) -> dict[str, Any]:
@@ -334,7 +326,7 @@ def _pick(server: ApiClient, name: str | None) -> dict[str, Any]:
     return facts
 
 
-class _StreamedAnswer:
+class _RemoteAnswer:
     """The part of an answer that the server has sent."""
 
     def __init__(self) -> None:
@@ -344,32 +336,25 @@ class _StreamedAnswer:
         self._texts = {True: "", False: ""}
         self._first_s: float | None = None
 
-    def add(self, event: Mapping[str, Any]) -> Generator[Piece]:
+    def add(self, event: AnswerEvent) -> Generator[Piece]:
         """Take a chunk in and yield its text."""
-        report = event.get("speculation") or {}
-        if num_drafted := report.get("num_drafted"):
-            accepted, depth = report.get("num_accepted", 0), report.get("draft_depth")
-            self.tally.stats.record(num_drafted, accepted, depth)
-        tokens = tuple((str(text), bool(accepted)) for text, accepted in report.get("tokens", ()))
-        choices = event.get("choices") or ()
-        for choice in choices:
-            delta = choice.get("delta") or {}
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            # vLLM names it `reasoning`; peagle sends both names, with one text.
-            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-            for text, is_reasoning in ((reasoning, True), (delta.get("content"), False)):
+        report = event.report or DraftReport()
+        self.tally.stats.record(report.num_drafted, report.num_accepted, report.draft_depth)
+        for choice in event.choices:
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            for text, is_reasoning in ((choice.reasoning, True), (choice.text, False)):
                 if text:
                     self._first_s = self._first_s or self.tally.seconds
                     self._texts[is_reasoning] += text
-                    yield ReportedPiece(text, is_reasoning, tokens)
+                    yield ReportedPiece(text, is_reasoning, report.tokens)
         # The usage replaces this count; without reports, a chunk is taken for a token.
-        self.tally.num_tokens += len(tokens) or bool(choices)
-        if usage := event.get("usage"):
-            self.num_prompt_tokens = usage.get("prompt_tokens", 0)
-            self.tally.num_tokens = usage.get("completion_tokens", self.tally.num_tokens)
-            details = usage.get("prompt_tokens_details") or {}
-            self.num_cached_tokens = details.get("cached_tokens") or 0
-            self.tally.stats = speculation_of(usage) or self.tally.stats
+        self.tally.num_tokens += len(report.tokens) or bool(event.choices)
+        if usage := event.usage:
+            self.num_prompt_tokens = usage.num_prompt_tokens
+            if usage.num_tokens is not None:
+                self.tally.num_tokens = usage.num_tokens
+            self.num_cached_tokens = usage.num_cached_tokens
+            self.tally.stats = stats_of(usage.drafts) or self.tally.stats
 
     def turn(self, ended: str) -> Turn:
         """Return the answer as it stands."""

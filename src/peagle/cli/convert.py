@@ -146,7 +146,7 @@ def _summary(result: Conversion) -> str:
     config = result.config
     layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
     return (
-        f"{result.kind} head, {layers}, {result.num_tensors} tensors, "
+        f"{result.config.kind} head, {layers}, {result.num_tensors} tensors, "
         f"{result.num_bytes / 1e6:.1f} MB of {result.dtype}: {result.source} "
         f"({result.source_format}) to {result.destination} ({result.format})"
     )

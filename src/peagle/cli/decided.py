@@ -10,6 +10,7 @@ from typing import Any
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_file_header, read_json
+from peagle.model_shape import ModelShape
 
 
 def decided(
@@ -52,8 +53,6 @@ def _threads(folder: Path, device: str, value_bytes: int) -> int | None:
 
 def _longest(folder: Path) -> int | None:
     try:
-        config = read_json(folder / "config.json")
+        return ModelShape.from_json(read_json(folder / "config.json")).max_model_len
     except (OSError, CheckpointError):
         return None
-    text = config.get("text_config", config) if isinstance(config, dict) else {}
-    return text.get("max_position_embeddings") if isinstance(text, dict) else None

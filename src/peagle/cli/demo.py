@@ -183,11 +183,11 @@ def _heads(given: Given) -> dict[str, SpeculativeConfig]:
 
 def _check_kinds(configurations: dict[str, SpeculativeConfig], num_target_layers: int) -> None:
     """Refuse a head of the wrong kind: the table would name it wrongly."""
-    from peagle.models.checkpoint import read_head_config
+    from peagle.models.checkpoint import read_head
 
     for kind, config in configurations.items():
         assert config.model is not None
-        head, _ = read_head_config(config.model, num_target_layers=num_target_layers)
+        head = read_head(config.model, num_target_layers=num_target_layers).config
         if head.is_parallel != (kind == PEAGLE):
             option, other = ("--draft", EAGLE3) if kind == PEAGLE else ("--eagle3", PEAGLE)
             raise UserError(
@@ -197,10 +197,10 @@ def _check_kinds(configurations: dict[str, SpeculativeConfig], num_target_layers
 
 def _with_trees(config: SpeculativeConfig, num_target_layers: int) -> SpeculativeConfig:
     """Return the configuration with trees as deep as its chains, and as the head was trained."""
-    from peagle.models.checkpoint import read_head_config
+    from peagle.models.checkpoint import read_head
 
     assert config.model is not None
-    head, _ = read_head_config(config.model, num_target_layers=num_target_layers)
+    head = read_head(config.model, num_target_layers=num_target_layers).config
     depth = min(config.num_drafts, head.trained_depth or config.num_drafts)
     shape = CandidateTrees(TREE_ROOTS, depth, max(TREE_NODES, depth))
     return replace(config, num_speculative_tokens=depth, parallel_drafting_spec=shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from peagle.cli.terminal import dim, printable, safe
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.invoke import Completion, TextPart
+    from peagle.client.answers import AnswerEvent
+    from peagle.deploy.invoke import Completion
 
 INVOKE_EXAMPLES = """
 A question, the answer as it comes; then as a completion of text, greedily:
@@ -81,8 +82,8 @@ def invoke(
     show = _AnswerPrinter(output_format)
     if stream:
         answer = requests.Completion()
-        for event, pieces in requests.stream(client, endpoint, request, answer, variant or ""):
-            show.event(event, pieces)
+        for event in requests.stream(client, endpoint, request, answer, variant or ""):
+            show.event(event)
     else:
         answer = requests.invoke(client, endpoint, request, variant or "")
         assert answer.body is not None
@@ -184,35 +185,38 @@ class _AnswerPrinter:
         self._reasons = False  # reasoning was the last thing written
         self._ends_line = True  # of standard output
 
-    def event(self, event: Mapping[str, Any], pieces: Sequence[TextPart]) -> None:
+    def event(self, event: AnswerEvent) -> None:
         """Show an event of a stream."""
         if not self._is_text:
-            print(json.dumps(event), flush=True)
-        for piece in pieces:
-            self._first_s = self._first_s or time.perf_counter() - self._start
-            if self._is_text and piece.index == 0:
-                self._write(piece)
+            print(json.dumps(event.body), flush=True)
+        for choice in event.choices:
+            if choice.reasoning or choice.text:
+                self._first_s = self._first_s or time.perf_counter() - self._start
+            if self._is_text and choice.index == 0:
+                self._write_reasoning(choice.reasoning)
+                self._write(choice.text)
 
     def whole(self, answer: Completion) -> None:
         """Show an answer that came in one piece."""
         if not self._is_text:
             print(json.dumps(answer.body))
         elif 0 in answer.texts:
-            from peagle.deploy.invoke import TextPart
+            self._write(answer.texts[0])
 
-            self._write(TextPart(answer.texts[0]))
-
-    def _write(self, piece: TextPart) -> None:
-        if piece.is_reasoning:
-            print(dim(printable(piece.text), sys.stderr), end="", file=sys.stderr, flush=True)
+    def _write_reasoning(self, text: str) -> None:
+        if text:
+            print(dim(printable(text), sys.stderr), end="", file=sys.stderr, flush=True)
             self._reasons = True
+
+    def _write(self, text: str) -> None:
+        if not text:
             return
         if self._reasons:
             print(file=sys.stderr)
             self._reasons = False
-        text = safe(piece.text, sys.stdout)
-        print(text, end="", flush=True)
-        self._ends_line = text.endswith("\n")
+        shown = safe(text, sys.stdout)
+        print(shown, end="", flush=True)
+        self._ends_line = shown.endswith("\n")
 
     def end(self, answer: Completion) -> None:
         """Show the other choices, and what the answer took."""

@@ -263,12 +263,13 @@ def load_models(
 def _with_head(
     one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: TreeShape | None
 ) -> list[DecodingMethod]:
-    from peagle.models.checkpoint import read_head_config, trained_length
+    from peagle.models.checkpoint import read_head
     from peagle.models.head_json import default_depth
 
     if folder is None:
         return [one]
-    config, facts = read_head_config(folder, num_target_layers=target.num_layers)
+    head = read_head(folder, num_target_layers=target.num_layers)
+    config = head.config
     kind = "peagle" if config.is_parallel else _EAGLE3
     if one.name == _EAGLE3 != kind:
         raise UserError(
@@ -278,7 +279,7 @@ def _with_head(
         one.name or kind,
         display_name(one.source),
         str(folder),
-        trained_length(facts),
+        head.trained_length,
         config.trained_depth,
     )
     if trees is None or not config.is_parallel:

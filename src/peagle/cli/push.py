@@ -79,7 +79,7 @@ def push(
     require_folder(path, "The draft head")
     from peagle.models.hub import hub_url
     from peagle.models.hub_upload import UploadFile, upload
-    from peagle.training.published_head import CARD_NAME, model_card, read_head
+    from peagle.training.published_head import CARD_NAME, model_card, read_published
 
     _check_hub_id(repo, "The repository")
     if not _BRANCH.fullmatch(revision) or re.search(r"\.\.|//|^[0-9a-f]{40}$", revision):
@@ -89,7 +89,7 @@ def push(
         )
     if message is not None and not message.strip():
         raise UserError("The message of the commit is empty; expected text, or no --message.")
-    head = read_head(path)
+    head = read_published(path)
     keeps_card = CARD_NAME in head.files and card == "keep"
     target = _target(head, target, wanted=not keeps_card)
     if keeps_card:
@@ -112,8 +112,8 @@ def push(
         "revision": revision,
         "private": private,
         "message": message
-        or f"Upload {head.kind} head{f' for {target}' if target else ''}, with peagle",
-        "kind": head.kind,
+        or f"Upload {head.config.kind} head{f' for {target}' if target else ''}, with peagle",
+        "kind": head.config.kind,
         "style": head.format,
         "num_layers": head.config.num_layers,
         "num_speculative_tokens_trained": head.config.trained_depth,

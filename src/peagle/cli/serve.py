@@ -185,8 +185,7 @@ def _proposer_name(speculative: SpeculativeConfig | None) -> str:
         return _PLAIN
     if speculative.model is None:
         return speculative.method
-    from peagle.models.checkpoint import read_head_config
+    from peagle.models.checkpoint import ANY_DEPTH, read_head
 
-    # Only the kind is asked for, whatever the target's depth.
-    head, _ = read_head_config(speculative.model, num_target_layers=32)
-    return "peagle" if head.is_parallel else "eagle3"
+    head = read_head(speculative.model, num_target_layers=ANY_DEPTH)
+    return "peagle" if head.config.is_parallel else "eagle3"

@@ -181,7 +181,7 @@ def tune(
     from peagle.evaluation.tuning.model import Shape
     from peagle.evaluation.tuning.trees import measure_tree_steps, tree_shapes, tuned_trees
     from peagle.evaluation.tuning.tune import count_experts, measure_costs, tune_results
-    from peagle.models.checkpoint import read_head_config
+    from peagle.models.checkpoint import read_head
     from peagle.results import TUNE
 
     known = None
@@ -191,7 +191,7 @@ def tune(
         )
     models = harness.load_models(given, head_named, found)
     target, (head,) = models.target, models.methods
-    config, _ = read_head_config(head.folder, num_target_layers=target.num_layers)
+    config = read_head(head.folder, num_target_layers=target.num_layers).config
     shapes = tree_shapes(sizes, config)
     grid = _grid(batches, ks, known, head.trained_depth)
     chat = models.has_template if chat_template is None else chat_template

@@ -10,13 +10,19 @@ import errno
 import json
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from peagle.client.events import DONE, EventReader
+from peagle.client.answers import (
+    AnswerEvent,
+    ForeignAnswer,
+    StreamedAnswer,
+    error_message,
+    printable,
+)
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +32,6 @@ KEY_VARIABLE = "PEAGLE_API_KEY"
 CONNECT_S = 10.0
 _POLL_S = 0.1  # between two looks at whether the user wants to stop
 _MAX_BYTES = 64 << 20  # of a body
-_MAX_MESSAGE = 600  # characters of a server's words
 
 
 class NoAnswer(UserError):
@@ -122,7 +127,7 @@ class ApiClient:
             raise self.foreign(reply.text[:80])
         return listed
 
-    def events(self, path: str, body: Any) -> Generator[dict[str, Any] | None]:
+    def events(self, path: str, body: Any) -> Generator[AnswerEvent | None]:
         """Yield the events of a streamed answer, and None whenever none came for a moment.
 
         Closing this closes the connection, whereupon the server drops the request.
@@ -131,7 +136,7 @@ class ApiClient:
             UserError: the request was refused, or the answer ended in an error or in the middle.
         """
         events = self._events(path, body)
-        pending: asyncio.Future[dict[str, Any] | None] | None = None
+        pending: asyncio.Future[AnswerEvent | None] | None = None
 
         async def wait() -> bool:
             nonlocal pending
@@ -148,23 +153,36 @@ class ApiClient:
                     return
                 yield event
 
-    async def _events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any], None]:
+    async def _events(self, path: str, body: Any) -> AsyncGenerator[AnswerEvent, None]:
         async with self._stream("POST", path, body, None) as response:
             if response.status_code != 200:
                 raise self.refusal(response.status_code, await _body(response))
             kind = response.headers.get("content-type", "").partition(";")[0]
             if kind != "text/event-stream":
                 raise self.foreign(f"a body of {kind!r}, not a stream")
-            reader = EventReader()
+            answer = StreamedAnswer()
             async for raw in response.aiter_bytes():
-                for data in reader.feed(raw):
-                    if data == DONE:
-                        return
-                    event = self.json_object(data)
-                    if "error" in event:
-                        raise UserError(f"{self.url} ended the answer: {error_message(data)}")
+                for event in self._checked(answer.feed(raw)):
                     yield event
-        raise self._broken("it ended in the middle of the answer")
+                if answer.is_done:
+                    return
+            for event in self._checked(answer.end()):
+                yield event
+        if not answer.is_whole:
+            raise self._broken("it ended in the middle of the answer")
+
+    def _checked(self, events: Iterator[AnswerEvent]) -> Iterator[AnswerEvent]:
+        try:
+            for event in events:
+                if event.error:
+                    raise UserError(f"{self.url} ended the answer: {event.error}")
+                yield event
+        except ForeignAnswer as error:
+            if not error.is_object:
+                raise self.foreign(str(error)) from None
+            raise UserError(
+                f"{self.url} sent a chunk that is none of a chat completion: {error}"
+            ) from None
 
     @asynccontextmanager
     async def _stream(
@@ -245,22 +263,6 @@ def key_from_environment(*variables: str) -> str | None:
     """
     found = next(filter(None, map(os.environ.get, variables)), None)
     return None if found is None else found.partition(",")[0]
-
-
-def error_message(raw: bytes) -> str:
-    """Return what the body of an error says, on one line."""
-    try:
-        value = json.loads(raw)
-        error = value.get("error", value.get("message", value.get("detail")))
-        text = error.get("message") if isinstance(error, dict) else error
-    except (ValueError, AttributeError, RecursionError):
-        text = raw.decode(errors="replace").strip()
-    return printable(str(text or "it gave no reason")[:_MAX_MESSAGE])
-
-
-def printable(text: str) -> str:
-    """Return text on one line that cannot steer a terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _base(url: str, option: str) -> str:

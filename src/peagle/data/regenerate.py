@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from peagle.chat import opens_thinking, render_chat, resolve_chat_template
-from peagle.client.api import ApiClient, NoAnswer, error_message
+from peagle.client.answers import ForeignAnswer, error_message, read_whole
+from peagle.client.api import ApiClient, NoAnswer
 from peagle.config import SamplingParams
 from peagle.data.batched import BatchedRequest, batched_outputs
 from peagle.data.readers import AskedConversation, DropCounts, Dropped, side_file
@@ -645,22 +646,18 @@ class EndpointAnswerer:
 
     def _read(self, raw: bytes) -> RegeneratedAnswer | Failure:
         """Return the answer in a completion or a chat completion."""
-        reply = self._client.json_object(raw)
         try:
-            choice = reply["choices"][0]
-            reason = choice.get("finish_reason") or "stop"
-            num_tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
-            if not self.is_chat:
-                return RegeneratedAnswer(_text(choice["text"]), reason, num_tokens=num_tokens)
-            message = choice["message"]
-            calls = message.get("tool_calls") or ()
-            if not all(isinstance(call, Mapping) for call in calls):
-                raise TypeError(calls)
-            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            text = _text(message.get("content") or "")
-            return RegeneratedAnswer(text, reason, _text(reasoning), num_tokens, calls)
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise self._client.foreign(json.dumps(reply)[:300]) from None
+            event = read_whole(raw)
+            choice = event.choices[0]
+        except (ForeignAnswer, IndexError):
+            raise self._client.foreign(raw[:300].decode(errors="replace")) from None
+        return RegeneratedAnswer(
+            choice.text,
+            choice.finish_reason or "stop",
+            choice.reasoning,
+            event.usage.num_tokens or 0 if event.usage else 0,
+            choice.tool_calls,
+        )
 
 
 def _as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -675,9 +672,3 @@ def _as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
             call = {**call, "function": {**function, "arguments": arguments}}
         calls.append(call)
     return {**message, "tool_calls": calls}
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value

@@ -30,6 +30,7 @@ from peagle.data.readers import (
 )
 from peagle.data.segments import SegmentEncoder
 from peagle.errors import UserError
+from peagle.model_shape import ModelShape
 from peagle.models.checkpoint.files import read_object
 from peagle.models.end_tokens import eos_token_ids
 from peagle.thinking import END, START
@@ -360,16 +361,9 @@ class SampleMaker:
 
 def vocab_size_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the rows of the target's embedding, by its config; else the tokenizer's tokens."""
-    config = _read_config(folder / "config.json")
-    for section in (config, config.get("text_config")):
-        size = section.get("vocab_size") if isinstance(section, dict) else None
-        if type(size) is int and size > 0:
-            return size
-    return len(tokenizer)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}
+    path = folder / "config.json"
+    shape = ModelShape.from_json(read_object(path) if path.is_file() else {})
+    return shape.vocab_size or len(tokenizer)
 
 
 def masked_ids(record: Record) -> tuple[list[int], list[int]]:

@@ -8,22 +8,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.client.events import DONE, EventReader
+from peagle.client.answers import (
+    AnswerEvent,
+    ForeignAnswer,
+    StreamedAnswer,
+    error_message,
+    printable,
+    read_whole,
+)
 from peagle.deploy.aws import call_errors, error_code, error_text, explain
 from peagle.errors import UserError
 
 # One attempt: the container computes the completion of a request that was given up all the same.
 RETRIES: Mapping[str, Any] = {"mode": "standard", "total_max_attempts": 1}
 _SHOWN_CHARACTERS = 300
-
-
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """New text of a choice."""
-
-    text: str
-    index: int = 0
-    is_reasoning: bool = False
 
 
 @dataclass(slots=True)
@@ -46,40 +44,16 @@ class Completion:
     body: dict[str, Any] | None = None
     problem: str = ""
 
-    def add(self, event: Mapping[str, Any]) -> list[TextPart]:
-        """Add an event of a stream, or a whole response, and return its text.
-
-        Raises:
-            UserError: it is not part of a completion.
-        """
-        try:
-            return self._add(event)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise UserError(
-                f"The container answered with something else than a completion: "
-                f"{_shorten(json.dumps(event))}"
-            ) from None
-
-    def _add(self, event: Mapping[str, Any]) -> list[TextPart]:
-        if error := event.get("error"):
-            message = error.get("message") if isinstance(error, dict) else error
-            self.problem = f"the container ended the answer: {_shorten(str(message))}"
-            return []
-        if not {"choices", "usage"} & set(event):
-            raise ValueError(event)
-        self.usage = dict(event.get("usage") or self.usage)
-        parts = []
-        for choice in event.get("choices") or ():
-            index = int(choice.get("index") or 0)
-            delta = choice.get("delta") or choice.get("message") or choice
-            if text := delta.get("reasoning_content") or delta.get("reasoning"):
-                parts.append(TextPart(text, index, is_reasoning=True))
-            if text := delta.get("content") or delta.get("text"):
-                self.texts[index] += text
-                parts.append(TextPart(text, index))
-            if reason := choice.get("finish_reason"):
-                self.finish_reasons[index] = reason
-        return parts
+    def add(self, event: AnswerEvent) -> None:
+        """Add an event of a stream, or a whole response."""
+        if event.error:
+            self.problem = f"the container ended the answer: {_shorten(event.error)}"
+        self.usage = dict(event.body.get("usage") or self.usage)
+        for choice in event.choices:
+            if choice.text:
+                self.texts[choice.index] += choice.text
+            if choice.finish_reason:
+                self.finish_reasons[choice.index] = choice.finish_reason
 
 
 def with_report(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,18 +80,17 @@ def invoke(client: Any, endpoint: str, body: Mapping[str, Any], variant: str = "
     except _stream_errors() as error:
         raise explain_invocation(error, endpoint) from None
     completion = Completion(variant=response.get("InvokedProductionVariant", ""))
-    completion.body = _parse_object(raw)
-    completion.add(completion.body)
+    _add_whole(completion, raw)
     return completion
 
 
 def stream(
     client: Any, endpoint: str, body: Mapping[str, Any], completion: Completion, variant: str = ""
-) -> Iterator[tuple[dict[str, Any], list[TextPart]]]:
-    """Send a request and yield every event of the completion as it comes, with its text.
+) -> Iterator[AnswerEvent]:
+    """Send a request and yield every event of the completion as it comes.
 
     If something goes wrong after the first event, `completion.problem` says so at the end: the
-    stream broke off, the container reported an error, or [DONE] never came.
+    stream broke off, the container reported an error, or the answer did not end.
 
     Args:
         client, endpoint, body, variant: see `invoke`; this asks for a stream with the usage at
@@ -140,25 +113,20 @@ def stream(
     if "json" in response.get("ContentType", ""):  # a container that does not stream
         raw = b"".join(parts)
         if not completion.problem:
-            completion.body = _parse_object(raw)
-            yield completion.body, completion.add(completion.body)
+            yield _add_whole(completion, raw)
         return
-    # SageMaker cuts the stream into payload parts anywhere, even inside a character.
-    reader, is_done = EventReader(), False
-    for part in parts:
-        try:
-            every = reader.feed(part)
-        except ValueError as error:
-            raise UserError(f"The container's answer is no event stream: {error}.") from None
-        for data in every:
-            if data == DONE:
-                is_done = True
-            else:
-                event = _parse_object(data)
-                yield event, completion.add(event)
-    if not is_done:
-        completion.problem = (
-            completion.problem or "the stream ended before the answer did (no [DONE])"
+    answer = StreamedAnswer()
+    try:
+        for event in answer.read_stream(parts):
+            completion.add(event)
+            yield event
+    except ForeignAnswer as error:
+        raise _foreign(error) from None
+    except ValueError as error:
+        raise UserError(f"The container's answer is no event stream: {error}.") from None
+    if not answer.is_whole:
+        completion.problem = completion.problem or (
+            "the stream ended before the answer did (no finish reason, no [DONE])"
         )
 
 
@@ -182,19 +150,18 @@ def _parameters(endpoint: str, body: Mapping[str, Any], variant: str) -> dict[st
     }
 
 
-def _parse_object(raw: bytes) -> dict[str, Any]:
-    text = raw.decode(errors="replace")
+def _add_whole(completion: Completion, raw: bytes) -> AnswerEvent:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(f"The container's answer is no JSON object: {_shorten(text)!r}")
-    return value
+        event = read_whole(raw)
+    except ForeignAnswer as error:
+        raise _foreign(error) from None
+    completion.body = dict(event.body)
+    completion.add(event)
+    return event
 
 
 def _shorten(text: str) -> str:
-    plain = "".join(c if c.isprintable() else " " for c in text[: _SHOWN_CHARACTERS + 1])
+    plain = printable(text[: _SHOWN_CHARACTERS + 1])
     return plain if len(plain) <= _SHOWN_CHARACTERS else plain[:_SHOWN_CHARACTERS] + "..."
 
 
@@ -206,6 +173,15 @@ def _stream_errors() -> tuple[type[Exception], ...]:
     from urllib3.exceptions import HTTPError
 
     return *call_errors(), ParserError, HTTPError, OSError
+
+
+def _foreign(error: ForeignAnswer) -> UserError:
+    text = error.data.decode(errors="replace")
+    if not error.is_object:
+        return UserError(f"The container's answer is no JSON object: {_shorten(text)!r}")
+    return UserError(
+        f"The container answered with something else than a completion: {_shorten(text)}"
+    )
 
 
 def _explain_break(error: BaseException) -> str:
@@ -234,7 +210,7 @@ def explain_invocation(error: BaseException, endpoint: str) -> UserError:
         )
     if code == "ModelError":
         response: Any = getattr(error, "response", {})
-        words = _error_message(str(response.get("OriginalMessage") or text))
+        words = error_message(str(response.get("OriginalMessage") or text).encode())
         logs = f"See its log: peagle deploy sagemaker logs {endpoint}"
         status = response.get("OriginalStatusCode", "")
         return UserError(f"The container answered {status}: {_shorten(words)} {logs}".strip())
@@ -249,12 +225,3 @@ def explain_invocation(error: BaseException, endpoint: str) -> UserError:
             f"service: {_shorten(text)} See: peagle deploy sagemaker status {endpoint}"
         )
     return explain(error)
-
-
-def _error_message(raw: str) -> str:
-    """The message of an error body in OpenAI's form, else the whole body."""
-    try:
-        error = json.loads(raw)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return raw

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_file_header
+from peagle.model_shape import ModelShape
 
 GIB = 2**30
 # An estimate of the memory for activations, CUDA graphs and the buffers of a step.
@@ -218,17 +219,16 @@ def facts_of_folder(folder: Path) -> ModelFacts:
 
 def model_facts(config: Mapping[str, Any], tensors: Iterable[tuple[str, str, int]]) -> ModelFacts:
     """Facts from the content of config.json and from (name, safetensors type, bytes) of tensors."""
-    shapes = config.get("transformer_layer_config") or config.get("text_config") or config
+    shape = ModelShape.from_json(config)
     weights = 0
     for name, dtype, size in tensors:
         is_scale = "_scale" in name  # a packed weight's; they keep their type
         weights += size if is_scale else size // _SHRINKS.get(dtype, 1)
-    length = shapes.get("max_position_embeddings")
     return ModelFacts(
         weights_bytes=weights,
-        precision=_precision(config, shapes),
-        kv_layers=_kv_layers(shapes),
-        max_model_len=length if isinstance(length, int) else None,
+        precision=_precision(config, shape.text),
+        kv_layers=_kv_layers(shape),
+        max_model_len=shape.max_model_len,
     )
 
 
@@ -252,38 +252,36 @@ def _precision(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
     return next((_PRECISIONS.get(str(name), "") for name in named if name), "")
 
 
-def _kv_layers(shapes: Mapping[str, Any]) -> tuple[KvLayers, ...]:
+def _kv_layers(shape: ModelShape) -> tuple[KvLayers, ...]:
     """The layers of a config.json by the shape of their KV cache; () if it has no shapes."""
-    layers, heads = shapes.get("num_hidden_layers"), shapes.get("num_attention_heads")
-    if not isinstance(layers, int) or not isinstance(heads, int) or heads < 1:
+    layers, text = shape.num_layers, shape.text
+    if layers is None or shape.num_heads is None:
         return ()
-    if rank := shapes.get("kv_lora_rank"):
+    if rank := text.get("kv_lora_rank"):
         # Latent attention: one vector for keys and values of all heads, and the rotary part.
-        width = rank + shapes.get("qk_rope_head_dim", 0)
+        width = rank + text.get("qk_rope_head_dim", 0)
         return (KvLayers(layers, 1, math.ceil(width / 2)),)
-    kinds = shapes.get("layer_types") or ["full_attention"] * layers
+    kinds = shape.layer_kinds or ("full_attention",) * layers
     # The last layers may use the keys and values of earlier layers.
-    own = kinds[: layers - (shapes.get("num_kv_shared_layers") or 0)]
+    own = kinds[: layers - (text.get("num_kv_shared_layers") or 0)]
     found = Counter(
-        _kv_shape(shapes, index, kind)
+        _kv_shape(shape, index, kind)
         for index, kind in enumerate(own)
         if kind.endswith("attention") and kind != "linear_attention"
     )
     return tuple(KvLayers(count, *shape) for shape, count in found.items())
 
 
-def _kv_shape(shapes: Mapping[str, Any], index: int, kind: str) -> tuple[int, int, int | None]:
+def _kv_shape(shape: ModelShape, index: int, kind: str) -> tuple[int, int, int | None]:
     """KV heads of a layer, their size and the layer's window."""
-    heads = shapes["num_attention_heads"]
-    kv_heads = shapes.get("num_key_value_heads") or heads
-    head_dim = shapes.get("head_dim") or shapes.get("hidden_size", 0) // heads
+    text, kv_heads, head_dim = shape.text, shape.num_kv_heads, shape.head_dim
     if kind == "full_attention":  # in Gemma 4 these layers have other heads
-        kv_heads = shapes.get("num_global_key_value_heads") or kv_heads
-        head_dim = shapes.get("global_head_dim") or head_dim
+        kv_heads = text.get("num_global_key_value_heads") or kv_heads
+        head_dim = text.get("global_head_dim") or head_dim
     # transformers 5.23 and later list the differences between layers here.
-    differs = (shapes.get("per_layer_config") or {}).get(str(index), {})
+    differs = (text.get("per_layer_config") or {}).get(str(index), {})
     return (
         differs.get("num_key_value_heads", kv_heads),
         differs.get("head_dim", head_dim),
-        shapes.get("sliding_window") if kind == "sliding_attention" else None,
+        text.get("sliding_window") if kind == "sliding_attention" else None,
     )

@@ -18,13 +18,14 @@ from peagle.deploy.memory import ModelFacts, model_facts
 from peagle.deploy.models import ModelSource, split_uri
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import MAX_JSON_BYTES, Readable, parse_json, read_header
+from peagle.model_shape import ModelShape
 
 _CONFIG = "config.json"
 _WEIGHTS = ".safetensors"
 # The auxiliary layers of a head that does not name them depend on the number of the target's
 # layers; nothing here uses them.
-_ANY_NUMBER_OF_LAYERS = 32
-_COMPARED = ("vocab_size", "hidden_size", "num_layers", "tokenizer_sha256")
+_SIZES = ("vocab_size", "hidden_size", "num_layers")
+_COMPARED = (*_SIZES, "tokenizer_sha256")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,21 +231,22 @@ def parse_head_facts(data: Mapping[str, Any], tensors: Collection[str], name: st
     Raises:
         CheckpointError: not a head's configuration, or a P-EAGLE head without mask_hidden.
     """
-    from peagle.models.checkpoint.formats import config_from_json, facts_from_json, trained_length
+    from peagle.models.checkpoint import ANY_DEPTH, StoredHead
 
-    config = config_from_json(data, f"{name}/{_CONFIG}", num_target_layers=_ANY_NUMBER_OF_LAYERS)
+    head = StoredHead.from_json(data, f"{name}/{_CONFIG}", num_target_layers=ANY_DEPTH)
+    config = head.config
     if config.is_parallel and "mask_hidden" not in tensors:
         raise CheckpointError(
             f"The head {name!r} has a mask token but no tensor mask_hidden: a P-EAGLE head cannot "
             "draft in parallel without it, and vLLM refuses it. Export the head anew from its "
             "training run, or name another one with --draft."
         )
-    facts = facts_from_json(data)
-    written = facts.get("target")
+    written = head.facts.get("target")
     target = dict(written) if isinstance(written, Mapping) else {}
     target |= {"vocab_size": config.vocab_size, "hidden_size": config.target_hidden_size}
-    length, has_windows = trained_length(facts), bool(config.windows)
-    return HeadFacts(config.is_parallel, config.trained_depth, length, has_windows, target)
+    return HeadFacts(
+        config.is_parallel, config.trained_depth, head.trained_length, bool(config.windows), target
+    )
 
 
 def check_target(facts: HeadFacts, draft: ModelSource, target: ModelSource, s3: Any = None) -> None:
@@ -290,9 +292,8 @@ def _target_facts(target: ModelSource, s3: Any) -> dict[str, Any]:
         from peagle.models.fingerprint import tokenizer_digest
 
         facts["tokenizer_sha256"] = tokenizer_digest(Path(target.name))
-    text = data.get("text_config") or data
-    facts |= {key: text.get(key) for key in ("vocab_size", "hidden_size")}
-    return facts | {"num_layers": text.get("num_hidden_layers")}
+    shape = ModelShape.from_json(data)
+    return facts | {name: getattr(shape, name) for name in _SIZES}
 
 
 def facts_of_hub(source: ModelSource) -> ModelFacts | None:

@@ -34,7 +34,7 @@ from peagle.engine.placement import load_target
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.training_record import read_training_record
-from peagle.models.checkpoint import read_head_config
+from peagle.models.checkpoint import read_head
 from peagle.models.head_json import default_depth
 from peagle.models.loading import resolve_model
 from peagle.models.target import load_tokenizer
@@ -114,7 +114,7 @@ def run_doctor(
     texts = choose_texts(prompts, tokenizer)
     model = load_target(target_folder, engine)
     try:
-        config = read_head_config(folder, num_target_layers=model.num_layers)[0]
+        config = read_head(folder, num_target_layers=model.num_layers).config
     except CheckpointError:  # the examination of the files says why
         config = None
     served = backend.num_speculative_tokens() if backend else None

@@ -19,10 +19,10 @@ from torch import Tensor
 from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, SharedState
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint.ends import EMBEDDING, ENDS, ends_from_target, target_rows
+from peagle.models.checkpoint.ends import EMBEDDING, ENDS, target_rows
 from peagle.models.checkpoint.formats import AUX_KEY, config_from_json, facts_from_json, format_of
-from peagle.models.checkpoint.head import read_head_json
 from peagle.models.checkpoint.packed import unpack_tensors
+from peagle.models.checkpoint.stored import StoredHead, read_head_json
 from peagle.models.checkpoint.weights import read_tensors, tensor_shapes
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint, same_tokenizer
@@ -136,8 +136,8 @@ def _make_head(files: HeadFiles) -> Head | None:
     """Return the mended head, None where it still does not work out."""
     source, target = str(files.folder / "config.json"), files.target
     try:
-        config = config_from_json(files.data, source, num_target_layers=target.num_layers)
-        from_target = ends_from_target(facts_from_json(files.data), config)
+        stored = StoredHead.from_json(files.data, source, num_target_layers=target.num_layers)
+        config, from_target = stored.config, stored.from_target
     except CheckpointError as error:
         remedy = "Correct config.json, or export the head again."
         files.fault("weights", "", str(error), remedy, loads=files.loads)

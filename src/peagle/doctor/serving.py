@@ -31,7 +31,7 @@ from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.vllm_server import vllm_backend
 from peagle.llm import LLM
-from peagle.models.checkpoint import read_head_config
+from peagle.models.checkpoint import read_head
 from peagle.models.target import TargetModel
 
 # Every second prompt is enough.
@@ -105,7 +105,7 @@ class EngineServing:
 
     def _window(self) -> int | None:
         """0 for a head without a window, or one whose layers differ; None for that of the head."""
-        config, _ = read_head_config(self.head, num_target_layers=self.target.num_layers)
+        config = read_head(self.head, num_target_layers=self.target.num_layers).config
         return None if len(set(config.windows)) == 1 else 0
 
     def answer(self, questions: Sequence[Question], max_tokens: int) -> list[Served]:

@@ -9,10 +9,8 @@ from peagle.errors import UserError
 from peagle.models.checkpoint import (
     load_correction,
     load_drafter,
-    read_head_config,
-    trained_length,
+    read_head,
 )
-from peagle.models.checkpoint.ends import FROM_TARGET_KEY
 from peagle.models.drafter import Drafter
 from peagle.models.head_json import check_trees
 from peagle.models.quantize import quantize_head
@@ -28,7 +26,8 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     """
     if speculative is None or speculative.model is None:
         return None
-    head, facts = read_head_config(speculative.model, num_target_layers=target.num_layers)
+    stored = read_head(speculative.model, num_target_layers=target.num_layers)
+    head = stored.config
     parallel = speculative.parallel_drafting
     if parallel is not None and parallel != head.is_parallel:
         kind = "a P-EAGLE" if head.is_parallel else "an autoregressive EAGLE-3"
@@ -47,7 +46,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
         )
     unpack = target.device.type != "cuda"
     # A compact head drafts as the whole one does, bit for bit.
-    is_whole = unpack or FROM_TARGET_KEY in facts or speculative.quantization is not None
+    is_whole = unpack or stored.is_compact or speculative.quantization is not None
     drafter = load_drafter(
         speculative.model,
         target,
@@ -60,7 +59,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
         quantize_head(drafter, speculative.quantization, unpack=unpack)
     window = speculative.draft_window
     if window is None and not head.windows:
-        window = trained_length(facts)
+        window = stored.trained_length
     if window is not None:
         # Each layer looks back over the window alone, and drafts do without what stands before it.
         drafter.windows, drafter.reach = (window or None,) * head.num_layers, window or None

@@ -6,17 +6,17 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, TypeVar
 
-from peagle.client.api import KEY_VARIABLE, ApiClient, error_message, key_from_environment
+from peagle.client.answers import ForeignAnswer, StreamedAnswer, error_message
+from peagle.client.api import KEY_VARIABLE, ApiClient, key_from_environment
 from peagle.client.counters import Counters, read_counters
 from peagle.client.fields import sampling_fields, served_drafts
 from peagle.config import SamplingParams
-from peagle.engine import SpeculationStats
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request, Run, require_some
-from peagle.evaluation.endpoint_answers import ForeignAnswer, read_answer
+from peagle.evaluation.endpoint_answers import read_answer, stats_of
 from peagle.evaluation.http_client import HttpClient, Reply, at_most
 
 KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
@@ -197,9 +197,7 @@ class EndpointBackend:
         elif after.drafts.num_drafts < before.drafts.num_drafts:
             self._note("was restarted during a run: its counters began anew")
         else:
-            counts = asdict(after.drafts.since(before.drafts))
-            per_pos = list(counts.pop("num_accepted_tokens_per_pos"))
-            run.counters = SpeculationStats(**counts, num_accepted_tokens_per_pos=per_pos)
+            run.counters = stats_of(after.drafts.since(before.drafts))
         if before.num_tokens is not None and after.num_tokens is not None:
             own = sum(answer.num_tokens for answer in run.answers)
             others = after.num_tokens - before.num_tokens - own
@@ -292,11 +290,12 @@ def _path(request: Request) -> str:
 
 
 def _has_token_counts(reply: Reply) -> bool:
+    answer = StreamedAnswer()
     try:
-        chunks = [chunk for chunk in reply.chunks if chunk.get("choices")]
-    except ValueError:
+        events = [event for _, data in reply.events if (event := answer.read(data)) is not None]
+    except ForeignAnswer:
         return True
-    return any(chunk.get("usage") or chunk.get("speculation") for chunk in chunks)
+    return any(event.choices and (event.usage or event.report) for event in events)
 
 
 def _fields(request: Request) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from peagle.client.api import error_message, printable
-from peagle.client.events import DONE
+from peagle.client.answers import (
+    DraftReport,
+    ForeignAnswer,
+    StreamedAnswer,
+    Usage,
+    error_message,
+    read_whole,
+)
+from peagle.client.counters import DraftCounts
 from peagle.engine import SpeculationStats
 from peagle.evaluation.decoding import Answer, DecodedStep
 from peagle.evaluation.http_client import Reply
@@ -21,10 +25,6 @@ _PROBLEMS = {
     "timeout": "no whole answer in time",
     "dropped": "dropped",
 }
-
-
-class ForeignAnswer(ValueError):
-    """An answer that is none of a completion; the message shows its beginning."""
 
 
 @dataclass(slots=True)
@@ -57,109 +57,93 @@ def read_answer(reply: Reply) -> Answer:
     return _whole(reply)
 
 
-def speculation_of(usage: Mapping[str, Any]) -> SpeculationStats | None:
-    """Return the drafts of a request, None where the usage has none (our server's has)."""
-    drafts = usage.get("speculation")
-    if not isinstance(drafts, Mapping):
+def stats_of(drafts: DraftCounts | None) -> SpeculationStats | None:
+    """Return counts of drafts as the counters of an engine, None without any."""
+    if drafts is None:
         return None
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    per_pos = [int(count) for count in drafts.get("num_accepted_tokens_per_pos", ())]
-    counts = {name: int(drafts.get(name, 0)) for name in names}
-    return SpeculationStats(**counts, num_accepted_tokens_per_pos=per_pos)
+    return SpeculationStats(
+        drafts.num_drafts,
+        drafts.num_draft_tokens,
+        drafts.num_accepted_tokens,
+        [*drafts.num_accepted_tokens_per_pos],
+    )
 
 
 def _whole(reply: Reply) -> Answer:
     """An answer in one part: its first token is its last."""
-    try:
-        body = json.loads(reply.body)
-        choice = body["choices"][0]
-        text, content = _texts(choice.get("message") or choice)
-        usage = body.get("usage") or {}
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        raise ForeignAnswer(_beginning(reply.body)) from None
-    count = int(usage.get("completion_tokens") or bool(text))
+    event = read_whole(reply.body)
+    if not event.choices:
+        raise ForeignAnswer(reply.body, is_object=True)
+    choice, usage = event.choices[0], event.usage or Usage()
+    text = choice.reasoning + choice.text
+    count = usage.num_tokens or int(bool(text))
     return Answer(
-        text=content,
-        finish_reason=choice.get("finish_reason") or "",
-        num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        text=choice.text,
+        finish_reason=choice.finish_reason,
+        num_prompt_tokens=usage.num_prompt_tokens,
         num_tokens=count,
         chunks=[(reply.seconds, count)],
         seconds=reply.seconds,
         texts=[text],
-        stats=speculation_of(usage),
+        stats=stats_of(usage.drafts),
     )
 
 
 def _streamed(reply: Reply) -> Answer:
     """Read the events of a stream."""
-    events = [(when - reply.sent_s, _event(data)) for when, data in reply.events if data != DONE]
-    written = [event for _, event in events if event.get("choices")]
+    answer = StreamedAnswer()
+    read = [(when - reply.sent_s, answer.read(data)) for when, data in reply.events]
+    events = [(seconds, event) for seconds, event in read if event is not None]
+    written = [event for _, event in events if event.choices]
     # Some put the usage of the whole answer into the last chunk that has text.
-    has_usage = bool(written) and all(event.get("usage") for event in written)
-    has_steps = any(event.get("speculation") for event in written)
+    has_usage = bool(written) and all(event.usage for event in written)
+    has_steps = any(event.report for event in written)
     parts: list[_OutputPart] = []
-    usage: Mapping[str, Any] = {}
-    finish_reason = error = ""
+    usage = Usage()
+    error = ""
     so_far = 0  # tokens of the chunks so far, by their usage
     for seconds, event in events:
-        try:
-            if problem := event.get("error"):
-                error = error_message(json.dumps({"error": problem}).encode())
-            usage = event.get("usage") or usage
-            if not event.get("choices"):
-                continue
-            choice = event["choices"][0]
-            finish_reason = choice.get("finish_reason") or finish_reason
-            text, content = _texts(choice.get("delta") or choice)
-            part = _OutputPart(seconds)
-            if has_steps:
-                report = event.get("speculation") or {}
-                part.num_tokens = len(report.get("tokens", ()))
-                drafted, accepted = report.get("num_drafted", 0), report.get("num_accepted", 0)
-                depth = report.get("draft_depth")
-                part.step = DecodedStep(part.num_tokens, drafted, accepted, depth)
-            elif has_usage:
-                count = max(int(usage.get("completion_tokens") or 0), so_far)
-                part.num_tokens, so_far = count - so_far, count
-        except (ValueError, TypeError, AttributeError, KeyError):
-            raise ForeignAnswer(_beginning(json.dumps(event).encode())) from None
+        error = event.error or error
+        usage = event.usage or usage
+        if not event.choices:
+            continue
+        choice = event.choices[0]
+        text = choice.reasoning + choice.text
+        part = _OutputPart(seconds)
+        if has_steps:
+            report = event.report or DraftReport()
+            part.num_tokens = len(report.tokens)
+            part.step = DecodedStep(
+                part.num_tokens, report.num_drafted, report.num_accepted, report.draft_depth
+            )
+        elif has_usage:
+            count = max(usage.num_tokens or 0, so_far)
+            part.num_tokens, so_far = count - so_far, count
         # Without tokens of its own an event goes on with the step before it.
         is_new = part.num_tokens if has_steps or has_usage else text
         if is_new or (text and not parts):
             parts.append(part)
         if text:
             parts[-1].text += text
-            parts[-1].answer += content
-    is_ended = finish_reason or (reply.events and reply.events[-1][1] == DONE)
-    if not error and (reply.problem or not is_ended):
+            parts[-1].answer += choice.text
+    if not error and (reply.problem or not answer.is_whole):
         error = _PROBLEMS[reply.problem or "cut"]
-    count = usage.get("completion_tokens")
+    count = usage.num_tokens
     if not has_steps and not has_usage:
-        _share_out(parts, len(parts) if count is None else int(count))
+        _share_out(parts, len(parts) if count is None else count)
     steps = [part.step for part in parts if part.step is not None]
     return Answer(
         text="".join(part.answer for part in parts),
-        finish_reason="" if error else finish_reason,
-        num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        num_tokens=sum(part.num_tokens for part in parts) if count is None else int(count),
+        finish_reason="" if error else answer.finish_reasons.get(0, ""),
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_tokens=sum(part.num_tokens for part in parts) if count is None else count,
         chunks=[(part.seconds, part.num_tokens) for part in parts],
         seconds=reply.seconds,
         texts=[part.text for part in parts],
         steps=steps if steps and len(steps) == len(parts) else None,
-        stats=speculation_of(usage),
+        stats=stats_of(usage.drafts),
         error=error,
     )
-
-
-def _event(data: bytes) -> Mapping[str, Any]:
-    try:
-        event = json.loads(data)
-    except (ValueError, RecursionError):
-        event = None
-    # An event about something else has at least one of these.
-    if not isinstance(event, dict) or not {"choices", "usage", "error"} & set(event):
-        raise ForeignAnswer(_beginning(data))
-    return event
 
 
 def _share_out(parts: list[_OutputPart], count: int) -> None:
@@ -170,16 +154,3 @@ def _share_out(parts: list[_OutputPart], count: int) -> None:
         so_far += len(part.text)
         due = math.ceil(count * so_far / total)
         part.num_tokens, given = due - given, due
-
-
-def _texts(part: Mapping[str, Any]) -> tuple[str, str]:
-    """(all text, text without the reasoning) of a choice, a delta or a message."""
-    reasoning = part.get("reasoning_content") or part.get("reasoning") or ""
-    content = part.get("content") or part.get("text") or ""
-    if not isinstance(reasoning, str) or not isinstance(content, str):
-        raise TypeError(content)
-    return reasoning + content, content
-
-
-def _beginning(raw: bytes) -> str:
-    return printable(raw[:80].decode(errors="replace"))

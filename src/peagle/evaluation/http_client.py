@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from peagle.client.api import failure_reason
-from peagle.client.events import DONE, EventReader
+from peagle.client.events import EventReader
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -41,11 +41,6 @@ class Reply:
     reason: str = ""  # the reason why there was no connection
 
     @property
-    def chunks(self) -> list[dict[str, Any]]:
-        """The events, parsed."""
-        return [json.loads(data) for _, data in self.events if data != DONE]
-
-    @property
     def seconds(self) -> float:
         """Seconds from the request to the end."""
         return self.ended_s - self.sent_s
@@ -63,6 +58,7 @@ class _Connection(asyncio.Protocol):
     def _begin(self) -> None:
         self.answer = Reply()
         self._raw, self._body = bytearray(), bytearray()
+        self._reader = EventReader()
         self._is_framed = False  # the answer says where its body ends
         self._parser = self._parse()
 
@@ -127,7 +123,7 @@ class _Connection(asyncio.Protocol):
         is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         is_stream = headers.get("content-type", "").startswith("text/event-stream")
         self._is_framed = is_chunked or left is not None
-        reader, body, is_whole = EventReader(), self._body, False
+        body, is_whole = self._body, False
         while True:
             if is_chunked:
                 at = 0
@@ -145,7 +141,7 @@ class _Connection(asyncio.Protocol):
                     is_whole = left <= 0
                 raw.clear()
             if is_stream:
-                answer.events += [(answer.ended_s, event) for event in reader.feed(body)]
+                answer.events += [(answer.ended_s, data) for data in self._reader.feed(body)]
                 body.clear()
             if is_whole:
                 return
@@ -153,6 +149,7 @@ class _Connection(asyncio.Protocol):
 
     def _finish(self, problem: str) -> None:
         if self._done is not None and not self._done.done():
+            self.answer.events += [(self.answer.ended_s, data) for data in self._reader.end()]
             self.answer.body = bytes(self._body)
             self.answer.problem = problem
             self._done.set_result(None)

@@ -195,6 +195,11 @@ class DrafterConfig:
         return self.mask_token_id is not None
 
     @property
+    def kind(self) -> str:
+        """Kind of head, P-EAGLE or EAGLE-3."""
+        return "P-EAGLE" if self.is_parallel else "EAGLE-3"
+
+    @property
     def feature_size(self) -> int:
         """A * H, the width of a feature before fc."""
         return len(self.aux_layer_ids) * self.target_hidden_size

@@ -33,7 +33,7 @@ from peagle.models.target_attention import (
     dry_run,
     register_attention,
 )
-from peagle.models.target_facts import load_config, refuse_pickles
+from peagle.models.target_facts import TargetFacts, load_config, refuse_pickles
 
 if TYPE_CHECKING:
     from peagle.config.engine import KVCacheDType
@@ -43,12 +43,12 @@ _LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
-class TargetModel:
+class TargetModel(TargetFacts):
     """A transformers causal LM whose attention is ours; greedy output equals transformers' own.
 
     Attributes:
         model: the transformers module, unmodified.
-        hidden_size, vocab_size, num_layers, max_model_len: its sizes.
+        max_model_len: the longest context.
         aux_layer_ids: layers whose *entering* hidden states make the feature (may be empty).
         name: where it was loaded from.
         quantization: type of the quantised weights of its layers; None: they are plain.
@@ -75,9 +75,7 @@ class TargetModel:
             model.set_experts_implementation("eager")  # the default knows no float64
         self.model = model.eval().requires_grad_(False)
         self.name = name
-        self.hidden_size: int = config.hidden_size
-        self.vocab_size: int = config.vocab_size
-        self.num_layers: int = config.num_hidden_layers
+        self.text_config = config
         self.max_model_len: int = config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -290,11 +288,6 @@ class TargetModel:
         bias_n = None if bias is None else bias.detach()[token_ids]
         cap = self._final_softcap
         return lambda hidden_NH: capped(F.linear(hidden_NH, weight_nH, bias_n), cap)
-
-    @property
-    def text_config(self) -> transformers.PretrainedConfig:
-        """The configuration of its decoder."""
-        return self.model.config.get_text_config()
 
     def lm_head_weight(self) -> Tensor:
         """Return the output embedding, [V, H]."""

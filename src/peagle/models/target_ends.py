@@ -20,6 +20,7 @@ from peagle.errors import CheckpointError
 from peagle.models.architectures import capped, check_architecture, final_softcap
 from peagle.models.stored_tensors import StoredTensors
 from peagle.models.target_facts import (
+    TargetFacts,
     load_config,
     model_skeleton,
     refuse_pickles,
@@ -28,14 +29,11 @@ from peagle.models.target_facts import (
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class TargetEnds:
+class TargetEnds(TargetFacts):
     """lm_head, embedding rows and facts of a target, as `TargetModel` has them.
 
     Attributes:
-        name: where it was loaded from.
-        hidden_size, vocab_size, num_layers: its sizes.
         dtype, device: type and device of lm_head and of every tensor that is read.
-        text_config: the configuration of its decoder.
     """
 
     def __init__(
@@ -46,10 +44,7 @@ class TargetEnds:
         embedding: Tensor | _Stored,
     ) -> None:
         self.name = name
-        self.text_config: transformers.PretrainedConfig = config.get_text_config()
-        self.hidden_size: int = self.text_config.hidden_size
-        self.vocab_size: int = self.text_config.vocab_size
-        self.num_layers: int = self.text_config.num_hidden_layers
+        self.text_config = config.get_text_config()
         self._weight_VH, self._bias_V = lm_head
         self.dtype: torch.dtype = self._weight_VH.dtype
         self.device: torch.device = self._weight_VH.device

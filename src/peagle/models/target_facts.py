@@ -6,10 +6,11 @@ Shapes: N rows, H target width, V vocabulary.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -21,57 +22,62 @@ from peagle.model_folder import read_json
 from peagle.models.architectures import check_architecture
 
 
-class TargetSizes(Protocol):
-    """The sizes of a target: `TargetFacts`, or `TargetShape` of its configuration alone."""
+class TargetSizes:
+    """The sizes of a target: `TargetFacts`, or `TargetShape` of its configuration alone.
+
+    Attributes:
+        name: where it was loaded from.
+        text_config: the configuration of its decoder.
+    """
+
+    name: str
+    text_config: transformers.PretrainedConfig
 
     @property
-    def name(self) -> str:
-        """Where it was loaded from."""
-        ...
+    def hidden_size(self) -> int:
+        """H."""
+        return self.text_config.hidden_size
 
     @property
-    def hidden_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """V."""
+        return self.text_config.vocab_size
 
     @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def text_config(self) -> transformers.PretrainedConfig:
-        """The configuration of its decoder."""
-        ...
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.text_config.num_hidden_layers
 
 
-class TargetFacts(TargetSizes, Protocol):
-    """The sizes of a target and both of its ends: `TargetModel`, or `TargetEnds` without layers."""
+class TargetFacts(TargetSizes, ABC):
+    """The sizes of a target and both of its ends: `TargetModel`, or `TargetEnds` without layers.
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    Attributes:
+        dtype, device: type and device of its weights.
+    """
 
-    @property
-    def device(self) -> torch.device: ...
+    dtype: torch.dtype
+    device: torch.device
 
+    @abstractmethod
     def compute_logits(self, hidden_NH: Tensor) -> Tensor:
         """Compute the logits [N, V] of final hidden states, after the last norm."""
-        ...
 
+    @abstractmethod
     def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         """Make a function that computes the logits of some tokens only, [N, n]."""
-        ...
 
+    @abstractmethod
     def lm_head_weight(self) -> Tensor:
         """Return the output embedding, [V, H]."""
-        ...
 
+    @abstractmethod
     def embedding_weight(self) -> Tensor:
         """Return the input embedding, [V, H]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
-class TargetShape:
+class TargetShape(TargetSizes):
     """What a target is made of.
 
     Attributes:
@@ -116,21 +122,6 @@ class TargetShape:
             num_active=sum(round(count * _share(name, text)) for name, count in inner),
             num_lm_head=sum(parameter.numel() for parameter in lm_head.parameters()),
         )
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        return self.text_config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.text_config.vocab_size
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return self.text_config.num_hidden_layers
 
 
 def precision_of(target: TargetFacts) -> str:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,13 @@ from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import (
     CORRECTION_NAME,
     HeadFormat,
-    format_of,
-    read_head_config,
-    trained_length,
+    StoredHead,
+    read_head,
 )
-from peagle.models.checkpoint.ends import FROM_TARGET_KEY
 from peagle.models.checkpoint.files import read_object
-from peagle.models.checkpoint.formats import verifier_of
-from peagle.models.checkpoint.packed import quantization_in
 from peagle.models.checkpoint.weights import (
     INDEX_NAME,
     WEIGHTS_NAME,
-    check_tensors,
-    read_tensors,
 )
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
@@ -158,13 +151,8 @@ class PublishedHead:
     trained_length: int | None
     notes: tuple[str, ...]
 
-    @property
-    def kind(self) -> str:
-        """Kind of head, P-EAGLE or EAGLE-3."""
-        return "P-EAGLE" if self.config.is_parallel else "EAGLE-3"
 
-
-def read_head(folder: str | Path) -> PublishedHead:
+def read_published(folder: str | Path) -> PublishedHead:
     """Check every tensor of a head for publication, and read the facts for its card.
 
     The record of its training is looked for in the folder and, as `peagle train` leaves it, beside
@@ -178,30 +166,29 @@ def read_head(folder: str | Path) -> PublishedHead:
     folder = require_folder(folder, "The draft head")
     _check_entries(folder)
     resolve_model(folder, role="draft")
-    config, facts = read_head_config(folder)
-    if FROM_TARGET_KEY in facts or quantization_in(read_object(folder / _CONFIG_NAME)):
+    head = read_head(folder)
+    if head.is_compact or head.is_quantised:
         raise CheckpointError(
             f"The draft head {str(folder)!r} is stored compactly, as not every runtime loads it. "
             f"Push what `peagle convert {folder} DST --format vllm --target TARGET` writes."
         )
-    tensors, source = read_tensors(folder)
-    check_tensors(tensors, config, source)
+    tensors, _ = head.read_tensors(folder)
     files = _published_files(folder)
-    fingerprint = _fingerprint(facts, config, str(folder))
+    fingerprint = _fingerprint(head, str(folder))
     floats = [value for value in tensors.values() if value.is_floating_point()]
     parameters = sum(value.numel() for value in floats)
-    training, notes = _training(folder, config, parameters)
+    training, notes = _training(folder, head.config, parameters)
     return PublishedHead(
         folder=folder,
         files=files,
-        config=config,
-        format=format_of(read_object(folder / _CONFIG_NAME)),
+        config=head.config,
+        format=head.format,
         fingerprint=fingerprint,
-        target=verifier_of(facts).get("name_or_path"),
+        target=head.target_name,
         parameters=parameters,
         dtype=", ".join(sorted({str(value.dtype).removeprefix("torch.") for value in floats})),
         training=training,
-        trained_length=trained_length(facts),
+        trained_length=head.trained_length,
         notes=notes,
     )
 
@@ -278,22 +265,21 @@ def _refuse_unexpected(folder: Path, names: list[str]) -> None:
         )
 
 
-def _fingerprint(facts: Mapping[str, Any], config: DrafterConfig, head: str) -> TargetFingerprint:
-    if not isinstance(facts.get("target"), Mapping):
+def _fingerprint(head: StoredHead, name: str) -> TargetFingerprint:
+    if (fingerprint := head.fingerprint) is None:
         raise CheckpointError(
-            f"The draft head {head!r} has no fingerprint of its target, so no check could tell "
+            f"The draft head {name!r} has no fingerprint of its target, so no check could tell "
             "which model it fits. Load it with its target and save it again: save_drafter(..., "
             "fingerprint=TargetFingerprint.of(target)); `peagle train` does so."
         )
-    fingerprint = TargetFingerprint.from_json(dict(facts["target"]))
-    for name, given in (
-        ("vocab_size", config.vocab_size),
-        ("hidden_size", config.target_hidden_size),
+    for size, given in (
+        ("vocab_size", head.config.vocab_size),
+        ("hidden_size", head.config.target_hidden_size),
     ):
-        if getattr(fingerprint, name) != given:
+        if getattr(fingerprint, size) != given:
             raise CheckpointError(
-                f"The draft head {head!r} has a fingerprint of a target with {name} "
-                f"{getattr(fingerprint, name)}, but its config.json says {given}: it is a "
+                f"The draft head {name!r} has a fingerprint of a target with {size} "
+                f"{getattr(fingerprint, size)}, but its config.json says {given}: it is a "
                 "fingerprint of another target. Save the head again with that of its own."
             )
     return fingerprint
@@ -336,7 +322,7 @@ def model_card(
     The head is published as `repo` ("owner/name") in the branch `revision`; `target` is the hub id
     of its target, `license` the identifier of the head's licence, as the hub has it.
     """
-    tags = ["speculative-decoding", head.kind.lower(), "peagle", "vllm"]
+    tags = ["speculative-decoding", head.config.kind.lower(), "peagle", "vllm"]
     metadata = ModelCardData(
         base_model=target,
         library_name="peagle",
@@ -378,7 +364,7 @@ def _shape_rows(head: PublishedHead, target: str) -> _Rows:
     longest = head.trained_length
     drafting = "parallel drafting" if config.is_parallel else "autoregressive"
     return [
-        ("kind", f"{head.kind} ({drafting})"),
+        ("kind", f"{head.config.kind} ({drafting})"),
         ("target", f"`{target}` ({mark.num_layers} layers, width {mark.hidden_size:,})"),
         ("layers", f"{config.num_layers}, width {config.hidden_size:,}"),
         ("parameters", f"{head.parameters:,}, {head.dtype}"),

@@ -13,6 +13,7 @@ from peagle.config import require_writable_folder
 from peagle.disk import free_bytes, locked, size_text
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_file_header, read_json, sha256_of
+from peagle.model_shape import ModelShape
 from peagle.training.checkpoint_facts import (
     facts_of,
     read_record,
@@ -140,18 +141,18 @@ def _fresh_sizes(config: TrainConfig) -> tuple[int, int, int]:
         CheckpointError, OSError, AttributeError, KeyError, TypeError: the target's config.json does
             not tell.
     """
-    data = read_json(config.target / "config.json")
-    model: dict[str, Any] = data.get("text_config") or data
-    head, width = config.head, model["hidden_size"]
-    size, vocabulary = head.hidden_size or width, model["vocab_size"]
-    heads = head.num_attention_heads or model["num_attention_heads"]
-    kv_heads = head.num_kv_heads or min(model.get("num_key_value_heads") or heads, heads)
-    inner = (head.head_dim or model.get("head_dim") or size // heads) * heads
+    # Arithmetic with a size that the file lacks is a TypeError.
+    model: Any = ModelShape.from_json(read_json(config.target / "config.json"))
+    head, width = config.head, model.hidden_size
+    size, vocabulary = head.hidden_size or width, model.vocab_size
+    heads = head.num_attention_heads or model.num_heads
+    kv_heads = head.num_kv_heads or min(model.num_kv_heads or heads, heads)
+    inner = (head.head_dim or model.text.get("head_dim") or size // heads) * heads
     keys = 2 * inner // heads * kv_heads
-    mlp = 3 * size * (head.intermediate_size or model["intermediate_size"])
+    mlp = 3 * size * (head.intermediate_size or model.intermediate_size)
     # Layer 0 reads the embedding and the hidden state side by side.
     layers = head.num_layers * (size * (inner + keys) + inner * size + mlp) + size * (inner + keys)
-    num_aux = len(head.aux_layer_ids or ()) or min(_MOST_AUX, model["num_hidden_layers"])
+    num_aux = len(head.aux_layer_ids or ()) or min(_MOST_AUX, model.num_layers)
     fc = num_aux * width * size
     kept = min(head.draft_vocab_size or vocabulary, vocabulary)
     return vocabulary * size, kept * size, layers + fc

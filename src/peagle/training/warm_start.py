@@ -21,12 +21,8 @@ from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import sha256_of
-from peagle.models.checkpoint import read_head_config, split_tensors
-from peagle.models.checkpoint.ends import ends_from_target
-from peagle.models.checkpoint.formats import verifier_of
-from peagle.models.checkpoint.head import check_fits, kept_tokens, read_head_json
-from peagle.models.checkpoint.packed import unpack_tensors
-from peagle.models.checkpoint.weights import check_tensors, read_tensors
+from peagle.models.checkpoint import StoredHead, read_head, split_tensors
+from peagle.models.checkpoint.head import check_fits, kept_tokens
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint, same_tokenizer
 from peagle.models.target import TargetModel
@@ -140,12 +136,10 @@ class InitHead:
             UserError: there is none, it is broken, or it is one for other tokens, another tokenizer
                 or other features than the target has.
         """
-        init, fingerprint = cls._read_config(folder, target)
-        differences, warnings = _compare(fingerprint, target, folder)
+        init, head = cls._read_config(folder, target)
+        differences, warnings = _compare(head.fingerprint, target, folder)
         try:
-            tensors, source = read_tensors(folder)
-            unpack_tensors(tensors, init.config, read_head_json(folder), source)
-            check_tensors(tensors, init.config, source, init.from_target)
+            tensors, _ = head.read_tensors(folder)
         except CheckpointError as error:
             raise UserError(f"head.init: {error}") from None
         return dataclasses.replace(
@@ -158,28 +152,19 @@ class InitHead:
         return cls._read_config(folder, target)[0]
 
     @classmethod
-    def _read_config(
-        cls, folder: Path, target: TargetSizes
-    ) -> tuple[InitHead, TargetFingerprint | None]:
+    def _read_config(cls, folder: Path, target: TargetSizes) -> tuple[InitHead, StoredHead]:
         try:
-            config, facts = read_head_config(folder, num_target_layers=target.num_layers)
-            data = facts.get("target")
-            fingerprint = None if data is None else TargetFingerprint.from_json(data)
-            from_target = ends_from_target(facts, config)
-            check_fits(config, target, str(folder))
+            head = read_head(folder, num_target_layers=target.num_layers)
+            _ = head.fingerprint  # refuses one that is not readable
+            from_target = head.from_target
+            check_fits(head.config, target, str(folder))
         except UserError as error:
             inner = folder / "head"
             hint = f" Did you mean {str(inner)!r}?" if (inner / "config.json").is_file() else ""
             raise UserError(
                 f"head.init: {error}{hint} Leave head.init out to train a new head."
             ) from None
-        name = verifier_of(facts).get("name_or_path")
-        return cls(folder, config, {}, from_target, name, (), ()), fingerprint
-
-    @property
-    def kind(self) -> str:
-        """Kind of head, P-EAGLE or EAGLE-3."""
-        return "P-EAGLE" if self.config.is_parallel else "EAGLE-3"
+        return cls(folder, head.config, {}, from_target, head.target_name, (), ()), head
 
     def shape(self, section: HeadSection, depth: int, mask_token_id: int | None) -> DrafterConfig:
         """The shape of the head that starts from this one and is trained to `depth`.
@@ -251,7 +236,7 @@ class InitHead:
         weights = sorted(self.folder.glob("*.safetensors"))
         return WarmStart(
             name="/".join(self.folder.absolute().parts[-2:]),
-            kind=self.kind,
+            kind=self.config.kind,
             sha256={file.name: sha256_of(file) for file in weights},
             target=self.target,
             trained_depth=self.config.trained_depth,

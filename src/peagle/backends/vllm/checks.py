@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peagle.backends.vllm.installation import VllmInstallation, advisory_note, version_note
-from peagle.backends.vllm.launch import VllmLaunch, flag_name, read_head, with_head
+from peagle.backends.vllm.launch import VllmLaunch, flag_name, with_head
 from peagle.config.speculative import AUTO
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
+from peagle.model_shape import ModelShape
 
 if TYPE_CHECKING:
+    from peagle.models.checkpoint import StoredHead
     from peagle.models.drafter import DrafterConfig
 
 V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -63,10 +65,10 @@ def _check_build(launch: VllmLaunch, installation: VllmInstallation) -> Iterator
             "above 0 are refused"
         )
     if (target := _read_target(launch.target, launch.revision)) is not None:
-        _check_cpu_attention(f"target {target.name!r}", target.head_dim, installation)
+        _check_cpu_attention(f"target {target.name!r}", target.shape.head_dim, installation)
 
 
-def _check_cpu_attention(whose: str, head_dim: int, installation: VllmInstallation) -> None:
+def _check_cpu_attention(whose: str, head_dim: int | None, installation: VllmInstallation) -> None:
     known = (installation.release or _CPU_HEAD_DIMS_OF) <= _CPU_HEAD_DIMS_OF
     if known and head_dim not in _CPU_HEAD_DIMS:
         raise UserError(
@@ -149,17 +151,18 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
 
 def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str) -> Iterator[str]:
     """Refuse a head that does not fit the launch, or its target as far as that is here."""
-    from peagle.models.checkpoint import CORRECTION_NAME, trained_length
+    from peagle.models.checkpoint import ANY_DEPTH, CORRECTION_NAME, read_head
 
     config = launch.speculative
     assert config is not None
-    head, facts = read_head(folder)
+    stored = read_head(folder, num_target_layers=ANY_DEPTH)
+    head = stored.config
     if installation.is_cpu:
         _check_cpu_attention(f"head {config.model!r}", head.head_dim, installation)
     k, trained = config.num_drafts, head.trained_depth
     if trained is not None and k > trained:
         yield f"K is {k}, and the head was trained for {trained}: later tokens will be refused"
-    longest, served = trained_length(facts), launch.max_model_len
+    longest, served = stored.trained_length, launch.max_model_len
     is_beyond = longest is not None and (served is None or served > longest)
     if head.is_parallel and is_beyond and not head.windows:
         yield (
@@ -182,7 +185,7 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
         yield f"the target {launch.target!r} is not here yet: whether the head fits was not checked"
         return
     if config.check_target:
-        _check_fits(target, head, facts, folder)
+        _check_fits(target, stored, folder)
     _check_groups(launch, installation, head, target)
 
 
@@ -201,15 +204,16 @@ def _check_groups(
             "them into different groups of its KV cache and fails (validate_same_kv_cache_group). "
             f"Append -- {_HYBRID_OFF}, or take --engine peagle."
         )
-    if head.num_kv_heads * head.head_dim != target.kv_heads * target.head_dim:
+    shape = target.shape
+    if head.num_kv_heads * head.head_dim != (shape.num_kv_heads or 0) * (shape.head_dim or 0):
         return  # a drafter of another shape gets a group of its own
-    num_sliding = sum(kind != "full_attention" for kind in target.layer_kinds)
-    num_full = len(target.layer_kinds) - num_sliding
+    num_sliding = sum(kind != "full_attention" for kind in shape.layer_kinds)
+    num_full = len(shape.layer_kinds) - num_sliding
     since = (installation.release or _TOGETHER_SINCE) >= _TOGETHER_SINCE
     ratio = _TOGETHER if since else _TOGETHER_BEFORE
     is_apart = bool(head.windows)
-    if is_apart and not target.layer_kinds:
-        num_full = target.sizes.get("num_layers", 0)
+    if is_apart and not shape.layer_kinds:
+        num_full = shape.num_layers or 0
     if is_scattered(num_full, num_sliding, head.num_layers, ratio, is_apart=is_apart):
         raise UserError(
             f"The target has {num_full} layers of full attention and {num_sliding} others, the "
@@ -247,10 +251,7 @@ class _Target:
 
     name: str
     folder: Path
-    sizes: Mapping[str, int]
-    layer_kinds: tuple[str, ...]
-    kv_heads: int
-    head_dim: int
+    shape: ModelShape
 
 
 def _read_target(name: str, revision: str | None) -> _Target | None:
@@ -267,34 +268,18 @@ def _read_target(name: str, revision: str | None) -> _Target | None:
             return None
         folder = Path(found).parent
     try:
-        config = read_json(folder / "config.json")
-        text = config.get("text_config") or config
-        heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
-        width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-        kinds = tuple(text.get("layer_types") or ())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        shape = ModelShape.from_json(read_json(folder / "config.json"))
+    except (OSError, ValueError):
         return None
-    keys = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
-    keys["num_layers"] = "num_hidden_layers"
-    sizes = {ours: text[theirs] for ours, theirs in keys.items() if theirs in text}
-    return _Target(name, folder, sizes, kinds, heads, width)
+    return None if shape.head_dim is None else _Target(name, folder, shape)
 
 
-def _check_fits(
-    target: _Target, head: DrafterConfig, facts: Mapping[str, Any], folder: str
-) -> None:
+def _check_fits(target: _Target, stored: StoredHead, folder: str) -> None:
     """Refuse a head of another target: its sizes, then its fingerprint."""
-    from peagle.models.fingerprint import (
-        TargetFingerprint,
-        same_tokenizer,
-        tokenizer_digest,
-    )
+    from peagle.models.fingerprint import same_tokenizer, tokenizer_digest
     from peagle.models.target_ends import TargetEnds
 
-    trained_for = facts.get("target")
-    fingerprint = None
-    if isinstance(trained_for, Mapping):
-        fingerprint = TargetFingerprint.from_json(dict(trained_for))
+    head, fingerprint = stored.config, stored.fingerprint
 
     def other(difference: str) -> CheckpointError:
         return CheckpointError(
@@ -306,9 +291,9 @@ def _check_fits(
     if fingerprint is not None:
         expected["num_layers"] = fingerprint.num_layers
     for name, value in expected.items():
-        if target.sizes.get(name, value) != value:
-            raise other(f"{name} is {target.sizes[name]}, expected {value}")
-    deepest, num_layers = max(head.aux_layer_ids), target.sizes.get("num_layers")
+        if (given := getattr(target.shape, name)) not in (None, value):
+            raise other(f"{name} is {given}, expected {value}")
+    deepest, num_layers = max(head.aux_layer_ids), target.shape.num_layers
     if num_layers is not None and deepest >= num_layers:
         raise other(f"it reads layer {deepest} of {num_layers}")
     if fingerprint is None:

@@ -17,10 +17,9 @@ from peagle.model_folder import read_file_header
 from peagle.models.gguf_header import is_gguf
 
 if TYPE_CHECKING:
-    from peagle.models.drafter import DrafterConfig
+    pass
 
 # Only heads that leave their aux layers to the runtime need it; the kind does not depend on it.
-_ANY_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,9 @@ def with_head(launch: VllmLaunch) -> VllmLaunch:
 
     local = with_local_head(config)
     assert local.model is not None
-    head, _ = read_head(local.model)
+    from peagle.models.checkpoint import ANY_DEPTH, read_head
+
+    head = read_head(local.model, num_target_layers=ANY_DEPTH).config
     asked = config.parallel_drafting
     if asked is not None and asked != head.is_parallel:
         kind = "a P-EAGLE head, trained" if head.is_parallel else "an EAGLE-3 head, not trained"
@@ -161,17 +162,6 @@ def with_head(launch: VllmLaunch) -> VllmLaunch:
     return replace(
         launch, speculative=config, is_parallel=head.is_parallel, head_folder=local.model
     )
-
-
-def read_head(folder: str) -> tuple[DrafterConfig, dict[str, Any]]:
-    """Return shape and facts of a head.
-
-    Raises:
-        CheckpointError: the folder holds no head.
-    """
-    from peagle.models.checkpoint import read_head_config
-
-    return read_head_config(folder, num_target_layers=_ANY_DEPTH)
 
 
 def _hub_id(name: str, revision: str | None, key: str) -> dict[str, str | None]:

@@ -20,7 +20,7 @@ from peagle.evaluation.engine_backend import release
 from peagle.evaluation.touched_experts import ExpertCounts, count_by_batch, recorded_passes
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
 from peagle.llm import LLM
-from peagle.models.checkpoint import read_head_config
+from peagle.models.checkpoint import read_head
 from peagle.models.routing import num_experts_of
 from peagle.models.target import TargetModel, load_tokenizer
 
@@ -114,7 +114,7 @@ class EngineMachine:
         most_steps = -(-len(prompts) * context // chunk) + WARM_UP_STEPS + steps + 3
         depths = (shape.prediction_depth for shape in trees)
         most = most_steps * (max(*self._ks, *depths) + 1)
-        config, _ = read_head_config(head, num_target_layers=target.num_layers)
+        config = read_head(head, num_target_layers=target.num_layers).config
         longest = min(target.max_model_len, config.max_position_embeddings)
         if context + most > longest:
             raise UserError(

@@ -1,7 +1,8 @@
 """Draft heads on disk, in the vLLM and the speculators style.
 
-`formats` reads and writes config.json; `weights` reads and checks tensors; `head` puts both
-together; `correction` is the file beside them; `convert` goes from one style to the other.
+`formats` reads and writes config.json; `weights` reads and checks tensors; `stored` reads a
+folder; `head` loads and saves; `correction` is the file beside them; `convert` goes from one style
+to the other.
 """
 
 from peagle.models.checkpoint.convert import Conversion, compact_head, convert_head
@@ -21,15 +22,18 @@ from peagle.models.checkpoint.formats import (
     format_of,
     trained_length,
 )
-from peagle.models.checkpoint.head import load_drafter, read_head_config, save_drafter
+from peagle.models.checkpoint.head import load_drafter, save_drafter
+from peagle.models.checkpoint.stored import ANY_DEPTH, StoredHead, read_head
 from peagle.models.checkpoint.weights import split_tensors
 
 __all__ = [
+    "ANY_DEPTH",
     "CORRECTION_NAME",
     "FORMATS",
     "LENGTH_KEY",
     "Conversion",
     "HeadFormat",
+    "StoredHead",
     "compact_head",
     "config_from_json",
     "config_to_json",
@@ -38,7 +42,7 @@ __all__ = [
     "head_identity",
     "load_correction",
     "load_drafter",
-    "read_head_config",
+    "read_head",
     "save_correction",
     "save_drafter",
     "split_tensors",

@@ -16,25 +16,20 @@ from torch import Tensor
 
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.correction import CORRECTION_NAME, copy_correction
-from peagle.models.checkpoint.ends import ENDS, FROM_TARGET_KEY, ends_from_target
-from peagle.models.checkpoint.formats import HeadFormat, format_of, verifier_of
+from peagle.models.checkpoint.ends import ENDS, FROM_TARGET_KEY
+from peagle.models.checkpoint.formats import HeadFormat, verifier_of
 from peagle.models.checkpoint.head import (
     check_fits,
     kept_tokens,
-    read_head_config,
-    read_head_json,
     take_from_target,
     write_head,
 )
 from peagle.models.checkpoint.packed import (
     compact_maps,
     pack_tensors,
-    quantization_in,
-    unpack_tensors,
 )
-from peagle.models.checkpoint.weights import check_tensors, read_tensors
+from peagle.models.checkpoint.stored import StoredHead, read_head
 from peagle.models.drafter import DrafterConfig
-from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.head_quantization import DEFAULT_GROUP, HeadQuantization, StoredQuantization
 from peagle.models.loading import resolve_model
 from peagle.models.target_ends import TargetEnds
@@ -68,11 +63,6 @@ class Conversion:
     num_bytes: int
     notes: tuple[str, ...]
 
-    @property
-    def kind(self) -> str:
-        """Kind of head, P-EAGLE or EAGLE-3."""
-        return "P-EAGLE" if self.config.is_parallel else "EAGLE-3"
-
     def to_json(self) -> dict[str, Any]:
         """Return the conversion as a JSON object."""
         config = self.config
@@ -81,7 +71,7 @@ class Conversion:
             "source_format": self.source_format,
             "destination": self.destination,
             "format": self.format,
-            "kind": self.kind,
+            "kind": self.config.kind,
             "model_type": "qwen3" if config.qk_norm else "llama",
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,
@@ -127,16 +117,16 @@ def convert_head(
         CheckpointError: the head in `source` is broken, or is another target's.
     """
     source, destination = Path(source), Path(destination)
-    head = _Stored.read(source)
+    head = read_head(source)
+    tensors, _ = head.read_tensors(source)
     _check_destination(source, destination, force=force)
-    config, facts, tensors = head.config, dict(head.facts), dict(head.tensors)
-    from_target = ends_from_target(facts, config)
-    if from_target:
+    config, facts = head.config, dict(head.facts)
+    if head.from_target:
         _take_ends(source, head, tensors, target)
     elif target is not None:
         facts["verifier"] = {"name_or_path": target, "architectures": []}
     notes = _notes(config, format, verifier_of(facts).get("name_or_path"))
-    if FROM_TARGET_KEY in facts or head.is_quantised:
+    if head.is_compact or head.is_quantised:
         facts.pop(FROM_TARGET_KEY, None)
         if config.is_pruned:
             tensors.setdefault("t2d", kept_tokens(tensors["d2t"], config))
@@ -173,7 +163,8 @@ def compact_head(
         CheckpointError: the head in `source` is broken, or quantised already.
     """
     source, destination = Path(source), Path(destination)
-    head = _Stored.read(source)
+    head = read_head(source)
+    tensors, _ = head.read_tensors(source)
     _check_destination(source, destination, force=force)
     if head.is_quantised:
         raise CheckpointError(
@@ -181,7 +172,7 @@ def compact_head(
             "type take the head from before; what --format vllm writes of this one would be "
             "rounded a second time."
         )
-    facts, tensors, described = dict(head.facts), dict(head.tensors), None
+    facts, described = dict(head.facts), None
     facts.setdefault(FROM_TARGET_KEY, [])
     if target is not None:
         facts["verifier"] = {"name_or_path": target, "architectures": []}
@@ -196,40 +187,9 @@ def compact_head(
     return _finished(source, destination, "compact", head, facts, tensors, [], types)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A head as its folder has it.
-
-    Attributes:
-        format: style of its config.json.
-        config, facts: its shape and its "peagle" object.
-        tensors: checked; quantised ones are unpacked to float32.
-        is_quantised: whether any was quantised.
-    """
-
-    format: HeadFormat
-    config: DrafterConfig
-    facts: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    is_quantised: bool
-
-    @classmethod
-    def read(cls, folder: Path) -> _Stored:
-        """Read a head.
-
-        Raises:
-            UserError: no such folder.
-            CheckpointError: the head is broken.
-        """
-        data = read_head_json(folder)
-        config, facts = read_head_config(folder)
-        tensors, source = read_tensors(folder)
-        unpack_tensors(tensors, config, data, source)
-        check_tensors(tensors, config, source, ends_from_target(facts, config))
-        return cls(format_of(data), config, facts, tensors, bool(quantization_in(data)))
-
-
-def _take_ends(source: Path, head: _Stored, tensors: dict[str, Tensor], target: str | None) -> None:
+def _take_ends(
+    source: Path, head: StoredHead, tensors: dict[str, Tensor], target: str | None
+) -> None:
     """Put the ends of a compact head into its tensors, from the target.
 
     Raises:
@@ -243,8 +203,8 @@ def _take_ends(source: Path, head: _Stored, tensors: dict[str, Tensor], target: 
         )
     ends = TargetEnds.load(resolve_model(target))
     check_fits(head.config, ends, str(source))
-    if "target" in head.facts:
-        TargetFingerprint.from_json(head.facts["target"]).check(ends, str(source))
+    if (fingerprint := head.fingerprint) is not None:
+        fingerprint.check(ends, str(source))
     take_from_target(tensors, head.config, ends)
 
 
@@ -259,7 +219,7 @@ def _finished(
     source: Path,
     destination: Path,
     format: StoredFormat,
-    head: _Stored,
+    head: StoredHead,
     facts: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     notes: list[str],

@@ -12,34 +12,27 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from peagle.config import require_folder
 from peagle.disk import put_in_place
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.correction import CORRECTION_NAME
 from peagle.models.checkpoint.ends import (
     ENDS,
     FROM_TARGET_KEY,
-    ends_from_target,
     target_rows,
 )
-from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.formats import (
     HeadFormat,
-    config_from_json,
     config_to_json,
-    facts_from_json,
     trained_length,
 )
 from peagle.models.checkpoint.packed import (
     QUANTIZATION_KEY,
     Rounding,
     hold_packed,
-    unpack_tensors,
 )
+from peagle.models.checkpoint.stored import CONFIG_NAME, read_head
 from peagle.models.checkpoint.weights import (
-    check_tensors,
     fill,
-    read_tensors,
     remove_weights,
     replace_weights,
     split_tensors,
@@ -48,8 +41,6 @@ from peagle.models.checkpoint.weights import (
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetFacts, TargetSizes
-
-CONFIG_NAME = "config.json"
 
 
 def save_drafter(
@@ -150,40 +141,6 @@ def _same(one: Path, other: Path) -> bool:
     return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
-def read_head_json(folder: str | Path) -> dict[str, Any]:
-    """Read the config.json of the head in `folder`.
-
-    Raises:
-        UserError: no such folder.
-        CheckpointError: it has no config.json, or one that is no object.
-    """
-    path = require_folder(folder, "The draft head") / CONFIG_NAME
-    if not path.is_file():
-        raise CheckpointError(f"The draft head {str(folder)!r} has no {CONFIG_NAME}.")
-    return read_object(path)
-
-
-def read_head_config(
-    folder: str | Path, *, num_target_layers: int | None = None
-) -> tuple[DrafterConfig, dict[str, Any]]:
-    """Read the shape of the head in `folder`, and its other facts ("peagle").
-
-    Args:
-        folder: the head, in either style.
-        num_target_layers: layers of its target, for heads that leave their aux layers to vLLM.
-
-    Raises:
-        UserError: no such folder.
-        CheckpointError: config.json is missing or not a head's.
-    """
-    data, source = read_head_json(folder), str(Path(folder) / CONFIG_NAME)
-    config = config_from_json(data, source, num_target_layers=num_target_layers)
-    try:
-        return config, facts_from_json(data)
-    except CheckpointError as error:
-        raise CheckpointError(f"{source}: {error}") from None
-
-
 def load_drafter(
     folder: str | Path,
     target: TargetFacts,
@@ -209,14 +166,12 @@ def load_drafter(
         CheckpointError: another target; a tensor missing, unknown or misshapen; a pickle.
     """
     folder = Path(folder)
-    config, facts = read_head_config(folder, num_target_layers=target.num_layers)
-    from_target = ends_from_target(facts, config)
+    head = read_head(folder, num_target_layers=target.num_layers)
+    config = head.config
     check_fits(config, target, str(folder))
-    if check_target and "target" in facts:
-        TargetFingerprint.from_json(facts["target"]).check(target, str(folder))
-    tensors, source = read_tensors(folder)
-    packed = unpack_tensors(tensors, config, read_head_json(folder), source)
-    check_tensors(tensors, config, source, from_target)
+    if check_target and (fingerprint := head.fingerprint) is not None:
+        fingerprint.check(target, str(folder))
+    tensors, packed = head.read_tensors(folder)
     take_from_target(tensors, config, target)
     with torch.device("meta"):  # where weights cost nothing to make
         drafter = Drafter(config).to(dtype or target.dtype)

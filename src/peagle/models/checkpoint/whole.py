@@ -14,8 +14,7 @@ from peagle.disk import cache_folder, locked, put_in_place
 from peagle.errors import UserError
 from peagle.model_folder import sha256_of
 from peagle.models.checkpoint.convert import convert_head
-from peagle.models.checkpoint.ends import FROM_TARGET_KEY, ends_from_target
-from peagle.models.checkpoint.head import read_head_config
+from peagle.models.checkpoint.stored import read_head
 from peagle.models.loading import resolve_model
 from peagle.models.target_ends import TargetEnds
 
@@ -42,14 +41,14 @@ def whole_head(folder: str | Path, target: str | Path, revision: str | None = No
         UserError: the target is not there; the cache cannot be written, or has no room.
     """
     folder = Path(folder)
-    config, facts = read_head_config(folder)
-    if FROM_TARGET_KEY not in facts:
+    head = read_head(folder)
+    if not head.is_compact:
         return folder
     target = resolve_model(target, revision)
     digest = hashlib.sha256()
     for file in sorted(one for one in folder.iterdir() if one.is_file()):
         digest.update(f"{file.name} {sha256_of(file)}\n".encode())
-    if ends_from_target(facts, config):
+    if head.from_target:
         ends = TargetEnds.load(target)
         for weight in (ends.embedding_weight(), ends.lm_head_weight()):
             digest.update(_bytes(weight))
