@@ -119,7 +119,6 @@ LONG = {
     "cli/data.py: regenerate",
     "cli/eval.py: eval",
     "cli/tune.py: tune",
-    "engine/engine.py: __init__",
 }
 
 
