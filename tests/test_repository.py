@@ -118,7 +118,6 @@ LONG = {
     "cli/data.py: features",
     "cli/data.py: regenerate",
     "cli/eval.py: eval",
-    "cli/tune.py: tune",
 }
 
 
