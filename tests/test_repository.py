@@ -116,7 +116,6 @@ LONG_FOLDER = SOURCE / "peagle" / "kernels"
 LONG = {
     "cli/data.py: features",
     "cli/data.py: regenerate",
-    "cli/eval.py: eval",
 }
 
 
