@@ -221,11 +221,9 @@ class BenchPlan:
         flags: of vLLM.
         ks: () takes a few that the heads were trained for.
         num_turns: turns that are sent of a prompt; None is all of them.
+        extra_body: further fields of every request to a server, as given.
         endpoints: the URL and the model, if it is named, of each server.
-        heads: the methods here; () where only servers are measured.
-        found: their folders; None where only servers are measured.
-        extra_body: further fields of every request to a server.
-        settings: of the results, as far as they are known.
+        heads: the methods here; [] where only servers are measured.
     """
 
     options: BenchOptions
@@ -238,26 +236,40 @@ class BenchPlan:
     requests_per_second: float | None
     thinking: bool | None
     objective: LatencyObjective | None
+    extra_body: dict[str, Any]
     endpoints: dict[str, tuple[str, str | None]]
     params: SamplingParams
     shares: list[Share]
     heads: list[DecodingMethod]
-    found: harness.Found | None
     prompts: dict[str, list[Prompt]]
-    extra_body: dict[str, Any]
-    settings: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the results, without the chat template."""
+        params = self.params
+        return {
+            "sets": {name: len(own) for name, own in self.prompts.items()},
+            "max_new_tokens": params.max_tokens,
+            **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
+            **{name: getattr(params, name) for name in ("top_p", "seed")},
+            "concurrency": list(self.loads),
+            "repeats": self.options.repeats,
+            "warm_up": self.options.warm_up,
+            "objective": None if self.objective is None else asdict(self.objective),
+            **({"mix": [share.entry for share in self.shares]} if self.shares else {}),
+            **{"thinking": self.thinking, "extra_body": self.extra_body},
+        }
 
 
 def _plan(given: Given, options: BenchOptions) -> BenchPlan:
-    """Check the options, and find the prompts and the models that they name."""
+    """Check the options, and read the prompts that they name."""
     target_model, flags = vllm.model_and_flags(options.target_model, options.flags)
     name_target(given, target_model)
     ks = () if options.k is None else whole_numbers("-k", options.k, MAX_SPECULATIVE_TOKENS)
     loads = whole_numbers("--concurrency", options.concurrency, 4096)
-    repeats, warm_up = options.repeats, options.warm_up
-    for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
+    for name, value, least in (("repeats", options.repeats, 1), ("warm-up", options.warm_up, 0)):
         if value < least:
-            raise UserError(f"{name} is {value}; expected at least {least}.")
+            raise UserError(f"--{name} is {value}; expected at least {least}.")
     num_turns = None if options.turns == "all" else _whole_turns(options.turns)
     price = positive_number("--price-per-hour", options.price_per_hour, "4.50")
     wanted = positive_number("--requests-per-second", options.requests_per_second, "20")
@@ -279,40 +291,13 @@ def _plan(given: Given, options: BenchOptions) -> BenchPlan:
     if has_engines or is_on_vllm or not endpoints:
         heads = harness.named_methods(given, eagle3, methods, ngram=False)
     prompts = harness.load_prompts(options.sets, options.limit, options.shuffle_seed)
-    settings = {
-        "sets": {name: len(own) for name, own in prompts.items()},
-        "max_new_tokens": params.max_tokens,
-        **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
-        **{name: getattr(params, name) for name in ("top_p", "seed")},
-        "concurrency": list(loads),
-        "repeats": repeats,
-        "warm_up": warm_up,
-        "objective": None if objective is None else asdict(objective),
-        **({"mix": [share.entry for share in shares]} if shares else {}),
-        **{"thinking": thinking, "extra_body": fields},
-    }
-    known = {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
-    harness.check_output(options.output, BENCH_LOG, read_settings, known)
-    return BenchPlan(
-        options,
-        flags,
-        is_on_vllm,
-        ks,
-        loads,
-        num_turns,
-        price,
-        wanted,
-        thinking,
-        objective,
-        endpoints,
-        params,
-        shares,
-        heads,
-        harness.find_models(given, heads) if heads else None,
-        prompts,
-        harness.template_fields(thinking, fields),
-        settings,
+    plan = BenchPlan(
+        *(options, flags, is_on_vllm, ks, loads, num_turns, price, wanted, thinking, objective),
+        *(fields, endpoints, params, shares, heads, prompts),
     )
+    known = {name: value for name, value in plan.settings.items() if name not in _MAY_DIFFER}
+    harness.check_output(options.output, BENCH_LOG, read_settings, known)
+    return plan
 
 
 def _endpoints(
@@ -351,6 +336,7 @@ def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str
 
 def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
     """Load the models, and measure what the output folder does not hold yet."""
+    found = harness.find_models(given, plan.heads) if plan.heads else None
     quiet_libraries()
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.report.advice import throughput_advice
@@ -360,18 +346,19 @@ def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
     from peagle.evaluation.turns import bench_with_turns, sent_turns
 
     sent = sent_turns(plan.prompts, plan.num_turns)
+    extra = harness.template_fields(plan.thinking, plan.extra_body)
     servers = {
-        name: EndpointBackend(url, model, extra_body=plan.extra_body, report=False)
+        name: EndpointBackend(url, model, extra_body=extra, report=False)
         for name, (url, model) in plan.endpoints.items()
     }
     note_once = cache(note)
-    if plan.found is None:
+    if found is None:
         models, arms, identity = None, [], {}
         served = dict.fromkeys(server.model for server in servers.values())
         provenance = harness.provenance(", ".join(served), "")
     else:
         installation = vllm.find(given) if plan.is_on_vllm else None
-        models = harness.load_models(given, plan.heads, plan.found, whole=not plan.is_on_vllm)
+        models = harness.load_models(given, plan.heads, found, whole=not plan.is_on_vllm)
         if installation is None:
             device = models.target.device
             arms, identity, dtype = _engine_arms(given, plan, models)
@@ -465,12 +452,13 @@ def _vllm_arms(
     from peagle.evaluation.vllm_server import ENGINE, VllmOnDemand, vllm_backend
 
     device, most_in_flight = vllm.device_of(installation), max(plan.loads)
+    extra = harness.template_fields(plan.thinking, plan.extra_body)
     arms: list[Arm] = []
     heads = [(one, k) for one in models.methods for k in _ks(plan, models)]
     for one, k in [(DecodingMethod(PLAIN), 0), *heads]:
         asked = given, plan.flags, models.folder, one.folder or None, k
         launch = vllm.launch_for(*asked, max_num_seqs=most_in_flight)
-        more = {"say": vllm.say, "note": note_once, "extra_body": plan.extra_body}
+        more = {"say": vllm.say, "note": note_once, "extra_body": extra}
         start = partial(vllm_backend, launch, installation, **more)
         backend = VllmOnDemand(start)
         arms.append(Arm(one.name, one.source, k, backend, device, backend.close))
