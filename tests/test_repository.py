@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,54 @@ def test_without_a_chromium_tests_of_pages_say_so(monkeypatch, tmp_path, require
 def test_ci_requires_a_browser():
     assert 'PEAGLE_REQUIRE_BROWSER: "1"' in (ROOT / ".github/workflows/ci.yml").read_text()
     assert "setup_browser.sh" in (ROOT / "Makefile").read_text()
+
+
+# ---- straight functions ---------------------------------------------------------------------
+
+MAX_LINES = 110
+# Their arithmetic reads straight down; ruff (C901) leaves these out too.
+LONG_FOLDER = SOURCE / "peagle" / "kernels"
+
+
+def lengths(source: str) -> Iterator[tuple[str, int]]:
+    """Yield each function and its lines: from `def` to the last one, the signature included.
+
+    Decorators and the docstring do not count; a function inside counts for both.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first, last = node.body[0], node.end_lineno or node.lineno
+            lines = last - node.lineno + 1
+            if ast.get_docstring(node, clean=False) is not None:
+                lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+            yield node.name, lines
+
+
+def test_functions_fit_a_reader():
+    files = sorted((SOURCE / "peagle").rglob("*.py"))
+    long = {
+        f"{path.relative_to(ROOT)}: {name}": lines
+        for path in files
+        if not path.is_relative_to(LONG_FOLDER)
+        for name, lines in lengths(path.read_text())
+        if lines > MAX_LINES
+    }
+    assert not long
+
+
+def test_lines_of_functions_are_counted():
+    source = """
+        @decorator
+        def outer(
+            a: int,
+        ) -> int:
+            '''Two lines
+            of text.'''
+            async def inner(): return 1
+
+            return a
+    """
+    assert dict(lengths(textwrap.dedent(source))) == {"outer": 6, "inner": 1}
 
 
 # ---- the tree -------------------------------------------------------------------------------

@@ -104,24 +104,11 @@ def render_chat(
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     conversation = checked_messages(messages, facts.words)
-    if add_generation_prompt and continue_final_message:
-        raise UserError(
-            "add_generation_prompt and continue_final_message are both True; the prompt ends "
-            "either in a new assistant message or in the final one. Leave one out."
-        )
-    if add_generation_prompt and conversation[-1]["role"] == "assistant":
-        raise UserError(
-            "The final message is the assistant's, and the answer would be a second one after it; "
-            "set continue_final_message to go on with it, or add a user message."
-        )
+    _check_ending(conversation, add_generation_prompt, continue_final_message)
     options = _template_options(variables, thinking, template_kwargs or {})
     is_without = thinking is False or _names_no_thinking(template_kwargs or {})
     formed_tools = tools_in_template_form(tools, is_harmony=is_harmony(source))
-    if formed_tools and "tools" not in variables:
-        raise UserError(
-            f"{len(formed_tools)} tools were given, and the chat template does not read tools; "
-            "leave them out, or pass chat_template, one that does."
-        )
+    _check_tools(formed_tools, variables)
 
     marks = None
     if not parse_special_tokens:
@@ -188,6 +175,30 @@ def render_chat(
             f"prompt (it reads neither {' nor '.join(THINKING_VARIABLES)}); leave thinking out."
         )
     return list(token_ids)
+
+
+def _check_ending(
+    conversation: Sequence[Mapping[str, Any]], is_opened: bool, is_continued: bool
+) -> None:
+    """Refuse a prompt with two endings, or with two answers in a row."""
+    if is_opened and is_continued:
+        raise UserError(
+            "add_generation_prompt and continue_final_message are both True; the prompt ends "
+            "either in a new assistant message or in the final one. Leave one out."
+        )
+    if is_opened and conversation[-1]["role"] == "assistant":
+        raise UserError(
+            "The final message is the assistant's, and the answer would be a second one after it; "
+            "set continue_final_message to go on with it, or add a user message."
+        )
+
+
+def _check_tools(tools: Sequence[Mapping[str, Any]], variables: frozenset[str]) -> None:
+    if tools and "tools" not in variables:
+        raise UserError(
+            f"{len(tools)} tools were given, and the chat template does not read tools; "
+            "leave them out, or pass chat_template, one that does."
+        )
 
 
 def _check_calls(conversation: Sequence[Mapping[str, Any]], rendered: str) -> None:

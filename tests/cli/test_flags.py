@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import pytest
 import typer
 
-from peagle.cli import chat, demo, generate
-from peagle.cli.flags import Flag, Given, group, pick, takes
+from peagle.cli import bench, chat, data, demo, eval, generate, tune
+from peagle.cli.flags import Flag, Given, group, pick, spread, takes
 from peagle.cli.settings import SECTIONS, Setting
 from peagle.errors import UserError
 
@@ -83,7 +83,50 @@ def test_the_default_shown_is_that_of_the_configuration() -> None:
     assert [flag.shown_name for flag in pick(FLAGS, "shape")] == ["--round", "--square"]
 
 
-@pytest.mark.parametrize("command", [generate.generate, chat.chat, demo.demo])
+@dataclass(frozen=True)
+class Options:
+    """Options as a command declares them: a required argument, a default, an annotation."""
+
+    file: str = typer.Argument(...)
+    size: int = typer.Option(3, help="A size.")
+    name: Annotated[str | None, typer.Option("--called")] = None
+
+
+@pytest.mark.parametrize("flags", [None, FLAGS])
+def test_each_field_of_a_dataclass_is_an_option(flags: tuple[Flag, ...] | None) -> None:
+    got: list[Any] = []
+
+    @spread
+    def plain(options: Options) -> None:
+        """Its help."""
+        got.append(options)
+
+    @takes(*(flags or ()))
+    @spread
+    def composed(given: Given, options: Options) -> None:
+        """Its help."""
+        got.append((given.value("sampling.top_k"), options))
+
+    app = typer.Typer(add_completion=False)
+    app.command()(plain if flags is None else composed)
+    command = typer.main.get_command(app)
+    assert command.help == "Its help." and command.params[0].name == "file"
+
+    def run(*arguments: str) -> Any:
+        command.main(args=list(arguments), standalone_mode=False)
+        return got.pop()
+
+    if flags is None:
+        assert run("a") == Options("a", 3, None)
+        assert run("a", "--size", "4", "--called", "b") == Options("a", 4, "b")
+    else:
+        assert run("a", "--top-k", "5", "--size", "4") == (5, Options("a", 4, None))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [generate.generate, chat.chat, demo.demo, bench.bench, eval.eval, tune.tune, data.regenerate],
+)
 def test_commands_have_every_option_once(command: Any) -> None:
     names = list(inspect.signature(command).parameters)
     assert len(names) == len(set(names)) and "given" not in names

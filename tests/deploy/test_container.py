@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peagle.deploy.container import (
     AMI_CUDA_12,
     AMI_CUDA_13,
-    check_image,
+    choose_image,
     default_ami,
     environment,
     flags_from,
@@ -64,11 +64,11 @@ def test_hosts_have_the_driver_of_the_image(tag: str, ami: str) -> None:
 
 def test_our_own_image_must_be_named() -> None:
     with pytest.raises(UserError, match="no image of it is published"):
-        check_image("native", None)
-    check_image("native", "a/b:c")
-    check_image("managed", None)
+        choose_image("native", None, "")
+    assert choose_image("native", "a/b:c", "") == ("a/b:c", AMI_CUDA_13)
+    assert choose_image("managed", None, "eu-west-1") == (managed_image("eu-west-1"), AMI_CUDA_13)
     with pytest.raises(UserError, match="expected the URI of an image"):
-        check_image("managed", "two words")
+        choose_image("managed", "two words", "")
 
 
 # ---- the environment, and its reader --------------------------------------------------------

@@ -11,12 +11,22 @@ import pytest
 from peagle.config import SpeculativeConfig
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource
-from peagle.deploy.speculation import Defaults, SpeculationFlags, decide
+from peagle.deploy.speculation import Defaults, SpeculationFlags, configure_drafts, wanted_drafts
 from peagle.errors import UserError
 
 HEAD = ModelSource("hub", "owner/head")
 KNOWN = Defaults(HEAD, {"num_speculative_tokens": 5}, 8)
 PEAGLE, EAGLE3 = HeadFacts(True, 8), HeadFacts(False, None)
+
+
+def decide(
+    flags: SpeculationFlags, source: Any, defaults: Defaults, facts: HeadFacts | None
+) -> tuple[ModelSource | None, dict[str, Any] | None]:
+    """The head and the configuration of flags, with these facts about the head."""
+    if (wanted := wanted_drafts(flags, defaults)) is None:
+        return None, None
+    read = None if wanted.draft is None else facts
+    return wanted.draft, configure_drafts(wanted, source, defaults, read)
 
 
 def decided(
@@ -27,7 +37,7 @@ def decided(
 ):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return decide(asked, source, defaults, lambda _: facts)
+        return decide(asked, source, defaults, facts)
 
 
 def full(k: int, parallel: bool = True, **more: object) -> dict[str, object]:
@@ -263,6 +273,6 @@ def test_trees_that_are_refused(asked: SpeculationFlags, facts: HeadFacts, messa
 
 def test_deeper_than_the_head_was_trained_for() -> None:
     with pytest.warns(UserWarning, match="is 9, but the head 'owner/head' was trained for 8"):
-        decide(SpeculationFlags(num_speculative_tokens=9), "managed", KNOWN, lambda _: PEAGLE)
+        decide(SpeculationFlags(num_speculative_tokens=9), "managed", KNOWN, PEAGLE)
     with pytest.warns(UserWarning, match="trained for 8"):
-        decide(SpeculationFlags(num_speculative_tokens=9), "managed", KNOWN, lambda _: None)
+        decide(SpeculationFlags(num_speculative_tokens=9), "managed", KNOWN, None)

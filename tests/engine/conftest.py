@@ -15,7 +15,7 @@ from tests.engine.engines import PaddedTorchAttention
 def graphs_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as graphs on a CPU too, where the engine would not."""
     monkeypatch.setattr(
-        "peagle.engine.engine.runs_as_graphs", lambda *parts: not parts[1].enforce_eager
+        "peagle.engine.engine_plan.runs_as_graphs", lambda *parts: not parts[1].enforce_eager
     )
 
 

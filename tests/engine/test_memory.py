@@ -121,8 +121,7 @@ def largest_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     if engine.max_draft_len:
         watch(engine.drafting.proposer.passes, "run", "drafter")
         watch(engine.drafting.proposer.readings, "run", "drafter")
-    nodes = engine._trees.max_nodes if engine._trees else None
-    sizes = {"num_drafts": engine.num_speculative_tokens, "num_nodes": nodes}
+    sizes = {"num_drafts": engine.num_speculative_tokens, "num_nodes": engine._plan.num_nodes}
     sizes |= {"num_resuming": 0, **options}
     run_largest_passes(engine.runner, engine.drafting, engine._features, engine.config, **sizes)
     assert len(engine.sampler.slots._free) == engine.config.max_num_seqs

@@ -135,7 +135,7 @@ def test_engines_with_graphs_count_the_same(
     plain = LLM(model=target, max_num_seqs=2)
     with recorded_passes(plain) as expected:
         texts = plain.generate(list(PROMPTS[:2]), sampling)
-    monkeypatch.setattr("peagle.engine.engine.runs_as_graphs", lambda *parts: True)
+    monkeypatch.setattr("peagle.engine.engine_plan.runs_as_graphs", lambda *parts: True)
     llm = LLM(model=target, max_num_seqs=2)
     llm.requests.add(0, llm.requests.encode(PROMPTS[0]), sampling)
     for _ in range(2):

@@ -90,7 +90,7 @@ def test_what_is_timed(
 def test_steps_of_graphs(
     target_folder: Path, head_folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.engine.engine.runs_as_graphs", lambda *parts: True)
+    monkeypatch.setattr("peagle.engine.engine_plan.runs_as_graphs", lambda *parts: True)
     target = TargetModel.load(target_folder, dtype=torch.float32)
     monkeypatch.setattr(machine_module, "WARM_UP_STEPS", 0)
     acceptance = AcceptanceByK({1: [1.0]})

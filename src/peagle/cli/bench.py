@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from peagle.cli import groups, harness, vllm
-from peagle.cli.flags import Given, group, pick, takes
+from peagle.cli.flags import Given, group, pick, spread, takes
 from peagle.cli.groups import (
     Format,
     MoreHeads,
@@ -27,7 +27,7 @@ from peagle.cli.groups import (
     UseTemplate,
 )
 from peagle.cli.harness import Eagle3, Models, Sets
-from peagle.cli.mix import apply_mix, read_mix
+from peagle.cli.mix import Share, apply_mix, read_mix
 from peagle.cli.progress import ProgressLine, time_text
 from peagle.cli.settings import Layer, Settings, json_object, positive_number, whole_numbers
 from peagle.cli.setup import check_paths, name_target, note, quiet_libraries, thinking_mode
@@ -36,7 +36,7 @@ from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
-from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
+from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
 from peagle.evaluation.journal import BENCH_LOG, read_settings
 from peagle.evaluation.objective import LatencyObjective
 from peagle.evaluation.pivot import bench_pivot
@@ -98,6 +98,88 @@ _PREFIX_CACHING = group(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """The options that `bench` has beside those of groups, as typed."""
+
+    target_model: groups.Model = None
+    flags: VllmFlags = None
+    eagle3: Eagle3 = None
+    method: MoreHeads = None
+    endpoint: list[str] | None = typer.Option(
+        None,
+        metavar="NAME=URL",
+        help="A server with OpenAI's interface, under a name of yours; may be given several "
+        "times. PEAGLE_API_KEY or OPENAI_API_KEY holds its key.",
+    )
+    model: list[str] | None = typer.Option(
+        None,
+        metavar="NAME=MODEL",
+        help="Name of the model at the endpoint NAME.",
+        show_default="the first that the server lists",
+    )
+    extra_body: str | None = typer.Option(
+        None,
+        metavar="JSON",
+        help="Further fields of every request to endpoints.",
+        show_default=False,
+    )
+    mix: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="JSON file that says which requests ask for penalties, log-probabilities, schemas or "
+        "other sampling parameters.",
+        show_default="all requests are alike",
+    )
+    k: str | None = typer.Option(
+        None,
+        "-k",
+        "--num-speculative-tokens",
+        metavar="K,...",
+        help="Draft tokens per step.",
+        show_default="3,5,7, none above what every head was trained for",
+    )
+    concurrency: str = typer.Option(
+        "1,4,16", metavar="C,...", help="Numbers of requests in flight."
+    )
+    sets: Sets = None
+    limit: PromptLimit = None
+    shuffle_seed: ShuffleSeed = None
+    turns: str = typer.Option(
+        "1",
+        metavar="N",
+        help="Turns to send of each prompt that has several, or all; each follows the answer to "
+        "the turn before.",
+    )
+    chat_template: UseTemplate = None
+    thinking: Thinking = None
+    repeats: int = typer.Option(3, help="Measurements of each configuration.")
+    warm_up: int = typer.Option(1, help="Short runs of each before the first measurement.")
+    objective: str | None = typer.Option(
+        None,
+        metavar="BOUNDS",
+        help="Latency to be kept, like ttft=500ms,itl=50ms@p90; tells the most requests per "
+        "second at which each method keeps it.",
+        show_default="none",
+    )
+    price_per_hour: str | None = typer.Option(
+        None,
+        metavar="PRICE",
+        help="What an hour of this machine costs you, in any currency; tells the cost of a million "
+        "output tokens.",
+        show_default="none",
+    )
+    requests_per_second: str | None = typer.Option(
+        None,
+        metavar="N",
+        help="Requests per second that you want to serve; tells how many instances like this "
+        "machine are needed.",
+        show_default="none",
+    )
+    output: Results = None
+    output_format: Format = OutputFormat.TEXT
+
+
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
     *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
@@ -111,85 +193,8 @@ _PREFIX_CACHING = group(
     *_PREFIX_CACHING,
     *vllm.OPTIONS,
 )
-def bench(
-    given: Given,
-    target_model: groups.Model = None,
-    flags: VllmFlags = None,
-    eagle3: Eagle3 = None,
-    method: MoreHeads = None,
-    endpoint: list[str] | None = typer.Option(
-        None,
-        metavar="NAME=URL",
-        help="A server with OpenAI's interface, under a name of yours; may be given several "
-        "times. PEAGLE_API_KEY or OPENAI_API_KEY holds its key.",
-    ),
-    model: list[str] | None = typer.Option(
-        None,
-        metavar="NAME=MODEL",
-        help="Name of the model at the endpoint NAME.",
-        show_default="the first that the server lists",
-    ),
-    extra_body: str | None = typer.Option(
-        None,
-        metavar="JSON",
-        help="Further fields of every request to endpoints.",
-        show_default=False,
-    ),
-    mix: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="JSON file that says which requests ask for penalties, log-probabilities, schemas or "
-        "other sampling parameters.",
-        show_default="all requests are alike",
-    ),
-    k: str | None = typer.Option(
-        None,
-        "-k",
-        "--num-speculative-tokens",
-        metavar="K,...",
-        help="Draft tokens per step.",
-        show_default="3,5,7, none above what every head was trained for",
-    ),
-    concurrency: str = typer.Option(
-        "1,4,16", metavar="C,...", help="Numbers of requests in flight."
-    ),
-    sets: Sets = None,
-    limit: PromptLimit = None,
-    shuffle_seed: ShuffleSeed = None,
-    turns: str = typer.Option(
-        "1",
-        metavar="N",
-        help="Turns to send of each prompt that has several, or all; each follows the answer to "
-        "the turn before.",
-    ),
-    chat_template: UseTemplate = None,
-    thinking: Thinking = None,
-    repeats: int = typer.Option(3, help="Measurements of each configuration."),
-    warm_up: int = typer.Option(1, help="Short runs of each before the first measurement."),
-    objective: str | None = typer.Option(
-        None,
-        metavar="BOUNDS",
-        help="Latency to be kept, like ttft=500ms,itl=50ms@p90; tells the most requests per "
-        "second at which each method keeps it.",
-        show_default="none",
-    ),
-    price_per_hour: str | None = typer.Option(
-        None,
-        metavar="PRICE",
-        help="What an hour of this machine costs you, in any currency; tells the cost of a million "
-        "output tokens.",
-        show_default="none",
-    ),
-    requests_per_second: str | None = typer.Option(
-        None,
-        metavar="N",
-        help="Requests per second that you want to serve; tells how many instances like this "
-        "machine are needed.",
-        show_default="none",
-    ),
-    output: Results = None,
-    output_format: Format = OutputFormat.TEXT,
-) -> None:
+@spread
+def bench(given: Given, options: BenchOptions) -> None:
     """Measure throughput and latency by method, K and concurrency.
 
     Of prompts with several turns the first is sent, or as many as --turns says. All configurations
@@ -198,132 +203,116 @@ def bench(
     sets have one table of acceptance length and speed-up by method, K and set. For a mixture of
     experts the result also has the distinct experts that a decode step touches in a layer.
     """
-    target_model, flags = vllm.model_and_flags(target_model, flags)
-    name_target(given, target_model)
-    ks = [] if k is None else [*whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)]
-    loads = whole_numbers("--concurrency", concurrency, 4096)
-    for name, value, least in (("--repeats", repeats, 1), ("--warm-up", warm_up, 0)):
-        if value < least:
-            raise UserError(f"{name} is {value}; expected at least {least}.")
-    num_turns = None if turns == "all" else _whole_turns(turns)
-    price = positive_number("--price-per-hour", price_per_hour, "4.50")
-    wanted = positive_number("--requests-per-second", requests_per_second, "20")
-    thinking = thinking_mode(thinking, chat_template)
-    bounds = LatencyObjective.parse(objective) if objective else None
-    fields = json_object(extra_body, '{"top_k": 20}') if extra_body else {}
-    if model and not endpoint and "=" not in model[0]:
-        raise UserError(
-            f"--model is {model[0]!r} without --endpoint; name a model here with --target "
-            f"{model[0]}, or as the first word: peagle bench {model[0]}."
-        )
-    urls, names = _named("--endpoint", endpoint, "URL"), _named("--model", model, "MODEL")
-    if unknown := sorted(set(names) - set(urls)):
-        raise UserError(f"--model names the endpoint {unknown[0]!r}; there is no such one.")
-    on_vllm = vllm.is_vllm(given, flags)
-    if on_vllm and _TREES in given:
-        raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
-    if on_vllm and given.value(_DRAFT_SAMPLING, "argmax") != "argmax":
-        raise UserError(
-            f"--draft-sampling is {given.value(_DRAFT_SAMPLING)!r}; with --engine vllm drafts are "
-            "measured as argmax. Leave it out."
-        )
-    if on_vllm and NGRAM in (method or ()):
-        raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
-    check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
-    params = Settings(Layer(dict(given))).build("sampling")
-    shares = read_mix(mix) if mix else []
-    has_engines = any(key.startswith(_OF_ENGINES) for key in given) or eagle3 or method or on_vllm
-    heads = []
-    if has_engines or not urls:
-        heads = harness.named_methods(given, eagle3, method or [], ngram=False)
-    prompts = harness.load_prompts(sets, limit, shuffle_seed)
-    settings = {
-        "sets": {name: len(own) for name, own in prompts.items()},
-        "max_new_tokens": params.max_tokens,
-        **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
-        **{name: getattr(params, name) for name in ("top_p", "seed")},
-        "concurrency": list(loads),
-        "repeats": repeats,
-        "warm_up": warm_up,
-        "objective": None if bounds is None else asdict(bounds),
-        **({"mix": [share.entry for share in shares]} if shares else {}),
-        **{"thinking": thinking, "extra_body": fields},
-    }
-    known = {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
-    harness.check_output(output, BENCH_LOG, read_settings, known)
-    found = harness.find_models(given, heads) if heads else None
-    quiet_libraries()
-    from peagle.evaluation.endpoint import EndpointBackend
-    from peagle.evaluation.report.advice import throughput_advice
-    from peagle.evaluation.sweep import Sweep
-    from peagle.evaluation.throughput import summarize
-    from peagle.evaluation.touched_experts import count_experts
-    from peagle.evaluation.turns import bench_with_turns, sent_turns
+    results = _run(given, _plan(given, options))
     from peagle.results import THROUGHPUT
 
-    sent = sent_turns(prompts, num_turns)
-    extra = harness.template_fields(thinking, fields)
-    servers = {
-        name: EndpointBackend(url, names.get(name), extra_body=extra, report=False)
-        for name, url in urls.items()
-    }
-    arms: list[Arm] = []
-    note_once = cache(note)
-    models: Models | None = None
-    if found is not None:
-        installation = vllm.find(given) if on_vllm else None
-        models = harness.load_models(given, heads, found, whole=not on_vllm)
-        ks = ks or sorted({min(k, models.default_k) for k in _DEFAULT_KS})
-        dtype, device = models.dtype, models.target.device
-        if installation is None:
-            arms, identity = _engine_arms(given, models, ks, max(loads), thinking)
-        else:
-            device = vllm.device_of(installation)
-            arms, identity, dtype = _vllm_arms(
-                given, flags, models, ks, max(loads), installation, extra, note_once
-            )
-    arms += _server_arms(servers, arms)
-    chat = _is_chat(chat_template, models, servers)
-    if not chat:
-        harness.note_plain_prompts(prompts)
-    sweep = Sweep(
-        arms,
-        {
-            name: apply_mix(_requests(own, params, chat, num_turns), shares)
-            for name, own in prompts.items()
-        },
-        loads,
-        repeats,
-        warm_up,
+    text = result_text(results)
+    harness.conclude(results, text, THROUGHPUT, options.output, options.output_format)
+
+
+# ---- the plan -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """What `bench` measures, decided before a model is loaded.
+
+    Attributes:
+        flags: of vLLM.
+        ks: () takes a few that the heads were trained for.
+        num_turns: turns that are sent of a prompt; None is all of them.
+        extra_body: further fields of every request to a server, as given.
+        endpoints: the URL and the model, if it is named, of each server.
+        heads: the methods here; [] where only servers are measured.
+    """
+
+    options: BenchOptions
+    flags: list[str]
+    is_on_vllm: bool
+    ks: tuple[int, ...]
+    loads: tuple[int, ...]
+    num_turns: int | None
+    price_per_hour: float | None
+    requests_per_second: float | None
+    thinking: bool | None
+    objective: LatencyObjective | None
+    extra_body: dict[str, Any]
+    endpoints: dict[str, tuple[str, str | None]]
+    params: SamplingParams
+    shares: list[Share]
+    heads: list[DecodingMethod]
+    prompts: dict[str, list[Prompt]]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the results, without the chat template."""
+        params = self.params
+        return {
+            "sets": {name: len(own) for name, own in self.prompts.items()},
+            "max_new_tokens": params.max_tokens,
+            **{name: getattr(params, name) for name in ("ignore_eos", "temperature", "top_k")},
+            **{name: getattr(params, name) for name in ("top_p", "seed")},
+            "concurrency": list(self.loads),
+            "repeats": self.options.repeats,
+            "warm_up": self.options.warm_up,
+            "objective": None if self.objective is None else asdict(self.objective),
+            **({"mix": [share.entry for share in self.shares]} if self.shares else {}),
+            **{"thinking": self.thinking, "extra_body": self.extra_body},
+        }
+
+
+def _plan(given: Given, options: BenchOptions) -> BenchPlan:
+    """Check the options, and read the prompts that they name."""
+    target_model, flags = vllm.model_and_flags(options.target_model, options.flags)
+    name_target(given, target_model)
+    ks = () if options.k is None else whole_numbers("-k", options.k, MAX_SPECULATIVE_TOKENS)
+    loads = whole_numbers("--concurrency", options.concurrency, 4096)
+    for name, value, least in (("repeats", options.repeats, 1), ("warm-up", options.warm_up, 0)):
+        if value < least:
+            raise UserError(f"--{name} is {value}; expected at least {least}.")
+    num_turns = None if options.turns == "all" else _whole_turns(options.turns)
+    price = positive_number("--price-per-hour", options.price_per_hour, "4.50")
+    wanted = positive_number("--requests-per-second", options.requests_per_second, "20")
+    thinking = thinking_mode(options.thinking, options.chat_template)
+    objective = LatencyObjective.parse(options.objective) if options.objective else None
+    fields = json_object(options.extra_body, '{"top_k": 20}') if options.extra_body else {}
+    endpoints = _endpoints(options.endpoint, options.model)
+    is_on_vllm = vllm.is_vllm(given, flags)
+    if is_on_vllm and _TREES in given:
+        raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
+    eagle3, methods = options.eagle3, options.method or []
+    if is_on_vllm:
+        vllm.refuse_unmeasured(given, methods)
+    check_paths(given.value("target"), given.value("speculative.model"), eagle3, methods)
+    params = Settings(Layer(dict(given))).build("sampling")
+    shares = read_mix(options.mix) if options.mix else []
+    has_engines = any(key.startswith(_OF_ENGINES) for key in given) or eagle3 or methods
+    heads = []
+    if has_engines or is_on_vllm or not endpoints:
+        heads = harness.named_methods(given, eagle3, methods, ngram=False)
+    prompts = harness.load_prompts(options.sets, options.limit, options.shuffle_seed)
+    plan = BenchPlan(
+        *(options, flags, is_on_vllm, ks, loads, num_turns, price, wanted, thinking, objective),
+        *(fields, endpoints, params, shares, heads, prompts),
     )
-    if models is not None:
-        provenance = harness.provenance(models.name, dtype, device)
-    else:
-        served = dict.fromkeys(server.model for server in servers.values())
-        provenance, identity = harness.provenance(", ".join(served), ""), {}
-    settings["chat_template"] = chat
-    log = _open_journal(output, sweep, sent, provenance, settings, identity)
-    view = BenchView(on_gpu=any(arm.device and arm.device.type == "cuda" for arm in arms))
-    with harness.resumable(view.close, output, log):
-        measured = sweep.run(log, view)
-        experts = count_experts(sweep, log)
-    results = summarize(
-        measured,
-        bounds,
-        provenance=provenance,
-        settings=settings,
-        training={} if models is None else _training(models),
-        experts=experts,
-        turns=sent,
-        price_per_hour=price,
-        requests_per_second=wanted,
-    )
-    advice = throughput_advice(bench_with_turns(results))
-    results = results.model_copy(update={"advice": advice})
-    backends = dict.fromkeys(arm.backend for arm in arms)
-    for text in dict.fromkeys(text for one in backends for text in getattr(one, "notes", ())):
-        note_once(text)
-    harness.conclude(results, result_text(results), THROUGHPUT, output, output_format)
+    known = {name: value for name, value in plan.settings.items() if name not in _MAY_DIFFER}
+    harness.check_output(options.output, BENCH_LOG, read_settings, known)
+    return plan
+
+
+def _endpoints(
+    urls: Sequence[str] | None, models: Sequence[str] | None
+) -> dict[str, tuple[str, str | None]]:
+    """Return the URL of each server, and the model if one is named."""
+    if models and not urls and "=" not in models[0]:
+        raise UserError(
+            f"--model is {models[0]!r} without --endpoint; name a model here with --target "
+            f"{models[0]}, or as the first word: peagle bench {models[0]}."
+        )
+    found, names = _named("--endpoint", urls, "URL"), _named("--model", models, "MODEL")
+    if unknown := sorted(set(names) - set(found)):
+        raise UserError(f"--model names the endpoint {unknown[0]!r}; there is no such one.")
+    return {name: (url, names.get(name)) for name, url in found.items()}
 
 
 def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str]:
@@ -342,86 +331,154 @@ def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str
     return found
 
 
+# ---- the run --------------------------------------------------------------------------------
+
+
+def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
+    """Load the models, and measure what the output folder does not hold yet."""
+    found = harness.find_models(given, plan.heads) if plan.heads else None
+    quiet_libraries()
+    from peagle.evaluation.endpoint import EndpointBackend
+    from peagle.evaluation.report.advice import throughput_advice
+    from peagle.evaluation.sweep import Sweep
+    from peagle.evaluation.throughput import summarize
+    from peagle.evaluation.touched_experts import count_experts
+    from peagle.evaluation.turns import bench_with_turns, sent_turns
+
+    sent = sent_turns(plan.prompts, plan.num_turns)
+    extra = harness.template_fields(plan.thinking, plan.extra_body)
+    servers = {
+        name: EndpointBackend(url, model, extra_body=extra, report=False)
+        for name, (url, model) in plan.endpoints.items()
+    }
+    note_once = cache(note)
+    if found is None:
+        models, arms, identity = None, [], {}
+        served = dict.fromkeys(server.model for server in servers.values())
+        provenance = harness.provenance(", ".join(served), "")
+    else:
+        installation = vllm.find(given) if plan.is_on_vllm else None
+        models = harness.load_models(given, plan.heads, found, whole=not plan.is_on_vllm)
+        if installation is None:
+            device = models.target.device
+            arms, identity, dtype = _engine_arms(given, plan, models)
+        else:
+            device = vllm.device_of(installation)
+            arms, identity, dtype = _vllm_arms(given, plan, models, installation, note_once)
+        provenance = harness.provenance(models.name, dtype, device)
+    arms += _server_arms(servers, arms)
+    chat = _is_chat(plan.options.chat_template, models, servers)
+    if not chat:
+        harness.note_plain_prompts(plan.prompts)
+    requests = {name: _requests(own, plan, chat) for name, own in plan.prompts.items()}
+    sweep = Sweep(arms, requests, plan.loads, plan.options.repeats, plan.options.warm_up)
+    settings = plan.settings | {"chat_template": chat}
+    log = _open_journal(plan.options.output, sweep, sent, provenance, settings, identity)
+    view = BenchView(on_gpu=any(arm.device and arm.device.type == "cuda" for arm in arms))
+    with harness.resumable(view.close, plan.options.output, log):
+        measured = sweep.run(log, view)
+        experts = count_experts(sweep, log)
+    results = summarize(
+        measured,
+        plan.objective,
+        provenance=provenance,
+        settings=settings,
+        training={} if models is None else _training(models),
+        experts=experts,
+        turns=sent,
+        price_per_hour=plan.price_per_hour,
+        requests_per_second=plan.requests_per_second,
+    )
+    advice = throughput_advice(bench_with_turns(results))
+    backends = dict.fromkeys(arm.backend for arm in arms)
+    for text in dict.fromkeys(text for one in backends for text in getattr(one, "notes", ())):
+        note_once(text)
+    return results.model_copy(update={"advice": advice})
+
+
 # ---- arms -----------------------------------------------------------------------------------
 
 
+def _ks(plan: BenchPlan, models: Models) -> Sequence[int]:
+    """Return the K to measure: those given, else a few that every head was trained for."""
+    return plan.ks or sorted({min(k, models.default_k) for k in _DEFAULT_KS})
+
+
 def _engine_arms(
-    given: Given, models: Models, ks: Sequence[int], most_in_flight: int, thinking: bool | None
-) -> tuple[list[Arm], dict[str, Any]]:
-    """Build engines of plain decoding and every method at every K; return their identity too."""
+    given: Given, plan: BenchPlan, models: Models
+) -> tuple[list[Arm], dict[str, Any], str]:
+    """Build engines of plain decoding and every method at every K.
+
+    Return their identity and the data type, too.
+    """
     import torch
 
     from peagle.evaluation.engine_backend import EngineBackend, build
-    from peagle.evaluation.journal import weights_digest
     from peagle.evaluation.sweep import Arm
 
     head_options = Settings(Layer(dict(given))).section("speculative")
     head_options.pop("model", None)
-    heads = [(one, k) for one in models.methods for k in one.depths(ks)]
+    heads = [(one, k) for one in models.methods for k in one.depths(_ks(plan, models))]
     every = [(DecodingMethod(PLAIN), 0), *heads]
     # Of a method with trees they are part of its own configuration.
     options = {n: value for n, value in head_options.items() if f"speculative.{n}" != _TREES}
     configurations = {
         f"{one.name} K={k}": one.config(k, **options if one.folder else {}) for one, k in every
     }
-    sizes = {"max_num_seqs": most_in_flight, **models.engine_options}
+    sizes = {"max_num_seqs": max(plan.loads), **models.engine_options}
     note(f"building {len(every)} engines on {models.name}")
     llms = build(models.target, configurations, **sizes)
     device = models.target.device
     arms = [
-        Arm(one.name, one.source, k, EngineBackend(llm, thinking=thinking), device)
+        Arm(one.name, one.source, k, EngineBackend(llm, thinking=plan.thinking), device)
         for (one, k), llm in zip(every, llms.values(), strict=True)
     ]
-    return arms, {
-        "target_sha256": models.target_sha256,
-        "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
-        "engines": {"peagle": {**sizes, **head_options, "threads": torch.get_num_threads()}},
-    }
+    options = {**sizes, **head_options, "threads": torch.get_num_threads()}
+    return arms, _identity(models, "peagle", options), models.dtype
 
 
 def _vllm_arms(
     given: Given,
-    flags: Sequence[str],
+    plan: BenchPlan,
     models: Models,
-    ks: Sequence[int],
-    most_in_flight: int,
     installation: VllmInstallation,
-    extra_body: Mapping[str, Any],
     note_once: Callable[[str], None],
 ) -> tuple[list[Arm], dict[str, Any], str]:
     """Make arms that start vLLM for plain decoding and for every method at every K.
 
     Return their identity, and the data type that vLLM takes, too.
     """
-    from peagle.evaluation.journal import weights_digest
     from peagle.evaluation.sweep import Arm
     from peagle.evaluation.vllm_server import ENGINE, VllmOnDemand, vllm_backend
 
-    device = vllm.device_of(installation)
+    device, most_in_flight = vllm.device_of(installation), max(plan.loads)
+    extra = harness.template_fields(plan.thinking, plan.extra_body)
     arms: list[Arm] = []
-    every = [(DecodingMethod(PLAIN), 0), *((one, k) for one in models.methods for k in ks)]
-    for one, k in every:
-        launch = vllm.launch_for(
-            *(given, flags, models.folder, one.folder or None, k), max_num_seqs=most_in_flight
-        )
-        start = partial(
-            vllm_backend, launch, installation, say=vllm.say, note=note_once, extra_body=extra_body
-        )
+    heads = [(one, k) for one in models.methods for k in _ks(plan, models)]
+    for one, k in [(DecodingMethod(PLAIN), 0), *heads]:
+        asked = given, plan.flags, models.folder, one.folder or None, k
+        launch = vllm.launch_for(*asked, max_num_seqs=most_in_flight)
+        more = {"say": vllm.say, "note": note_once, "extra_body": extra}
+        start = partial(vllm_backend, launch, installation, **more)
         backend = VllmOnDemand(start)
         arms.append(Arm(one.name, one.source, k, backend, device, backend.close))
     dtype = launch.dtype_on(installation)
-    options = {"version": installation.version, "flags": list(flags)}
+    options = {"version": installation.version, "flags": list(plan.flags)}
     options |= {"threads": given.value("threads")}
     options |= {"max_num_seqs": most_in_flight, **models.engine_options}
-    return (
-        arms,
-        {
-            "target_sha256": models.target_sha256,
-            "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
-            "engines": {ENGINE: options},
-        },
-        models.dtype if dtype == "auto" else dtype,
-    )
+    identity = _identity(models, ENGINE, options)
+    return arms, identity, models.dtype if dtype == "auto" else dtype
+
+
+def _identity(models: Models, engine: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tells these measurements from those of other models and engines."""
+    from peagle.evaluation.journal import weights_digest
+
+    return {
+        "target_sha256": models.target_sha256,
+        "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
+        "engines": {engine: options},
+    }
 
 
 def _server_arms(servers: Mapping[str, EndpointBackend], engines: Sequence[Arm]) -> list[Arm]:
@@ -457,22 +514,21 @@ def _whole_turns(text: str) -> int:
     return int(text)
 
 
-def _requests(
-    prompts: Sequence[Prompt], params: SamplingParams, chat: bool, num_turns: int | None
-) -> list[Request]:
-    """Make a request of each prompt, with its first turns; None is all of them."""
+def _requests(prompts: Sequence[Prompt], plan: BenchPlan, chat: bool) -> list[Request]:
+    """Make a request of each prompt, with its first turns and its share of the mix."""
     from peagle.evaluation.decoding import Request
 
-    return [
+    requests = [
         Request(
             prompt.id,
             prompt.messages if chat else prompt.text,
-            params,
-            prompt.turns[1:num_turns],
+            plan.params,
+            prompt.turns[1 : plan.num_turns],
             prompt.tools,
         )
         for prompt in prompts
     ]
+    return apply_mix(requests, plan.shares)
 
 
 def _is_chat(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +14,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from peagle.cli import groups
-from peagle.cli.flags import Flag, Given, pick, takes
+from peagle.cli.flags import Flag, Given, pick, spread, takes
 from peagle.cli.groups import ChatTemplate, Format, OutputFormat, Split
 from peagle.cli.main import CONTEXT, with_examples
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Setting
 from peagle.cli.setup import Setup, check_paths, note, quiet_libraries
 from peagle.cli.terminal import bright, dim, has_styles, printable
-from peagle.config import require_writable_file, require_writable_folder
+from peagle.config import EngineConfig, require_writable_file, require_writable_folder
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from peagle.data.feature_writer import FeatureProgress
+    from peagle.data.feature_writer import DiskNeed, FeatureProgress, FeatureWriter
     from peagle.data.inspect import Inspection
     from peagle.data.prepare import PrepareSummary
     from peagle.data.readers import AskedConversation, DropCounts, Dropped
@@ -191,137 +191,172 @@ Interrupted? The same command again goes on after the last whole shard.
 _GIB = 2**30
 
 
-def features(
+@dataclass(frozen=True, slots=True)
+class FeaturesOptions:
+    """The options of `peagle data features`, as typed."""
+
     file: Path = typer.Argument(
         ..., metavar="TRAIN_FILE", help="Training data: .safetensors or .jsonl."
-    ),
-    target: str = typer.Option(..., help="The target: a folder, a GGUF file or a hub id."),
-    output: Path = typer.Option(..., "--output", "-o", help="Folder of the store."),
+    )
+    target: str = typer.Option(..., help="The target: a folder, a GGUF file or a hub id.")
+    output: Path = typer.Option(..., "--output", "-o", help="Folder of the store.")
     aux_layer_ids: str | None = typer.Option(
         None,
         metavar="IDS",
         help="Layers whose entering states make the feature, as in 2,18,33.",
         show_default="those of a new head",
-    ),
+    )
     dtype: Literal["bf16", "fp8", "fp32"] = typer.Option(
         "bf16", help="Type of stored features; fp8 adds a scale per position and layer."
-    ),
+    )
     target_dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = typer.Option(
         "auto",
         help="Type in which the target runs.",
         show_default="bfloat16 on a GPU, else float32",
-    ),
+    )
     quantization: Literal["fp8", "int8", "int4"] | None = typer.Option(
         None,
         help="Type that the weights of the target's layers get when they are loaded.",
         show_default="as stored",
-    ),
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = typer.Option(
         "auto",
         help="Type of the KV cache of the engine that is trained for; fp8 rounds keys and values.",
-    ),
+    )
     max_length: int | None = typer.Option(
         None,
         min=8,
         help="Cut longer sequences here; must equal data.max_length of the training run.",
         show_default="its default",
-    ),
+    )
     max_disk_gib: float | None = typer.Option(
         None, help="Largest size of the store.", show_default="the free space"
-    ),
-    shard_gib: float = typer.Option(1.0, help="Size of a shard."),
-    batch_tokens: int = typer.Option(16384, min=1, help="Tokens that the target runs at a time."),
-    device: str = typer.Option("auto", help="Device: auto, cpu or cuda."),
+    )
+    shard_gib: float = typer.Option(1.0, help="Size of a shard.")
+    batch_tokens: int = typer.Option(16384, min=1, help="Tokens that the target runs at a time.")
+    device: str = typer.Option("auto", help="Device: auto, cpu or cuda.")
     verify: bool = typer.Option(
         False, "--verify", help="Compare existing shards with their hashes."
-    ),
-    output_format: Format = OutputFormat.TEXT,
-) -> None:
+    )
+    output_format: Format = OutputFormat.TEXT
+
+
+@spread
+def features(options: FeaturesOptions) -> None:
     """Store the target's hidden states of training data, to train from them.
 
     For each sequence: the features of every position, and the final hidden states of the response,
     which the head imitates. Shards are written whole or not at all; existing shards are kept.
     """
-    if max_disk_gib is not None and not max_disk_gib >= 0:
-        raise UserError(f"--max-disk-gib is {max_disk_gib}; expected a size of 0 or more.")
-    if not shard_gib > 0:
-        raise UserError(f"--shard-gib is {shard_gib}; expected a size above 0.")
-    require_writable_folder(output, "--output")
-    parts = [] if aux_layer_ids is None else [one.strip() for one in aux_layer_ids.split(",")]
+    plan = _plan_features(options)
+    shards, missing = len(plan.writer.plans), len(plan.writer.missing)
+    _show_plan(options, plan)
+    if options.verify:
+        plan.writer.verify()
+    computed, seconds = _write_features(options, plan) if missing else (0, 0.0)
+    facts, need = plan.writer.facts, plan.need
+    if options.output_format is OutputFormat.JSON:
+        counts = {"output": str(options.output), "bytes": need.total, "num_shards": shards}
+        counts |= {"computed_tokens": computed, "seconds": seconds, "verified": options.verify}
+        print(json.dumps(asdict(facts) | counts))
+        return
+    from peagle.disk import size_text
+
+    state = "whole and as it was written" if options.verify else "whole"
+    speed = f", {computed / seconds:,.0f} tokens/s" if seconds else ""
+    print(
+        f"{options.output}: {state}, {facts.num_sequences:,} sequences in {shards} shards, "
+        f"{size_text(need.total)}; computed {computed:,} tokens in {seconds:.1f} s{speed}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesPlan:
+    """A store that fits the disk, and the folder of the target that is still to be loaded."""
+
+    folder: Path
+    engine: EngineConfig
+    writer: FeatureWriter
+    need: DiskNeed
+
+
+def _plan_features(options: FeaturesOptions) -> FeaturesPlan:
+    """Check the options, read the data, and lay out the store; the target's layers stay unread."""
+    if options.max_disk_gib is not None and not options.max_disk_gib >= 0:
+        raise UserError(f"--max-disk-gib is {options.max_disk_gib}; expected a size of 0 or more.")
+    if not options.shard_gib > 0:
+        raise UserError(f"--shard-gib is {options.shard_gib}; expected a size above 0.")
+    require_writable_folder(options.output, "--output")
+    ids = options.aux_layer_ids
+    parts = [] if ids is None else [one.strip() for one in ids.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise UserError(
-            f"--aux-layer-ids is {aux_layer_ids!r}; expected layer numbers, as in 2,18,33."
-        )
-    check_paths(target)
-    if not file.is_file():
-        raise UserError(f"The data file {str(file)!r} is not there.")
+        raise UserError(f"--aux-layer-ids is {ids!r}; expected layer numbers, as in 2,18,33.")
+    check_paths(options.target)
+    if not options.file.is_file():
+        raise UserError(f"The data file {str(options.file)!r} is not there.")
     quiet_libraries()
-    from peagle.config.engine import EngineConfig
     from peagle.data.dataset import ResponseDataset
     from peagle.data.feature_writer import FeatureWriter
     from peagle.data.features import StoreFacts
-    from peagle.disk import size_text
-    from peagle.engine.placement import load_target, resolve_device, resolve_dtype
+    from peagle.engine.placement import resolve_device, resolve_dtype
     from peagle.models.loading import resolve_model
-    from peagle.models.target import (
-        check_aux_layer_ids,
-        default_aux_layer_ids,
-        load_tokenizer,
-    )
+    from peagle.models.target import check_aux_layer_ids, default_aux_layer_ids, load_tokenizer
     from peagle.models.target_ends import TargetEnds
     from peagle.models.target_facts import precision_text
     from peagle.training.config import DataSection
 
-    where = resolve_device(device)
-    engine = EngineConfig(target_dtype, quantization, device, kv_cache_dtype=kv_cache_dtype)
-    folder = resolve_model(target)
+    where, kv_dtype = resolve_device(options.device), options.kv_cache_dtype
+    engine = EngineConfig(
+        options.target_dtype, options.quantization, options.device, kv_cache_dtype=kv_dtype
+    )
+    folder = resolve_model(options.target)
     # Sizes and identity of the target, without its layers: refusals come before the long part.
     ends = TargetEnds.load(folder)
     chosen = tuple(map(int, parts)) or default_aux_layer_ids(ends.num_layers)
     check_aux_layer_ids(chosen, ends.num_layers)
-    longest: int = max_length or DataSection.model_fields["max_length"].default
-    dataset = ResponseDataset.load(file, load_tokenizer(folder), ends.vocab_size, longest)
-    name = str(resolve_dtype(target_dtype, where)).removeprefix("torch.")
-    name = precision_text(name, quantization, kv_cache_dtype)
-    facts = StoreFacts.of(dataset, ends, chosen, dtype, name, round(shard_gib * _GIB))
-    writer = FeatureWriter(output, dataset, facts)
-    need = writer.check_disk(None if max_disk_gib is None else round(max_disk_gib * _GIB))
-    shards, missing = len(writer.plans), len(writer.missing)
-    plan = (
+    longest: int = options.max_length or DataSection.model_fields["max_length"].default
+    tokenizer = load_tokenizer(folder)
+    dataset = ResponseDataset.load(options.file, tokenizer, ends.vocab_size, longest)
+    name = str(resolve_dtype(options.target_dtype, where)).removeprefix("torch.")
+    name = precision_text(name, options.quantization, kv_dtype)
+    shard_bytes, most = round(options.shard_gib * _GIB), options.max_disk_gib
+    facts = StoreFacts.of(dataset, ends, chosen, options.dtype, name, shard_bytes)
+    writer = FeatureWriter(options.output, dataset, facts)
+    need = writer.check_disk(None if most is None else round(most * _GIB))
+    return FeaturesPlan(folder, engine, writer, need)
+
+
+def _show_plan(options: FeaturesOptions, plan: FeaturesPlan) -> None:
+    """Print the size of the store to standard error, and how much of it is there."""
+    from peagle.disk import size_text
+
+    facts, need = plan.writer.facts, plan.need
+    shards, missing = len(plan.writer.plans), len(plan.writer.missing)
+    text = (
         f"{facts.num_sequences:,} sequences, {facts.num_tokens:,} tokens: "
         f"{size_text(need.total)} ({need.total:,} bytes) in {shards} shards, "
-        f"layers {','.join(map(str, chosen))} in {dtype}; {size_text(need.free)} are free"
+        f"layers {','.join(map(str, facts.aux_layer_ids))} in {options.dtype}; "
+        f"{size_text(need.free)} are free"
     )
     if missing < shards:
-        plan += f"; {shards - missing} shards are there, {size_text(need.missing)} to write"
-    print(f"peagle: {plan}", file=sys.stderr)
-    if verify:
-        writer.verify()
-    computed, seconds = 0, 0.0
-    if missing:
-        del ends
-        model = load_target(folder, engine)
-        with ProgressLine("token") as line:
-            try:
-                done = writer.write(model, batch_tokens, partial(_show_features, line))
-            except KeyboardInterrupt:
-                whole = shards - len(writer.missing)
-                line.print(
-                    f"{whole} of {shards} shards are whole; the same command goes on after them"
-                )
-                raise
-        computed, seconds = done.tokens, done.seconds
-    if output_format is OutputFormat.JSON:
-        counts = {"output": str(output), "bytes": need.total, "num_shards": shards}
-        counts |= {"computed_tokens": computed, "seconds": seconds, "verified": verify}
-        print(json.dumps(asdict(facts) | counts))
-        return
-    state = "whole and as it was written" if verify else "whole"
-    speed = f", {computed / seconds:,.0f} tokens/s" if seconds else ""
-    print(
-        f"{output}: {state}, {facts.num_sequences:,} sequences in {shards} shards, "
-        f"{size_text(need.total)}; computed {computed:,} tokens in {seconds:.1f} s{speed}"
-    )
+        text += f"; {shards - missing} shards are there, {size_text(need.missing)} to write"
+    print(f"peagle: {text}", file=sys.stderr)
+
+
+def _write_features(options: FeaturesOptions, plan: FeaturesPlan) -> tuple[int, float]:
+    """Run the target for the missing shards; return the computed tokens and the seconds."""
+    from peagle.engine.placement import load_target
+
+    model, writer = load_target(plan.folder, plan.engine), plan.writer
+    with ProgressLine("token") as line:
+        try:
+            done = writer.write(model, options.batch_tokens, partial(_show_features, line))
+        except KeyboardInterrupt:
+            shards = len(writer.plans)
+            whole = shards - len(writer.missing)
+            line.print(f"{whole} of {shards} shards are whole; the same command goes on after them")
+            raise
+    return done.tokens, done.seconds
 
 
 def _show_features(line: ProgressLine, progress: FeatureProgress) -> None:
@@ -353,7 +388,10 @@ Prompts and responses as plain text, for a base model; drop what is too long:
 _SHARE = 0.02
 
 
-def prepare(
+@dataclass(frozen=True, slots=True)
+class PrepareOptions:
+    """The options of `peagle data prepare`, as typed."""
+
     sources: list[Path] = typer.Argument(
         ...,
         metavar="FILE...",
@@ -361,51 +399,70 @@ def prepare(
         'wrote (save_to_disk), with {"messages"}, {"prompt", "response"}, token ids '
         '({"prompt_token_ids", "response_token_ids"} or {"input_ids", "loss_mask"}); or '
         ".safetensors written by this command.",
-    ),
+    )
     target: str = typer.Option(
         ..., help="Target whose tokenizer reads the data: a folder, a GGUF file or a hub id."
-    ),
+    )
     output: Path = typer.Option(
         ..., "--output", "-o", help="Training data: .safetensors or .jsonl."
-    ),
-    split: Split = None,
+    )
+    split: Split = None
     validation: Path | None = typer.Option(
         None,
         help="Second output, for validation.",
         show_default="NAME.validation.SUFFIX beside the output, if there is a share",
-    ),
+    )
     validation_share: float | None = typer.Option(
         None,
         help="Share of the conversations for validation, chosen by hash, at least one.",
         show_default=f"{_SHARE} with --validation, else 0",
-    ),
-    max_length: int = typer.Option(8192, help="Largest number of tokens of a sample."),
+    )
+    max_length: int = typer.Option(8192, help="Largest number of tokens of a sample.")
     long: Literal["truncate", "drop"] = typer.Option(
         "truncate", help="Cut longer samples, or leave them out."
-    ),
+    )
     thinking: bool | None = typer.Option(
         None,
         "--thinking/--no-thinking",
         help="Thinking mode in which the head will serve; needed if the chat template has one.",
         show_default=False,
-    ),
-    chat_template: ChatTemplate = None,
+    )
+    chat_template: ChatTemplate = None
     chat: bool | None = typer.Option(
         None,
         "--chat/--raw",
         help="Render prompt and response with the chat template, or take them as they stand.",
         show_default="chat if the tokenizer has a template",
-    ),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace existing outputs."),
-    output_format: Format = OutputFormat.TEXT,
-) -> None:
+    )
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace existing outputs.")
+    output_format: Format = OutputFormat.TEXT
+
+
+@spread
+def prepare(options: PrepareOptions) -> None:
     """Tokenise conversations and responses for training.
 
     Only the target's own tokens are supervised: answers with their end-of-turn token, each behind
     the prompt that serving would have made. The answers of a conversation share a sample where the
     chat template renders earlier turns alike. The command counts what it leaves out, by reason.
     """
-    share = validation_share
+    plan = _plan_preparation(options)
+    report = _prepare(options, plan)
+    _print_preparation(report, options, plan.validation)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparePlan:
+    """The tables to read, and what becomes of them."""
+
+    sources: list[Path]
+    validation: Path | None
+    share: float
+
+
+def _plan_preparation(options: PrepareOptions) -> PreparePlan:
+    """Check the options, and that the sources and the target are there."""
+    output, validation, share = options.output, options.validation, options.validation_share
     if share is None:
         share = 0.0 if validation is None else _SHARE
     if validation is not None and not share:
@@ -415,54 +472,60 @@ def prepare(
         )
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
-    _check_outputs(sources, output, validation, overwrite)
-    from peagle.data.limits import Limits, check_limits
-    from peagle.data.readers import parts_of, read_records, sha256_of_table, split_of
+    _check_outputs(options.sources, output, validation, options.overwrite)
+    from peagle.data.limits import check_limits
+    from peagle.data.readers import parts_of, read_records, split_of
 
-    check_limits(max_length, share)
-    sources = [split_of(path, split) for path in sources]
+    check_limits(options.max_length, share)
+    sources = [split_of(path, options.split) for path in options.sources]
     for source in sources:
         parts_of(source)  # refuses what is not there before torch is imported
         if source.is_file() and source.suffix not in (".safetensors", ".parquet"):
             next(read_records(source), None)  # and what is not JSON
-    check_paths(target, chat_template=chat_template)
+    check_paths(options.target, chat_template=options.chat_template)
+    return PreparePlan(sources, validation, share)
+
+
+def _prepare(options: PrepareOptions, plan: PreparePlan) -> PrepareSummary:
+    """Tokenise the sources, and write the outputs."""
     quiet_libraries()
     from peagle.data import prepare as library
-    from peagle.data.readers import tokenizer_sha256
+    from peagle.data.limits import Limits
+    from peagle.data.readers import sha256_of_table, tokenizer_sha256
     from peagle.data.samples import SampleMaker, vocab_size_of
     from peagle.models.end_tokens import eos_token_ids
 
-    folder, tokenizer = load_tokenizer_of(target)
+    folder, tokenizer = load_tokenizer_of(options.target)
     vocab_size = vocab_size_of(folder, tokenizer)
-    limits = Limits(vocab_size, max_length, long == "truncate", share)
+    limits = Limits(vocab_size, options.max_length, options.long == "truncate", plan.share)
     maker = SampleMaker(
         tokenizer,
         eos_token_ids(folder, tokenizer),
-        chat=chat,
-        chat_template=chat_template,
-        thinking=thinking,
+        chat=options.chat,
+        chat_template=options.chat_template,
+        thinking=options.thinking,
     )
     fingerprint = tokenizer_sha256(folder, tokenizer)
     train, held_out, report = library.prepare(
-        sources, maker, limits, fingerprint, needs_thinking=maker.lacks_thinking
+        plan.sources, maker, limits, fingerprint, needs_thinking=maker.lacks_thinking
     )
     facts = {
         "kind": "prepare",
-        "target": target,
+        "target": options.target,
         "tokenizer_sha256": fingerprint,
         "vocab_size": vocab_size,
-        "max_length": max_length,
-        "thinking": thinking,
-        "chat_template": chat_template,
+        "max_length": options.max_length,
+        "thinking": options.thinking,
+        "chat_template": options.chat_template,
         "origins": _origins(report),
-        "sources": [{"path": str(path), "sha256": sha256_of_table(path)} for path in sources],
+        "sources": [{"path": str(one), "sha256": sha256_of_table(one)} for one in plan.sources],
         "command": " ".join(sys.argv[1:]),
     }
-    for path, collected in ((output, train), (validation, held_out)):
+    for path, collected in ((options.output, train), (plan.validation, held_out)):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             collected.write(path, facts)
-    _print_preparation(report, output, validation, limits.max_length, output_format)
+    return report
 
 
 def load_tokenizer_of(target: str) -> tuple[Path, PreTrainedTokenizerBase]:
@@ -500,15 +563,12 @@ def _origins(report: PrepareSummary) -> list[dict[str, Any]]:
 
 
 def _print_preparation(
-    report: PrepareSummary,
-    output: Path,
-    validation: Path | None,
-    max_length: int,
-    form: OutputFormat,
+    report: PrepareSummary, options: PrepareOptions, validation: Path | None
 ) -> None:
+    output = options.output
     for source in report.unknown_tokenizer:
         note(f"{source} does not say which tokenizer made its token ids")
-    if form is OutputFormat.JSON:
+    if options.output_format is OutputFormat.JSON:
         second = None if validation is None else str(validation)
         facts = asdict(report) | {"dropped": dict(report.dropped), "origins": _origins(report)}
         print(json.dumps(facts | {"output": str(output), "validation": second}))
@@ -522,7 +582,7 @@ def _print_preparation(
         counts = f"{report.validation_samples} samples, {report.validation_answers} answers"
         print(f"{validation}: {counts}")
     if report.truncated:
-        print(f"truncated at {max_length} tokens: {report.truncated}")
+        print(f"truncated at {options.max_length} tokens: {report.truncated}")
     if report.duplicates:
         print(f"left out, equal to another: {report.duplicates}")
     _print_dropped(report)
@@ -546,6 +606,7 @@ By any server with OpenAI's interface; the variable PEAGLE_API_KEY holds its key
 Interrupted? The same command again goes on where it was.
 """
 _MAX_TOKENS = 2048
+_RAW_HAS_NO_TEMPLATE = "--raw uses no chat template; leave --chat-template and --thinking out."
 _BATCH_ON_GPU = 256  # sequences decoded together; a GPU decodes them at little more than one's cost
 
 
@@ -556,6 +617,46 @@ def _for_answers(flag: Flag) -> Flag:
     return flag
 
 
+@dataclass(frozen=True, slots=True)
+class RegenerateOptions:
+    """The options of `peagle data regenerate`, as typed."""
+
+    prompts: Path = typer.Argument(
+        ...,
+        metavar="FILE",
+        help=".jsonl, .parquet, a folder of .parquet files or one that Hugging Face datasets "
+        'wrote (save_to_disk), with {"id", "turns"}, {"id", "messages"} (answers in them are '
+        "left out, but for those that results of tools follow; tools are asked with) or "
+        '{"id", "prompt"}; or plain text, a prompt a line.',
+    )
+    output: Path = typer.Option(..., "--output", "-o", help="JSONL file that receives the answers.")
+    split: Split = None
+    endpoint: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="Ask a server with OpenAI's interface; --target is then the model's name there.",
+        show_default="the target in this process",
+    )
+    concurrency: int = typer.Option(16, help="Number of questions in flight at the endpoint.")
+    retries: int = typer.Option(6, help="Number of further tries if the endpoint fails or is busy.")
+    timeout: float = typer.Option(600.0, help="Longest time of one try in seconds.")
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Thinking mode of the chat template.",
+        show_default="the template's",
+    )
+    chat_template: ChatTemplate = None
+    chat: bool | None = typer.Option(
+        None,
+        "--chat/--raw",
+        help="Answer in a conversation, or complete the first turn as it stands.",
+        show_default="chat if there is a template",
+    )
+    limit: int | None = typer.Option(None, min=1, help="Largest number of prompts, from the first.")
+    output_format: Format = OutputFormat.TEXT
+
+
 @takes(
     *groups.MODEL,
     *groups.SPECULATION,
@@ -564,49 +665,8 @@ def _for_answers(flag: Flag) -> Flag:
     *map(_for_answers, groups.ENGINE),
     *pick(groups.SETTINGS, "config", "show_memory"),
 )
-def regenerate(
-    given: Given,
-    prompts: Path = typer.Argument(
-        ...,
-        metavar="FILE",
-        help=".jsonl, .parquet, a folder of .parquet files or one that Hugging Face datasets "
-        'wrote (save_to_disk), with {"id", "turns"}, {"id", "messages"} (answers in them are '
-        "left out, but for those that results of tools follow; tools are asked with) or "
-        '{"id", "prompt"}; or plain text, a prompt a line.',
-    ),
-    output: Path = typer.Option(
-        ..., "--output", "-o", help="JSONL file that receives the answers."
-    ),
-    split: Split = None,
-    endpoint: str | None = typer.Option(
-        None,
-        metavar="URL",
-        help="Ask a server with OpenAI's interface; --target is then the model's name there.",
-        show_default="the target in this process",
-    ),
-    concurrency: int = typer.Option(16, help="Number of questions in flight at the endpoint."),
-    retries: int = typer.Option(
-        6, help="Number of further tries if the endpoint fails or is busy."
-    ),
-    timeout: float = typer.Option(600.0, help="Longest time of one try in seconds."),
-    thinking: bool | None = typer.Option(
-        None,
-        "--thinking/--no-thinking",
-        help="Thinking mode of the chat template.",
-        show_default="the template's",
-    ),
-    chat_template: ChatTemplate = None,
-    chat: bool | None = typer.Option(
-        None,
-        "--chat/--raw",
-        help="Answer in a conversation, or complete the first turn as it stands.",
-        show_default="chat if there is a template",
-    ),
-    limit: int | None = typer.Option(
-        None, min=1, help="Largest number of prompts, from the first."
-    ),
-    output_format: Format = OutputFormat.TEXT,
-) -> None:
+@spread
+def regenerate(given: Given, options: RegenerateOptions) -> None:
     """Let the target answer prompts: its heads are trained on the answers.
 
     The command writes each answer at once, and skips questions that the output already answers. It
@@ -614,42 +674,89 @@ def regenerate(
     OUTPUT.meta.json beside the output holds the provenance. The command counts what it leaves out,
     by reason.
     """
-    if output.suffix != ".jsonl":
-        raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
-    require_writable_file(output, "--output")
+    done = _regenerate(options, _plan_answers(given, options))
+    if options.output_format is OutputFormat.JSON:
+        _print_counts(done, options.output)
+    else:
+        print(f"{options.output}: {_summary(done)}")
+        _print_dropped(done)
+    if done.failures:
+        name, reason = next(iter(done.failures.items()))
+        raise UserError(
+            f"{len(done.failures)} of {done.prompts} prompts have no whole answer; the "
+            f"first, {name!r}: {reason} The same command asks for them again."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersPlan:
+    """What is asked, and how.
+
+    Attributes:
+        prompts: the table of the prompts.
+        found: the dialogues to ask, and records that are left out.
+        known: what decides the answers, as JSON, short of the model.
+    """
+
+    setup: Setup
+    prompts: Path
+    found: list[AskedConversation | Dropped]
+    known: dict[str, Any]
+
+
+def _plan_answers(given: Given, options: RegenerateOptions) -> AnswersPlan:
+    """Check the options and the output, and read the prompts."""
+    chat_template, thinking = options.chat_template, options.thinking
+    _check_jsonl(options.output)
     setup = Setup(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
     if setup.params.n != 1:
         raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
-    if endpoint is None:
+    if options.endpoint is None:
         setup.check_paths(chat_template)
+        if options.chat is False and (chat_template is not None or thinking):
+            raise UserError(_RAW_HAS_NO_TEMPLATE)
     else:
         _check_remote(given, chat_template)
-    if chat is False and (chat_template is not None or thinking) and endpoint is None:
-        raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
-    from peagle.data.readers import AskedConversation, is_folder, sha256_of_table, split_of
+    from peagle.data.readers import split_of
 
-    prompts = split_of(prompts, split)
-    found = list(_first_dialogues(prompts, limit))
-    dialogues = [one for one in found if isinstance(one, AskedConversation)]
-    from peagle.data.regenerate import check_begun
-
-    seed = setup.params.seed or 0
-    known = {
+    prompts = split_of(options.prompts, options.split)
+    found = list(_first_dialogues(prompts, options.limit))
+    deciding = {
         "thinking": thinking,
         "chat_template": _template_id(chat_template),
         "sampling": _sampling(setup),
-        "seed": seed,
+        "seed": setup.params.seed or 0,
     }
-    known = json.loads(json.dumps(known, default=str))  # a setting may be no JSON
+    return AnswersPlan(setup, prompts, found, _begun(options.output, deciding))
+
+
+def _check_jsonl(output: Path) -> None:
+    if output.suffix != ".jsonl":
+        raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
+    require_writable_file(output, "--output")
+
+
+def _begun(output: Path, deciding: Mapping[str, Any]) -> dict[str, Any]:
+    """Return as JSON what decides an output; refuse an output that was begun with other values."""
+    from peagle.data.regenerate import check_begun
+
+    known = json.loads(json.dumps(deciding, default=str))  # a setting may be no JSON
     check_begun(output, known)
+    return known
+
+
+def _regenerate(options: RegenerateOptions, plan: AnswersPlan) -> RegenerateProgress:
+    """Ask what the output does not answer yet, the target here or a server."""
+    from peagle.data.readers import AskedConversation, is_folder, sha256_of_table
+
     with ProgressLine("answer") as progress:
-        if endpoint is None:
+        if options.endpoint is None:
             progress.begin("loading the model")
-            answerer, facts = _local(setup, chat, chat_template, thinking)
+            answerer, facts = _local(plan.setup, options)
         else:
-            connection = {"concurrency": concurrency, "retries": retries, "timeout": timeout}
-            answerer, facts = _remote(setup, endpoint, chat, thinking, connection)
+            answerer, facts = _remote(plan.setup, options, options.endpoint)
         if not answerer.is_chat:
+            dialogues = [one for one in plan.found if isinstance(one, AskedConversation)]
             further = sum(bool(d.turns[1:] or d.system or d.tools) for d in dialogues)
             if further:
                 note(
@@ -660,7 +767,8 @@ def regenerate(
         from peagle.data.origins import read_prompt_origin
         from peagle.environment import environment
 
-        options = {"model": facts.pop("model"), "chat": answerer.is_chat, **known}
+        deciding = {"model": facts.pop("model"), "chat": answerer.is_chat, **plan.known}
+        prompts = plan.prompts
         is_stored = prompts.is_file() or is_folder(prompts)  # not standard input or a pipe
         origin = read_prompt_origin(prompts) if is_stored else None
         facts |= {
@@ -669,25 +777,14 @@ def regenerate(
             "command": " ".join(sys.argv[1:]),
         }
         facts |= environment(facts.pop("device", None))
-        done = library.regenerate(
-            found,
+        return library.regenerate(
+            plan.found,
             answerer,
-            output,
-            options,
+            options.output,
+            deciding,
             facts,
-            seed=seed,
+            seed=plan.known["seed"],
             watch=partial(_show_answers, progress),
-        )
-    if output_format is OutputFormat.JSON:
-        print(json.dumps(asdict(done) | {"dropped": done.dropped, "output": str(output)}))
-    else:
-        print(f"{output}: {_summary(done)}")
-        _print_dropped(done)
-    if done.failures:
-        name, reason = next(iter(done.failures.items()))
-        raise UserError(
-            f"{len(done.failures)} of {done.prompts} prompts have no whole answer; the "
-            f"first, {name!r}: {reason} The same command asks for them again."
         )
 
 
@@ -730,16 +827,15 @@ def _first_dialogues(file: Path, limit: int | None) -> Iterator[AskedConversatio
         raise UserError(f"{str(file)!r} has no prompts: {why}.")
 
 
-def _local(
-    setup: Setup, chat: bool | None, chat_template: str | None, thinking: bool | None
-) -> tuple[Answerer, dict[str, Any]]:
+def _local(setup: Setup, options: RegenerateOptions) -> tuple[Answerer, dict[str, Any]]:
     llm, facts = _load_for_batches(setup)
     from peagle.data.regenerate import LocalAnswerer
 
+    chat, chat_template, thinking = options.chat, options.chat_template, options.thinking
     if chat is None:
         chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))
     if not chat and (chat_template is not None or thinking):
-        raise UserError("--raw uses no chat template; leave --chat-template and --thinking out.")
+        raise UserError(_RAW_HAS_NO_TEMPLATE)
     answerer = LocalAnswerer(
         llm,
         setup.params,
@@ -788,27 +884,23 @@ def call_finder(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -
 
 
 def _remote(
-    setup: Setup,
-    endpoint: str,
-    chat: bool | None,
-    thinking: bool | None,
-    connection: dict[str, Any],
+    setup: Setup, options: RegenerateOptions, endpoint: str
 ) -> tuple[Answerer, dict[str, Any]]:
     from peagle.client.api import KEY_VARIABLE, key_from_environment
     from peagle.client.fields import sampling_fields
     from peagle.data.regenerate import EndpointAnswerer, Patience
 
     fields = sampling_fields(setup.params, _sampling(setup))
-    if thinking is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": thinking}
-    patience = Patience(connection["retries"], timeout_s=connection["timeout"])
+    if options.thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": options.thinking}
+    patience = Patience(options.retries, timeout_s=options.timeout)
     answerer = EndpointAnswerer(
         endpoint,
         setup.settings.value("target"),
         fields,
         key=key_from_environment(KEY_VARIABLE),
-        concurrency=connection["concurrency"],
-        is_chat=chat is not False,
+        concurrency=options.concurrency,
+        is_chat=options.chat is not False,
         patience=patience,
     )
     return answerer, {"model": answerer.model, "endpoint": endpoint}
@@ -854,6 +946,10 @@ def _summary(progress: RegenerateProgress) -> str:
     return ", ".join(parts) + (
         f"; {progress.tokens} tokens in {progress.seconds:.1f} s ({_speed(progress):.1f} tokens/s)"
     )
+
+
+def _print_counts(done: RegenerateProgress | SynthesizeProgress, output: Path) -> None:
+    print(json.dumps(asdict(done) | {"dropped": done.dropped, "output": str(output)}))
 
 
 def _show_answers(line: ProgressLine, progress: RegenerateProgress) -> None:
@@ -918,9 +1014,7 @@ def synthesize(
     NAME.dropped.jsonl beside NAME.jsonl. The same command goes on with an
     output. OUTPUT.meta.json holds the provenance.
     """
-    if output.suffix != ".jsonl":
-        raise UserError(f"--output is {str(output)!r}; expected a name that ends in .jsonl.")
-    require_writable_file(output, "--output")
+    _check_jsonl(output)
     open_ended = {"sampling.temperature": Setting(1.0, "default")}
     setup = Setup(given, Layer(open_ended))
     if setup.params.n != 1:
@@ -932,9 +1026,7 @@ def synthesize(
         )
     systems = [_read_system(path) for path in system_file]
     setup.check_paths(chat_template)
-    from peagle.data.regenerate import check_begun
-
-    known = {
+    deciding = {
         "thinking": thinking,
         "chat_template": _template_id(chat_template),
         "systems": systems,
@@ -942,8 +1034,7 @@ def synthesize(
         "sampling": _sampling(setup),
         "seed": setup.params.seed or 0,
     }
-    known = json.loads(json.dumps(known, default=str))  # a setting may be no JSON
-    check_begun(output, known)
+    known = _begun(output, deciding)
     with ProgressLine("prompt") as progress:
         progress.begin("loading the model")
         llm, facts = _load_for_batches(setup)
@@ -979,7 +1070,7 @@ def synthesize(
             watch=partial(_show_prompts, progress),
         )
     if output_format is OutputFormat.JSON:
-        print(json.dumps(asdict(done) | {"dropped": done.dropped, "output": str(output)}))
+        _print_counts(done, output)
         return
     print(f"{output}: {_synthesis(done)}")
     for reason, number in done.dropped.most_common():

@@ -7,15 +7,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from peagle.cli import groups, harness, vllm
-from peagle.cli.flags import Given, pick, takes
+from peagle.cli.flags import Given, pick, spread, takes
 from peagle.cli.groups import (
     Format,
     MoreHeads,
@@ -36,7 +35,7 @@ from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.certify.options import Options
-from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
+from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.eval_plan import EvalPlan
 from peagle.evaluation.pivot import eval_pivot
 from peagle.results import (
@@ -49,6 +48,8 @@ from peagle.results import (
 )
 
 if TYPE_CHECKING:
+    from peagle.backends.vllm.installation import VllmInstallation
+    from peagle.backends.vllm.launch import VllmLaunch
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.eval_run import AcceptanceFile, EvalArm
     from peagle.results import Entry
@@ -81,6 +82,56 @@ _TREES = "speculative.parallel_drafting_spec"
 _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 
 
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """The options that `eval` has beside those of groups, as typed."""
+
+    target_model: groups.Model = None
+    flags: VllmFlags = None
+    eagle3: Eagle3 = None
+    method: MoreHeads = None
+    ngram: bool = typer.Option(
+        True, help="Measure prompt lookup too, the baseline that needs no head."
+    )
+    sets: Sets = None
+    limit: PromptLimit = None
+    shuffle_seed: ShuffleSeed = None
+    prompt_column: str = typer.Option(
+        "",
+        metavar="NAME",
+        help="Column with the prompt, in a data set of the hub.",
+        show_default=False,
+    )
+    k: str | None = typer.Option(
+        None,
+        "-k",
+        "--num-speculative-tokens",
+        metavar="K,...",
+        help="Draft tokens per step; each K is a run of its own.",
+        show_default="what every head was trained for, at most 7; a server's own with --endpoint",
+    )
+    temperature: str = typer.Option("0", metavar="T,...", help="Temperatures; 0 is greedy.")
+    concurrency: int = typer.Option(16, help="Number of requests in flight.")
+    chat_template: UseTemplate = None
+    thinking: Thinking = None
+    endpoint: str | None = typer.Option(
+        None,
+        metavar="[NAME=]URL",
+        help="Measure a server in place of an engine here; PEAGLE_API_KEY holds its key.",
+    )
+    model: str | None = typer.Option(
+        None, help="Name of the server's model.", show_default="the first that the server lists"
+    )
+    certify: bool = typer.Option(False, "--certify", help="Only certify that decoding is lossless.")
+    samples: int | None = typer.Option(
+        None,
+        help="With --certify: outputs of a prompt, in the test of their distribution.",
+        show_default="1000",
+    )
+    output: Results = None
+    output_format: Format = OutputFormat.TEXT
+
+
 @takes(
     *pick(groups.MODEL, "target", "revision", "speculative.model"),
     *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
@@ -91,183 +142,133 @@ _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
     *pick(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
     *vllm.OPTIONS,
 )
-def eval(
-    given: Given,
-    target_model: groups.Model = None,
-    flags: VllmFlags = None,
-    eagle3: Eagle3 = None,
-    method: MoreHeads = None,
-    ngram: bool = typer.Option(
-        True, help="Measure prompt lookup too, the baseline that needs no head."
-    ),
-    sets: Sets = None,
-    limit: PromptLimit = None,
-    shuffle_seed: ShuffleSeed = None,
-    prompt_column: str = typer.Option(
-        "",
-        metavar="NAME",
-        help="Column with the prompt, in a data set of the hub.",
-        show_default=False,
-    ),
-    k: str | None = typer.Option(
-        None,
-        "-k",
-        "--num-speculative-tokens",
-        metavar="K,...",
-        help="Draft tokens per step; each K is a run of its own.",
-        show_default="what every head was trained for, at most 7; a server's own with --endpoint",
-    ),
-    temperature: str = typer.Option("0", metavar="T,...", help="Temperatures; 0 is greedy."),
-    concurrency: int = typer.Option(16, help="Number of requests in flight."),
-    chat_template: UseTemplate = None,
-    thinking: Thinking = None,
-    endpoint: str | None = typer.Option(
-        None,
-        metavar="[NAME=]URL",
-        help="Measure a server in place of an engine here; PEAGLE_API_KEY holds its key.",
-    ),
-    model: str | None = typer.Option(
-        None, help="Name of the server's model.", show_default="the first that the server lists"
-    ),
-    certify: bool = typer.Option(
-        False, "--certify", help="Only certify that decoding is lossless."
-    ),
-    samples: int | None = typer.Option(
-        None,
-        help="With --certify: outputs of a prompt, in the test of their distribution.",
-        show_default="1000",
-    ),
-    output: Results = None,
-    output_format: Format = OutputFormat.TEXT,
-) -> None:
+@spread
+def eval(given: Given, options: EvalOptions) -> None:
     """Measure how well the drafts of a head are accepted, or certify that decoding is lossless.
 
     Acceptance length and acceptance by position, with 95% intervals over requests.
     In the report also by set, category, context length and output position.
     """
-    target_model, flags = vllm.model_and_flags(target_model, flags)
+    plan = _plan(given, options)
+    if plan.certificate is not None:
+        if not _certify(given, plan, plan.certificate):
+            raise typer.Exit(1)
+        return
+    file, text = _run(given, plan)
+    harness.conclude(file.results, text, ACCEPTANCE, options.output, options.output_format)
+
+
+# ---- the plan -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptancePlan:
+    """What `eval` measures, decided before a model is loaded.
+
+    Attributes:
+        flags: of vLLM.
+        ks: () takes what the heads were trained for, or a server's own.
+        heads: the methods here; () with a server.
+        certificate: what a certificate needs; None measures acceptance.
+        requests: what every method gets; whether in a chat template is open.
+    """
+
+    options: EvalOptions
+    flags: list[str]
+    is_on_vllm: bool
+    ks: tuple[int, ...]
+    heads: list[DecodingMethod]
+    certificate: Options | None
+    requests: EvalPlan
+
+    @property
+    def extra_body(self) -> dict[str, Any]:
+        """Further fields of every request to a server."""
+        # Left out, top_p would be the server's own, and the figures not those of the given options.
+        requests = self.requests
+        return harness.template_fields(requests.thinking, {"top_p": requests.params.top_p})
+
+
+def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
+    """Check the options, and read the prompts that they name."""
+    target_model, flags = vllm.model_and_flags(options.target_model, options.flags)
     name_target(given, target_model)
-    on_vllm = vllm.is_vllm(given, flags)
-    if on_vllm and endpoint:
+    is_on_vllm = vllm.is_vllm(given, flags)
+    _refuse_contradictions(given, options, is_on_vllm)
+    thinking = thinking_mode(options.thinking, options.chat_template)
+    endpoint, eagle3, methods = options.endpoint, options.eagle3, options.method or []
+    if not endpoint:
+        check_paths(given.value("target"), given.value("speculative.model"), eagle3, methods)
+    temperatures = _temperatures(options.temperature)
+    draft_sampling, window = given.value(_DRAFT_SAMPLING, "argmax"), given.value(_WINDOW)
+    # Any head will do: only trees and how it drafts are checked.
+    head = {"model": "head", "parallel_drafting_spec": given.value(_TREES)}
+    SpeculativeConfig.parse({**head, "draft_sampling": draft_sampling, "draft_window": window})
+    certificate = _certificate_options(given, options, temperatures) if options.certify else None
+    ks = () if options.k is None else whole_numbers("-k", options.k, MAX_SPECULATIVE_TOKENS)
+    params, concurrency = harness.sampling_params(given), options.concurrency
+    if concurrency < 1:
+        raise UserError(f"--concurrency is {concurrency}; expected at least 1 request in flight.")
+    if is_on_vllm:
+        vllm.refuse_unmeasured(given, methods)
+    heads = []
+    if not endpoint:
+        ngram = options.ngram and not is_on_vllm
+        heads = harness.named_methods(given, eagle3, methods, ngram=ngram)
+    prompts = {}
+    if certificate is not None:
+        harness.load_prompts([certificate.prompt_set], certificate.prompts)
+    else:
+        chosen = options.sets, options.limit, options.shuffle_seed, options.prompt_column
+        prompts = harness.load_prompts(*chosen)
+    requests = EvalPlan(
+        prompts, temperatures, params, draft_sampling, concurrency, False, thinking, window
+    )
+    if certificate is not None:
+        harness.check_output(options.output)
+    else:
+        open_yet = {"target_sha256"} | ({"chat_template"} - {options.chat_template is False})
+        harness.check_output(
+            options.output,
+            ACCEPTANCE,
+            lambda path: read_document(path, AcceptanceResults).settings,
+            {name: of for name, of in requests.settings("").items() if name not in open_yet},
+        )
+    if endpoint:
+        _refuse_models(given, eagle3, methods)
+    return AcceptancePlan(options, flags, is_on_vllm, ks, heads, certificate, requests)
+
+
+def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool) -> None:
+    """Refuse options that exclude each other."""
+    endpoint, model, samples = options.endpoint, options.model, options.samples
+    if is_on_vllm and endpoint:
         raise UserError(
             "--engine vllm and --endpoint contradict each other; leave one of them out."
         )
-    if certify and (endpoint or on_vllm):
+    if options.certify and (endpoint or is_on_vllm):
         other = "--endpoint" if endpoint else "--engine vllm"
         raise UserError(f"--certify looks at engines here; leave {other} out.")
-    if certify and given.value("engine.kv_cache_dtype", "auto") != "auto":
+    if options.certify and given.value("engine.kv_cache_dtype", "auto") != "auto":
         raise UserError(
             "--certify compares with transformers, which does not round keys and values; leave "
             "--kv-cache-dtype out."
         )
-    if certify and _WINDOW in given:
+    if options.certify and _WINDOW in given:
         raise UserError(
             f"--draft-window is {given.value(_WINDOW)}; --certify looks at outputs, which "
             "no window changes; leave it out."
         )
-    if _TREES in given and on_vllm:
+    if _TREES in given and is_on_vllm:
         source = given[_TREES].source
         raise UserError(f"{source} and --engine vllm: chains alone. Leave one of them out.")
-    if samples is not None and not certify:
+    if samples is not None and not options.certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
     if model and not endpoint:
         raise UserError(
             f"--model is {model!r} without --endpoint; name a model here with --target {model}, or "
             f"as the first word: peagle eval {model}."
         )
-    thinking = thinking_mode(thinking, chat_template)
-    if not endpoint:
-        check_paths(given.value("target"), given.value("speculative.model"), eagle3, method)
-    temperatures = _temperatures(temperature)
-    draft_sampling, window = given.value(_DRAFT_SAMPLING, "argmax"), given.value(_WINDOW)
-    drafting = {"draft_sampling": draft_sampling, "draft_window": window}
-    # Any head will do: only trees and how it drafts are checked.
-    head = {"model": "head", "parallel_drafting_spec": given.value(_TREES)}
-    SpeculativeConfig.parse({**head, **drafting})
-    certificate = (
-        _certificate_options(given, sets, limit, temperatures, samples) if certify else None
-    )
-    ks = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
-    params = harness.sampling_params(given)
-    if concurrency < 1:
-        raise UserError(f"--concurrency is {concurrency}; expected at least 1 request in flight.")
-    if on_vllm and draft_sampling != "argmax":
-        raise UserError(
-            f"--draft-sampling is {draft_sampling!r}; with --engine vllm drafts are "
-            "measured as argmax. Leave it out."
-        )
-    if on_vllm and NGRAM in (method or ()):
-        raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
-    if not endpoint:
-        heads = harness.named_methods(given, eagle3, method or [], ngram=ngram and not on_vllm)
-    if certificate is not None:
-        harness.load_prompts([certificate.prompt_set], certificate.prompts)
-        prompts = {}
-    else:
-        prompts = harness.load_prompts(sets, limit, shuffle_seed, prompt_column)
-    plan = EvalPlan(
-        prompts, temperatures, params, draft_sampling, concurrency, False, thinking, window
-    )
-    if certify:
-        harness.check_output(output)
-    else:
-        harness.check_output(
-            output,
-            ACCEPTANCE,
-            lambda path: read_document(path, AcceptanceResults).settings,
-            {
-                name: value
-                for name, value in plan.settings("").items()
-                if name != "target_sha256" and (name != "chat_template" or chat_template is False)
-            },
-        )
-    # Left out, top_p would be the server's own, and the figures not those of the given options.
-    extra = harness.template_fields(thinking, {"top_p": params.top_p})
-    if endpoint:
-        _refuse_models(given, eagle3, method)
-        match = _NAMED_URL.fullmatch(endpoint)
-        name, url = (match["name"], match["url"]) if match else (None, endpoint)
-        from peagle.evaluation.endpoint import EndpointBackend
-
-        server = EndpointBackend(url, model, extra_body=extra)
-        chat = _converses(server, chat_template, thinking)
-        arms = _server_arms(server, name or "endpoint", ks)
-        provenance = {**harness.provenance(server.model, ""), "endpoint": url}
-        target_sha256 = ""
-    else:
-        arms = []
-        installation = vllm.find(given) if on_vllm else None
-        found = harness.find_models(given, heads)
-        models = harness.load_models(given, heads, found, whole=not on_vllm)
-        ks = ks or (models.default_k,)
-        if certificate is not None:
-            if not _certify(models, max(ks), certificate, output, output_format):
-                raise typer.Exit(1)
-            return
-        chat = models.has_template if chat_template is None else chat_template
-        if thinking and not chat:
-            raise UserError(
-                f"{models.name} has no chat template, so there is no thinking mode to set."
-            )
-        if installation is not None:
-            arms, dtype = _vllm_arms(given, flags, models, ks, installation, extra, concurrency)
-        else:
-            arms, dtype = _engine_arms(models, ks, drafting, concurrency, thinking)
-        device = vllm.device_of(installation) if installation else models.target.device
-        provenance = harness.provenance(models.name, dtype, device)
-        target_sha256 = models.target_sha256
-    from peagle.evaluation.eval_run import AcceptanceFile
-    from peagle.evaluation.turns import sent_turns
-
-    if not chat:
-        harness.note_plain_prompts(prompts)
-    plan = replace(plan, chat=chat)
-    file = AcceptanceFile(output, provenance, plan.settings(target_sha256), sent_turns(prompts))
-    text = _measure(arms, plan, file, output, output_format)
-    harness.conclude(file.results, text, ACCEPTANCE, output, output_format)
-
-
-# ---- options --------------------------------------------------------------------------------
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -280,9 +281,9 @@ def _temperatures(text: str) -> tuple[float, ...]:
     return temperatures
 
 
-def _refuse_models(given: Given, eagle3: str | None, method: list[str] | None) -> None:
+def _refuse_models(given: Given, eagle3: str | None, methods: Sequence[str]) -> None:
     named = [given[key].source for key in given if not key.startswith("sampling.")]
-    named += ["--eagle3"] * (eagle3 is not None) + ["--method"] * bool(method)
+    named += ["--eagle3"] * (eagle3 is not None) + ["--method"] * bool(methods)
     if named:
         raise UserError(
             f"{named[0]} and --endpoint contradict each other: the server has its models and its "
@@ -291,14 +292,10 @@ def _refuse_models(given: Given, eagle3: str | None, method: list[str] | None) -
 
 
 def _certificate_options(
-    given: Given,
-    sets: list[str] | None,
-    limit: int | None,
-    temperatures: Sequence[float],
-    samples: int | None,
+    given: Given, asked: EvalOptions, temperatures: Sequence[float]
 ) -> Options:
     """Return the options of the certificate."""
-    names = [name for one in sets or () for name in one.split(",")]
+    names = [name for one in asked.sets or () for name in one.split(",")]
     if len(names) > 1:
         raise UserError(f"--set names {len(names)} sets; a certificate takes its prompts from one.")
     above = [one for one in temperatures if one]
@@ -306,10 +303,10 @@ def _certificate_options(
         raise UserError(f"--temperature is {above}; a certificate tests one above 0.")
     sampling = given.value(_DRAFT_SAMPLING)
     options = {
-        "prompts": limit,
+        "prompts": asked.limit,
         "prompt_set": names[0] if names else None,
         "temperature": above[0] if above else None,
-        "samples": samples,
+        "samples": asked.samples,
         "draft_samplings": None if sampling is None else (sampling,),
         "max_new_tokens": given.value("sampling.max_tokens"),
         **{name: given.value(f"sampling.{name}") for name in ("top_k", "top_p", "seed")},
@@ -317,58 +314,106 @@ def _certificate_options(
     return Options(**{name: value for name, value in options.items() if value is not None})
 
 
-# ---- backends -------------------------------------------------------------------------------
+# ---- the run --------------------------------------------------------------------------------
 
 
-def _engine_arms(
-    models: Models,
-    ks: Sequence[int],
-    drafting: dict[str, Any],
-    concurrency: int,
-    thinking: bool | None,
-) -> tuple[list[EvalArm], str]:
-    """Make arms of our own engine, which run one at a time; return the data type too."""
+def _run(given: Given, plan: AcceptancePlan) -> tuple[AcceptanceFile, str]:
+    """Measure every entry, and return the file of them with what is left to print."""
+    endpoint = plan.options.endpoint
+    subject = _on_server(plan, endpoint) if endpoint else _on_engines(given, plan)
+    arms, chat, provenance, target_sha256 = subject
+    from peagle.evaluation.eval_run import AcceptanceFile
+    from peagle.evaluation.turns import sent_turns
+
+    prompts = plan.requests.sets
+    if not chat:
+        harness.note_plain_prompts(prompts)
+    requests = replace(plan.requests, chat=chat)
+    settings = requests.settings(target_sha256)
+    file = AcceptanceFile(plan.options.output, provenance, settings, sent_turns(prompts))
+    return file, _measure(arms, requests, file, plan.options)
+
+
+# Arms, whether they get a chat template, the origin of the results, the target's hash if known.
+Subject = tuple["list[EvalArm]", bool, dict[str, Any], str]
+
+
+def _on_engines(given: Given, plan: AcceptancePlan) -> Subject:
+    """Load the models, for engines here or for vLLM."""
+    installation = vllm.find(given) if plan.is_on_vllm else None
+    models = _load(given, plan)
+    requests, chat = plan.requests, plan.options.chat_template
+    chat = models.has_template if chat is None else chat
+    if requests.thinking and not chat:
+        raise UserError(f"{models.name} has no chat template, so there is no thinking mode to set.")
+    if installation is None:
+        arms, dtype, device = _engine_arms(plan, models), models.dtype, models.target.device
+    else:
+        arms, dtype = _vllm_arms(given, plan, models, installation)
+        device = vllm.device_of(installation)
+    return arms, chat, harness.provenance(models.name, dtype, device), models.target_sha256
+
+
+def _load(given: Given, plan: AcceptancePlan) -> Models:
+    found = harness.find_models(given, plan.heads)
+    return harness.load_models(given, plan.heads, found, whole=not plan.is_on_vllm)
+
+
+def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
+    """Make arms of our own engine, which run one at a time."""
     from peagle.evaluation.engine_backend import open_engine
     from peagle.evaluation.eval_run import EvalArm
 
-    options = {"max_num_seqs": concurrency, **models.engine_options}
+    requests, ks = plan.requests, plan.ks or (models.default_k,)
+    drafting = {"draft_sampling": requests.draft_sampling, "draft_window": requests.draft_window}
+    options = {"max_num_seqs": requests.concurrency, **models.engine_options}
 
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
         config = one.config(k, **drafting if one.folder else {})
-        return open_engine(models.target, config, thinking=thinking, **options)
+        return open_engine(models.target, config, thinking=requests.thinking, **options)
 
-    arms = [
+    return [
         EvalArm(one, k, partial(opened, one, k)) for one in models.methods for k in one.depths(ks)
     ]
-    return arms, models.dtype
 
 
 def _vllm_arms(
-    given: Given,
-    flags: list[str],
-    models: Models,
-    ks: Sequence[int],
-    installation: Any,
-    extra: Mapping[str, Any],
-    concurrency: int,
+    given: Given, plan: AcceptancePlan, models: Models, installation: VllmInstallation
 ) -> tuple[list[EvalArm], str]:
     """Make arms that start vLLM for each head and K; return the data type that vLLM takes too."""
     from peagle.evaluation.eval_run import EvalArm
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 
-    note_once = cache(note)
+    note_once, concurrency = cache(note), plan.requests.concurrency
 
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
         return vllm_backend(
-            launch(one, k), installation, say=vllm.say, note=note_once, extra_body=extra
+            launch(one, k), installation, say=vllm.say, note=note_once, extra_body=plan.extra_body
         )
 
-    def launch(one: DecodingMethod, k: int) -> Any:
-        return vllm.launch_for(given, flags, models.folder, one.folder, k, max_num_seqs=concurrency)
+    def launch(one: DecodingMethod, k: int) -> VllmLaunch:
+        asked = given, plan.flags, models.folder, one.folder, k
+        return vllm.launch_for(*asked, max_num_seqs=concurrency)
 
     dtype = launch(models.methods[0], models.default_k).dtype_on(installation)
-    arms = [EvalArm(one, k, partial(opened, one, k), ENGINE) for one in models.methods for k in ks]
+    arms = [
+        EvalArm(one, k, partial(opened, one, k), ENGINE)
+        for one in models.methods
+        for k in plan.ks or (models.default_k,)
+    ]
     return arms, models.dtype if dtype == "auto" else dtype
+
+
+def _on_server(plan: AcceptancePlan, endpoint: str) -> Subject:
+    """Reach the server, and find out whether it converses."""
+    from peagle.evaluation.endpoint import EndpointBackend
+
+    match = _NAMED_URL.fullmatch(endpoint)
+    name, url = (match["name"], match["url"]) if match else (None, endpoint)
+    server = EndpointBackend(url, plan.options.model, extra_body=plan.extra_body)
+    chat = _converses(server, plan.options.chat_template, plan.requests.thinking)
+    arms = _server_arms(server, name or "endpoint", plan.ks)
+    return arms, chat, {**harness.provenance(server.model, ""), "endpoint": url}, ""
 
 
 def _server_arms(server: EndpointBackend, name: str, ks: Sequence[int]) -> list[EvalArm]:
@@ -412,15 +457,8 @@ def _converses(server: EndpointBackend, chat_template: bool | None, thinking: bo
     return chat
 
 
-# ---- measuring ------------------------------------------------------------------------------
-
-
 def _measure(
-    arms: Sequence[EvalArm],
-    plan: EvalPlan,
-    file: AcceptanceFile,
-    output: Path | None,
-    output_format: OutputFormat,
+    arms: Sequence[EvalArm], requests: EvalPlan, file: AcceptanceFile, options: EvalOptions
 ) -> str:
     """Measure every entry, show each as it comes, and return the pivot and the advice."""
     from peagle.evaluation.eval_run import evaluate
@@ -431,14 +469,14 @@ def _measure(
     dtype = file.results.provenance.dtype
 
     def show(entry: Entry) -> None:
-        if output_format is OutputFormat.TEXT:
+        if options.output_format is OutputFormat.TEXT:
             shown = entry_with_turns(entry, file.results.turns)
-            print(entry_text(shown, dtype, chat=plan.chat) + "\n", flush=True)
+            print(entry_text(shown, dtype, chat=requests.chat) + "\n", flush=True)
 
     view = EvalView(show)
-    with harness.resumable(view.close, output, file.entries):
-        evaluate(arms, plan, file, view)
-    comparisons = compare_entries(file.entries, seed=plan.params.seed or 0)
+    with harness.resumable(view.close, options.output, file.entries):
+        evaluate(arms, requests, file, view)
+    comparisons = compare_entries(file.entries, seed=requests.params.seed or 0)
     advice = acceptance_advice(file.entries, comparisons)
     file.conclude(comparisons, advice)
     pivot = eval_pivot(eval_with_turns(file.results))
@@ -447,35 +485,33 @@ def _measure(
     return f"{table}Advice: {printable(advice)}"
 
 
-def _certify(
-    models: Models,
-    k: int,
-    options: Options,
-    output: Path | None,
-    output_format: OutputFormat,
-) -> bool:
+def _certify(given: Given, plan: AcceptancePlan, certificate: Options) -> bool:
     """Print the certificate of losslessness, and return whether it passed."""
+    models = _load(given, plan)
     from peagle.evaluation.certify.run import certificate_text, run
     from peagle.evaluation.journal import make_folder
     from peagle.models.checkpoint.files import write_json
 
+    output = plan.options.output
     if output is not None:
         make_folder(output)
-    certificate = run(
+    found = run(
         models.target,
         models.folder,
         models.methods,
-        k,
-        options,
+        max(plan.ks or (models.default_k,)),
+        certificate,
         harness.provenance(models.name, models.dtype, models.target.device),
         lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
     )
     if output is not None:
-        write_json(output / "certificate.json", certificate.to_json())
-    as_json = output_format is OutputFormat.JSON
-    print(json.dumps(certificate.to_json(), indent=2) if as_json else certificate_text(certificate))
-    return certificate.passed
+        write_json(output / "certificate.json", found.to_json())
+    as_json = plan.options.output_format is OutputFormat.JSON
+    print(json.dumps(found.to_json(), indent=2) if as_json else certificate_text(found))
+    return found.passed
 
+
+# ---- the results ----------------------------------------------------------------------------
 
 _MOST_COLUMNS = 12
 _LABEL = 18

@@ -1,7 +1,8 @@
 """Options declared once, in groups, and commands whose signatures are composed of them.
 
 typer reads a command's options from its signature. `takes` adds those of some groups to the
-parameters that the command has of its own, and hands it what the user gave as one mapping.
+parameters that the command has of its own, and hands it what the user gave as one mapping. `spread`
+makes those parameters of the fields of a dataclass.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from textwrap import dedent
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -197,3 +198,24 @@ def takes(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return run
 
     return decorate
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command whose last parameter is a dataclass: each field is an option of its own.
+
+    The field's annotation and default declare the option, as typer reads them.
+    """
+    *others, last = signature(command, eval_str=True).parameters.values()
+    kind, hints = last.annotation, get_type_hints(last.annotation, include_extras=True)
+
+    @wraps(command)
+    def run(*given: Any, **values: Any) -> None:
+        command(*given, kind(**values))
+
+    own = [
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in fields(kind)
+    ]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
+    run.__dict__["__signature__"] = Signature([*others, *own])
+    return run

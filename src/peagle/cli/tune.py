@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,13 @@ import typer
 
 from peagle.bundled import expand_bundled, pair_of
 from peagle.cli import groups, harness
-from peagle.cli.flags import Given, pick, takes
+from peagle.cli.flags import Given, pick, spread, takes
 from peagle.cli.groups import DEFAULT_LIMIT, Format, OutputFormat, Results, UseTemplate
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
 from peagle.cli.setup import check_paths, name_target
 from peagle.cli.terminal import bright, printable
-from peagle.config import MAX_SPECULATIVE_TOKENS, CandidateTrees
+from peagle.config import MAX_SPECULATIVE_TOKENS, CandidateTrees, SamplingParams
 from peagle.config.speculative import MAX_TREE_NODES
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import DecodingMethod
@@ -27,6 +27,7 @@ from peagle.evaluation.journal import TUNE_LOG, read_settings
 from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
+    from peagle.evaluation.prompts import Prompt
     from peagle.evaluation.tuning.acceptance import AcceptanceByK
     from peagle.evaluation.tuning.machine import CostPoint
     from peagle.evaluation.tuning.tune import Grid
@@ -58,6 +59,61 @@ What it prints goes into --speculative-config of peagle serve.
 """
 
 _MOST_K = 8
+_MEMORY_LIMITS = ("kv_cache_gib", "gpu_memory_utilization")
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """The options that only `tune` has, as typed."""
+
+    target_model: groups.Model = None
+    k: str | None = typer.Option(
+        None,
+        "-k",
+        "--num-speculative-tokens",
+        metavar="K,...",
+        help="Draft tokens per step to choose from, like 1-8 or 1,3,5,7; no drafts (K = 0) is "
+        "always among them.",
+        show_default="1 to what the head was trained for, at most 8",
+    )
+    max_nodes: str | None = typer.Option(
+        None,
+        metavar="N,...",
+        help="Nodes of candidate trees to measure beside chains, like 7,16,32.",
+        show_default="no trees",
+    )
+    batch_sizes: str = typer.Option(
+        "1,2,4,8,16", metavar="B,...", help="Numbers of sequences that decode together."
+    )
+    acceptance: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="The acceptance.json of peagle eval, or its folder.",
+        show_default="measured here, on --set",
+    )
+    method: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="Method of that file whose acceptance is taken.",
+        show_default="that of --draft",
+    )
+    sets: str = typer.Option(
+        harness.DEFAULT_SET, "--set", metavar="NAME,...", help="Prompt sets, as in peagle eval."
+    )
+    limit: int = typer.Option(DEFAULT_LIMIT, help="Prompts of each set.")
+    chat_template: UseTemplate = None
+    context: int = typer.Option(256, help="Tokens of a sequence whose steps are timed.")
+    steps: int = typer.Option(8, help="Decode steps timed in one visit to a batch size and K.")
+    rounds: int = typer.Option(
+        5,
+        help="Visits to each batch size and K, of which the fastest counts; a busy machine "
+        "needs more.",
+    )
+    threshold: float = typer.Option(
+        0.03, help="Gain in speed below which neighbouring sizes keep one K."
+    )
+    output: Results = None
+    output_format: Format = OutputFormat.TEXT
 
 
 @takes(
@@ -67,57 +123,8 @@ _MOST_K = 8
     *pick(groups.ENGINE, "engine.device", "engine.kv_cache_gib"),
     *pick(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
 )
-def tune(
-    given: Given,
-    target_model: groups.Model = None,
-    k: str | None = typer.Option(
-        None,
-        "-k",
-        "--num-speculative-tokens",
-        metavar="K,...",
-        help="Draft tokens per step to choose from, like 1-8 or 1,3,5,7; no drafts (K = 0) is "
-        "always among them.",
-        show_default="1 to what the head was trained for, at most 8",
-    ),
-    max_nodes: str | None = typer.Option(
-        None,
-        metavar="N,...",
-        help="Nodes of candidate trees to measure beside chains, like 7,16,32.",
-        show_default="no trees",
-    ),
-    batch_sizes: str = typer.Option(
-        "1,2,4,8,16", metavar="B,...", help="Numbers of sequences that decode together."
-    ),
-    acceptance: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="The acceptance.json of peagle eval, or its folder.",
-        show_default="measured here, on --set",
-    ),
-    method: str | None = typer.Option(
-        None,
-        metavar="NAME",
-        help="Method of that file whose acceptance is taken.",
-        show_default="that of --draft",
-    ),
-    sets: str = typer.Option(
-        harness.DEFAULT_SET, "--set", metavar="NAME,...", help="Prompt sets, as in peagle eval."
-    ),
-    limit: int = typer.Option(DEFAULT_LIMIT, help="Prompts of each set."),
-    chat_template: UseTemplate = None,
-    context: int = typer.Option(256, help="Tokens of a sequence whose steps are timed."),
-    steps: int = typer.Option(8, help="Decode steps timed in one visit to a batch size and K."),
-    rounds: int = typer.Option(
-        5,
-        help="Visits to each batch size and K, of which the fastest counts; a busy machine "
-        "needs more.",
-    ),
-    threshold: float = typer.Option(
-        0.03, help="Gain in speed below which neighbouring sizes keep one K."
-    ),
-    output: Results = None,
-    output_format: Format = OutputFormat.TEXT,
-) -> None:
+@spread
+def tune(given: Given, options: TuneOptions) -> None:
     """Choose K by batch size for this machine and head.
 
     Measures the cost of a decode step by batch size and K, joins it with acceptance, predicts
@@ -126,21 +133,58 @@ def tune(
     mixture of experts is priced by the distinct experts that it touches, too. With --max-nodes it
     measures candidate trees, and says at which batch sizes they are faster than every K.
     """
-    name_target(given, target_model)
+    results = _run(given, _plan(given, options))
+    from peagle.results import TUNE
+
+    harness.conclude(results, result_text(results), TUNE, options.output, options.output_format)
+
+
+# ---- the plan -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TunePlan:
+    """What `tune` measures, decided before a model is loaded.
+
+    Attributes:
+        ks: the K to choose from; () takes every K that the head allows.
+        tree_sizes: nodes of the candidate trees.
+        acceptance: of a file; None where it is measured.
+        settings: of the results, as far as they are known.
+    """
+
+    options: TuneOptions
+    params: SamplingParams
+    ks: tuple[int, ...]
+    tree_sizes: tuple[int, ...]
+    batches: tuple[int, ...]
+    head: DecodingMethod
+    found: harness.Found
+    prompts: dict[str, list[Prompt]]
+    acceptance: AcceptanceByK | None
+    settings: dict[str, Any]
+
+
+def _plan(given: Given, options: TuneOptions) -> TunePlan:
+    """Check the options, and find the prompts, the models and the acceptance that they name."""
+    name_target(given, options.target_model)
     params = harness.sampling_params(given)
-    ks = () if k is None else whole_numbers("-k", k, MAX_SPECULATIVE_TOKENS)
+    acceptance, method, max_nodes = options.acceptance, options.method, options.max_nodes
+    ks = () if options.k is None else whole_numbers("-k", options.k, MAX_SPECULATIVE_TOKENS)
     sizes = () if max_nodes is None else whole_numbers("--max-nodes", max_nodes, MAX_TREE_NODES)
     if sizes and acceptance is not None:
         raise UserError(
             "--max-nodes and --acceptance were given; the acceptance of trees is measured here, "
             "and that of chains has to be of the same prompts. Leave one of them out."
         )
-    batches = whole_numbers("--batch-sizes", batch_sizes, 4096)
-    for flag, number in (("--context", context), ("--steps", steps), ("--rounds", rounds)):
-        if number < 1:
-            raise UserError(f"{flag} is {number}; expected at least 1.")
-    if threshold < 0:
-        raise UserError(f"--threshold is {threshold}; expected at least 0, like 0.03 for 3%.")
+    batches = whole_numbers("--batch-sizes", options.batch_sizes, 4096)
+    for name in ("context", "steps", "rounds"):
+        if (number := getattr(options, name)) < 1:
+            raise UserError(f"--{name} is {number}; expected at least 1.")
+    if options.threshold < 0:
+        raise UserError(
+            f"--threshold is {options.threshold}; expected at least 0, like 0.03 for 3%."
+        )
     if method is not None and acceptance is None:
         raise UserError(f"--method is {method!r}: it chooses from a file; add --acceptance.")
     draft, pair = given.value("speculative.model"), pair_of(given.value("target"))
@@ -153,26 +197,38 @@ def tune(
             f"--target {given.value('target')!r} was given without --draft: name its draft head."
         )
     draft = expand_bundled(draft or str(pair), "draft")
-    prompts = harness.load_prompts([sets], limit)
-    name = harness.display_name(draft)
+    prompts = harness.load_prompts([options.sets], options.limit)
     settings: dict[str, Any] = {
-        "draft": name,
+        "draft": harness.display_name(draft),
         "sets": {name: len(own) for name, own in prompts.items()},
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
         "seed": params.seed,
         "batch_sizes": batches,
         "max_nodes": sizes,
-        "context": context,
-        "steps": steps,
+        "context": options.context,
+        "steps": options.steps,
         "threads": given.value("threads"),
     }
-    harness.check_output(output, TUNE_LOG, read_settings, settings)
-    head_named = [DecodingMethod("", draft)]
-    found = harness.find_models(given, head_named)
+    harness.check_output(options.output, TUNE_LOG, read_settings, settings)
+    head = DecodingMethod("", draft)
+    found = harness.find_models(given, [head])
+    known = None
+    if acceptance is not None:
+        from peagle.evaluation.tuning.acceptance import acceptance_of_file
+
+        name, temperature = settings["draft"], params.temperature
+        known = acceptance_of_file(acceptance, draft=name, method=method, temperature=temperature)
+    return TunePlan(options, params, ks, sizes, batches, head, found, prompts, known, settings)
+
+
+# ---- the run --------------------------------------------------------------------------------
+
+
+def _run(given: Given, plan: TunePlan) -> TuneResults:
+    """Load the models, measure what the output folder does not hold yet, and choose K."""
     from peagle.evaluation.journal import Journal, weights_digest
     from peagle.evaluation.tuning.acceptance import (
-        acceptance_of_file,
         measure_acceptance,
         measure_drawn_acceptance,
         measure_tree_acceptance,
@@ -182,21 +238,16 @@ def tune(
     from peagle.evaluation.tuning.trees import measure_tree_steps, tree_shapes, tuned_trees
     from peagle.evaluation.tuning.tune import count_experts, measure_costs, tune_results
     from peagle.models.checkpoint import read_head
-    from peagle.results import TUNE
 
-    known = None
-    if acceptance is not None:
-        known = acceptance_of_file(
-            acceptance, draft=name, method=method, temperature=params.temperature
-        )
-    models = harness.load_models(given, head_named, found)
+    options, params, known = plan.options, plan.params, plan.acceptance
+    models = harness.load_models(given, [plan.head], plan.found)
     target, (head,) = models.target, models.methods
     config = read_head(head.folder, num_target_layers=target.num_layers).config
-    shapes = tree_shapes(sizes, config)
-    grid = _grid(batches, ks, known, head.trained_depth)
-    chat = models.has_template if chat_template is None else chat_template
+    shapes = tree_shapes(plan.tree_sizes, config)
+    grid = _grid(plan.batches, plan.ks, known, head.trained_depth)
+    chat = models.has_template if options.chat_template is None else options.chat_template
     provenance = harness.provenance(models.name, models.dtype, target.device)
-    settings |= {
+    settings = plan.settings | {
         "chat_template": chat,
         "acceptance": known and {str(k): list(rates) for k, rates in known.per_pos.items()},
         "k": grid.ks,
@@ -208,86 +259,62 @@ def tune(
         "dtype": models.dtype,
         **{name: machine[name] for name in ("device", "cpu", "torch")},
     }
-    journal = Journal(output and output / TUNE_LOG, settings | identity)
-    view = TuneView((len(grid.points) + len(grid.batches) * len(shapes)) * rounds)
-    limits = {
-        name: value
-        for name, value in models.engine_options.items()
-        if name in ("kv_cache_gib", "gpu_memory_utilization")
-    }
-    with harness.resumable(view.close, output, journal):
+    journal = Journal(options.output and options.output / TUNE_LOG, settings | identity)
+    view = TuneView((len(grid.points) + len(grid.batches) * len(shapes)) * options.rounds)
+    limits = {name: of for name, of in models.engine_options.items() if name in _MEMORY_LIMITS}
+
+    def measured(measure: Callable[..., Any], what: Any, **more: Any) -> Any:
+        prompts = plan.prompts, params, journal
+        return measure(target, head.folder, what, *prompts, chat=chat, **more, **limits)
+
+    with harness.resumable(view.close, options.output, journal):
         if known is None:
             # At the K that the model of costs is fitted to.
             fitted_ks = sorted({point.k for point in grid.fitted if point.k})
             view.say(f"acceptance at K = {', '.join(map(str, fitted_ks))}")
-            known = measure_acceptance(
-                target,
-                head.folder,
-                fitted_ks,
-                prompts,
-                params,
-                journal,
-                chat=chat,
-                watch=lambda k: view.say(f"acceptance at K = {k} is there"),
-                **limits,
-            )
-        lengths = measure_tree_acceptance(
-            target,
-            head.folder,
-            shapes,
-            prompts,
-            params,
-            journal,
-            chat=chat,
-            watch=lambda nodes: view.say(f"acceptance of trees of {nodes} nodes is there"),
-            **limits,
-        )
+            known = measured(measure_acceptance, fitted_ks, watch=view.say_of("at K = {}"))
+        of_trees = view.say_of("of trees of {} nodes")
+        lengths = measured(measure_tree_acceptance, shapes, watch=of_trees)
         drawn_length = None
         if shapes and not params.is_greedy:
             depth = max(shape.prediction_depth for shape in shapes)
-            everything = target, head.folder, depth, prompts, params, journal
-            drawn_length = measure_drawn_acceptance(*everything, chat=chat, **limits)
-            view.say(f"acceptance of {depth} drawn drafts is there")
+            drawn_length = measured(measure_drawn_acceptance, depth)
+            view.say_of("of {} drawn drafts")(depth)
         timed = EngineMachine(
             target,
             head.folder,
             known,
             grid.ks,
-            contexts(target, prompts, grid.batches[-1], context),
-            context=context,
-            steps=steps,
+            contexts(target, plan.prompts, grid.batches[-1], options.context),
+            context=options.context,
+            steps=options.steps,
             temperature=params.temperature,
             trees=shapes,
             **limits,
         )
+        visits = options.rounds, journal
         costs = measure_costs(
-            timed.measure,
-            grid,
-            rounds,
-            journal,
-            view.visited,
-            interleave_k=timed.changes_k_cheaply,
+            timed.measure, grid, *visits, view.visited, interleave_k=timed.changes_k_cheaply
         )
         experts = count_experts(timed.count_experts, journal)
         seconds = measure_tree_steps(
-            timed.measure_trees, shapes, grid.batches, rounds, journal, view.visited_trees
+            timed.measure_trees, shapes, grid.batches, *visits, view.visited_trees
         )
-    settings |= {"rounds": rounds, "threshold": threshold}
+    settings |= {"rounds": options.rounds, "threshold": options.threshold}
     settings["fitted"] = [asdict(point) for point in sorted(grid.fitted)]
     is_padded = target.device.type == "cuda"
-    results = tune_results(
+    return tune_results(
         grid,
         costs,
         known,
         Shape(known.lengths(), config.is_parallel, timed.batch_rows, is_padded, experts),
-        draft=draft,
-        threshold=threshold,
+        draft=plan.head.source,
+        threshold=options.threshold,
         provenance=provenance,
         settings=settings,
-        trees=lambda chains: tuned_trees(shapes, lengths, seconds, chains, threshold),
+        trees=lambda chains: tuned_trees(shapes, lengths, seconds, chains, options.threshold),
         drawn_chain_length=drawn_length,
     )
-    harness.conclude(results, result_text(results), TUNE, output, output_format)
 
 
 def _grid(
@@ -320,6 +347,10 @@ class TuneView:
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self._line.print(text)
+
+    def say_of(self, what: str) -> Callable[[int], None]:
+        """Return a function that says which acceptance, with a number in it, is measured."""
+        return lambda number: self.say(f"acceptance {what.format(number)} is there")
 
     def visited(self, cell: CostPoint, was_there: bool) -> None:
         """Count a visit."""

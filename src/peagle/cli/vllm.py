@@ -18,6 +18,7 @@ from peagle.cli.settings import SPECULATIVE_VARIABLE, json_object
 from peagle.cli.setup import Setup, note
 from peagle.config import RUNTIME_KEYS, SpeculativeConfig
 from peagle.errors import UserError
+from peagle.evaluation.decoding_methods import NGRAM
 from peagle.serving.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -56,6 +57,18 @@ def is_vllm(given: Given, flags: Sequence[str]) -> bool:
         return True
     refuse_vllm_options(given, list(flags))
     return False
+
+
+def refuse_unmeasured(given: Given, methods: Sequence[str]) -> None:
+    """Refuse drafts with which the commands that measure do not start vLLM."""
+    sampling = given.value("speculative.draft_sampling", "argmax")
+    if sampling != "argmax":
+        raise UserError(
+            f"--draft-sampling is {sampling!r}; with --engine vllm drafts are "
+            "measured as argmax. Leave it out."
+        )
+    if NGRAM in methods:
+        raise UserError("--method is 'ngram'; vLLM is measured with heads only. Leave it out.")
 
 
 def model_and_flags(model: str | None, flags: list[str] | None) -> tuple[str | None, list[str]]:

@@ -213,8 +213,12 @@ def _add(found: dict[str, str], name: str, value: str, typed: str) -> None:
     found[name] = Secret(value) if is_secret_name(name) else value
 
 
-def check_image(source: ContainerSource, image: str | None) -> None:
-    """Refuse source native without --image, and text that is no URI of an image."""
+def choose_image(source: ContainerSource, image: str | None, region: str) -> tuple[str, str]:
+    """Return the image of the container, by default AWS's, and that of the hosts.
+
+    Raises:
+        UserError: source native without an image, or text that is no URI of an image.
+    """
     if source == "native" and not image:
         raise UserError(
             "--source native runs peagle's own container, and no image of it is published: build "
@@ -226,3 +230,5 @@ def check_image(source: ContainerSource, image: str | None) -> None:
             f"--image is {image!r}; expected the URI of an image, like "
             "123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:cuda."
         )
+    chosen = image or managed_image(region)
+    return chosen, default_ami(chosen)

@@ -11,13 +11,14 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from peagle.bundled import expand_bundled
 from peagle.deploy import catalog, model_files
 from peagle.deploy.catalog import CatalogEntry
-from peagle.deploy.container import check_image, default_ami, environment, managed_image
+from peagle.deploy.container import choose_image, default_ami, environment
 from peagle.deploy.curve import Bounds, capacity, read_curves
 from peagle.deploy.deployment import (
     CONTAINERS,
@@ -33,10 +34,10 @@ from peagle.deploy.deployment import (
     check_endpoint_name,
 )
 from peagle.deploy.instances import PARALLEL_SIZES, find_instance_type, require_fits
-from peagle.deploy.memory import facts_of_folder, token_count
+from peagle.deploy.memory import MemoryNeeded, facts_of_folder, token_count
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, s3_prefix, source_of
-from peagle.deploy.speculation import Defaults, SpeculationFlags, decide
+from peagle.deploy.speculation import Defaults, SpeculationFlags, configure_drafts, wanted_drafts
 from peagle.errors import UserError
 
 ROLE_VARIABLE = "SAGEMAKER_ROLE"
@@ -120,6 +121,34 @@ class Lookups:
         if target.kind == "local" or self.s3 is not None:
             model_files.check_target(facts, draft, target, self.s3)
 
+    def memory_needed(self, d: Deployment) -> MemoryNeeded | None:
+        """Return the memory of target and head with the options of vLLM; None if unknown."""
+        return catalog.needed_by(
+            d.target,
+            d.draft,
+            d.vllm_flags,
+            self.entries,
+            native=d.source == "native",
+            read_facts=model_files.facts_of_hub if self.s3 is not None else None,
+        )
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A target, and the catalog's entry for it."""
+
+    entry: CatalogEntry | None
+    target: ModelSource
+
+    @cached_property
+    def head(self) -> Defaults:
+        """The head of the entry, and its K."""
+        entry = self.entry
+        if entry is None or entry.draft is None:
+            return Defaults()
+        config = {"num_speculative_tokens": entry.num_speculative_tokens}
+        return Defaults(source_of(entry.draft, "draft"), config, entry.max_speculative_tokens)
+
 
 def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> Deployment:
     """Return the deployment that `create` makes; `stamp` makes its names unique.
@@ -129,9 +158,9 @@ def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> 
     """
     entry = catalog.lookup(request.model, lookups.entries)
     target = _target(request.model, entry, lookups)
+    known = KnownModel(entry, target)
     source = _source(request.source, entry)
-    check_image(source, request.image)
-    image = request.image or managed_image(request.region)
+    image, ami = choose_image(source, request.image, request.region)
     instance_type = request.instance_type or (entry.instance_types[0] if entry else "")
     if not instance_type:
         raise UserError(
@@ -139,9 +168,7 @@ def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> 
             "--instance-type, like ml.g6e.2xlarge."
         )
     flags = {**(entry.vllm_flags if entry else {}), **request.vllm_flags}
-    draft, config = _speculation(
-        request.speculation, source, _defaults(entry), target, entry, flags, lookups
-    )
+    draft, config = _speculation(request, source, known.head, known, flags, lookups)
     if entry is not None and entry.gated and not request.hf_token:
         warnings.warn(
             f"{entry.target} is gated on the hub: accept its licence there, and give "
@@ -161,11 +188,11 @@ def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> 
         instance_type=instance_type,
         draft=draft,
         speculative_config=config,
-        ami=default_ami(image),
+        ami=ami,
         environment=entry.environment if entry else {},
         vllm_flags=_spread(flags, source, instance_type),
     )
-    return _with_options(base, request, lookups)
+    return _finish(base, request, lookups)
 
 
 def changed_deployment(
@@ -185,12 +212,10 @@ def changed_deployment(
     draft, config = base.draft, base.speculative_config
     is_context_given = config is not None and "max-model-len" in request.vllm_flags
     if request.speculation != SpeculationFlags() or target != base.target or is_context_given:
-        defaults = Defaults(draft, config or {})
-        if target != base.target or config is None:
-            defaults = _defaults(entry)
-        draft, config = _speculation(
-            request.speculation, base.source, defaults, target, entry, flags, lookups
-        )
+        is_kept = target == base.target and config is not None
+        known = KnownModel(entry, target)
+        head = Defaults(draft, config or {}) if is_kept else known.head
+        draft, config = _speculation(request, base.source, head, known, flags, lookups)
     if request.role is not None:
         account_of(request.role)
     changed = replace(
@@ -201,98 +226,26 @@ def changed_deployment(
         sets_count=request.instance_count is not None,
         vllm_flags=flags,
     )
-    return _with_options(changed, request, lookups)
+    return _finish(changed, request, lookups)
 
 
-def _with_options(d: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
-    """Return the deployment with the options that need no look-up, checked."""
-    options: dict[str, Any] = {
-        "image": request.image,
-        "ami": request.ami or (default_ami(request.image) if request.image else None),
-        "instance_type": request.instance_type,
-        "instance_count": request.instance_count,
-        "startup_timeout_s": request.startup_timeout_s,
-        "kms_key": request.kms_key,
-        "role": request.role or None,
-        "vpc": _vpc(request),
-        "autoscaling": _autoscaling(request, d.speculative_config),
-        "alarm_topic": request.alarm_topic,
-    }
-    made = replace(
-        d,
-        tags={**d.tags, **_tags(request.tags)},
-        environment={**d.environment, **_environment(request)},
-        **{key: value for key, value in options.items() if value is not None},
-    )
-    return _checked(made, request, lookups)
-
-
-def _checked(d: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
-    """Return the deployment with places in S3 for its files; refuse one that would fail."""
-    low, high = STARTUP_TIMEOUTS_S
-    if not low <= d.startup_timeout_s <= high:
-        raise UserError(
-            f"--startup-timeout is {d.startup_timeout_s}; SageMaker allows {low} to {high} seconds."
-        )
-    if d.instance_count < 1:
-        raise UserError(f"--instance-count is {d.instance_count}; expected at least 1.")
-    if d.kms_key and re.fullmatch(r"[a-zA-Z0-9:/_-]{1,2048}", d.kms_key) is None:
-        raise UserError(f"--kms-key is {d.kms_key!r}; expected the id, ARN or alias of a key.")
-    stages = d.vllm_flags.get("pipeline-parallel-size", "1")
-    if stages != "1" and (d.speculative_config or {}).get("parallel_drafting"):
-        # vLLM hands hidden states over pipeline stages in its model runner V2 alone.
-        raise UserError(
-            f"pipeline-parallel-size is {stages}, and the head drafts in parallel, which vLLM does "
-            "not do over several stages. Use tensor-parallel-size, or --no-speculation."
-        )
-    needed = catalog.needed_by(
-        d.target,
-        d.draft,
-        d.vllm_flags,
-        lookups.entries,
-        native=d.source == "native",
-        read_facts=model_files.facts_of_hub if lookups.s3 is not None else None,
-    )
-    require_fits(d.instance_type, needed, d.vllm_flags)
+def _finish(base: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
+    """Return the deployment with all options and with its places in S3, checked."""
+    d = _with_options(base, request)
+    _check(d)
+    require_fits(d.instance_type, lookups.memory_needed(d), d.vllm_flags)
     placed = _placed(d, _bucket(request, d.role))
-    environment(placed)
+    environment(placed)  # refuses variables
     return placed
-
-
-def _placed(d: Deployment, bucket: str) -> Deployment:
-    """Return the deployment with its models on the hub or in S3, and the transfers to S3.
-
-    A container mounts one prefix of S3, so a head from S3 lies below its target's prefix.
-    """
-    own = f"peagle/{d.endpoint_name}/{d.stamp}/"
-    target, draft = d.target, d.draft
-    transfers: list[Transfer] = []
-    if target.kind == "local":
-        moved = ModelSource("s3", f"{bucket}{own}target/")
-        transfers.append(Transfer(target, moved.name, d.kms_key))
-        target = moved
-    if draft is not None and draft.kind != "hub":
-        root = target.name if target.kind == "s3" else bucket
-        is_below = target.kind == "hub" or draft.name.startswith(root)
-        if draft.kind == "local" or not is_below:
-            moved = ModelSource("s3", f"{root}{own}draft/")
-            transfers.append(Transfer(draft, moved.name, d.kms_key))
-            draft = moved
-    models = [m.name for m in (target, draft) if m is not None]
-    made = [transfer.uri for transfer in transfers]
-    uploads = dict.fromkeys([u for u in d.uploads if u in models] + made)
-    return replace(
-        d, target=target, draft=draft, uploads=tuple(uploads), transfers=tuple(transfers)
-    )
 
 
 # ---- the model, its container and its head --------------------------------------------------
 
 
 def _target(model: str, entry: CatalogEntry | None, lookups: Lookups) -> ModelSource:
-    text = expand_bundled(model, "target")
     if entry is not None:
         return source_of(entry.target)
+    text = expand_bundled(model, "target")
     if re.fullmatch(r"[\w.-]+", text) and not os.path.isdir(text) and not text.startswith("."):
         catalog.find(text, lookups.entries)  # raises, with the nearest name
     return source_of(text)
@@ -315,59 +268,51 @@ def _source(given: str | None, entry: CatalogEntry | None) -> ContainerSource:
     return source or entry.sources[0]
 
 
-def _name_of(entry: CatalogEntry | None, target: ModelSource) -> str:
-    """The model's name as a name of an endpoint, in characters that SageMaker takes."""
-    name = re.sub(r"[^a-zA-Z0-9-]+", "-", entry.name if entry else target.short_name)
-    return f"peagle-{name.strip('-').lower()}"[:MAX_NAME].rstrip("-")
-
-
-def _defaults(entry: CatalogEntry | None) -> Defaults:
-    """The head of a catalog entry."""
-    if entry is None or entry.draft is None:
-        return Defaults()
-    config = {"num_speculative_tokens": entry.num_speculative_tokens}
-    return Defaults(source_of(entry.draft, "draft"), config, entry.max_speculative_tokens)
-
-
 def _speculation(
-    options: SpeculationFlags,
+    request: DeploymentRequest,
     source: ContainerSource,
     defaults: Defaults,
-    target: ModelSource,
-    entry: CatalogEntry | None,
+    known: KnownModel,
     flags: Mapping[str, str],
     lookups: Lookups,
 ) -> tuple[ModelSource | None, dict[str, Any] | None]:
-    found: list[HeadFacts] = []
-
-    def read_head(draft: ModelSource) -> HeadFacts | None:
-        own = _defaults(entry).draft
-        if entry is not None and entry.origin == catalog.PACKAGED and draft == own:
-            # The package's catalog has P-EAGLE heads only, each with its target.
-            return HeadFacts(True, entry.max_speculative_tokens)
-        facts = lookups.read_head(draft)
-        found.extend([facts] if facts else [])
-        return facts
-
-    draft, config = decide(options, source, defaults, read_head)
-    if draft is not None and found:
-        lookups.check_target(found[0], draft, target)
+    """Return the head and vLLM's configuration of it; (None, None) without speculation."""
+    wanted = wanted_drafts(request.speculation, defaults)
+    if wanted is None:
+        if request.speculation.speculation is None:
+            _warn_without_head(known)
+        return None, None
+    draft, entry, read = wanted.draft, known.entry, None
+    if draft is None:
+        facts = None
+    elif entry is not None and entry.origin == catalog.PACKAGED and draft == known.head.draft:
+        # The package's catalog has P-EAGLE heads only, each with its target.
+        facts = HeadFacts(True, entry.max_speculative_tokens)
+    else:
+        facts = read = lookups.read_head(draft)
+    config = configure_drafts(wanted, source, defaults, facts)
+    if draft is not None and read is not None:
+        lookups.check_target(read, draft, known.target)
         if source == "managed":
-            _warn_beyond_training(found[0], draft, _context(target, flags))
-    if config is None and options.speculation is None:
-        if entry is not None and entry.is_head_in_jumpstart:
-            raise UserError(
-                f"{entry.name} has no head on the hub: only SageMaker JumpStart has it. Name a "
-                "head of your own with --draft (a hub id, s3:// or a folder) or "
-                "--speculative-config, take --no-speculation, or deploy JumpStart's in SageMaker "
-                f"Studio as {entry.jumpstart_model_id!r}."
-            )
-        warnings.warn(
-            f"No draft head is known for {target.name!r}: it is served without speculation. Name a "
-            "head with --draft.",
-            stacklevel=4,
-        )
+            _warn_beyond_training(read, draft, _context(known.target, flags))
     return draft, config
+
+
+def _warn_without_head(known: KnownModel) -> None:
+    """Warn that nothing is drafted; refuse an entry whose head is not on the hub."""
+    entry = known.entry
+    if entry is not None and entry.is_head_in_jumpstart:
+        raise UserError(
+            f"{entry.name} has no head on the hub: only SageMaker JumpStart has it. Name a "
+            "head of your own with --draft (a hub id, s3:// or a folder) or "
+            "--speculative-config, take --no-speculation, or deploy JumpStart's in SageMaker "
+            f"Studio as {entry.jumpstart_model_id!r}."
+        )
+    warnings.warn(
+        f"No draft head is known for {known.target.name!r}: it is served without speculation. Name "
+        "a head with --draft.",
+        stacklevel=5,
+    )
 
 
 def _context(target: ModelSource, flags: Mapping[str, str]) -> int | None:
@@ -395,6 +340,12 @@ def _warn_beyond_training(facts: HeadFacts, draft: ModelSource, context: int | N
     )
 
 
+def _name_of(entry: CatalogEntry | None, target: ModelSource) -> str:
+    """The model's name as a name of an endpoint, in characters that SageMaker takes."""
+    name = re.sub(r"[^a-zA-Z0-9-]+", "-", entry.name if entry else target.short_name)
+    return f"peagle-{name.strip('-').lower()}"[:MAX_NAME].rstrip("-")
+
+
 def _spread(
     flags: Mapping[str, str], source: ContainerSource, instance_type: str
 ) -> dict[str, str]:
@@ -418,24 +369,29 @@ def _respread(base: Deployment, instance_type: str, given: Mapping[str, str]) ->
     return _spread({**kept, **given}, base.source, instance_type)
 
 
-# ---- single options -------------------------------------------------------------------------
+# ---- options that need no look-up ------------------------------------------------------------
 
 
-def require_role(d: Deployment) -> None:
-    """Refuse a deployment without a role."""
-    if not d.role:
-        raise UserError(
-            "No role: SageMaker needs the ARN of an IAM role that may read the image and the "
-            f"model. Give --role, or set {ROLE_VARIABLE}."
-        )
-
-
-def _bucket(request: DeploymentRequest, role: str) -> str:
-    """The prefix for uploads: --upload-to, else SageMaker's usual bucket of the role's account."""
-    if request.upload_to:
-        return s3_prefix(request.upload_to, "--upload-to")
-    account = account_of(role) if role else "${AWS::AccountId}"
-    return f"s3://sagemaker-{request.region or '${AWS::Region}'}-{account}/"
+def _with_options(d: Deployment, request: DeploymentRequest) -> Deployment:
+    """Return the deployment with the options that need no look-up."""
+    options: dict[str, Any] = {
+        "image": request.image,
+        "ami": request.ami or (default_ami(request.image) if request.image else None),
+        "instance_type": request.instance_type,
+        "instance_count": request.instance_count,
+        "startup_timeout_s": request.startup_timeout_s,
+        "kms_key": request.kms_key,
+        "role": request.role or None,
+        "vpc": _vpc(request),
+        "autoscaling": _autoscaling(request, d.speculative_config),
+        "alarm_topic": request.alarm_topic,
+    }
+    return replace(
+        d,
+        tags={**d.tags, **_tags(request.tags)},
+        environment={**d.environment, **_environment(request)},
+        **{key: value for key, value in options.items() if value is not None},
+    )
 
 
 def _vpc(request: DeploymentRequest) -> Vpc | None:
@@ -516,3 +472,70 @@ def check_autoscaling(wanted: Autoscaling) -> Autoscaling:
     if not wanted.target_value > 0:
         raise UserError(f"The target is {wanted.target_value}; expected a number above 0.")
     return wanted
+
+
+# ---- the whole deployment -------------------------------------------------------------------
+
+
+def _check(d: Deployment) -> None:
+    """Refuse values that SageMaker or vLLM would refuse."""
+    low, high = STARTUP_TIMEOUTS_S
+    if not low <= d.startup_timeout_s <= high:
+        raise UserError(
+            f"--startup-timeout is {d.startup_timeout_s}; SageMaker allows {low} to {high} seconds."
+        )
+    if d.instance_count < 1:
+        raise UserError(f"--instance-count is {d.instance_count}; expected at least 1.")
+    if d.kms_key and re.fullmatch(r"[a-zA-Z0-9:/_-]{1,2048}", d.kms_key) is None:
+        raise UserError(f"--kms-key is {d.kms_key!r}; expected the id, ARN or alias of a key.")
+    stages = d.vllm_flags.get("pipeline-parallel-size", "1")
+    if stages != "1" and (d.speculative_config or {}).get("parallel_drafting"):
+        # vLLM hands hidden states over pipeline stages in its model runner V2 alone.
+        raise UserError(
+            f"pipeline-parallel-size is {stages}, and the head drafts in parallel, which vLLM does "
+            "not do over several stages. Use tensor-parallel-size, or --no-speculation."
+        )
+
+
+def _bucket(request: DeploymentRequest, role: str) -> str:
+    """The prefix for uploads: --upload-to, else SageMaker's usual bucket of the role's account."""
+    if request.upload_to:
+        return s3_prefix(request.upload_to, "--upload-to")
+    account = account_of(role) if role else "${AWS::AccountId}"
+    return f"s3://sagemaker-{request.region or '${AWS::Region}'}-{account}/"
+
+
+def _placed(d: Deployment, bucket: str) -> Deployment:
+    """Return the deployment with its models on the hub or in S3, and the transfers to S3.
+
+    A container mounts one prefix of S3, so a head from S3 lies below its target's prefix.
+    """
+    own = f"peagle/{d.endpoint_name}/{d.stamp}/"
+    target, draft = d.target, d.draft
+    transfers: list[Transfer] = []
+    if target.kind == "local":
+        moved = ModelSource("s3", f"{bucket}{own}target/")
+        transfers.append(Transfer(target, moved.name, d.kms_key))
+        target = moved
+    if draft is not None and draft.kind != "hub":
+        root = target.name if target.kind == "s3" else bucket
+        is_below = target.kind == "hub" or draft.name.startswith(root)
+        if draft.kind == "local" or not is_below:
+            moved = ModelSource("s3", f"{root}{own}draft/")
+            transfers.append(Transfer(draft, moved.name, d.kms_key))
+            draft = moved
+    models = [m.name for m in (target, draft) if m is not None]
+    made = [transfer.uri for transfer in transfers]
+    uploads = dict.fromkeys([u for u in d.uploads if u in models] + made)
+    return replace(
+        d, target=target, draft=draft, uploads=tuple(uploads), transfers=tuple(transfers)
+    )
+
+
+def require_role(d: Deployment) -> None:
+    """Refuse a deployment without a role."""
+    if not d.role:
+        raise UserError(
+            "No role: SageMaker needs the ARN of an IAM role that may read the image and the "
+            f"model. Give --role, or set {ROLE_VARIABLE}."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,28 +53,32 @@ class Defaults:
     max_tokens: int | None = None
 
 
-def decide(
-    options: SpeculationFlags,
-    source: ContainerSource,
-    defaults: Defaults,
-    read_head: Callable[[ModelSource], HeadFacts | None],
-) -> tuple[ModelSource | None, dict[str, Any] | None]:
-    """Return the head and vLLM's configuration without "model"; (None, None) without speculation.
+@dataclass(frozen=True, slots=True)
+class WantedDrafts:
+    """How options and defaults want to draft, before the files of the head are read.
 
-    Args:
-        options: the user's.
-        source: source of the container.
-        defaults: for options that were not given.
-        read_head: returns facts from a head's files; None if they are not readable.
+    Attributes:
+        draft: the head; None without one.
+        config: vLLM's form without "model"; without K where nothing gives it.
+        is_k_given: the user gave K.
+    """
+
+    draft: ModelSource | None
+    config: dict[str, Any]
+    is_k_given: bool
+
+
+def wanted_drafts(options: SpeculationFlags, defaults: Defaults) -> WantedDrafts | None:
+    """Return how the options want to draft; None decodes without drafts.
 
     Raises:
-        UserError: options that contradict each other, no head, or what the container cannot do.
+        UserError: options that contradict each other, or no head.
     """
     given = [options.draft, options.num_speculative_tokens, options.config, options.trees]
     if options.speculation is False:
         if any(value is not None for value in given):
             raise UserError("--no-speculation contradicts the other options of speculation.")
-        return None, None
+        return None
     config = {} if options.config is None else read_config(options.config, "--speculative-config")
     draft = _named_draft(options, config)
     if options.config is None and draft is None:
@@ -97,7 +101,7 @@ def decide(
                 "No draft head is known for this model, and none was named. Name one with --draft "
                 "(a hub id, s3:// or a folder), or take --no-speculation."
             )
-        return None, None
+        return None
     if options.num_speculative_tokens is not None:
         merged[_K] = options.num_speculative_tokens
     merged.setdefault("method", _DEFAULT_METHOD)
@@ -107,17 +111,31 @@ def decide(
             f"{_K} is {k!r}; expected a whole number from 1 to {MAX_SPECULATIVE_TOKENS}. To decode "
             "without drafts, take --no-speculation."
         )
-    facts = read_head(draft) if draft is not None else None
+    return WantedDrafts(draft, merged, options.num_speculative_tokens is not None or _K in config)
+
+
+def configure_drafts(
+    wanted: WantedDrafts, source: ContainerSource, defaults: Defaults, facts: HeadFacts | None
+) -> dict[str, Any]:
+    """Return vLLM's configuration without "model", with what the head's files say.
+
+    Args:
+        source: source of the container.
+        facts: of the head; None if its files are not readable.
+
+    Raises:
+        UserError: the head is of another kind, or the container cannot draft so.
+    """
+    draft, merged = wanted.draft, dict(wanted.config)
     depth = facts.trained_depth if facts else None
     if depth is None and draft == defaults.draft:
         depth = defaults.max_tokens
     merged.setdefault(_K, default_depth(depth))
     if _TREES in merged and source == "native":
-        is_k_given = options.num_speculative_tokens is not None or _K in config
-        default = merged[_K] if is_k_given or depth is None else min(merged[_K], depth)
+        default = merged[_K] if wanted.is_k_given or depth is None else min(merged[_K], depth)
         trees = CandidateTrees.parse(merged[_TREES], default)
         check_tree_depth(trees, depth, "" if draft is None else draft.name)
-        if not is_k_given:
+        if not wanted.is_k_given:
             merged[_K] = trees.prediction_depth
     if draft is not None:
         merged["parallel_drafting"] = _is_parallel(merged.get("parallel_drafting"), draft, facts)
@@ -128,7 +146,7 @@ def decide(
                 stacklevel=3,
             )
     _check_container(merged, source, draft)
-    return draft, merged
+    return merged
 
 
 def read_config(text: str, source: str) -> dict[str, Any]:

@@ -14,19 +14,16 @@ from itertools import cycle, islice
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.depth import AutomaticDepth, StepSeconds, make_depth
+from peagle.engine.depth import AutomaticDepth, StepSeconds
 from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, make_drafting
+from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
-from peagle.engine.head import load_head
 from peagle.engine.memory_plan import (
     MemoryPlan,
     drafter_kv_shapes,
-    drawn_bytes,
-    lookahead_slots,
     make_memory_plan,
     measure_peak,
-    output_bytes,
     run_largest_passes,
 )
 from peagle.engine.model_runner import ModelRunner, RunTarget, TargetPass
@@ -41,16 +38,12 @@ from peagle.engine.step.graph_runner import (
     accelerate,
     buckets,
     make_graph_runner,
-    mixed_buckets,
-    runs_as_graphs,
 )
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.engine.step.pipeline import Pipeline
-from peagle.engine.tree_record import TreeRecord
 from peagle.errors import UserError
 from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.kernels.sampling.random import derive_seed
-from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 _COUNTERS = (
@@ -93,73 +86,45 @@ class LLMEngine:
         speculative: SpeculativeConfig | None = None,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
+        self._plan = plan = plan_engine(target, config or EngineConfig(), speculative)
         self.target = target
-        self.on_pass: Callable[[int], None] | None = None
-        self.config = config = config or EngineConfig()
+        self.config = config = plan.config
         self.speculative = speculative
-        self.max_model_len = _max_model_len(target, config)
-        self.num_speculative_tokens = speculative.num_drafts if speculative else 0
-        trees = self._trees = speculative.trees if speculative else None
-        drafter = load_head(target, speculative)
-        self._aux_layer_ids = drafter.config.aux_layer_ids if drafter else ()
-        # Positions up to which the drafter's KV matters; without a head none does.
-        self.max_draft_len = 0
-        if drafter is not None and speculative is not None:
-            longest = speculative.max_model_len or drafter.config.max_position_embeddings
-            self.max_draft_len = min(longest, self.max_model_len)
-        is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
-        trained = drafter.config.trained_depth if drafter else None
-        self._tree_record = TreeRecord(trees) if trees else None
-        self._depth = make_depth(
-            speculative, trained, is_captured=is_pipelined, trees=self._tree_record
-        )
-        if is_pipelined and target.device.type == "cuda":
-            accelerate(target, drafter, config.max_num_seqs, self._depth, trees)
-        num_resuming = self._depth.most_resuming(config.max_num_seqs) if drafter else 0
+        self.max_model_len, self.max_draft_len = plan.max_model_len, plan.max_draft_len
+        self.num_speculative_tokens = plan.num_speculative_tokens
+        self.on_pass: Callable[[int], None] | None = None
+        self._depth, self._tree_record = plan.depth, plan.tree_record
+        if plan.is_pipelined and target.device.type == "cuda":
+            accelerate(target, plan.drafter, config.max_num_seqs, plan.depth, plan.trees)
         self._features = FeatureRings()
-        if drafter is not None and num_resuming and is_pipelined:
-            width = drafter.config.feature_size
+        if plan.drafter is not None and plan.num_resuming and plan.is_pipelined:
+            width = plan.drafter.config.feature_size
             self._features.reserve(config.max_num_seqs, width, target.dtype, target.device)
         backend = make_backend(target.device)
-        rates = speculative.synthetic_acceptance_rates if speculative else None
-        self.sampler = Sampler(target.vocab_size, target.device, config.max_num_seqs, rates)
+        self.sampler = Sampler(
+            target.vocab_size, target.device, config.max_num_seqs, plan.synthetic_rates
+        )
         self.runner = ModelRunner(
             target,
             backend,
             self.sampler,
             block_size=config.block_size,
-            max_model_len=self.max_model_len,
+            max_model_len=plan.max_model_len,
         )
-        self.drafting = make_drafting(
-            drafter,
+        self.drafting = drafting = make_drafting(
+            plan.drafter,
             speculative,
             backend,
             self.sampler,
             self._features,
-            max_model_len=self.max_model_len,
-            max_draft_len=self.max_draft_len,
+            max_model_len=plan.max_model_len,
+            max_draft_len=plan.max_draft_len,
         )
-        if self._tree_record is not None and isinstance(self.drafting, HeadDrafting):
-            self._tree_record.calibrates(self.drafting.proposer.survival)
-        num_lookahead_slots = lookahead_slots(
-            self.num_speculative_tokens,
-            trees.max_nodes if trees else None,
-            is_pipelined=is_pipelined,
-        )
-        kept_bytes = 0
-        if is_pipelined and drafter and speculative and speculative.draws:
-            num_rows = buckets(config.max_num_seqs)[-1]
-            kept_bytes = drawn_bytes(drafter, num_rows, self.num_speculative_tokens)
-        if is_pipelined:
-            num_kept = sum(mixed_buckets(target))
-            if trees is not None:
-                num_kept += buckets(config.max_num_seqs)[-1] * (trees.max_nodes + 1)
-            if drafter is not None:
-                num_kept += max(TOKEN_BUCKETS[-1], config.max_num_batched_tokens)
-            kept_bytes += output_bytes(target, drafter, num_kept)
-        sizes = num_lookahead_slots, num_resuming, kept_bytes
-        self.memory_plan = self._plan_memory(drafter, *sizes)
-        self._make_caches(drafter, self.memory_plan.num_blocks)
+        self._proposer = drafting.proposer if isinstance(drafting, HeadDrafting) else None
+        if plan.tree_record is not None and self._proposer is not None:
+            plan.tree_record.calibrates(self._proposer.survival)
+        self.memory_plan = self._plan_memory()
+        self._make_caches(self.memory_plan.num_blocks)
         self.scheduler = Scheduler(
             BlockManager(
                 self.memory_plan.num_blocks,
@@ -169,32 +134,12 @@ class LLMEngine:
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            num_lookahead_slots=num_lookahead_slots,
-            draft_window=None if drafter is None else drafter.reach,
+            max_model_len=plan.max_model_len,
+            num_lookahead_slots=plan.num_lookahead_slots,
+            draft_window=None if plan.drafter is None else plan.drafter.reach,
             max_itl_ms=config.max_itl_ms,
         )
-        self._pipeline: Pipeline | None = None
-        if is_pipelined:
-            graphs = make_graph_runner(
-                self.runner,
-                self.drafting.proposer if isinstance(self.drafting, HeadDrafting) else None,
-                config.max_num_seqs,
-                rates,
-                depth=self._depth,
-                features=self._features,
-                max_draft_len=self.max_draft_len,
-            )
-            if isinstance(self._depth, AutomaticDepth) and isinstance(self.drafting, HeadDrafting):
-                most = min(config.max_num_batched_tokens, self.max_draft_len, _TIMED_TOKENS)
-                reading_s = self.drafting.time_reading(most)
-                self._depth.measure(buckets(config.max_num_seqs), graphs.time_step, reading_s)
-            self.scheduler.max_prompts = MAX_SEQUENCES
-            if graphs.most_prompt_tokens is not None:
-                self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)
-            self._pipeline = Pipeline(
-                graphs, self.scheduler, self._take, self._take_drafts, self._prepare_grammars
-            )
+        self._pipeline = self._make_pipeline() if plan.is_pipelined else None
         self._outputs: list[StepOutput] = []
         # Passes whose tokens are out and that are not drafted for yet, each with its K.
         self._undrafted: list[tuple[TargetPass, int]] = []
@@ -209,57 +154,74 @@ class LLMEngine:
         self._num_requests = 0
         self._is_checking = False
 
-    def _plan_memory(
-        self,
-        drafter: Drafter | None,
-        num_lookahead_slots: int,
-        num_resuming: int,
-        kept_bytes: int,
-    ) -> MemoryPlan:
+    def _plan_memory(self) -> MemoryPlan:
         """Measure the largest passes on a GPU, and give the KV cache what remains."""
-        target, trees = self.target, self._trees
+        plan, target = self._plan, self.target
 
         def run() -> None:
-            self._make_caches(drafter, num_blocks=1)
+            self._make_caches(num_blocks=1)
             run_largest_passes(
                 self.runner,
                 self.drafting,
                 self._features,
-                self.config,
-                num_drafts=self.num_speculative_tokens,
-                num_nodes=trees.max_nodes if trees else None,
-                num_resuming=num_resuming,
+                plan.config,
+                num_drafts=plan.num_speculative_tokens,
+                num_nodes=plan.num_nodes,
+                num_resuming=plan.num_resuming,
             )
 
         peak_bytes = 0
         if target.device.type == "cuda":
-            peak_bytes = measure_peak(run, target.device, self.config)
+            peak_bytes = measure_peak(run, target.device, plan.config)
             self._target_caches, self._drafter_caches = [], []
-            if isinstance(self.drafting, HeadDrafting):
-                self.drafting.proposer.caches = []
+            if self._proposer is not None:
+                self._proposer.caches = []
             target.drop_kv_caches()
         return make_memory_plan(
             target,
-            drafter,
-            self.config,
-            max_model_len=self.max_model_len,
-            num_lookahead_slots=num_lookahead_slots,
+            plan.drafter,
+            plan.config,
+            max_model_len=plan.max_model_len,
+            num_lookahead_slots=plan.num_lookahead_slots,
             peak_bytes=peak_bytes,
-            kept_bytes=kept_bytes,
-            has_trees=trees is not None,
+            kept_bytes=plan.kept_bytes,
+            has_trees=plan.trees is not None,
         )
 
-    def _make_caches(self, drafter: Drafter | None, num_blocks: int) -> None:
+    def _make_caches(self, num_blocks: int) -> None:
         """Make the KV caches, and give them to the target and the drafter."""
         size, target = self.config.block_size, self.target
         self._target_caches = target.make_kv_caches(num_blocks, size)
         self._drafter_caches = [
             LayerKVCache(num_blocks, size, *shape, target.dtype, target.device)
-            for shape in drafter_kv_shapes(drafter)
+            for shape in drafter_kv_shapes(self._plan.drafter)
         ]
-        if isinstance(self.drafting, HeadDrafting):
-            self.drafting.proposer.caches = self._drafter_caches
+        if self._proposer is not None:
+            self._proposer.caches = self._drafter_caches
         self._claim_target()
+
+    def _make_pipeline(self) -> Pipeline:
+        """Capture the decode steps as graphs, and measure them where K follows from their costs."""
+        plan, config = self._plan, self.config
+        graphs = make_graph_runner(
+            self.runner,
+            self._proposer,
+            config.max_num_seqs,
+            plan.synthetic_rates,
+            depth=plan.depth,
+            features=self._features,
+            max_draft_len=plan.max_draft_len,
+        )
+        if isinstance(plan.depth, AutomaticDepth) and isinstance(self.drafting, HeadDrafting):
+            most = min(config.max_num_batched_tokens, plan.max_draft_len, _TIMED_TOKENS)
+            reading_s = self.drafting.time_reading(most)
+            plan.depth.measure(buckets(config.max_num_seqs), graphs.time_step, reading_s)
+        self.scheduler.max_prompts = MAX_SEQUENCES
+        if graphs.most_prompt_tokens is not None:
+            self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)
+        return Pipeline(
+            graphs, self.scheduler, self._take, self._take_drafts, self._prepare_grammars
+        )
 
     def add_request(
         self,
@@ -779,7 +741,7 @@ class LLMEngine:
     def _claim_target(self) -> None:
         """Give the target this engine's KV caches, taps and context; engines may share a target."""
         if self.target.kv_caches is not self._target_caches:
-            self.target.tap_aux(self._aux_layer_ids)
+            self.target.tap_aux(self._plan.aux_layer_ids)
             self.target.set_kv_caches(self._target_caches)
             self.target.fix_rope(self.max_model_len)
 
@@ -789,15 +751,6 @@ def _kept(done: TargetPass) -> TargetPass:
     if len(done.features_TA) > TOKEN_BUCKETS[-1] or not done.features_TA.is_cuda:
         return done
     return replace(done, features_TA=done.features_TA.clone())
-
-
-def _max_model_len(target: TargetModel, config: EngineConfig) -> int:
-    limit, given = target.max_model_len, config.max_model_len
-    if given is not None and given > limit:
-        raise UserError(
-            f"max_model_len is {given}; the target's positions end at {limit}. Ask for no more."
-        )
-    return given or limit
 
 
 def _ends_prompt(chunk: Chunk) -> bool:

@@ -42,7 +42,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
         warnings.warn(
             f"num_speculative_tokens is {speculative.num_drafts}, but the head "
             f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
-            stacklevel=4,
+            stacklevel=5,
         )
     unpack = target.device.type != "cuda"
     # A compact head drafts as the whole one does, bit for bit.

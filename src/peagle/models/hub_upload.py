@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -151,6 +152,31 @@ class _Upload:
         self.committing = False
 
     def run(self, message: str, *, private: bool, force: bool) -> Commit:
+        info, created = self._repository(private=private)
+        branch_is_new = False
+        if self.revision != DEFAULT_REVISION:
+            try:
+                info = self._look(self.revision) or info
+            except RevisionNotFoundError:  # the branch will begin with what main holds
+                branch_is_new = True
+        there = {sibling.rfilename: sibling for sibling in info.siblings or []}
+        new = [file for file in self.files if not file.equals(there.get(file.name))]
+        replaced = tuple(file.name for file in new if file.name in there)
+        added = tuple(file.name for file in new if file.name not in there)
+        ours = {file.name for file in self.files}
+        weights = (name for name in sorted(there) if name.endswith(_WEIGHTS) and "/" not in name)
+        removed = tuple(name for name in weights if name not in ours)
+        if not force and (replaced or removed):
+            self._refuse(replaced, removed)
+        if branch_is_new:
+            self.api.create_branch(self.repo, branch=self.revision, exist_ok=True)
+        oid, url = info.sha or "", f"{self.hub}/{self.repo}/commit/{info.sha}"
+        if new or removed:
+            oid, url = self._commit(new, removed, message, parent=info.sha)
+        return Commit(url, oid, created, added, replaced, removed, self._verified(oid, url))
+
+    def _repository(self, *, private: bool) -> tuple[ModelInfo, bool]:
+        """Find the repository, or make it; return whether it was made too."""
         info = self._look(DEFAULT_REVISION)
         created = info is None
         if info is None:
@@ -167,34 +193,18 @@ class _Upload:
                 "Make it private in its settings on the hub, choose another name, or leave "
                 "--private out."
             )
-        branch_is_new = False
-        if self.revision != DEFAULT_REVISION:
-            try:
-                info = self._look(self.revision) or info
-            except RevisionNotFoundError:  # the branch will begin with what main holds
-                branch_is_new = True
-        there = {sibling.rfilename: sibling for sibling in info.siblings or []}
-        new = [file for file in self.files if not file.equals(there.get(file.name))]
-        replaced = tuple(file.name for file in new if file.name in there)
-        added = tuple(file.name for file in new if file.name not in there)
-        ours = {file.name for file in self.files}
-        weights = (name for name in sorted(there) if name.endswith(_WEIGHTS) and "/" not in name)
-        removed = tuple(name for name in weights if name not in ours)
-        if not force and (replaced or removed):
-            problems = [f"has {_shown(replaced)} with other contents"] if replaced else []
-            if removed:
-                problems.append(f"has the weights {_shown(removed)}, which are not the head's")
-            raise UserError(
-                f"{self.hub}/{self.repo} at {self.revision!r} {' and '.join(problems)}. Nothing "
-                "was uploaded. With --force they are replaced and removed (the history keeps "
-                "them); another name or --revision leaves them alone."
-            )
-        if branch_is_new:
-            self.api.create_branch(self.repo, branch=self.revision, exist_ok=True)
-        oid, url = info.sha or "", f"{self.hub}/{self.repo}/commit/{info.sha}"
-        if new or removed:
-            oid, url = self._commit(new, removed, message, parent=info.sha)
-        return Commit(url, oid, created, added, replaced, removed, self._verified(oid, url))
+        return info, created
+
+    def _refuse(self, replaced: Sequence[str], removed: Sequence[str]) -> NoReturn:
+        """Refuse to change files that are on the hub."""
+        problems = [f"has {_shown(replaced)} with other contents"] if replaced else []
+        if removed:
+            problems.append(f"has the weights {_shown(removed)}, which are not the head's")
+        raise UserError(
+            f"{self.hub}/{self.repo} at {self.revision!r} {' and '.join(problems)}. Nothing "
+            "was uploaded. With --force they are replaced and removed (the history keeps "
+            "them); another name or --revision leaves them alone."
+        )
 
     def _look(self, revision: str) -> ModelInfo | None:
         """Return the repository at a revision, None if the hub shows none."""

@@ -7,6 +7,7 @@ output cannot run away in digits and every reader gets the number that was writt
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from functools import cache
@@ -104,12 +105,29 @@ class _Shape:
     high: int
 
 
+# The shape, how many digits were read, whether they equal the first digits of its bounds, the
+# remainder by `multiple`, and whether the point was read.
+_Part = tuple[int, int, bool, bool, int, bool]
+
+
+def _following(
+    part: _Part, shape: _Shape, low: str, high: str, multiple: int
+) -> Iterator[tuple[str, _Part]]:
+    """Yield each character that may come next, and the part behind it."""
+    i, read, at_low, at_high, remainder, has_point = part
+    if read == shape.integer_digits and shape.fraction_digits and not has_point:
+        yield ".", (i, read, at_low, at_high, remainder, True)
+    if read < shape.integer_digits or (has_point and read < len(low)):
+        least, most = int(low[read]) if at_low else 0, int(high[read]) if at_high else 9
+        for digit in range(least, most + 1):
+            bounds = at_low and digit == least, at_high and digit == most
+            yield str(digit), (i, read + 1, *bounds, (remainder * 10 + digit) % multiple, has_point)
+
+
 def _write(rules: Rules, shapes: list[_Shape], multiple: int) -> str | None:
     """Return an expression for the numbers of all shapes, the rules of a deterministic automaton.
 
-    A state has one part for each shape that the digits so far can still become: the shape, how
-    many digits were read, whether they equal the first digits of its bounds, the remainder by
-    `multiple`, and whether the point was read.
+    A state has one part for each shape that the digits so far can still become.
     """
     kept = [shape for shape in shapes if shape.low <= shape.high]
     lengths = [shape.integer_digits + shape.fraction_digits for shape in kept]
@@ -117,24 +135,16 @@ def _write(rules: Rules, shapes: list[_Shape], multiple: int) -> str | None:
     highs = [str(shape.high).zfill(n) for shape, n in zip(kept, lengths)]
 
     @cache
-    def rule(parts: frozenset[tuple[int, int, bool, bool, int, bool]]) -> str | None:
+    def rule(parts: frozenset[_Part]) -> str | None:
         is_end = False
-        after: dict[str, set[tuple[int, int, bool, bool, int, bool]]] = defaultdict(set)
-        for i, read, at_low, at_high, remainder, has_point in parts:
+        after: dict[str, set[_Part]] = defaultdict(set)
+        for part in parts:
+            i, read, at_low, _, remainder, has_point = part
             shape = kept[i]
             if read >= shape.integer_digits and not (has_point and read == shape.integer_digits):
                 is_end |= remainder == 0 and not (at_low and lows[i][read:].strip("0"))
-            if read == shape.integer_digits and shape.fraction_digits and not has_point:
-                after["."].add((i, read, at_low, at_high, remainder, True))
-            if read < shape.integer_digits or (has_point and read < lengths[i]):
-                least = int(lows[i][read]) if at_low else 0
-                most = int(highs[i][read]) if at_high else 9
-                for digit in range(least, most + 1):
-                    place = (
-                        *(i, read + 1, at_low and digit == least, at_high and digit == most),
-                        *((remainder * 10 + digit) % multiple, has_point),
-                    )
-                    after[str(digit)].add(place)
+            for character, next_part in _following(part, shape, lows[i], highs[i], multiple):
+                after[character].add(next_part)
         # Characters that lead to the same rule make one class.
         options: dict[str, str] = {}
         for character in sorted(after):

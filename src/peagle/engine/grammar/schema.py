@@ -179,17 +179,7 @@ class _Preparation:
             types = [name for name in types if name != "integer"]
         result: dict[str, Any] = {"type": types, "path": path}
         result |= {k: schema[k] for t in types for k in _OF_TYPE[t] if k in schema}
-        for key in set(_COUNTS) & set(result):
-            if isinstance(result[key], float) and result[key].is_integer():
-                result[key] = int(result[key])  # JSON Schema takes 129.0 for 129
-            if type(result[key]) is not int or result[key] < 0:
-                raise UserError(f"{key} at {path} is {result[key]!r}; expected a whole number.")
-        for least, most in zip(_COUNTS[::2], _COUNTS[1::2]):
-            if result.get(least, 0) > result.get(most, result.get(least, 0)):
-                raise UserError(
-                    f"{most} at {path} is {result[most]}; expected at least {least}, "
-                    f"{result[least]}."
-                )
+        _check_counts(result, path)
         for kind in ("number", "integer"):
             if kind in types:
                 result[kind] = _bounds(result, kind, path)
@@ -298,6 +288,20 @@ def _bound(value: float, kind: str, beyond: int) -> Any:
         value = math.nextafter(value, math.inf * beyond)
     # Readers take the nearest double for a text, and doubles of this size are whole.
     return Decimal(value) if abs(value) >= 2**53 else Decimal(repr(value))
+
+
+def _check_counts(result: dict[str, Any], path: str) -> None:
+    """Make whole numbers of the counts of a schema, in place; refuse others."""
+    for key in set(_COUNTS) & set(result):
+        if isinstance(result[key], float) and result[key].is_integer():
+            result[key] = int(result[key])  # JSON Schema takes 129.0 for 129
+        if type(result[key]) is not int or result[key] < 0:
+            raise UserError(f"{key} at {path} is {result[key]!r}; expected a whole number.")
+    for least, most in zip(_COUNTS[::2], _COUNTS[1::2]):
+        if result.get(least, 0) > result.get(most, result.get(least, 0)):
+            raise UserError(
+                f"{most} at {path} is {result[most]}; expected at least {least}, {result[least]}."
+            )
 
 
 def _check_string(schema: dict[str, Any], path: str, rules: Rules) -> None:

@@ -1,0 +1,132 @@
+"""The plan of an engine: what its options and its head decide before it allocates anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peagle.config import CandidateTrees, EngineConfig, SpeculativeConfig
+from peagle.engine.depth import DepthPolicy, make_depth
+from peagle.engine.head import load_head
+from peagle.engine.memory_plan import drawn_bytes, lookahead_slots, output_bytes
+from peagle.engine.step.graph_runner import buckets, mixed_buckets, runs_as_graphs
+from peagle.engine.step.pass_graphs import TOKEN_BUCKETS
+from peagle.engine.tree_record import TreeRecord
+from peagle.errors import UserError
+from peagle.models.drafter import Drafter
+from peagle.models.target import TargetModel
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """How an engine drafts, how it runs its steps, and the sizes that follow.
+
+    The number of KV blocks is not here: on a GPU the built engine measures its largest passes
+    first (`make_memory_plan`).
+
+    Attributes:
+        drafter: the loaded head; None without one.
+        max_model_len: tokens of the longest sequence.
+        max_draft_len: positions up to which the drafter's KV matters; 0 without a head.
+        num_speculative_tokens: most drafts of a request.
+        trees: the shape of candidate trees; None where drafts are chains.
+        tree_record: learns which nodes are accepted; None where drafts are chains.
+        depth: chooses K of each step.
+        is_pipelined: decode steps run as CUDA graphs, one of them in flight.
+        num_resuming: most sequences that resume drafting in the same step.
+        num_lookahead_slots: KV slots that a request holds beyond its tokens.
+        kept_bytes: memory of drawn drafts, hidden states and features that graphs keep.
+    """
+
+    config: EngineConfig
+    speculative: SpeculativeConfig | None
+    drafter: Drafter | None
+    max_model_len: int
+    max_draft_len: int
+    num_speculative_tokens: int
+    trees: CandidateTrees | None
+    tree_record: TreeRecord | None
+    depth: DepthPolicy
+    is_pipelined: bool
+    num_resuming: int
+    num_lookahead_slots: int
+    kept_bytes: int
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Most nodes of a candidate tree; None where drafts are chains."""
+        return None if self.trees is None else self.trees.max_nodes
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Layers of the target whose entering states the drafter reads."""
+        return () if self.drafter is None else self.drafter.config.aux_layer_ids
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...] | None:
+        """Acceptance by position that takes the place of the drafts' own; None for their own."""
+        return None if self.speculative is None else self.speculative.synthetic_acceptance_rates
+
+
+def plan_engine(
+    target: TargetModel, config: EngineConfig, speculative: SpeculativeConfig | None
+) -> EnginePlan:
+    """Load the head, and decide everything that needs no memory of the engine.
+
+    Raises:
+        UserError: the context is longer than the target's, or a head is of another kind than asked.
+        CheckpointError: the head does not fit the target.
+    """
+    limit, given = target.max_model_len, config.max_model_len
+    if given is not None and given > limit:
+        raise UserError(
+            f"max_model_len is {given}; the target's positions end at {limit}. Ask for no more."
+        )
+    max_model_len = given or limit
+    drafter = load_head(target, speculative)
+    max_draft_len, trained_depth = 0, None
+    if drafter is not None and speculative is not None:
+        longest = speculative.max_model_len or drafter.config.max_position_embeddings
+        max_draft_len = min(longest, max_model_len)
+        trained_depth = drafter.config.trained_depth
+    num_drafts, trees = 0, None
+    if speculative is not None:
+        num_drafts, trees = speculative.num_drafts, speculative.trees
+    is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
+    record = None if trees is None else TreeRecord(trees)
+    depth = make_depth(speculative, trained_depth, is_captured=is_pipelined, trees=record)
+    kept_bytes = _kept_bytes(target, drafter, config, speculative) if is_pipelined else 0
+    return EnginePlan(
+        config,
+        speculative,
+        drafter,
+        max_model_len,
+        max_draft_len,
+        num_drafts,
+        trees,
+        record,
+        depth,
+        is_pipelined,
+        num_resuming=0 if drafter is None else depth.most_resuming(config.max_num_seqs),
+        num_lookahead_slots=lookahead_slots(
+            num_drafts, trees.max_nodes if trees else None, is_pipelined=is_pipelined
+        ),
+        kept_bytes=kept_bytes,
+    )
+
+
+def _kept_bytes(
+    target: TargetModel,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    speculative: SpeculativeConfig | None,
+) -> int:
+    """Return the bytes that the graphs of steps and passes keep."""
+    num_rows, num_bytes = buckets(config.max_num_seqs)[-1], 0
+    num_outputs = sum(mixed_buckets(target))
+    if speculative is not None and speculative.trees is not None:
+        num_outputs += num_rows * (speculative.trees.max_nodes + 1)
+    if drafter is not None:
+        num_outputs += max(TOKEN_BUCKETS[-1], config.max_num_batched_tokens)
+        if speculative is not None and speculative.draws:
+            num_bytes = drawn_bytes(drafter, num_rows, speculative.num_drafts)
+    return num_bytes + output_bytes(target, drafter, num_outputs)
