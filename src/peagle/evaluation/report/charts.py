@@ -29,7 +29,7 @@ _TEXT, _MUTED, _LINE, _PAGE = "#1b1d1f", "#5a5f66", "#e2e2dc", "#fbfbf9"
 _VARIABLES = {colour: f"var(--s{i})" for i, colour in enumerate(_SERIES)} | {
     **{_TEXT: "var(--text)", _MUTED: "var(--muted)", _LINE: "var(--line)", _PAGE: "var(--page)"}
 }
-_MARKERS = "vosD^<PX>pd*hH8"  # of the methods
+_MARKERS = "vosD^<PX>pdhH8"  # of the methods
 _DASHES: tuple[Any, ...] = (  # of the engines
     *("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (6, 1.5))),
     (0, (3, 1, 1, 1, 1, 1)),

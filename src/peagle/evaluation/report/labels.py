@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SIZE = 11  # points, as all distances here
 _GAP = 7  # from the middle of a marker
 _LEVEL_GAP = 3
-_BEYOND_RIGHT, _BEYOND_TOP = 14, 5  # room for labels outside the axes
+_BEYOND_RIGHT, _BEYOND_TOP = 10, 5  # room for labels outside the axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ class Labels:
         self._lines = list(_lines(axes))
         self._boxes = list(_boxes(axes, self._scale))
         room = axes.get_window_extent(self._renderer)
-        right, top = room.x1 + _BEYOND_RIGHT * self._scale, room.y1 + _BEYOND_TOP * self._scale
+        right = min(room.x1 + _BEYOND_RIGHT * self._scale, figure.bbox.x1)
+        top = min(room.y1 + _BEYOND_TOP * self._scale, figure.bbox.y1)
         self._room = Bbox.from_extents(room.x0, room.y0, right, top)
 
     def write(
