@@ -39,7 +39,7 @@ def spots_of_point(x: float, y: float) -> list[Spot]:
     corners = [
         Spot(x, y, dx, dy, side, vertical)
         for dy, vertical in ((_GAP, "bottom"), (-_GAP, "top"))
-        for dx, side in ((-3, "right"), (3, "left"))
+        for dx, side in ((-6, "right"), (6, "left"))
     ]
     beside = [Spot(x, y, dx, 0, side, "center") for dx, side in ((-_GAP, "right"), (_GAP, "left"))]
     return above + corners + beside
