@@ -149,7 +149,7 @@ def test_bench_starts_it_for_every_method_and_k(
     assert {(one["method"], one["engine"]) for one in whole["best_k"]} == {
         (method, engine) for method in ("peagle", "eagle3") for engine in ("peagle", "vllm")
     }
-    assert "P-EAGLE on vllm" in (tmp_path / "out" / "report.html").read_text()
+    assert "P-EAGLE on vLLM" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["eval", "doctor", "bench"])

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from markupsafe import Markup, escape
 
+from peagle.evaluation.report.labels import Labels, Spot, spots_of_level, spots_of_point
 from peagle.evaluation.report.text import cut, visible
 
 if TYPE_CHECKING:
@@ -27,14 +29,34 @@ _TEXT, _MUTED, _LINE, _PAGE = "#1b1d1f", "#5a5f66", "#e2e2dc", "#fbfbf9"
 _VARIABLES = {colour: f"var(--s{i})" for i, colour in enumerate(_SERIES)} | {
     **{_TEXT: "var(--text)", _MUTED: "var(--muted)", _LINE: "var(--line)", _PAGE: "var(--page)"}
 }
-_MARKERS = "oosD^vP*"
-_DASHES: tuple[Any, ...] = (
-    *((0, (1, 2)), "-", (0, (4, 2)), (0, (5, 2, 1, 2)), (0, (2, 2)), (0, (7, 2))),
-    *((0, (1, 2, 4, 2)), (0, (4, 1, 1, 1))),
+_MARKERS = "vosD^<PX>pdhH8"  # of the methods
+_DASHES: tuple[Any, ...] = (  # of the engines
+    *("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (6, 1.5))),
+    (0, (3, 1, 1, 1, 1, 1)),
 )
 _CHARACTER = 6.9  # pixels
+_DPI, _PANEL_HEIGHT, _LINE_HEIGHT = 160, 3.85, 0.16  # of pictures; heights are inches
 _ATTRIBUTES = {"fill", "fill-opacity", "opacity", "stroke", "stroke-width", "stroke-dasharray",
                "stroke-linejoin", "font-size", "font-weight", "text-anchor"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """The look of a series: a method has a colour and a marker, an engine dashes and a filling.
+
+    Attributes:
+        method: number of the method; 0 is grey, and colours recur beyond 7 with other markers.
+        engine: number of the engine; markers of 0 are filled, those of the others hollow.
+    """
+
+    method: int
+    engine: int = 0
+
+    @property
+    def colour(self) -> str:
+        """The colour on a light page."""
+        most = len(_SERIES)
+        return _SERIES[self.method if self.method < most else 1 + (self.method - 1) % (most - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +75,7 @@ class ChartLine:
     """A series: its name, its style, and its points from left to right."""
 
     name: str
-    style: int
+    style: Style
     points: Sequence[ChartPoint]
 
 
@@ -89,7 +111,7 @@ class Chart:
     height: int = 260  # pixels
 
     @property
-    def legend(self) -> list[tuple[int, str]]:
+    def legend(self) -> list[tuple[Style, str]]:
         """Style and name of each line."""
         return [] if self.bars else [(line.style, line.name) for line in self.lines]
 
@@ -107,39 +129,96 @@ def can_draw() -> bool:
 
 def png(charts: Sequence[Chart], heading: str) -> bytes:
     """Charts beside each other as a PNG, with one legend."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     with _settings():
-        size = (max(4.2, 3.5 * len(charts)) + 0.6, 4.4)
-        figure = Figure(figsize=size, layout="constrained", facecolor="white")
-        FigureCanvasAgg(figure)
-        figure.suptitle(_plain(heading), x=0.012, ha="left", fontsize=9, color=_MUTED)
-        panels = figure.subplots(1, len(charts), squeeze=False)[0]
-        for chart, axes in zip(charts, panels, strict=True):
-            _draw(chart, axes)
-            _annotate(chart, axes)
-            axes.set_title(_plain(chart.title), loc="left", fontsize=11, fontweight="bold", pad=22)
-            small: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
-            words = _plain(chart.small)
-            line = axes.annotate(words, (0, 1), (0, 9), fontsize=8, color=_MUTED, **small)
-            line.set_in_layout(False)
-            axes.set_ylabel(_plain(chart.y.title), fontsize=9.5, color=_TEXT)
-        handles, labels = panels[0].get_legend_handles_labels()
-        if handles:
-            place: Any = "outside lower center"
-            columns = min(5, len(handles))
-            figure.legend(handles, labels, loc=place, ncols=columns, frameon=False, fontsize=9)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+        figure = picture(charts, heading)
+        figure.savefig(buffer, format="png", dpi=figure.dpi, metadata={"Software": None})
         return buffer.getvalue()
 
 
+def picture(charts: Sequence[Chart], heading: str) -> Figure:
+    """Draw charts beside each other, with a heading above and one legend below.
+
+    The picture is as high as its titles and its legend need, and no text leaves it.
+    """
+    width = max(4.2, 3.5 * len(charts)) + 0.6
+    with _settings():
+        figure = _new_figure(width, _PANEL_HEIGHT, _DPI)
+        figure.set_layout_engine("constrained")
+        figure.set_facecolor("white")
+        words = _wrapped(heading, figure, (width - 0.2) * _DPI, fontsize=9)
+        figure.suptitle(words, x=0.012, ha="left", fontsize=9, color=_MUTED)
+        panels = figure.subplots(1, len(charts), squeeze=False)[0]
+        for chart, axes in zip(charts, panels, strict=True):
+            _draw(chart, axes)
+            axes.set_ylabel(_plain(chart.y.title), fontsize=9.5, color=_TEXT)
+        more = _add_legend(figure, list(dict.fromkeys(one for c in charts for one in c.legend)))
+        # Titles are as wide as the axes, which the first layout tells.
+        engine: Any = figure.get_layout_engine()
+        engine.execute(figure)
+        more += _add_titles(charts, panels) + _LINE_HEIGHT * words.count("\n")
+        figure.set_figheight(_PANEL_HEIGHT + more)
+        engine.execute(figure)
+        figure.set_layout_engine("none")
+        for chart, axes in zip(charts, panels, strict=True):
+            _annotate(chart, axes)
+        return figure
+
+
+def _add_legend(figure: Figure, styles: Sequence[tuple[Style, str]]) -> float:
+    """Add a legend in as few rows as fit into the picture; returns its height in inches."""
+    from matplotlib.lines import Line2D
+
+    room, place = (figure.get_figwidth() - 0.2) * _DPI, "outside lower center"
+    handles = [Line2D([], [], **_look(style)) for style, _ in styles]
+    names = [_wrapped(name, figure, room - _DPI, fontsize=9) for _, name in styles]
+    for rows in range(1, len(styles) + 1):
+        options: Any = {"loc": place, "frameon": False, "fontsize": 9, "handlelength": 3.2}
+        legend = figure.legend(handles, names, ncols=-(-len(styles) // rows), **options)
+        box = legend.get_window_extent()
+        if box.width <= room or rows == len(styles):
+            return box.height / _DPI
+        legend.remove()
+    return 0.0
+
+
+def _add_titles(charts: Sequence[Chart], panels: Sequence[Axes]) -> float:
+    """Write titles and small titles within the width of the axes; returns the inches they need."""
+    titles, smalls = [], []
+    for chart, axes in zip(charts, panels, strict=True):
+        figure: Any = axes.get_figure()
+        room = axes.get_window_extent().width
+        titles.append(_wrapped(chart.title, figure, room, fontsize=11, fontweight="bold"))
+        smalls.append(_wrapped(chart.small, figure, room, fontsize=8))
+    most = max(small.count("\n") + 1 if small else 0 for small in smalls)
+    for title, small, axes in zip(titles, smalls, panels, strict=True):
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=11 + 11 * most)
+        place: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+        line = axes.annotate(small, (0, 1), (0, 7), fontsize=8, color=_MUTED, **place)
+        line.set_in_layout(False)
+    return _LINE_HEIGHT * (most + max(title.count("\n") for title in titles))
+
+
+def _wrapped(text: str, figure: Figure, room: float, **font: Any) -> str:
+    """Break a text into lines of at most `room` pixels."""
+    text = _plain(text)
+    label = figure.text(0, 0, "", **font)
+    for most in range(len(text), 0, -1):
+        lines = "\n".join(wrap(text, most, break_on_hyphens=False))
+        label.set_text(lines)
+        if label.get_window_extent().width <= room:
+            break
+    else:
+        lines = text
+    label.remove()
+    return lines
+
+
 @cache
-def key(style: int) -> Markup:
+def key(style: Style) -> Markup:
     """The line and the marker of a style, for a legend."""
     with _settings():
-        figure = _new_figure(34, 14)
+        figure = _new_svg(34, 14)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
         axes.set(xlim=(0, 2), ylim=(-1, 1))
@@ -151,7 +230,7 @@ def key(style: int) -> Markup:
 
 def _svg(chart: Chart, width: int) -> Markup:
     with _settings():
-        figure = _new_figure(width, chart.height)
+        figure = _new_svg(width, chart.height)
         axes = figure.add_axes((0, 0, 1, 1))
         tips = _draw(chart, axes)
         labels = [label.get_text() for label in axes.get_yticklabels()]
@@ -167,12 +246,19 @@ def _svg(chart: Chart, width: int) -> Markup:
         return _write(figure, tips, f'class="chart" role="img" aria-label="{alt}"')
 
 
-def _new_figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
+def _new_figure(width: float, height: float, dpi: int) -> Figure:
+    """A figure of so many inches, on a canvas that measures texts."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width / 72, height / 72))
-    FigureCanvasSVG(figure)
+    figure = Figure(figsize=(width, height), dpi=dpi)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _new_svg(width: float, height: float) -> Figure:
+    """A figure of so many pixels, without a background."""
+    figure = _new_figure(width / 72, height / 72, 72)
     figure.patch.set_visible(False)
     return figure
 
@@ -205,7 +291,7 @@ def _draw(chart: Chart, axes: Axes) -> dict[str, Sequence[str]]:
     for low, high, count, tip in chart.bars:
         name = f"bar{len(tips)}"
         tips[name] = [tip]
-        colour = _SERIES[chart.lines[0].style]
+        colour = chart.lines[0].style.colour
         axes.bar(low, count, high - low, align="edge", color=colour, edgecolor=_PAGE, gid=name)
     for line in chart.lines:
         _draw_intervals(chart, axes, line)
@@ -223,10 +309,19 @@ def _draw(chart: Chart, axes: Axes) -> dict[str, Sequence[str]]:
     return tips
 
 
-def _look(style: int) -> dict[str, Any]:
-    look = {"color": _SERIES[style], "marker": _MARKERS[style], "linestyle": _DASHES[style]}
-    more = {"markersize": 8 if style > 5 else 7, "linewidth": 2.25, "markeredgecolor": _PAGE}
-    return look | more | {"clip_on": False}
+def _look(style: Style) -> dict[str, Any]:
+    colour, is_hollow = style.colour, style.engine > 0
+    return {
+        "color": colour,
+        "marker": _MARKERS[style.method % len(_MARKERS)],
+        "linestyle": _DASHES[style.engine % len(_DASHES)],
+        "linewidth": 2.25,
+        "markersize": 7,
+        "markerfacecolor": _PAGE if is_hollow else colour,
+        "markeredgecolor": colour if is_hollow else _PAGE,
+        "markeredgewidth": 1.75 if is_hollow else 1,
+        "clip_on": False,
+    }
 
 
 def _draw_intervals(chart: Chart, axes: Axes, line: ChartLine) -> None:
@@ -235,7 +330,7 @@ def _draw_intervals(chart: Chart, axes: Axes, line: ChartLine) -> None:
     if not held:
         return
     xs, ys, lows, highs = zip(*held, strict=True)
-    floor, colour = (chart.x if chart.rows else chart.y).low, _SERIES[line.style]
+    floor, colour = (chart.x if chart.rows else chart.y).low, line.style.colour
     lows = lows if floor is None else [max(low, floor) for low in lows]
     if chart.rows:
         axes.hlines(ys, lows, highs, color=colour, linewidth=2, alpha=0.5)
@@ -294,35 +389,25 @@ def tick_label(value: float, axis: Axis, ticks: Sequence[float]) -> str:
 
 
 def _annotate(chart: Chart, axes: Axes) -> None:
-    """Write notes above points where no other marker is in the way, and names of marked values."""
-    pixel = axes.transData.transform
-    taken = [pixel((point.x, point.y)) for line in chart.lines for point in line.points]
-    notes: list[tuple[str, tuple[float, float], str, str, int]] = []
-    for line in chart.lines:
-        for point in line.points:
-            x, y = pixel((point.x, point.y))
-            is_free = not any(abs(a - x) < 24 and 0 < b - y < 26 for a, b in taken)
-            if point.note and is_free:
-                notes.append((point.note, (point.x, point.y), "center", _SERIES[line.style], 8))
-    left, right = axes.get_xlim()
-    if chart.level is not None and chart.level[1]:
-        notes.append((chart.level[1], (left, chart.level[0]), "left", _MUTED, 8))
+    """Write the names of marked values, and notes at points where there is room."""
+    labels = Labels(axes)
     if chart.pin is not None:
-        side = "right" if chart.pin[0] > (left + right) / 2 else "left"
-        notes.append((chart.pin[1], (chart.pin[0], axes.get_ylim()[1]), side, _TEXT, -20))
-    for text, place, side, colour, up in notes:
-        axes.annotate(
-            _plain(text),
-            place,
-            xytext=({"center": 0, "left": 6, "right": -6}[side], up),
-            textcoords="offset points",
-            ha=side,
-            fontsize=11,
-            fontweight="bold",
-            color=colour,
-            gid="halo",
-            zorder=5,
-        )
+        x, name = chart.pin
+        left, right = axes.get_xlim()
+        spots = [
+            Spot(x, axes.get_ylim()[1], dx, -7, side, "top")
+            for dx, side in ((6, "left"), (-6, "right"))
+        ]
+        spots = spots[::-1] if x > (left + right) / 2 else spots
+        labels.write(_plain(name), spots, _TEXT, is_needed=True)
+    if chart.level is not None and chart.level[1]:
+        labels.write(_plain(chart.level[1]), spots_of_level(chart.level[0]), _MUTED)
+    # The line that is drawn last is the one that the report is about.
+    for line in reversed(chart.lines):
+        for point in line.points:
+            if point.note:
+                spots = spots_of_point(point.x, point.y)
+                labels.write(_plain(point.note), spots, line.style.colour)
 
 
 def _plain(text: str) -> str:

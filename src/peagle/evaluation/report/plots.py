@@ -7,7 +7,7 @@ from itertools import groupby
 from statistics import median
 from typing import TypeVar
 
-from peagle.evaluation.report.charts import WIDE, Axis, Chart, ChartLine, ChartPoint
+from peagle.evaluation.report.charts import WIDE, Axis, Chart, ChartLine, ChartPoint, Style
 from peagle.evaluation.report.series import Cast, Condition, best_cells, key_of
 from peagle.evaluation.report.text import (
     depth,
@@ -23,7 +23,7 @@ from peagle.results import Cell, Entry, Slice, ThroughputResults, TuneResults
 
 MOST_ROWS = 40
 _MOST_CHARTS, _MOST_PANELS = 12, 3
-_PLAIN, _HEAD, _NEED = 0, 1, 2  # styles of the charts of costs
+_PLAIN, _HEAD, _NEED = Style(0), Style(1), Style(2)  # styles of the charts of costs
 
 Number = TypeVar("Number", int, float)
 SliceRow = tuple[str, Entry, Slice]
@@ -68,7 +68,6 @@ def load_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
                 max(cell.speed, 0.01),
                 cell.spread.output_tokens_per_s,
                 _cell_tip(cell, cast),
-                str(cell.k) if cell.k and key == cast.hero else "",
             )
             for cell in best
         ]
@@ -80,8 +79,8 @@ def load_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
         ]
         ups += [ChartLine(cast.name(key), cast.styles[key], points)] if points else []
     small = "Logarithmic"
-    if cast.hero and file.has_many_k:
-        small = f"At the smallest K that ties; numbers: that of {cast.name(cast.hero)}"
+    if file.has_many_k:
+        small = "Each at the smallest K that ties with its fastest"
     charts = [
         Chart(
             "Output tokens per second",
@@ -219,9 +218,11 @@ def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Slic
     names.sort(key=lambda name: (name != "", name.partition("/")[0] not in sets))
     titles = {name: set_name(name) if name else "All prompts" for name in names}
     lines = []
-    for entry, own in zip(entries, slices, strict=True):
+    for i, (entry, own) in enumerate(zip(entries, slices, strict=True)):
+        # Side by side: on one line the intervals of several entries would hide each other.
+        aside = 0.72 * ((i + 0.5) / len(entries) - 0.5)
         points = [
-            ChartPoint(point.y, row, point.interval, point.tip)
+            ChartPoint(point.y, row + aside, point.interval, point.tip)
             for row, name in enumerate(names[:MOST_ROWS])
             if name in own
             for point in _length_point(row, own[name], f"{cast.name_of(entry)}, {titles[name]}")
@@ -235,19 +236,31 @@ def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Slic
     ]
     ticks = [
         (row, title if len(title) <= 24 else title[:23] + "…")
-        for row, title in enumerate(titles[name] for name in names[:MOST_ROWS])
+        for row, title in enumerate(_row_titles(names[:MOST_ROWS]))
     ]
     chart = Chart(
         "",
         lines,
         Axis("acceptance length, tokens a step", low=1),
-        Axis("", ticks, len(ticks) - 0.5, -0.5),
+        Axis("", ticks, -0.5, len(ticks) - 0.5),
         "Acceptance length by prompt set",
         rows=True,
         wide=1000,
-        height=26 * len(ticks) + 54,
+        height=max(26, 6 + 7 * len(entries)) * len(ticks) + 54,
     )
     return [chart], rows
+
+
+def _row_titles(names: Sequence[str]) -> Iterator[str]:
+    """Yield a short name for each row: a category below its set goes without the set's name."""
+    above = ""
+    for name in names:
+        group, _, category = name.partition("/")
+        if category and group == above:
+            yield f"· {category.replace('_', ' ')}"
+        else:
+            yield set_name(name) if name else "All prompts"
+        above = group
 
 
 def _named_slices(entry: Entry) -> dict[str, Slice]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, count, groupby
 
+from peagle.evaluation.report.charts import Style
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.text import method_name, temperature
+from peagle.evaluation.report.text import engine_name, method_name, temperature
 from peagle.evaluation.throughput import best_k_cell
 from peagle.results import Cell, Entry
 
-_STYLES = {"plain": 0, "peagle": 1, "eagle3": 2, "ngram": 3}
-_FREE = (1, 4, 5, 6, 7, 2, 3)
+_NUMBERS = {"plain": 0, "peagle": 1, "eagle3": 2, "ngram": 3}  # as in `Style.method`
+_OTHERS = (1, 4, 5, 6, 7, 2, 3)  # for other methods, those that are free
 
 Key = tuple[str, str]
 
@@ -29,12 +30,13 @@ class Cast:
 
     Attributes:
         styles: style of each (method, engine), in the order in which they are drawn: plain decoding
-            first, the head that the report is about last.
+            first, the head that the report is about last. A method looks alike on all engines but
+            for dashes and filling, which are an engine's.
         hero: the (method, engine) that the report is about; None where nothing is drafted.
         many_engines: names say the engine too.
     """
 
-    styles: dict[Key, int]
+    styles: dict[Key, Style]
     hero: Key | None
     many_engines: bool
 
@@ -44,19 +46,12 @@ class Cast:
         keys = list(dict.fromkeys(map(key_of, [*results.entries, *results.cells])))
         hero = _hero(keys, results.entries, results.cells)
         keys.sort(key=lambda key: (key == hero, key[0] != "plain", key[0] != "ngram"))
-        styles: dict[Key, int] = {}
-        for key in keys:
-            wanted = _STYLES.get(key[0])
-            if wanted is not None and wanted not in styles.values():
-                styles[key] = wanted
-        for key in keys:
-            if key not in styles:
-                unused = (style for style in _FREE if style not in styles.values())
-                styles[key] = next(unused, _FREE[len(styles) % len(_FREE)])
-        ordered = {key: styles[key] for key in keys}
-        return cls(ordered, hero, len({engine for _, engine in keys}) > 1)
+        methods = _numbers(list(dict.fromkeys(method for method, _ in keys)))
+        engines = sorted(dict.fromkeys(engine for _, engine in keys), key=lambda e: e != "peagle")
+        styles = {key: Style(methods[key[0]], engines.index(key[1])) for key in keys}
+        return cls(styles, hero, len(engines) > 1)
 
-    def style(self, item: Entry | Cell) -> int:
+    def style(self, item: Entry | Cell) -> Style:
         """The style of an entry or a cell."""
         return self.styles[key_of(item)]
 
@@ -65,7 +60,7 @@ class Cast:
         method, engine = key
         if not self.many_engines or engine == "peagle":
             return method_name(method)
-        return f"{method_name(method)} on {engine.partition('://')[2] or engine}"
+        return f"{method_name(method)} on {engine_name(engine)}"
 
     def name_of(self, item: Entry | Cell) -> str:
         """The name of the series of an entry or a cell."""
@@ -75,6 +70,13 @@ class Cast:
         """The series that have one of `items`, in the order of drawing."""
         found = set(map(key_of, items))
         return [key for key in self.styles if key in found]
+
+
+def _numbers(methods: Sequence[str]) -> dict[str, int]:
+    """Return the number of each method's style: known methods have their own, others a free one."""
+    found = {method: _NUMBERS[method] for method in methods if method in _NUMBERS}
+    free = (n for n in chain(_OTHERS, count(8)) if n not in {*found.values()})
+    return found | {method: next(free) for method in methods if method not in found}
 
 
 def _hero(keys: Sequence[Key], entries: Sequence[Entry], cells: Sequence[Cell]) -> Key | None:

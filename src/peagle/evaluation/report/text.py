@@ -48,6 +48,11 @@ def method_name(method: str) -> str:
     return _NAMES.get(method, method)
 
 
+def engine_name(engine: str) -> str:
+    """The name of an engine in a sentence: "vllm" is vLLM, a server is its host and port."""
+    return {"vllm": "vLLM"}.get(engine) or engine.partition("://")[2] or engine
+
+
 def set_name(name: str) -> str:
     """The name of a prompt set or of a category: "mt_bench/math" is MT-Bench, math.
 
