@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 from peagle.cli import make_head, stages
 from peagle.cli.main import run
+from peagle.engine import placement
 from peagle.training.published_head import model_card, read_published
 from tests.cli.conftest import Peagle, environment
 from tests.conftest import make_target_folder
@@ -33,13 +35,16 @@ class Commands:
         self.fails: Callable[[list[str]], bool] = lambda words: False
 
     @contextmanager
-    def start(self, words: Sequence[str], output: int) -> Iterator[Any]:
-        self.words.append(list(words))
+    def start(self, commands: Sequence[Sequence[str]], output: int) -> Iterator[Any]:
+        yield [self.run(list(words)) for words in commands]
+
+    def run(self, words: list[str]) -> SimpleNamespace:
+        self.words.append(words)
         text, status = io.StringIO(), 3
-        if not self.fails(list(words)):
+        if not self.fails(words):
             with redirect_stdout(text):
-                status = run(list(words))
-        yield SimpleNamespace(communicate=lambda: (text.getvalue(), None), returncode=status)
+                status = run(words)
+        return SimpleNamespace(communicate=lambda: (text.getvalue(), None), returncode=status)
 
 
 @pytest.fixture
@@ -171,6 +176,89 @@ def test_a_head_from_nothing_and_where_it_goes_on(
     ):
         other = peagle(*words, *changed)
         assert other.status == 2 and told in other.err, other.err
+
+
+def test_processes_that_write_side_by_side_have_a_part_of_the_prompts_each(
+    peagle: Peagle, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with a small target, whose memory the processes share."""
+    out = tmp_path / "made"
+    target_folder = make_target_folder(tmp_path / "target", max_position_embeddings=1024)
+    monkeypatch.setattr(make_head, "_num_processes", lambda folder, on_gpu: 2)
+    monkeypatch.setattr(make_head, "_free_gib", lambda: 6)
+    real = make_head.make_head_plan
+    probes = []
+
+    def short(probe: Any, minutes: float) -> Any:
+        probes.append(probe)
+        return replace(real(probe, minutes), prompts=15, correction_steps=3, eval_limit=1)
+
+    monkeypatch.setattr(make_head, "make_head_plan", short)
+    monkeypatch.setattr(make_head, "training_steps", lambda *_: 6)
+    words = ["make-head", target_folder, "--output", out, *OPTIONS, "--minutes", 10]
+    commands.fails = lambda words: words[0] == "train"
+    assert peagle(*words).status == 3
+    commands.fails = lambda words: words[0] == "eval"
+    monkeypatch.setattr(make_head, "_free_gib", lambda: 60)
+    stopped = peagle(*words)
+    assert stopped.status == 3 and "the stage 'eval' ended with status 3" in stopped.err
+    kinds = [kind(one) for one in commands.words]
+    both = [f"data synthesize prompts-{n}.jsonl" for n in (0, 1)]
+    assert [one for one in kinds if "synthesize" in one] == [*both, *both]
+    assert kinds.count("data regenerate greedy-1.jsonl") == 2
+    assert kinds.count("data regenerate sampled-1.jsonl") == 1
+    for one in commands.words:
+        if one[:2] in (["data", "synthesize"], ["data", "regenerate"]):
+            # 0.7 of the 6 GiB that were free when it began, for two.
+            assert one[one.index("--kv-cache-gib") + 1] == "2"
+    lines = [(out / f"prompts-{n}.jsonl").read_text().splitlines() for n in (0, 1)]
+    assert list(map(len, lines)) == [8, 7] and not set(lines[0]) & set(lines[1])
+    prepared = [one for one in commands.words if one[:2] == ["data", "prepare"]][-1]
+    assert [Path(one).name for one in prepared[2:6]] == [
+        *("greedy-0.jsonl", "greedy-1.jsonl"),
+        *("sampled-0.jsonl", "sampled-1.jsonl"),
+    ]
+    journal = json.loads((out / "make-head" / "journal.json").read_text())
+    stage = next(one for one in journal["stages"] if one["name"] == "greedy")
+    assert stage["result"]["prompts"] == 8 and stage["results"][0]["prompts"] == 7
+    assert set(map(Path, stage["outputs"])) == {out / f"greedy-{n}.jsonl" for n in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("mib", "cores", "on_gpu", "expected"),
+    [
+        (256, 16, True, 4),
+        (256, 4, True, 2),
+        (256, 1, True, 1),
+        (3000, 16, True, 1),
+        (256, 16, False, 1),
+        (0, 16, True, 1),
+    ],
+)
+def test_a_small_target_on_a_gpu_gets_several_processes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mib: int,
+    cores: int,
+    on_gpu: bool,
+    expected: int,
+) -> None:
+    monkeypatch.setattr(placement, "usable_cores", lambda: cores)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(mib * 2**20)
+    assert make_head._num_processes(tmp_path, on_gpu) == expected
+
+
+def test_commands_side_by_side_are_told_of_and_stopped(tmp_path: Path) -> None:
+    """Real processes: the words of one that fails are shown, though its progress is not."""
+    found = stages.Stages(tmp_path / "journal.json", {}, 1)
+    good, bad = ["data", "inspect", "--help"], ["data", "inspect", str(tmp_path / "none.jsonl")]
+    told = io.StringIO()
+    with pytest.raises(typer.Exit) as failed, redirect_stderr(told):
+        found.run("two", good, beside=[bad])
+    assert failed.value.exit_code == 2
+    said = told.getvalue()
+    assert "the stage 'two' ended with status 2" in said and "none.jsonl" in said
 
 
 def test_too_few_minutes_end_it_before_the_work(

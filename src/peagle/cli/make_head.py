@@ -50,7 +50,12 @@ Interrupted? The same command again goes on where it was.
 """
 HEADS = Literal["peagle", "eagle3"]
 _PROBE_MINUTES = 0.2  # of training
-_PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # some for each sequence of the engine's batch
+_PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # of a process, some for each sequence of its batch
+# The host cannot keep a card busy with a target of at most so many bytes: several processes can.
+_SMALL_TARGET_BYTES = 2 * 2**30
+_MOST_PROCESSES = 4
+_CORES_PER_PROCESS = 2
+_KV_SHARE = 0.7  # of a card's free memory, for the KV caches of all processes together
 _TEMPERATURE = 0.7  # of half of the answers; the others are greedy
 _EVAL_TOKENS = 256
 _EVAL_AT_ONCE = 16
@@ -188,8 +193,9 @@ class _Maker:
         self._stages, self._output = stages, output
         self._target, self._folder = target, folder
         self._own_prompts, self._head, self._on_gpu = prompts, head, on_gpu
-        self._prompts = prompts or output / "prompts.jsonl"
-        self._answers = (output / "greedy.jsonl", output / "sampled.jsonl")
+        self._num_processes = 1 if prompts else _num_processes(folder, on_gpu)
+        self._prompts = [prompts] if prompts else self._files("prompts")
+        self._answers = (self._files("greedy"), self._files("sampled"))
         self._config, self._work = output / "head.toml", output / "make-head"
         self._longest = longest
         self._mode: list[str] = []
@@ -201,21 +207,23 @@ class _Maker:
 
     def probe(self) -> HeadProbe:
         """Run a small part of each stage, as the first part of it where it can go on."""
-        count = _PROBE_PROMPTS["cuda" if self._on_gpu else "cpu"]
+        count = self._num_processes * _PROBE_PROMPTS["cuda" if self._on_gpu else "cpu"]
         at_once = 256 if self._on_gpu else 16
         prompt_s, starts = 0.0, {}
         if self._own_prompts is None:
             stage = self._synthesize("probe of synthesize", count)
-            done = stage.result
-            prompt_s = done["seconds"] / max(1, done["kept"] - done["resumed"])
-            starts["synthesize"] = stage.seconds - done["seconds"]
+            seconds = _most_seconds(stage)
+            prompt_s = seconds / max(1, _total(stage, "kept") - _total(stage, "resumed"))
+            starts["synthesize"] = stage.seconds - seconds
         stage = self._regenerate("probe of regenerate", self._answers[0], count)
-        start, done = stage.seconds - stage.result["seconds"], stage.result
-        answers = max(1, done["answers"])
-        answer_s = done["seconds"] / answers
+        seconds = _most_seconds(stage)
+        start = stage.seconds - seconds
+        answers = max(1, _total(stage, "answers"))
+        answer_s = seconds / answers
         starts["regenerate"] = 2 * start
         prepared = self._work / "train.safetensors"
-        stage = self._prepare("probe of prepare", self._answers[:1], prepared, 0.1)
+        share = min(_EVAL_TOKENS / max(1.0, _total(stage, "tokens") / answers), 2.0)
+        stage = self._prepare("probe of prepare", self._answers[0], prepared, 0.1)
         starts["prepare"] = stage.seconds
         answer_tokens = stage.result["tokens"] / max(1, stage.result["answers"])
         stage = self._train_probe(prepared)
@@ -227,7 +235,6 @@ class _Maker:
         if has_correction:
             starts["correction"] = starts["train"]
         starts["eval"] = 1.5 * start  # two engines, one target
-        share = min(_EVAL_TOKENS / max(1.0, done["tokens"] / answers), 2.0)
         return HeadProbe(
             self._stages.seconds(without=_STAGES),
             starts,
@@ -236,7 +243,7 @@ class _Maker:
             answer_tokens,
             step_s,
             step_tokens,
-            2 * answer_s * share * at_once / _EVAL_AT_ONCE,
+            2 * answer_s * self._num_processes * share * at_once / _EVAL_AT_ONCE,
             len(self._sets),
             has_correction,
         )
@@ -244,11 +251,12 @@ class _Maker:
     def make(self, plan: HeadPlan, probe: HeadProbe, minutes: float) -> None:
         """Run all stages in full."""
         if self._own_prompts is None:
-            self._synthesize("synthesize", plan.prompts, [self._prompts])
-        for name, path in zip(("greedy", "sampled"), self._answers, strict=True):
-            self._regenerate(name, path, plan.prompts, [path])
+            self._synthesize("synthesize", plan.prompts, self._prompts)
+        for name, paths in zip(("greedy", "sampled"), self._answers, strict=True):
+            self._regenerate(name, paths, plan.prompts, paths)
         prepared = self._output / "train.safetensors"
-        stage = self._prepare("prepare", self._answers, prepared, _VALIDATION_SHARE)
+        answers = [path for paths in self._answers for path in paths]
+        stage = self._prepare("prepare", answers, prepared, _VALIDATION_SHARE)
         later = sum(plan.seconds.get(name, 0.0) for name in ("correction", "eval"))
         spent = self._stages.seconds(without=("train", "correction", "eval"))
         left = 60 * minutes - spent - probe.starts_s["train"] - later
@@ -261,16 +269,52 @@ class _Maker:
     # ---- their commands ----------------------------------------------------------------------
 
     def _synthesize(self, name: str, count: int, outputs: Sequence[Path] = ()) -> Stage:
-        words = ["data", "synthesize", "--target", self._target, "--count", str(count)]
-        words += ["--no-speculation", "--output", str(self._prompts), *self._mode]
-        return self._stages.run(name, [*words, "--format", "json"], outputs)
+        words = ["data", "synthesize", "--target", self._target, "--no-speculation"]
+        commands = [
+            [*words, "--count", share, "--seed", str(seed), "--output", str(path)]
+            for seed, (share, path) in enumerate(
+                zip(self._shares(count), self._prompts, strict=True)
+            )
+        ]
+        return self._write(name, commands, outputs)
 
-    def _regenerate(self, name: str, path: Path, count: int, outputs: Sequence[Path] = ()) -> Stage:
-        temperature = 0 if path == self._answers[0] else _TEMPERATURE
-        words = ["data", "regenerate", str(self._prompts), "--target", self._target]
-        words += ["--limit", str(count), "--temperature", f"{temperature:g}"]
-        words += ["--max-new-tokens", str(self._longest), "--no-speculation", *self._mode]
-        return self._stages.run(name, [*words, "--output", str(path), "--format", "json"], outputs)
+    def _regenerate(
+        self, name: str, paths: Sequence[Path], count: int, outputs: Sequence[Path] = ()
+    ) -> Stage:
+        temperature = 0 if paths == self._answers[0] else _TEMPERATURE
+        words = ["--target", self._target, "--temperature", f"{temperature:g}", "--no-speculation"]
+        words += ["--max-new-tokens", str(self._longest)]
+        commands = [
+            ["data", "regenerate", str(prompts), "--limit", share, *words, "--output", str(path)]
+            for prompts, share, path in zip(self._prompts, self._shares(count), paths, strict=True)
+        ]
+        return self._write(name, commands, outputs)
+
+    def _shares(self, count: int) -> list[str]:
+        """Return how many of `count` prompts each process has."""
+        number = self._num_processes
+        return [str(len(range(first, count, number))) for first in range(number)]
+
+    def _write(
+        self, name: str, commands: Sequence[Sequence[str]], outputs: Sequence[Path]
+    ) -> Stage:
+        """Let the target write, in as many processes as there are commands."""
+        more = [*self._mode, *self._memory(), "--format", "json"]
+        first, *others = ([*words, *more] for words in commands)
+        return self._stages.run(name, first, outputs, beside=others)
+
+    def _memory(self) -> list[str]:
+        """Return the options that let processes share a card; the first run fixes them."""
+        if self._num_processes == 1:
+            return []
+        free_gib = self._stages.fixed("free_gib", _free_gib)
+        return ["--kv-cache-gib", f"{max(1, int(_KV_SHARE * free_gib / self._num_processes))}"]
+
+    def _files(self, name: str) -> list[Path]:
+        """Return the file of each process that writes."""
+        if self._num_processes == 1:
+            return [self._output / f"{name}.jsonl"]
+        return [self._output / f"{name}-{number}.jsonl" for number in range(self._num_processes)]
 
     def _prepare(self, name: str, answers: Sequence[Path], prepared: Path, share: float) -> Stage:
         words = ["data", "prepare", *map(str, answers), "--target", self._target]
@@ -338,9 +382,38 @@ class _Maker:
     @property
     def _sets(self) -> list[str]:
         """The evaluation sets: conversations too if the target answers in a conversation."""
-        side = self._answers[0].with_suffix(".jsonl.meta.json")
+        side = self._answers[0][0].with_suffix(".jsonl.meta.json")
         is_chat = json.loads(side.read_text(encoding="utf-8"))["options"]["chat"]
         return ["humaneval", "mt_bench"] if is_chat else ["humaneval"]
+
+
+def _num_processes(folder: Path, on_gpu: bool) -> int:
+    """Return how many processes write side by side: several where a small target has a GPU."""
+    if not on_gpu:
+        return 1
+    from peagle.engine.placement import usable_cores
+
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if not 0 < size <= _SMALL_TARGET_BYTES:
+        return 1
+    return max(1, min(_MOST_PROCESSES, usable_cores() // _CORES_PER_PROCESS))
+
+
+def _free_gib() -> int:
+    """Return the free memory of the GPU, in whole GiB."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] // 2**30
+
+
+def _total(stage: Stage, name: str) -> float:
+    """Return the sum of a figure over the commands of a stage."""
+    return sum(result[name] for result in (stage.result, *stage.results))
+
+
+def _most_seconds(stage: Stage) -> float:
+    """Return the seconds of work of the slowest command of a stage, without its start."""
+    return max(result["seconds"] for result in (stage.result, *stage.results))
 
 
 def _check_overrides(head: str, overrides: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Commands of peagle that run one after another, and the journal of those that are done."""
+"""Stages of commands of peagle, one after another, and the journal of those that are done."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import typer
@@ -24,7 +25,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A command that is done.
+    """A stage that is done: a command, or several that ran side by side.
 
     Attributes:
         name: of the stage.
@@ -32,6 +33,8 @@ class Stage:
         seconds: what it took; parts that were interrupted do not count.
         outputs: size of each file that it wrote.
         result: figures of it.
+        beside: words of each further command.
+        results: figures of each further command.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Stage:
     seconds: float
     outputs: dict[str, int] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
+    beside: list[list[str]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
@@ -87,6 +92,12 @@ class Stages:
                     f"is {value!r}; go on with the same options, or choose another --output."
                 )
 
+    def fixed(self, name: str, find: Callable[[], Any]) -> Any:
+        """Return an option that the first run of the stages found; `find` finds it then."""
+        if name not in self._options:
+            self._options[name] = find()
+        return self._options[name]
+
     def find(self, name: str) -> Stage | None:
         """Return a stage that is done and whose files are whole, None without."""
         found = next((stage for stage in self.done if stage.name == name), None)
@@ -100,43 +111,50 @@ class Stages:
         *,
         result: Callable[[], dict[str, Any]] | None = None,
         going_on: Sequence[str] = (),
+        beside: Sequence[Sequence[str | Path]] = (),
     ) -> Stage:
         """Run a command of peagle, shown as a line to copy; return it at once if it is done.
 
         Args:
             name: of the stage.
             arguments: words of the command.
-            outputs: files that it writes.
+            outputs: files that the stage writes.
             result: reads its result from files; without, its standard output is one JSON object.
             going_on: further words that let it go on with what an interrupted run left.
+            beside: words of further commands that run side by side with it; their standard output
+                is one JSON object each, and the progress of the first command stands for all.
 
         Raises:
             typer.Exit: it failed, and has said why. The same command of ours goes on there.
             KeyboardInterrupt: it was interrupted.
         """
-        words = [str(word) for word in arguments]
+        words, *others = [[str(word) for word in one] for one in (arguments, *beside)]
         before = self.find(name)
-        if before is not None and before.arguments == words:
+        if before is not None and (before.arguments, before.beside) == (words, others):
             return before
-        line = f"{command_prefix()} {shlex.join([*words, *going_on])}"
-        print(bright(line, sys.stderr), file=sys.stderr, flush=True)
+        commands = [[*words, *going_on], *others]
+        for one in commands:
+            line = f"{command_prefix()} {shlex.join(one)}"
+            print(bright(line, sys.stderr), file=sys.stderr, flush=True)
         start = time.monotonic()
         output = subprocess.PIPE if result is None else self._text_output
-        with _stoppable([*words, *going_on], output) as process:
-            text, _ = process.communicate()
-        if process.returncode:
+        with _stoppable(commands, output) as processes:
+            texts = [process.communicate()[0] for process in processes]
+        if failed := [process.returncode for process in processes if process.returncode]:
             print(
-                f"peagle: the stage {name!r} ended with status {process.returncode}; "
+                f"peagle: the stage {name!r} ended with status {failed[0]}; "
                 "the same peagle make-head command goes on there",
                 file=sys.stderr,
             )
-            raise typer.Exit(process.returncode if process.returncode > 0 else 1)
+            raise typer.Exit(failed[0] if failed[0] > 0 else 1)
         stage = Stage(
             name,
             words,
             time.monotonic() - start,
             {str(path.absolute()): path.stat().st_size for path in outputs},
-            json.loads(text) if result is None else result(),
+            json.loads(texts[0]) if result is None else result(),
+            others,
+            list(map(json.loads, texts[1:])),
         )
         self.done = [one for one in self.done if one.name != name] + [stage]
         self._write()
@@ -164,32 +182,46 @@ class Stages:
 
 
 @contextmanager
-def _stoppable(words: Sequence[str], output: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a command of peagle that ends with this process.
+def _stoppable(
+    commands: Sequence[Sequence[str]], output: Any
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start commands of peagle that end with this process.
 
-    Ctrl-C reaches both, and the command saves what it has; SIGTERM is handed on as one.
+    Ctrl-C reaches all, and the commands save what they have; SIGTERM is handed on as one. What a
+    command behind the first one prints for people is shown where it fails.
     """
-    process: subprocess.Popen[str] = subprocess.Popen(
-        [sys.executable, "-m", "peagle", *words], stdout=output, text=True
-    )
-    stopped = False
+    with ExitStack() as stack:
+        said = [stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in commands[1:]]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "peagle", *words], stdout=output, stderr=errors, text=True
+            )
+            for words, errors in zip(commands, (None, *said), strict=True)
+        ]
+        stopped = False
 
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopped
-        stopped = True
-        if number == signal.SIGTERM:
-            process.send_signal(signal.SIGINT)
+        def stop(number: int, frame: object) -> None:
+            nonlocal stopped
+            stopped = True
+            if number == signal.SIGTERM:
+                for process in processes:
+                    process.send_signal(signal.SIGINT)
 
-    handlers: dict[int, Callable[..., Any] | int | None] = {
-        number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield process
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        handlers: dict[int, Callable[..., Any] | int | None] = {
+            number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield processes
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        for process, errors in zip(processes[1:], said, strict=True):
+            if process.returncode and not stopped:
+                errors.seek(0)
+                print(errors.read()[-2000:], end="", file=sys.stderr)
     if stopped:
         raise KeyboardInterrupt
