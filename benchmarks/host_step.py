@@ -20,7 +20,7 @@ from typing import Any
 from common import run_guarded
 
 from peagle.config import SamplingParams
-from peagle.engine.depth import StepSeconds
+from peagle.engine.depth import DecodeSeconds
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.graph_runner import RowDrafts, RowTokens
 from peagle.engine.step.pipeline import Pipeline
@@ -47,7 +47,7 @@ class MadeUpSteps:
         self._text, self._num_drafts = text, num_drafts
         self._random = random.Random(0)
         self._sequences: list[Sequence] = []
-        self.last_k, self.last_seconds = num_drafts, StepSeconds()
+        self.last_k, self.last_seconds = num_drafts, DecodeSeconds()
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         return None

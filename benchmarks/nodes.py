@@ -35,7 +35,7 @@ from peagle.cli.setup import quiet_libraries, set_threads
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.placement import load_target
 from peagle.environment import environment
-from peagle.evaluation.acceptance import DraftedStep, decode_steps, loop_start
+from peagle.evaluation.acceptance import VerifiedDraft, decode_steps, loop_start
 from peagle.evaluation.decoding import Request
 from peagle.evaluation.engine_backend import EngineBackend, build
 from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
@@ -97,7 +97,7 @@ def main() -> None:
             lengths["before_loops"] = cut_at_loops(requests, backends["plain"], concurrency)
         for length, some in lengths.items():
             speeds: dict[str, list[float]] = {name: [] for name in backends}
-            steps: dict[str, list[DraftedStep]] = {}
+            steps: dict[str, list[VerifiedDraft]] = {}
             turns = take_turns(backends, some, concurrency, args.repeats, clock)
             for name, run, seconds in turns:
                 speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
@@ -160,7 +160,9 @@ def ways(
     }
 
 
-def figures(speeds: dict[str, list[float]], steps: dict[str, list[DraftedStep]]) -> dict[str, Any]:
+def figures(
+    speeds: dict[str, list[float]], steps: dict[str, list[VerifiedDraft]]
+) -> dict[str, Any]:
     """Tokens a second of each way, and their ratios to the best fixed way and to plain decoding.
 
     Acceptance length and nodes are of the steps of a request, those without nodes included.

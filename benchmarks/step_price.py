@@ -30,7 +30,7 @@ from peagle.environment import environment
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.touched_experts import ExpertCounts, expected_experts
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.machine import CostPoint, EngineMachine, StepCost
+from peagle.evaluation.tuning.machine import CostPoint, DecodeCost, EngineMachine
 from peagle.evaluation.tuning.model import CostModel, Shape
 from peagle.evaluation.tuning.tune import Grid, measure_costs
 
@@ -50,7 +50,7 @@ def even_counts(counted: ExpertCounts) -> ExpertCounts:
 
 
 def errors(
-    shape: Shape, costs: Mapping[CostPoint, StepCost], fitted: frozenset[CostPoint]
+    shape: Shape, costs: Mapping[CostPoint, DecodeCost], fitted: frozenset[CostPoint]
 ) -> dict[str, dict[str, float]]:
     """How far a fitted model is off at the other points, as shares."""
     model = CostModel(shape, {point: costs[point] for point in costs if point in fitted})

@@ -28,7 +28,7 @@ from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_TARGET
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.engine import LLMEngine
-from peagle.engine.stats import StepTimes
+from peagle.engine.stats import GraphTimes
 from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -209,8 +209,8 @@ def test_speed_is_new_tokens_over_their_time(
 
 
 def test_parts_of_a_step_are_those_of_the_time_between(throughput: ModuleType) -> None:
-    early = StepTimes(num_steps=10, target=1.0, verify=0.5, draft=0.25)
-    late = StepTimes(num_steps=30, target=3.0, verify=0.9, draft=0.45)
+    early = GraphTimes(num_steps=10, target=1.0, verify=0.5, draft=0.25)
+    late = GraphTimes(num_steps=30, target=3.0, verify=0.9, draft=0.45)
     before = SimpleNamespace(num_steps=5, step_times={4: early, 1: early})
     after = SimpleNamespace(
         num_steps=99, step_times={4: late, 1: early, 8: replace(early, target=2.0)}

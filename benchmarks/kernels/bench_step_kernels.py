@@ -23,7 +23,7 @@ from torch import Tensor
 
 from peagle.kernels.drafts import batches_triton
 from peagle.kernels.drafts.batches import DraftBatch, TargetBatch
-from peagle.kernels.drafts.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState
 from peagle.kernels.sampling import probabilities_triton, verify_triton
 from peagle.kernels.sampling.logits_rules import VerificationRows
 from peagle.kernels.sampling.probabilities import probs_from_logits
@@ -82,7 +82,7 @@ class Step:
         self.active = torch.ones(num_seqs, dtype=torch.bool, device=DEVICE)
         self.drafts = self.logits.argmax(-1).view(num_seqs, K + 1)[:, :K].contiguous()
         # Far from every limit: replays move the state on and on.
-        self.limits = StepLimits(
+        self.limits = DecodeLimits(
             ints(num_seqs, -1).unsqueeze(1),
             ints(num_seqs),
             ints(num_seqs, 2**60),
@@ -90,7 +90,7 @@ class Step:
             2**31 - 8,
             2**31 - 8,
         )
-        self.state = StepState.allocate(num_seqs, DEVICE)
+        self.state = DecodeState.allocate(num_seqs, DEVICE)
         self.state.num_drafts_B.fill_(K)
         floats: dict[str, Any] = {"dtype": torch.float64, "device": DEVICE}
         self.sampling = verify_triton.SequenceSampling(
@@ -100,7 +100,7 @@ class Step:
             torch.randint(2**62, (num_seqs,), device=DEVICE),
         )
         self.scratch = verify_triton.VerifyScratch.allocate(num_rows, VOCAB, DEVICE)
-        self.out = StepRecord.allocate(num_seqs, K, DEVICE)
+        self.out = DecodeResult.allocate(num_seqs, K, DEVICE)
 
     def verify(self, sampling: verify_triton.SequenceSampling | None) -> None:
         verify_triton.verify_drafts(

@@ -32,7 +32,7 @@ from peagle.training.element_attention import flex_attention
 from peagle.training.inputs import Source
 from peagle.training.optimizers import Masters, build_optimizers
 from peagle.training.step import Objective, TrainingStep
-from peagle.training.step_memory import BatchShape, StepProbe, StepShape, estimate_memory
+from peagle.training.step_memory import BatchShape, MemoryProbe, TrainingShape, estimate_memory
 from peagle.training.training_methods import TrainingMethod
 
 GIB = 1 << 30
@@ -102,7 +102,7 @@ class Run:
         text: Any = SimpleNamespace(hidden_size=width, vocab_size=head.vocab_size)
         target = TargetShape("none", text, 0, 0, self.lm_head.numel())
         batch = BatchShape.of(self.stream)
-        self.shape = StepShape(self.config, head, target, batch, DEVICE)
+        self.shape = TrainingShape(self.config, head, target, batch, DEVICE)
         states = (torch.randn(1, length, n * width, dtype=torch.bfloat16) for n in (3, 1))
         states = TargetStates(*states)
         read: Callable[[Batch], TargetStates] = lambda _: states  # noqa: E731
@@ -126,8 +126,8 @@ class Run:
         rows = self.lm_head[token_ids]
         return lambda hidden: hidden @ rows.mT
 
-    def probe(self) -> StepProbe:
-        return StepProbe(
+    def probe(self) -> MemoryProbe:
+        return MemoryProbe(
             self.masters,
             self.optimizers,
             self.inputs,

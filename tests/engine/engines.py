@@ -15,7 +15,7 @@ from peagle import LLM, SamplingParams
 from peagle.attention import AttentionMetadata
 from peagle.attention.torch_backend import TorchAttention, TorchPreparedAttention
 from peagle.engine import Sequence as EngineSequence
-from peagle.speculation import Drafts, TargetStep
+from peagle.speculation import Drafts, ProposerInput
 
 PROMPTS = [[5, 9, 200, 31], [17] * 12, [3], list(range(20, 55))]
 K = 5
@@ -77,7 +77,7 @@ def know_the_answer(
     proposer, rng = drafting.proposer, random.Random(0)
     propose = proposer.propose
 
-    def informed(step: TargetStep) -> Drafts:
+    def informed(step: ProposerInput) -> Drafts:
         drafts = propose(step)
         tokens_BK = drafts.tokens_BK.clone()
         following: list[list[int | None]] = []
@@ -105,7 +105,7 @@ def look_before_contexts(proposer: Any) -> None:
 
 
 def replant(
-    step: TargetStep,
+    step: ProposerInput,
     drafts: Drafts,
     want: Callable[[int, list[int]], int | None],
     tokens: Sequence[int] = range(100),
@@ -149,7 +149,7 @@ def watch_drafts(llm: LLM) -> dict[tuple[int, ...], list[int]]:
     propose = proposer.propose
     seen: dict[tuple[int, ...], list[int]] = {}
 
-    def watching(step: TargetStep) -> Drafts:
+    def watching(step: ProposerInput) -> Drafts:
         drafts = propose(step)
         for b, history in enumerate(step.histories):
             if step.num_drafts[b]:

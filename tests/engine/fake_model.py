@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from peagle.config import CandidateTrees
-from peagle.engine.depth import DepthPolicy, StepSeconds
+from peagle.engine.depth import DecodeSeconds, DepthPolicy
 from peagle.engine.model_runner import TargetPass
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.graph_runner import RowDrafts, RowTokens, buckets
 from peagle.kernels.trees.survival import Survival
-from peagle.speculation import Drafts, TargetStep
+from peagle.speculation import Drafts, ProposerInput
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -199,11 +199,11 @@ class FakeProposer:
         self.block_size = block_size
         self.kv: list[Any] = [None] * (num_blocks * block_size)
 
-    def read(self, step: TargetStep) -> None:
+    def read(self, step: ProposerInput) -> None:
         assert not any(step.num_drafts)
         self.propose(step)
 
-    def propose(self, step: TargetStep) -> Drafts:
+    def propose(self, step: ProposerInput) -> Drafts:
         starts = step.context_starts_B
         tokens: list[list[int]] = []
         parents: list[list[int]] = []
@@ -326,7 +326,7 @@ class FakeGraphs:
         self.launches: list[int] = []  # how many sequences, for each time that they were given
         self.num_launches = self.num_reads = self.num_mixed = 0
         self.times: dict[int, Any] = {}
-        self.last_k, self.last_seconds = 0, StepSeconds()
+        self.last_k, self.last_seconds = 0, DecodeSeconds()
         self.num_following = 0  # steps with nothing between them and the one before
 
     @property

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from peagle import LLM, SamplingParams
 from peagle.config.structured import StructuredOutput
 from peagle.kernels.sampling.logprobs import TokenLogprobs
-from peagle.speculation import Drafts, TargetStep
+from peagle.speculation import Drafts, ProposerInput
 from peagle.speculation.proposers import DraftConstraint
 from tests.conftest import make_target_folder
 from tests.engine.engines import replant
@@ -222,7 +222,7 @@ def steer(llm: LLM, choose: Choose, share: float) -> None:
         token = choose(context) if random.Random(repr(context)).random() < share else None
         return token if token in tokens else None
 
-    def steered(step: TargetStep) -> Drafts:
+    def steered(step: ProposerInput) -> Drafts:
         if proposer.trees is not None:
             contexts = [tuple(history) for history in step.histories]
             drafts, some = propose(step), sorted(tokens)
@@ -235,7 +235,7 @@ def steer(llm: LLM, choose: Choose, share: float) -> None:
 class _Steered:
     """A DraftConstraint that leaves some columns one token, of those that another permits."""
 
-    def __init__(self, step: TargetStep, right: Choose, vocab_size: int) -> None:
+    def __init__(self, step: ProposerInput, right: Choose, vocab_size: int) -> None:
         self._grammar: DraftConstraint | None = step.constraint
         self._contexts = [tuple(history) for history in step.histories]
         self._num_drafts = list(step.num_drafts)

@@ -26,10 +26,10 @@ from peagle.engine.depth import (
     TRUSTED_STEPS,
     AcceptanceRecord,
     AutomaticDepth,
+    CostTable,
+    DecodeSeconds,
     DepthPolicy,
     ScheduledDepth,
-    StepCosts,
-    StepSeconds,
     candidates,
     make_depth,
     node_counts,
@@ -104,7 +104,7 @@ class Card:
         self.seconds += period_s + 1.5e-3 * (k != before) + resuming_s
         drafted = load - num_new
         accepted = self._accepted(min(k, before), drafted)
-        seconds = StepSeconds(device_s, period_s) if self.knows_times else StepSeconds()
+        seconds = DecodeSeconds(device_s, period_s) if self.knows_times else DecodeSeconds()
         self.policy.record(k, accepted, load, seconds)
         self.num_tokens += num_new + drafted * tokens_of(self.shares, min(k, before))
         return [1 + count for count in accepted] + [1] * num_new
@@ -404,7 +404,7 @@ def test_k_is_always_a_candidate(data: st.DataObject, most: int) -> None:
         assert k in candidates(most) and 0 <= k <= most
         assert {policy(n) for n in range(1, 9)} == {k}, "one K within a step"
         accepted = data.draw(st.lists(st.integers(0, k), max_size=load))
-        seconds = StepSeconds(data.draw(st.none() | costs), data.draw(st.none() | costs))
+        seconds = DecodeSeconds(data.draw(st.none() | costs), data.draw(st.none() | costs))
         policy.record(k, accepted, len(accepted), seconds)
 
 
@@ -490,67 +490,67 @@ TABLE = {(2, 0): 1.0, (2, 1): 1.2, (2, 3): 1.5, (8, 0): 2.0, (8, 1): 3.0, (8, 3)
 
 
 def test_costs_are_those_of_the_next_larger_graph_less_a_doubt() -> None:
-    costs, left = StepCosts(TABLE), 1 - DOUBT
+    costs, left = CostTable(TABLE), 1 - DOUBT
     found = [costs(n, 3) for n in (1, 2, 3, 8, 16)]
     assert found == pytest.approx([1.5 * left, 1.5 * left, 4 * left, 4 * left, 8 * left])
     for _ in range(TRUSTED_STEPS):
-        costs.add(8, 3, StepSeconds(4.0))
+        costs.add(8, 3, DecodeSeconds(4.0))
     assert (costs(8, 3), costs(16, 3)) == (4.0, 8.0)
     assert costs(8, 0) == 2.0 * left
 
 
 def test_contexts_cost_the_same_at_each_k() -> None:
-    costs, left = StepCosts(TABLE), 1 - DOUBT
+    costs, left = CostTable(TABLE), 1 - DOUBT
     for _ in range(200):
-        costs.add(6, 0, StepSeconds(2.0 + 3.0))
+        costs.add(6, 0, DecodeSeconds(2.0 + 3.0))
     assert costs(6, 0) == pytest.approx(5.0)
     assert costs(6, 3) == pytest.approx(4.0 * left + 3.0)
     for _ in range(200):
-        costs.add(6, 0, StepSeconds(0.1))
+        costs.add(6, 0, DecodeSeconds(0.1))
     assert costs(6, 0) == 1.0, "never less than half of the table"
 
 
 def test_the_first_steps_of_another_k_correct_its_entry() -> None:
-    costs = StepCosts(TABLE)
+    costs = CostTable(TABLE)
     for _ in range(200):
-        costs.add(8, 0, StepSeconds(2.0 + 4.0))
+        costs.add(8, 0, DecodeSeconds(2.0 + 4.0))
     for _ in range(TRUSTED_STEPS):
-        costs.add(8, 3, StepSeconds(4.6 + 4.0))
+        costs.add(8, 3, DecodeSeconds(4.6 + 4.0))
     assert costs(8, 3) == pytest.approx(8.6, rel=0.01)
     assert costs(8, 0) == pytest.approx(6.0, rel=0.01)
     for _ in range(200):  # later steps tell of contexts
-        costs.add(8, 3, StepSeconds(4.6 + 8.0))
+        costs.add(8, 3, DecodeSeconds(4.6 + 8.0))
     assert costs(8, 3) == pytest.approx(12.6, rel=0.01)
     assert costs(8, 0) == pytest.approx(10.0, rel=0.01)
 
 
 def test_an_entry_is_not_corrected_beyond_doubt() -> None:
     """What a step takes beyond that is its contexts'."""
-    costs = StepCosts(TABLE)
+    costs = CostTable(TABLE)
     for _ in range(TRUSTED_STEPS):
-        costs.add(8, 0, StepSeconds(2.0))
+        costs.add(8, 0, DecodeSeconds(2.0))
     for _ in range(200):
-        costs.add(8, 3, StepSeconds(14.0))
+        costs.add(8, 3, DecodeSeconds(14.0))
     assert costs(8, 3) == pytest.approx(14.0, rel=0.01)
     assert costs(8, 0) == pytest.approx(2.0 + 14.0 - 4.0 * (1 + DOUBT), rel=0.01)
 
 
 def test_a_step_takes_no_less_than_the_host() -> None:
-    costs = StepCosts(TABLE)
+    costs = CostTable(TABLE)
     for _ in range(100):
-        costs.add(8, 3, StepSeconds(4.0, 7.0))
+        costs.add(8, 3, DecodeSeconds(4.0, 7.0))
     assert costs(8, 1) == costs(8, 3) == pytest.approx(7.0, rel=0.01)
     assert costs(8, 0) == 2.0 * (1 - DOUBT), "plain steps are another matter"
-    costs.add(8, 3, StepSeconds(4.0, 500.0))
+    costs.add(8, 3, DecodeSeconds(4.0, 500.0))
     assert costs(8, 3) < 8.0, "it stood still once"
-    costs.add(8, 3, StepSeconds(4.0, 4.1))
+    costs.add(8, 3, DecodeSeconds(4.0, 4.1))
     assert costs(8, 3) == pytest.approx(4.1), "the host was done before the device"
 
 
 def test_a_busy_device_says_little_of_the_host() -> None:
-    costs = StepCosts(TABLE)
+    costs = CostTable(TABLE)
     for _ in range(100):
-        costs.add(8, 3, StepSeconds(4.0, 4.1))
+        costs.add(8, 3, DecodeSeconds(4.0, 4.1))
     assert costs(8, 1) == TABLE[8, 1] * (1 - DOUBT)
 
 

@@ -16,7 +16,7 @@ from peagle.engine.sequence import Sequence
 from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.models.checkpoint import trained_length
-from peagle.speculation import TargetStep
+from peagle.speculation import ProposerInput
 from tests.engine.engines import (
     PROMPTS,
     K,
@@ -171,8 +171,8 @@ def make_windowed(folder: Path, head: Path, **options: Any) -> tuple[LLM, list[i
     drafting: Any = llm.engine.drafting
     proposer, positions = drafting.proposer, list[int]()
 
-    def watch(run: Callable[[TargetStep], Any]) -> Callable[[TargetStep], Any]:
-        def watched(step: TargetStep) -> Any:
+    def watch(run: Callable[[ProposerInput], Any]) -> Callable[[ProposerInput], Any]:
+        def watched(step: ProposerInput) -> Any:
             for start, count in zip(step.start_loc.tolist(), step.num_rows):
                 positions.extend(step.positions_T[start : start + count].tolist())
             return run(step)

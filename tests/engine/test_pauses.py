@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
-from peagle.engine.depth import RESUME_AFTER, ScheduledDepth, StepSeconds
+from peagle.engine.depth import RESUME_AFTER, DecodeSeconds, ScheduledDepth
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
 from peagle.engine.sequence import Sequence
@@ -246,7 +246,7 @@ def test_a_sequence_that_has_no_drafts_yet_says_nothing_of_acceptance(
 
     class Watching(ScheduledDepth):
         def record(
-            self, k: int, accepted: list[int], num_sequences: int, seconds: StepSeconds
+            self, k: int, accepted: list[int], num_sequences: int, seconds: DecodeSeconds
         ) -> None:
             counted.append((len(accepted), num_sequences))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peagle.config import SamplingParams
 from peagle.engine import sampler as sampler_module
-from peagle.engine.sampler import SampledStep, Sampler
+from peagle.engine.sampler import Sampler, SamplerOutput
 from tests.engine.sampling_reference import VOCAB, Request, Rows, draft, packed, permitted, step
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def make_sampler(max_num_seqs: int = 8) -> Sampler:
     return Sampler(VOCAB, CPU, max_num_seqs)
 
 
-def run_step(sampler: Sampler, batch: list[Any]) -> tuple[list[Rows], SampledStep]:
+def run_step(sampler: Sampler, batch: list[Any]) -> tuple[list[Rows], SamplerOutput]:
     """One step of a batch of requests; drafts are left on them, nothing is appended."""
     num_drafted = [draft(request) for request in batch]
     rows = [Rows.of(request, k) for request, k in zip(batch, num_drafted, strict=True)]
@@ -39,7 +39,7 @@ def run_step(sampler: Sampler, batch: list[Any]) -> tuple[list[Rows], SampledSte
     return rows, result
 
 
-def check(batch: list[Request], rows: list[Rows], result: SampledStep) -> None:
+def check(batch: list[Request], rows: list[Rows], result: SamplerOutput) -> None:
     new = result.new_token_ids
     assert new == [step(request, of) for request, of in zip(batch, rows, strict=True)]
     assert (
@@ -64,7 +64,7 @@ def check(batch: list[Request], rows: list[Rows], result: SampledStep) -> None:
             assert one.top == expected[: request.params.logprobs]
 
 
-Step = tuple[list[Request], list[Rows], SampledStep]
+Step = tuple[list[Request], list[Rows], SamplerOutput]
 
 
 def simulate(
@@ -88,7 +88,7 @@ def simulate(
         append(batch, result)
 
 
-def append(batch: list[Request], result: SampledStep) -> None:
+def append(batch: list[Request], result: SamplerOutput) -> None:
     for request, tokens in zip(batch, result.new_token_ids, strict=True):
         request.output_token_ids.extend(tokens)
 

@@ -29,13 +29,13 @@ from hypothesis.stateful import (
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, Sequence, SequenceStatus
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.depth import AutomaticDepth, ScheduledDepth, StepSeconds
+from peagle.engine.depth import AutomaticDepth, DecodeSeconds, ScheduledDepth
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FeatureRings
 from peagle.engine.scheduler import Schedule, Scheduler
 from peagle.engine.step.pipeline import Pipeline
 from peagle.models.target import TargetModel
-from peagle.speculation import TargetStep
+from peagle.speculation import ProposerInput
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeGraphs, FakeProposer, FakeRunner, FakeSampler, digest
 
@@ -425,7 +425,7 @@ def test_k_by_itself_changes_in_these_schedules(
     engine = make_engine(KINDS[name], EngineConfig(num_kv_blocks=80, block_size=4))
     record, told = engine._depth.record, []
 
-    def watched(k: int, accepted: list[int], num_sequences: int, seconds: StepSeconds) -> None:
+    def watched(k: int, accepted: list[int], num_sequences: int, seconds: DecodeSeconds) -> None:
         told.append((k, num_sequences, sum(accepted)))
         record(k, accepted, num_sequences, seconds)
 
@@ -479,7 +479,7 @@ def keep_blocks(self: Scheduler, sequence: Sequence) -> None:
         self.blocks._free.pop(block, None)
 
 
-def look_into_holes(self: HeadDrafting, done: Any, readings: Any) -> TargetStep:
+def look_into_holes(self: HeadDrafting, done: Any, readings: Any) -> ProposerInput:
     return replace(STEP(self, done, readings), context_starts_B=None)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees
-from peagle.engine.depth import AutomaticDepth, StepSeconds, node_counts
+from peagle.engine.depth import AutomaticDepth, DecodeSeconds, node_counts
 from peagle.engine.step.graph_runner import buckets, graph_sizes, target_rows
 from peagle.engine.tree_record import TREES_A_STEP, TreeRecord
 from peagle.kernels.paths import TreePaths
@@ -170,7 +170,7 @@ class TreeCard:
                     passed_BN[b].nonzero().flatten().tolist(),
                     int(counts_B[b]),
                 )
-        self.policy.record(n, passed_BN.sum(1).tolist(), load, StepSeconds(device_s, device_s))
+        self.policy.record(n, passed_BN.sum(1).tolist(), load, DecodeSeconds(device_s, device_s))
 
     def run(self, load: int, steps: int) -> float:
         """Tokens a second over some steps."""

@@ -23,7 +23,7 @@ from peagle.evaluation.acceptance import (
     histogram,
     loop_start,
 )
-from peagle.evaluation.decoding import Answer, DecodedStep, Observation
+from peagle.evaluation.decoding import Answer, DecodeCounts, Observation
 from peagle.evaluation.dialogues import run_dialogues
 from peagle.evaluation.engine_backend import EngineBackend, measure
 from peagle.evaluation.prompts import load_prompt_set
@@ -37,7 +37,7 @@ def completion(token_ids: list[int], steps: list[tuple[int, int]]) -> Answer:
     stats = SpeculationStats()
     for drafted, accepted in steps:
         stats.record(drafted, accepted)
-    own = [DecodedStep(1, 0, 0), *(DecodedStep(a + 1, d, a) for d, a in steps)]
+    own = [DecodeCounts(1, 0, 0), *(DecodeCounts(a + 1, d, a) for d, a in steps)]
     return Answer(num_tokens=len(token_ids), token_ids=token_ids, steps=own, stats=stats)
 
 
@@ -270,7 +270,7 @@ def test_samples_are_the_outputs_in_pieces(
 
 def test_pieces_tell_accepted_tokens_from_the_targets(llm: LLM) -> None:
     words = [llm.tokenizer.encode(text)[0] for text in ("def", " x", " =", " return", " self")]
-    steps = [DecodedStep(1, 0, 0), DecodedStep(3, 5, 2), DecodedStep(1, 5, 0)]
+    steps = [DecodeCounts(1, 0, 0), DecodeCounts(3, 5, 2), DecodeCounts(1, 5, 0)]
     assert pieces(words, steps, llm.tokenizer) == [
         ("def", "target"),
         (" x =", "accepted"),
@@ -285,7 +285,7 @@ def synthetic(accepted: list[int], *, name: str = "1", k: int = 7) -> Observatio
     stats = SpeculationStats()
     for count in accepted:
         stats.record(k, count)
-    steps = [DecodedStep(1, 0, 0), *(DecodedStep(count + 1, k, count) for count in accepted)]
+    steps = [DecodeCounts(1, 0, 0), *(DecodeCounts(count + 1, k, count) for count in accepted)]
     answer = Answer(
         num_prompt_tokens=10,
         num_tokens=sum(step.num_tokens for step in steps),
@@ -330,7 +330,7 @@ def test_a_trimmed_last_step_counts_as_verified() -> None:
     """The counters know that 6 drafts were accepted where the output had room for 2."""
     one = synthetic([3, 6])
     assert one.answer.steps is not None
-    one.answer.steps[-1] = DecodedStep(2, 7, 2)
+    one.answer.steps[-1] = DecodeCounts(2, 7, 2)
     assert [step.num_accepted for step in decode_steps(one.answer)] == [3, 6]
     assert [(step.context, step.output) for step in decode_steps(one.answer)] == [(11, 1), (15, 5)]
 
@@ -392,10 +392,10 @@ def test_without_steps_requests_still_count() -> None:
 
 def answered(number: int, accepted: list[int], prompt: int = 10) -> Observation:
     """A request whose steps draft 4 tokens and accept so many of them."""
-    stats, steps = SpeculationStats(), [DecodedStep(1, 0, 0)]
+    stats, steps = SpeculationStats(), [DecodeCounts(1, 0, 0)]
     for count in accepted:
         stats.record(4, count)
-        steps.append(DecodedStep(count + 1, 4, count))
+        steps.append(DecodeCounts(count + 1, 4, count))
     total = sum(step.num_tokens for step in steps)
     answer = Answer("", "length", prompt, total, token_ids=[], steps=steps, stats=stats)
     return Observation("mine", "", str(number), 0, "", answer)

@@ -17,7 +17,7 @@ from peagle.client.events import DONE
 from peagle.config import SamplingParams, StructuredOutput
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
-from peagle.evaluation.decoding import Answer, DecodedStep, Request
+from peagle.evaluation.decoding import Answer, DecodeCounts, Request
 from peagle.evaluation.endpoint import KEY_VARIABLES, EndpointBackend
 from peagle.evaluation.endpoint_answers import read_answer
 from peagle.evaluation.http_client import Reply
@@ -162,7 +162,7 @@ def test_reports_of_our_server() -> None:
     facts = {"id": "m", "speculation": {"default": "p", "proposers": []}}
     answer, _ = ask(Script(models=[facts], report=True))
     drafted = [0, 4, 4, 4]
-    steps = [DecodedStep(count, k, count - 1) for count, k in zip(COUNTS, drafted, strict=True)]
+    steps = [DecodeCounts(count, k, count - 1) for count, k in zip(COUNTS, drafted, strict=True)]
     assert answer.steps == steps
     assert answer.stats == SpeculationStats(3, 12, 3, [2, 1, 0, 0])
 

@@ -16,7 +16,7 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import TUNE_LOG, Journal
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.machine import CostPoint, StepCost
+from peagle.evaluation.tuning.machine import CostPoint, DecodeCost
 from peagle.evaluation.tuning.model import (
     CostModel,
     Shape,
@@ -182,9 +182,9 @@ def test_rows_of_graphs_are_what_counts() -> None:
 
     shape = Shape(LENGTHS, batch_rows=graph, is_padded=True)
 
-    def cost(shape: Shape, point: CostPoint) -> StepCost:
+    def cost(shape: Shape, point: CostPoint) -> DecodeCost:
         whole = linear(shape, CostPoint(graph(point.batch), point.k))
-        return StepCost(whole.target_s + whole.draft_s, whole.target_s, whole.draft_s)
+        return DecodeCost(whole.target_s + whole.draft_s, whole.target_s, whole.draft_s)
 
     model = tuned(SimulatedMachine(cost, shape)).model
     for batch in (3, 5, 7, 9):
@@ -296,7 +296,11 @@ def test_bad_grids(batches: tuple[int, ...], ks: tuple[int, ...]) -> None:
 
 
 def test_the_fastest_visit_counts() -> None:
-    slow, fast, other = StepCost(3.0, 2.0, 0.5), StepCost(2.0, 1.0, 0.7), StepCost(2.5, 1.0, 1.0)
+    slow, fast, other = (
+        DecodeCost(3.0, 2.0, 0.5),
+        DecodeCost(2.0, 1.0, 0.7),
+        DecodeCost(2.5, 1.0, 1.0),
+    )
     costs = Costs.of({CostPoint(1, 0): [slow, fast, other]})
     assert costs.by_point[CostPoint(1, 0)] == fast
     assert costs.spread == pytest.approx(0.25)
@@ -304,7 +308,7 @@ def test_the_fastest_visit_counts() -> None:
 
 def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
     class Interrupted(SimulatedMachine):
-        def measure(self, point: CostPoint) -> StepCost:
+        def measure(self, point: CostPoint) -> DecodeCost:
             if len(self.visits) == 10:
                 raise KeyboardInterrupt
             return super().measure(point)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peagle.config import SamplingParams
-from peagle.engine.stats import StepTimes
+from peagle.engine.stats import GraphTimes
 from peagle.errors import UserError
 from peagle.evaluation.journal import TUNE_LOG, Journal
 from peagle.evaluation.prompts import Prompt
@@ -21,8 +21,8 @@ from peagle.evaluation.tuning.acceptance import AcceptanceByK, measure_acceptanc
 from peagle.evaluation.tuning.machine import (
     WARM_UP_STEPS,
     CostPoint,
+    DecodeCost,
     EngineMachine,
-    StepCost,
     contexts,
 )
 from peagle.evaluation.tuning.tune import Grid, measure_costs
@@ -51,7 +51,7 @@ def test_what_is_timed(
     timed = machine_module.time_steps
     rows: list[int] = []
 
-    def watched(llm: LLM, steps: int) -> StepCost:
+    def watched(llm: LLM, steps: int) -> DecodeCost:
         run = llm.engine.runner.run
 
         def counting(chunks: list[Any], *others: Any) -> Any:
@@ -106,8 +106,8 @@ def test_steps_of_graphs(
 
 
 def test_device_parts() -> None:
-    before = {2: StepTimes(10, 1.0, 0.1, 0.5)}
-    after = {2: StepTimes(14, 1.8, 0.18, 0.9), 4: StepTimes(1, 0.3, 0.02, 0.1)}
+    before = {2: GraphTimes(10, 1.0, 0.1, 0.5)}
+    after = {2: GraphTimes(14, 1.8, 0.18, 0.9), 4: GraphTimes(1, 0.3, 0.02, 0.1)}
     target_s, draft_s = machine_module.device_parts(before, after) or (0.0, 0.0)
     assert target_s == pytest.approx((0.8 + 0.08 + 0.3 + 0.02) / 5)
     assert draft_s == pytest.approx((0.4 + 0.1) / 5)

@@ -11,7 +11,7 @@ from peagle.bundled import BUNDLED_PEAGLE
 from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
-from peagle.evaluation.tuning.machine import StepCost
+from peagle.evaluation.tuning.machine import DecodeCost
 from peagle.evaluation.tuning.trees import (
     measure_tree_steps,
     tree_config,
@@ -43,8 +43,8 @@ def test_shapes_are_as_deep_as_the_head_and_as_wide_as_they_are_large() -> None:
 def test_the_fastest_visit_counts_and_is_kept(tmp_path: Path) -> None:
     times = iter([3.0, 5.0, 2.0, 6.0, 9.0, 9.0, 8.0, 9.0])
 
-    def measure(batch: int, shape: CandidateTrees) -> StepCost:
-        return StepCost(next(times), 0.0, 0.0)
+    def measure(batch: int, shape: CandidateTrees) -> DecodeCost:
+        return DecodeCost(next(times), 0.0, 0.0)
 
     def run() -> dict[tuple[int, int], float]:
         journal = Journal(tmp_path / "cells.jsonl", {})

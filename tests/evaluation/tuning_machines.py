@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from random import Random
 
 from peagle.evaluation.touched_experts import ExpertCounts, expected_experts
-from peagle.evaluation.tuning.machine import CostPoint, StepCost
+from peagle.evaluation.tuning.machine import CostPoint, DecodeCost
 from peagle.evaluation.tuning.model import Shape
 
-Cost = Callable[[Shape, CostPoint], StepCost]
+Cost = Callable[[Shape, CostPoint], DecodeCost]
 # Unconditional acceptance of the bundled head, about.
 RATES = (0.86, 0.73, 0.6, 0.48, 0.38, 0.3, 0.24, 0.19)
 LENGTHS = {k: 1 + sum(RATES[:k]) for k in range(len(RATES) + 1)}
 
 
-def step(target_s: float, draft_s: float, rest_s: float) -> StepCost:
-    return StepCost(target_s + draft_s + rest_s, target_s, draft_s)
+def step(target_s: float, draft_s: float, rest_s: float) -> DecodeCost:
+    return DecodeCost(target_s + draft_s + rest_s, target_s, draft_s)
 
 
-def linear(shape: Shape, point: CostPoint) -> StepCost:
+def linear(shape: Shape, point: CostPoint) -> DecodeCost:
     """Nothing but straight lines, like a CPU."""
     rows, drafts = shape.target_rows(point), shape.draft_rows(point)
     draft = 2e-3 + 4e-4 * drafts + 2e-4 * point.batch if point.k else 0.0
     return step(8e-3 + 6e-4 * rows + 5e-4 * point.batch, draft, 2e-4 + 5e-5 * point.batch)
 
 
-def roofline(shape: Shape, point: CostPoint) -> StepCost:
+def roofline(shape: Shape, point: CostPoint) -> DecodeCost:
     """Flat, then linear, with a soft knee: an 8B model in 16 bits on a large GPU, about."""
     rows, drafts = shape.target_rows(point), shape.draft_rows(point)
     target = (6.0e-3**4 + (2.6e-5 * rows) ** 4) ** 0.25 + 1e-5 * point.batch
@@ -35,7 +35,7 @@ def roofline(shape: Shape, point: CostPoint) -> StepCost:
     return step(target, draft, 5e-5 + 2e-5 * point.batch)
 
 
-def free_drafts(shape: Shape, point: CostPoint) -> StepCost:
+def free_drafts(shape: Shape, point: CostPoint) -> DecodeCost:
     """A step costs the same whatever is drafted."""
     return step(5e-3 + 1e-4 * point.batch, 0.0, 0.0)
 
@@ -55,7 +55,7 @@ def correlated_experts(largest_batch: int, independent: float = INDEPENDENT) -> 
     return ExpertCounts(NUM_EXPERTS, NUM_CHOSEN, by_k)
 
 
-def by_experts(shape: Shape, point: CostPoint) -> StepCost:
+def by_experts(shape: Shape, point: CostPoint) -> DecodeCost:
     """A mixture limited by memory: a step costs by the distinct experts, and a little by rows."""
     experts = correlated_experts(point.batch).touched(point.batch, point.k)
     target = 1e-3 + 6e-5 * experts + 1e-5 * shape.target_rows(point) + 2e-5 * point.batch
@@ -84,8 +84,8 @@ class SimulatedMachine:
     def __post_init__(self) -> None:
         self._random = Random(1)
 
-    def measure(self, point: CostPoint) -> StepCost:
+    def measure(self, point: CostPoint) -> DecodeCost:
         self.visits.append(point)
         factor = 1 + self._random.expovariate(1 / self.slowdown) if self.slowdown else 1.0
         true = self.cost(self.shape, point)
-        return StepCost(true.seconds * factor, true.target_s * factor, true.draft_s * factor)
+        return DecodeCost(true.seconds * factor, true.target_s * factor, true.draft_s * factor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peagle.kernels.drafts.step_state import StepLimits, StepRecord, StepState
+from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState
 from peagle.kernels.sampling.rejection_triton import DraftProbs, reject_drafts
 from peagle.kernels.sampling.verify_triton import (
     SequenceSampling,
@@ -21,10 +21,10 @@ def verify_drawn(
     start_loc: Tensor,
     drafts_BK: Tensor,
     active_B: Tensor,
-    state: StepState,
-    limits: StepLimits,
+    state: DecodeState,
+    limits: DecodeLimits,
     scratch: VerifyScratch,
-    out: StepRecord,
+    out: DecodeResult,
     *,
     sampling: SequenceSampling,
     draft_probs: DraftProbs,

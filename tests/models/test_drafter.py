@@ -27,7 +27,7 @@ from peagle.kernels.drafts.batches import DraftBatch
 from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter, DrafterConfig, RMSNorm
 from peagle.models.target import TargetModel
-from peagle.speculation import Drafts, TargetStep, proposers
+from peagle.speculation import Drafts, ProposerInput, proposers
 from tests.models.reference_head import ReferenceHead, Slot
 
 K = 5
@@ -217,7 +217,7 @@ def generate_and_record(
         columns.append(compute_logits(hidden))
         return columns[-1]
 
-    def recording_propose(step: TargetStep) -> Drafts:
+    def recording_propose(step: ProposerInput) -> Drafts:
         columns.clear()
         drafts = propose(step)
         logits_BKV = torch.cat(columns, dim=1)

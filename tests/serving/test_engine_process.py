@@ -33,8 +33,8 @@ from peagle.serving.engine_process import (
     EngineSpec,
     EngineWorker,
     Heartbeat,
+    NewChunks,
     Refused,
-    Stepped,
     Stop,
 )
 from peagle.serving.errors import ApiError
@@ -75,7 +75,7 @@ class Front:
         self.seen.append(message)
         if isinstance(message, Refused):
             self.refused[message.index] = message
-        elif isinstance(message, Stepped):
+        elif isinstance(message, NewChunks):
             for chunk in message.chunks:
                 if chunk.output is not None:
                     self.outputs[chunk.index] = chunk.output
@@ -105,7 +105,7 @@ def front(llm: LLM) -> Iterator[Front]:
 def test_the_steps_of_a_request_add_up(front: Front) -> None:
     front.add(5, SamplingParams(max_tokens=20))
     front.until(lambda: 5 in front.outputs)
-    chunks = [chunk for m in front.seen if isinstance(m, Stepped) for chunk in m.chunks]
+    chunks = [chunk for m in front.seen if isinstance(m, NewChunks) for chunk in m.chunks]
     output = front.outputs[5]
     assert [token for chunk in chunks for token in chunk.token_ids] == output.token_ids
     assert "".join(chunk.text for chunk in chunks) == output.text
@@ -132,11 +132,11 @@ def test_a_bad_request_is_refused_and_the_next_one_runs(front: Front) -> None:
 
 def test_a_cancelled_request_is_gone_from_the_counters(front: Front) -> None:
     front.add(1, SamplingParams(max_tokens=2000, ignore_eos=True))
-    front.until(lambda: any(isinstance(m, Stepped) and m.chunks for m in front.seen))
+    front.until(lambda: any(isinstance(m, NewChunks) and m.chunks for m in front.seen))
     front.send(Cancel(1))
 
     def is_idle() -> bool:
-        told = [m.stats for m in front.seen if isinstance(m, Stepped) and m.stats]
+        told = [m.stats for m in front.seen if isinstance(m, NewChunks) and m.stats]
         last = told[-1]
         return last.num_running == 0 and last.num_free_kv_blocks == last.num_kv_blocks
 
@@ -229,7 +229,7 @@ def test_log_probabilities_are_sent_once(front: Front, llm: LLM) -> None:
     front.send(Add(1, ids, params, "peagle"))
 
     def chunks() -> list[StreamChunk]:
-        return [chunk for m in front.seen if isinstance(m, Stepped) for chunk in m.chunks]
+        return [chunk for m in front.seen if isinstance(m, NewChunks) for chunk in m.chunks]
 
     front.until(lambda: sum(chunk.output is not None for chunk in chunks()) == 3)
     outputs = {chunk.output_index: chunk.output for chunk in chunks() if chunk.output is not None}

@@ -16,7 +16,7 @@ from torch import Tensor
 from peagle.attention import LayerKVCache, TorchAttention
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
-from peagle.speculation import Drafts, SamplingTensors, TargetStep
+from peagle.speculation import Drafts, ProposerInput, SamplingTensors
 from peagle.speculation.proposers import AutoregressiveProposer, ParallelProposer
 from tests.conftest import make_drafter
 
@@ -26,7 +26,7 @@ KINDS = pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle
 
 
 def make_proposer(
-    target: TargetModel, parallel: bool, step: TargetStep, **options: Any
+    target: TargetModel, parallel: bool, step: ProposerInput, **options: Any
 ) -> ParallelProposer | AutoregressiveProposer:
     draws, trees = options.pop("draft_sampling", "argmax") != "argmax", options.pop("trees", None)
     drafter = make_drafter(target, parallel=parallel, seed=2, **options).double()
@@ -45,7 +45,7 @@ def prompt_step(
     temperature: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     k: int | Sequence[int] = K,
-) -> TargetStep:
+) -> ProposerInput:
     """The step after a prefill of `prompts`; features are a function of token and position.
 
     Args:
@@ -69,7 +69,7 @@ def prompt_step(
         num_outputs_B=torch.ones(batch, dtype=torch.int64),
         all_greedy=not bool(temperatures.any()),
     )
-    return TargetStep(
+    return ProposerInput(
         tokens_T=tokens,
         positions_T=positions,
         start_loc=torch.tensor(list(accumulate(lens, initial=0))),
@@ -85,7 +85,7 @@ def prompt_step(
     )
 
 
-def propose(target: TargetModel, step: TargetStep, parallel: bool, **options: Any) -> Drafts:
+def propose(target: TargetModel, step: ProposerInput, parallel: bool, **options: Any) -> Drafts:
     with torch.inference_mode():
         return make_proposer(target, parallel, step, **options).propose(step)
 
@@ -239,7 +239,7 @@ def test_each_gets_the_drafts_that_it_gets_alone(
 
 
 def dense_drafts(
-    proposer: ParallelProposer | AutoregressiveProposer, step: TargetStep, window: int
+    proposer: ParallelProposer | AutoregressiveProposer, step: ProposerInput, window: int
 ) -> list[int]:
     """Drafts of one sequence by whole passes over all its slots, keys beyond the window masked."""
     drafter = proposer.drafter
@@ -332,7 +332,7 @@ HEADS = pytest.mark.parametrize(
 )
 
 
-def rows_of(step: TargetStep, first: Sequence[int], end: Sequence[int]) -> dict[str, Any]:
+def rows_of(step: ProposerInput, first: Sequence[int], end: Sequence[int]) -> dict[str, Any]:
     """What a step over positions `first` to before `end` of each sequence has of its own."""
     starts, tokens = step.start_loc.tolist(), step.tokens_T.tolist()
     after = [[*tokens[starts[b] : starts[b + 1]], int(step.next_tokens_B[b])] for b in range(3)]

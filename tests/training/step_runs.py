@@ -21,7 +21,7 @@ from peagle.training.config import TrainConfig
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.optimizers import Masters, build_optimizers
 from peagle.training.step import Grade, Objective, TrainingStep
-from peagle.training.step_memory import BatchShape, StepShape
+from peagle.training.step_memory import BatchShape, TrainingShape
 from peagle.training.training_methods import Graded, TrainingMethod
 from tests.training.reference import make_plain_batch
 
@@ -94,11 +94,11 @@ class Case:
         return DrafterConfig(**{**SIZES, "mask_token_id": mask, **self.head})
 
     @property
-    def shape(self) -> StepShape:
+    def shape(self) -> TrainingShape:
         """What the model is told."""
         return self.shape_on("cpu")
 
-    def shape_on(self, device: str) -> StepShape:
+    def shape_on(self, device: str) -> TrainingShape:
         """The same on a device that need not be here."""
         head = self.drafter_config
         text = types.SimpleNamespace(
@@ -112,7 +112,7 @@ class Case:
         target = TargetShape("none", text, 0, 0, 0)  # type: ignore[arg-type]
         length = self.length
         batch = BatchShape(self.rows, length, length, self.packed, length - 2, length / 2)
-        return StepShape(self.config, head, target, batch, torch.device(device))
+        return TrainingShape(self.config, head, target, batch, torch.device(device))
 
 
 class Running:

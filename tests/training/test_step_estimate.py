@@ -14,7 +14,7 @@ from peagle.models.drafter import Drafter
 from peagle.models.target_facts import TargetShape
 from peagle.training.partition import split_by_anchor
 from peagle.training.step_memory import (
-    StepMemory,
+    PeakMemory,
     estimate_flops,
     estimate_memory,
     kernels_of,
@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def coming(memory: StepMemory) -> int:
+def coming(memory: PeakMemory) -> int:
     """Gradients, and whatever else comes and goes; the rest stood there before."""
     before = {"head", "float32 weights", "optimizer", "target", "features", "workspaces"}
     return sum(size for name, size in memory.parts.items() if name not in before)

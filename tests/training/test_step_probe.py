@@ -16,8 +16,8 @@ from peagle.training.config import RunSection
 from peagle.training.step_memory import (
     SEGMENTS,
     Budget,
-    StepMemory,
-    StepShape,
+    PeakMemory,
+    TrainingShape,
     available_ram,
     choose_memory,
     estimate_memory,
@@ -35,17 +35,17 @@ def run_section(**options: Any) -> RunSection:
 
 
 def choose(
-    shape: StepShape,
+    shape: TrainingShape,
     size: float,
     measure: Callable[[int, bool], int | None] | None = None,
     stored: tuple[int, bool] | None = None,
     **options: Any,
-) -> StepMemory:
+) -> PeakMemory:
     budget = Budget(int(size), "run.memory_gib is so much", True)
     return choose_memory(shape, run_section(**options), budget, measure=measure, stored=stored)
 
 
-def total(shape: StepShape, segments: int, recompute: bool) -> int:
+def total(shape: TrainingShape, segments: int, recompute: bool) -> int:
     return estimate_memory(shape, segments, recompute).total
 
 
@@ -106,7 +106,7 @@ def test_a_measurement_overrules_the_estimate() -> None:
 
     found = choose(shape, size, measure)
     assert tried == [(1, False), (2, False), (3, False)], "out of memory, too much, enough"
-    assert found == StepMemory(3, False, size - 1, {})
+    assert found == PeakMemory(3, False, size - 1, {})
     assert str(found).endswith("(measured), S = 3, layers kept")
 
 
@@ -153,7 +153,7 @@ def estimate_of(trainer: Trainer, segments: int) -> int:
 
     config, head = trainer.config, trainer.drafter.config
     target, batch = TargetShape.read(config.target), BatchShape.of(trainer.stream)
-    return total(StepShape(config, head, target, batch, trainer.device), segments, False)
+    return total(TrainingShape(config, head, target, batch, trainer.device), segments, False)
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_a_probe_on_a_gpu(target_folder: Path, responses: Path, tmp_path: Path) 
 # ---- refusals -------------------------------------------------------------------------------
 
 
-def refusal(shape: StepShape, size: float, **options: Any) -> str:
+def refusal(shape: TrainingShape, size: float, **options: Any) -> str:
     with pytest.raises(UserError) as caught:
         choose(shape, size, **options)
     return str(caught.value)

@@ -1,7 +1,7 @@
 """The engine: continuous batching over a paged KV cache, prompts in chunks, one draft a step."""
 
 from peagle.engine.engine import LLMEngine
-from peagle.engine.outputs import StepOutput
+from peagle.engine.outputs import SequenceOutput
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
 
@@ -10,7 +10,7 @@ __all__ = [
     "EngineStats",
     "LLMEngine",
     "Sequence",
+    "SequenceOutput",
     "SequenceStatus",
     "SpeculationStats",
-    "StepOutput",
 ]

@@ -43,7 +43,7 @@ RESTS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class StepSeconds:
+class DecodeSeconds:
     """What a decode step took.
 
     Attributes:
@@ -72,7 +72,7 @@ class DepthPolicy:
         raise NotImplementedError
 
     def record(
-        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: StepSeconds
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: DecodeSeconds
     ) -> None:
         """Learn from a decode step of K drafts.
 
@@ -127,7 +127,7 @@ class ScheduledDepth(DepthPolicy):
             self._num_calm = 0
 
     def record(
-        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: StepSeconds
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: DecodeSeconds
     ) -> None:
         if self._trees is not None and accepted:
             self._trees.add(k, accepted)
@@ -224,7 +224,7 @@ class AcceptanceRecord:
         return total
 
 
-class StepCosts:
+class CostTable:
     """Seconds of a step, from a table and from the steps that run.
 
     A step takes what the table says of its rows and K, and as much again as its contexts, which are
@@ -262,7 +262,7 @@ class StepCosts:
         rows = self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
         return rows, max(1.0, num_sequences / rows)
 
-    def add(self, num_sequences: int, k: int, seconds: StepSeconds) -> None:
+    def add(self, num_sequences: int, k: int, seconds: DecodeSeconds) -> None:
         """Count a step."""
         rows, share = self._size_of(num_sequences)
         if seconds.device is not None:
@@ -316,7 +316,7 @@ class AutomaticDepth(DepthPolicy):
 
     def __init__(self, most: int, trees: TreeRecord | None = None) -> None:
         self._candidates = candidates(most) if trees is None else node_counts(most)
-        self._costs: StepCosts | None = None
+        self._costs: CostTable | None = None
         self._acceptance = AcceptanceRecord(most) if trees is None else trees
         self._k = most
         self._is_idle = True
@@ -338,7 +338,7 @@ class AutomaticDepth(DepthPolicy):
         """
         self._reading_s = reading_s
         sizes = [(num_rows, k) for num_rows in rows for k in self._candidates]
-        self._costs = StepCosts({size: time_step(*size) for size in sizes})
+        self._costs = CostTable({size: time_step(*size) for size in sizes})
 
     def __call__(self, num_sequences: int) -> int:
         return self._k
@@ -395,7 +395,7 @@ class AutomaticDepth(DepthPolicy):
         self._output_tokens = self._output_tokens * kept + num_output_tokens
 
     def record(
-        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: StepSeconds
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: DecodeSeconds
     ) -> None:
         if accepted:
             self._acceptance.add(k, accepted)

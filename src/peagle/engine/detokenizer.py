@@ -211,7 +211,7 @@ def _kind(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) -> int
     return _BYTE if _FALLBACK_BYTE.fullmatch(str(token)) else _TEXT
 
 
-class TextStep(NamedTuple):
+class SettledText(NamedTuple):
     """New text that no stop string can take back.
 
     `num_tokens` counts the tokens kept: all, or those up to the one that completes `stop`, the stop
@@ -254,11 +254,11 @@ class OutputText:
         """All text so far."""
         return "".join(self._pieces)
 
-    def add(self, token_ids: list[int], *, final: bool = False) -> TextStep:
+    def add(self, token_ids: list[int], *, final: bool = False) -> SettledText:
         """Read new tokens; `final` releases what is held back."""
         if not self._stop and self._markers.keys().isdisjoint(token_ids):
             self._pieces.append(self._detokenizer.add(token_ids, final=final))
-            return TextStep(self._pieces[-1], len(token_ids))
+            return SettledText(self._pieces[-1], len(token_ids))
         start = len(self._pieces)
         for index, token in enumerate(token_ids):
             is_last = final and index == len(token_ids) - 1
@@ -272,13 +272,13 @@ class OutputText:
             if found:
                 begin, stop = min(found, key=itemgetter(0))
                 self._pieces.append(self._held[:begin])
-                return TextStep("".join(self._pieces[start:]), index + 1, stop)
+                return SettledText("".join(self._pieces[start:]), index + 1, stop)
             keep = 0
             if self._stop and marker is None and not is_last:
                 keep = open_tail(self._held, self._stop)
             self._pieces.append(self._held[: len(self._held) - keep] + (marker or ""))
             self._held = self._held[len(self._held) - keep :]
-        return TextStep("".join(self._pieces[start:]), len(token_ids))
+        return SettledText("".join(self._pieces[start:]), len(token_ids))
 
 
 def split_output(

@@ -43,7 +43,7 @@ from peagle.speculation import (
     HeadProposer,
     ParallelProposer,
     PromptLookup,
-    TargetStep,
+    ProposerInput,
     TreeSlots,
 )
 from peagle.speculation.proposers import TREE_TEMPERATURE
@@ -288,7 +288,7 @@ class HeadDrafting(Drafting):
     def _read_kept(self, missed: list[tuple[_Reading, Tensor]]) -> None:
         readings = _one_behind_another([reading for reading, _ in missed])
         features_TA = torch.cat([kept_NA for _, kept_NA in missed])
-        self.proposer.read(_target_step(readings, features_TA))
+        self.proposer.read(_proposer_input(readings, features_TA))
 
     def _plant(
         self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor, scores_BN: Tensor
@@ -358,7 +358,7 @@ class HeadDrafting(Drafting):
         drafter, caches = self.proposer.drafter, self.proposer.caches
         weight, block_size = drafter.norm.weight, caches[0].keys.shape[1]
         ints = partial(torch.zeros, dtype=torch.int64)
-        step = TargetStep(
+        step = ProposerInput(
             tokens_T=ints(num_tokens),
             positions_T=torch.arange(num_tokens),
             start_loc=torch.tensor([0, num_tokens]),
@@ -467,7 +467,7 @@ class HeadDrafting(Drafting):
         self.proposer.read(self._step(done, [before for before, _ in parts if len(before)]))
         return [last for _, last in parts if len(last)]
 
-    def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> TargetStep:
+    def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> ProposerInput:
         """Return what is read of a pass: its rows where they are, or a copy of some of them."""
         features_TA, sampled = done.features_TA, done.sampled
         if 2 * sum(map(len, readings)) < len(features_TA):
@@ -481,12 +481,12 @@ class HeadDrafting(Drafting):
             are_known = sequences == [chunk.sequence for chunk in done.chunks if chunk.samples]
             known = sampled.sampling if sampled is not None and are_known else None
             sampling = known or self.sampler.tensors(sequences)
-        return _target_step(readings, features_TA, sampling)
+        return _proposer_input(readings, features_TA, sampling)
 
 
-def _target_step(
+def _proposer_input(
     readings: SequenceOf[_Reading], features_TA: Tensor, sampling: SamplingTensors | None = None
-) -> TargetStep:
+) -> ProposerInput:
     """Return what is read of the rows of some features."""
     sequences = [reading.sequence for reading in readings]
     # Rows that belong to no reading keep token 0 and position 0, and are not read.
@@ -496,7 +496,7 @@ def _target_step(
         tokens[rows] = reading.sequence.token_ids[reading.first : reading.end]
         positions[rows] = range(reading.first, reading.end)
     context_starts = [s.drafter_start for s in sequences]
-    return TargetStep(
+    return ProposerInput(
         tokens_T=torch.tensor(tokens),
         positions_T=torch.tensor(positions),
         start_loc=torch.tensor([*(reading.row for reading in readings), len(tokens)]),

@@ -14,7 +14,7 @@ from itertools import cycle, islice
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.depth import AutomaticDepth, StepSeconds
+from peagle.engine.depth import AutomaticDepth, DecodeSeconds
 from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, make_drafting
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
@@ -27,7 +27,7 @@ from peagle.engine.memory_plan import (
     run_largest_passes,
 )
 from peagle.engine.model_runner import ModelRunner, RunTarget, TargetPass
-from peagle.engine.outputs import DraftTree, StepOutput
+from peagle.engine.outputs import DraftTree, SequenceOutput
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk, Scheduler
 from peagle.engine.sequence import Sequence, SequenceStatus
@@ -140,7 +140,7 @@ class LLMEngine:
             max_itl_ms=config.max_itl_ms,
         )
         self._pipeline = self._make_pipeline() if plan.is_pipelined else None
-        self._outputs: list[StepOutput] = []
+        self._outputs: list[SequenceOutput] = []
         # Passes whose tokens are out and that are not drafted for yet, each with its K.
         self._undrafted: list[tuple[TargetPass, int]] = []
         self.speculation_stats = SpeculationStats()
@@ -390,7 +390,7 @@ class LLMEngine:
         """Whether a step would do something."""
         return self.scheduler.has_unfinished
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[SequenceOutput]:
         """Run one step of prompts and decoding sequences, in one pass or two; return its outputs.
 
         A sequence whose prompt is not yet computed has no output. A step begins with the drafts of
@@ -493,7 +493,7 @@ class LLMEngine:
         self._run([Chunk(s, 1, count) for s, count in zip(sequences, counts, strict=True)])
         budget.gave()
         if (counted := self._count_step(k, self._outputs[num_before:])) is not None:
-            self._depth.record(*counted, StepSeconds())
+            self._depth.record(*counted, DecodeSeconds())
 
     def _count_read(self, pipeline: Pipeline) -> None:
         """Count the step whose tokens were taken, if it brought any."""
@@ -501,7 +501,9 @@ class LLMEngine:
             self.scheduler.prompt_budget.gave()
             self._untimed = self._count_step(pipeline.runner.last_k, self._outputs)
 
-    def _count_step(self, k: int, outputs: list[StepOutput]) -> tuple[int, list[int], int] | None:
+    def _count_step(
+        self, k: int, outputs: list[SequenceOutput]
+    ) -> tuple[int, list[int], int] | None:
         """Count a decode step of depth k by its outputs; return what K may follow from, if any."""
         decoded = [output for output in outputs if output.new_token_ids]
         if not decoded or self._is_checking:
@@ -655,13 +657,13 @@ class LLMEngine:
         self._counts["num_output_tokens"] += len(kept)
         accepted = min(num_accepted, len(kept))
         self._outputs.append(
-            StepOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected, tree)
+            SequenceOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected, tree)
         )
 
     def _fail(self, sequence: Sequence, code: str, error: str) -> None:
         """End a sequence with an error; what it has output so far stands."""
         sequence.fail(code, error)
-        self._outputs.append(StepOutput(sequence, [], 0, 0))
+        self._outputs.append(SequenceOutput(sequence, [], 0, 0))
 
     def _fail_broken(self, sequence: Sequence) -> None:
         """End a sequence for which the target gave logits that are not numbers."""

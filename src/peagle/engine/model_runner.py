@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peagle.attention import AttentionBackend, Passes, Prepared
 from peagle.engine.grammar import unpack, verification_masks
-from peagle.engine.sampler import SampledStep, Sampler
+from peagle.engine.sampler import Sampler, SamplerOutput
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.kernels.attention.kv_moves import move_slots
@@ -48,7 +48,7 @@ class TargetPass:
     chunks: SequenceOf[Chunk]
     starts: list[int]
     features_TA: Tensor
-    sampled: SampledStep | None
+    sampled: SamplerOutput | None
 
 
 class ModelRunner:
@@ -173,7 +173,7 @@ class ModelRunner:
         hidden_TH: Tensor,
         lens: list[int],
         paths: TreePaths | None,
-    ) -> SampledStep | None:
+    ) -> SamplerOutput | None:
         sampling = [chunk for chunk in chunks if chunk.samples]
         if not sampling:
             return None

@@ -37,7 +37,7 @@ class DraftTree(NamedTuple):
         return path_nodes(self.parents, self.tokens, tokens)
 
 
-class StepOutput(NamedTuple):
+class SequenceOutput(NamedTuple):
     """What one step added to one sequence; the fields are those of `StreamChunk`.
 
     Steps make many of both, and a named tuple is made in a third of a frozen dataclass's time.

@@ -16,7 +16,7 @@ from peagle.config.checks import is_int, require
 from peagle.engine.detokenizer import OutputText
 from peagle.engine.engine import LLMEngine
 from peagle.engine.grammar import GrammarCompiler
-from peagle.engine.outputs import RequestOutput, StepOutput, StreamChunk
+from peagle.engine.outputs import RequestOutput, SequenceOutput, StreamChunk
 from peagle.engine.sequence import Sequence as EngineSequence
 from peagle.errors import UserError, short_repr
 from peagle.kernels.sampling.random import derive_seed
@@ -226,7 +226,7 @@ class Requests:
                 )
             return self._compiler
 
-    def _chunk(self, step: StepOutput) -> StreamChunk:
+    def _chunk(self, step: SequenceOutput) -> StreamChunk:
         sequence = step.sequence
         running = self._running[sequence.seq_id]
         if running.first_token_s is None:

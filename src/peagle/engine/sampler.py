@@ -29,7 +29,7 @@ from peagle.speculation.verification import SamplingTensors, Verified, verify
 
 
 @dataclass(frozen=True, slots=True)
-class SampledStep:
+class SamplerOutput:
     """What one step sampled, one entry a sequence.
 
     Attributes:
@@ -109,7 +109,7 @@ class Sampler:
         num_drafted: SequenceOf[int],
         masks_RV: Tensor | None = None,
         paths: TreePaths | None = None,
-    ) -> SampledStep:
+    ) -> SamplerOutput:
         """Verify the drafts of every sequence and draw its next token.
 
         Args:
@@ -163,7 +163,7 @@ class Sampler:
             for tokens, accepted, token in zip(drafts, num_accepted, next_tokens, strict=True)
         ]
         num_outputs_B = sampling.num_outputs_B + verified.num_accepted_B + 1
-        return SampledStep(
+        return SamplerOutput(
             verified,
             num_accepted,
             order,

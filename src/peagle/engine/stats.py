@@ -128,7 +128,7 @@ class Calibration:
 
 
 @dataclass(slots=True)
-class StepTimes:
+class GraphTimes:
     """Where the device spent the decode steps that ran as CUDA graphs, in seconds.
 
     Steps whose target pass computed prompts too are left out.
@@ -190,7 +190,7 @@ class EngineStats:
     num_cached_tokens: int
     num_output_tokens: int
     speculation: SpeculationStats
-    step_times: dict[int, StepTimes]
+    step_times: dict[int, GraphTimes]
     eager_steps: dict[str, int] = field(default_factory=dict)
     decode_steps: dict[int, int] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)

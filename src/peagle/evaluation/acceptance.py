@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine import SpeculationStats
-from peagle.evaluation.decoding import Answer, DecodedStep, Observation
+from peagle.evaluation.decoding import Answer, DecodeCounts, Observation
 from peagle.evaluation.intervals import MIN_CLUSTERS, acceptance_intervals
 from peagle.evaluation.texts import coloured_samples, hardest_texts
 from peagle.results import AcceptanceFigures, HistogramBin, RangeSlice, Slice
@@ -55,7 +55,7 @@ def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
 
 
 def _before_loop(
-    token_ids: Sequence[int], steps: Sequence[DecodedStep]
+    token_ids: Sequence[int], steps: Sequence[DecodeCounts]
 ) -> tuple[SpeculationStats, int] | None:
     """Count the decode steps that end where a loop begins or earlier; None without a loop."""
     loop = loop_start(token_ids)
@@ -199,7 +199,7 @@ def figures_of_answers(
             groups.setdefault(key(one), []).append(own)
         return {name: slice_of(group, k, seed=seed) for name, group in groups.items()}
 
-    def by_length(length: Callable[[DraftedStep], int], first: int) -> list[RangeSlice]:
+    def by_length(length: Callable[[VerifiedDraft], int], first: int) -> list[RangeSlice]:
         """Slice the steps by a length at which they begin, in ranges that double."""
         ranges = _steps_by(stepped, lambda step: (length(step) // first).bit_length())
         return [
@@ -296,7 +296,7 @@ def histogram(every: Iterable[SpeculationStats]) -> list[HistogramBin]:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedStep:
+class VerifiedDraft:
     """A decode step, and the tokens before it; accepted drafts count before stops trim them."""
 
     context: int  # tokens of prompt and output before the step
@@ -307,7 +307,7 @@ class DraftedStep:
     draft_depth: int | None
 
 
-def decode_steps(answer: Answer) -> Iterator[DraftedStep]:
+def decode_steps(answer: Answer) -> Iterator[VerifiedDraft]:
     """Yield the steps of an answer after the prompt pass; their drafts add up to its counters."""
     assert answer.steps is not None and answer.stats is not None
     done, accepted = 0, 0
@@ -318,13 +318,13 @@ def decode_steps(answer: Answer) -> Iterator[DraftedStep]:
         if number:
             context = answer.num_prompt_tokens + done
             counts = step.num_tokens, step.num_drafted, true
-            yield DraftedStep(context, done, *counts, step.draft_depth)
+            yield VerifiedDraft(context, done, *counts, step.draft_depth)
         done += step.num_tokens
         accepted += true
 
 
 def _steps_by(
-    observations: Sequence[Observation], number_of: Callable[[DraftedStep], int]
+    observations: Sequence[Observation], number_of: Callable[[VerifiedDraft], int]
 ) -> dict[int, list[RequestCounts]]:
     """Count the steps of each request, grouped by a number of the step."""
     found: dict[int, list[RequestCounts]] = {}

@@ -33,7 +33,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedStep:
+class DecodeCounts:
     """The tokens that one step added to one output.
 
     `num_drafted` draft tokens were verified; the first `num_accepted` tokens added are drafts.
@@ -61,7 +61,7 @@ class Answer:
     seconds: float = 0.0  # time of the end
     token_ids: list[int] | None = None
     texts: list[str] = field(default_factory=list)  # of each chunk
-    steps: list[DecodedStep] | None = None  # one a chunk, the first is the prompt pass
+    steps: list[DecodeCounts] | None = None  # one a chunk, the first is the prompt pass
     stats: SpeculationStats | None = None  # drafts of this request
     error: str = ""  # the reason why there is no whole answer
 

@@ -15,7 +15,7 @@ from peagle.client.answers import (
 )
 from peagle.client.counters import DraftCounts
 from peagle.engine import SpeculationStats
-from peagle.evaluation.decoding import Answer, DecodedStep
+from peagle.evaluation.decoding import Answer, DecodeCounts
 from peagle.evaluation.http_client import Reply
 
 _PROBLEMS = {
@@ -35,7 +35,7 @@ class _OutputPart:
     text: str = ""
     answer: str = ""
     num_tokens: int = 0
-    step: DecodedStep | None = None
+    step: DecodeCounts | None = None
 
 
 def read_answer(reply: Reply) -> Answer:
@@ -113,7 +113,7 @@ def _streamed(reply: Reply) -> Answer:
         if has_steps:
             report = event.report or DraftReport()
             part.num_tokens = len(report.tokens)
-            part.step = DecodedStep(
+            part.step = DecodeCounts(
                 part.num_tokens, report.num_drafted, report.num_accepted, report.draft_depth
             )
         elif has_usage:

@@ -19,7 +19,7 @@ from peagle.engine.memory_plan import free_and_total
 from peagle.errors import UserError
 from peagle.evaluation.decoding import (
     Answer,
-    DecodedStep,
+    DecodeCounts,
     Request,
     Run,
     require_some,
@@ -240,7 +240,7 @@ class EngineBackend:
 def _add_chunk(answer: Answer, chunk: StreamChunk, seconds: float) -> None:
     answer.steps = answer.steps or []
     drafted, accepted, depth = chunk.num_drafted, chunk.num_accepted, chunk.draft_depth
-    answer.steps.append(DecodedStep(len(chunk.token_ids), drafted, accepted, depth))
+    answer.steps.append(DecodeCounts(len(chunk.token_ids), drafted, accepted, depth))
     answer.chunks.append((seconds, len(chunk.token_ids)))
     answer.texts.append(chunk.text)
     if (output := chunk.output) is not None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from transformers import PreTrainedTokenizerBase
 
 from peagle.engine.detokenizer import IncrementalDetokenizer
-from peagle.evaluation.decoding import DecodedStep, Observation
+from peagle.evaluation.decoding import DecodeCounts, Observation
 from peagle.results import HardText, OutputSample
 
 WINDOW = 16  # drafts
@@ -96,7 +96,7 @@ def coloured_samples(
 
 def pieces(
     token_ids: Sequence[int],
-    steps: Sequence[DecodedStep],
+    steps: Sequence[DecodeCounts],
     tokenizer: PreTrainedTokenizerBase,
     most_tokens: int = _MOST_TOKENS,
 ) -> list[tuple[str, str]]:

@@ -30,8 +30,8 @@ from peagle.serving.engine_process import (
     EngineSpec,
     Failed,
     Heartbeat,
+    NewChunks,
     Refused,
-    Stepped,
     Stop,
     run_engine,
 )
@@ -379,7 +379,7 @@ class EnginePool:
 
     def _handle_message(self, engine: EngineProcess, message: Any) -> None:
         match message:
-            case Stepped(chunks, stats):
+            case NewChunks(chunks, stats):
                 for chunk in chunks:
                     if (stream := engine.streams.get(chunk.index)) is not None:
                         stream.add(chunk)

@@ -127,7 +127,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class NewChunks:
     """The chunks of one step; `stats` now and then."""
 
     chunks: list[StreamChunk]
@@ -135,11 +135,11 @@ class Stepped:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle chunks as plain tuples, at a fifth of the time."""
-        return _stepped, ([tuple(chunk) for chunk in self.chunks], self.stats)
+        return _new_chunks, ([tuple(chunk) for chunk in self.chunks], self.stats)
 
 
-def _stepped(chunks: list[tuple[Any, ...]], stats: EngineStats | None) -> Stepped:
-    return Stepped([StreamChunk._make(chunk) for chunk in chunks], stats)
+def _new_chunks(chunks: list[tuple[Any, ...]], stats: EngineStats | None) -> NewChunks:
+    return NewChunks([StreamChunk._make(chunk) for chunk in chunks], stats)
 
 
 # ---- signs of life -------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ class EngineWorker(EngineLoop):
             self._last_stats_s = now
             stats = pooled([llm.engine for llm in self._llms.values()])
         if chunks or stats:
-            self._connection.send(Stepped(chunks, stats))
+            self._connection.send(NewChunks(chunks, stats))
 
 
 def _without_repeats(chunk: StreamChunk) -> StreamChunk:

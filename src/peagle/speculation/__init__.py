@@ -6,7 +6,7 @@ from peagle.speculation.proposers import (
     Drafts,
     HeadProposer,
     ParallelProposer,
-    TargetStep,
+    ProposerInput,
     TreeSlots,
 )
 from peagle.speculation.verification import SamplingTensors, Verified, verify
@@ -17,8 +17,8 @@ __all__ = [
     "HeadProposer",
     "ParallelProposer",
     "PromptLookup",
+    "ProposerInput",
     "SamplingTensors",
-    "TargetStep",
     "TreeSlots",
     "Verified",
     "verify",

@@ -50,7 +50,7 @@ class DraftConstraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TargetStep:
+class ProposerInput:
     """What a proposer may read: rows that the target ran, and what verification decided.
 
     Features and sampling parameters are on the device, all other tensors on the host.
@@ -205,14 +205,14 @@ class HeadProposer:
         pruned = drafter.config.is_pruned
         self.draft_token_ids: Sequence[int] | None = self.target_ids.tolist() if pruned else None
 
-    def read(self, step: TargetStep) -> None:
+    def read(self, step: ProposerInput) -> None:
         """Read positions after which nothing is drafted: the last layer's query, attention and MLP
         are left out.
         """
         assert not any(step.num_drafts), "drafts need the whole pass"
         self.first_pass(EagerDraft(self, step, self.readings), step.features_TA)
 
-    def propose(self, step: TargetStep) -> Drafts:
+    def propose(self, step: ProposerInput) -> Drafts:
         """Draft the `num_drafts` tokens that follow `next_tokens_B` of every sequence."""
         on = EagerDraft(self, step, self.passes)
         self.draft(on, step.features_TA)
@@ -322,7 +322,7 @@ class EagerDraft:
         passes: `passes` or `readings` of the proposer.
     """
 
-    def __init__(self, proposer: HeadProposer, step: TargetStep, passes: Passes) -> None:
+    def __init__(self, proposer: HeadProposer, step: ProposerInput, passes: Passes) -> None:
         self._proposer, self._step, self._passes = proposer, step, passes
         self._device = step.features_TA.device
         lens = self._lens = list(step.num_drafts)

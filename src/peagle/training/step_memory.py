@@ -43,7 +43,7 @@ _WORKSPACE = 64 * 2**20  # of libraries on a GPU
 
 
 @dataclass(frozen=True, slots=True)
-class StepMemory:
+class PeakMemory:
     """The memory of a step at its peak.
 
     Attributes:
@@ -109,7 +109,7 @@ class BatchShape:
 
 
 @dataclass(frozen=True)
-class StepShape:
+class TrainingShape:
     """Everything that the memory of a step of one process depends on.
 
     `device` is where the step runs; "cuda" needs no GPU to be here. `world_size` processes share
@@ -251,7 +251,7 @@ def kernels_of(config: TrainConfig, device: torch.device) -> tuple[bool, bool]:
 # ---- memory ---------------------------------------------------------------------------------
 
 
-def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMemory:
+def estimate_memory(shape: TrainingShape, segments: int, recompute: bool) -> PeakMemory:
     """The peak of a step: what stays throughout, and the most that comes and goes.
 
     Args:
@@ -275,10 +275,10 @@ def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMem
     ]
     comes = max(moments, key=lambda parts: sum(parts.values()))
     parts = {name: size for name, size in (_stays(shape) | comes).items() if size}
-    return StepMemory(segments, recompute, sum(parts.values()), parts)
+    return PeakMemory(segments, recompute, sum(parts.values()), parts)
 
 
-def _stays(shape: StepShape) -> dict[str, int]:
+def _stays(shape: TrainingShape) -> dict[str, int]:
     target, share, batch = shape.target, shape.world_size, shape.batch
     has_masters = shape.dtype != torch.float32 or share > 1
     num_copied = shape.num_trained if has_masters else shape.num_rounded
@@ -301,7 +301,7 @@ def _stays(shape: StepShape) -> dict[str, int]:
     }
 
 
-def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
+def _passes(shape: TrainingShape, segments: int, recompute: bool) -> dict[str, int]:
     """What the head's forward and backward passes take at their peak."""
     head, batch, method = shape.head, shape.batch, shape.config.method
     positions, size, layers = batch.rows * batch.length, shape.dtype.itemsize, head.num_layers
@@ -343,7 +343,7 @@ def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
 
 
 def _layer_bytes(
-    shape: StepShape, elements: int, keys: int, scores: int, *, is_light: bool = False
+    shape: TrainingShape, elements: int, keys: int, scores: int, *, is_light: bool = False
 ) -> int:
     """Bytes that a layer keeps of elements with `keys` keys each; `is_light`: less of its MLP."""
     head, size = shape.head, shape.dtype.itemsize
@@ -365,7 +365,7 @@ def _layer_bytes(
     return kept + (2 * key * keys if flex else 2 * query * keys + scores) * size
 
 
-def _loss_bytes(shape: StepShape, graded: int) -> int:
+def _loss_bytes(shape: TrainingShape, graded: int) -> int:
     """Hidden states of graded elements, the logits of a chunk, the gradient of lm_head."""
     head, size = shape.head, shape.dtype.itemsize
     target, draft = shape.graded_vocabulary, head.draft_vocab_size
@@ -381,7 +381,7 @@ def _loss_bytes(shape: StepShape, graded: int) -> int:
 # ---- arithmetic -----------------------------------------------------------------------------
 
 
-def estimate_flops(shape: StepShape, recompute: bool) -> dict[str, int]:
+def estimate_flops(shape: TrainingShape, recompute: bool) -> dict[str, int]:
     """Floating-point operations of a mean step by purpose; a product and its sum are two.
 
     Matrix products count, and pairs of elements that see each other; norms, losses, copies and
@@ -474,14 +474,14 @@ def available_ram() -> int:
 
 
 def choose_memory(
-    shape: StepShape,
+    shape: TrainingShape,
     run: RunSection,
     budget: Budget,
     *,
     measure: Callable[[int, bool], int | None] | None = None,
     stored: tuple[int, bool] | None = None,
     processes: Processes = ALONE,
-) -> StepMemory:
+) -> PeakMemory:
     """Choose the first way to run a step that fits: few segments first, recomputed layers last.
 
     Fixed values of the configuration stay. If all are fixed and the user named no budget,
@@ -528,7 +528,7 @@ def step_ways(run: RunSection, method: str) -> Iterator[tuple[int, bool]]:
             yield segments, again
 
 
-def _refusal(shape: StepShape, run: RunSection, budget: Budget, least: StepMemory) -> str:
+def _refusal(shape: TrainingShape, run: RunSection, budget: Budget, least: PeakMemory) -> str:
     batch, is_peagle = shape.batch, shape.config.method.name == "peagle"
     how = f" in {least.segments} segment" + "s" * (least.segments > 1) if is_peagle else ""
     again = " with recomputed layers" if least.recompute else ""
@@ -575,7 +575,7 @@ def _smaller(rows: int, length: int) -> Iterator[tuple[int, int]]:
         yield 1, length
 
 
-class StepProbe:
+class MemoryProbe:
     """Runs steps of a head and reads what they take; weights and optimizers stay as they are.
 
     A context manager: inside, the optimizers hold their states, of zeros. `batch` is the largest
@@ -594,7 +594,7 @@ class StepProbe:
         self._masters, self._optimizers = masters, optimizers
         self._inputs, self._batch, self._build_step = inputs, batch, build_step
 
-    def __enter__(self) -> StepProbe:
+    def __enter__(self) -> MemoryProbe:
         torch.cuda.reset_peak_memory_stats(self._inputs.device)
         for _, parameter in self._masters.named():
             parameter.grad = torch.zeros_like(parameter)

@@ -63,9 +63,9 @@ from peagle.training.step import GradedElements, Objective, TrainingStep
 from peagle.training.step_memory import (
     BatchShape,
     Budget,
-    StepMemory,
-    StepProbe,
-    StepShape,
+    MemoryProbe,
+    PeakMemory,
+    TrainingShape,
     choose_memory,
     kernels_of,
     step_ways,
@@ -271,14 +271,14 @@ class Trainer:
             window.add(self._step.evaluate(batch, states), batch)
         return self._reported("validation", window)
 
-    def measure_memory(self) -> StepMemory:
+    def measure_memory(self) -> PeakMemory:
         """The memory of a step as this run takes it, measured on its GPU."""
         if not self.memory.parts:
             return self.memory
         segments, recompute = self.memory.segments, self.memory.recompute
         with self._probe() as probe:
             peak = probe.peak(segments, recompute)
-        return self.memory if peak is None else StepMemory(segments, recompute, peak, {})
+        return self.memory if peak is None else PeakMemory(segments, recompute, peak, {})
 
     def measure_step(self, most_seconds: float = inf) -> float:
         """Return the mean seconds of a step, of a few after those that compile.
@@ -330,11 +330,11 @@ class Trainer:
             sizes = (self._shape.checkpoint_bytes, self._shape.head_bytes)
             require_room(self.config.output, *sizes, resume=resume)
 
-    def _choose_memory(self, budget: Budget) -> StepMemory:
+    def _choose_memory(self, budget: Budget) -> PeakMemory:
         """Segments and recomputation, where the configuration leaves them open."""
         config, device, world_size = self.config, self.device, self.processes.world_size
         target, batch = TargetShape.read(config.target), BatchShape.of(self.stream)
-        shape = StepShape(config, self.drafter.config, target, batch, device, world_size)
+        shape = TrainingShape(config, self.drafter.config, target, batch, device, world_size)
         self._shape = shape
         progress = read_record(config.output / "checkpoint").get("progress", {})
         stored = progress.get("step_memory")
@@ -353,8 +353,8 @@ class Trainer:
         with self._probe() as probe:
             return choose(measure=probe.peak)
 
-    def _probe(self) -> StepProbe:
-        return StepProbe(
+    def _probe(self) -> MemoryProbe:
+        return MemoryProbe(
             self.masters,
             self.optimizers,
             self.inputs,

@@ -29,8 +29,8 @@ from peagle.training.start_checks import missing_room
 from peagle.training.step_memory import (
     BatchShape,
     Budget,
-    StepMemory,
-    StepShape,
+    PeakMemory,
+    TrainingShape,
     choose_memory,
     estimate_flops,
     estimate_memory,
@@ -64,11 +64,11 @@ class TrainingPlan:
     """
 
     config: TrainConfig
-    shape: StepShape
+    shape: TrainingShape
     stream: BatchStream
     budget: Budget
-    memory: StepMemory
-    by_segments: tuple[StepMemory, ...]
+    memory: PeakMemory
+    by_segments: tuple[PeakMemory, ...]
     flops: dict[str, int]
     disk: dict[str, int]
     tokens_per_s: float | None
@@ -268,7 +268,7 @@ def make_plan(
         world_size=num_gpus,
     )
     head, batch = planned_shape(config, target, tokenizer), BatchShape.of(stream)
-    shape = StepShape(config, head, target, batch, device, num_gpus)
+    shape = TrainingShape(config, head, target, batch, device, num_gpus)
     budget = Budget.of(config.run, device, gpu_memory_gib)
     speed, basis, problem = tokens_per_s, "as given", ""
     try:
@@ -326,7 +326,7 @@ def _device(config: TrainConfig, gpu_memory_gib: float | None) -> torch.device:
     return torch.device("cuda")
 
 
-def _disk(shape: StepShape, dataset: ResponseDataset) -> dict[str, int]:
+def _disk(shape: TrainingShape, dataset: ResponseDataset) -> dict[str, int]:
     config, target = shape.config, shape.target
     sizes = (target.vocab_size, target.hidden_size, target.num_layers)
     facts = StoreFacts(
@@ -349,7 +349,7 @@ def _disk(shape: StepShape, dataset: ResponseDataset) -> dict[str, int]:
     }
 
 
-def _memory_json(memory: StepMemory) -> dict[str, Any]:
+def _memory_json(memory: PeakMemory) -> dict[str, Any]:
     return {
         "segments": memory.segments,
         "recompute_layers": memory.recompute,

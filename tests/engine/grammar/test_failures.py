@@ -11,7 +11,7 @@ import pytest
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar import step_budget
+from peagle.engine.grammar import budget as grammar_budget
 from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import Requests
@@ -149,8 +149,8 @@ def test_a_fault_beside_the_engine(name: str, fault: str, monkeypatch: pytest.Mo
     """No call of the matcher is waited for."""
     alone(name)
     plant(monkeypatch, fault)
-    monkeypatch.setattr(step_budget, "_PATIENCE_S", -1.0)
-    monkeypatch.setattr(step_budget, "_LOOK_EVERY_S", 0.0005)
+    monkeypatch.setattr(grammar_budget, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(grammar_budget, "_LOOK_EVERY_S", 0.0005)
     monkeypatch.setattr("peagle.engine.grammar.compiler._LONG_ACCEPT_S", -1.0)
     check(outputs_of(make_llm(name), range(len(PROMPTS)), 1000.0), name)
 

@@ -32,9 +32,9 @@ from tests.engine.engines import replant
 pytest.importorskip("triton")
 
 from peagle.engine.step import decode_step
-from peagle.engine.step.trees import StepTrees
+from peagle.engine.step.trees import DecodeTrees
 
-PLANT = StepTrees.plant
+PLANT = DecodeTrees.plant
 
 pytestmark = pytest.mark.usefixtures("graphs_everywhere")
 interpreted = pytest.mark.skipif(
@@ -116,7 +116,7 @@ def plant_answers(
     plant = PLANT
 
     def plant_other(
-        self: StepTrees,
+        self: DecodeTrees,
         tokens_BN: torch.Tensor,
         parents_BN: torch.Tensor,
         scores_BN: torch.Tensor,
@@ -137,7 +137,7 @@ def plant_answers(
         assert drafts.parents_BK is not None
         plant(self, drafts.tokens_BK, drafts.parents_BK, scores_BN)
 
-    monkeypatch.setattr(StepTrees, "plant", plant_other)
+    monkeypatch.setattr(DecodeTrees, "plant", plant_other)
     return seen
 
 
@@ -461,7 +461,7 @@ def without_offsets(own_tokens: Any) -> Any:
 
 
 def without_features(descend: Any) -> Any:
-    def changed(self: StepTrees, *rest: Any) -> None:
+    def changed(self: DecodeTrees, *rest: Any) -> None:
         descend(self, *rest)
         torch.arange(len(self.rows_X), out=self.rows_X)
 
@@ -473,7 +473,7 @@ def check_plain(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def as_chains(paths_of: Any) -> Any:
-    def changed(self: StepTrees, *rest: torch.Tensor) -> TreePaths:
+    def changed(self: DecodeTrees, *rest: torch.Tensor) -> TreePaths:
         parents_BN = torch.zeros_like(paths_of(self, *rest).parents_BN)
         num_nodes = parents_BN.shape[1]
         return TreePaths.of(parents_BN + torch.arange(num_nodes), num_nodes)
@@ -485,8 +485,8 @@ Check = Callable[[Path, Path, pytest.MonkeyPatch], Any]
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Check]] = {
     "the path is not moved": (SlotMoves, "__call__", lambda _: lambda *_: None, check_plain),
     "a draw goes by the row": (decode_step, "own_tokens", without_offsets, check_plain),
-    "features are those of the rows": (StepTrees, "descend", without_features, check_plain),
-    "rules see a chain": (StepTrees, "paths_of", as_chains, check_rules),
+    "features are those of the rows": (DecodeTrees, "descend", without_features, check_plain),
+    "rules see a chain": (DecodeTrees, "paths_of", as_chains, check_rules),
 }
 
 

@@ -16,10 +16,10 @@ import torch
 
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, Sequence
-from peagle.engine.depth import ScheduledDepth, StepSeconds
+from peagle.engine.depth import DecodeSeconds, ScheduledDepth
 from peagle.engine.drafting import keeps_k
 from peagle.engine.features import FeatureRing
-from peagle.engine.outputs import StepOutput, StreamChunk
+from peagle.engine.outputs import SequenceOutput, StreamChunk
 from peagle.engine.requests import Requests
 from peagle.engine.step.graph_runner import (
     Flight,
@@ -133,7 +133,7 @@ def test_text_is_made_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) 
     seen: list[tuple[int, int]] = []  # a chunk's request, and the steps in flight at its text
     chunk_of = requests._chunk
 
-    def watched(step: StepOutput) -> StreamChunk:
+    def watched(step: SequenceOutput) -> StreamChunk:
         seen.append((step.sequence.seq_id, steps.device.num_launches - steps.device.num_reads))
         return chunk_of(step)
 
@@ -325,7 +325,7 @@ def test_what_steps_take_is_read_from_their_stamps() -> None:
 
     def seconds_of(
         *stamps_us: int, follows: bool = False, first_tokens: tuple[int, ...] = (7, 8), **of: Any
-    ) -> StepSeconds:
+    ) -> DecodeSeconds:
         rows = [[0, 0, 0, token, 0] for token in first_tokens]
         rows.append([1000 * stamp for stamp in stamps_us])
         done: Any = SimpleNamespace(synchronize=lambda: None)
@@ -333,18 +333,18 @@ def test_what_steps_take_is_read_from_their_stamps() -> None:
         graphs.read_drafts(Flight(0, sequences, 0, 0, report, report, None, **of), follows=follows)
         return graphs.last_seconds
 
-    def is_about(found: StepSeconds, device: float, period: float | None) -> bool:
+    def is_about(found: DecodeSeconds, device: float, period: float | None) -> bool:
         assert found.device == pytest.approx(device * 1e-6)
         return found.period == (None if period is None else pytest.approx(period * 1e-6))
 
     assert is_about(seconds_of(10, 20, 30, 30, 60), 50, None)
     assert is_about(seconds_of(75, 80, 90, 90, 100, follows=True), 25, 40)
-    assert seconds_of(101, 150, 180, 181, 200, follows=True, has_prompts=True) == StepSeconds()
+    assert seconds_of(101, 150, 180, 181, 200, follows=True, has_prompts=True) == DecodeSeconds()
     assert is_about(seconds_of(230, 240, 250, 250, 260, follows=True), 30, 60), "prompts are over"
     assert is_about(seconds_of(900, 910, 920, 920, 930), 30, None), "something ran between"
     assert is_about(seconds_of(940, 950, 960, 990, 999), 29, None), "the head read prompts"
-    assert seconds_of(1000, 1010, 1020, 1020, 1030, first_tokens=(7, -1)) == StepSeconds()
-    assert seconds_of(1040, 1050, 1060, 1060, 1070, first_tokens=(-1, -1)) == StepSeconds()
+    assert seconds_of(1000, 1010, 1020, 1020, 1030, first_tokens=(7, -1)) == DecodeSeconds()
+    assert seconds_of(1040, 1050, 1060, 1060, 1070, first_tokens=(-1, -1)) == DecodeSeconds()
 
 
 @pytest.mark.parametrize(

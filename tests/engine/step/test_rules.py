@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peagle.config import SamplingParams
-from peagle.engine.sampler import SampledStep, Sampler
-from peagle.kernels.drafts.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
+from peagle.engine.sampler import Sampler, SamplerOutput
+from peagle.kernels.drafts.step_state import NO_TOKEN, DecodeLimits, DecodeResult, DecodeState
 from peagle.kernels.sampling.logprobs import TokenLogprobs
 from tests.engine.sampling_reference import VOCAB, Request, Rows, draft, step
 from tests.engine.test_sampler import STOP, requests_
@@ -32,7 +32,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from peagle.engine.rules import CountSlots, has_rules
 from peagle.engine.step import rules as step_rules
-from peagle.engine.step.rules import StepRules
+from peagle.engine.step.rules import DecodeRules
 from peagle.kernels.sampling.verify_triton import SequenceSampling, match_drafts
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
@@ -97,7 +97,7 @@ class Step:
         return [empty if pair is None else value(pair.true) for pair in self.pairs]
 
     def tensors(self) -> dict[str, Any]:
-        """The arguments of `StepRules.apply`."""
+        """The arguments of `DecodeRules.apply`."""
         num_seqs, width = len(self.pairs), max(self.k, 1)
         counts = self.of_rows(lambda r: 1, 0)
         num_rows = [n + k for n, k in zip(counts, self.num_drafted, strict=True)]
@@ -109,7 +109,7 @@ class Step:
         for b, pair in enumerate(self.pairs):
             if pair is not None and not has_rules(pair.true):
                 tokens[firsts[b] : firsts[b + 1]] = torch.tensor(self.own[b])
-        state = StepState.allocate(num_seqs, self.device)
+        state = DecodeState.allocate(num_seqs, self.device)
         state.num_outputs_B.copy_(self.ints(self.of_rows(lambda r: r.num_output_tokens)))
         state.num_drafts_B.copy_(self.ints(self.num_drafted))
 
@@ -132,13 +132,13 @@ class Step:
             "tokens_T": tokens.to(self.device),
         }
 
-    def matched(self, given: dict[str, Any]) -> StepRecord:
+    def matched(self, given: dict[str, Any]) -> DecodeResult:
         """What the captured match makes of the tokens; no limit is near."""
         num_seqs, width = given["drafts_BK"].shape
         zeros = torch.zeros_like(given["running_B"])
         stop = torch.full((num_seqs, 1), -1, device=self.device)
-        limits = StepLimits(stop, zeros, zeros + 2**60, zeros, 2**60, 2**60)
-        out = StepRecord.allocate(num_seqs, width, self.device)
+        limits = DecodeLimits(stop, zeros, zeros + 2**60, zeros, 2**60, 2**60)
+        out = DecodeResult.allocate(num_seqs, width, self.device)
         place = given["start_loc"], given["drafts_BK"], given["running_B"]
         match_drafts(given["tokens_T"], *place, given["state"], limits, out)
         return out
@@ -151,7 +151,7 @@ def own_token(request: Request, rows: Rows, j: int) -> int:
     return step(alone, Rows([rows.contexts[j]], [rows.logits[j]], [rows.permitted[j]]))[0]
 
 
-def run(rules: StepRules, taken: Step) -> tuple[list[list[int]], list[Any]]:
+def run(rules: DecodeRules, taken: Step) -> tuple[list[list[int]], list[Any]]:
     """Take a step; returns the emitted tokens and the log-probabilities of all rows."""
     given = taken.tensors()
     if not rules.is_needed:
@@ -170,7 +170,7 @@ def run(rules: StepRules, taken: Step) -> tuple[list[list[int]], list[Any]]:
     return new, [None] * len(new) if pending is None else pending.read(new)
 
 
-def emitted(out: StepRecord) -> list[list[int]]:
+def emitted(out: DecodeResult) -> list[list[int]]:
     return [[token for token in row if token >= 0] for row in out.emitted_BJ.tolist()]
 
 
@@ -196,9 +196,9 @@ class World:
         self.num_rows, self.device = num_rows, device
         self.eager = Sampler(VOCAB, torch.device(device), len(requests))
         self.reference = Sampler(VOCAB, CPU, len(requests))
-        self.rules = StepRules(self.eager.slots, VOCAB, torch.device(device))
+        self.rules = DecodeRules(self.eager.slots, VOCAB, torch.device(device))
 
-    def expected(self, requests: list[Request], taken: Step) -> SampledStep:
+    def expected(self, requests: list[Request], taken: Step) -> SamplerOutput:
         num_drafted = [
             n for n, pair in zip(taken.num_drafted, taken.pairs, strict=True) if pair is not None
         ]
@@ -433,7 +433,7 @@ def test_requests_that_the_graphs_serve_need_nothing() -> None:
         Request(3, SamplingParams(min_tokens=2), 0),
         Request(4, SamplingParams(min_tokens=2), 0, output_token_ids=[1, 1], **stop),
     ]
-    rules = StepRules(CountSlots(8, VOCAB, CPU), VOCAB, CPU)
+    rules = DecodeRules(CountSlots(8, VOCAB, CPU), VOCAB, CPU)
     assert not rules.is_needed
     rules.set_rows([None, *plain], 3)  # pyright: ignore
     assert not rules.is_needed
@@ -460,7 +460,7 @@ def test_rules_are_built_once_for_rows_that_stay(monkeypatch: pytest.MonkeyPatch
     )
     asks = [Request(i, PENALTY, i) for i in range(2)]
     plain = [Request(i, SamplingParams(), i) for i in range(5, 8)]
-    rules = StepRules(CountSlots(8, VOCAB, CPU), VOCAB, CPU)
+    rules = DecodeRules(CountSlots(8, VOCAB, CPU), VOCAB, CPU)
     rows: list[Any]
     for rows in ([None, *asks], [plain[0], *asks], [plain[1], *asks, plain[2]], [*asks], [asks[0]]):
         rules.set_rows(rows, 3)

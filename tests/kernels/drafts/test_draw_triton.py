@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.drafts.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
+from peagle.kernels.drafts.step_state import NO_TOKEN, DecodeLimits, DecodeResult, DecodeState
 from peagle.kernels.sampling.probabilities import probs_from_logits, sample_from_weights
 from peagle.kernels.sampling.random import Purpose, of_step, uniform
 from tests.kernels.devices import DEVICES, INTERPRETED
@@ -132,11 +132,11 @@ def draw_and_verify(
     index[:draft_vocab] = torch.arange(draft_vocab, dtype=torch.int32, device=device)
     num_rows = count * (k + 1)
     rows = torch.arange(num_rows, device=device)
-    state = StepState.allocate(count, device)
+    state = DecodeState.allocate(count, device)
     state.num_drafts_B.fill_(k)
     stop = torch.full((count, 1), -1, device=device)
-    limits = StepLimits(stop, zeros, zeros + 99, zeros, 99, 99)
-    out = StepRecord.allocate(count, k, device)
+    limits = DecodeLimits(stop, zeros, zeros + 99, zeros, 99, 99)
+    out = DecodeResult.allocate(count, k, device)
     verify_drawn(
         target.to(device).expand(num_rows, -1).contiguous(),
         rows // (k + 1),
@@ -202,7 +202,7 @@ def test_some_sequences_of_a_step_by_rows_of_their_own(device: str) -> None:
     probs = torch.softmax(torch.randn(num_seqs, k, vocab_size), -1).to(device)
     drafts = torch.multinomial(probs.flatten(0, 1), 1).view(num_seqs, k)
     logits = torch.randn(num_seqs * (k + 1), vocab_size).to(device)
-    state = StepState.allocate(num_seqs, device)
+    state = DecodeState.allocate(num_seqs, device)
     state.num_drafts_B.copy_(torch.tensor([3, 2, 3, 3, 1, 3]))
     named = {"sampling": sampling, "draft_probs": DraftProbs(probs)}
 
@@ -239,7 +239,7 @@ def test_no_draft_passes_where_the_targets_own_token_is_none(device: str) -> Non
     logits = torch.tensor([[0.0, 9.0, 0, 0, 0]] * (k + 1), device=device)
     drafts = torch.ones(1, k, dtype=torch.int64, device=device)
     probs = torch.full((1, k, vocab_size), 0.2, device=device)
-    state = StepState.allocate(1, device)
+    state = DecodeState.allocate(1, device)
     state.num_drafts_B.fill_(k)
     scratch, accepted = VerifyScratch.allocate(k + 1, vocab_size, device), zeros.clone()
     sequences, start_loc = torch.zeros(k + 1, dtype=torch.int64, device=device), zeros

@@ -9,7 +9,7 @@ import torch
 
 from peagle.config import SamplingParams
 from peagle.engine.sequence import Sequence
-from peagle.kernels.drafts.step_state import Finish, StepLimits, StepState, advance
+from peagle.kernels.drafts.step_state import DecodeLimits, DecodeState, Finish, advance
 
 REASONS = {None: Finish.RUNNING, "stop": Finish.STOP, "length": Finish.LENGTH}
 
@@ -31,14 +31,14 @@ def test_ends_where_the_engine_ends(seed: int) -> None:
         steps.append((drafts, accepted, rng.randrange(20)))
         min_tokens.append(rng.choice([0, 0, 3]))
     ids = [[*sorted(s.stop_token_ids), -1, -1][:2] for s in sequences]
-    state = StepState(
+    state = DecodeState(
         torch.tensor([s.token_ids[-1] for s in sequences]),
         torch.tensor([len(s) - 1 for s in sequences]),
         torch.tensor([s.num_output_tokens for s in sequences]),
         torch.zeros(12, dtype=torch.int64),
         torch.zeros(12, dtype=torch.int64),
     )
-    limits = StepLimits(
+    limits = DecodeLimits(
         torch.tensor(ids),
         torch.tensor(min_tokens),
         torch.tensor([s.params.max_tokens for s in sequences]),
@@ -77,9 +77,9 @@ def test_ends_where_the_engine_ends(seed: int) -> None:
 def test_inactive_and_finished_sequences_stay() -> None:
     values = torch.tensor([11, 12, 13])
     finish = torch.tensor([0, 1, 0])
-    state = StepState(values.clone(), values.clone(), values.clone(), values.clone(), finish)
+    state = DecodeState(values.clone(), values.clone(), values.clone(), values.clone(), finish)
     ones = torch.ones(3, dtype=torch.int64)
-    limits = StepLimits(-torch.ones(3, 1).long(), ones * 0, ones * 99, ones * 4, 100, 100)
+    limits = DecodeLimits(-torch.ones(3, 1).long(), ones * 0, ones * 99, ones * 4, 100, 100)
     active = torch.tensor([False, True, True])
     drafts = torch.tensor([[1, 2], [3, 4], [5, 6]])
     done = advance(state, limits, active, drafts, ones, ones * 8)
@@ -97,7 +97,7 @@ def test_inactive_and_finished_sequences_stay() -> None:
 def test_drafts_end_with_the_heads_length() -> None:
     # One draft fewer for each token, none once the head's length is reached (len - 2 slots).
     zero = torch.zeros(6, dtype=torch.int64)
-    state = StepState(zero.clone(), torch.arange(6) + 5, zero.clone(), zero.clone(), zero.clone())
-    limits = StepLimits(zero.unsqueeze(1) - 1, zero, zero + 99, zero + 3, 100, max_draft_len=9)
+    state = DecodeState(zero.clone(), torch.arange(6) + 5, zero.clone(), zero.clone(), zero.clone())
+    limits = DecodeLimits(zero.unsqueeze(1) - 1, zero, zero + 99, zero + 3, 100, max_draft_len=9)
     advance(state, limits, zero == 0, zero.unsqueeze(1), zero, zero)
     assert state.num_drafts_B.tolist() == [3, 3, 2, 1, 0, 0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.engine.step.graph_runner import RowDrafts, RowTokens, read_drafts, read_tokens
 from peagle.engine.step.trees import SCORE_UNIT
-from peagle.kernels.drafts.step_state import Finish, Stamp, StepRecord, StepState
+from peagle.kernels.drafts.step_state import DecodeResult, DecodeState, Finish, Stamp
 from peagle.kernels.launch import launch
 from tests.kernels.devices import DEVICES, INTERPRETED
 
@@ -41,16 +41,16 @@ def poisoned(*shape: int, device: str) -> tuple[Tensor, Tensor]:
     return whole[:count].view(shape), whole[count:]
 
 
-def random_state(num_seqs: int, k: int, device: str) -> StepState:
+def random_state(num_seqs: int, k: int, device: str) -> DecodeState:
     """As between two steps: some have ended, all have some drafts."""
     finish = torch.tensor([Finish.RUNNING, Finish.RUNNING, Finish.STOP, Finish.LENGTH])
     fields = [torch.randint(1, 900, (num_seqs,)) for _ in range(3)]
     drafts, finish_B = torch.randint(1, k + 1, (num_seqs,)), finish[torch.randint(4, (num_seqs,))]
-    return StepState(*(field.to(device) for field in (*fields, drafts, finish_B)))
+    return DecodeState(*(field.to(device) for field in (*fields, drafts, finish_B)))
 
 
-def fields_of(state: StepState) -> dict[str, list[int]]:
-    return {name: getattr(state, name).tolist() for name in StepState.__dataclass_fields__}
+def fields_of(state: DecodeState) -> dict[str, list[int]]:
+    return {name: getattr(state, name).tolist() for name in DecodeState.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,7 +83,7 @@ def test_the_host_reads_what_the_step_did(at: Stamp, num_seqs: int, k: int, devi
     torch.manual_seed(num_seqs * 10 + k)
     state = random_state(num_seqs, k, device)
     num_drafted_B = torch.randint(k + 1, (num_seqs,), device=device)
-    out = StepRecord.allocate(num_seqs, k, device)
+    out = DecodeResult.allocate(num_seqs, k, device)
     out.num_accepted_B.copy_((torch.rand(num_seqs) * (num_drafted_B.cpu() + 1)).long())
     out.emitted_BJ.copy_(torch.randint(900, (num_seqs, k + 1)))
     for name in ("next_tokens_B", "num_kept_B", "num_mask_slots_B"):
@@ -120,7 +120,7 @@ def test_the_host_reads_trees(depth: int, nodes: int, device: str) -> None:
     num_seqs = 5
     state, out = (
         random_state(num_seqs, nodes, device),
-        StepRecord.allocate(num_seqs, depth, device),
+        DecodeResult.allocate(num_seqs, depth, device),
     )
     out.num_accepted_B.copy_(torch.randint(depth + 1, (num_seqs,)))
     out.emitted_BJ.copy_(torch.randint(900, (num_seqs, depth + 1)))
@@ -151,7 +151,7 @@ def test_no_program_writes_the_row_of_another(
     One row of the report is one program's.
     """
     num_seqs = 4
-    state, out = random_state(num_seqs, k, device), StepRecord.allocate(num_seqs, k, device)
+    state, out = random_state(num_seqs, k, device), DecodeResult.allocate(num_seqs, k, device)
     drafts_BK = torch.zeros(num_seqs, k, dtype=torch.int64, device=device)
     times = torch.ones(NUM_STAMPS, dtype=torch.int64, device=device)
     for count in range(num_seqs + 1):
@@ -169,7 +169,7 @@ def test_no_program_writes_the_row_of_another(
 
 
 def test_a_report_of_another_size_is_an_assertion() -> None:
-    out, state = StepRecord.allocate(2, 3, CPU), StepState.allocate(2, CPU)
+    out, state = DecodeResult.allocate(2, 3, CPU), DecodeState.allocate(2, CPU)
     drafts_BK = torch.zeros(2, 3, dtype=torch.int64)
     for shape in [(2, 10), (3, 9)]:
         report_RX = torch.zeros(shape, dtype=torch.int64)
@@ -187,7 +187,7 @@ def test_without_a_card_there_is_no_time() -> None:
 def test_stamps_are_increasing_nanoseconds() -> None:
     """The stamps of a step against the driver's own clock, in milliseconds."""
     k = 3
-    state, out = StepState.allocate(2, "cuda"), StepRecord.allocate(2, k, "cuda")
+    state, out = DecodeState.allocate(2, "cuda"), DecodeResult.allocate(2, k, "cuda")
     ones_B = torch.ones(2, dtype=torch.int64, device="cuda")
     running_B, num_drafted_B = torch.zeros_like(ones_B), torch.zeros_like(ones_B)
     drafts_BK = torch.zeros(2, k, dtype=torch.int64, device="cuda")

@@ -15,10 +15,10 @@ from torch import Tensor
 from peagle.kernels.drafts.batches import TargetBatch, build_target_batch
 from peagle.kernels.drafts.step_state import (
     NO_TOKEN,
+    DecodeLimits,
+    DecodeResult,
+    DecodeState,
     Finish,
-    StepLimits,
-    StepRecord,
-    StepState,
     advance,
 )
 from peagle.kernels.sampling.logits import apply_probability_filters
@@ -50,8 +50,8 @@ class Case:
     drafts_BK: Tensor
     active_B: Tensor
     logits_RV: Tensor
-    state: StepState
-    limits: StepLimits
+    state: DecodeState
+    limits: DecodeLimits
     sampling: SamplingTensors
     min_p_B: Tensor | None = None
     probs_BKD: Tensor | None = None
@@ -76,14 +76,14 @@ def make_case(
     active = torch.rand(num_seqs) < 0.8
     active[0] = True
     num_drafts = torch.randint(k + 1, (num_seqs,)) * active
-    state = StepState(
+    state = DecodeState(
         torch.randint(vocab_size, (num_seqs,)),
         torch.randint(5, 60, (num_seqs,)),
         torch.randint(5, (num_seqs,)),
         num_drafts,
         (torch.rand(num_seqs) < 0.1).long(),
     )
-    limits = StepLimits(
+    limits = DecodeLimits(
         torch.randint(-1, vocab_size, (num_seqs, 3)),
         torch.randint(6, (num_seqs,)),
         torch.randint(1, 12, (num_seqs,)),
@@ -146,7 +146,7 @@ def make_case(
     )
 
 
-def expected(case: Case) -> tuple[StepRecord, StepState]:
+def expected(case: Case) -> tuple[DecodeResult, DecodeState]:
     """The references, on the active sequences alone."""
     active = case.active_B
     num_rows = int(case.batch.query_start_loc[-1])
@@ -179,33 +179,33 @@ def expected(case: Case) -> tuple[StepRecord, StepState]:
     accepted, next_tokens = (torch.zeros(len(active), dtype=torch.int64) for _ in range(2))
     accepted[active] = found.num_accepted_B
     next_tokens[active] = found.next_tokens_B
-    state = StepState(*(getattr(case.state, f.name).clone() for f in fields(StepState)))
+    state = DecodeState(*(getattr(case.state, f.name).clone() for f in fields(DecodeState)))
     return advance(state, case.limits, active, case.drafts_BK, accepted, next_tokens), state
 
 
 def run(
     case: Case, device: str, dtype: torch.dtype = torch.float32
-) -> tuple[StepRecord, StepState]:
+) -> tuple[DecodeResult, DecodeState]:
     """The kernels, over buffers that hold rubbish."""
 
     def to(value: Tensor) -> Tensor:
         return value.to(device, copy=True)
 
     num_seqs, k = case.drafts_BK.shape
-    state = StepState(*(to(getattr(case.state, f.name)) for f in fields(StepState)))
+    state = DecodeState(*(to(getattr(case.state, f.name)) for f in fields(DecodeState)))
     limits = replace(
         case.limits,
         **{
             f.name: to(value)
-            for f in fields(StepLimits)
+            for f in fields(DecodeLimits)
             if isinstance(value := getattr(case.limits, f.name), Tensor)
         },
     )
     num_rows, vocab_size = case.logits_RV.shape
     logits = to(case.logits_RV).to(dtype)
     logits[int(case.batch.query_start_loc[-1]) :] = torch.nan
-    out = StepRecord.allocate(num_seqs, k, device)
-    for f in fields(StepRecord):
+    out = DecodeResult.allocate(num_seqs, k, device)
+    for f in fields(DecodeResult):
         getattr(out, f.name).fill_(-77)
     scratch = verify_triton.VerifyScratch.allocate(num_rows, vocab_size, device)
     batch = to(case.batch.sequences_R), to(case.batch.query_start_loc)
@@ -241,10 +241,10 @@ def check(case: Case, device: str, dtype: torch.dtype = torch.float32) -> int:
     wanted, wanted_state = expected(case)
     found, found_state = run(case, device, dtype)
     same = torch.ones_like(case.active_B)
-    for f in fields(StepRecord):
+    for f in fields(DecodeResult):
         here, there = getattr(found, f.name).cpu(), getattr(wanted, f.name)
         same &= (here == there).view(len(same), -1).all(1)
-    for f in fields(StepState):
+    for f in fields(DecodeState):
         same &= getattr(found_state, f.name).cpu() == getattr(wanted_state, f.name)
     return int((~same).sum())
 
@@ -399,7 +399,7 @@ def test_synthetic_acceptance(
 def test_rates_beyond_the_drafts_are_not_read(kind: str, device: str) -> None:
     short, long = (synthetic(kind, 1, [0.9, 0.6, 0.3, *more]) for more in ([], [0.3, 0.2]))
     found, wanted = run(long, device)[0], run(short, device)[0]
-    for f in fields(StepRecord):
+    for f in fields(DecodeResult):
         assert torch.equal(getattr(found, f.name), getattr(wanted, f.name)), f.name
 
 
@@ -493,7 +493,7 @@ def test_can_be_captured(greedy: bool) -> None:
     cases = [make_case(8, 3, 5003, seed=seed, greedy=greedy, cuts=True) for seed in range(3)]
 
     def inputs(case: Case) -> list[Tensor]:
-        tensors = [getattr(case.state, f.name) for f in fields(StepState)]
+        tensors = [getattr(case.state, f.name) for f in fields(DecodeState)]
         tensors += [case.batch.sequences_R, case.batch.query_start_loc, case.drafts_BK]
         tensors += [case.active_B, case.logits_RV, case.sampling.temperature_B]
         tensors += [case.sampling.top_k_B, case.sampling.top_p_B, case.sampling.seeds_B]
@@ -502,10 +502,10 @@ def test_can_be_captured(greedy: bool) -> None:
         return [*tensors, limits.num_speculative_B]
 
     held = [tensor.cuda() for tensor in inputs(cases[0])]
-    state = StepState(*held[:5])
-    limits = StepLimits(*held[14:18], max_model_len=60, max_draft_len=50)
+    state = DecodeState(*held[:5])
+    limits = DecodeLimits(*held[14:18], max_model_len=60, max_draft_len=50)
     sampling = verify_triton.SequenceSampling(*held[10:14])
-    out = StepRecord.allocate(8, 3, "cuda")
+    out = DecodeResult.allocate(8, 3, "cuda")
     scratch = verify_triton.VerifyScratch.allocate(32, 5003, "cuda")
     arguments = (held[9], *held[5:9], state, limits, scratch, out)
 
@@ -521,7 +521,7 @@ def test_can_be_captured(greedy: bool) -> None:
             tensor.copy_(value)
         graph.replay()
         wanted, wanted_state = expected(case)
-        for f in fields(StepRecord):
+        for f in fields(DecodeResult):
             assert getattr(out, f.name).tolist() == getattr(wanted, f.name).tolist(), f.name
-        for f in fields(StepState):
+        for f in fields(DecodeState):
             assert getattr(state, f.name).tolist() == getattr(wanted_state, f.name).tolist()

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from peagle.config.structured import StructuredOutput
+from peagle.engine.grammar.budget import GrammarBudget, Spender
 from peagle.engine.grammar.ebnf import Rules
 from peagle.engine.grammar.json_grammar import json_grammar
 from peagle.engine.grammar.regex import translate
 from peagle.engine.grammar.schema import prepare_schema
-from peagle.engine.grammar.step_budget import Spender, StepBudget
 from peagle.engine.grammar.user_ebnf import user_grammar
 from peagle.errors import UserError
 from peagle.extras import install_extra
@@ -111,7 +111,7 @@ class GrammarCompiler:
         )
         self._cache: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._cache_size = cache_size
-        self._budget = StepBudget(step_budget_s)
+        self._budget = GrammarBudget(step_budget_s)
         self._slow: OrderedDict[StructuredOutput, str] = OrderedDict()
         self._lock = threading.Lock()  # of the cache: compilations may run side by side
 
@@ -224,10 +224,10 @@ class GrammarState(Spender):
         self,
         compiled: CompiledGrammar,
         stop_token_ids: Iterable[int],
-        budget: StepBudget | None = None,
+        budget: GrammarBudget | None = None,
     ) -> None:
         super().__init__()
-        self.budget = budget or StepBudget()
+        self.budget = budget or GrammarBudget()
         self.prepared: DraftMasks | None = None
         self._accept_s = 0.0
         self._compiled = compiled

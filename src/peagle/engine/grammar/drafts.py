@@ -26,8 +26,8 @@ def prepare(
 ) -> None:
     """Find the masks that verify each state's drafts, unless the state has them.
 
-    A state whose grammar takes long is busy when this returns, see `StepBudget`. One whose grammar
-    has gone beyond the budget, or raised an exception, has a `failure`.
+    A state whose grammar takes long is busy when this returns, see `GrammarBudget`. One whose
+    grammar has gone beyond the budget, or raised an exception, has a `failure`.
 
     Args:
         parents: of drafts that are a tree the row of each one's parent; None for a chain.

@@ -26,9 +26,9 @@ from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.drawn_drafts import DrawnDrafts
-from peagle.engine.step.rules import PendingLogprobs, StepRules
+from peagle.engine.step.rules import DecodeRules, PendingLogprobs
 from peagle.engine.step.tree_growth import TreeGrowth
-from peagle.engine.step.trees import StepTrees
+from peagle.engine.step.trees import DecodeTrees
 from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, TargetBatch
 from peagle.kernels.drafts.batches_triton import (
     build_target_batch,
@@ -43,7 +43,7 @@ from peagle.kernels.drafts.choice_triton import (
 )
 from peagle.kernels.drafts.correction_triton import correct_logits
 from peagle.kernels.drafts.draw_triton import DrawScratch, draw_drafts
-from peagle.kernels.drafts.step_state import Stamp, StepLimits, StepRecord, StepState
+from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState, Stamp
 from peagle.kernels.drafts.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
 from peagle.kernels.sampling.rejection_triton import DraftProbs, reject_drafts
 from peagle.kernels.sampling.verify_triton import (
@@ -58,7 +58,7 @@ from peagle.kernels.upload import upload, upload_ints
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
 
-# One integer, or one number, a row; the first five are the fields of `StepState`.
+# One integer, or one number, a row; the first five are the fields of `DecodeState`.
 _INTS = (
     "last_tokens",
     "first_positions",
@@ -80,8 +80,8 @@ _FLOATS = ("temperature", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
-class StepSizes:
-    """Sizes of the buffers; lengths as in `StepLimits`, the rest as in `SpeculativeConfig`."""
+class BufferSizes:
+    """Sizes of the buffers; lengths as in `DecodeLimits`, the rest as in `SpeculativeConfig`."""
 
     num_seqs: int  # rows of the largest step
     num_rows: int  # T of the largest step
@@ -109,7 +109,7 @@ class StepSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class DecodeRows:
     """State of the rows of one step, parts of the buffers.
 
     Attributes:
@@ -126,8 +126,8 @@ class StepRows:
         draws_chain_B: 1 where drafts are a drawn chain and those of others trees, else 0; int64.
     """
 
-    state: StepState
-    limits: StepLimits
+    state: DecodeState
+    limits: DecodeLimits
     sampling: SequenceSampling
     synthetic: SyntheticAcceptance | None
     drafts_BK: Tensor
@@ -150,7 +150,7 @@ class StepRows:
         return self.nodes_BX.tensor_split(2, 1)[1]
 
 
-class StepBuffers:
+class DecodeBuffers:
     """State on the device of the sequences that decode, a row each, and what passes between parts.
 
     Steps of different K keep their drafts apart; `switch` takes them along.
@@ -163,7 +163,7 @@ class StepBuffers:
     """
 
     def __init__(
-        self, sizes: StepSizes, device: torch.device, drawn: DrawnDrafts | None = None
+        self, sizes: BufferSizes, device: torch.device, drawn: DrawnDrafts | None = None
     ) -> None:
         self.sizes = sizes
         self.drawn = drawn
@@ -187,15 +187,15 @@ class StepBuffers:
         """The shape of the trees that are drafted; None: drafts are chains."""
         return self.sizes.trees
 
-    def rows(self, num_seqs: int, num_drafts: int) -> StepRows:
+    def rows(self, num_seqs: int, num_drafts: int) -> DecodeRows:
         """Return the first B rows, for steps of K drafts."""
         ints = dict(zip(_INTS, self._ints_FB[:, :num_seqs], strict=True))
         floats = dict(zip(_FLOATS, self._floats_FB[:, :num_seqs], strict=True))
         sizes, seeds_B, rates_K = self.sizes, ints["seeds"], self._rates_K
         drawn = self.drawn if num_drafts else None
-        return StepRows(
-            state=StepState(*(ints[name] for name in _INTS[:5])),
-            limits=StepLimits(
+        return DecodeRows(
+            state=DecodeState(*(ints[name] for name in _INTS[:5])),
+            limits=DecodeLimits(
                 stop_ids_BE=self._stop_ids_BE[:num_seqs],
                 min_tokens_B=ints["min_tokens"],
                 max_tokens_B=ints["max_tokens"],
@@ -364,7 +364,7 @@ class DecodeStep:
         self,
         target: TargetModel,
         proposer: HeadProposer | None,
-        buffers: StepBuffers,
+        buffers: DecodeBuffers,
         num_seqs: int,
         num_drafts: int,
         num_rows: int,
@@ -391,10 +391,10 @@ class DecodeStep:
         if shape is not None:
             self.max_accepted = shape.prediction_depth
             width = 4 + self.max_accepted + 3 * self.max_drafts
-        self.out = StepRecord.allocate(num_seqs, self.max_accepted, device)
+        self.out = DecodeResult.allocate(num_seqs, self.max_accepted, device)
         if proposer is not None and shape is not None:
             assert proposer.survival is not None, "the head drafts trees"
-            self.trees = StepTrees(
+            self.trees = DecodeTrees(
                 shape,
                 self.batch,
                 own.state,
@@ -473,7 +473,7 @@ class DecodeStep:
         return self.rows.draft_probs is not None
 
     @torch.inference_mode()
-    def find_own_tokens(self, *, greedy: bool, rules: StepRules | None = None) -> None:
+    def find_own_tokens(self, *, greedy: bool, rules: DecodeRules | None = None) -> None:
         """Find the target's own token of each row: the argmax, or also draws.
 
         Where drafts are drawn this rejects them too.
@@ -525,7 +525,7 @@ class DecodeStep:
         """Leave rows as they are in this step, but for their drafts, which are dropped."""
         self.running_B[upload_ints(rows, self.running_B.device)] = 0
 
-    def _apply(self, rules: StepRules, logits_TV: Tensor) -> None:
+    def _apply(self, rules: DecodeRules, logits_TV: Tensor) -> None:
         own = self.rows
         rules.apply(
             logits_TV,
@@ -541,7 +541,7 @@ class DecodeStep:
         if own.synthetic is not None:
             rules.drop_refused(own.state)
 
-    def logprobs(self, rules: StepRules) -> PendingLogprobs | None:
+    def logprobs(self, rules: DecodeRules) -> PendingLogprobs | None:
         """Let the rules see what the step emitted; return the log-probabilities wanted of it."""
         rows_X = None if self.trees is None else self.trees.rows_X
         return rules.after(self.out, self.batch.query_start_loc, rows_X)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
-from peagle.engine.depth import DepthPolicy, StepSeconds
+from peagle.engine.depth import DecodeSeconds, DepthPolicy
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner, RunTarget
 from peagle.engine.sequence import Sequence, SequenceStatus
-from peagle.engine.stats import StepTimes
+from peagle.engine.stats import GraphTimes
 from peagle.engine.step.capture import Capturer, make_capturer
 from peagle.engine.step.mixed_pass import MixedPass
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, PassGraphs
@@ -39,8 +39,8 @@ from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
 
 if TYPE_CHECKING:
-    from peagle.engine.step.decode_step import DecodeStep, StepBuffers
-    from peagle.engine.step.rules import PendingLogprobs, StepRules
+    from peagle.engine.step.decode_step import DecodeBuffers, DecodeStep
+    from peagle.engine.step.rules import DecodeRules, PendingLogprobs
 
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
@@ -167,16 +167,16 @@ def make_graph_runner(
 
     On a GPU this makes all graphs, and gives `runner` and the proposer those of short passes.
     """
-    from peagle.engine.step.decode_step import DecodeStep, StepBuffers, StepSizes
+    from peagle.engine.step.decode_step import BufferSizes, DecodeBuffers, DecodeStep
     from peagle.engine.step.drawn_drafts import DrawnDrafts
-    from peagle.engine.step.rules import StepRules
+    from peagle.engine.step.rules import DecodeRules
 
     target, max_model_len = runner.target, runner.max_model_len
     trees = None if proposer is None else proposer.trees
     table_width = -(-max_model_len // runner.block_size)
     capture = make_capturer(target.device)
     num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
-    sizes = StepSizes(
+    sizes = BufferSizes(
         buckets(max_num_seqs)[-1],
         max(num_rows.values()),
         table_width=table_width,
@@ -190,7 +190,7 @@ def make_graph_runner(
     drawn, most_drafts = None, max(k for _, k in num_rows)
     if proposer is not None and proposer.draws:
         drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, sizes.depth(most_drafts))
-    buffers = StepBuffers(sizes, target.device, drawn)
+    buffers = DecodeBuffers(sizes, target.device, drawn)
 
     def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
         return DecodeStep(
@@ -213,7 +213,7 @@ def make_graph_runner(
         target.vocab_size,
         depth,
         capture,
-        StepRules(runner.sampler.slots, target.vocab_size, target.device),
+        DecodeRules(runner.sampler.slots, target.vocab_size, target.device),
         None if features.rows_SCA is None else features,
         mixed_pass,
     )
@@ -353,7 +353,7 @@ class _Graph:
     def launch(
         self,
         sequences: SequenceOf[Sequence | None],
-        rules: StepRules,
+        rules: DecodeRules,
         meanwhile: Callable[[], None] | None,
         run_mixed: Callable[[DecodeStep], None] | None,
         before_drafts: Callable[[], None] | None,
@@ -439,13 +439,13 @@ class GraphRunner:
 
     def __init__(
         self,
-        buffers: StepBuffers,
+        buffers: DecodeBuffers,
         make_step: Callable[[int, int], DecodeStep],
         max_num_seqs: int,
         vocab_size: int,
         depth: DepthPolicy,
         capture: Capturer,
-        rules: StepRules,
+        rules: DecodeRules,
         features: FeatureRings | None,
         mixed_pass: MixedPass | None,
     ) -> None:
@@ -464,9 +464,9 @@ class GraphRunner:
         self._sequences: list[Sequence | None] = [None] * self._buckets[-1]
         self._num_blocks = [0] * self._buckets[-1]  # of each row, those that the device knows
         self._has_warned = False
-        self.times: dict[int, StepTimes] = {}
+        self.times: dict[int, GraphTimes] = {}
         self.last_k = 0
-        self.last_seconds = StepSeconds()
+        self.last_seconds = DecodeSeconds()
         self._last_end_ns = 0  # of the step that was read last
         self.most_prompt_tokens: int | None = None
 
@@ -707,16 +707,16 @@ class GraphRunner:
             follows: the device had nothing to run between the step read last and this one.
         """
         *rows, times = flight.drafts.read()
-        seconds, before_ns = StepSeconds(), self._last_end_ns
+        seconds, before_ns = DecodeSeconds(), self._last_end_ns
         self._last_end_ns = times[Stamp.DRAFTED]
         if flight.drafts.done is not None and not flight.has_prompts:
-            device_s = self.times.setdefault(len(rows), StepTimes()).add(times)
+            device_s = self.times.setdefault(len(rows), GraphTimes()).add(times)
             period_s = (self._last_end_ns - before_ns) * 1e-9 if follows else None
-            seconds = StepSeconds(device_s, period_s)
+            seconds = DecodeSeconds(device_s, period_s)
         # Sequences that ended in the step before may leave a graph larger than the others need.
         num_active = sum(first_token != NO_TOKEN for _, _, _, first_token, *_ in rows)
         if not num_active or self._rows_for(num_active) != len(rows):
-            seconds = StepSeconds()
+            seconds = DecodeSeconds()
         self.last_seconds = seconds
         return [read_drafts(row, flight.max_accepted, flight.max_drafts) for row in rows]
 

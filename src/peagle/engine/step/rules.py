@@ -1,7 +1,7 @@
 """Rules and log-probabilities of requests in a captured decode step.
 
 The graphs of a step know neither. Where sequences ask for them, the step finds the target's own
-tokens outside a graph, and `StepRules` replaces those of these sequences. It launches kernels on
+tokens outside a graph, and `DecodeRules` replaces those of these sequences. It launches kernels on
 the step's stream and never waits for the device: what changes from step to step lies there.
 
 Shapes: B rows of the step's buffers, K most drafts of a sequence, J = K + 1, T target rows, V
@@ -28,7 +28,7 @@ from peagle.engine.rules import (
     without_reached_minimum,
 )
 from peagle.engine.sequence import Sequence
-from peagle.kernels.drafts.step_state import StepRecord, StepState
+from peagle.kernels.drafts.step_state import DecodeResult, DecodeState
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.sampling.logits import process_logits
 from peagle.kernels.sampling.logits_rules import (
@@ -53,7 +53,7 @@ class PendingLogprobs:
     Attributes:
         rows: the step's rows of the P sequences.
         num_top: how many most likely tokens each of them wants.
-        table_PJX: on the host, written once all that was launched up to `StepRules.after` is done.
+        table_PJX: on the host, written once all that was launched up to `after` is done.
     """
 
     rows: SequenceOf[int]
@@ -161,7 +161,7 @@ class _Wanting:
         rows: the step's row of each.
         num_top: most likely tokens that each wants.
         rows_P: `rows` on the device.
-        logits_TV: of the step, between `StepRules.apply` and `StepRules.after`.
+        logits_TV: of the step, between `DecodeRules.apply` and `DecodeRules.after`.
     """
 
     rows: list[int]
@@ -170,7 +170,7 @@ class _Wanting:
     logits_TV: Tensor | None = None
 
 
-class StepRules:
+class DecodeRules:
     """Applies the rules of sequences, and measures log-probabilities, between a step's graphs.
 
     A step is `apply`, the match of its drafts with the tokens, `after`. The result is that of
@@ -272,7 +272,7 @@ class StepRules:
         logits_TV: Tensor,
         start_loc: Tensor,
         drafts_BK: Tensor,
-        state: StepState,
+        state: DecodeState,
         sampling: SequenceSampling,
         running_B: Tensor,
         tokens_T: Tensor,
@@ -293,7 +293,7 @@ class StepRules:
             sampling: how each sequence samples; min-p is taken from the rules instead.
             running_B: not 0 for sequences that run.
             tokens_T: int64, changed in place; NO_TOKEN where the raw logits are broken.
-            paths_of: where drafts are trees, their paths, see `StepTrees`.
+            paths_of: where drafts are trees, their paths, see `DecodeTrees`.
             reject: rejects drawn drafts, see `DecodeStep`: called with logits of rows, the first
                 row of each sequence, which sequences run there, and what was found of the rows.
                 None: no draft was drawn.
@@ -365,7 +365,7 @@ class StepRules:
         return unpack(upload(packed_RW, self._device), self._vocab_size)
 
     @torch.inference_mode()
-    def drop_refused(self, state: StepState) -> None:
+    def drop_refused(self, state: DecodeState) -> None:
         """Drop the drafts from the first one that a grammar refuses, where acceptance is synthetic.
 
         Such acceptance takes drafts that no grammar permits. The masks must be prepared by then.
@@ -379,7 +379,7 @@ class StepRules:
 
     @torch.inference_mode()
     def after(
-        self, out: StepRecord, start_loc: Tensor, rows_X: Tensor | None = None
+        self, out: DecodeResult, start_loc: Tensor, rows_X: Tensor | None = None
     ) -> PendingLogprobs | None:
         """Count what the step emitted, and measure log-probabilities where they are wanted.
 
@@ -388,7 +388,7 @@ class StepRules:
                 condition too: the sequence has ended then.
             start_loc: as of `apply`.
             rows_X: where drafts are trees, where the row of a token was at `apply`, see
-                `StepTrees`. None: where it is.
+                `DecodeTrees`. None: where it is.
         """
         for ruled in self._ruled:
             emitted_MJ = out.emitted_BJ[ruled.rows_M, : ruled.num_columns]

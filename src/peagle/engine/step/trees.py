@@ -22,7 +22,7 @@ from peagle.config import CandidateTrees
 from peagle.engine.model_runner import cached_bytes
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.drafts.batches import TargetBatch
-from peagle.kernels.drafts.step_state import StepState
+from peagle.kernels.drafts.step_state import DecodeState
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.trees.growth import count_nodes, share_nodes
 from peagle.kernels.trees.paths_triton import Descent, descend, place_rows
@@ -30,7 +30,7 @@ from peagle.kernels.trees.survival import LEAST_SCORE, SCORE_UNIT, SURELY_VERIFI
 from peagle.models.target import TargetModel
 
 
-class StepTrees:
+class DecodeTrees:
     """The trees of a step's rows.
 
     Args:
@@ -53,7 +53,7 @@ class StepTrees:
         self,
         shape: CandidateTrees,
         batch: TargetBatch,
-        state: StepState,
+        state: DecodeState,
         drafts_BN: Tensor,
         parents_BN: Tensor,
         scores_BN: Tensor,

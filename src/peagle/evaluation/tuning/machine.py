@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
-from peagle.engine.stats import StepTimes
+from peagle.engine.stats import GraphTimes
 from peagle.engine.step.graph_runner import buckets
 from peagle.errors import UserError
 from peagle.evaluation.dialogues import PromptSets
@@ -38,7 +38,7 @@ class CostPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class DecodeCost:
     """Seconds of one decode step, and of its parts: target with verification, and drafter."""
 
     seconds: float
@@ -135,15 +135,15 @@ class EngineMachine:
             return batch
         return next((size for size in buckets(len(self._prompts)) if size >= batch), batch)
 
-    def measure(self, point: CostPoint) -> StepCost:
+    def measure(self, point: CostPoint) -> DecodeCost:
         """Measure a step."""
         return self._measure(point.batch, point.k)
 
-    def measure_trees(self, batch: int, shape: CandidateTrees) -> StepCost:
+    def measure_trees(self, batch: int, shape: CandidateTrees) -> DecodeCost:
         """Measure a step with candidate trees."""
         return self._measure(batch, shape)
 
-    def _measure(self, batch: int, drafts: int | CandidateTrees) -> StepCost:
+    def _measure(self, batch: int, drafts: int | CandidateTrees) -> DecodeCost:
         """Measure a step with chains of K drafts or with trees."""
         llm = self._llm(drafts)
         with self._running(llm, batch):
@@ -212,7 +212,7 @@ def clock_of(device: torch.device) -> Clock:
     return time.thread_time if is_alone else time.perf_counter
 
 
-def time_steps(llm: LLM, steps: int) -> StepCost:
+def time_steps(llm: LLM, steps: int) -> DecodeCost:
     """Return the medians over steps of the sequences that run."""
     engine, clock = llm.engine, clock_of(llm.target.device)
     spent = [0.0, 0.0]  # in the target's pass and in drafting, within this step
@@ -245,16 +245,16 @@ def time_steps(llm: LLM, steps: int) -> StepCost:
             engine.drafting.draft = draft
     seconds, *own_parts = (median(column) for column in zip(*rows))
     target_s, draft_s = device_parts(before, engine.stats.step_times) or own_parts
-    return StepCost(seconds, target_s, draft_s)
+    return DecodeCost(seconds, target_s, draft_s)
 
 
 def device_parts(
-    before: Mapping[int, StepTimes], after: Mapping[int, StepTimes]
+    before: Mapping[int, GraphTimes], after: Mapping[int, GraphTimes]
 ) -> tuple[float, float] | None:
     """Return mean seconds of target and drafter in steps that ran as graphs; None without one."""
     steps = target = draft = 0.0
     for rows, times in after.items():
-        earlier = before.get(rows, StepTimes())
+        earlier = before.get(rows, GraphTimes())
         steps += times.num_steps - earlier.num_steps
         target += times.target + times.verify - earlier.target - earlier.verify
         draft += times.draft - earlier.draft

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peagle.evaluation.touched_experts import ExpertCounts
-from peagle.evaluation.tuning.machine import CostPoint, StepCost
+from peagle.evaluation.tuning.machine import CostPoint, DecodeCost
 
 Array = NDArray[np.float64]
 # Neighbouring sizes between which a function of rows bends differ by at least this factor.
@@ -125,7 +125,7 @@ class Shape:
 class CostModel:
     """Seconds of a step at any batch size and K, fitted to costs with and without drafts."""
 
-    def __init__(self, shape: Shape, costs: Mapping[CostPoint, StepCost]) -> None:
+    def __init__(self, shape: Shape, costs: Mapping[CostPoint, DecodeCost]) -> None:
         self.shape = shape
         least = 0.02 * min(cost.seconds for cost in costs.values())
         drafting = {point: cost for point, cost in costs.items() if point.k}

@@ -10,12 +10,12 @@ from typing import Any
 from peagle.config import CandidateTrees
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
-from peagle.evaluation.tuning.machine import StepCost
+from peagle.evaluation.tuning.machine import DecodeCost
 from peagle.models.drafter import DrafterConfig
 from peagle.models.head_json import default_depth
 from peagle.results import Prediction, TunedTrees
 
-Measure = Callable[[int, CandidateTrees], StepCost]
+Measure = Callable[[int, CandidateTrees], DecodeCost]
 
 
 def tree_shapes(sizes: Sequence[int], head: DrafterConfig) -> list[CandidateTrees]:
@@ -54,7 +54,7 @@ def measure_tree_steps(
             for batch in batches:
                 key = f"cost batch={batch} nodes={shape.max_nodes} visit={number}"
                 found = journal.get(key)
-                cost = measure(batch, shape) if found is None else StepCost(**found)
+                cost = measure(batch, shape) if found is None else DecodeCost(**found)
                 if found is None:
                     journal.add(key, asdict(cost))
                 at = batch, shape.max_nodes

@@ -12,7 +12,7 @@ from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.touched_experts import ExpertCounts, expected_experts
 from peagle.evaluation.tuning.acceptance import AcceptanceByK
-from peagle.evaluation.tuning.machine import CostPoint, StepCost
+from peagle.evaluation.tuning.machine import CostPoint, DecodeCost
 from peagle.evaluation.tuning.model import CostModel, Shape
 from peagle.evaluation.tuning.schedule import (
     best_single_k,
@@ -97,11 +97,11 @@ class Costs:
     machine.
     """
 
-    by_point: Mapping[CostPoint, StepCost]
+    by_point: Mapping[CostPoint, DecodeCost]
     spread: float
 
     @classmethod
-    def of(cls, visits: Mapping[CostPoint, Sequence[StepCost]]) -> Costs:
+    def of(cls, visits: Mapping[CostPoint, Sequence[DecodeCost]]) -> Costs:
         """Join all visits, at least one to each point."""
         fastest = {c: min(costs, key=lambda cost: cost.seconds) for c, costs in visits.items()}
         spreads = (
@@ -112,7 +112,7 @@ class Costs:
 
 
 def measure_costs(
-    measure: Callable[[CostPoint], StepCost],
+    measure: Callable[[CostPoint], DecodeCost],
     grid: Grid,
     rounds: int,
     journal: Journal,
@@ -125,11 +125,11 @@ def measure_costs(
     `watch` is called after each visit, with whether it was there already. With `interleave_k` K may
     change between any two visits.
     """
-    visits: dict[CostPoint, list[StepCost]] = {point: [] for point in grid.points}
+    visits: dict[CostPoint, list[DecodeCost]] = {point: [] for point in grid.points}
     for number, point in grid.visits(rounds, interleave_k=interleave_k):
         key = f"cost batch={point.batch} k={point.k} visit={number}"
         found = journal.get(key)
-        cost = measure(point) if found is None else StepCost(**found)
+        cost = measure(point) if found is None else DecodeCost(**found)
         if found is None:
             journal.add(key, asdict(cost))
         visits[point].append(cost)

@@ -33,7 +33,7 @@ class Finish(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StepState:
+class DecodeState:
     """State of each sequence, int64 [B], changed in place.
 
     Attributes:
@@ -51,7 +51,7 @@ class StepState:
     finish_B: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, device: torch.device | str) -> StepState:
+    def allocate(cls, num_seqs: int, device: torch.device | str) -> DecodeState:
         """Allocate zeros for B sequences."""
         return cls(
             *(torch.zeros(num_seqs, dtype=torch.int64, device=device) for _ in range(5)),
@@ -59,7 +59,7 @@ class StepState:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLimits:
+class DecodeLimits:
     """Where sequences end and how far they draft; int64.
 
     Attributes:
@@ -88,7 +88,7 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class DecodeResult:
     """What a step tells the host, int64.
 
     Attributes:
@@ -106,7 +106,7 @@ class StepRecord:
     num_mask_slots_B: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> StepRecord:
+    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> DecodeResult:
         """Allocate buffers for B sequences and K drafts."""
 
         def ints(*shape: int) -> Tensor:
@@ -122,13 +122,13 @@ class StepRecord:
 
 
 def advance(
-    state: StepState,
-    limits: StepLimits,
+    state: DecodeState,
+    limits: DecodeLimits,
     active_B: Tensor,
     drafts_BK: Tensor,
     num_accepted_B: Tensor,
     next_tokens_B: Tensor,
-) -> StepRecord:
+) -> DecodeResult:
     """Move the state over the a + 1 tokens that a verification emitted, and check for the end.
 
     Emitted token i is the (n + i + 1)-th output and makes the sequence first_position + i + 2
@@ -175,4 +175,4 @@ def advance(
     k_B = torch.where(drafting_B, torch.minimum(limits.num_speculative_B, room_B), 0)
     state.num_drafts_B.copy_(k_B)
     masks_B = (k_B - 1).clamp_min(0)
-    return StepRecord(num_accepted_B, next_tokens_B, emitted_BJ, num_kept_B, masks_B)
+    return DecodeResult(num_accepted_B, next_tokens_B, emitted_BJ, num_kept_B, masks_B)

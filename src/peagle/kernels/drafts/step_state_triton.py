@@ -15,11 +15,11 @@ from triton.language.extra.cuda import globaltimer
 
 from peagle.kernels.drafts.step_state import (
     NO_TOKEN,
+    DecodeLimits,
+    DecodeResult,
+    DecodeState,
     Finish,
     Stamp,
-    StepLimits,
-    StepRecord,
-    StepState,
 )
 from peagle.kernels.launch import launch
 
@@ -55,7 +55,7 @@ def _begin_kernel(
 
 
 def begin_step(
-    active_B: Tensor, state: StepState, running_B: Tensor, num_drafted_B: Tensor, times: Tensor
+    active_B: Tensor, state: DecodeState, running_B: Tensor, num_drafted_B: Tensor, times: Tensor
 ) -> None:
     """Mark the running sequences (active, not finished) and count their drafts; stamp the time."""
     launch(
@@ -136,8 +136,8 @@ def report_kernel(
 
 def report_step(
     num_drafted_B: Tensor,
-    out: StepRecord,
-    state: StepState,
+    out: DecodeResult,
+    state: DecodeState,
     drafts_BK: Tensor,
     times: Tensor,
     report_RX: Tensor,
@@ -268,7 +268,7 @@ def advance(
 
 
 def state_arguments(
-    drafts_BK: Tensor, state: StepState, limits: StepLimits, out: StepRecord
+    drafts_BK: Tensor, state: DecodeState, limits: DecodeLimits, out: DecodeResult
 ) -> tuple[Tensor | int, ...]:
     """Return the arguments of `advance` from drafts_ptr to masks_ptr."""
     assert drafts_BK.is_contiguous(), "kernels step over whole rows"
@@ -296,7 +296,7 @@ def state_arguments(
     )
 
 
-def state_sizes(max_drafts: int, limits: StepLimits) -> dict[str, int]:
+def state_sizes(max_drafts: int, limits: DecodeLimits) -> dict[str, int]:
     """Return the block sizes of `advance`."""
     return {
         "COLUMNS": triton.next_power_of_2(max_drafts + 1),

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.drafts.step_state import NO_TOKEN, StepState
+from peagle.kernels.drafts.step_state import NO_TOKEN, DecodeState
 from peagle.kernels.launch import launch
 from peagle.kernels.sampling.draw_triton import draw_chunk, kept_weights, pick
 from peagle.kernels.sampling.random import DRAWS_PER_STEP, Purpose
@@ -302,7 +302,7 @@ def reject_drafts(
     start_loc: Tensor,
     drafts_BK: Tensor,
     active_B: Tensor,
-    state: StepState,
+    state: DecodeState,
     scratch: VerifyScratch,
     num_accepted_B: Tensor,
     *,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.drafts.step_state import NO_TOKEN, StepLimits, StepRecord, StepState
+from peagle.kernels.drafts.step_state import NO_TOKEN, DecodeLimits, DecodeResult, DecodeState
 from peagle.kernels.drafts.step_state_triton import advance, state_arguments, state_sizes
 from peagle.kernels.launch import launch
 from peagle.kernels.sampling.draw_triton import allocate_weights, draw_rows
@@ -278,9 +278,9 @@ def match_drafts(
     start_loc: Tensor,
     drafts_BK: Tensor,
     active_B: Tensor,
-    state: StepState,
-    limits: StepLimits,
-    out: StepRecord,
+    state: DecodeState,
+    limits: DecodeLimits,
+    out: DecodeResult,
     *,
     synthetic: SyntheticAcceptance | None = None,
     given: bool = False,
@@ -320,10 +320,10 @@ def verify_drafts(
     start_loc: Tensor,
     drafts_BK: Tensor,
     active_B: Tensor,
-    state: StepState,
-    limits: StepLimits,
+    state: DecodeState,
+    limits: DecodeLimits,
     scratch: VerifyScratch,
-    out: StepRecord,
+    out: DecodeResult,
     *,
     sampling: SequenceSampling | None = None,
     synthetic: SyntheticAcceptance | None = None,

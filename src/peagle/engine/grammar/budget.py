@@ -57,7 +57,7 @@ Work = Callable[[int, Any], None]
 _Items = list[tuple[int, Spender]]
 
 
-class StepBudget:
+class GrammarBudget:
     """Carries out the grammar work of an engine's steps.
 
     Args:

@@ -20,7 +20,7 @@ from tests.conftest import make_drafter
 
 pytest.importorskip("triton", reason="needs triton")
 
-from peagle.engine.step.decode_step import StepBuffers, StepRows, StepSizes
+from peagle.engine.step.decode_step import BufferSizes, DecodeBuffers, DecodeRows
 from peagle.engine.step.drawn_drafts import DrawnDrafts
 from peagle.kernels.upload import upload_ints
 
@@ -59,8 +59,8 @@ def make_buffers(
     device: torch.device,
     rates: tuple[float, ...] | None = None,
     trees: CandidateTrees | None = None,
-) -> StepBuffers:
-    sizes = StepSizes(
+) -> DecodeBuffers:
+    sizes = BufferSizes(
         num_seqs=ROWS,
         num_rows=ROWS,
         table_width=WIDTH,
@@ -71,7 +71,7 @@ def make_buffers(
         synthetic_rates=rates,
         trees=trees,
     )
-    buffers = StepBuffers(sizes, device)
+    buffers = DecodeBuffers(sizes, device)
     buffers.switch(K)
     return buffers
 
@@ -151,7 +151,7 @@ class Host:
         check(self.buffers.rows(ROWS, self.buffers.num_drafts), self.sequences)
 
 
-def check(rows: StepRows, sequences: list[Sequence | None]) -> None:
+def check(rows: DecodeRows, sequences: list[Sequence | None]) -> None:
     """What the device holds of each sequence, and that the other rows are empty."""
     state, limits, sampling = rows.state, rows.limits, rows.sampling
     k = rows.drafts_BK.shape[1]
@@ -311,7 +311,7 @@ def test_probabilities_come_and_go_with_a_sequence(
 ) -> None:
     """To the last bit, through moves and changes of K; drafts without any have q = 0."""
     head = make_head(target, device, int(share * target.vocab_size))
-    buffers = StepBuffers(make_buffers(device).sizes, device, DrawnDrafts(head, ROWS, K))
+    buffers = DecodeBuffers(make_buffers(device).sizes, device, DrawnDrafts(head, ROWS, K))
     buffers.switch(K)
     drawn, rng = buffers.drawn, random.Random(0)
     assert drawn is not None
@@ -334,7 +334,7 @@ def test_steps_without_drafts_have_no_probabilities(
     target: TargetModel, device: torch.device
 ) -> None:
     head = make_head(target, device, 20)
-    buffers = StepBuffers(make_buffers(device).sizes, device, DrawnDrafts(head, ROWS, K))
+    buffers = DecodeBuffers(make_buffers(device).sizes, device, DrawnDrafts(head, ROWS, K))
     probs = buffers.rows(2, 2).draft_probs
     assert probs is not None and probs.probs_BKD.shape == (2, 2, 20)
     assert buffers.rows(2, 0).draft_probs is None

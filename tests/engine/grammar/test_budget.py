@@ -10,9 +10,9 @@ import pytest
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar import step_budget
+from peagle.engine.grammar import budget as grammar_budget
+from peagle.engine.grammar.budget import GrammarBudget
 from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState
-from peagle.engine.grammar.step_budget import StepBudget
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import Requests
 from peagle.errors import UserError
@@ -78,8 +78,8 @@ def test_sitting_out_changes_no_output(
         num_beside += 1
         mask_into(state, *args)
 
-    monkeypatch.setattr(step_budget, "_PATIENCE_S", -1.0)
-    monkeypatch.setattr(step_budget, "_LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(grammar_budget, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(grammar_budget, "_LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(GrammarState, "mask_into", mask_beside)
     found = outputs_of(llm, 1000.0, temperature)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
@@ -140,7 +140,7 @@ def test_such_a_structure_is_refused_the_next_time() -> None:
     requests.compile_grammar(SamplingParams(structured_output=StructuredOutput.json_object()))
 
 
-class Spender(step_budget.Spender):
+class Spender(grammar_budget.Spender):
     """Something that takes its time."""
 
     def __init__(self, seconds: float) -> None:
@@ -164,7 +164,7 @@ def until(condition: Any) -> None:
 
 @pytest.mark.slow
 def test_one_that_takes_long_holds_up_nobody() -> None:
-    budget = StepBudget(100.0)
+    budget = GrammarBudget(100.0)
     spenders = [Spender(0.0), Spender(0.5), Spender(0.0), Spender(0.0)]
     budget.each(
         [*spenders[:3], None, spenders[3]],
@@ -184,8 +184,8 @@ def test_one_that_takes_long_holds_up_nobody() -> None:
 
 @pytest.mark.slow
 def test_only_so_many_go_on_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_budget, "_MOST_BESIDE", 1)
-    budget = StepBudget(100.0)
+    monkeypatch.setattr(grammar_budget, "_MOST_BESIDE", 1)
+    budget = GrammarBudget(100.0)
     spenders = [Spender(0.2) for _ in range(4)]
     budget.each(spenders, lambda index, spender: spender.burn())
     assert sum(not job.is_over for job in budget._beside) <= 2
@@ -195,7 +195,7 @@ def test_only_so_many_go_on_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_excess_is_seen_while_the_call_goes_on() -> None:
-    budget = StepBudget(0.1)
+    budget = GrammarBudget(0.1)
     spender = Spender(1.5)
     budget.each([spender], lambda index, spender: spender.burn())
 
@@ -216,7 +216,7 @@ def test_an_error_stays_with_its_spender(seconds: float | None) -> None:
 
     spenders = [Spender(0.0) for _ in range(3)]
     for _ in range(2):
-        StepBudget(seconds).each(spenders, work)
+        GrammarBudget(seconds).each(spenders, work)
     assert [len(spender.calls) for spender in spenders] == [2, 0, 2]
     assert [str(spender.error) for spender in spenders] == ["None", "the matcher broke", "None"]
     assert [spender.is_free for spender in spenders] == [True, False, True]
@@ -229,7 +229,7 @@ def test_an_error_beside_the_engine_stays_with_its_spender() -> None:
         raise ValueError("the matcher broke")
 
     spender = Spender(0.3)
-    budget = StepBudget(100.0)
+    budget = GrammarBudget(100.0)
     assert budget.each([spender], work, lambda *_: spender.calls.append("never")) == {0}
     until(lambda: not spender.is_busy)
     assert spender.calls == ["work"] and isinstance(spender.error, ValueError)
