@@ -116,7 +116,7 @@ def main() -> None:
     while any(s.is_prefilling for s in engine.scheduler.running) or engine.scheduler.waiting:
         requests.step()
     steps = MadeUpSteps(text, args.k)
-    taking: Any = engine._take, engine._take_drafts, engine._prepare_grammars
+    taking: Any = engine._append_tokens, engine._set_drafts, engine._prepare_grammars
     device: Any = steps
     engine._pipeline = Pipeline(device, engine.scheduler, *taking)
     tokens, seconds = 0, list[float]()

@@ -150,7 +150,7 @@ def make_steps_up(llm: Any, counters: Counters) -> None:
     tokens = llm.tokenizer(load_prompt_set("humaneval", 1)[0].text * 8)["input_ids"]
     steps: Any = PacedSteps(tokens, llm.engine.num_speculative_tokens)
     engine = llm.engine
-    taking = engine._take, engine._take_drafts, engine._prepare_grammars
+    taking = engine._append_tokens, engine._set_drafts, engine._prepare_grammars
     engine._pipeline = Pipeline(steps, engine.scheduler, *taking)
 
 

@@ -118,7 +118,7 @@ class _ChannelSplitter(AnswerSplitter):
         settled, self._held = self._held[:size], self._held[size:]
         yield from self._read(settled)
         if final:
-            yield from self._finish()
+            yield from self._flush()
 
     @abstractmethod
     def _read(self, text: str) -> Iterator[Piece]:
@@ -129,7 +129,7 @@ class _ChannelSplitter(AnswerSplitter):
         """Take a marker."""
 
     @abstractmethod
-    def _finish(self) -> Iterator[Piece]:
+    def _flush(self) -> Iterator[Piece]:
         """Settle what was held back at the end of the output."""
 
 
@@ -206,7 +206,7 @@ class HarmonySplitter(_ChannelSplitter):
         elif self._header is not None:
             self._header, self._has_marker = self._header + SIGN + marker, True
 
-    def _finish(self) -> Iterator[Piece]:
+    def _flush(self) -> Iterator[Piece]:
         if self._header and not self._has_marker:
             text, self._is_call, self._is_reasoning = self._header, False, False
             yield self._piece(text)
@@ -293,7 +293,7 @@ class GemmaSplitter(_ChannelSplitter):
             self._is_start = False
             yield Piece(SIGN + marker, False)
 
-    def _finish(self) -> Iterator[Piece]:
+    def _flush(self) -> Iterator[Piece]:
         return iter(())
 
 

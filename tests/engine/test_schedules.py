@@ -141,7 +141,7 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         head = fake.drafting.proposer
         sizes = config.max_num_seqs, MAX_MODEL_LEN
         graphs: Any = FakeGraphs(fake.runner, head, *sizes, engine._depth)
-        take = engine._take, engine._take_drafts
+        take = engine._append_tokens, engine._set_drafts
         fake._pipeline = Pipeline(graphs, engine.scheduler, *take, engine._prepare_grammars)
     return engine
 
@@ -489,7 +489,7 @@ def plant_beyond_the_context(self: HeadDrafting, *parts: Any) -> None:
     self.max_model_len -= 99
 
 
-PLANT = HeadDrafting._plant
+PLANT = HeadDrafting._set_trees
 STEP = HeadDrafting._step
 FREE, RETIRE = BlockManager.free, Scheduler.retire
 FAULTS: dict[str, tuple[type, str, Any]] = {
@@ -501,7 +501,7 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "a block leaks": (Scheduler, "retire", keep_blocks),
     "holes are looked into": (HeadDrafting, "_step", look_into_holes),
     "K follows the load": (HeadDrafting, "most_drafts_of", Drafting.most_drafts_of),
-    "trees grow beyond the context": (HeadDrafting, "_plant", plant_beyond_the_context),
+    "trees grow beyond the context": (HeadDrafting, "_set_trees", plant_beyond_the_context),
 }
 # Other drafts change no output.
 FAULTS_OF_DRAWN_DRAFTS = ("preemption loses the drafts", "K follows the load")

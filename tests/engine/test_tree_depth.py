@@ -24,7 +24,7 @@ from peagle.engine.depth import AutomaticDepth, DecodeSeconds, node_counts
 from peagle.engine.step.graph_runner import buckets, graph_sizes, target_rows
 from peagle.engine.tree_record import TREES_A_STEP, TreeRecord
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.trees.growth import best_first_trees, share_nodes
+from peagle.kernels.trees.growth import allocate_nodes, best_first_trees
 from peagle.kernels.trees.survival import Survival
 
 SHAPE = CandidateTrees(num_parallel_trees=8, prediction_depth=7, max_nodes=16)
@@ -154,7 +154,7 @@ class TreeCard:
         if n and before:
             found_BN = self.survival(pool.scores_PN[trees], pool.depths_PN[trees])
             budget = TARGET_ROWS[rows, n] - rows
-            counts_B = share_nodes(found_BN, torch.full((load,), NODES), budget)
+            counts_B = allocate_nodes(found_BN, torch.full((load,), NODES), budget)
             if not self.is_shared:
                 counts_B = torch.full((load,), min(n, NODES))
         is_seen_BN = torch.arange(NODES) < counts_B.unsqueeze(1)

@@ -11,7 +11,7 @@ from peagle.config import CandidateTrees
 from peagle.engine import tree_record
 from peagle.engine.stats import Calibration
 from peagle.engine.tree_record import PRIOR, TreeRecord, fit_logistic
-from peagle.kernels.trees.growth import share_nodes
+from peagle.kernels.trees.growth import allocate_nodes
 from peagle.kernels.trees.survival import MOST_CERTAIN, Survival, score_logits
 
 SHAPE = CandidateTrees(num_parallel_trees=3, prediction_depth=3, max_nodes=4)
@@ -173,15 +173,15 @@ def test_the_most_probable_nodes_of_all_trees_are_verified() -> None:
     every = torch.tensor([4, 4, 4])
     expected = {0: [0, 0, 0], 1: [1, 0, 0], 3: [1, 2, 0], 6: [3, 3, 0], 7: [3, 3, 1], 99: [4] * 3}
     for budget, counts in expected.items():
-        assert share_nodes(survival, every, budget).tolist() == counts
-    assert share_nodes(survival, torch.tensor([1, 0, 4]), 3).tolist() == [1, 0, 2]
+        assert allocate_nodes(survival, every, budget).tolist() == counts
+    assert allocate_nodes(survival, torch.tensor([1, 0, 4]), 3).tolist() == [1, 0, 2]
 
 
 def test_a_tree_gives_its_first_nodes() -> None:
     """A node is worth no more than those before it, without which it cannot be verified."""
     survival = torch.tensor([[0.2, 0.9, 0.9], [0.5, 0.4, 0.3]])
-    assert share_nodes(survival, torch.tensor([3, 3]), 3).tolist() == [0, 3]
-    assert share_nodes(survival, torch.tensor([3, 3]), 4).tolist() == [1, 3]
+    assert allocate_nodes(survival, torch.tensor([3, 3]), 3).tolist() == [0, 3]
+    assert allocate_nodes(survival, torch.tensor([3, 3]), 4).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -200,4 +200,4 @@ def test_as_one_by_one(seed: int) -> None:
             if counts[b] < have[b]
         ]
         counts[-max(worth)[1]] += 1
-    assert share_nodes(survival, torch.tensor(have), budget).tolist() == counts
+    assert allocate_nodes(survival, torch.tensor(have), budget).tolist() == counts

@@ -286,7 +286,7 @@ def verification() -> dict[str, dict[str, Any]]:
         verify_triton.match_kernel,
         rejection_triton.weigh_rejected_kernel,
         rejection_triton.draw_rejected_kernel,
-        drafts_draw_triton.keep_draws_kernel,
+        drafts_draw_triton.write_draws_kernel,
         step_state_triton.report_kernel,
     )
     names = {name for kernel in kernels for name in kernel.arg_names}

@@ -22,7 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from peagle import LLM, SamplingParams
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.models.checkpoint import save_drafter
-from peagle.models.compilation import cache_folder, compile_layers, keep_compiled_code
+from peagle.models.compilation import cache_compiled_code, cache_folder, compile_layers
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.fusion import fuse
 from peagle.models.target import TargetModel
@@ -296,10 +296,10 @@ def test_compiled_code_is_kept_in_our_folder(
 ) -> None:
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         monkeypatch.setenv(variable, "/elsewhere")
-        keep_compiled_code()
+        cache_compiled_code()
         assert os.environ[variable] == "/elsewhere", "the user's word counts"
         monkeypatch.delenv(variable)
-        keep_compiled_code()
+        cache_compiled_code()
         assert os.environ[variable] == str(tmp_path / "cache" / name)
 
 
@@ -308,7 +308,7 @@ def test_a_default_of_the_libraries_is_nobodys_word(
 ) -> None:
     """Importing Inductor sets its variable, which must not look like the user's choice."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    keep_compiled_code()
+    cache_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
 
 
@@ -318,7 +318,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="is not kept"):
-        keep_compiled_code()
+        cache_compiled_code()
 
 
 def test_without_a_variable_the_folder_is_in_the_home(

@@ -239,14 +239,14 @@ def test_unsafe_projections_are_left_alone(
 
 @contextmanager
 def mixed_up_columns() -> Iterator[None]:
-    take = FusedLinear.take
+    take = FusedLinear.project
 
     def mixed_up(self: FusedLinear, index: int, x: Tensor) -> Tensor:
         return take(self, {1: 2, 2: 1}.get(index, index) if len(self.sizes) == 3 else index, x)
 
-    FusedLinear.take = mixed_up
+    FusedLinear.project = mixed_up
     yield
-    FusedLinear.take = take
+    FusedLinear.project = take
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -273,7 +273,7 @@ def test_a_request_with_nan_is_an_error_of_its_own(front: Front) -> None:
     caller = Caller("id", "/v1/completions")
     generation = Generation(service, [[broken]], params, "peagle", 0, caller)
     with pytest.raises(ApiError, match="logits are NaN or infinite after 3 tokens") as caught:
-        asyncio.run(generation.finish())
+        asyncio.run(generation.run_to_end())
     assert (caught.value.status, caught.value.code) == (500, "logits_not_finite")
 
 

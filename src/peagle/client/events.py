@@ -33,7 +33,7 @@ class EventReader:
                 self._data.append(line[5:].strip())
                 self._num_bytes += len(line)
             elif self._data and line in (b"", b"\r"):
-                complete += self._take()
+                complete += self._pop_event()
         if self._num_bytes + len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return complete
@@ -42,7 +42,7 @@ class EventReader:
         """Return the data of the last event if only its end is missing; drop half an event."""
         return [data for data in self.feed(b"\n\n") if data == DONE or _is_json(data)]
 
-    def _take(self) -> list[bytes]:
+    def _pop_event(self) -> list[bytes]:
         data = b"\n".join(self._data)
         self._data, self._num_bytes = [], 0
         return [data] if data else []

@@ -91,7 +91,7 @@ class ShardFile:
             self._file.write(raw.data)
             self._at[name] += raw.nbytes
 
-    def finish(self) -> str:
+    def close(self) -> str:
         """Move the whole file to its place, and return its SHA-256."""
         self._file.close()
         ends = [*sorted(self._layout.begins.values())[1:], self._layout.size]
@@ -247,15 +247,15 @@ class FeatureWriter:
                 )
                 pending = submit(shard.put, self._encode(batch, target_states(target, batch)))
                 count(batch.num_tokens)
-            return submit(self._finish, plan, shard)
+            return submit(self._close_shard, plan, shard)
         except BaseException:
             wait([pending] if pending is not None else [])
             shard.abort()
             raise
 
-    def _finish(self, plan: ShardPlan, shard: ShardFile) -> None:
+    def _close_shard(self, plan: ShardPlan, shard: ShardFile) -> None:
         try:
-            digest = shard.finish()
+            digest = shard.close()
         except BaseException:
             shard.abort()
             raise

@@ -66,11 +66,11 @@ class Writer(Protocol):
     is_chat: bool
 
     def samples(
-        self, take: Callable[[], int | None], judge: Callable[[str], str | None]
+        self, issue: Callable[[], int | None], judge: Callable[[str], str | None]
     ) -> Iterator[WrittenSample]:
         """Yield samples in the order in which they are finished.
 
-        `take` gives the number of the next one, None if no other is needed for now. `judge` says
+        `issue` gives the number of the next one, None if no other is needed for now. `judge` says
         why a text is dropped; no further turn follows such a text.
         """
         ...
@@ -151,7 +151,7 @@ def synthesize(
         watch(progress)
         write_side(output, {**facts, "kind": "synthesize", "options": dict(options)})
         start = time.perf_counter()
-        for sample in writer.samples(log.take, judge):
+        for sample in writer.samples(log.issue, judge):
             log.put(sample)
             progress.seconds = time.perf_counter() - start
             watch(progress)
@@ -208,7 +208,7 @@ class _Log:
         """Whether the output has what was asked for."""
         return self.progress.kept >= self.progress.count
 
-    def take(self) -> int | None:
+    def issue(self) -> int | None:
         """Return the number of the next sample, None if those under way are likely to do."""
         progress = self.progress
         missing = progress.count - progress.kept
@@ -343,7 +343,7 @@ class LocalWriter:
         self._document_start: list[int] = [begin]
 
     def samples(
-        self, take: Callable[[], int | None], judge: Callable[[str], str | None]
+        self, issue: Callable[[], int | None], judge: Callable[[str], str | None]
     ) -> Iterator[WrittenSample]:
         """Yield samples as they are finished, and keep the engine's batch full."""
         going_on: deque[_Running] = deque()
@@ -351,7 +351,7 @@ class LocalWriter:
         def take_request() -> BatchedRequest[_Running] | None:
             if going_on:
                 return self._request(going_on.popleft())
-            if (number := take()) is None:
+            if (number := issue()) is None:
                 return None
             systems = self._systems
             system = systems[number % len(systems)] if systems else None

@@ -192,7 +192,7 @@ def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> 
         environment=entry.environment if entry else {},
         vllm_flags=_spread(flags, source, instance_type),
     )
-    return _finish(base, request, lookups)
+    return _complete(base, request, lookups)
 
 
 def changed_deployment(
@@ -226,10 +226,10 @@ def changed_deployment(
         sets_count=request.instance_count is not None,
         vllm_flags=flags,
     )
-    return _finish(changed, request, lookups)
+    return _complete(changed, request, lookups)
 
 
-def _finish(base: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
+def _complete(base: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
     """Return the deployment with all options and with its places in S3, checked."""
     d = _with_options(base, request)
     _check(d)

@@ -1,8 +1,8 @@
 """K of a step: the drafts of each sequence that it verifies, by a schedule or by the load.
 
 Of chains K is the length, of trees the number of nodes for each sequence, which the sequences of a
-step share (`kernels.trees.growth.share_nodes`). For drafts that are an argmax no output depends on
-K: the target's own token decides at every row, and a draft that is not verified only ends a step
+step share (`kernels.trees.growth.allocate_nodes`). For drafts that are an argmax no output depends
+on K: the target's own token decides at every row, and a draft that is not verified only ends a step
 earlier. So K may change at every step, by whatever is known.
 """
 

@@ -136,7 +136,7 @@ class IncrementalDetokenizer:
         return new
 
     def _decode_window(self, token_ids: list[int], final: bool) -> str:
-        self._take(token_ids)
+        self._append(token_ids)
         if final:
             self._num_ready = len(self._window)
         text = self._decode(self._window[: self._num_ready])
@@ -152,7 +152,7 @@ class IncrementalDetokenizer:
             self._move_window(self._num_context)
         return new
 
-    def _take(self, token_ids: list[int]) -> None:
+    def _append(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
             kind = self._kinds.get(token_id)
             if kind is None:

@@ -32,7 +32,7 @@ from peagle.engine.sequence import Sequence
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.kernels.paths import row_depths
 from peagle.kernels.sampling.probabilities import at_least_float32
-from peagle.kernels.trees.growth import share_nodes
+from peagle.kernels.trees.growth import allocate_nodes
 from peagle.kernels.trees.survival import SURELY_VERIFIED, Survival
 from peagle.kernels.upload import upload_ints
 from peagle.models.correction import DraftCorrection
@@ -85,7 +85,7 @@ def make_drafting(
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
 
 
-def keeps_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
+def has_fixed_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
     """Return whether a request keeps its K under load.
 
     Where drafts are drawn its output depends on them: with a seed it must not depend on the load as
@@ -242,7 +242,7 @@ class HeadDrafting(Drafting):
             step = replace(step, constraint=constraint)
         drafts = self.proposer.propose(step)
         if drafts.parents_BK is not None and drafts.scores_BK is not None:
-            self._plant(readings, drafts, drafts.parents_BK, drafts.scores_BK)
+            self._set_trees(readings, drafts, drafts.parents_BK, drafts.scores_BK)
             return
         tokens, probs_BKV = drafts.tokens_BK.tolist(), drafts.probs_BKV
         for row, reading in enumerate(readings):
@@ -250,7 +250,7 @@ class HeadDrafting(Drafting):
                 reading.sequence.drafts = tokens[row][: drafts.lens[row]]
                 reading.sequence.draft_probs_KV = None if probs_BKV is None else probs_BKV[row]
         if constraint is not None:
-            constraint.finish()
+            constraint.restore_states()
 
     @torch.inference_mode()
     def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
@@ -290,7 +290,7 @@ class HeadDrafting(Drafting):
         features_TA = torch.cat([kept_NA for _, kept_NA in missed])
         self.proposer.read(_proposer_input(readings, features_TA))
 
-    def _plant(
+    def _set_trees(
         self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor, scores_BN: Tensor
     ) -> None:
         """Leave trees on their sequences, cut to the slots of the context.
@@ -397,12 +397,12 @@ class HeadDrafting(Drafting):
         depths_BN = torch.tensor([some + [0] * (width - len(some)) for some in depths])
         survival_BN = Survival(survival.weights_D2.cpu())(scores_BN, depths_BN)
         survival_BN[[s.draws_chain for s in sequences]] = SURELY_VERIFIED
-        return share_nodes(survival_BN, torch.tensor(counts), budget).tolist()
+        return allocate_nodes(survival_BN, torch.tensor(counts), budget).tolist()
 
     def most_drafts_of(self, sequence: Sequence) -> int:
         if (trees := self.proposer.trees) is not None:
             return trees.depth(self.most_drafts)
-        return MAX_SPECULATIVE_TOKENS if sequence.keeps_k else self.most_drafts
+        return MAX_SPECULATIVE_TOKENS if sequence.has_fixed_k else self.most_drafts
 
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor
@@ -418,7 +418,9 @@ class HeadDrafting(Drafting):
         if not sequence.num_speculative_tokens:
             return None
         if not self.most_drafts_of(sequence):
-            self._keep(sequence, pass_start, features_TA[row : row + max(end - pass_start, 0)])
+            self._put_features(
+                sequence, pass_start, features_TA[row : row + max(end - pass_start, 0)]
+            )
             return None
         first = _first_unread(sequence, pass_start)
         if first >= end:
@@ -426,7 +428,7 @@ class HeadDrafting(Drafting):
         sequence.num_drafter_tokens = end
         return _Reading(sequence, first, end, row + first - pass_start, k)
 
-    def _keep(self, sequence: Sequence, start: int, features_NA: Tensor) -> None:
+    def _put_features(self, sequence: Sequence, start: int, features_NA: Tensor) -> None:
         """Keep the features of the positions from `start` on while a sequence does not draft."""
         ring = sequence.pending_features
         if not len(features_NA):

@@ -15,7 +15,7 @@ from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, DecodeSeconds
-from peagle.engine.drafting import HeadDrafting, draws_chain, keeps_k, make_drafting
+from peagle.engine.drafting import HeadDrafting, draws_chain, has_fixed_k, make_drafting
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare
@@ -220,7 +220,7 @@ class LLMEngine:
         if graphs.most_prompt_tokens is not None:
             self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)
         return Pipeline(
-            graphs, self.scheduler, self._take, self._take_drafts, self._prepare_grammars
+            graphs, self.scheduler, self._append_tokens, self._set_drafts, self._prepare_grammars
         )
 
     def add_request(
@@ -277,7 +277,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
             draws_chain=draws_chain(params, self.speculative),
-            keeps_k=keeps_k(params, self.speculative),
+            has_fixed_k=has_fixed_k(params, self.speculative),
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
         if needed > self.blocks.num_blocks:
@@ -518,7 +518,7 @@ class LLMEngine:
         pipeline = self._pipeline
         if pipeline is None:
             return
-        pipeline.take_drafts()
+        pipeline.read_drafts()
         if self._untimed is not None:
             self._depth.record(*self._untimed, pipeline.runner.last_seconds)
             self._untimed = None
@@ -604,7 +604,7 @@ class LLMEngine:
             if is_broken:
                 self._fail_broken(sequence)
 
-    def _take(self, sequence: Sequence, report: RowTokens) -> None:
+    def _append_tokens(self, sequence: Sequence, report: RowTokens) -> None:
         """Give a sequence the tokens of a step that ran as a graph."""
         sequence.num_computed_tokens += 1
         if report.new_token_ids[-1] < 0:
@@ -621,7 +621,7 @@ class LLMEngine:
                 sequence.num_drafter_tokens = min(sequence.num_computed_tokens, self.max_draft_len)
         self._settle(sequence)
 
-    def _take_drafts(self, sequence: Sequence, report: RowDrafts) -> None:
+    def _set_drafts(self, sequence: Sequence, report: RowDrafts) -> None:
         """Give a sequence the drafts of such a step."""
         if sequence.num_speculative_tokens:
             sequence.drafts = report.token_ids

@@ -224,7 +224,7 @@ class Scheduler:
 
         A block begins there, so that an equal prompt can share all that the drafter has read.
         """
-        if self.draft_window is None or sequence.keeps_k:
+        if self.draft_window is None or sequence.has_fixed_k:
             return 0
         num_before = max(0, sequence.num_prompt_tokens - self.draft_window)
         return num_before // self.blocks.block_size * self.blocks.block_size
@@ -235,7 +235,9 @@ class Scheduler:
         Half the window behind them is enough for it, or a prompt that is a little shorter than the
         one before it would share few of its blocks.
         """
-        if not sequence.num_speculative_tokens or (self.drafting_pauses and not sequence.keeps_k):
+        if not sequence.num_speculative_tokens or (
+            self.drafting_pauses and not sequence.has_fixed_k
+        ):
             return len(sequence)
         if self.draft_window is None or not self._window_start(sequence):
             return 0

@@ -73,7 +73,7 @@ class TreeRecord:
     """How many tokens a step brings a sequence at each number of nodes, by the latest trees.
 
     A tree of n nodes brings 1 + the sum of its nodes' survival. Of the latest trees as many as run
-    together share their nodes (`kernels.trees.growth.share_nodes`), so that n is the mean of each.
+    together share their nodes (`trees.growth.allocate_nodes`), so that n is the mean of each.
     Before there is a record a tree of n nodes is taken for a chain of n drafts of a good head. A
     record that nothing is added to fades to that over thousands of steps. Steps of few nodes draft
     trees of less depth (`CandidateTrees.depth`), which tell little of larger ones: a size is judged

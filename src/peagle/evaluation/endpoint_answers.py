@@ -130,7 +130,7 @@ def _streamed(reply: Reply) -> Answer:
         error = _PROBLEMS[reply.problem or "cut"]
     count = usage.num_tokens
     if not has_steps and not has_usage:
-        _share_out(parts, len(parts) if count is None else count)
+        _allocate_tokens(parts, len(parts) if count is None else count)
     steps = [part.step for part in parts if part.step is not None]
     return Answer(
         text="".join(part.answer for part in parts),
@@ -146,7 +146,7 @@ def _streamed(reply: Reply) -> Answer:
     )
 
 
-def _share_out(parts: list[_OutputPart], count: int) -> None:
+def _allocate_tokens(parts: list[_OutputPart], count: int) -> None:
     """Divide tokens among parts by their characters; the first has at least one."""
     total = sum(len(part.text) for part in parts)
     so_far = given = 0

@@ -68,7 +68,7 @@ class _Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self.answer.sent_s = self.answer.ended_s = time.perf_counter()
         if self.transport is None or not self.is_open:
-            self._finish("unanswered")
+            self._end("unanswered")
         else:
             self.transport.write(request)
         try:
@@ -98,16 +98,16 @@ class _Connection(asyncio.Protocol):
         try:
             next(self._parser)
         except StopIteration:
-            self._finish("")
+            self._end("")
         except (ValueError, IndexError):  # no HTTP, no size of a chunk, or an endless event
-            self._finish("cut" if self.answer.status else "unanswered")
+            self._end("cut" if self.answer.status else "unanswered")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         if not self.answer.status:
-            self._finish("unanswered")
+            self._end("unanswered")
         else:
-            self._finish("cut" if self._is_framed else "")
+            self._end("cut" if self._is_framed else "")
 
     def _parse(self) -> Generator[None]:
         """Read the answer from the bytes so far; each yield waits for more of them."""
@@ -147,7 +147,7 @@ class _Connection(asyncio.Protocol):
                 return
             yield
 
-    def _finish(self, problem: str) -> None:
+    def _end(self, problem: str) -> None:
         if self._done is not None and not self._done.done():
             self.answer.events += [(self.answer.ended_s, data) for data in self._reader.end()]
             self.answer.body = bytes(self._body)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from peagle.models.compilation import CompiledLayers, compile_layers, keep_compiled_code
+from peagle.models.compilation import CompiledLayers, cache_compiled_code, compile_layers
 from peagle.models.drafter import Drafter
 from peagle.models.fusion import fuse
 from peagle.models.packed_layers import use_experts
@@ -64,7 +64,7 @@ def accelerate_target(
     """
     if target.compiled is None:
         if backend == "inductor":
-            keep_compiled_code()
+            cache_compiled_code()
             use_experts(target.model)
             use_routers(target.model)
         fuse(target.model)

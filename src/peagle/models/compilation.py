@@ -315,7 +315,7 @@ def compile_layers(
         mode: of `torch.compile`.
     """
     if backend == "inductor":
-        keep_compiled_code()
+        cache_compiled_code()
     from torch._dynamo import config as dynamo_config
 
     for name in ("recompile_limit", "accumulated_recompile_limit"):
@@ -337,7 +337,7 @@ def cache_folder() -> Path:
     return Path(named) if named else Path.home() / ".cache" / "peagle"
 
 
-def keep_compiled_code() -> None:
+def cache_compiled_code() -> None:
     """Let Inductor and Triton keep code and autotuning results below `cache_folder()`.
 
     Call it before either compiles anything, so that both look in one place. A variable that the

@@ -56,7 +56,7 @@ class FusedProjections(nn.Module, ABC):
     def tensors(self, rows: slice) -> dict[str, Tensor]:
         """Views of the weight and the bias of some outputs, where they are stored plainly."""
 
-    def take(self, index: int, x: Tensor) -> Tensor:
+    def project(self, index: int, x: Tensor) -> Tensor:
         """Return the columns of projection `index` for the input `x`, computed with the first call.
 
         Another input object, or the same projection again, starts a new product.
@@ -127,7 +127,7 @@ class FusedPart(nn.Module):
         self.in_features, self.out_features = fused.in_features, fused.sizes[index]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._fused[0].take(self._index, x)
+        return self._fused[0].project(self._index, x)
 
     @property
     def weight(self) -> Tensor:

@@ -101,7 +101,7 @@ class _Completions(GenerationAnswer):
         return usage_of(self.generation.ordered, report=self.report)
 
     async def whole(self) -> dict[str, Any]:
-        await self.generation.finish()
+        await self.generation.run_to_end()
         outputs = self.generation.outputs
         choices = [await self.choice(at[0], outputs[at]) for at in sorted(outputs)]
         return {**self.head, "choices": choices, "usage": self.usage()}

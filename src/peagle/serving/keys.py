@@ -181,7 +181,7 @@ class Bucket:
         # A billionth, so that rounding refuses no client that waited for `Retry-After`.
         return max(0.0, (level - self.level(now)) * 60 / self.size - 1e-9)
 
-    def take(self, amount: float, now: float) -> None:
+    def consume(self, amount: float, now: float) -> None:
         """Take from the bucket; a negative amount gives back."""
         self._level = min(self.size, self.level(now) - amount)
 
@@ -242,13 +242,13 @@ class Lease:
                 f"{limit}. Try again in {wait_s:.1f} s, or set a lower max_tokens.",
                 wait_s,
             )
-        bucket.take(num_tokens, now)
+        bucket.consume(num_tokens, now)
         self._reserved = num_tokens
 
     def settle(self, num_tokens: int) -> None:
         """Give back what was reserved beyond the tokens that were used."""
         if self._reserved and self.account is not None and self.account.tokens is not None:
-            self.account.tokens.take(num_tokens - self._reserved, self.clock())
+            self.account.tokens.consume(num_tokens - self._reserved, self.clock())
         self._reserved = 0
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ class Quotas:
                     wait_s,
                     account.headers(now),
                 )
-            bucket.take(1, now)
+            bucket.consume(1, now)
         account.num_open += 1
         return Lease(account, self.clock)
 

@@ -143,7 +143,7 @@ class _Response(GenerationAnswer):
         }
 
     async def whole(self) -> dict[str, Any]:
-        (output,) = await self._generation.finish()
+        (output,) = await self._generation.run_to_end()
         deltas = self._reader.add(output.text, final=True)
         for _ in (*self._items.add(deltas), *self._items.close(_status(output))):
             pass

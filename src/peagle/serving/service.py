@@ -319,7 +319,7 @@ class Generation:
             lease.settle(num_prompt_tokens + self._num_tokens)
             self._report_end(num_prompt_tokens, status, failure)
 
-    async def finish(self) -> list[RequestOutput]:
+    async def run_to_end(self) -> list[RequestOutput]:
         """Run to the end; return all outputs, by prompt, then by output.
 
         They have the log-probabilities of their tokens, and the first of each prompt has those of

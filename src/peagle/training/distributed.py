@@ -91,7 +91,7 @@ class Processes:
         dist.all_reduce(answer, dist.ReduceOp.MAX)
         return int(answer)
 
-    def share(self, count: int) -> range:
+    def own_indices(self, count: int) -> range:
         """Indices of this process's share of `count` things."""
         return range(self.rank, count, self.world_size)
 

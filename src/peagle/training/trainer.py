@@ -250,7 +250,7 @@ class Trainer:
                 break
             if stopping and self.step < steps:
                 raise TrainingStopped(self.step, steps)
-        return self._finish()
+        return self._write_record()
 
     def validate(self) -> TrainingReport | None:
         """Loss and simulated acceptance on every element of the validation data.
@@ -265,7 +265,7 @@ class Trainer:
             self.validation, data.batch_tokens, data.length_multiple, run.validation_batches
         )
         window = ValidationWindow(config.method.depth, self.device, run.validation_temperature)
-        own = self.processes.share(len(stream))
+        own = self.processes.own_indices(len(stream))
         source = self.inputs.source(lambda index: stream.at(own[index]), "validation")
         for batch, states in source.range(0, len(own)):
             window.add(self._step.evaluate(batch, states), batch)
@@ -602,7 +602,7 @@ class Trainer:
             "best": self.selection.best,
         }
 
-    def _finish(self) -> dict[str, Any]:
+    def _write_record(self) -> dict[str, Any]:
         """Write the record of the run, beside the head and with it."""
         record = self._record()
         if self.processes.is_first:

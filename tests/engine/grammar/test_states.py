@@ -324,7 +324,7 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
     if not pruned:
         assert grammar.lens == full_lens
     assert all(have <= full for have, full in zip(grammar.lens, full_lens))
-    grammar.finish()
+    grammar.restore_states()
     assert [None if s is None else allowed(s) for s in states] == before
     cut = [tokens[:length] for tokens, length in zip(drafts, grammar.lens)]
     # The masks made while drafting are those that verify the drafts, or the first of them.

@@ -34,7 +34,7 @@ pytest.importorskip("triton")
 from peagle.engine.step import decode_step
 from peagle.engine.step.trees import DecodeTrees
 
-PLANT = DecodeTrees.plant
+WRITE_TREES = DecodeTrees.write_trees
 
 pytestmark = pytest.mark.usefixtures("graphs_everywhere")
 interpreted = pytest.mark.skipif(
@@ -113,9 +113,9 @@ def plant_answers(
         proposer.propose = lambda step: planted(step, propose(step))
         return seen
     runner: Any = pipeline.runner
-    plant = PLANT
+    write_trees = WRITE_TREES
 
-    def plant_other(
+    def write_other(
         self: DecodeTrees,
         tokens_BN: torch.Tensor,
         parents_BN: torch.Tensor,
@@ -135,9 +135,9 @@ def plant_answers(
         step = SimpleNamespace(histories=histories, num_drafts=depths)
         drafts = planted(step, Drafts(tokens_BN, lens, parents_BK=parents_BN))
         assert drafts.parents_BK is not None
-        plant(self, drafts.tokens_BK, drafts.parents_BK, scores_BN)
+        write_trees(self, drafts.tokens_BK, drafts.parents_BK, scores_BN)
 
-    monkeypatch.setattr(DecodeTrees, "plant", plant_other)
+    monkeypatch.setattr(DecodeTrees, "write_trees", write_other)
     return seen
 
 

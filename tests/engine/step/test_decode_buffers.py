@@ -284,9 +284,9 @@ def test_outputs_of_a_pass_are_kept(device: torch.device) -> None:
     buffers = make_buffers(device)
     for count in (5, 3):
         outputs = [torch.randn(count, width, device=device) for width in (4, 6)]
-        kept = buffers.keep(outputs)
+        kept = buffers.copy_outputs(outputs)
         assert all(one.equal(other) for one, other in zip(kept, outputs, strict=True))
-    assert kept[0].data_ptr() == buffers.keep([o[:1] for o in outputs])[0].data_ptr()
+    assert kept[0].data_ptr() == buffers.copy_outputs([o[:1] for o in outputs])[0].data_ptr()
 
 
 # ---- drawn drafts ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, Sequence
 from peagle.engine.depth import DecodeSeconds, ScheduledDepth
-from peagle.engine.drafting import keeps_k
+from peagle.engine.drafting import has_fixed_k
 from peagle.engine.features import FeatureRing
 from peagle.engine.outputs import SequenceOutput, StreamChunk
 from peagle.engine.requests import Requests
@@ -85,7 +85,7 @@ def test_which_steps_follow_the_one_before_with_nothing_between(
     assert not steps.step(), "a prompt, in the step's pass or before it"
     steps.run_to_the_end()
     device = steps.device
-    steps.pipeline.take_drafts()
+    steps.pipeline.read_drafts()
     assert device.num_mixed == num_mixed
     assert device.num_reads - device.num_following == 2 - num_mixed, "the first step follows none"
 
@@ -213,14 +213,14 @@ def test_restarts_when_something_changes_while_a_step_is_read(
     """One ends by itself, which alone would not matter, and another is cancelled on that."""
     steps = Steps([5] + [20] * 7, max_num_seqs=8)
     first, last = steps.sequences[0], steps.sequences[-1]
-    take = steps.pipeline._take
+    append = steps.pipeline._append_tokens
 
     def cancel_too(sequence: Sequence, report: RowTokens) -> None:
-        take(sequence, report)
+        append(sequence, report)
         if first.is_finished:
             steps.engine.cancel(last)
 
-    monkeypatch.setattr(steps.pipeline, "_take", cancel_too)
+    monkeypatch.setattr(steps.pipeline, "_append_tokens", cancel_too)
     while not first.is_finished:
         steps.step()
     assert last.finish_reason == "cancelled"
@@ -407,7 +407,7 @@ def test_drawn_drafts_of_a_seed_keep_a_step_out_of_the_graphs(
         depth = ScheduledDepth(lambda n, k=k: k)
         graphs = GraphRunner(buffers, unused, 4, 100, depth, unused, unused, None, unused)
         sequence = sequence_with(params=params)
-        sequence.keeps_k = keeps_k(params, speculative)
+        sequence.has_fixed_k = has_fixed_k(params, speculative)
         sequence.num_speculative_tokens = 2
         assert graphs.obstacle([sequence]) == (reason if k == 1 else None)
 

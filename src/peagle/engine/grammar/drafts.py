@@ -201,7 +201,7 @@ class DraftGrammar:
                 self.lens[b] += 1
         self._fill_column(tokens)
 
-    def finish(self) -> None:
+    def restore_states(self) -> None:
         """Put the states back to where they were; busy ones go back when their call has ended."""
         for b, state in enumerate(self._states):
             if state is not None and self._masks[b] and state.is_free and not self._was_busy[b]:

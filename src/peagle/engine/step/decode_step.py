@@ -323,7 +323,7 @@ class DecodeBuffers:
         if self.drawn is not None:
             self.drawn.move(from_N, to_N)
 
-    def keep(self, outputs: SequenceOf[Tensor]) -> list[Tensor]:
+    def copy_outputs(self, outputs: SequenceOf[Tensor]) -> list[Tensor]:
         """Copy a pass's outputs, T rows each, to where other parts of the step read them.
 
         Return the copies. The buffers get their widths and types from the first pass.
@@ -340,9 +340,9 @@ class DecodeBuffers:
 class DecodeStep:
     """The parts of a step over the first rows of the buffers, in their order.
 
-    `run_target`, `find_own_tokens`, `finish`: each can be captured, but not where rules of requests
-    change the target's own tokens. In place of `run_target`, a pass that computes more rows can run
-    between its two halves, `begin` and `take`.
+    `run_target`, `find_own_tokens`, `verify`, `draft`: each can be captured, but not where rules of
+    requests change the target's own tokens. In place of `run_target`, a pass that computes more
+    rows can run between its two halves, `build_batch` and `set_outputs`.
 
     Args:
         target: the target, its KV caches set.
@@ -417,9 +417,9 @@ class DecodeStep:
     @torch.inference_mode()
     def run_target(self) -> None:
         """Run the target over the newest tokens and the drafts."""
-        self.begin()
+        self.build_batch()
         num_rows = len(self.batch.tokens_R)
-        self.take(
+        self.set_outputs(
             self._passes(
                 self.batch,
                 self.rows.block_tables_BM,
@@ -430,13 +430,13 @@ class DecodeStep:
         )
 
     @torch.inference_mode()
-    def begin(self) -> None:
+    def build_batch(self) -> None:
         """Make the batch of the newest tokens and the drafts."""
         own, batch, sizes = self.rows, self.batch, self.buffers.sizes
         state = own.state
         begin_step(own.active_B, state, self.running_B, self._num_drafted_B, self._times)
         if self.trees is not None:
-            self.trees.share()
+            self.trees.allocate_nodes()
             self._num_drafted_B.copy_(state.num_drafts_B)
         build_target_batch(
             state.last_tokens_B,
@@ -450,17 +450,17 @@ class DecodeStep:
             max_model_len=sizes.max_model_len,
         )
         if self.trees is not None:
-            self.trees.begin()
+            self.trees.place_rows()
 
     @torch.inference_mode()
-    def take(self, outputs: SequenceOf[Tensor]) -> None:
+    def set_outputs(self, outputs: SequenceOf[Tensor]) -> None:
         """Keep what the target gives for the batch: hidden states and features, T rows each."""
-        self.hidden_TH, self._features_TA = self.buffers.keep(outputs)
+        self.hidden_TH, self._features_TA = self.buffers.copy_outputs(outputs)
         if self.kept_SCA is not None:
-            self._keep(self._features_TA, self.kept_SCA)
+            self._put_features(self._features_TA, self.kept_SCA)
         stamp(self._times, Stamp.TARGET_DONE)
 
-    def _keep(self, features_TA: Tensor, kept_SCA: Tensor) -> None:
+    def _put_features(self, features_TA: Tensor, kept_SCA: Tensor) -> None:
         """Put features into the sequences' rings; those of padding go to the last ring."""
         batch, capacity = self.batch, kept_SCA.shape[1]
         slots_T = self.rows.feature_slots_B[batch.sequences_R]
@@ -677,7 +677,7 @@ class CapturedDraft:
             grown = self._growth(logits_NJV, states_NJW, depths_N)
             if self._step.draws:
                 self._choose_chains(logits_NJV, states_NJW, first)
-            trees.plant(*grown, self._chain_BK if self._step.draws else None)
+            trees.write_trees(*grown, self._chain_BK if self._step.draws else None)
         else:
             self._choose_chains(logits_NJV, states_NJW, first)
 

@@ -58,7 +58,7 @@ class MixedPass:
             max_query_len, max_seq_len: of the prompts, as `Passes` takes them.
             visible_R: of candidate trees; prompts have none, and the step has its own.
         """
-        step.begin()
+        step.build_batch()
         own, tables_BM = step.batch, step.rows.block_tables_BM
         num_rows, width = len(own.tokens_R), tables_BM.shape[1]
         # The padding behind the step's rows is a sequence without a context: it sees nothing.
@@ -82,5 +82,5 @@ class MixedPass:
             max_seq_len=max(max_seq_len, step.buffers.sizes.max_model_len),
             visible_R=seen_R,
         )
-        step.take([output[:num_rows] for output in outputs])
+        step.set_outputs([output[:num_rows] for output in outputs])
         return tuple(output[num_rows:] for output in outputs)

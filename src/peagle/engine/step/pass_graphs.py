@@ -135,7 +135,7 @@ class _Pass:
             self._hidden_RD = hidden_1D.new_zeros(num_rows, hidden_1D.shape[1])
         self._visible_R = torch.zeros_like(self._batch.tokens_R) if has_trees else None
         self._outputs: tuple[Tensor, ...] = ()
-        self._replay = capture(self._keep_outputs)
+        self._replay = capture(self._set_outputs)
 
     def find_least_rows(self) -> None:
         """Measure from how many rows on the graph pays."""
@@ -156,7 +156,7 @@ class _Pass:
             seconds.append(time.perf_counter() - start_s)
         return seconds[0] > seconds[1]
 
-    def _keep_outputs(self) -> None:
+    def _set_outputs(self) -> None:
         self._outputs = self._run()
 
     @torch.inference_mode()

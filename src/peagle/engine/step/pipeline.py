@@ -21,8 +21,8 @@ class Pipeline:
     """Decides when a step may be launched before the last one is read.
 
     Args:
-        take: called with each sequence and what a step verified of it.
-        take_drafts: called with each sequence and what a step drafted for it.
+        append_tokens: called with each sequence and what a step verified of it.
+        set_drafts: called with each sequence and what a step drafted for it.
         prepare: finds the masks of grammars, for the drafts that the host knows.
     """
 
@@ -30,14 +30,14 @@ class Pipeline:
         self,
         runner: GraphRunner,
         scheduler: Scheduler,
-        take: Callable[[Sequence, RowTokens], None],
-        take_drafts: Callable[[Sequence, RowDrafts], None],
+        append_tokens: Callable[[Sequence, RowTokens], None],
+        set_drafts: Callable[[Sequence, RowDrafts], None],
         prepare: Callable[[], None],
     ) -> None:
         self.runner = runner
         self._scheduler = scheduler
-        self._take = take
-        self._take_drafts = take_drafts
+        self._append_tokens = append_tokens
+        self._set_drafts = set_drafts
         self._prepare = prepare
         self._flight: Flight | None = None
         self._follows = False  # the step in flight runs right behind the one before it
@@ -90,7 +90,7 @@ class Pipeline:
 
         def meanwhile() -> None:
             self._read(flight, follows)
-            self.take_drafts()
+            self.read_drafts()
             self._prepare()
 
         if self._has_grammars:
@@ -128,10 +128,10 @@ class Pipeline:
         """Take the results of the step in flight, if there is one; the sequences then join anew."""
         flight, self._flight = self._flight, None
         self._read(flight, self._follows)
-        self.take_drafts()
+        self.read_drafts()
         self.runner.clear()
 
-    def take_drafts(self) -> None:
+    def read_drafts(self) -> None:
         """Take the drafts of the step whose tokens were taken, if they are not taken yet."""
         if self._drafting is None:
             return
@@ -139,11 +139,11 @@ class Pipeline:
         reports = self.runner.read_drafts(flight, follows=follows)
         for sequence, report in zip(flight.sequences, reports, strict=True):
             if sequence is not None and sequence.status is SequenceStatus.RUNNING:
-                self._take_drafts(sequence, report)
+                self._set_drafts(sequence, report)
 
     def _read(self, flight: Flight | None, follows: bool) -> None:
         """Take the tokens of a step, if there is one; `follows` as in `GraphRunner.read_drafts`."""
-        self.take_drafts()
+        self.read_drafts()
         if flight is None:
             return
         self._drafting = flight, follows
@@ -152,7 +152,7 @@ class Pipeline:
         for sequence, report in zip(flight.sequences, reports, strict=True):
             # One that was preempted meanwhile computes the same again.
             if sequence is not None and sequence.status is SequenceStatus.RUNNING:
-                self._take(sequence, report)
+                self._append_tokens(sequence, report)
                 num_ended += sequence.is_finished
                 num_left += not sequence.is_finished
         can_stay = num_left and not self._scheduler.waiting and self.runner.is_tight(num_left)

@@ -4,7 +4,7 @@ The rows of a sequence are a tree until the step has verified them. Then those o
 come first, and the rest of the step sees a chain. `ModelRunner.run` is the same over exact sizes.
 
 The trees share the rows of the step: which nodes it verifies, of all that were drafted, the step
-itself decides (`share`). Drafts are deterministic, so this changes no output.
+itself decides (`allocate_nodes`). Drafts are deterministic, so this changes no output.
 
 Some sequences may have chains of drawn drafts in place of trees. Rejection sampling says how many
 of these pass, and how many are verified depends on no draft.
@@ -24,7 +24,7 @@ from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.drafts.batches import TargetBatch
 from peagle.kernels.drafts.step_state import DecodeState
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.trees.growth import count_nodes, share_nodes
+from peagle.kernels.trees.growth import allocate_nodes, count_nodes
 from peagle.kernels.trees.paths_triton import Descent, descend, place_rows
 from peagle.kernels.trees.survival import LEAST_SCORE, SCORE_UNIT, SURELY_VERIFIED, Survival
 from peagle.models.target import TargetModel
@@ -85,7 +85,7 @@ class DecodeTrees:
         ]
         self._num_nodes_K = torch.tensor(sizes, device=device)
 
-    def share(self) -> None:
+    def allocate_nodes(self) -> None:
         """Leave each running sequence the nodes of its tree that the rows of the step verify.
 
         All rows take nodes, the most probable ones of all trees, but one for each sequence.
@@ -102,15 +102,15 @@ class DecodeTrees:
             survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
             if self._draws_B1 is not None:
                 survival_BN = torch.where(self._draws_B1 != 0, SURELY_VERIFIED, survival_BN)
-            num_nodes_B.copy_(share_nodes(survival_BN, num_nodes_B, budget))
+            num_nodes_B.copy_(allocate_nodes(survival_BN, num_nodes_B, budget))
 
-    def begin(self) -> None:
+    def place_rows(self) -> None:
         """Put the rows of the batch at the positions of their depths."""
         first_B = self._state.first_positions_B
         place_rows(self._parents_BN, first_B, self._batch, self.visible_T, self.depths_T)
 
     def paths_of(self, rows_M: Tensor, at_MJ: Tensor) -> TreePaths:
-        """Return the paths of the trees of some rows of the step, between `begin` and `descend`.
+        """Return the paths of the trees of some rows, between `place_rows` and `descend`.
 
         Args:
             at_MJ: where the batch has the rows of these trees. What it says of rows that a tree
@@ -146,14 +146,14 @@ class DecodeTrees:
         tokens_T.index_add_(0, at_BN.flatten(), change_BN.flatten())
         return torch.where(is_drawn_B1.squeeze(1), num_passed_B, num_nodes_B)
 
-    def plant(
+    def write_trees(
         self,
         tokens_BN: Tensor,
         parents_BN: Tensor,
         scores_BN: Tensor,
         chains_BK: Tensor | None = None,
     ) -> None:
-        """Take the trees that the next step may verify, as many nodes as have KV slots.
+        """Write the trees that the next step may verify, as many nodes as have KV slots.
 
         The state has K of each sequence, and gets the number of its nodes.
 

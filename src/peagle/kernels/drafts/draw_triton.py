@@ -63,7 +63,7 @@ class DrawScratch:
 
 
 @triton.jit
-def keep_draws_kernel(
+def write_draws_kernel(
     logits_ptr,
     row_stride,
     vocab_size,
@@ -159,7 +159,7 @@ def draw_drafts(
         first=first,
     )
     launch(
-        keep_draws_kernel,
+        write_draws_kernel,
         scratch.weights_RC.shape,
         logits_RV,
         logits_RV.stride(0),

@@ -40,8 +40,8 @@ _MANY = 256
 _MANY_IN_REGISTERS = 1024
 _REGISTERS = 1 << 16  # of a multiprocessor
 _ALIGNED = 16  # bytes of a copy, and what Triton looks for in a number
-_FINISHED = 1024  # outputs that one program finishes
-_SUMMED = 512  # outputs of a token that one program sums
+_EPILOGUE_OUTPUTS = 1024  # outputs that one program finishes
+_SUM_OUTPUTS = 512  # outputs of a token that one program sums
 _MAX_PLANNED = 4096  # assignments that one program orders
 
 
@@ -389,12 +389,12 @@ def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chose
         return F.grouped_mm(x_SK, unpack(weight, x_SK.dtype).mT, offs=ends)
 
     y_SN = product(x_TH[order_S // chosen], experts.gate_up)
-    inner_SI = _finish(y_SN, experts.gate_up_bias, experts.gate, expert_S)
+    inner_SI = _epilogue(y_SN, experts.gate_up_bias, experts.gate, expert_S)
     y_SH = product(inner_SI, experts.down)
-    return _finish(y_SH, experts.down_bias, None, expert_S, order_S)
+    return _epilogue(y_SH, experts.down_bias, None, expert_S, order_S)
 
 
-def _finish(
+def _epilogue(
     y_SN: Tensor,
     bias: Tensor | None,
     gate: Gate | None,
@@ -409,8 +409,8 @@ def _finish(
     count, n = y_SN.shape[0], y_SN.shape[1] // (2 if activation else 1)
     out = y_SN.new_empty(count, n)
     launch(
-        experts_triton.finish_kernel,
-        (count, -(-n // _FINISHED)),
+        experts_triton.epilogue_kernel,
+        (count, -(-n // _EPILOGUE_OUTPUTS)),
         out,
         y_SN,
         out if bias is None else bias,
@@ -419,7 +419,7 @@ def _finish(
         n,
         gate.alpha,
         gate.limit,
-        BLOCK=_FINISHED,
+        BLOCK=_EPILOGUE_OUTPUTS,
         GATE=activation,
         HAS_BIAS=bias is not None,
         HAS_PLACE=place_S is not None,
@@ -437,12 +437,12 @@ def weighted_sum(y_SN: Tensor, weight_TC: Tensor) -> Tensor:
     if num_tokens:
         launch(
             experts_triton.weighted_sum_kernel,
-            (num_tokens, -(-n // _SUMMED)),
+            (num_tokens, -(-n // _SUM_OUTPUTS)),
             out,
             y_SN,
             weight_TC.contiguous(),
             n,
-            BLOCK=_SUMMED,
+            BLOCK=_SUM_OUTPUTS,
             CHOSEN=chosen,
             num_warps=2,
         )

@@ -316,7 +316,7 @@ def grouped_kernel(
 
 
 @triton.jit
-def finish_kernel(
+def epilogue_kernel(
     out_ptr,  # [S, N]
     y_ptr,  # [S, N or 2N], contiguous; 2N with a gate
     bias_ptr,  # [E, N or 2N]

@@ -188,7 +188,7 @@ def count_nodes(depth: int, num_parallel_trees: int, max_nodes: int, vocab_size:
     return min(total, max_nodes)
 
 
-def share_nodes(survival_BN: Tensor, num_nodes_B: Tensor, budget: int) -> Tensor:
+def allocate_nodes(survival_BN: Tensor, num_nodes_B: Tensor, budget: int) -> Tensor:
     """Return how many nodes of each tree are verified if all trees share a budget, int64 [B].
 
     The nodes of all trees stand in one order, by survival, and the first ones that fit the budget

@@ -20,8 +20,8 @@ from peagle.models.checkpoint.ends import ENDS, FROM_TARGET_KEY
 from peagle.models.checkpoint.formats import HeadFormat, verifier_of
 from peagle.models.checkpoint.head import (
     check_fits,
+    fill_ends,
     kept_tokens,
-    take_from_target,
     write_head,
 )
 from peagle.models.checkpoint.packed import (
@@ -122,7 +122,7 @@ def convert_head(
     _check_destination(source, destination, force=force)
     config, facts = head.config, dict(head.facts)
     if head.from_target:
-        _take_ends(source, head, tensors, target)
+        _fill_ends(source, head, tensors, target)
     elif target is not None:
         facts["verifier"] = {"name_or_path": target, "architectures": []}
     notes = _notes(config, format, verifier_of(facts).get("name_or_path"))
@@ -187,7 +187,7 @@ def compact_head(
     return _finished(source, destination, "compact", head, facts, tensors, [], types)
 
 
-def _take_ends(
+def _fill_ends(
     source: Path, head: StoredHead, tensors: dict[str, Tensor], target: str | None
 ) -> None:
     """Put the ends of a compact head into its tensors, from the target.
@@ -205,7 +205,7 @@ def _take_ends(
     check_fits(head.config, ends, str(source))
     if (fingerprint := head.fingerprint) is not None:
         fingerprint.check(ends, str(source))
-    take_from_target(tensors, head.config, ends)
+    fill_ends(tensors, head.config, ends)
 
 
 def _whole(name: str, value: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def load_drafter(
     if check_target and (fingerprint := head.fingerprint) is not None:
         fingerprint.check(target, str(folder))
     tensors, packed = head.read_tensors(folder)
-    take_from_target(tensors, config, target)
+    fill_ends(tensors, config, target)
     with torch.device("meta"):  # where weights cost nothing to make
         drafter = Drafter(config).to(dtype or target.dtype)
     drafter.to_empty(device=target.device)
@@ -182,9 +182,7 @@ def load_drafter(
     return drafter.requires_grad_(False).eval()
 
 
-def take_from_target(
-    tensors: dict[str, Tensor], config: DrafterConfig, target: TargetFacts
-) -> None:
+def fill_ends(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetFacts) -> None:
     """Put the target's rows in the place of the ends that a head does not store, and t2d."""
     draft_ids = None
     if config.is_pruned:
