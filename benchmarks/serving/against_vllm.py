@@ -64,7 +64,7 @@ from traffic import (
 )
 
 from peagle.backends.vllm.installation import find_vllm
-from peagle.bundled import PAIRS, expand_bundled
+from peagle.bundled import PAIR_NAMES, expand_bundled
 from peagle.errors import UserError
 
 LOADS = (
@@ -93,7 +93,9 @@ def parse_args() -> argparse.Namespace:
     prepare, run, show = (commands.add_parser(name) for name in ("prepare", "run", "table"))
     for one in (prepare, run):
         one.add_argument("--model", type=Path, required=True, help="folder of target and heads")
-    prepare.add_argument("--pair", choices=PAIRS, help="real weights and prompts (random weights)")
+    prepare.add_argument(
+        "--pair", choices=PAIR_NAMES, help="real weights and prompts (random weights)"
+    )
     prepare.add_argument("--target", help="folder of the pair's target (the pair's, fetched)")
     prepare.add_argument("--shape", default="qwen3-8b", help="of benchmarks/shapes.py (qwen3-8b)")
     prepare.add_argument("--device", default="auto", help="where weights are made (auto)")

@@ -15,7 +15,7 @@ from typing import IO
 from peagle.errors import UserError
 
 LOCK_NAME = ".lock"
-_HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_HELD_ERRORS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -107,7 +107,7 @@ def lock(descriptor: int, path: Path, *, wait: bool = False) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
-        if error.errno in _HELD_ELSEWHERE:
+        if error.errno in _HELD_ERRORS:
             raise UserError(
                 f"Another process is writing {str(path)!r}; wait for it, or choose another output."
             ) from None

@@ -19,7 +19,7 @@ class CheckpointError(UserError):
 
 
 # Characters of a value that an error shows; what a client sends may have millions.
-_SHOWN = 200
+_SHOWN_CHARACTERS = 200
 
 
 def short_repr(value: object) -> str:
@@ -30,16 +30,16 @@ def short_repr(value: object) -> str:
     text = ""
     for part in _parts(value):
         text += part
-        if len(text) > _SHOWN + 2:  # of quotes
+        if len(text) > _SHOWN_CHARACTERS + 2:  # of quotes
             size = f" ({len(value)} characters)" if isinstance(value, str) else ""
-            return f"{text[:_SHOWN]}...{size}"
+            return f"{text[:_SHOWN_CHARACTERS]}...{size}"
     return text
 
 
 def _parts(value: Any) -> Iterator[str]:
     """Yield the repr of a value piece by piece."""
     if isinstance(value, str | bytes):
-        yield repr(value[: _SHOWN + 1])
+        yield repr(value[: _SHOWN_CHARACTERS + 1])
     elif type(value) in (list, tuple):
         yield "[" if type(value) is list else "("
         for i, element in enumerate(value):

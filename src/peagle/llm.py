@@ -14,7 +14,7 @@ from peagle.bundled import BUNDLED
 from peagle.chat import opens_thinking, render_chat, resolve_chat_template, with_answer
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.config.checks import did_you_mean, require, require_neutral
-from peagle.config.engine import OF_TARGET
+from peagle.config.engine import TARGET_DEFAULTS
 from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.detokenizer import split_output
 from peagle.engine.outputs import RequestOutput, StreamChunk
@@ -133,7 +133,7 @@ class LLM:
                 f"A loaded model was given, and target {target!r}, revision {revision!r}; leave "
                 "one or the other out."
             )
-        elif replace(config, **OF_TARGET) != config:
+        elif replace(config, **TARGET_DEFAULTS) != config:
             raise UserError(
                 f"A loaded model was given, and dtype {config.dtype!r}, device {config.device!r}, "
                 f"quantization {config.quantization!r}, kv_cache_dtype {config.kv_cache_dtype!r}; "

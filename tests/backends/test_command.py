@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from backends.conftest import HEAD, TARGET
 from peagle.backends.vllm.command import (
-    INSIDE,
+    MODULE_FOLDER,
     SAFE_ENVIRONMENT,
     VllmCommand,
     speculative_json,
@@ -160,7 +160,7 @@ def test_environment(gpu, cpu, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "of-somebody-else")
     found = vllm_command(VllmLaunch(TARGET, PEAGLE), gpu).variables()
     assert SAFE_ENVIRONMENT.items() <= found.items()
-    assert found["PYTHONPATH"] == f"{INSIDE}:/mine"
+    assert found["PYTHONPATH"] == f"{MODULE_FOLDER}:/mine"
     assert found["VLLM_USE_V2_MODEL_RUNNER"] == "0" and found["VLLM_API_KEY"] == ""
     assert not any(name.startswith("VLLM_CPU") for name in found)
     plain = vllm_command(VllmLaunch(TARGET), gpu).environment
@@ -175,7 +175,7 @@ def test_environment(gpu, cpu, monkeypatch):
 
 def test_nothing_else_lies_where_vllm_imports_from():
     """A module called server or command there would shadow one of vLLM's environment."""
-    names = {path.stem for path in INSIDE.glob("*.py")}
+    names = {path.stem for path in MODULE_FOLDER.glob("*.py")}
     assert names == {"peagle"}
 
 
@@ -186,7 +186,7 @@ keys = st.text(characters, min_size=16, max_size=40).map("SECRET{}".format)
 @settings(deadline=None, max_examples=50)
 @given(st.lists(keys, min_size=1, max_size=3, unique=True))
 def test_vllm_gets_digests_of_keys_alone(given_keys):
-    installation = VllmInstallation(INSIDE / "python", "0.32.0")
+    installation = VllmInstallation(MODULE_FOLDER / "python", "0.32.0")
     launch = VllmLaunch("m", host="0.0.0.0", keys=tuple(given_keys), port=1)
     command = vllm_command(launch, installation)
     for key in given_keys:

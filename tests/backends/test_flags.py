@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.backends.vllm.checks import _OURS, _REFUSED, _WHOLE, check_flags
+from peagle.backends.vllm.checks import _OWN_FLAGS, _REFUSED, _WHOLE_FLAGS, check_flags
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.errors import UserError
 
@@ -84,11 +84,11 @@ def test_has_flag():
 @given(st.data())
 def test_argparse_reads_no_more_than_is_refused(data):
     """vLLM reads its command line with argparse, dashes for underscores: the reference."""
-    flags = sorted({*_OURS, *_REFUSED})
+    flags = sorted({*_OWN_FLAGS, *_REFUSED})
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
     for flag in flags:
         parser.add_argument(flag, nargs="?", dest=flag, const="given")
-    for fine in _WHOLE:
+    for fine in _WHOLE_FLAGS:
         parser.add_argument(fine, nargs="?", dest=fine, const="given")
     flag = data.draw(st.sampled_from(flags))
     word = flag[: data.draw(st.integers(2, len(flag)))]

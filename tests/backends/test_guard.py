@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from peagle.backends.vllm.command import INSIDE, MIDDLEWARE, vllm_command
+from peagle.backends.vllm.command import MIDDLEWARE, MODULE_FOLDER, vllm_command
 from peagle.backends.vllm.facts import ENGINE_PATH, facts_of
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
@@ -170,7 +170,7 @@ def test_engine_facts() -> None:
 
 def test_rules_come_from_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = VllmLaunch("m", keys=(KEY,), max_body_bytes=7, allowed_origins=("https://a.b/",))
-    command = vllm_command(launch, VllmInstallation(INSIDE, "0.32.0"))
+    command = vllm_command(launch, VllmInstallation(MODULE_FOLDER, "0.32.0"))
     assert KEY not in str(command.environment.values())
     monkeypatch.setenv("PEAGLE_VLLM_GUARD", command.environment["PEAGLE_VLLM_GUARD"])
     guard = Guard(echo)
@@ -256,7 +256,7 @@ def alone() -> dict[str, Any]:
         (good, ["{", 60.0, "}"]),
         (good, ['{"temperature": "0.7"}']),
     ]
-    argv = [sys.executable, "-I", "-S", "-c", ALONE, str(INSIDE), MIDDLEWARE]
+    argv = [sys.executable, "-I", "-S", "-c", ALONE, str(MODULE_FOLDER), MIDDLEWARE]
     ran = subprocess.run(
         [*argv, json.dumps([rules, cases])], capture_output=True, text=True, timeout=300, env={}
     )
@@ -280,7 +280,7 @@ def test_python_3_10_reads_it(alone: dict[str, Any]) -> None:
     files = [Path(file) for name, file in alone["outside"].items() if name != "__main__"]
     newer = {"asyncio.timeout", "asyncio.TaskGroup", "asyncio.Runner", "datetime.UTC"}
     newer |= {"typing.Self", "typing.assert_never", "enum.StrEnum", "hashlib.file_digest"}
-    for file in [*files, *INSIDE.glob("*.py")]:
+    for file in [*files, *MODULE_FOLDER.glob("*.py")]:
         tree = ast.parse(file.read_text(), feature_version=(3, 10))
         for node in ast.walk(tree):
             used = {ast.unparse(node)} if isinstance(node, ast.Attribute) else set()
@@ -293,7 +293,7 @@ def test_an_older_peagle_of_vllms_environment_is_not_taken(tmp_path: Path) -> No
     (tmp_path / "peagle").mkdir()
     (tmp_path / "peagle" / "__init__.py").write_text("raise RuntimeError('an older one')")
     code = "import peagle.serving.security as s, peagle; print(s.__file__, peagle.__version__)"
-    path = os.pathsep.join([str(INSIDE), str(tmp_path)])
+    path = os.pathsep.join([str(MODULE_FOLDER), str(tmp_path)])
     environment = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     ran = subprocess.run(
         [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True

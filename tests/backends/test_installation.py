@@ -12,7 +12,7 @@ from peagle.backends.vllm.checks import check_launch
 from peagle.backends.vllm.installation import (
     ADVISORIES,
     LOCAL_PYTHON,
-    OLDEST,
+    MIN_VERSION,
     VllmInstallation,
     advisory_note,
     find_vllm,
@@ -95,7 +95,7 @@ def note(version: str) -> str:
 @pytest.mark.parametrize("advisory", ADVISORIES, ids=lambda one: one.name)
 def test_each_from_its_first_version_to_its_fix(advisory) -> None:
     assert re.fullmatch(r"(CVE|PYSEC)-\d{4}-\d{4,}", advisory.name)
-    first = max(advisory.since, ".".join(map(str, OLDEST)), key=Version)
+    first = max(advisory.since, ".".join(map(str, MIN_VERSION)), key=Version)
     assert Version(first) < Version(advisory.fixed), "no version that peagle takes has it"
     for version in (f"{first}.post1", f"{advisory.fixed}rc1"):
         told = note(version)

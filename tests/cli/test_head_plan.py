@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from peagle.cli.head_plan import (
-    LEAST_DATA_SHARE,
-    MOST_EPOCHS,
+    MAX_EPOCHS,
+    MIN_DATA_SHARE,
     HeadProbe,
     make_head_plan,
     training_steps,
@@ -60,8 +60,8 @@ def test_all_minutes_are_planned_and_the_data_is_seen_three_times_at_most(
     data_s = plan.prompts * one_s
     work_s = plan.seconds["train"] - probe.starts_s["train"]
     epochs = work_s / probe.step_s * probe.step_tokens / (2 * plan.prompts * probe.answer_tokens)
-    assert epochs == pytest.approx(plan.epochs) and epochs <= MOST_EPOCHS * 1.01
-    assert data_s / (data_s + work_s) >= LEAST_DATA_SHARE * 0.99
+    assert epochs == pytest.approx(plan.epochs) and epochs <= MAX_EPOCHS * 1.01
+    assert data_s / (data_s + work_s) >= MIN_DATA_SHARE * 0.99
     assert bool(plan.correction_steps) is probe.has_correction
 
 
@@ -74,9 +74,9 @@ def test_twenty_minutes_of_a_small_model_on_a_gpu() -> None:
 
 def test_slow_answers_get_the_time_and_slow_training_the_least_data() -> None:
     slow = make_head_plan(replace(CPU, answer_s=5.0), 60)
-    assert slow.epochs == pytest.approx(MOST_EPOCHS, rel=0.05)
+    assert slow.epochs == pytest.approx(MAX_EPOCHS, rel=0.05)
     training = make_head_plan(replace(CPU, step_s=50.0), 600)
-    assert training.epochs < MOST_EPOCHS / 2
+    assert training.epochs < MAX_EPOCHS / 2
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ def test_a_plan_for_programs(peagle: Peagle, plan_config: Path) -> None:
 def test_for_a_gpu_that_is_not_here(
     peagle: Peagle, plan_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "LEAST_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(plans, "MIN_STEP_SECONDS", 0.0)
     call = ("train", plan_config, "--plan", "--format", "json", "--gpu-memory-gib", 80)
     plan = json.loads(peagle(*call).out)
     assert plan["device"] == "cuda" and plan["head"]["dtype"] == "bfloat16"

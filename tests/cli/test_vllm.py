@@ -17,7 +17,7 @@ from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli import groups
-from peagle.cli.vllm import _ENGINE_KEYS, _SERVER_KEYS, _WITHOUT_EQUAL
+from peagle.cli.vllm import _ENGINE_KEYS, _SERVER_KEYS, _UNSUPPORTED_OPTIONS
 from peagle.errors import UserError
 from tests.cli.conftest import Pair, Peagle, Result, entries_of
 from tests.evaluation.fake_endpoint import Script, endpoint, metrics
@@ -384,7 +384,7 @@ def test_refused(
 def test_every_option_of_the_server_is_translated_or_refused() -> None:
     """Whoever adds an option to `peagle serve` has to say what vLLM makes of it."""
     handled = {f"engine.{name}" for name in _ENGINE_KEYS} | {f"server.{n}" for n in _SERVER_KEYS}
-    handled |= _WITHOUT_EQUAL.keys()
+    handled |= _UNSUPPORTED_OPTIONS.keys()
     # By name in `launch_of`, or by the plan.
     handled |= {"server.served_model_name", "server.chat_template", "server.tool_call_parser"}
     handled |= {"server.allowed_hosts", "api_key_file", "threads", "target", "revision", "config"}

@@ -153,7 +153,7 @@ def test_the_target_reads_packed_documents_as_if_alone(
     byte_tokenizer().save_pretrained(tmp_path)
     target = TargetModel.load(tmp_path, dtype=torch.float32)
     target.tap_aux((1, 2, 3))
-    monkeypatch.setattr("peagle.attention.torch_backend._WORTH_A_LAUNCH", launches)
+    monkeypatch.setattr("peagle.attention.torch_backend._MIN_LAUNCH_KEYS", launches)
     dataset = make_dataset(SIZES)
     batch = make_batch(dataset, PACKED, 32)
     packed = target_states(target, batch)

@@ -16,10 +16,10 @@ from peagle.chat import render_chat
 from peagle.data.readers import AskedConversation, dialogue_of, read_records, read_side
 from peagle.data.regenerate import seed_of
 from peagle.data.synthesize import (
-    CUT,
-    ENDED,
-    HELD_OUT,
-    REPEATED,
+    REASON_CUT,
+    REASON_ENDED,
+    REASON_HELD_OUT,
+    REASON_REPEATED,
     LocalWriter,
     SynthesizeProgress,
     WrittenSample,
@@ -72,7 +72,7 @@ class Reciter:
                 raise KeyboardInterrupt
             self.written.append(number)
             text = self.texts[number % len(self.texts)]
-            fault = judge(text) or (CUT if text.startswith("Why") else None)
+            fault = judge(text) or (REASON_CUT if text.startswith("Why") else None)
             yield WrittenSample(number, None, [text], fault, 3)
 
 
@@ -98,9 +98,9 @@ def test_what_is_kept_and_what_is_dropped(tmp_path: Path) -> None:
     reasons = {
         4: "fewer than 3 words",
         5: "empty",
-        6: REPEATED,
-        7: CUT,
-        8: HELD_OUT,
+        6: REASON_REPEATED,
+        7: REASON_CUT,
+        8: REASON_HELD_OUT,
         9: "looping: 6 words occur 3 times",
     }
     assert left_out == {number: (reason, TEXTS[number]) for number, reason in reasons.items()}
@@ -221,7 +221,7 @@ def test_the_target_goes_on_behind_the_open_turn(llm: LLM) -> None:
         )
         alone = llm.generate(byte_tokenizer()(opened)["input_ids"], params)[0]
         assert sample.turns == [alone.text.strip()]
-        assert sample.fault == (CUT if alone.finish_reason == "length" else None)
+        assert sample.fault == (REASON_CUT if alone.finish_reason == "length" else None)
         assert sample.num_tokens == len(alone.token_ids)
 
 
@@ -281,7 +281,7 @@ def test_a_base_model_begins_documents(llm: LLM) -> None:
         params = SamplingParams(max_tokens=24, temperature=1.0, seed=seed)
         alone = llm.generate([0], params)[0]
         assert sample.turns == [alone.text]
-        assert sample.fault == (None if alone.finish_reason == "length" else ENDED)
+        assert sample.fault == (None if alone.finish_reason == "length" else REASON_ENDED)
     for options in ({"turns": 2}, {"systems": ["be kind"]}, {"thinking": False}):
         message = message_of(lambda: LocalWriter(llm, PARAMS, **options))  # noqa: B023
         assert "has no chat template, so it begins documents: leave --turns" in message

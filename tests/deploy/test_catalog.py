@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.deploy.catalog import (
+    CATALOG_ENV,
     FORMAT_VERSION,
     PACKAGED,
-    VARIABLE,
     CatalogEntry,
     facts_of,
     find,
@@ -47,7 +47,7 @@ MINIMAL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _no_files_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(CATALOG_ENV, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
@@ -134,7 +134,7 @@ def test_files_of_the_user_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     usual = write(tmp_path / "config/peagle/catalog.toml", num_speculative_tokens=1)
     first = write(tmp_path / "a.toml", num_speculative_tokens=2)
     second = write(tmp_path / "b.toml", "other")
-    monkeypatch.setenv(VARIABLE, f"{first}:{second}")
+    monkeypatch.setenv(CATALOG_ENV, f"{first}:{second}")
     entries = load_catalog()
     assert list(entries) == [*NAMES, "mine", "other"]
     assert entries["mine"].num_speculative_tokens == 2
@@ -247,7 +247,7 @@ def test_entries_that_are_refused(tmp_path: Path, changes: dict[str, Any], said:
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="No such file"):
         load_catalog([tmp_path / "none.toml"])
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CATALOG_ENV, str(tmp_path))
     with pytest.raises(UserError, match="is not readable: Is a directory"):
         load_catalog()
 

@@ -76,7 +76,7 @@ def test_a_capacity_holds_at_it_and_below_it_and_ends_behind_it(speeds, bound):
         if bound is not None and points[index].itl_ms > bound:
             return False
         before = points[index - 1].tokens_per_s
-        return not index or points[index].tokens_per_s / before - 1 >= curve.LEAST_GAIN
+        return not index or points[index].tokens_per_s / before - 1 >= curve.MIN_KNEE_GAIN
 
     try:
         found = capacity([Curve(points, "x", "mean")], Bounds(itl_ms=bound))

@@ -16,7 +16,7 @@ import typer
 
 import peagle
 from docs_site import repository_address, site_page, write_site
-from peagle.backends.vllm.checks import _OURS
+from peagle.backends.vllm.checks import _OWN_FLAGS
 from peagle.cli.main import COMMANDS, app
 from peagle.cli.settings import SECTIONS
 from peagle.engine.outputs import RequestOutput
@@ -236,9 +236,9 @@ def test_tables_of_flags_name_options_that_exist() -> None:
 def test_flags_of_vllm_are_those_that_the_code_knows() -> None:
     (body,) = (body for theirs, _, body in TABLES if theirs == "flag of vLLM")
     pairs = re.findall(r"^\| `(--[\w-]+)` \| `(-[\w-]+)`", body, re.MULTILINE)
-    known = [theirs for theirs, ours in pairs if theirs in _OURS]
+    known = [theirs for theirs, ours in pairs if theirs in _OWN_FLAGS]
     assert len(known) >= 10
-    assert [(theirs, ours) for theirs, ours in pairs if _OURS.get(theirs, ours) != ours] == []
+    assert [(theirs, ours) for theirs, ours in pairs if _OWN_FLAGS.get(theirs, ours) != ours] == []
 
 
 def test_tables_of_calls_name_arguments_that_exist() -> None:

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.engine.depth import (
-    DOUBT,
-    PRIOR,
     PRIOR_DRAFTS,
+    PRIOR_SHARE,
+    TABLE_ERROR,
     TRUSTED_STEPS,
     AcceptanceRecord,
     AutomaticDepth,
@@ -450,7 +450,7 @@ def test_candidates_share_their_sizes() -> None:
 
 def test_acceptance_is_what_was_seen() -> None:
     record = AcceptanceRecord(3)
-    assert record.tokens(3) == pytest.approx(1 + PRIOR + PRIOR**2 + PRIOR**3)
+    assert record.tokens(3) == pytest.approx(1 + PRIOR_SHARE + PRIOR_SHARE**2 + PRIOR_SHARE**3)
     for _ in range(100):
         record.add(2, [0, 1, 2, 2] * 8)
     # Of 4 sequences 3 accept the first draft, 2 of these the second; the third is like the second.
@@ -477,20 +477,20 @@ def test_a_record_fades_to_the_prior() -> None:
     assert record.tokens(2) < 1.05
     for _ in range(40_000):
         record.add(0, [0] * 32)
-    assert record.tokens(2) == pytest.approx(1 + PRIOR + PRIOR**2, abs=0.01)
+    assert record.tokens(2) == pytest.approx(1 + PRIOR_SHARE + PRIOR_SHARE**2, abs=0.01)
 
 
 def test_a_record_of_few_counts_little() -> None:
     record = AcceptanceRecord(1)
     record.add(1, [0])
-    assert record.tokens(1) == pytest.approx(1 + PRIOR * PRIOR_DRAFTS / (PRIOR_DRAFTS + 1))
+    assert record.tokens(1) == pytest.approx(1 + PRIOR_SHARE * PRIOR_DRAFTS / (PRIOR_DRAFTS + 1))
 
 
 TABLE = {(2, 0): 1.0, (2, 1): 1.2, (2, 3): 1.5, (8, 0): 2.0, (8, 1): 3.0, (8, 3): 4.0}
 
 
 def test_costs_are_those_of_the_next_larger_graph_less_a_doubt() -> None:
-    costs, left = CostTable(TABLE), 1 - DOUBT
+    costs, left = CostTable(TABLE), 1 - TABLE_ERROR
     found = [costs(n, 3) for n in (1, 2, 3, 8, 16)]
     assert found == pytest.approx([1.5 * left, 1.5 * left, 4 * left, 4 * left, 8 * left])
     for _ in range(TRUSTED_STEPS):
@@ -500,7 +500,7 @@ def test_costs_are_those_of_the_next_larger_graph_less_a_doubt() -> None:
 
 
 def test_contexts_cost_the_same_at_each_k() -> None:
-    costs, left = CostTable(TABLE), 1 - DOUBT
+    costs, left = CostTable(TABLE), 1 - TABLE_ERROR
     for _ in range(200):
         costs.add(6, 0, DecodeSeconds(2.0 + 3.0))
     assert costs(6, 0) == pytest.approx(5.0)
@@ -532,7 +532,7 @@ def test_an_entry_is_not_corrected_beyond_doubt() -> None:
     for _ in range(200):
         costs.add(8, 3, DecodeSeconds(14.0))
     assert costs(8, 3) == pytest.approx(14.0, rel=0.01)
-    assert costs(8, 0) == pytest.approx(2.0 + 14.0 - 4.0 * (1 + DOUBT), rel=0.01)
+    assert costs(8, 0) == pytest.approx(2.0 + 14.0 - 4.0 * (1 + TABLE_ERROR), rel=0.01)
 
 
 def test_a_step_takes_no_less_than_the_host() -> None:
@@ -540,7 +540,7 @@ def test_a_step_takes_no_less_than_the_host() -> None:
     for _ in range(100):
         costs.add(8, 3, DecodeSeconds(4.0, 7.0))
     assert costs(8, 1) == costs(8, 3) == pytest.approx(7.0, rel=0.01)
-    assert costs(8, 0) == 2.0 * (1 - DOUBT), "plain steps are another matter"
+    assert costs(8, 0) == 2.0 * (1 - TABLE_ERROR), "plain steps are another matter"
     costs.add(8, 3, DecodeSeconds(4.0, 500.0))
     assert costs(8, 3) < 8.0, "it stood still once"
     costs.add(8, 3, DecodeSeconds(4.0, 4.1))
@@ -551,7 +551,7 @@ def test_a_busy_device_says_little_of_the_host() -> None:
     costs = CostTable(TABLE)
     for _ in range(100):
         costs.add(8, 3, DecodeSeconds(4.0, 4.1))
-    assert costs(8, 1) == TABLE[8, 1] * (1 - DOUBT)
+    assert costs(8, 1) == TABLE[8, 1] * (1 - TABLE_ERROR)
 
 
 # ---- who gets it ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle import LLM, SamplingParams
-from peagle.engine.depth import RESUME_AFTER, DecodeSeconds, ScheduledDepth
+from peagle.engine.depth import RESUME_STEPS, DecodeSeconds, ScheduledDepth
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.features import FEATURES_KEPT, FeatureRing, FeatureRings
 from peagle.engine.sequence import Sequence
@@ -44,7 +44,7 @@ def test_drafting_stops_at_once_and_resumes_after_a_while(loads: list[int]) -> N
         seen = loads[: now + 1]
         since = max((i for i, n in enumerate(seen) if n and not scheduled[n]), default=-100)
         was_idle = 0 in seen[since + 1 :]
-        rested = len(seen) - 1 - since >= RESUME_AFTER or was_idle or since < 0
+        rested = len(seen) - 1 - since >= RESUME_STEPS or was_idle or since < 0
         expected = scheduled[load] if rested else 0
         assert policy(load) == expected
         assert policy(4) == policy(6) == 0
@@ -183,7 +183,7 @@ DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=py
 def test_captured_steps_keep_features_and_resume(
     target_folder: Path, heads: dict[bool, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 2)
     options = {**CAPTURED, "device": device}
     params = [replace(GREEDY, max_tokens=n) for n in (11, 4)]
     config = {"model": str(heads[True]), "num_speculative_tokens": 3}
@@ -213,7 +213,7 @@ def test_captured_steps_keep_features_and_resume(
 def test_captured_steps_choose_k_and_change_no_output(
     target_folder: Path, heads: dict[bool, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 1)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 1)
     # Drafts of two sequences are dear, and those of one cheap.
     monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, k: rows + 0.01 * k * rows**8)
     options = {**CAPTURED, "device": device}

@@ -391,8 +391,8 @@ def run_machine(
     kind: Kind, monkeypatch: pytest.MonkeyPatch, count: int, *, fixed: bool = False
 ) -> None:
     monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", kind.features_kept)
-    monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 4)
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.drafting.MIN_APART_POSITIONS", 4)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 2)
     machine = type("Machine", (Schedules,), {"kind": kind})
     run_state_machine_as_test(
         machine,
@@ -421,7 +421,7 @@ def test_schedules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_k_by_itself_changes_in_these_schedules(
     name: str, ks: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 2)
     engine = make_engine(KINDS[name], EngineConfig(num_kv_blocks=80, block_size=4))
     record, told = engine._depth.record, []
 

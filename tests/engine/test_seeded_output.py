@@ -101,7 +101,7 @@ def test_a_k_that_follows_the_load(
     target_folder: Path, heads: dict[bool, Path], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other requests come and go meanwhile, and K with them."""
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 1)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 1)
     requests = requests_of(way)
     plain = plain_outputs(target_folder, requests)
     llm = make(target_folder, heads, way, texts(plain), schedule=BY_LOAD)

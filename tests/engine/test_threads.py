@@ -24,7 +24,7 @@ SMALL = nn.Linear(8, 8)
 def _undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Four cores, torch's default, and no earlier setting."""
     before = torch.get_num_threads()
-    for variable in placement.VARIABLES:
+    for variable in placement.THREAD_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(placement, "_is_set", False)
     monkeypatch.setattr(placement, "_chosen", None)
@@ -99,7 +99,7 @@ def test_a_model_that_is_not_on_a_cpu_gets_one_thread(monkeypatch: pytest.Monkey
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("variable", placement.VARIABLES)
+@pytest.mark.parametrize("variable", placement.THREAD_VARIABLES)
 def test_the_environment_wins(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "4")
     choose_threads(SMALL)

@@ -10,9 +10,9 @@ import torch
 from peagle.config import CandidateTrees
 from peagle.engine import tree_record
 from peagle.engine.stats import Calibration
-from peagle.engine.tree_record import PRIOR, TreeRecord, fit_logistic
+from peagle.engine.tree_record import PRIOR_SHARE, TreeRecord, fit_logistic
 from peagle.kernels.trees.growth import allocate_nodes
-from peagle.kernels.trees.survival import MOST_CERTAIN, Survival, score_logits
+from peagle.kernels.trees.survival import MAX_LOGIT, Survival, score_logits
 
 SHAPE = CandidateTrees(num_parallel_trees=3, prediction_depth=3, max_nodes=4)
 PARENTS = [0, 1, 0, 2]
@@ -27,7 +27,7 @@ def test_without_a_calibration_survival_is_the_probability_of_the_path() -> None
     survival = Survival.uncalibrated(3, "cpu")
     assert survival(probs.log(), DEPTHS) == pytest.approx(probs, abs=1e-5)
     ends = score_logits(torch.tensor([0.0, -1e9, -torch.inf, torch.nan]))
-    assert ends.tolist() == [MOST_CERTAIN, *[-MOST_CERTAIN] * 3]
+    assert ends.tolist() == [MAX_LOGIT, *[-MAX_LOGIT] * 3]
 
 
 def test_the_fit_finds_the_weights_that_made_the_data() -> None:
@@ -121,7 +121,7 @@ def test_errors_add_up() -> None:
 
 
 def test_the_prior_is_a_chain_of_a_good_head_and_comes_back() -> None:
-    prior = [1 + sum(PRIOR**i for i in range(1, n + 1)) for n in range(5)]
+    prior = [1 + sum(PRIOR_SHARE**i for i in range(1, n + 1)) for n in range(5)]
     record = TreeRecord(SHAPE)
     assert [record.tokens(n) for n in range(5)] == pytest.approx(prior)
     feed(record, random.Random(0), 300)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peagle.training.distributed import ALONE, Processes
+from peagle.training.distributed import ONE_PROCESS, Processes
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 64
@@ -46,7 +46,7 @@ def train(processes: Processes | None, folder: Path, steps: int, **changes: Any)
     settings |= {"lr": 1e-2, "warmup": 2, "decay_share": 0.5, "weight_decay": 0.1, "clip": 1.0}
     config = pretrain.TrainConfig(**{**settings, "z_loss": 1e-3, "seed": 3, **changes})
     model = pretrain.build_model(folder / "tiny.json", config.seed)
-    trainer = pretrain.Trainer(model, config, folder, time.perf_counter(), processes or ALONE)
+    trainer = pretrain.Trainer(model, config, folder, time.perf_counter(), processes or ONE_PROCESS)
     gradients: dict[str, np.ndarray] = {}
 
     def keep(*_: object) -> None:

@@ -23,8 +23,8 @@ import uvicorn
 from peagle.errors import UserError
 from peagle.serving.connections import (
     MAX_PIPELINED,
-    PROBES,
-    RESERVE,
+    PROBE_PATHS,
+    RESERVED_CONNECTIONS,
     Connections,
     connection_limit,
 )
@@ -169,11 +169,11 @@ def test_where_all_have_requests_probes_are_answered_and_others_refused(
         assert headers["connection"] == "close" and int(headers["retry-after"]) > 0
         assert refused.recv(1) == b""
     # Whatever else is done with the reserve, probes are answered, and their connections closed.
-    silent = [connect(small, opened) for _ in range(RESERVE)]
+    silent = [connect(small, opened) for _ in range(RESERVED_CONNECTIONS)]
     for data in (b"", GET, GET + b"\r\n", (GET + b"\r\n") * MAX_PIPELINED):
-        for _ in range(2 * RESERVE):
+        for _ in range(2 * RESERVED_CONNECTIONS):
             connect(small, opened, data)
-        for path in PROBES:
+        for path in PROBE_PATHS:
             probe = connect(small, opened, GET.replace(b"/live", path.encode()) + b"\r\n")
             status, _, headers = answer_on(probe)
             assert (status, headers["connection"]) == (200, "close")
@@ -464,7 +464,7 @@ def test_strangers_keep_nobody_out(kind: str) -> None:
                 assert await ask(port, GET + b"\r\n") == 200, number
                 assert await ask(port, HOLDER % b"quick") == 503, number
                 held += await strangers(port) if number < 2 else []
-            assert len(connections) <= most + RESERVE
+            assert len(connections) <= most + RESERVED_CONNECTIONS
             released.set()
             assert await asyncio.gather(*work) == [200] * most
             asking.cancel()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from peagle.errors import UserError
 from peagle.serving.logs import (
-    MOST_IN_WINDOW,
+    MAX_IN_WINDOW,
     JsonFormatter,
     RateLimitedHandler,
     TextFormatter,
@@ -232,19 +232,19 @@ def test_what_is_left_out_is_counted() -> None:
     logger.error("refused %d", 1001, extra={"status": 401})
     handler.close()
     *lines, last = stream.getvalue().splitlines()
-    assert lines == [f"refused {n}" for n in [*range(MOST_IN_WINDOW), 1000, 1001]]
-    assert last == f"left out {1000 - MOST_IN_WINDOW} more lines like: refused %d (status 401)"
+    assert lines == [f"refused {n}" for n in [*range(MAX_IN_WINDOW), 1000, 1001]]
+    assert last == f"left out {1000 - MAX_IN_WINDOW} more lines like: refused %d (status 401)"
 
 
 def test_the_count_is_told_though_nothing_else_is_logged() -> None:
     stream = io.StringIO()
     logger = logger_to(RateLimitedHandler(stream, window_s=0.2))
     logger.info("first")  # the window begins
-    for _ in range(MOST_IN_WINDOW + 7):
+    for _ in range(MAX_IN_WINDOW + 7):
         logger.info("again")
     left_out = []
     end = time.monotonic() + 30
-    while sum(left_out) + stream.getvalue().count("again\n") < MOST_IN_WINDOW + 7 + len(left_out):
+    while sum(left_out) + stream.getvalue().count("again\n") < MAX_IN_WINDOW + 7 + len(left_out):
         assert time.monotonic() < end
         time.sleep(0.05)
         left_out = [int(n) for n in re.findall(r"left out (\d+)", stream.getvalue())]
@@ -254,7 +254,7 @@ def test_after_the_window_the_lines_come_again() -> None:
     stream = io.StringIO()
     handler = RateLimitedHandler(stream, window_s=0.2)
     logger = logger_to(handler)
-    for _ in range(MOST_IN_WINDOW + 1):
+    for _ in range(MAX_IN_WINDOW + 1):
         logger.info("first")
     time.sleep(0.5)
     logger.info("second")
@@ -266,9 +266,9 @@ def test_after_the_window_the_lines_come_again() -> None:
 def test_each_answered_request_keeps_its_line() -> None:
     stream = io.StringIO()
     logger = logger_to(RateLimitedHandler(stream))
-    for _ in range(10 * MOST_IN_WINDOW):
+    for _ in range(10 * MAX_IN_WINDOW):
         logger.info("done", extra={"status": 200})
-    assert stream.getvalue().count("\n") == 10 * MOST_IN_WINDOW
+    assert stream.getvalue().count("\n") == 10 * MAX_IN_WINDOW
 
 
 @pytest.mark.parametrize("count", [300, 3000])
@@ -286,6 +286,6 @@ def test_failing_accepts_write_little(count: int) -> None:
             logger.error(text, exc_info=error)
     handler.close()
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert len(lines) == MOST_IN_WINDOW + 1
+    assert len(lines) == MAX_IN_WINDOW + 1
     assert lines[-1]["level"] == "error"
-    assert lines[-1]["message"].startswith(f"left out {count - MOST_IN_WINDOW} more lines")
+    assert lines[-1]["message"].startswith(f"left out {count - MAX_IN_WINDOW} more lines")

@@ -277,7 +277,7 @@ def test_an_engine_that_dies_at_every_request_ends_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_pool, "_FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(engine_pool, "MOST_CRASHES", 2)
+    monkeypatch.setattr(engine_pool, "MAX_CRASHES", 2)
 
     async def check() -> None:
         async with pool_of(hung_engines.dies_in_a_step) as pool:
@@ -352,7 +352,7 @@ def test_a_pool_with_a_stopped_engine_closes_soon() -> None:
 def test_failed_starts_and_crashes_have_budgets_of_their_own() -> None:
     budget = CrashBudget()
     delays = []
-    for _ in range(engine_pool.MOST_CRASHES):
+    for _ in range(engine_pool.MAX_CRASHES):
         budget.crashed(while_loading=False)
         delays.append(budget.delay_s)
         budget.num_failed_starts = 0  # to be ready forgives no crash
@@ -362,7 +362,7 @@ def test_failed_starts_and_crashes_have_budgets_of_their_own() -> None:
     assert "ended 6 times within 10 minutes" in str(budget.spent)
 
     budget = CrashBudget()
-    for count in range(engine_pool.MOST_FAILED_STARTS):
+    for count in range(engine_pool.MAX_FAILED_STARTS):
         assert budget.spent is None, count
         budget.crashed(while_loading=True)
     assert "3 starts in a row failed" in str(budget.spent)

@@ -20,7 +20,7 @@ from peagle.data.dataset import ResponseDataset
 from peagle.disk import locked
 from peagle.errors import UserError
 from peagle.training.config import TrainConfig
-from peagle.training.distributed import ALONE
+from peagle.training.distributed import ONE_PROCESS
 from peagle.training.step_memory import estimate_memory
 from peagle.training.trainer import Trainer
 from tests.training import runs, together
@@ -129,7 +129,7 @@ def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_pa
         ]
 
     first, second = values(run_together(together.train_all, 2, configs("two")))
-    alone = together.train_all(ALONE, configs("one"))
+    alone = together.train_all(ONE_PROCESS, configs("one"))
     for number, (one, mine, yours) in enumerate(zip(alone, first, second, strict=True)):
         assert_same_run(one, mine)
         assert all(torch.equal(mine["weights"][n], w) for n, w in yours["weights"].items())
@@ -160,8 +160,8 @@ def test_resumed_on_any_number_of_processes(
     assert first.keys() == second.keys() and len({key.split("-")[1] for key in first}) == 2
     assert all(torch.equal(value, second[key]) for key, value in first.items())
 
-    assert_same_run(whole, together.resume(ALONE, config("two-one")), start=3)
-    together.train(ALONE, config("one-two"), stop_at=3)
+    assert_same_run(whole, together.resume(ONE_PROCESS, config("two-one")), start=3)
+    together.train(ONE_PROCESS, config("one-two"), stop_at=3)
     again = values(run_together(together.resume, 2, config("one-two")))[0]
     assert_same_run(whole, again, start=3)
 
@@ -195,7 +195,7 @@ def test_a_killed_process_ends_the_run_at_once(
     assert killed.status == -signal.SIGKILL
     assert_reported_loss(survivor)
     assert survivor.seconds < 140, "it does not wait for the patience to end"
-    rest = together.resume(ALONE, config)["entries"]
+    rest = together.resume(ONE_PROCESS, config)["entries"]
     assert rest[0]["step"] == 3 and rest[-1]["step"] == STEPS
 
 
@@ -222,7 +222,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(
         assert errors[0] == "SystemExit: 2", "told once"
         assert "No space left" in errors[1] and "--resume" in errors[1]
         assert not (tmp_path / "checkpoint.part").exists()
-    rest = together.resume(ALONE, config)["entries"]
+    rest = together.resume(ONE_PROCESS, config)["entries"]
     assert rest[0]["step"] == 3 and rest[-1]["step"] == STEPS
 
 
@@ -231,9 +231,9 @@ def test_a_death_between_the_renames_of_a_save(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:
     config = make_config(target_folder, responses, tmp_path)
-    together.train(ALONE, config, stop_at=2)
+    together.train(ONE_PROCESS, config, stop_at=2)
     os.replace(tmp_path / "checkpoint", tmp_path / "checkpoint.old")
-    assert together.resume(ALONE, config)["entries"][0]["step"] == 3
+    assert together.resume(ONE_PROCESS, config)["entries"][0]["step"] == 3
     assert not (tmp_path / "checkpoint.old").exists()
 
 
@@ -285,7 +285,7 @@ def test_two_gpus_train_as_one_process(
 
     pair = configs("two", NCCL)
     found = values(run_together(together.train_all, 2, pair, timeout=300, fresh=True))[0]
-    for one, two in zip(together.train_all(ALONE, configs("one", {})), found, strict=True):
+    for one, two in zip(together.train_all(ONE_PROCESS, configs("one", {})), found, strict=True):
         # TF32 there, none here; Muon iterates in bfloat16 on a GPU.
         for first, second in zip(one["entries"], two["entries"], strict=True):
             assert second["loss"] == pytest.approx(first["loss"], rel=0.02)

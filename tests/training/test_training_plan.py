@@ -161,7 +161,7 @@ def test_stored_features_spare_the_target(config: TrainConfig, tmp_path: Path) -
 
 @pytest.fixture
 def _any_step_tells_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "LEAST_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(plans, "MIN_STEP_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("_any_step_tells_the_pace")

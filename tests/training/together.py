@@ -25,7 +25,7 @@ from peagle.models.drafter import Drafter
 from peagle.models.head_quantization import HeadQuantization
 from peagle.training import state
 from peagle.training.config import MethodSection, TrainConfig
-from peagle.training.distributed import ALONE, Processes
+from peagle.training.distributed import ONE_PROCESS, Processes
 from peagle.training.optimizers import ShardedMasters, build_masters
 from peagle.training.step import Objective, TrainingStep
 from peagle.training.step_memory import Budget, choose_memory
@@ -80,7 +80,7 @@ def make_step(head: Drafter, segments: int, processes: Processes) -> TrainingSte
 
 def in_one_pass(head: Drafter) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the whole batch, as the method is written down."""
-    batch = make_stream(ALONE).at(1)
+    batch = make_stream(ONE_PROCESS).at(1)
     states = make_states(batch)
     elements = TrainingMethod(SECTION).elements(batch, torch.Generator().manual_seed(6))
     hidden = peagle_forward(head, batch, states, elements)

@@ -24,7 +24,7 @@ from peagle.attention.base import (
 
 # A document that is longer on average gets a launch of its own, which computes nothing across
 # borders; shorter ones share a masked launch.
-_WORTH_A_LAUNCH = 512
+_MIN_LAUNCH_KEYS = 512
 
 
 class TorchAttention:
@@ -244,7 +244,7 @@ class DocumentAttention:
             return self._whole_rows(
                 query_THd, key_THd, value_THd, cache, sliding_window=sliding_window, **options
             )
-        if sum(size for _, size in self.spans) >= _WORTH_A_LAUNCH * len(self.spans):
+        if sum(size for _, size in self.spans) >= _MIN_LAUNCH_KEYS * len(self.spans):
             out_THd = torch.zeros_like(query_THd)
             one = DenseCausalAttention(1)
             for start, size in self.spans:

@@ -17,7 +17,7 @@ BUNDLED_EAGLE3 = _ROOT / "eagle3"
 BUNDLED_PROMPTS = _ROOT / "prompts"
 
 BUNDLED, SMOLLM2 = "bundled", "smollm2"
-PAIRS = (BUNDLED, SMOLLM2)
+PAIR_NAMES = (BUNDLED, SMOLLM2)
 SMOLLM2_PEAGLE = _ROOT / SMOLLM2 / "peagle"
 SMOLLM2_EAGLE3 = _ROOT / SMOLLM2 / "eagle3"
 # SmolLM2-135M-Instruct, Apache-2.0.
@@ -79,4 +79,4 @@ def pair_of(target: str | None) -> str | None:
 
     None is the answer for a target of the user's own.
     """
-    return (target or BUNDLED) if target in (None, *PAIRS) else None
+    return (target or BUNDLED) if target in (None, *PAIR_NAMES) else None

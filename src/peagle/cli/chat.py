@@ -44,12 +44,12 @@ Through a pipe, one message a line; for a program, one JSON object an answer:
 
 MAX_NEW_TOKENS = 2048
 _LENGTH = f"{MAX_NEW_TOKENS}; with --server, as many as there is room for"
-_OWN = "peagle chat"
+_OWN_SOURCE = "peagle chat"
 _K = "speculative.num_speculative_tokens"
 _DEFAULTS = Layer(
     {
-        "engine.max_num_seqs": Setting(1, _OWN),
-        "sampling.max_tokens": Setting(MAX_NEW_TOKENS, _OWN),
+        "engine.max_num_seqs": Setting(1, _OWN_SOURCE),
+        "sampling.max_tokens": Setting(MAX_NEW_TOKENS, _OWN_SOURCE),
     }
 )
 # What a generation_config.json may say.

@@ -36,9 +36,9 @@ def decided(
 
 def _threads(folder: Path, device: str, value_bytes: int) -> int | None:
     """Return the CPU threads that torch gets; on a CPU they follow the size of the weights."""
-    from peagle.engine.placement import VARIABLES, fast_threads, usable_cores
+    from peagle.engine.placement import THREAD_VARIABLES, fast_threads, usable_cores
 
-    for name in VARIABLES:
+    for name in THREAD_VARIABLES:
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
     if device != "cpu":

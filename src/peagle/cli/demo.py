@@ -61,7 +61,7 @@ _K, _REVISION = "speculative.num_speculative_tokens", "speculative.revision"
 _CODE, _QUESTIONS = "humaneval", "mt_bench"
 _TITLES = {_CODE: "HumanEval", _QUESTIONS: "MT-Bench"}
 _FRAMES_PER_S = 30
-_MOST_LINES = 22  # of the panel
+_MAX_LINES = 22  # of the panel
 _LINES_BELOW = 10  # the table of the results so far, and the line of the prompt
 _MODELS = group(
     "Model",
@@ -462,7 +462,7 @@ class LiveView(DemoView):
         now = time.monotonic()
         if not force and now - self._last_frame < 1 / _FRAMES_PER_S:
             return
-        lines = max(4, min(_MOST_LINES, self.console.height - _LINES_BELOW))
+        lines = max(4, min(_MAX_LINES, self.console.height - _LINES_BELOW))
         text = self._prompt + self._output
         shown = text.wrap(self.console, self.console.width - 4)[-lines:]
         panel = self._panel(Text("\n").join(shown), height=lines + 2)

@@ -92,7 +92,7 @@ class PlannedCommand(StrEnum):
     DELETE = "delete"
 
 
-@takes(*options.ALL)
+@takes(*options.ALL_OPTIONS)
 def create(
     given: Given,
     model: Model,
@@ -124,7 +124,7 @@ def create(
     _print_result(d, clients.region, "created" if wait else "creating", output_format)
 
 
-@takes(*options.CHANGES)
+@takes(*options.UPDATE_OPTIONS)
 def update(
     given: Given,
     endpoint: EndpointName,
@@ -160,7 +160,7 @@ def update(
     _print_result(d, clients.region, "updated" if wait else "updating", output_format)
 
 
-@takes(*options.ALL)
+@takes(*options.ALL_OPTIONS)
 def template(given: Given, model: Model, vllm: VllmOptions = None) -> None:
     """Print the CloudFormation template of an endpoint as JSON, and call nothing.
 
@@ -177,7 +177,7 @@ def template(given: Given, model: Model, vllm: VllmOptions = None) -> None:
         print(note, file=sys.stderr)
 
 
-@takes(*options.ALL)
+@takes(*options.ALL_OPTIONS)
 def plan(
     given: Given,
     name_or_model: str = typer.Argument(

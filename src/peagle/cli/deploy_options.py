@@ -123,8 +123,8 @@ SCALING = group(
         A measured curve: tune.json of `peagle tune`, or throughput.json of `peagle bench`.
     """,
 )
-CHANGES = (*PLACE, *SPECULATION, *TREES, *CONTAINER, *SCALING)
-ALL = (*ENDPOINT, *CHANGES)
+UPDATE_OPTIONS = (*PLACE, *SPECULATION, *TREES, *CONTAINER, *SCALING)
+ALL_OPTIONS = (*ENDPOINT, *UPDATE_OPTIONS)
 
 
 def read_request(

@@ -268,7 +268,7 @@ def _target(
     metric: ScalingMetric,
 ) -> float:
     """Return the target of a measured curve, and print its reason to standard error."""
-    from peagle.deploy.curve import HEADROOM, capacity, read_curves
+    from peagle.deploy.curve import TARGET_LOAD, capacity, read_curves
     from peagle.deploy.status import depth_of
 
     drafts = depth_of(current) if k is None else k
@@ -276,7 +276,7 @@ def _target(
     target = found.target(metric.value)
     print(
         f"{found.what}: one instance carries {found.concurrency} requests at once ({found.why}); "
-        f"the target is {HEADROOM:.0%} of that, {target:g} {_UNITS[metric]}",
+        f"the target is {TARGET_LOAD:.0%} of that, {target:g} {_UNITS[metric]}",
         file=sys.stderr,
     )
     return target

@@ -513,7 +513,7 @@ def _certify(given: Given, plan: AcceptancePlan, certificate: Options) -> bool:
 
 # ---- the results ----------------------------------------------------------------------------
 
-_MOST_COLUMNS = 12
+_MAX_COLUMNS = 12
 _LABEL = 18
 
 
@@ -592,7 +592,7 @@ def _length(one: Slice) -> str:
 
 
 def _positions(pooled: Slice) -> list[str]:
-    depth = min(len(pooled.unconditional), _MOST_COLUMNS)
+    depth = min(len(pooled.unconditional), _MAX_COLUMNS)
     if not depth:
         return []
     lines = [f"  {'position':<{_LABEL}}" + "".join(f"{i + 1:>6}" for i in range(depth))]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.bundled import BUNDLED, BUNDLED_TARGET, PAIRS, expand_bundled, pair_of
+from peagle.bundled import BUNDLED, BUNDLED_TARGET, PAIR_NAMES, expand_bundled, pair_of
 from peagle.cli import groups
 from peagle.cli.flags import Given
 from peagle.cli.settings import Layer, Settings
@@ -26,7 +26,7 @@ from peagle.config import (
     TreeShape,
     require_writable_folder,
 )
-from peagle.config.engine import OF_TARGET
+from peagle.config.engine import TARGET_DEFAULTS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
@@ -255,7 +255,7 @@ def load_models(
         folder,
         display_name(str(BUNDLED_TARGET) if pair_of(named) == BUNDLED else named),
         every,
-        engine_options | OF_TARGET,
+        engine_options | TARGET_DEFAULTS,
         bool(getattr(load_tokenizer(folder), "chat_template", None)),
     )
 
@@ -310,7 +310,7 @@ def display_name(source: str) -> str:
     if not path.is_relative_to(root):
         return source
     parts = path.relative_to(root).parts
-    return "/".join(parts if parts[0] in PAIRS else (BUNDLED, *parts))
+    return "/".join(parts if parts[0] in PAIR_NAMES else (BUNDLED, *parts))
 
 
 # ---- results --------------------------------------------------------------------------------

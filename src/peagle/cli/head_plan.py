@@ -1,7 +1,7 @@
 """Budgets of `peagle make-head`: what a probe measured, and the work that fits into the minutes.
 
-Training takes as long as it may and its data as little as it must: no more than `MOST_EPOCHS`
-epochs are trained, and data gets no less than `LEAST_DATA_SHARE` of the time of both.
+Training takes as long as it may and its data as little as it must: no more than `MAX_EPOCHS`
+epochs are trained, and data gets no less than `MIN_DATA_SHARE` of the time of both.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from peagle.errors import UserError
 
-MOST_EPOCHS = 3.0  # more overfit (docs/lab/bundled.md)
-LEAST_DATA_SHARE = 0.35
+MAX_EPOCHS = 3.0  # more overfit (docs/lab/bundled.md)
+MIN_DATA_SHARE = 0.35
 CORRECTION_SHARE = 0.1  # of the time without starts
 EVAL_SHARE = 0.05
-MOST_CORRECTION_STEPS = 1100
-LEAST_STEPS = 50  # of training and of a correction, fewer of which are no head
-LEAST_EVAL_PROMPTS = 4  # of each set
+MAX_CORRECTION_STEPS = 1100
+MIN_STEPS = 50  # of training and of a correction, fewer of which are no head
+MIN_EVAL_PROMPTS = 4  # of each set
 ANSWERS_PER_PROMPT = 2  # one greedy, one at a temperature
 
 
@@ -99,17 +99,17 @@ def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
     """Return the work that fits into `minutes`, the probe and all starts included.
 
     With x prompts, data takes c x seconds and has t x tokens, and training of r tokens/s gets the
-    rest R - c x. x is the larger one of r R / (MOST_EPOCHS t + r c), at which training sees the
-    data `MOST_EPOCHS` times, and LEAST_DATA_SHARE R / c.
+    rest R - c x. x is the larger one of r R / (MAX_EPOCHS t + r c), at which training sees the
+    data `MAX_EPOCHS` times, and MIN_DATA_SHARE R / c.
 
     Raises:
         UserError: `minutes` have no room for the least work of a stage; it names the stage and the
             minutes that are needed.
     """
     least = {
-        "train": LEAST_STEPS * probe.step_s,
-        "correction": LEAST_STEPS * probe.step_s if probe.has_correction else 0.0,
-        "eval": LEAST_EVAL_PROMPTS * probe.num_sets * probe.eval_prompt_s,
+        "train": MIN_STEPS * probe.step_s,
+        "correction": MIN_STEPS * probe.step_s if probe.has_correction else 0.0,
+        "eval": MIN_EVAL_PROMPTS * probe.num_sets * probe.eval_prompt_s,
     }
     left = 60 * minutes - probe.spent_s
     for name, start in probe.starts_s.items():
@@ -120,17 +120,17 @@ def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
     work = left + sum(least.values())
     correction_s = 0.0
     if probe.has_correction:
-        most = MOST_CORRECTION_STEPS * probe.step_s
+        most = MAX_CORRECTION_STEPS * probe.step_s
         correction_s = min(max(CORRECTION_SHARE * work, least["correction"]), most)
     eval_prompts = max(EVAL_SHARE * work, least["eval"]) / probe.eval_prompt_s
-    eval_limit = max(LEAST_EVAL_PROMPTS, int(eval_prompts / probe.num_sets))
+    eval_limit = max(MIN_EVAL_PROMPTS, int(eval_prompts / probe.num_sets))
     eval_s = min(eval_limit * probe.num_sets * probe.eval_prompt_s, EVAL_SHARE * work)
     rest = work - correction_s - eval_s
     speed = probe.step_tokens / probe.step_s
     one_s = probe.prompt_s + ANSWERS_PER_PROMPT * probe.answer_s
     one_tokens = ANSWERS_PER_PROMPT * probe.answer_tokens
     prompts = max(
-        speed * rest / (MOST_EPOCHS * one_tokens + speed * one_s), LEAST_DATA_SHARE * rest / one_s
+        speed * rest / (MAX_EPOCHS * one_tokens + speed * one_s), MIN_DATA_SHARE * rest / one_s
     )
     prompts = max(1, int(prompts))
     train_s = rest - prompts * one_s
@@ -144,7 +144,7 @@ def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
     }
     return HeadPlan(
         prompts=prompts,
-        steps=max(LEAST_STEPS, int(train_s / probe.step_s)),
+        steps=max(MIN_STEPS, int(train_s / probe.step_s)),
         epochs=train_s * speed / (prompts * one_tokens),
         correction_steps=round(correction_s / probe.step_s),
         eval_limit=eval_limit,
@@ -156,9 +156,9 @@ def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
 
 
 def training_steps(seconds: float, step_s: float, step_tokens: float, num_tokens: int) -> int:
-    """Return the steps that fit into `seconds`, of at most `MOST_EPOCHS` epochs."""
-    most = max(1, int(MOST_EPOCHS * num_tokens / step_tokens))
-    return min(most, max(LEAST_STEPS, int(seconds / step_s)))
+    """Return the steps that fit into `seconds`, of at most `MAX_EPOCHS` epochs."""
+    most = max(1, int(MAX_EPOCHS * num_tokens / step_tokens))
+    return min(most, max(MIN_STEPS, int(seconds / step_s)))
 
 
 def too_short(minutes: float, stage: str, needed_s: float) -> UserError:

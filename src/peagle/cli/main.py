@@ -22,7 +22,7 @@ from peagle import __version__
 from peagle.errors import UserError
 
 INTERRUPTED = 130
-_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 # Name and one-line help of each command. The command is the function of that name (_ for -) in the
 # module peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
@@ -138,7 +138,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except OSError as error:
-        if error.errno not in _UNWRITABLE:
+        if error.errno not in _UNWRITABLE_ERRORS:
             raise
         # The interpreter flushes standard output once more at its end: into this.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

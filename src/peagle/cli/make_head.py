@@ -53,15 +53,15 @@ _PROBE_MINUTES = 0.2  # of training
 _PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # of a process, some for each sequence of its batch
 # The host cannot keep a card busy with a target of at most so many bytes: several processes can.
 _SMALL_TARGET_BYTES = 2 * 2**30
-_MOST_PROCESSES = 4
+_MAX_PROCESSES = 4
 _CORES_PER_PROCESS = 2
 _KV_SHARE = 0.7  # of a card's free memory, for the KV caches of all processes together
 _TEMPERATURE = 0.7  # of half of the answers; the others are greedy
 _EVAL_TOKENS = 256
 _EVAL_AT_ONCE = 16
 _VALIDATION_SHARE = 0.03
-_VALIDATIONS = 3
-_SAVES = 6
+_NUM_VALIDATIONS = 3
+_NUM_SAVES = 6
 _STAGES = ("synthesize", "greedy", "sampled", "prepare", "train", "correction", "eval")
 _FREEZE = ("head.freeze_embeddings=true", "head.freeze_lm_head=true")
 
@@ -347,8 +347,8 @@ class _Maker:
 
     def _train(self, steps: int) -> None:
         words = ["train", str(self._config), "--set", f"optimizer.steps={steps}"]
-        words += ["--set", f"run.validate_every={-(-steps // _VALIDATIONS)}"]
-        words += ["--set", f"run.save_every={-(-steps // _SAVES)}", *self._overrides]
+        words += ["--set", f"run.validate_every={-(-steps // _NUM_VALIDATIONS)}"]
+        words += ["--set", f"run.save_every={-(-steps // _NUM_SAVES)}", *self._overrides]
         head = self._output / "head"
         self._stages.run(
             "train",
@@ -361,7 +361,7 @@ class _Maker:
     def _correct(self, steps: int) -> None:
         words = ["train", str(self._config), "--correction-on", str(self._output / "head")]
         words += ["--set", f"correction.steps={steps}"]
-        words += ["--set", f"run.validate_every={-(-steps // _VALIDATIONS)}", *self._overrides]
+        words += ["--set", f"run.validate_every={-(-steps // _NUM_VALIDATIONS)}", *self._overrides]
         folder = self._output / "correction"
         self._stages.run(
             "correction",
@@ -396,7 +396,7 @@ def _num_processes(folder: Path, on_gpu: bool) -> int:
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if not 0 < size <= _SMALL_TARGET_BYTES:
         return 1
-    return max(1, min(_MOST_PROCESSES, usable_cores() // _CORES_PER_PROCESS))
+    return max(1, min(_MAX_PROCESSES, usable_cores() // _CORES_PER_PROCESS))
 
 
 def _free_gib() -> int:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _EXAMPLE = '[{"every": 4, "sampling": {"repetition_penalty": 1.1}}]'
 # One request has one output here, and the benchmark sets K.
-_NOT_HERE = ("n", "num_speculative_tokens", "prompt_logprobs")
-_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_HERE)
+_UNSUPPORTED_FIELDS = ("n", "num_speculative_tokens", "prompt_logprobs")
+_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in _UNSUPPORTED_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ SECTIONS: dict[str, Any] = {
 }
 _NAMES = ("target", "revision")
 _ROLES: dict[str, Role] = {"target": "target", "speculative.model": "draft"}
-_MOST = 1_000_000
+_MAX_NUMBER = 1_000_000
 _OTHER_VARIABLES = ("PEAGLE_API_KEY", "PEAGLE_CACHE", "PEAGLE_VLLM_PYTHON")  # read elsewhere
 
 
@@ -269,10 +269,10 @@ def positive_number(flag: str, text: str | None, example: str) -> float | None:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= _MOST:
+    if not 0 < value <= _MAX_NUMBER:
         raise UserError(
-            f"{flag} is {text!r}; expected a number above 0 and at most {_MOST:,}, without a unit. "
-            f"Give one like {example}."
+            f"{flag} is {text!r}; expected a number above 0 and at most {_MAX_NUMBER:,}, without a "
+            f"unit. Give one like {example}."
         )
     return value
 

@@ -247,7 +247,7 @@ def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
         signal.signal(number, stop)
 
 
-_MOST_COLUMNS = 8  # A validation then fits into 80 columns.
+_MAX_COLUMNS = 8  # A validation then fits into 80 columns.
 _LABEL = 27
 
 
@@ -318,7 +318,7 @@ def _acceptance_rows(report: TrainingReport) -> list[str]:
     depth = len(report.acceptance_lengths)
     if not report.num_drafts:
         return [f"  no acceptance: every response is shorter than {depth + 2} tokens"]
-    columns = chosen_columns(depth, _MOST_COLUMNS)
+    columns = chosen_columns(depth, _MAX_COLUMNS)
     at = f"T={report.temperature:g}" if report.temperature is not None else ""
     rows: list[tuple[str, Sequence[float | None], bool]] = [
         ("acceptance length, greedy", report.acceptance_lengths, False),

@@ -58,7 +58,7 @@ Interrupted? The same command with the same --output goes on where it was.
 What it prints goes into --speculative-config of peagle serve.
 """
 
-_MOST_K = 8
+_MAX_K = 8
 _MEMORY_LIMITS = ("kv_cache_gib", "gpu_memory_utilization")
 
 
@@ -327,14 +327,14 @@ def _grid(
     from peagle.evaluation.tuning.tune import Grid
 
     most = acceptance.most if acceptance is not None else trained_depth
-    ks = ks or tuple(range(1, min(_MOST_K if most is None else most, _MOST_K) + 1))
+    ks = ks or tuple(range(1, min(_MAX_K if most is None else most, _MAX_K) + 1))
     if acceptance is not None:
         acceptance.rates(ks[-1])  # refuses a K that is not known, before anything runs
     return Grid(batches, ks)
 
 
-_MOST_COLUMNS = 10
-NOISY = 0.15
+_MAX_COLUMNS = 10
+NOISY_SPREAD = 0.15
 
 
 class TuneView:
@@ -430,7 +430,7 @@ def _check(result: TuneResults) -> list[str]:
             f"{check.num_unfitted} are within 10% ({check.share:.0%}), the worst is off by "
             f"{check.worst:.0%}."
         ]
-    if spread > NOISY:
+    if spread > NOISY_SPREAD:
         lines.append(
             f"The machine was busy: a usual visit took {spread:.0%} longer than the fastest. Raise "
             "--rounds."
@@ -513,10 +513,10 @@ def _axes(cells: Sequence[Prediction | BreakEven]) -> tuple[list[int], list[int]
 
 
 def _table(corner: str, rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> list[str]:
-    """Return the lines of a table, split into pieces of `_MOST_COLUMNS`."""
+    """Return the lines of a table, split into pieces of `_MAX_COLUMNS`."""
     lines = []
-    for start in range(0, len(columns), _MOST_COLUMNS):
-        part = slice(start, start + _MOST_COLUMNS)
+    for start in range(0, len(columns), _MAX_COLUMNS):
+        part = slice(start, start + _MAX_COLUMNS)
         lines.append(f"  {corner:>6}" + "".join(f"{one:>9}" for one in columns[part]))
         lines += [
             f"  {name:>6}" + "".join(f"{value:>9}" for value in values[part])

@@ -48,7 +48,7 @@ def is_vllm(given: Given, flags: Sequence[str]) -> bool:
     if given.value("engine_name") == "vllm":
         for key in ("engine.quantization", "engine.kv_cache_dtype"):
             if key in given:
-                raise UserError(f"{given[key].source} was given: {_WITHOUT_EQUAL[key][0]}.")
+                raise UserError(f"{given[key].source} was given: {_UNSUPPORTED_OPTIONS[key][0]}.")
         if given.value(window := "speculative.draft_window"):
             raise UserError(
                 f"{given[window].source} was given: vLLM takes the windows of a head from its "
@@ -142,7 +142,7 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 
 
 # Options that have no equal in vLLM, and why; a value of theirs that vLLM serves with anyway.
-_WITHOUT_EQUAL = {
+_UNSUPPORTED_OPTIONS = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
     "engine.kv_cache_dtype": (
@@ -241,7 +241,7 @@ def launch_of(setup: Setup, config: ServerConfig, given: Given, flags: Sequence[
 
 
 def _refuse_without_equal(setup: Setup, given: Given) -> None:
-    for key, (reason, allowed) in _WITHOUT_EQUAL.items():
+    for key, (reason, allowed) in _UNSUPPORTED_OPTIONS.items():
         setting = given.get(key)
         value = setup.settings.value(key) if setting is None else setting.value
         if value is None or value == allowed:

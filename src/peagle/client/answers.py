@@ -15,7 +15,7 @@ from peagle.client.counters import DraftCounts
 from peagle.client.events import DONE, EventReader
 
 _MAX_MESSAGE = 600  # characters of a server's words
-_SHOWN = 80  # characters of an answer of another kind
+_SHOWN_CHARACTERS = 80  # characters of an answer of another kind
 
 
 class ForeignAnswer(ValueError):
@@ -27,7 +27,7 @@ class ForeignAnswer(ValueError):
     """
 
     def __init__(self, data: bytes, *, is_object: bool) -> None:
-        super().__init__(printable(data[:_SHOWN].decode(errors="replace")))
+        super().__init__(printable(data[:_SHOWN_CHARACTERS].decode(errors="replace")))
         self.data, self.is_object = data, is_object
 
 

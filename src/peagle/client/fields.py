@@ -9,12 +9,12 @@ from typing import Any
 from peagle.config import SamplingParams, StructuredOutput
 
 # A request has no field for these, or the answer has no place for them here.
-_LEFT_OUT = ("n", "logprobs", "prompt_logprobs", "num_speculative_tokens")
+_OMITTED_FIELDS = ("n", "logprobs", "prompt_logprobs", "num_speculative_tokens")
 
 
 def sampling_fields(params: SamplingParams, names: Iterable[str]) -> dict[str, Any]:
     """Return the named parameters as fields of a request; the server chooses the others."""
-    fields = {name: getattr(params, name) for name in names if name not in _LEFT_OUT}
+    fields = {name: getattr(params, name) for name in names if name not in _OMITTED_FIELDS}
     if bias := fields.pop("logit_bias", None):
         # JSON has no infinity; -100 is what OpenAI's interface calls a ban.
         fields["logit_bias"] = {str(token): max(value, -100.0) for token, value in bias}

@@ -20,7 +20,7 @@ from peagle.config.speculative import Quantization
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "fp8"]
 # The fields that say how a target is loaded, as an engine on a loaded target leaves them.
-OF_TARGET: dict[str, Any] = {
+TARGET_DEFAULTS: dict[str, Any] = {
     "dtype": "auto",
     "device": "auto",
     "quantization": None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.data.dataset import check_tokenizer, read_data
-from peagle.data.limits import LEAST_RESPONSE
+from peagle.data.limits import MIN_RESPONSE
 from peagle.data.readers import DropCounts, Dropped
 from peagle.data.samples import Sample, SampleMaker
 from peagle.errors import UserError
@@ -135,7 +135,7 @@ def inspect_data(
         prompt_length=Lengths.of(prompt_lens),
         response_length=Lengths.of(responses),
         duplicates=len(lens) - len(seen),
-        too_short=sum(prompt < 1 or response < LEAST_RESPONSE for prompt, response in pairs),
+        too_short=sum(prompt < 1 or response < MIN_RESPONSE for prompt, response in pairs),
         dropped=dict(dropped.dropped),
         details=dropped.details,
         distinct=len(counts),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from peagle.errors import UserError
 
-LEAST_RESPONSE = 2  # a shorter one has no token to draft
+MIN_RESPONSE = 2  # a shorter one has no token to draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def check_limits(max_length: int, validation_share: float) -> None:
     Raises:
         UserError: naming the value.
     """
-    least = LEAST_RESPONSE + 1
+    least = MIN_RESPONSE + 1
     if max_length < least:
         raise UserError(f"The length limit is {max_length}; expected at least {least}.")
     if not 0 <= validation_share < 1:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from peagle.data.dataset import ResponseDataset, check_tokenizer, read_data, row_of, write_store
-from peagle.data.limits import LEAST_RESPONSE, Limits
+from peagle.data.limits import MIN_RESPONSE, Limits
 from peagle.data.origins import AnswerOrigin, answer_origins, joined_origins
 from peagle.data.readers import DropCounts, Dropped, side_file
 from peagle.data.samples import Sample, SampleMaker, continues
@@ -255,10 +255,10 @@ def _cut(begin: int, end: int, limits: Limits) -> int | Dropped:
     """Return where an answer ends within the length limit, or say why it is left out."""
     if not begin:
         return Dropped("empty prompt")
-    if end - begin < LEAST_RESPONSE:
-        return Dropped(f"response of less than {LEAST_RESPONSE} tokens")
+    if end - begin < MIN_RESPONSE:
+        return Dropped(f"response of less than {MIN_RESPONSE} tokens")
     if end > limits.max_length and not limits.truncate:
         return Dropped(f"longer than {limits.max_length} tokens")
-    if limits.max_length - begin < LEAST_RESPONSE:
+    if limits.max_length - begin < MIN_RESPONSE:
         return Dropped(f"prompt leaves no room for a response within {limits.max_length} tokens")
     return min(end, limits.max_length)

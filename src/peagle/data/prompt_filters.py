@@ -11,11 +11,11 @@ from itertools import chain
 
 # Characters of scripts without spaces count as words.
 _WORD = re.compile(r"[぀-ヿ㐀-鿿가-힯]|\w+")
-_FEWEST_WORDS = 3
+_MIN_WORDS = 3
 _LOOP_WORDS, _LOOP_TIMES = 6, 3
 _SHINGLE = 3
-_ALIKE = 0.6
-_FEWEST_SHINGLES = 5
+_MIN_SHARED = 0.6
+_MIN_SHINGLES = 5
 _QUOTED_WORDS = 13
 
 
@@ -29,8 +29,8 @@ def find_fault(text: str) -> str | None:
     if not text.strip():
         return "empty"
     words = words_of(text)
-    if len(words) < _FEWEST_WORDS:
-        return f"fewer than {_FEWEST_WORDS} words"
+    if len(words) < _MIN_WORDS:
+        return f"fewer than {_MIN_WORDS} words"
     counts = Counter(_windows(words, _LOOP_WORDS))
     if counts and counts.most_common(1)[0][1] >= _LOOP_TIMES:
         return f"looping: {_LOOP_WORDS} words occur {_LOOP_TIMES} times"
@@ -83,14 +83,14 @@ class NearDuplicates:
 
     def _rarest(self, shingles: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Return sequences of which a text that shares enough of a longer one's shares one."""
-        count = len(shingles) - math.ceil(_ALIKE * len(shingles)) + 1
+        count = len(shingles) - math.ceil(_MIN_SHARED * len(shingles)) + 1
         return nsmallest(count, shingles, key=lambda shingle: len(self._with.get(shingle, ())))
 
 
 def _are_alike(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> bool:
     shorter, longer = sorted((len(one), len(other)))
-    counting = shorter if shorter >= _FEWEST_SHINGLES else longer
-    return len(one & other) >= _ALIKE * counting
+    counting = shorter if shorter >= _MIN_SHINGLES else longer
+    return len(one & other) >= _MIN_SHARED * counting
 
 
 def _windows(words: list[str], size: int) -> list[tuple[str, ...]]:

@@ -31,7 +31,7 @@ _STATE = "state.json"  # beside the .arrow files of a saved dataset
 _ROWS_AT_ONCE = 1024
 _SHARD = re.compile(r"(.+)-\d+-of-\d+(-[0-9a-f]+)?\.parquet")
 # What pyarrow and datasets raise on damaged files; ArrowInvalid is a ValueError.
-_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError)
+_DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def is_folder(path: Path) -> bool:
@@ -159,7 +159,7 @@ def table_rows(part: Path) -> Iterator[tuple[dict[str, Any], str]]:
             for number, row in enumerate(table, start=1):
                 plain = json.loads(json.dumps(without_nulls(row), default=str))
                 yield plain, f"{part}, row {number}"
-        except _DAMAGED as error:
+        except _DAMAGE_ERRORS as error:
             raise UserError(
                 f"{str(part)!r} is not a whole {kind} ({_brief(error)}). {remedy}."
             ) from None

@@ -495,7 +495,7 @@ class LocalAnswerer:
 
 
 _MAX_WAIT_S = 60.0
-_WORTH_A_RETRY = (408, 409, 425, 429)
+_RETRIED_STATUSES = (408, 409, 425, 429)
 
 
 @dataclass(frozen=True, slots=True)
@@ -627,7 +627,7 @@ class EndpointAnswerer:
                         f"{self.url} has no {path} for the model ({message}). Correct --endpoint "
                         "or --target."
                     )
-                if reply.status not in _WORTH_A_RETRY and reply.status < 500:
+                if reply.status not in _RETRIED_STATUSES and reply.status < 500:
                     return Failure(message)
                 if tries > self._patience.retries:
                     return Failure(f"{message} ({tries} tries)")

@@ -30,14 +30,14 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from peagle.llm import LLM, RequestOutput
 
-CUT = "cut off by the length limit"
-ENDED = "the document ended before the length limit"
-REPEATED = "a near-duplicate of an earlier prompt"
-REFUSED = "too long for the model, or refused by its chat template"
-HELD_OUT = "a near-duplicate of an evaluation prompt"
+REASON_CUT = "cut off by the length limit"
+REASON_ENDED = "the document ended before the length limit"
+REASON_REPEATED = "a near-duplicate of an earlier prompt"
+REASON_REFUSED = "too long for the model, or refused by its chat template"
+REASON_HELD_OUT = "a near-duplicate of an evaluation prompt"
 _PROBE = "7310592846"
-_FEWEST_SAMPLES = 200  # before a run is called futile
-_FEWEST_KEPT = 0.02
+_MIN_SAMPLES = 200  # before a run is called futile
+_MIN_KEPT = 0.02
 _AHEAD = 8  # samples beyond those that are likely to do
 
 
@@ -139,7 +139,7 @@ def synthesize(
     forbidden = NearDuplicates(held_out, quotes=True)
 
     def judge(text: str) -> str | None:
-        return find_fault(text) or (HELD_OUT if forbidden.has_like(text) else None)
+        return find_fault(text) or (REASON_HELD_OUT if forbidden.has_like(text) else None)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a+b") as file, dropped_file(output).open("a+b") as dropped:
@@ -230,7 +230,7 @@ class _Log:
             self.next_number += 1
             self._write(one)
             progress = self.progress
-            if progress.samples >= _FEWEST_SAMPLES and progress.share_kept < _FEWEST_KEPT:
+            if progress.samples >= _MIN_SAMPLES and progress.share_kept < _MIN_KEPT:
                 raise UserError(_futile(progress, self._output))
 
     def _write(self, sample: WrittenSample) -> None:
@@ -238,7 +238,7 @@ class _Log:
         progress.samples += 1
         fault = sample.fault
         if (fault is None or len(turns) > 1) and self._earlier.has_like(turns[0]):
-            turns, fault = turns[:1], REPEATED
+            turns, fault = turns[:1], REASON_REPEATED
         whole = turns[:-1] if fault else turns
         if whole:
             self._earlier.add(whole[0])
@@ -363,7 +363,7 @@ class LocalWriter:
                 if not sample.turns:
                     raise output
                 sample.turns.append("")
-                sample.fault = REFUSED
+                sample.fault = REASON_REFUSED
                 yield sample
                 continue
             sample.num_tokens += len(output.token_ids)
@@ -375,7 +375,7 @@ class LocalWriter:
             sample.turns.append(text)
             is_cut = output.finish_reason == "length"
             if is_cut is self.is_chat:
-                sample.fault = CUT if is_cut else ENDED
+                sample.fault = REASON_CUT if is_cut else REASON_ENDED
             sample.fault = judge(text) or sample.fault
             if sample.fault or len(sample.turns) == self._num_turns:
                 yield sample

@@ -34,7 +34,7 @@ from peagle.deploy.models import ModelSource
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
-VARIABLE = "PEAGLE_CATALOG"
+CATALOG_ENV = "PEAGLE_CATALOG"
 PACKAGED = "the package"
 _SHORTEST_HINT = 3  # letters: a shorter part of a name suggests no entry
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -173,7 +173,7 @@ def load_catalog(extra: Sequence[Path] = ()) -> dict[str, CatalogEntry]:
     entries = {entry.name: entry for entry in parse_catalog(text, PACKAGED)}
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     usual = config / "peagle" / "catalog.toml"
-    named = [Path(n).expanduser() for n in os.environ.get(VARIABLE, "").split(os.pathsep) if n]
+    named = [Path(n).expanduser() for n in os.environ.get(CATALOG_ENV, "").split(os.pathsep) if n]
     for path in [*([usual] if usual.is_file() else []), *named, *extra]:
         try:
             text = path.read_text(encoding="utf-8")
@@ -181,7 +181,7 @@ def load_catalog(extra: Sequence[Path] = ()) -> dict[str, CatalogEntry]:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise UserError(
                 f"The catalog file {str(path)!r} is not readable: {reason}. Check the path, "
-                f"{VARIABLE} and --catalog."
+                f"{CATALOG_ENV} and --catalog."
             ) from None
         for entry in parse_catalog(text, str(path)):
             old = lookup(entry.name, entries)

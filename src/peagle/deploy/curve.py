@@ -21,9 +21,9 @@ from peagle.results import (
 
 # The share of an instance's capacity that autoscaling aims at: a new instance takes about as long
 # to start as a rush takes to come, and target tracking holds an average, which some exceed.
-HEADROOM = 0.7
+TARGET_LOAD = 0.7
 # More requests at once must bring this share of the speed of that many more instances.
-LEAST_GAIN = 0.25
+MIN_KNEE_GAIN = 0.25
 _PLAIN = "plain"  # bench's method without drafts
 
 
@@ -73,14 +73,14 @@ class Capacity:
         per minute and instance; for the latter, a curve without requests per second is a UserError.
         """
         if metric == "concurrency":
-            return max(1.0, float(int(HEADROOM * self.concurrency)))
+            return max(1.0, float(int(TARGET_LOAD * self.concurrency)))
         if self.requests_per_s is None:
             raise UserError(
                 "tune.json does not say how many requests a second an instance answers: their "
                 "length decides that. Use throughput.json of `peagle bench --output`, or "
                 "--metric concurrency."
             )
-        return max(1.0, round(HEADROOM * 60 * self.requests_per_s, 1))
+        return max(1.0, round(TARGET_LOAD * 60 * self.requests_per_s, 1))
 
 
 def capacity(curves: Sequence[Curve], bounds: Bounds) -> Capacity:
@@ -90,7 +90,7 @@ def capacity(curves: Sequence[Curve], bounds: Bounds) -> Capacity:
     1. keep the bounds, or without any the objective of the measurement;
     2. be faster with drafts than without (break-even), if both were measured: beyond it, drafts
        cost speed, and another instance serves better;
-    3. still gain: going from c to c' requests must bring at least LEAST_GAIN of the speed that
+    3. still gain: going from c to c' requests must bring at least MIN_KNEE_GAIN of the speed that
        c' / c times as many instances would. Beyond that knee requests only wait for each other.
     The first concurrency that fails ends the curve; nothing is assumed between measured points.
 
@@ -143,7 +143,7 @@ def _problem(point: CurvePoint, bounds: Bounds, curve: Curve) -> str:
 def _knee(before: CurvePoint, point: CurvePoint) -> str:
     more = point.concurrency / before.concurrency - 1
     gained = point.tokens_per_s / before.tokens_per_s - 1
-    if gained >= LEAST_GAIN * more:
+    if gained >= MIN_KNEE_GAIN * more:
         return ""
     return f"{more:.0%} more requests bring only {gained:+.0%} tokens/s"
 

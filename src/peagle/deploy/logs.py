@@ -19,7 +19,7 @@ from peagle.errors import UserError
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _POLL_S = 3.0
 # CloudWatch may show an event after later ones, so `follow` reads this much time twice.
-_LATE_MS = 30_000
+_OVERLAP_MS = 30_000
 
 
 class NoLogYet(UserError):
@@ -129,7 +129,7 @@ def follow(
                     yield line
         except NoLogYet:
             pass
-        start_ms = max([start_ms, *(time_ms - _LATE_MS for time_ms in seen.values())])
+        start_ms = max([start_ms, *(time_ms - _OVERLAP_MS for time_ms in seen.values())])
         seen = {id: time_ms for id, time_ms in seen.items() if time_ms >= start_ms}
         yield None
         clients.clock.sleep(_POLL_S)

@@ -27,7 +27,7 @@ _PRECISIONS = {
     **{"awq": "int4", "gptq": "int4", "bitsandbytes": "int4"},
 }
 # Plain weights are loaded in two bytes; words of packed weights (I32) and bytes stay.
-_SHRINKS = {"F64": 4, "F32": 2}
+_LOAD_RATIOS = {"F64": 4, "F32": 2}
 _Positive = Annotated[int, Field(ge=1)]
 
 
@@ -223,7 +223,7 @@ def model_facts(config: Mapping[str, Any], tensors: Iterable[tuple[str, str, int
     weights = 0
     for name, dtype, size in tensors:
         is_scale = "_scale" in name  # a packed weight's; they keep their type
-        weights += size if is_scale else size // _SHRINKS.get(dtype, 1)
+        weights += size if is_scale else size // _LOAD_RATIOS.get(dtype, 1)
     return ModelFacts(
         weights_bytes=weights,
         precision=_precision(config, shape.text),

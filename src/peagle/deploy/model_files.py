@@ -25,7 +25,7 @@ _WEIGHTS = ".safetensors"
 # The auxiliary layers of a head that does not name them depend on the number of the target's
 # layers; nothing here uses them.
 _SIZES = ("vocab_size", "hidden_size", "num_layers")
-_COMPARED = (*_SIZES, "tokenizer_sha256")
+_COMPARED_FIELDS = (*_SIZES, "tokenizer_sha256")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ def check_target(facts: HeadFacts, draft: ModelSource, target: ModelSource, s3: 
         CheckpointError: names the difference.
     """
     found = _target_facts(target, s3)
-    for key in _COMPARED:
+    for key in _COMPARED_FIELDS:
         expected, given = facts.target.get(key), found.get(key)
         if None in (expected, given) or expected == given:
             continue

@@ -44,7 +44,7 @@ SCALE_IN_COOLDOWN_S = 900
 _SCALING = ("ScalableTarget", "ScalingPolicy")
 _MAX_ERROR_SHARE = 0.01
 # Fields that hold for one change alone; the metadata leaves them out.
-_OF_ONE_CHANGE = ("stamp", "sets_count", "transfers")
+_TRANSIENT_FIELDS = ("stamp", "sets_count", "transfers")
 
 Template = dict[str, Any]
 Resources = dict[str, dict[str, Any]]
@@ -119,7 +119,7 @@ def metadata_of(template: Mapping[str, Any]) -> dict[str, Any]:
 def _described(d: Deployment, secrets: Mapping[str, str]) -> dict[str, Any]:
     """The deployment as JSON, with the names of parameters in place of secrets."""
     described = asdict(d)
-    for name in _OF_ONE_CHANGE:
+    for name in _TRANSIENT_FIELDS:
         del described[name]
     for field, variable in (("environment", str), ("vllm_flags", variable_of)):
         described[field] = {
@@ -136,7 +136,7 @@ def deployment_of(template: Mapping[str, Any], stamp: str) -> Deployment:
         UserError: another tool or another version of peagle made it.
     """
     kept = metadata_of(template)
-    known = {f.name for f in fields(Deployment)} - {*_OF_ONE_CHANGE}
+    known = {f.name for f in fields(Deployment)} - {*_TRANSIENT_FIELDS}
     if set(kept) != known:
         raise UserError(
             "This version of `peagle deploy sagemaker create` did not make the endpoint's stack. "

@@ -40,11 +40,11 @@ from peagle.models.loading import resolve_model
 from peagle.models.target import load_tokenizer
 from peagle.models.target_facts import precision_of
 
-_MOST_DRAFTS = 16
+_MAX_DRAFTS = 16
 # A target that knows its tokenizer is far from ln(V) on the texts that it knows best.
 _BLIND_SHARE = 0.85
 # Answers of healthy targets are spelled alike to 98% and more, with another tokenizer to 80%.
-_SPELLED = 0.93
+_MIN_SPELLED_SHARE = 0.93
 # First drafts of a head that was trained to the end match at least so often.
 _TRAINED_MATCH = 0.5
 # The norm that moved most: 0.05 to 0.08 after 60 steps, 0.2 and 0.7 in the heads of both pairs.
@@ -93,8 +93,8 @@ def run_doctor(
             or the server cannot be reached. A broken head is no mistake but a finding.
     """
     k = num_speculative_tokens
-    if k is not None and not 1 <= k <= _MOST_DRAFTS:
-        raise UserError(f"K is {k}; expected 1 to {_MOST_DRAFTS} draft tokens.")
+    if k is not None and not 1 <= k <= _MAX_DRAFTS:
+        raise UserError(f"K is {k}; expected 1 to {_MAX_DRAFTS} draft tokens.")
     backend = None
     if endpoint is not None:
         template = {"chat_template_kwargs": {"enable_thinking": thinking}}
@@ -118,7 +118,7 @@ def run_doctor(
     except CheckpointError:  # the examination of the files says why
         config = None
     served = backend.num_speculative_tokens() if backend else None
-    k = min(k or served or default_depth(config.trained_depth if config else None), _MOST_DRAFTS)
+    k = min(k or served or default_depth(config.trained_depth if config else None), _MAX_DRAFTS)
     layers = config.aux_layer_ids if config else ()
     probe = Probe.of(model, tokenizer, style, texts, k, layers, progress)
     if vllm is not None:
@@ -193,7 +193,7 @@ def _check_target(probe: Probe, report: Examination) -> bool:
     # Models trained on answers alone are like this too, and may be in order.
     spelled = probe.spelled_share()
     noise = f"it predicts none of their text ({text})"
-    if spelled >= _SPELLED:
+    if spelled >= _MIN_SPELLED_SHARE:
         text = f"{noise}, like models trained on answers alone; these are in order"
         report.check(check, "not checked", text)
         return False

@@ -30,7 +30,7 @@ from peagle.models.target import TargetModel, default_aux_layer_ids
 Progress = Callable[[str], None]
 
 _SETS = ("humaneval", "mt_bench", "gsm8k", "heldout_code")
-_OF_EACH_SET, _MOST_PROMPTS, _FEWEST_PROMPTS = 16, 64, 8
+_OF_EACH_SET, _MAX_PROMPTS, _MIN_PROMPTS = 16, 64, 8
 # Shorter prompts say too little, longer ones take time without saying more.
 _LENGTHS = range(4, 513)
 # Output tokens of each prompt beyond K.
@@ -125,7 +125,7 @@ def choose_texts(file: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[
         sized = [(len(tokenizer(p.text).input_ids), p.text) for p in prompts]
         fitting = [(size, text) for size, text in sized if size in _LENGTHS]
         texts = [text for _, text in (fitting if file else sorted(fitting))]
-        chosen += texts[: _MOST_PROMPTS if file else _OF_EACH_SET]
+        chosen += texts[: _MAX_PROMPTS if file else _OF_EACH_SET]
     if len(chosen) < 2:
         raise UserError(
             f"{str(file)!r} has {len(chosen)} prompts of {_LENGTHS.start} to {_LENGTHS.stop - 1} "
@@ -309,7 +309,7 @@ def _ask(
     params = SamplingParams(max_tokens=tokens, temperature=0.0)
     prompts = [one.token_ids for one in fitting]
     answers = [output.token_ids for output in llm.generate(prompts, params)]
-    if sum(len(answer) == tokens for answer in answers) < min(_FEWEST_PROMPTS, len(fitting)):
+    if sum(len(answer) == tokens for answer in answers) < min(_MIN_PROMPTS, len(fitting)):
         whole = llm.generate(prompts, replace(params, ignore_eos=True))
         answers = [output.token_ids for output in whole]
     kept = [pair for pair in zip(fitting, answers, strict=True) if len(pair[1]) == tokens]

@@ -28,7 +28,7 @@ MEAN_FEATURE = "the mean feature in place of mask_hidden"
 MASK_STATE = "fc(norm(mask_hidden)), with the norm before fc if any"
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6)
 _WINDOWS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-_MOST_MASK_IDS = 8
+_MAX_MASK_IDS = 8
 _NEAREST_ROWS = 512  # draft rows whose nearest target row is looked for
 
 # A repair counts if it raises the log-probability of the target's tokens by so much (in nats), by
@@ -40,7 +40,7 @@ MIN_GAIN, MIN_T = 0.03, 3.5
 MIN_RATIO, MIN_RATIO_WITHOUT_WEIGHTS = 1.01, 1.05
 # A head that matches less often than this with its repairs has not been repaired.
 MIN_MATCH = 0.1
-_MOST_ROUNDS = 5
+_MAX_ROUNDS = 5
 # Repairs are tried on every fourth prompt first, and the best of them on all.
 _SCREEN, _FINALISTS = 4, 4
 
@@ -197,7 +197,7 @@ def _mask_choices(files: HeadFiles, probe: Probe, current: int | None) -> list[i
     special = [i for i in tokenizer.all_special_ids if isinstance(i, int)]
     few = [*files.mask_ids, *sorted(named)[:2], vocab_size - 1, *unused[:2], *unused[-2:]]
     choices = [i for i in dict.fromkeys([*few, *special]) if i < vocab_size and i != current]
-    return choices[:_MOST_MASK_IDS]
+    return choices[:_MAX_MASK_IDS]
 
 
 # ---- repairs alone ---------------------------------------------------------------------------
@@ -431,7 +431,7 @@ class Repaired:
 def repair(first: Repaired, files: HeadFiles, probe: Probe) -> Repaired:
     """Repair a head in memory until no candidate helps any more."""
     repaired = first
-    for number in range(1, _MOST_ROUNDS + 1):
+    for number in range(1, _MAX_ROUNDS + 1):
         # The rows that drafts use are others once the head does better.
         done = {one.cause for one, _ in repaired.applied} - {"vocabulary_rebuilt"}
         candidates = repairs(repaired.head, repaired.drafted, files, probe)

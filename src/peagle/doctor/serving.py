@@ -19,7 +19,7 @@ from peagle.backends.vllm.checks import check_launch
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, TreeShape
-from peagle.config.engine import OF_TARGET
+from peagle.config.engine import TARGET_DEFAULTS
 from peagle.doctor.files import HeadFiles
 from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, HeadDrafts, drafted
@@ -38,22 +38,22 @@ from peagle.models.target import TargetModel
 _STEP = 2
 # Shares of equal drafts (True), and of answers with equal counters (False), of a healthy serving
 # side; types of 16 bits round differently from one batch to another.
-_ENOUGH = {True: 0.95, False: 0.8}
+_MIN_EQUAL_SHARE = {True: 0.95, False: 0.8}
 _ENOUGH_ROUNDED = {True: 0.85, False: 0.5}
 _SAME_TEXT, _SAME_TEXT_ROUNDED, _SAME_PROMPTS = 0.7, 0.3, 0.9
 # Above this share of equal drafts no fault is looked for.
-_ALL = 0.995
+_EQUAL_SHARE = 0.995
 # Single faults on top of which a second one is tried, unless one alone explains so much.
 _FOR_PAIRS, _ENOUGH_ALONE = 6, 0.9
 # A fault explains what was served if it leaves at most this share of the difference, and if that
 # is at least so much of all.
-_LEFT, _LEAST_SHARE = 0.35, 0.5
+_LEFT, _MIN_SHARE = 0.35, 0.5
 # Draft tokens, or answers, that it must set right.
-_LEAST_COUNT = {True: 8, False: 2}
+_MIN_COUNT = {True: 8, False: 2}
 # A type is at fault only where drafts are accepted less for it.
-_WORSE = 0.9
+_MAX_ACCEPTANCE_RATIO = 0.9
 # A share of draft tokens that counts as a difference of acceptance.
-_NOTABLE = 0.05
+_NOTABLE_SHARE = 0.05
 _MASK_SLOTS = ("parallel_drafting", "mask_token_id", "mask_hidden")
 
 
@@ -262,7 +262,7 @@ def examine_trees(
         return
     speculative = {"model": str(head), "parallel_drafting_spec": trees, "check_target": False}
     try:
-        sizes = asdict(replace(engine, **OF_TARGET))
+        sizes = asdict(replace(engine, **TARGET_DEFAULTS))
         llm = LLM(model=target, speculative_config=speculative, **sizes)
     except UserError as error:
         report.check(check, "differs", "the engine does not start with them")
@@ -360,13 +360,13 @@ def _compare_drafts(served: Sequence[Served], probe: Probe, files: HeadFiles) ->
     ours = drafted(head, probe, every_anchor=True)
     base = agreement(served, ours, probe, chained=not head.config.is_parallel)
     rounded = head.dtype not in (torch.float32, torch.float64)
-    enough = (_ENOUGH_ROUNDED if rounded else _ENOUGH)[base.by_tokens]
+    enough = (_ENOUGH_ROUNDED if rounded else _MIN_EQUAL_SHARE)[base.by_tokens]
     line = f"{base}; acceptance length served {pooled.acceptance_length:.2f}"
     if base.count == 0:
         report.check("served drafts", "not checked", line)
         return
     found, explained = list[Change](), base
-    if base.share < (enough if rounded else _ALL):
+    if base.share < (enough if rounded else _EQUAL_SHARE):
         found, explained = _find_faults(head, served, files, probe, base)
         if not _is_worse(pooled, ours):
             found = [fault for fault in found if fault.cause != "dtype"]
@@ -493,7 +493,7 @@ def _find_faults(
                         best, chosen = found, [first, second]
     set_right = (best.share - base.share) * best.count
     left = 1 - best.share <= _LEFT * (1 - base.share)
-    explains = left and best.share >= _LEAST_SHARE and set_right >= _LEAST_COUNT[best.by_tokens]
+    explains = left and best.share >= _MIN_SHARE and set_right >= _MIN_COUNT[best.by_tokens]
     return (chosen, best) if explains else ([], base)
 
 
@@ -507,7 +507,7 @@ def _go_together(first: Change, second: Change) -> bool:
 def _is_worse(served: SpeculationStats, ours: HeadDrafts) -> bool:
     """Whether drafts are accepted clearly less than foreseen."""
     expected = SpeculationStats.pooled(_foreseen(ours)).acceptance_length
-    return served.acceptance_length - 1 < _WORSE * (expected - 1)
+    return served.acceptance_length - 1 < _MAX_ACCEPTANCE_RATIO * (expected - 1)
 
 
 def _mask_slot_figures(served: SpeculationStats, ours: HeadDrafts) -> str:
@@ -520,7 +520,7 @@ def _mask_slot_figures(served: SpeculationStats, ours: HeadDrafts) -> str:
     def by_chance(rate: float, foreseen: float, count: int) -> float:
         """Return the most that may be missing by chance, or that does not matter."""
         mean = (rate + foreseen) / 2
-        return max(MIN_T * (mean * (1 - mean) / max(1, count)) ** 0.5, _NOTABLE)
+        return max(MIN_T * (mean * (1 - mean) / max(1, count)) ** 0.5, _NOTABLE_SHARE)
 
     first, second = accepted[0] / served.num_drafts, accepted[1] / max(1, accepted[0])
     first_foreseen = float(matches[..., 0].double().mean())

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from peagle.config import SpeculativeConfig
 from peagle.config.speculative import AUTO
 from peagle.engine.features import FEATURES_KEPT
-from peagle.engine.tree_record import FORGOTTEN_STEPS, PRIOR, TreeRecord
+from peagle.engine.tree_record import FORGOTTEN_STEPS, PRIOR_SHARE, TreeRecord
 
 # Steps with drafts scheduled after which drafting resumes; what a pause costs, in plain steps.
-RESUME_AFTER = 8
+RESUME_STEPS = 8
 # What another change of K costs, in plain steps: drafts that are dropped, or not there yet.
-CHANGE_COSTS = 1.0
+CHANGE_COST = 1.0
 # Gains up to this share of a step are left: estimates are no better.
-MARGIN = 0.01
+MIN_SPEED_GAIN = 0.01
 # A candidate below the greatest one has at most this share of its target rows.
-MOST_ALIKE = 0.8
+MAX_ROWS_RATIO = 0.8
 
 # How many drafts the prior counts for, and how many the latest ones do.
 PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
@@ -37,9 +37,9 @@ LATEST_STEPS = 8
 SETTLED_STEPS = 2 * LATEST_STEPS
 # By how much an entry of the table may be wrong until its K ran for so many steps at its rows, and
 # the share of a step's error that corrects it meanwhile.
-DOUBT, TRUSTED_STEPS, CORRECTION = 0.2, 12, 0.3
+TABLE_ERROR, TRUSTED_STEPS, CORRECTION_RATE = 0.2, 12, 0.3
 # The device waits for the host where it rests for more than this share of a step behind it.
-RESTS = 0.05
+HOST_BOUND_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class ScheduledDepth(DepthPolicy):
     """What is scheduled for a number of sequences, and 0 for a while after a 0.
 
     Drafting stops at once where 0 is scheduled. It begins again when drafts were scheduled at
-    RESUME_AFTER steps in a row, or when no sequence runs any more: resuming costs a pass over what
+    RESUME_STEPS steps in a row, or when no sequence runs any more: resuming costs a pass over what
     the drafter has missed, which a load that swings around a border would pay again and again.
     Between other K a change costs little and comes at once.
 
@@ -110,17 +110,17 @@ class ScheduledDepth(DepthPolicy):
     def __init__(self, scheduled: Callable[[int], int], trees: TreeRecord | None = None) -> None:
         self._scheduled = scheduled
         self._trees = trees
-        self._num_calm = RESUME_AFTER
+        self._num_calm = RESUME_STEPS
 
     def __call__(self, num_sequences: int) -> int:
-        return self._scheduled(num_sequences) if self._num_calm >= RESUME_AFTER else 0
+        return self._scheduled(num_sequences) if self._num_calm >= RESUME_STEPS else 0
 
     def possible(self, num_sequences: int) -> set[int]:
         return {self._scheduled(num_sequences)}
 
     def observe(self, load: int) -> None:
         if not load:
-            self._num_calm = RESUME_AFTER
+            self._num_calm = RESUME_STEPS
         elif self._scheduled(load):
             self._num_calm += 1
         else:
@@ -167,7 +167,7 @@ def candidates(most: int) -> tuple[int, ...]:
     """
     depths = {0, most}
     k = 1
-    while k < most and k + 1 <= MOST_ALIKE * (most + 1):
+    while k < most and k + 1 <= MAX_ROWS_RATIO * (most + 1):
         depths.add(k)
         k = 2 * k + 1
     return tuple(sorted(depths))
@@ -188,9 +188,9 @@ class AcceptanceRecord:
     c_i is the share of sequences that accept draft i among those that accepted the i - 1 before it
     in a step that could have had it; a step brings 1 + c_1 + c_1 c_2 + ... + c_1 ... c_K tokens. A
     sequence that drafts less than K by itself counts as one that accepts no more. With few tries
-    c_i is like c_{i-1}, and c_1 like PRIOR. So a change of the first drafts, which are always
-    tried, is one of the deeper ones too. A record that nothing is added to fades over thousands of
-    steps: a K that has not paid for long is tried again, unless it could not pay with the prior.
+    c_i is like c_{i-1}, and c_1 like PRIOR_SHARE. So a change of the first drafts, which are
+    always tried, is one of the deeper ones too. A record that nothing is added to fades over
+    thousands of steps: a K that has not paid for long is tried again, if it pays with the prior.
     """
 
     def __init__(self, most: int) -> None:
@@ -216,7 +216,7 @@ class AcceptanceRecord:
     def tokens(self, k: int) -> float:
         """Return the tokens of a sequence in a step of depth k."""
         total = chain = 1.0
-        share = PRIOR
+        share = PRIOR_SHARE
         for tried, passed in zip(self._tried[:k], self._passed[:k], strict=True):
             share = (passed + share * PRIOR_DRAFTS) / (tried + PRIOR_DRAFTS)
             chain *= share
@@ -230,8 +230,8 @@ class CostTable:
     A step takes what the table says of its rows and K, and as much again as its contexts, which are
     read once whatever K is: the latest steps tell how much. That figure belongs to the rows of
     these steps: after SETTLED_STEPS of them it is known, and the first steps of another K correct
-    the table, by DOUBT at most. Until then an entry counts for so much less: a K that might pay is
-    tried once. A step whose time is not known corrects nothing, and is a try all the same.
+    the table, by TABLE_ERROR at most. Until then an entry counts for so much less: a K that might
+    pay is tried once. A step whose time is not known corrects nothing, and is a try all the same.
 
     Where the host takes longer for a step than the device, as it may for many sequences of a small
     model, a step takes the host's time, whatever K is, if it has drafts; plain steps have less to
@@ -253,7 +253,7 @@ class CostTable:
         rows, share = self._size_of(num_sequences)
         table_s = self._table[rows, k] * share
         if self._num_run[rows, k] < TRUSTED_STEPS:
-            table_s *= 1 - DOUBT
+            table_s *= 1 - TABLE_ERROR
         host_s = self._host_s.get((rows, k > 0), 0.0) * share
         return max(table_s + self._contexts_s, table_s / 2, host_s)
 
@@ -273,7 +273,7 @@ class CostTable:
 
     def _follow_host(self, key: tuple[int, bool], device_s: float, period_s: float) -> None:
         """Learn the host's time from a step; one that stood still counts as twice the usual."""
-        if period_s > (1 + RESTS) * device_s:
+        if period_s > (1 + HOST_BOUND_SHARE) * device_s:
             host_s = self._host_s.get(key, device_s)
             change_s = min(period_s, 2 * host_s) - host_s
             self._host_s[key] = host_s + change_s / LATEST_STEPS
@@ -287,8 +287,9 @@ class CostTable:
         others = (n for (r, other), n in self._num_run.items() if r == rows and other != k)
         is_new = self._num_run[rows, k] < TRUSTED_STEPS <= max(others, default=0)
         if is_new and self._num_latest >= SETTLED_STEPS:
-            least_s, most_s = (c * self._measured[rows, k] for c in (1 - DOUBT, 1 + DOUBT))
-            wanted_s = self._table[rows, k] + CORRECTION * error_s / share
+            bounds = 1 - TABLE_ERROR, 1 + TABLE_ERROR
+            least_s, most_s = (c * self._measured[rows, k] for c in bounds)
+            wanted_s = self._table[rows, k] + CORRECTION_RATE * error_s / share
             self._table[rows, k] = min(max(wanted_s, least_s), most_s)
             self._contexts_s += (wanted_s - self._table[rows, k]) * share
         else:
@@ -362,12 +363,12 @@ class AutomaticDepth(DepthPolicy):
             now = self._k
             missed = load * FEATURES_KEPT * self._reading_s / step_s[0]
             for k in self._candidates:
-                gain = (1 - speed[now] / speed[k] - MARGIN) * step_s[now] / step_s[0]
+                gain = (1 - speed[now] / speed[k] - MIN_SPEED_GAIN) * step_s[now] / step_s[0]
                 self._gains[k] = max(0.0, self._gains[k] + gain)
             ready = [k for k in self._candidates if self._gains[k] >= self._price(k, missed)]
         if ready:
             # Drafts have to gain a little: speeds are estimates.
-            self._change(max(ready, key=lambda k: speed[k] * (1 - MARGIN * (k > 0))))
+            self._change(max(ready, key=lambda k: speed[k] * (1 - MIN_SPEED_GAIN * (k > 0))))
         self._is_idle = not load
 
     def _tokens(self, k: int) -> float:
@@ -381,8 +382,8 @@ class AutomaticDepth(DepthPolicy):
     def _price(self, k: int, missed: float) -> float:
         """Return what a change to k costs, in plain steps: `missed` to read what was missed."""
         if k and self._k:
-            return CHANGE_COSTS
-        return RESUME_AFTER + (missed if k else 0.0)
+            return CHANGE_COST
+        return RESUME_STEPS + (missed if k else 0.0)
 
     def _change(self, k: int) -> None:
         self._k = k

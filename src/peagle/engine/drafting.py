@@ -50,9 +50,9 @@ from peagle.speculation.proposers import TREE_TEMPERATURE
 from peagle.speculation.verification import SamplingTensors
 
 # From so many positions on that no draft needs, a pass of their own pays.
-READ_APART_FROM = 256
+MIN_APART_POSITIONS = 256
 # Most positions of a pass that closes holes; with MAX_SEQUENCES sequences a graph can run it.
-MOST_CAUGHT_UP = TOKEN_BUCKETS[-1]
+MAX_CAUGHT_UP = TOKEN_BUCKETS[-1]
 _TIMED_READINGS = 4
 
 
@@ -260,7 +260,7 @@ class HeadDrafting(Drafting):
             if missed is None:
                 continue
             num_positions = sum(len(reading) for reading, _ in group) + len(missed[0])
-            if group and (num_positions > MOST_CAUGHT_UP or len(group) == MAX_SEQUENCES):
+            if group and (num_positions > MAX_CAUGHT_UP or len(group) == MAX_SEQUENCES):
                 self._read_kept(group)
                 group = []
             group.append(missed)
@@ -418,9 +418,7 @@ class HeadDrafting(Drafting):
         if not sequence.num_speculative_tokens:
             return None
         if not self.most_drafts_of(sequence):
-            self._put_features(
-                sequence, pass_start, features_TA[row : row + max(end - pass_start, 0)]
-            )
+            self._put_features(sequence, pass_start, features_TA[row:][: max(end - pass_start, 0)])
             return None
         first = _first_unread(sequence, pass_start)
         if first >= end:
@@ -463,7 +461,7 @@ class HeadDrafting(Drafting):
         """
         num_apart = sum(len(r) - (r.num_drafts > 0) for r in readings)
         are_drafting = any(r.num_drafts for r in readings)
-        if not num_apart or (are_drafting and num_apart < READ_APART_FROM):
+        if not num_apart or (are_drafting and num_apart < MIN_APART_POSITIONS):
             return readings
         parts = [reading.split() for reading in readings]
         self.proposer.read(self._step(done, [before for before, _ in parts if len(before)]))

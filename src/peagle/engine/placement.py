@@ -22,7 +22,7 @@ from peagle.models.target import TargetModel
 
 # At 10 GB/s a thread reads this much in 7 ms, many times what the waits of a step take.
 BYTES_PER_THREAD = 64 * 2**20
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPU_TIMES = Path("/proc/stat")
 _SHORTEST_S = 0.2  # of a time over which the use of cores says something
@@ -105,7 +105,7 @@ def choose_threads(model: nn.Module) -> None:
     """
     global _chosen
     now = torch.get_num_threads()
-    if _is_set or any(map(os.environ.get, VARIABLES)) or now not in (_chosen, *_defaults()):
+    if _is_set or any(map(os.environ.get, THREAD_VARIABLES)) or now not in (_chosen, *_defaults()):
         return
     weights = (weight for weight in model.parameters() if weight.device.type == "cpu")
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)

@@ -18,7 +18,7 @@ from torch import Tensor
 from peagle.config import CandidateTrees
 from peagle.engine.stats import NUM_CALIBRATION_BINS, Calibration
 from peagle.kernels.paths import row_depths
-from peagle.kernels.trees.survival import MOST_CERTAIN, Survival, score_logits
+from peagle.kernels.trees.survival import MAX_LOGIT, Survival, score_logits
 from peagle.kernels.upload import upload
 
 # Trees that are learnt from at once, and most of a step that are looked at: more say little that
@@ -33,16 +33,16 @@ LATEST_NODES, PRIOR_NODES = 4096, 8
 # held: while fewer are known, and later.
 LATEST_TREES, FIRST_HELD_STEPS, HELD_STEPS = 128, 4, 8
 # How many trees the prior counts for, and how many the latest ones do.
-PRIOR_TREES, MOST_TREES = 1, 512
+PRIOR_TREES, MAX_TREES = 1, 512
 # The share of each draft that is accepted, before there is a record: a good head's.
-PRIOR = 0.8
+PRIOR_SHARE = 0.8
 # Steps without drafts after which a record has lost two thirds of its weight.
 FORGOTTEN_STEPS = 4000
 
 _CELLS = 64  # of score logits
-_CENTRES_X = (torch.arange(_CELLS).double() + 0.5) * (2 * MOST_CERTAIN / _CELLS) - MOST_CERTAIN
+_CENTRES_X = (torch.arange(_CELLS).double() + 0.5) * (2 * MAX_LOGIT / _CELLS) - MAX_LOGIT
 _FEATURES_X2 = torch.stack((_CENTRES_X, torch.ones_like(_CENTRES_X)), 1)
-_NEWTON_STEPS, _LEAST_STEP = 8, 1e-4
+_NEWTON_STEPS, _MIN_STEP = 8, 1e-4
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class _Trees:
         places_S = torch.arange(self.count, self.count + count) % LATEST_TREES
         self.scores_RN[places_S], self.depths_RN[places_S] = scores_SN, depths_SN
         self.count += count
-        self.weight = self.weight * MOST_TREES / (MOST_TREES + count) + count
+        self.weight = self.weight * MAX_TREES / (MAX_TREES + count) + count
 
 
 class TreeRecord:
@@ -185,7 +185,7 @@ class TreeRecord:
     def _count(self, scores_X: Tensor, depths_X: Tensor, passed_X: Tensor) -> None:
         """Count nodes by depth and score, and what was predicted of them."""
         logits_X = score_logits(scores_X)
-        cell_X = (logits_X + MOST_CERTAIN) * (_CELLS / (2 * MOST_CERTAIN))
+        cell_X = (logits_X + MAX_LOGIT) * (_CELLS / (2 * MAX_LOGIT))
         at_X = (depths_X - 1) * _CELLS + cell_X.long().clamp_max(_CELLS - 1)
         new_DX, new_passed_DX = (
             torch.bincount(at_X, weights, self._depth * _CELLS).view(-1, _CELLS)
@@ -219,7 +219,7 @@ class TreeRecord:
         return self._found[k]
 
     def _tokens(self, k: int) -> float:
-        prior, wanted = sum(PRIOR**i for i in range(1, k + 1)), self._shape.depth(k)
+        prior, wanted = sum(PRIOR_SHARE**i for i in range(1, k + 1)), self._shape.depth(k)
         if not self._trees:
             return 1 + prior
         depth = min(self._trees, key=lambda known: (known < wanted, abs(known - wanted)))
@@ -277,7 +277,7 @@ def fit_logistic(tried_X: Tensor, passed_X: Tensor, prior_2: Tensor) -> Tensor:
         slope = features.T @ (tried * p - passed) + PRIOR_NODES * (weights - prior)
         curvature = (features.T * (tried * p * (1 - p))) @ features + PRIOR_NODES * np.eye(2)
         step = np.linalg.solve(curvature, slope)
-        while (found := loss_at(weights - step)) > loss and np.abs(step).max() > _LEAST_STEP:
+        while (found := loss_at(weights - step)) > loss and np.abs(step).max() > _MIN_STEP:
             step = step / 2
         if found >= loss:
             break

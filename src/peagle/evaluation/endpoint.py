@@ -27,7 +27,7 @@ T = TypeVar("T")
 _USAGE = {"include_usage": True}
 # Streams with the most detail come first; servers that know fewer options refuse or ignore them.
 _STREAM_OPTIONS = ({**_USAGE, "continuous_usage_stats": True}, _USAGE, None)
-_UNSENT = ("prompt_logprobs", "n")
+_UNSENT_FIELDS = ("prompt_logprobs", "n")
 _SETTLE_S, _SETTLE_LOOKS = 0.1, 20
 
 
@@ -306,7 +306,7 @@ def _fields(request: Request) -> dict[str, Any]:
     """
     params = request.params
     given = [one.name for one in fields(params) if getattr(params, one.name) != one.default]
-    if refused := [name for name in _UNSENT if name in given]:
+    if refused := [name for name in _UNSENT_FIELDS if name in given]:
         raise UserError(
             f"Request {request.id}: {refused[0]} is not asked of a server here; leave it out."
         )

@@ -22,7 +22,7 @@ from peagle.results import Comparison, Entry, Interval
 RESAMPLES = 2000
 MIN_CLUSTERS = 5  # fewer say nothing about how requests vary
 _LEVEL = 0.95
-_MOST_WEIGHTS = 4_000_000  # drawn at a time: 32 MB
+_MAX_WEIGHTS = 4_000_000  # drawn at a time: 32 MB
 
 Counts = NDArray[np.int64]
 
@@ -100,7 +100,7 @@ def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
     chances_N = np.full(num_rows, 1 / num_rows)
     generator = np.random.default_rng(seed)
     sums: list[Counts] = []
-    for start in range(0, resamples, at_once := max(1, _MOST_WEIGHTS // num_rows)):
+    for start in range(0, resamples, at_once := max(1, _MAX_WEIGHTS // num_rows)):
         size = min(at_once, resamples - start)
         sums.append(generator.multinomial(num_rows, chances_N, size=size) @ values_NJ)
     return np.concatenate(sums)

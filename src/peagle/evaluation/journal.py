@@ -13,7 +13,7 @@ from peagle.errors import UserError
 
 FORMAT_VERSION = 1
 BENCH_LOG, TUNE_LOG = "cells.jsonl", "tune_cells.jsonl"  # in an output folder
-_MOST_CHARACTERS = 100
+_MAX_CHARACTERS = 100
 
 
 class Journal:
@@ -186,4 +186,4 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 def _excerpt(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 3]}..."

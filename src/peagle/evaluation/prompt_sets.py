@@ -32,7 +32,7 @@ _ID_COLUMNS = ("id", "question_id", "task_id", "unique_id")
 _SPLITS = ("test", "validation", "train")
 _SUFFIXES = (".parquet", ".jsonl")
 # SPEED-Bench says so where a prompt is not its own to give away.
-_LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+_WITHHELD_TEXT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _read_hub_set(wanted: HubSet) -> Iterator[Prompt]:
     for file in _fetch(wanted):
         for record in read_records(file):
             prompt = _hub_prompt(record, wanted)
-            if any(_LEFT_OUT in turn for turn in prompt.turns):
+            if any(_WITHHELD_TEXT in turn for turn in prompt.turns):
                 left_out += 1
             else:
                 read += 1

@@ -22,7 +22,7 @@ from peagle.evaluation.timing import figures_of
 from peagle.results import RunFigures
 
 WARM_UP_TOKENS = 16
-WAVES = 3
+SLOT_REQUESTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Sweep:
         With fewer, the time in which the slots fill and run dry would count for much.
         """
         own, slots = self.sets[point.set], point.concurrency
-        return list(islice(cycle(own), max(len(own), WAVES * slots if slots > 1 else 1)))
+        return list(islice(cycle(own), max(len(own), SLOT_REQUESTS * slots if slots > 1 else 1)))
 
     def stages(self) -> list[list[tuple[int, SweepPoint]]]:
         """Return (repeat, point) in the order of measurement, stage by stage.

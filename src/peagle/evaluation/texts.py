@@ -11,14 +11,14 @@ from peagle.engine.detokenizer import IncrementalDetokenizer
 from peagle.evaluation.decoding import DecodeCounts, Observation
 from peagle.results import HardText, OutputSample
 
-WINDOW = 16  # drafts
-MOST_TEXTS, MOST_SAMPLES = 12, 8
-_BEFORE, _TAIL, _MOST_TOKENS = 240, 400, 400
+WINDOW_DRAFTS = 16  # drafts
+MAX_TEXTS, MAX_SAMPLES = 12, 8
+_BEFORE, _TAIL, _MAX_TOKENS = 240, 400, 400
 ACCEPTED, TARGET = "accepted", "target"
 
 
 def hardest_texts(
-    observations: Sequence[Observation], window: int = WINDOW, most: int = MOST_TEXTS
+    observations: Sequence[Observation], window: int = WINDOW_DRAFTS, most: int = MAX_TEXTS
 ) -> list[HardText]:
     """Find the stretch with the fewest accepted tokens in each output, the hardest first.
 
@@ -60,7 +60,7 @@ def hardest_texts(
 def coloured_samples(
     observations: Sequence[Observation],
     tokenizer: PreTrainedTokenizerBase,
-    most: int = MOST_SAMPLES,
+    most: int = MAX_SAMPLES,
 ) -> list[OutputSample]:
     """Cut some outputs into pieces: the middle one of each set, then the best and the worst of all.
 
@@ -98,7 +98,7 @@ def pieces(
     token_ids: Sequence[int],
     steps: Sequence[DecodeCounts],
     tokenizer: PreTrainedTokenizerBase,
-    most_tokens: int = _MOST_TOKENS,
+    most_tokens: int = _MAX_TOKENS,
 ) -> list[tuple[str, str]]:
     """Cut the beginning of an output where accepted drafts and the target's tokens meet.
 

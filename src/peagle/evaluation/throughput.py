@@ -32,23 +32,23 @@ from peagle.results import (
 
 EAGLE3 = "eagle3"
 # Cells whose medians are further apart do not tie: ranges of few repeats overlap by one slow run.
-TIE = 0.03
+TIE_SHARE = 0.03
 # Beyond this the median of a few repeats is an accident; of the median.
-MOST_SPREAD = 0.5
+MAX_SPREAD = 0.5
 # Other programs of one sitting and of another may differ by so many busy cores.
-OTHER_LOAD = 0.5
+MAX_LOAD_DIFFERENCE = 0.5
 
 
 def tied_fastest(cells: Iterable[Cell]) -> list[Cell]:
     """Return the fastest cell by its median, and all that tie with it, in order.
 
-    A cell ties whose repeats overlap the fastest cell's, and whose median is at most TIE below its
-    own. `cells` are those of one load, at least one.
+    A cell ties whose repeats overlap the fastest cell's, and whose median is at most TIE_SHARE
+    below its own. `cells` are those of one load, at least one.
     """
     every = list(cells)
     fastest = max(every, key=lambda cell: cell.speed)
     least = fastest.speed_range[0]
-    near = [cell for cell in every if cell.speed >= (1 - TIE) * fastest.speed]
+    near = [cell for cell in every if cell.speed >= (1 - TIE_SHARE) * fastest.speed]
     return [cell for cell in near if cell.speed_range[1] >= least]
 
 
@@ -153,11 +153,11 @@ def _doubts(cell: Cell) -> list[str]:
     """Return what speaks against the speed of a cell: its repeats, or a speed-up that cannot be."""
     found = []
     least, most = cell.speed_range
-    if cell.speed and (spread := (most - least) / cell.speed) > MOST_SPREAD:
+    if cell.speed and (spread := (most - least) / cell.speed) > MAX_SPREAD:
         found.append(f"its repeats are {spread:.0%} apart")
     up, length = cell.speed_up_over_plain, cell.median.acceptance_length
     # A step writes this many tokens, and takes at least as long as one of plain decoding.
-    if up is not None and length is not None and up > (1 + TIE) * length:
+    if up is not None and length is not None and up > (1 + TIE_SHARE) * length:
         found.append(f"its speed-up of {up:.2f} is above its acceptance length of {length:.2f}")
     return found
 
@@ -169,7 +169,7 @@ def _doubts_of_sittings(cells: Sequence[Cell]) -> list[str]:
         if repeat.other_cores is not None:
             taken.setdefault(repeat.sitting, []).append(repeat.other_cores)
     means = [fmean(cores) for cores in taken.values()]
-    if not means or max(means) - min(means) <= OTHER_LOAD:
+    if not means or max(means) - min(means) <= MAX_LOAD_DIFFERENCE:
         return []
     return [
         f"it was measured in {len(means)} sittings, in which other programs kept "

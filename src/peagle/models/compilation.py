@@ -29,7 +29,7 @@ from peagle.models.target_attention import decoder_layers, windowed_modules
 
 CACHE_VARIABLE = "PEAGLE_CACHE"
 # The variables by which Inductor and Triton choose their folders, and our folders for them.
-_KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_CACHE_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 # Compiled graphs hang on the code of a layer's class: every token count of every kind of layer of
 # every model in the process counts. The default of 8 is for mistakes; here each one is wanted.
 _RECOMPILE_LIMIT = 1024
@@ -347,12 +347,12 @@ def cache_compiled_code() -> None:
 
     folder = cache_folder()
     try:
-        for name in _KEPT.values():
+        for name in _CACHE_FOLDERS.values():
             (folder / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         warnings.warn(f"Compiled code is not kept in {str(folder)!r}: {error}.", stacklevel=3)
         return
-    for variable, name in _KEPT.items():
+    for variable, name in _CACHE_FOLDERS.items():
         # Importing Inductor sets its variable to the default: no user chose that.
         if os.environ.get(variable) in (None, default_cache_dir()):
             os.environ[variable] = str(folder / name)

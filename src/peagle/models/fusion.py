@@ -27,7 +27,7 @@ from peagle.models.packed_layers import PackedLinear
 from peagle.models.target_attention import decoder_layers
 
 # What the one product is called in the module, and the projections that it may replace.
-PATTERNS = {
+FUSION_PATTERNS = {
     "fused_qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "fused_gate_up_proj": ("gate_proj", "up_proj"),
 }
@@ -213,7 +213,7 @@ def fuse(model: transformers.PreTrainedModel) -> list[FusionResult]:
     return results + [
         FusionResult(layer, "layer", projections, "it has none of these")
         for layer in range(len(layers))
-        for name, projections in PATTERNS.items()
+        for name, projections in FUSION_PATTERNS.items()
         if (layer, name) not in found
     ]
 
@@ -309,7 +309,7 @@ def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             children = {child for child, found in module.named_children() if found is not None}
-            for fused_name, names in PATTERNS.items():
+            for fused_name, names in FUSION_PATTERNS.items():
                 projections = tuple(name for name in names if name in children)
                 if projections:
                     yield _Group(index, name, module, fused_name, projections)

@@ -19,7 +19,7 @@ _HEAD_KEYS = (
     *("mask_token_id", "pard_token", "ptd_token_id", "peagle"),
     *("speculators_model_type", "speculators_config", "transformer_layer_config"),
 )
-_WHOLE = ("ForCausalLM", "ForConditionalGeneration")
+_WHOLE_MODEL_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def refuse_whole_model(data: Mapping[str, Any], source: str) -> None:
@@ -34,7 +34,7 @@ def refuse_whole_model(data: Mapping[str, Any], source: str) -> None:
     """
     named = data.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
-    if not isinstance(first, str) or not first.endswith(_WHOLE):
+    if not isinstance(first, str) or not first.endswith(_WHOLE_MODEL_SUFFIXES):
         return
     if "eagle" in first.lower() or any(data.get(key) is not None for key in _HEAD_KEYS):
         return

@@ -44,7 +44,7 @@ from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import sha256_of
 
 DEFAULT_REVISION = "main"
-FETCHED = [
+FETCHED_PATTERNS = [
     "config.json",
     "generation_config.json",
     "*.safetensors",
@@ -59,11 +59,11 @@ FETCHED = [
     "chat_template*",
 ]
 # Copies of the weights in another layout, as gpt-oss and Mistral publish them beside the usual one.
-NOT_FETCHED = ["*/*", "consolidated*"]
+SKIPPED_PATTERNS = ["*/*", "consolidated*"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 # Marks the cache folder of a repository while files in it are not compared with their checksums.
-_UNCHECKED = ".peagle-unchecked"
+_UNCHECKED_MARK = ".peagle-unchecked"
 _MAKE_ROOM = "Make room, or set HF_HOME to a folder on a larger disk."
 # Errors of the network, of the disk, and of answers that no hub gives.
 _FAILURES = (HTTPError, OSError, ValueError, KeyError, TypeError)
@@ -135,15 +135,15 @@ class Repository:
             self.repo,
             revision=self.revision,
             endpoint=self.hub,
-            allow_patterns=FETCHED,
-            ignore_patterns=NOT_FETCHED,
+            allow_patterns=FETCHED_PATTERNS,
+            ignore_patterns=SKIPPED_PATTERNS,
             local_files_only=local_files_only,
         )
         return Path(folder)
 
     def _wanted(self, siblings: Sequence[RepoSibling]) -> list[RepoSibling]:
         """Return the files to fetch, of all files of the repository."""
-        patterns = {"allow_patterns": FETCHED, "ignore_patterns": NOT_FETCHED}
+        patterns = {"allow_patterns": FETCHED_PATTERNS, "ignore_patterns": SKIPPED_PATTERNS}
         files = list(filter_repo_objects(siblings, **patterns, key=lambda file: file.rfilename))
         if any(file.rfilename.endswith(".safetensors") for file in files):
             return files
@@ -161,7 +161,7 @@ class Repository:
 
     def _download(self, commit: str, files: Sequence[RepoSibling]) -> Path:
         """Fetch what the cache lacks, compare it with the hub's checksums, return the folder."""
-        snapshot, unchecked = self.storage / "snapshots" / commit, self.storage / _UNCHECKED
+        snapshot, unchecked = self.storage / "snapshots" / commit, self.storage / _UNCHECKED_MARK
         missing = [file for file in files if not (snapshot / file.rfilename).exists()]
         suspect = files if unchecked.exists() else missing
         try:

@@ -15,7 +15,7 @@ from peagle.model_folder import check_json, read_file_header, read_json, read_we
 from peagle.models.gguf_header import is_gguf, read_gguf_header
 from peagle.models.head_json import refuse_whole_model, with_depth
 
-_CALLED: dict[Role, str] = {
+_ROLE_NAMES: dict[Role, str] = {
     "target": "The target model",
     "draft": "The draft head",
     "eagle3": "The EAGLE-3 head",
@@ -47,7 +47,7 @@ def resolve_model(
         CheckpointError: no safetensors, weights that are incomplete or damaged, code instead of a
             known architecture; a GGUF file that cannot be read.
     """
-    what, text = _CALLED[role], os.fspath(name_or_path)
+    what, text = _ROLE_NAMES[role], os.fspath(name_or_path)
     folder = find_model(name_or_path, role)
     if folder is not None:
         is_file = folder.is_file()
@@ -97,10 +97,10 @@ def find_model(name_or_path: str | os.PathLike[str], role: Role = "target") -> P
         if role == "target" and is_gguf(path):
             read_gguf_header(path)
             return path
-        return require_folder(path, _CALLED[role])
+        return require_folder(path, _ROLE_NAMES[role])
     # No hub is asked for a bare name: hubs have few, and it may be a mistyped private folder.
     if "/" not in text.partition("@")[0]:
-        raise _not_there(text, _CALLED[role])
+        raise _not_there(text, _ROLE_NAMES[role])
     return None
 
 
@@ -145,7 +145,7 @@ def _hub_id(text: str, revision: str | None, what: str) -> tuple[str, str]:
 
 
 def _not_there(text: str, what: str) -> UserError:
-    file = ", a GGUF file" if what == _CALLED["target"] else ""
+    file = ", a GGUF file" if what == _ROLE_NAMES["target"] else ""
     return UserError(
         f"{what} {text!r} is not there; expected a folder with config.json{file}, or a hub id of "
         "the form owner/name or owner/name@revision."

@@ -49,7 +49,7 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scales")
 _OF_ACTIVATIONS = ("input_", "output_", "activation_")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SCALES = (*_FLOATS, torch.float8_e8m0fnu)
-_AGAIN = "Copy or convert the checkpoint again."
+_CONVERT_AGAIN = "Copy or convert the checkpoint again."
 
 Read = Callable[[str], Tensor | None]
 Kind = Literal["fp8", "int8", "int8 in words", "int4 in words", "gptq", "awq"]
@@ -182,13 +182,13 @@ def check_linear(
         elif one.is_needed:
             raise CheckpointError(
                 f"The checkpoint lacks tensor {f'{name}.{suffix}'!r}: its quantization_config says "
-                f"{_reason(suffix, scheme)}. {_AGAIN}"
+                f"{_reason(suffix, scheme)}. {_CONVERT_AGAIN}"
             )
     for suffix in sorted(set(suffixes) - set(expected) - {"bias"}):
         if not suffix.startswith(_OF_ACTIVATIONS):
             raise CheckpointError(
                 f"The checkpoint has tensor {f'{name}.{suffix}'!r}, which a layer of this kind "
-                f"does not have ({scheme.text}). {_AGAIN}"
+                f"does not have ({scheme.text}). {_CONVERT_AGAIN}"
             )
     scales = next(tensor for suffix, tensor in tensors.items() if suffix in _SCALE_NAMES)
     per_block = scales.mT if kind in _IN_COLUMNS else scales
@@ -240,7 +240,7 @@ def check_mxfp4(blocks: Tensor, scales: Tensor, name: str, shape: tuple[int, int
             raise CheckpointError(
                 f"The checkpoint has {f'{name}_{suffix}'!r} as {_text(tensor)}; expected uint8 of "
                 f"shape {list(expected)} (MXFP4: {shape[0]} experts of {shape[1]} x {shape[2]}). "
-                f"{_AGAIN}"
+                f"{_CONVERT_AGAIN}"
             )
 
 
@@ -369,7 +369,7 @@ def _check(tensor: Tensor, name: str, expected: _Expected, scheme: Scheme) -> No
     shapes = " or ".join(str(list(shape)) for shape in dict.fromkeys(expected.shapes))
     raise CheckpointError(
         f"The checkpoint has {name!r} as {_text(tensor)}; expected {types} of shape {shapes} "
-        f"({scheme.text}). {_AGAIN}"
+        f"({scheme.text}). {_CONVERT_AGAIN}"
     )
 
 
@@ -406,7 +406,7 @@ def _check_scales(stored: StoredLinear) -> None:
     name = f"{stored.name}.{stored.scale_name}"
     raise CheckpointError(
         f"The checkpoint has {value} in {name!r}, the scales of a weight; expected {expected}. "
-        f"{_AGAIN}"
+        f"{_CONVERT_AGAIN}"
     )
 
 
@@ -415,7 +415,7 @@ def _check_stored_shape(stored: StoredLinear) -> None:
     if found is not None and found.tolist() != list(stored.shape):
         raise CheckpointError(
             f"The checkpoint has {found.tolist()} in {f'{stored.name}.weight_shape'!r}; expected "
-            f"{list(stored.shape)}, outputs and inputs of the layer. {_AGAIN}"
+            f"{list(stored.shape)}, outputs and inputs of the layer. {_CONVERT_AGAIN}"
         )
 
 
@@ -470,12 +470,12 @@ def _arrange_gptq(stored: StoredLinear, is_v2: bool) -> PackedLinearWeight:
         if low < 0 or high >= k // group:
             raise CheckpointError(
                 f"{stored.name + '.g_idx'!r} puts inputs into the groups {low} to {high}; expected "
-                f"0 to {k // group - 1}. {_AGAIN}"
+                f"0 to {k // group - 1}. {_CONVERT_AGAIN}"
             )
         if not bool((groups.long().bincount(minlength=k // group) == group).all()):
             raise CheckpointError(
                 f"{stored.name + '.g_idx'!r} puts different numbers of inputs into the groups; "
-                f"expected {group} in each. {_AGAIN}"
+                f"expected {group} in each. {_CONVERT_AGAIN}"
             )
         order = torch.argsort(groups, stable=True)
         q = q[:, order]

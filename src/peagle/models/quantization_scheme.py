@@ -15,7 +15,7 @@ from typing import Any
 from peagle.errors import CheckpointError
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
-_INSTEAD = "`peagle serve --engine vllm` may serve it."
+_VLLM_ADVICE = "`peagle serve --engine vllm` may serve it."
 # Formats of compressed-tensors: those whose tensors peagle reads.
 _FORMATS = (
     *("dense", "fakequant", "naive-quantized", "int-quantized", "float-quantized"),
@@ -75,7 +75,7 @@ def check_config(data: Mapping[str, Any]) -> None:
         named = "no method that its config.json names" if not method else str(method)[:100]
         raise CheckpointError(
             f"The checkpoint is quantised by {named!r}; peagle reads {', '.join(METHODS)}. "
-            f"{_INSTEAD}"
+            f"{_VLLM_ADVICE}"
         )
     if method == "compressed-tensors":
         _refuse_transforms(data.get("transform_config"))
@@ -186,7 +186,7 @@ def _gptq_scheme(data: Mapping[str, Any], name: str) -> Scheme:
     stored = settings.get("checkpoint_format")
     if stored not in (None, "gptq", "gptq_v2") or settings.get("is_marlin_format"):
         found = stored if stored not in (None, "gptq", "gptq_v2") else "marlin"
-        raise _wrong("checkpoint_format", found, f"'gptq' or 'gptq_v2' ({_INSTEAD[:-1]})")
+        raise _wrong("checkpoint_format", found, f"'gptq' or 'gptq_v2' ({_VLLM_ADVICE[:-1]})")
     _is_set(settings, "sym", True)
     return Scheme(
         "gptq",
@@ -201,7 +201,7 @@ def _gptq_scheme(data: Mapping[str, Any], name: str) -> Scheme:
 def _awq_scheme(data: Mapping[str, Any]) -> Scheme:
     version = data.get("version", "gemm")
     if version not in ("gemm", "GEMM"):
-        raise _wrong("version", version, f"'gemm' ({_INSTEAD[:-1]})")
+        raise _wrong("version", version, f"'gemm' ({_VLLM_ADVICE[:-1]})")
     older = "w_bit" in data and "bits" not in data
     return Scheme(
         "awq",
@@ -227,7 +227,7 @@ def _refuse_transforms(transforms: Any) -> None:
             raise CheckpointError(
                 f"The checkpoint has a transform_config: its group {name!r} ({kind or 'no type'}) "
                 "rotates activations while the model runs (QuIP, SpinQuant), which peagle does not "
-                f"compute. Quantise without transforms; {_INSTEAD}"
+                f"compute. Quantise without transforms; {_VLLM_ADVICE}"
             )
 
 
@@ -236,7 +236,7 @@ def _refuse_sparsity(sparsity: Any) -> None:
     if stored != "dense":
         raise CheckpointError(
             f"The checkpoint has a sparsity_config of format {str(stored)[:100]!r}; peagle reads "
-            f"weights that store every number ('dense'). {_INSTEAD}"
+            f"weights that store every number ('dense'). {_VLLM_ADVICE}"
         )
 
 
@@ -245,7 +245,7 @@ def _check_format(data: Mapping[str, Any], key: str, prefix: str = "") -> None:
     if stored is not None and stored not in _FORMATS:
         raise CheckpointError(
             f"quantization_config has {prefix}{key} {str(stored)[:100]!r}; peagle "
-            f"reads {', '.join(_FORMATS)}. {_INSTEAD}"
+            f"reads {', '.join(_FORMATS)}. {_VLLM_ADVICE}"
         )
 
 
@@ -295,7 +295,7 @@ def _weights_scheme(weights: Mapping[str, Any], prefix: str) -> Scheme:
         raise CheckpointError(
             f"quantization_config has {prefix}actorder {str(order)[:100]!r}: its "
             "layers order their inputs by activation, which peagle reads from GPTQ checkpoints "
-            f"only. Quantise without actorder, or with 'weight'; {_INSTEAD}"
+            f"only. Quantise without actorder, or with 'weight'; {_VLLM_ADVICE}"
         )
     return Scheme(
         "compressed-tensors",
@@ -313,7 +313,7 @@ def _weights_block(weights: Mapping[str, Any], prefix: str) -> tuple[int, int]:
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if strategy not in _STRATEGIES:
-        text = f"one of {', '.join(_STRATEGIES)} ({_INSTEAD[:-1]})"
+        text = f"one of {', '.join(_STRATEGIES)} ({_VLLM_ADVICE[:-1]})"
         raise _wrong(f"{prefix}strategy", strategy, text)
     if strategy == "block":
         return _block(weights.get("block_structure"), f"{prefix}block_structure")

@@ -26,7 +26,7 @@ from peagle.models.target_facts import (
     refuse_pickles,
 )
 
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TargetEnds(TargetFacts):
@@ -198,7 +198,7 @@ class _Checkpoint:
             return None
         tensor = self._mapped.read(key)
         assert tensor is not None
-        if tensor.dtype not in _PLAIN or list(tensor.shape) != list(shape):
+        if tensor.dtype not in _PLAIN_DTYPES or list(tensor.shape) != list(shape):
             raise CheckpointError(
                 f"{str(self._tensors.file(key))!r} has {key!r} as {tensor.dtype} of shape "
                 f"{list(tensor.shape)}; expected plain floating-point numbers of shape "

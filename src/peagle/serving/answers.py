@@ -24,7 +24,7 @@ from peagle.serving.errors import ApiError
 
 logger = logging.getLogger("peagle.serving")
 
-_SENT_AT_ONCE = 64 * 1024  # bytes of a whole answer
+_BYTES_AT_ONCE = 64 * 1024  # bytes of a whole answer
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
 
 
@@ -82,7 +82,7 @@ class GenerationAnswer(Response, ABC):
         start = length = 0
         for end, piece in enumerate(pieces, 1):
             length += len(piece)
-            if length >= _SENT_AT_ONCE or end == len(pieces):
+            if length >= _BYTES_AT_ONCE or end == len(pieces):
                 body, has_more = b"".join(pieces[start:end]), end < len(pieces)
                 await send({"type": "http.response.body", "body": body, "more_body": has_more})
                 start, length = end, 0
@@ -253,7 +253,7 @@ def report_of(
 
 # One answer may hold millions of them. So they are written as JSON at once, not made into objects
 # first, and between so many tokens the event loop goes on.
-_AT_ONCE = 32
+_TOKENS_AT_ONCE = 32
 
 TokenBytes = Callable[[int], bytes]
 
@@ -331,8 +331,8 @@ class LogprobsWriter(ABC):
 
     async def write(self, given: Sequence[TokenLogprobs | None]) -> Written:
         """Add tokens, and let the event loop go on in between; return the JSON of all."""
-        for start in range(0, len(given), _AT_ONCE):
-            self.add(given[start : start + _AT_ONCE])
+        for start in range(0, len(given), _TOKENS_AT_ONCE):
+            self.add(given[start : start + _TOKENS_AT_ONCE])
             await asyncio.sleep(0)
         return self.written()
 

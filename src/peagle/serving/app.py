@@ -23,7 +23,7 @@ from peagle.errors import short_repr
 from peagle.serving.completions import chat, complete
 from peagle.serving.engine_pool import Deadline
 from peagle.serving.errors import ApiError, reason_for_absence
-from peagle.serving.limits import LARGE, limits_of_model, parse_json
+from peagle.serving.limits import LARGE_BYTES, limits_of_model, parse_json
 from peagle.serving.logs import recorded_path
 from peagle.serving.protocol import (
     PROMPT_KINDS,
@@ -278,7 +278,7 @@ def _route_class(service: Service) -> type[APIRoute]:
     async def value_of(request: Request, body: bytes) -> Any:
         info = service.pool.info
         max_model_len = info.max_model_len if info else 0
-        if len(body) < LARGE:
+        if len(body) < LARGE_BYTES:
             return parse_json(body, max_model_len)
         async with large:
             if await request.is_disconnected():  # its client is gone

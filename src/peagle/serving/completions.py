@@ -52,7 +52,7 @@ from peagle.serving.tools import (
 )
 from peagle.thinking import START, AnswerSplitter, Piece, ThinkingSplitter, family_splitter
 
-_AT_ONCE = 64  # chunks
+_CHUNKS_AT_ONCE = 64  # chunks
 
 
 class _Completions(GenerationAnswer):
@@ -109,10 +109,10 @@ class _Completions(GenerationAnswer):
     async def events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self.generation.chunks()) as lists:
             async for chunks in lists:
-                for start in range(0, len(chunks), _AT_ONCE):
+                for start in range(0, len(chunks), _CHUNKS_AT_ONCE):
                     if start:  # a client that reads slowly has many
                         await asyncio.sleep(0)
-                    some = chunks[start : start + _AT_ONCE]
+                    some = chunks[start : start + _CHUNKS_AT_ONCE]
                     data = [await self.chunk_events(i, self.read(chunk)) for i, chunk in some]
                     yield b"".join(data)
         if self._has_last_usage:

@@ -27,8 +27,8 @@ from peagle.serving.http_parser import HttpParser, RefusedRequest
 logger = logging.getLogger("peagle.serving")
 
 BACKLOG = 2048
-_MOST_FILES = 65536
-_MOST_CONNECTIONS = 4096
+_MAX_FILES = 65536
+_MAX_CONNECTIONS = 4096
 # As asyncio has it, all connections that wait are accepted before the first of them can be refused.
 ACCEPTED_AT_ONCE = 8
 # Connections that are parsed, and may begin a request, in one round of the event loop, and the time
@@ -36,12 +36,12 @@ ACCEPTED_AT_ONCE = 8
 # accepted in a round, so that new ones never wait for long.
 _TURNS, _ROUND_S = 2 * ACCEPTED_AT_ONCE, 0.005
 # Connections that come while a new one is made, read and given to the application.
-_COME_MEANWHILE = 3 * ACCEPTED_AT_ONCE
+_MAX_ARRIVING = 3 * ACCEPTED_AT_ONCE
 # By then it has happened. A request that has come waits for less of it.
 _NEW_S, _NEW_BESIDE_REQUEST_S = 0.5, 0.05
 # What a load balancer or an orchestrator asks; a connection beyond the limit may ask it too.
-PROBES = ("/live", "/health", "/ready", "/ping")
-RESERVE = 32
+PROBE_PATHS = ("/live", "/health", "/ready", "/ping")
+RESERVED_CONNECTIONS = 32
 _RESERVE_HEAD_S = 2.0
 # Other open files: the reserve, pipes to engines, files that are read, connections that close.
 _OTHER_FILES = 256
@@ -90,7 +90,7 @@ def connection_limit(asked: int | None) -> int:
     num_files = _raise_file_limit()
     room = num_files - min(_OTHER_FILES, num_files // 2)
     if asked is None:
-        return min(room, _MOST_CONNECTIONS)
+        return min(room, _MAX_CONNECTIONS)
     if asked > room:
         raise UserError(
             f"--max-connections is {asked}, and this process may open {num_files} files: expected "
@@ -103,12 +103,12 @@ def _raise_file_limit() -> int:
     try:
         import resource
     except ImportError:  # Windows has no such limit
-        return _MOST_FILES
+        return _MAX_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinity = resource.RLIM_INFINITY
-    wanted = _MOST_FILES if hard == infinity else min(hard, _MOST_FILES)
+    wanted = _MAX_FILES if hard == infinity else min(hard, _MAX_FILES)
     if soft == infinity or soft >= wanted:
-        return _MOST_FILES if soft == infinity else soft
+        return _MAX_FILES if soft == infinity else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):  # macOS allows less than its hard limit
@@ -157,7 +157,7 @@ class Connections:
         """Take a new connection, into the reserve if need be."""
         if not self.admit(connection):
             self._reserve[connection] = None
-            if len(self._reserve) > RESERVE:
+            if len(self._reserve) > RESERVED_CONNECTIONS:
                 oldest = next(iter(self._reserve))
                 self.close(oldest, f"beyond the limit of {self.max_connections} connections")
 
@@ -174,7 +174,7 @@ class Connections:
         if len(self._open) >= limit and (idle := self._longest_idle()) is not None:
             new_s = _NEW_BESIDE_REQUEST_S if connection in self._reserve else _NEW_S
             is_new = now - self._idle_s[idle] < new_s and not idle.has_answered
-            if len(self._idle_s) > _COME_MEANWHILE or not is_new:
+            if len(self._idle_s) > _MAX_ARRIVING or not is_new:
                 self.close(idle, f"at the limit of {limit} connections")
         has_room = len(self._open) < limit
         if has_room:
@@ -396,7 +396,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             raise RefusedRequest(429, text, "too_many_pipelined")
         if self.is_in_reserve:
             path = request.target.partition(b"?")[0].decode("ascii")
-            if request.method in (b"GET", b"HEAD") and path in PROBES:
+            if request.method in (b"GET", b"HEAD") and path in PROBE_PATHS:
                 self.conn.is_last = True
             elif not self._table.admit(self):
                 raise self._table.all_busy()

@@ -45,8 +45,8 @@ _JOIN_S = 2.0
 # A killed process that is still alive waits in the kernel, most likely for its GPU.
 _KILL_S = 30.0
 # An engine is restarted as long as it crashes and fails to start no more often than this.
-MOST_CRASHES, WINDOW_S = 5, 600.0
-MOST_FAILED_STARTS = 3
+MAX_CRASHES, WINDOW_S = 5, 600.0
+MAX_FAILED_STARTS = 3
 _FIRST_DELAY_S = 0.5
 
 
@@ -105,10 +105,10 @@ class CrashBudget:
     @property
     def spent(self) -> str | None:
         """Why there is no further start; None if there is one."""
-        if self.num_failed_starts >= MOST_FAILED_STARTS:
+        if self.num_failed_starts >= MAX_FAILED_STARTS:
             return f"{self.num_failed_starts} starts in a row failed"
-        if (crashes := self.num_recent) > MOST_CRASHES:
-            limit = f"{MOST_CRASHES} are restarted"
+        if (crashes := self.num_recent) > MAX_CRASHES:
+            limit = f"{MAX_CRASHES} are restarted"
             return f"it ended {crashes} times within {WINDOW_S / 60:g} minutes, of which {limit}"
         return None
 

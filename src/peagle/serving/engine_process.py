@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from peagle.config import EngineConfig, SpeculativeConfig
-from peagle.config.engine import OF_TARGET
+from peagle.config.engine import TARGET_DEFAULTS
 from peagle.engine import Calibration, EngineStats, LLMEngine, SpeculationStats
 from peagle.engine.loop import Add, EngineLoop, Order
 from peagle.engine.outputs import StreamChunk
@@ -147,7 +147,7 @@ def _new_chunks(chunks: list[tuple[Any, ...]], stats: EngineStats | None) -> New
 Activity = Literal["working", "loading", "compiling"]
 _ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 # A step may take this many times as long as the slowest step before it.
-_SLOWER = 20
+_HANG_FACTOR = 20
 # Announced work must end too; loading may read a large model from a slow disk.
 _ANNOUNCED_S = {"loading": 3600.0, "compiling": 600.0}
 # Taking a request may tokenize long lists of words.
@@ -213,7 +213,7 @@ class Heartbeat:
         if self._is_loading:
             self._write(_ANNOUNCED_S["loading"], "loading")
         else:
-            self._write(max(limit_s, _SLOWER * self._slowest_s), "working")
+            self._write(max(limit_s, _HANG_FACTOR * self._slowest_s), "working")
 
     def loaded(self, token_s: float) -> None:
         """Note that all is loaded; a step of one token takes `token_s` seconds."""
@@ -328,7 +328,7 @@ def _load(spec: EngineSpec, heartbeat: Heartbeat) -> dict[str, LLM]:
     if device.type == "cuda":  # nothing is compiled for a CPU, and the compilers load slowly
         announce_compilation(heartbeat)
     target = load_target(spec.target, spec.engine)
-    sizes = replace(spec.engine, **OF_TARGET)
+    sizes = replace(spec.engine, **TARGET_DEFAULTS)
     llms: dict[str, LLM] = {}
     for number, (name, speculative) in enumerate(spec.proposers.items()):
         heartbeat.beat()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_MOST_CHARACTERS = 2_000
-_MOST_OF_PARAM = 200
+_MAX_CHARACTERS = 2_000
+_MAX_OF_PARAM = 200
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -41,15 +41,15 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if len(message) > _MOST_CHARACTERS:
-            half = _MOST_CHARACTERS // 2
+        if len(message) > _MAX_CHARACTERS:
+            half = _MAX_CHARACTERS // 2
             message = f"{message[:half]} ... {message[-half:]}"
         super().__init__(message)
         self.status = status
         self.message = message
         default = "server_error" if status >= 500 else "invalid_request_error"
         self.type = type or _TYPES.get(status, default)
-        self.param = param and param[:_MOST_OF_PARAM]
+        self.param = param and param[:_MAX_OF_PARAM]
         self.code = code
         self.headers = dict(headers or {})
         self.is_counted = False
@@ -69,7 +69,7 @@ _OTHER_MEDIA = (
     "peagle reads and writes text only. Send text to /v1/chat/completions, and media to a server "
     "whose model takes them."
 )
-_STORED = (
+_NO_STORAGE = (
     "peagle stores nothing between requests. Send the whole conversation with each request to "
     "/v1/responses or /v1/chat/completions."
 )
@@ -88,8 +88,8 @@ _REASONS = {
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/v1/moderations"), _EMBEDDINGS),
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _OTHER_MEDIA),
     **dict.fromkeys(("/v1/batches", "/v1/files", "/v1/uploads"), _BATCHES),
-    **dict.fromkeys(("/v1/responses/", "/v1/chat/completions/", "/v1/conversations"), _STORED),
-    **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores"), _STORED),
+    **dict.fromkeys(("/v1/responses/", "/v1/chat/completions/", "/v1/conversations"), _NO_STORAGE),
+    **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores"), _NO_STORAGE),
     "/v1/fine_tuning": "a server trains nothing. Run `peagle train` for a draft head.",
     "/v1/messages": "peagle speaks OpenAI's API. Use /v1/chat/completions or /v1/responses.",
     "/generate": "peagle speaks OpenAI's API. Use /v1/completions.",

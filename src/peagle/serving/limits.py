@@ -126,7 +126,7 @@ TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
 # Parsing and validation hold the interpreter, in whichever thread they run. So a body that holds
 # more than any sensible one is refused by counting its bytes, at the speed of C, before it is
 # parsed. Text within strings does not count: a long prompt may be full of commas.
-LARGE = 64 * 1024  # bytes; below that, handing a body to a thread costs more than parsing it
+LARGE_BYTES = 64 * 1024  # bytes; below that, handing a body to a thread costs more than parsing it
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = np.zeros(256, np.int8)
@@ -162,7 +162,7 @@ def check_calls(messages: Iterable[Mapping[str, Any]], max_model_len: int) -> No
 
 def _long_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        if len(value) >= LARGE:
+        if len(value) >= LARGE_BYTES:
             yield value
     elif isinstance(value, list | dict):
         for element in value.values() if isinstance(value, dict) else value:

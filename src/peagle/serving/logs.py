@@ -32,7 +32,7 @@ _USER_TEXT = {
     *("text", "output", "outputs", "completion", "token_ids", "tools", "arguments"),
 }
 WINDOW_S = 10.0
-MOST_IN_WINDOW = 50
+MAX_IN_WINDOW = 50
 _QUERY = re.compile(r"[?&#;].*", re.DOTALL)
 _CREDENTIALS = re.compile(r"[^/]*@")
 
@@ -220,7 +220,7 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
         name = first_line if status is None else f"{first_line} (status {status})"
         kind = (record.name, record.levelno, name)
         self._counts[kind] += 1
-        if self._counts[kind] <= MOST_IN_WINDOW:
+        if self._counts[kind] <= MAX_IN_WINDOW:
             super().emit(record)
         elif self._timer is None:
             # Records of other kinds may not come for a long time.
@@ -237,9 +237,9 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
                 self._timer.cancel()
                 self._timer = None
             for (name, level, first_line), count in counts.items():
-                if count > MOST_IN_WINDOW:
+                if count > MAX_IN_WINDOW:
                     text = "left out %d more lines like: %s"
-                    arguments = (count - MOST_IN_WINDOW, first_line)
+                    arguments = (count - MAX_IN_WINDOW, first_line)
                     super().emit(logging.LogRecord(name, level, "", 0, text, arguments, None))
         finally:
             self.release()

@@ -287,7 +287,7 @@ class ChatBody(SamplingFields):
 _STATELESS = "peagle stores no responses"
 _NO_SUMMARY = "should be 'auto': peagle gives the reasoning itself, and no summary of it"
 # Fields of POST /v1/responses with the one value that they may have, if any, and the reason.
-_ONLY: dict[str, tuple[Any, str]] = {
+_ALLOWED_VALUES: dict[str, tuple[Any, str]] = {
     "type": ("function", "should be 'function': peagle runs no tools itself"),
     "verbosity": ("medium", "should be 'medium': ask for a length in the instructions"),
     "summary": ("auto", _NO_SUMMARY),
@@ -305,10 +305,10 @@ _ONLY: dict[str, tuple[Any, str]] = {
 
 
 class _Restricted(_Body):
-    @field_validator(*_ONLY, check_fields=False)
+    @field_validator(*_ALLOWED_VALUES, check_fields=False)
     @classmethod
     def _check_only(cls, value: Any, info: ValidationInfo) -> Any:
-        allowed, reason = _ONLY[info.field_name or ""]
+        allowed, reason = _ALLOWED_VALUES[info.field_name or ""]
         if value not in (None, []) and (type(value), value) != (type(allowed), allowed):
             raise ValueError(reason)
         return value

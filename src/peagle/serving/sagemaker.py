@@ -131,12 +131,12 @@ def _tool_parser(flag: VllmFlag) -> str:
 
 
 # vLLM's option -> our option, and how its value is read.
-_SAME = (
+_SAME_OPTIONS = (
     *("--speculative-config", "--host", "--port", "--served-model-name", "--device", "--seed"),
     *("--gpu-memory-utilization", "--block-size", "--chat-template", "--revision"),
 )
 _OPTIONS: dict[str, tuple[str, Callable[[VllmFlag], str]]] = {
-    **{name: (name, VllmFlag.one_token) for name in _SAME},
+    **{name: (name, VllmFlag.one_token) for name in _SAME_OPTIONS},
     "--max-model-len": ("--max-model-len", _count),
     "--max-num-seqs": ("--max-num-seqs", _count),
     "--max-num-batched-tokens": ("--max-num-batched-tokens", _count),
@@ -157,7 +157,7 @@ _SWITCHES = {
 # Given once for each value.
 _LISTS = {"--allowed-origins": "--allowed-origin"}
 # Logs, loading, scheduling and the like: no answer depends on them.
-_DROPPED = (
+_IGNORED_OPTIONS = (
     *("--disable-log-requests", "--enable-log-requests", "--disable-log-stats"),
     *("--aggregate-engine-logging", "--max-log-len", "--uvicorn-log-level"),
     *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--use-tqdm-on-load"),
@@ -185,7 +185,7 @@ _SPECULATE = (
 
 _LEAVE_OUT = "Leave it out."
 # Options that change nothing with one of these values, and cannot be had with another.
-_ONLY: dict[str, tuple[tuple[str, ...], str]] = {
+_ALLOWED_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "--tensor-parallel-size": (("1",), _ONE_GPU),
     "--pipeline-parallel-size": (("1",), _ONE_GPU),
     "--decode-context-parallel-size": (("1",), _ONE_GPU),
@@ -210,14 +210,14 @@ _ONLY: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 # Options that are to be had in another way.
-_INSTEAD = {
+_REPLACEMENTS = {
     **dict.fromkeys(("--spec-method", "--spec-model", "--spec-tokens"), _SPECULATE),
     "--tokenizer": "Put the tokenizer's files into the model's folder.",
     "--download-dir": "Set HF_HOME to the folder.",
     "--hf-token": "Set HF_TOKEN.",
     "--api-key": "SageMaker itself checks its callers; elsewhere set PEAGLE_API_KEY.",
 }
-RULES = (*_OPTIONS, *_SWITCHES, *_LISTS, *_DROPPED, *_ONLY, *_INSTEAD)
+RULES = (*_OPTIONS, *_SWITCHES, *_LISTS, *_IGNORED_OPTIONS, *_ALLOWED_VALUES, *_REPLACEMENTS)
 # Left out by "false", as the managed container does it, and then on: maybe not what was meant.
 _OFF_SWITCHES = {"--enable-prefix-caching": "NO_ENABLE_PREFIX_CACHING"}
 
@@ -236,14 +236,14 @@ def _arguments(flag: VllmFlag) -> list[str]:
         if tokens:
             raise UserError(f"{shown}; expected true or false.")
         return [_SWITCHES[name]]
-    if name in _INSTEAD:
-        raise UserError(f"{shown}; expected this variable to be unset. {_INSTEAD[name]}")
-    if name in _ONLY:
-        values, remedy = _ONLY[name]
+    if name in _REPLACEMENTS:
+        raise UserError(f"{shown}; expected this variable to be unset. {_REPLACEMENTS[name]}")
+    if name in _ALLOWED_VALUES:
+        values, remedy = _ALLOWED_VALUES[name]
         if tokens is None or len(tokens) != 1 or tokens[0] not in values:
             why = f"expected {' or '.join(values)}" if values else f"this server has no {name}"
             raise UserError(f"{shown}; {why}. {remedy}")
-    elif name not in _DROPPED:
+    elif name not in _IGNORED_OPTIONS:
         near = near_names(name, RULES, 1, 0.8)
         guess = near and f" Did you mean {PREFIX}{near[0][2:].replace('-', '_').upper()}?"
         raise UserError(

@@ -30,8 +30,8 @@ _OPEN_PATHS = frozenset({"/live", "/health", "/ping"})
 _STATIC = "/static/"
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
-_FIXED = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
-_EXPOSED = (b"access-control-expose-headers", b"X-Request-ID, Retry-After, WWW-Authenticate")
+_FIXED_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+_EXPOSED_HEADER = (b"access-control-expose-headers", b"X-Request-ID, Retry-After, WWW-Authenticate")
 _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 _JSON = re.compile(
     rf'application/json((?:[ \t]*;[ \t]*{_TOKEN}=(?:{_TOKEN}|"[^"\\]*"))*)[ \t]*;?',
@@ -98,7 +98,7 @@ class SecurityMiddleware:
         self._any_origin = "*" in origins
         self._origins = {allowed_origin(origin) for origin in origins - {"*"}}
         # Caches must not give one origin the answer for another.
-        self._answer_headers = [*_FIXED, *([(b"vary", b"Origin")] if origins else [])]
+        self._answer_headers = [*_FIXED_HEADERS, *([(b"vary", b"Origin")] if origins else [])]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it on to the application."""
@@ -140,7 +140,7 @@ class SecurityMiddleware:
         host = self._check_host(headers)
         origin = self._check_origin(headers, host, method, path)
         if origin is not None:
-            answer_headers += [(b"access-control-allow-origin", origin), _EXPOSED]
+            answer_headers += [(b"access-control-allow-origin", origin), _EXPOSED_HEADER]
             if method == "OPTIONS" and b"access-control-request-method" in headers:
                 return _preflight_headers(headers)
         if self.keys and path not in _OPEN_PATHS:

@@ -23,7 +23,7 @@ from peagle.serving.config import ServerConfig
 from peagle.serving.connections import (
     ACCEPTED_AT_ONCE,
     BACKLOG,
-    PROBES,
+    PROBE_PATHS,
     Connections,
     connection_limit,
     listen,
@@ -43,7 +43,7 @@ from peagle.serving.tracing import Tracing
 
 logger = logging.getLogger("peagle.serving")
 
-_UNCOUNTED = (*PROBES, "/metrics")
+_UNCOUNTED_PATHS = (*PROBE_PATHS, "/metrics")
 # Seconds for answers on their way after the last request, or after an engine died for good.
 _FLUSH_S = 2
 # Seconds for the last lines of the log, whose reader may be gone.
@@ -63,7 +63,7 @@ class CountOpen:
         self._limits: set[asyncio.Timeout] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
+        if scope["type"] != "http" or scope["path"] in _UNCOUNTED_PATHS:
             return await self._app(scope, receive, send)
         scope["state"]["is_admitted"] = True
         self._service.num_open += 1

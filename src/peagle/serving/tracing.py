@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from peagle.engine.outputs import RequestOutput
 
 # Probes and files of the page have no span.
-_UNTRACED = "/(live|health|ready|ping|metrics)$,/static/,://[^/]+/?$"
+_UNTRACED_PATHS = "/(live|health|ready|ping|metrics)$,/static/,://[^/]+/?$"
 # Names of headers that hold keys, or URLs of other pages.
 _SECRETS = re.compile(rb"authorization|cookie|key|password|referer|secret|token")
 
@@ -78,7 +78,7 @@ class Tracing:
 
         middleware = self._middleware(
             answer,
-            excluded_urls=_UNTRACED,
+            excluded_urls=_UNTRACED_PATHS,
             server_request_hook=name_request,
             tracer_provider=self._provider,
             exclude_spans=["receive", "send"],

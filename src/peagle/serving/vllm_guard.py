@@ -134,13 +134,13 @@ _SAMPLING = frozenset(
     }
 )
 # Takes `sampling_params` as vLLM itself has them, in which an absent temperature is 1.
-_BARE = "/inference/v1/generate"
+_GENERATE_PATH = "/inference/v1/generate"
 # These draw no tokens.
-_OTHERS = re.compile(
+_OTHER_PATHS = re.compile(
     r"/(tokenize|detokenize|ping|v1/messages/count_tokens|v1/(chat/)?completions/render"
     r"|v1/responses/[^/]+/cancel)"
 )
-_WRONG = "on a CPU, vLLM samples wrongly with speculative decoding."
+_CPU_PROBLEM = "on a CPU, vLLM samples wrongly with speculative decoding."
 _REMEDY = "Send temperature 0, or start the server with --no-speculation."
 
 
@@ -151,12 +151,12 @@ def check_greedy(path: str, body: bytes) -> None:
         ApiError: a temperature other than 0; a field given twice; a body that is no JSON object; a
             route that is not known.
     """
-    if _OTHERS.fullmatch(path):
+    if _OTHER_PATHS.fullmatch(path):
         return
-    if path not in _SAMPLING and path != _BARE:
+    if path not in _SAMPLING and path != _GENERATE_PATH:
         raise ApiError(
             403,
-            f"{path!r} is none of the routes that are known to decode greedily: {_WRONG} Use "
+            f"{path!r} is none of the routes that are known to decode greedily: {_CPU_PROBLEM} Use "
             "/v1/completions, /v1/chat/completions, /v1/responses or /v1/messages, or start the "
             "server with --no-speculation.",
             code="route_not_allowed",
@@ -174,10 +174,10 @@ def check_greedy(path: str, body: bytes) -> None:
             _check_temperature(f"{name}.temperature", inner.get("temperature"))
         elif inner is not None:
             raise ApiError(400, f"{name} is no object: expected one, or none.", param=name)
-    if path == _BARE and (request.get("sampling_params") or {}).get("temperature") is None:
+    if path == _GENERATE_PATH and (request.get("sampling_params") or {}).get("temperature") is None:
         raise ApiError(
             400,
-            f"sampling_params.temperature is absent, which vLLM takes for 1 here: {_WRONG} "
+            f"sampling_params.temperature is absent, which vLLM takes for 1 here: {_CPU_PROBLEM} "
             f"{_REMEDY}",
             param="sampling_params.temperature",
         )
@@ -188,7 +188,7 @@ def _check_temperature(name: str, value: Any) -> None:
     if value is None or (type(value) in (int, float) and value == 0):
         return
     found = value if type(value) in (int, float, bool) else type(value).__name__
-    text = f"{name} is {found}, expected the number 0 or none: {_WRONG} {_REMEDY}"
+    text = f"{name} is {found}, expected the number 0 or none: {_CPU_PROBLEM} {_REMEDY}"
     raise ApiError(400, text, param=name)
 
 

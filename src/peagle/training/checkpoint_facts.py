@@ -16,9 +16,9 @@ from peagle.training.config import TrainConfig
 
 STATE_NAME = "state.json"
 # Facts of a checkpoint that older versions did not write.
-YOUNG = ("data", "target")
+NEW_FACTS = ("data", "target")
 # The only fact that a resumed run may change.
-_MAY_CHANGE = "optimizer.steps"
+_CHANGEABLE_FACT = "optimizer.steps"
 # Facts by the keys of the configuration, where those are other ones.
 _KEYS = {
     "seed": "run.seed",
@@ -124,23 +124,23 @@ def require_same(folder: Path, record: dict[str, Any], facts: dict[str, Any]) ->
 
     Args:
         folder: the checkpoint, for the message.
-        record: what the checkpoint says. Of an older version it may lack the facts in `YOUNG`.
+        record: what the checkpoint says. Of an older version it may lack the facts in `NEW_FACTS`.
         facts: those of the run that goes on; others of the record are not compared.
 
     Raises:
         UserError: naming each key that differs with both values.
     """
-    now = {name: fact for name, fact in facts.items() if name in record or name not in YOUNG}
+    now = {name: fact for name, fact in facts.items() if name in record or name not in NEW_FACTS}
     before = {name: record.get(name) for name in now}
     changes = [
         f"{_KEYS.get(key.partition('.')[0], key)} {shown(old)} (now {shown(new)})"
         for key, old, new in _differences(before, now)
-        if key != _MAY_CHANGE
+        if key != _CHANGEABLE_FACT
     ]
     if changes:
         raise UserError(
             f"The checkpoint {str(folder)!r} was made with {', '.join(changes)}. To resume, "
-            f"restore what it was made with; only {_MAY_CHANGE} may change. Or start anew in "
+            f"restore what it was made with; only {_CHANGEABLE_FACT} may change. Or start anew in "
             "another output folder, where head.init may name the head of this run."
         )
 

@@ -4,9 +4,9 @@
 process group: NCCL between GPUs, gloo between the processes themselves.
 
 A process that dies closes its connections, so that the others' next gloo call fails at once; one
-that hangs is given up after `TIMEOUT`. Both end in one clear line. A process that waits for its GPU
-by then cannot report it, because NCCL's kernels wait without an end: torchrun, which sees the
-death, or NCCL's own watchdog ends it.
+that hangs is given up after `SYNC_TIMEOUT`. Both end in one clear line. A process that waits for
+its GPU by then cannot report it, because NCCL's kernels wait without an end: torchrun, which sees
+the death, or NCCL's own watchdog ends it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from peagle.engine.placement import resolve_device
 from peagle.errors import UserError
 
 # Longer than any process writes a head or compiles a layer while the others wait for it.
-TIMEOUT = timedelta(minutes=10)
+SYNC_TIMEOUT = timedelta(minutes=10)
 # Seconds that failing processes wait for each other, so that one of them reports.
 _FAREWELL = 2.0
 # Seconds until the kernel ends a process that cannot end itself.
@@ -117,11 +117,11 @@ class Processes:
             raise UserError(problem)
 
 
-ALONE = Processes()
+ONE_PROCESS = Processes()
 
 
 @contextmanager
-def joined(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
+def joined(timeout: timedelta = SYNC_TIMEOUT) -> Iterator[Processes]:
     """The processes that torchrun started together, or this one alone.
 
     Args:
@@ -133,7 +133,7 @@ def joined(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
         SystemExit: with status 2, where another process has reported its error already.
     """
     if any(not os.environ.get(name) for name in _VARIABLES) or os.environ["WORLD_SIZE"] == "1":
-        yield ALONE
+        yield ONE_PROCESS
         return
     processes = Processes(*(int(os.environ.get(n, 0)) for n in (*_VARIABLES[:2], "LOCAL_RANK")))
     store, on_gpu = None, False

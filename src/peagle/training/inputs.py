@@ -26,7 +26,7 @@ from peagle.training.config import TrainConfig
 from peagle.training.warm_start import start_mask_hidden
 
 # Batches made ahead, whose states lie on the device where a store has them.
-AHEAD = 2
+BATCHES_AHEAD = 2
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Source:
             step = start
             try:
                 while step < stop or waiting:
-                    while step < stop and len(waiting) < AHEAD:
+                    while step < stop and len(waiting) < BATCHES_AHEAD:
                         waiting.append(thread.submit(self._make, step))
                         step += 1
                     batch, states, ready = waiting.pop(0).result()

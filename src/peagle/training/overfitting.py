@@ -12,7 +12,7 @@ from typing import Any
 
 MANY_EPOCHS = 3.0
 FEW_TOKENS = 50_000_000
-_RISES = 2  # validations in a row that are worse than the one before
+_MIN_RISES = 2  # validations in a row that are worse than the one before
 
 Report = Mapping[str, Any]
 
@@ -42,8 +42,8 @@ def rising_validation(reports: Sequence[Report]) -> str:
     Args:
         reports: those of the run so far, in order ("kind", "step" and "loss" of each).
     """
-    validations = [one for one in reports if one["kind"] == "validation"][-1 - _RISES :]
-    if len(validations) <= _RISES:
+    validations = [one for one in reports if one["kind"] == "validation"][-1 - _MIN_RISES :]
+    if len(validations) <= _MIN_RISES:
         return ""
     if not all(later["loss"] > earlier["loss"] for earlier, later in pairwise(validations)):
         return ""

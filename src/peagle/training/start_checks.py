@@ -24,7 +24,7 @@ from peagle.training.checkpoint_facts import (
 )
 from peagle.training.config import TrainConfig
 
-_MOST_AUX = 3  # states of the feature, where the configuration names no layers
+_MAX_AUX = 3  # states of the feature, where the configuration names no layers
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
 _SAVED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -152,7 +152,7 @@ def _fresh_sizes(config: TrainConfig) -> tuple[int, int, int]:
     mlp = 3 * size * (head.intermediate_size or model.intermediate_size)
     # Layer 0 reads the embedding and the hidden state side by side.
     layers = head.num_layers * (size * (inner + keys) + inner * size + mlp) + size * (inner + keys)
-    num_aux = len(head.aux_layer_ids or ()) or min(_MOST_AUX, model.num_layers)
+    num_aux = len(head.aux_layer_ids or ()) or min(_MAX_AUX, model.num_layers)
     fc = num_aux * width * size
     kept = min(head.draft_vocab_size or vocabulary, vocabulary)
     return vocabulary * size, kept * size, layers + fc

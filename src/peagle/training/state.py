@@ -36,14 +36,14 @@ from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import sha256_of
 from peagle.models.checkpoint.files import object_at, read_object, write_json
 from peagle.training.checkpoint_facts import (
+    NEW_FACTS,
     STATE_NAME,
-    YOUNG,
     previous_of,
     require_checkpoint,
     require_same,
     shown,
 )
-from peagle.training.distributed import ALONE, Processes
+from peagle.training.distributed import ONE_PROCESS, Processes
 from peagle.training.optimizers import Masters
 
 _WEIGHTS = "weights."
@@ -51,7 +51,7 @@ _OPTIMIZER = "optimizer."
 _MANIFEST_NAME = "manifest.json"
 # A file is put together in memory before it is written.
 _FILE_BYTES = 2 << 30
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 
 
 def save_state(
@@ -61,7 +61,7 @@ def save_state(
     step: int,
     facts: dict,
     progress: dict,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> None:
     """Write a checkpoint beside the last one, then put it in its place.
 
@@ -110,7 +110,7 @@ def load_state(
     masters: Masters,
     optimizers: Sequence[Optimizer],
     facts: dict,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> tuple[int, dict]:
     """Put a checkpoint into model and optimizer; returns its step and the progress.
 
@@ -125,7 +125,7 @@ def load_state(
     processes.first(lambda: _require_whole(folder))
     try:
         record = json.loads((folder / STATE_NAME).read_text())
-        if processes.is_first and not record.keys() >= set(YOUNG):
+        if processes.is_first and not record.keys() >= set(NEW_FACTS):
             warnings.warn(
                 f"The checkpoint {str(folder)!r} is of an older peagle, which did not store what "
                 "data and target it was made with. See that they are the same: they cannot be "
@@ -187,7 +187,7 @@ def _room_for_optimizers(
 def _digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a checkpoint but the manifest, by name."""
     files = sorted(path for path in folder.iterdir() if path.name != _MANIFEST_NAME)
-    with ThreadPoolExecutor(_MOST_THREADS) as threads:
+    with ThreadPoolExecutor(_MAX_THREADS) as threads:
         return {p.name: d for p, d in zip(files, threads.map(sha256_of, files), strict=True)}
 
 
@@ -220,7 +220,7 @@ def _damage(folder: Path) -> str:
     """Say what the first file is that is not as the manifest has it; "" if there is none."""
     try:
         if not (folder / _MANIFEST_NAME).is_file():
-            is_old = not read_object(folder / STATE_NAME).keys() >= set(YOUNG)
+            is_old = not read_object(folder / STATE_NAME).keys() >= set(NEW_FACTS)
             return "" if is_old else f"{_MANIFEST_NAME} is missing"
         written = object_at(read_object(folder / _MANIFEST_NAME), "sha256")
         found = _digests(folder)

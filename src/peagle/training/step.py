@@ -24,7 +24,7 @@ from peagle.training.chunked_loss import (
     projected_loss,
 )
 from peagle.training.config import MethodSection
-from peagle.training.distributed import ALONE, Processes
+from peagle.training.distributed import ONE_PROCESS, Processes
 from peagle.training.partition import (
     PartitionLayout,
     frozen_backward,
@@ -179,7 +179,7 @@ class TrainingStep:
         training: Objective,
         validation: Objective,
         segments: int,
-        processes: Processes = ALONE,
+        processes: Processes = ONE_PROCESS,
     ) -> None:
         self.drafter = drafter
         self.method = method

@@ -33,9 +33,9 @@ from peagle.models.elements import depth_counts
 from peagle.models.target_facts import TargetShape
 from peagle.training.chunked_loss import default_chunk_rows
 from peagle.training.config import DataSection, MethodSection, RunSection, TrainConfig
-from peagle.training.distributed import ALONE, Processes
+from peagle.training.distributed import ONE_PROCESS, Processes
 from peagle.training.element_attention import BLOCK
-from peagle.training.inputs import AHEAD, Inputs
+from peagle.training.inputs import BATCHES_AHEAD, Inputs
 from peagle.training.optimizers import Masters, suits_muon
 from peagle.training.step import TrainingStep
 
@@ -289,14 +289,14 @@ def _stays(shape: TrainingShape) -> dict[str, int]:
     states = (shape.head.feature_size + target.hidden_size) * shape.target_dtype.itemsize
     if shape.is_stored:
         states //= shape.target_dtype.itemsize
-        states *= HIDDEN_DTYPES[stored_dtype(shape.config.data)].itemsize * (AHEAD + 1)
+        states *= HIDDEN_DTYPES[stored_dtype(shape.config.data)].itemsize * (BATCHES_AHEAD + 1)
     return {
         "head": shape.num_parameters * shape.dtype.itemsize + shape.buffer_bytes + scales,
         "float32 weights": 4 * num_copied // share,
         "optimizer": shape.optimizer_bytes // share,
         "target": in_target * shape.target_dtype.itemsize,
         # With int64 tokens, documents and depths.
-        "features": batch.rows * batch.length * (states + 24 * (AHEAD + 1)),
+        "features": batch.rows * batch.length * (states + 24 * (BATCHES_AHEAD + 1)),
         "workspaces": _WORKSPACE if shape.device.type == "cuda" else 0,
     }
 
@@ -419,7 +419,7 @@ SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Shares of what is free that a run may plan to take.
 _GPU_SHARE, _RAM_SHARE = 0.9, 0.5
 # A step is not tried if its estimate is that many budgets: the estimate may be so far off.
-_HOPELESS = 1.5
+_MAX_TRIED_BUDGETS = 1.5
 _SHORTEST = 64
 _GIB = 2**30
 
@@ -480,7 +480,7 @@ def choose_memory(
     *,
     measure: Callable[[int, bool], int | None] | None = None,
     stored: tuple[int, bool] | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> PeakMemory:
     """Choose the first way to run a step that fits: few segments first, recomputed layers last.
 
@@ -502,7 +502,7 @@ def choose_memory(
     found = len(ways)
     for index in range(first, len(ways)):
         way = ways[index]
-        if measure is not None and way.total <= _HOPELESS * budget.size:
+        if measure is not None and way.total <= _MAX_TRIED_BUDGETS * budget.size:
             peak = measure(way.segments, way.recompute)
             if peak is None:
                 continue
@@ -632,7 +632,7 @@ class MemoryProbe:
         stored = self._inputs.config.data.features is not None
         # What waits beside the batch at hand.
         waiting = (batch, states) if stored else batch
-        ahead = [map_tensors(waiting, torch.clone) for _ in range(AHEAD)]
+        ahead = [map_tensors(waiting, torch.clone) for _ in range(BATCHES_AHEAD)]
         step.backward(batch, states, generator)
         del ahead
         self._masters.head.zero_grad(set_to_none=True)

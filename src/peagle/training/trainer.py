@@ -44,7 +44,7 @@ from peagle.training.checkpoint_facts import (
     require_steps_left,
 )
 from peagle.training.config import TrainConfig
-from peagle.training.distributed import ALONE, Processes
+from peagle.training.distributed import ONE_PROCESS, Processes
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.inputs import Inputs
 from peagle.training.optimizers import build_masters, build_optimizers
@@ -109,7 +109,7 @@ class Trainer:
         self,
         config: TrainConfig,
         report: Callable[[TrainingReport], None] = lambda _: None,
-        processes: Processes = ALONE,
+        processes: Processes = ONE_PROCESS,
         *,
         begin: Callable[[str], None] = lambda _: None,
         stepped: Callable[[int], None] = lambda _: None,
@@ -359,7 +359,7 @@ class Trainer:
             self.optimizers,
             self.inputs,
             self.stream.largest(),
-            partial(self._build_step, processes=ALONE),
+            partial(self._build_step, processes=ONE_PROCESS),
         )
 
     def _build_step(self, segments: int, recompute: bool, processes: Processes) -> TrainingStep:

@@ -42,7 +42,7 @@ from peagle.training.trainer import Trainer
 # Of an H100-class GPU over a whole step, in bfloat16 (its peak is 989).
 GPU_TFLOPS = 450.0
 # Of a shorter step the arithmetic says little: launching kernels and reading data decide.
-LEAST_STEP_SECONDS = 0.05
+MIN_STEP_SECONDS = 0.05
 _SHOWN_SEGMENTS = (1, 2, 4, 8)
 # A name with its text, or a heading without one.
 Row = tuple[str, str | None]
@@ -289,7 +289,7 @@ def make_plan(
         room = missing_room(config.output, shape.checkpoint_bytes, shape.head_bytes)
         problem = f"{problem} {room}"
     seconds = sum(flops.values()) / (GPU_TFLOPS * 1e12)
-    if speed is None and device.type == "cuda" and seconds >= LEAST_STEP_SECONDS:
+    if speed is None and device.type == "cuda" and seconds >= MIN_STEP_SECONDS:
         speed = stream.tokens_per_step / seconds
         basis = f"if an H100-class GPU sustains {GPU_TFLOPS:g} TFLOP/s"
     shown = _SHOWN_SEGMENTS if config.method.name == "peagle" else (1,)

@@ -21,7 +21,7 @@ from peagle.models.end_tokens import eos_token_ids
 from peagle.models.target_facts import TargetFacts
 
 # Shares of the training responses for which the report says how large a vocabulary they take.
-SHARES = (0.95, 0.99, 0.999)
+COVERAGES = (0.95, 0.99, 0.999)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def _coverage(counts: Tensor, ids: Tensor) -> Coverage:
 
 def _sizes(counts: Tensor) -> dict[float, int]:
     covered = counts.sort(descending=True).values.cumsum(0).double() / max(1, int(counts.sum()))
-    wanted = torch.tensor(SHARES, dtype=torch.float64)
-    return dict(zip(SHARES, (torch.searchsorted(covered, wanted) + 1).tolist(), strict=True))
+    wanted = torch.tensor(COVERAGES, dtype=torch.float64)
+    return dict(zip(COVERAGES, (torch.searchsorted(covered, wanted) + 1).tolist(), strict=True))
 
 
 def _percent(share: float) -> str:

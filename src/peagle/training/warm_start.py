@@ -33,7 +33,7 @@ from peagle.training.vocabulary import Coverage, vocabulary_report
 # A map that holds less of the training responses deserves a word: the rest is never drafted.
 _WANTED_COVERAGE = 0.8
 # Options of [head] that the init head decides; its configuration has the same names.
-_DECIDED = (
+_INHERITED_OPTIONS = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -175,7 +175,7 @@ class InitHead:
             UserError: the section contradicts the head.
         """
         given = {name for name in section.model_fields_set if getattr(section, name) is not None}
-        for name in _DECIDED:
+        for name in _INHERITED_OPTIONS:
             self._check_given(section, name, name in given)
         if mask_token_id is not None and self.config.is_parallel:
             self._check_given(section, "mask_token_id", "mask_token_id" in given)

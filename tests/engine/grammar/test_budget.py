@@ -184,7 +184,7 @@ def test_one_that_takes_long_holds_up_nobody() -> None:
 
 @pytest.mark.slow
 def test_only_so_many_go_on_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_budget, "_MOST_BESIDE", 1)
+    monkeypatch.setattr(grammar_budget, "_MAX_BESIDE", 1)
     budget = GrammarBudget(100.0)
     spenders = [Spender(0.2) for _ in range(4)]
     budget.each(spenders, lambda index, spender: spender.burn())

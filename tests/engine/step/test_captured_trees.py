@@ -334,8 +334,8 @@ def test_nodes_by_themselves(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine chooses how many nodes a step verifies, and the requests share them."""
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 1)
-    monkeypatch.setattr("peagle.engine.depth.CHANGE_COSTS", 0.05)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 1)
+    monkeypatch.setattr("peagle.engine.depth.CHANGE_COST", 0.05)
     # Nodes of four sequences are dear, and those of one cheap.
     monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, n: 1 + 6e-3 * n * rows**3)
     params = [replace(one, max_tokens=8 + 4 * i) for i, one in enumerate(PARAMS)]

@@ -13,7 +13,7 @@ import torch
 
 from peagle.config import CandidateTrees, SamplingParams
 from peagle.engine.sequence import Sequence
-from peagle.kernels.trees.survival import LEAST_SCORE, SCORE_UNIT
+from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from tests.conftest import make_drafter
@@ -202,7 +202,7 @@ def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
         assert rows.drafts_BK[3].tolist() == [*sequence.drafts, 0]
         assert rows.parents_BK[3].tolist() == [*sequence.draft_parents, 0]
         assert int(rows.state.num_drafts_B[3]) == 5
-        expected = [*sequence.draft_scores[:4], LEAST_SCORE, 0]
+        expected = [*sequence.draft_scores[:4], MIN_SCORE, 0]
         assert (rows.scores_BK[3] * SCORE_UNIT).tolist() == expected
         assert int(rows.limits.num_speculative_B[3]) == min(K, k + 1)
     for k in (0, 6):

@@ -259,7 +259,7 @@ def test_prompts_mix_while_drafting_pauses(
     most: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step keeps features from a prompt's end on; those of the prompt are put before them."""
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 2)
     arrivals = {
         0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=9)), ([17, 18], GREEDY)],
         3: [([*range(300, 318)], replace(GREEDY, max_tokens=18))],
@@ -287,7 +287,7 @@ def test_long_prompts_mix_while_drafting_pauses(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk as long as a ring leaves the row of the step that runs in its pass."""
-    monkeypatch.setattr("peagle.engine.depth.RESUME_AFTER", 2)
+    monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 2)
     monkeypatch.setattr("peagle.engine.features.FEATURES_KEPT", 8)
     arrivals = {
         0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=7)), ([17, 18], GREEDY)],

@@ -84,7 +84,7 @@ def test_prompts_in_chunks_and_decode_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ragged chunks alone and together, with padding and without, larger ones before smaller."""
-    monkeypatch.setattr("peagle.engine.drafting.READ_APART_FROM", 6)
+    monkeypatch.setattr("peagle.engine.drafting.MIN_APART_POSITIONS", 6)
     head = None if kind == "plain" else head_folders(parallel=kind != "eagle3", num_layers=1)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 9}
     if kind == "window":  # a longer prompt's context begins that far before its end

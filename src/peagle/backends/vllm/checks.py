@@ -312,7 +312,7 @@ def _check_fits(target: _Target, stored: StoredHead, folder: str) -> None:
 # ---- flags of vLLM that a user hands on ------------------------------------------------------
 
 # Flags that peagle sets from an option of its own, so that each setting has one place.
-_OURS = {
+_OWN_FLAGS = {
     name: name
     for name in (
         *("--revision", "--served-model-name", "--host", "--port", "--dtype", "--max-model-len"),
@@ -378,7 +378,7 @@ _NOTES = {
     "--enable-log-outputs": "outputs are in the log",
 }
 # Real flags that are the beginning of one above.
-_WHOLE = ("--reasoning-parser",)
+_WHOLE_FLAGS = ("--reasoning-parser",)
 
 
 def check_flags(extra: Sequence[str]) -> Iterator[str]:
@@ -391,8 +391,8 @@ def check_flags(extra: Sequence[str]) -> Iterator[str]:
         if (name := flag_name(word)) is None:
             continue
         flag = repr(word.partition("=")[0])  # a value may be a secret
-        if name in _OURS:
-            raise UserError(f"{flag} is a flag of vLLM; give it as peagle's {_OURS[name]}.")
+        if name in _OWN_FLAGS:
+            raise UserError(f"{flag} is a flag of vLLM; give it as peagle's {_OWN_FLAGS[name]}.")
         if name in _REFUSED:
             raise UserError(f"{flag} is not handed on to vLLM: {_REFUSED[name]}. Leave it out.")
         if name == "--load-format":
@@ -403,7 +403,7 @@ def check_flags(extra: Sequence[str]) -> Iterator[str]:
                     f"--load-format is {value!r}; expected one of {', '.join(_SAFE_FORMATS)}: "
                     "others may load pickles, which can run code."
                 )
-        elif name not in _WHOLE and (meant := _abbreviated(name)):
+        elif name not in _WHOLE_FLAGS and (meant := _abbreviated(name)):
             raise UserError(f"{flag} is short for {meant}; write flags of vLLM in full.")
         if name in _NOTES:
             yield f"{name}: {_NOTES[name]}"
@@ -411,5 +411,5 @@ def check_flags(extra: Sequence[str]) -> Iterator[str]:
 
 def _abbreviated(name: str) -> str:
     """The flag that argparse would complete a word to, if it is one of those above."""
-    flags = [*_OURS, *_REFUSED, "--load-format"]
+    flags = [*_OWN_FLAGS, *_REFUSED, "--load-format"]
     return next((flag for flag in flags if flag.startswith(name) and flag != name), "")

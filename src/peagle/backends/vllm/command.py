@@ -19,7 +19,7 @@ from peagle.config.network import LOOPBACK_NAMES, is_loopback
 
 # vLLM's processes have this folder on their path. It holds nothing but the way to this peagle, so
 # that it shadows no other module.
-INSIDE = Path(__file__).parent / "inside"
+MODULE_FOLDER = Path(__file__).parent / "inside"
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "peagle.serving.vllm_guard.Guard"
 # The first release with --shutdown-timeout; before it, SIGTERM cuts off running requests.
@@ -169,7 +169,7 @@ def environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str,
     """Return the variables that vLLM has beside those of this process."""
     variables = dict(SAFE_ENVIRONMENT)
     inherited = os.environ.get("PYTHONPATH")
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INSIDE), inherited)))
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(MODULE_FOLDER), inherited)))
     if launch.is_parallel:
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if launch.threads is not None:

@@ -18,7 +18,7 @@ from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
 
 # Predictable texts: any head that drafts at all is often right here.
-PROBES = (
+PROBE_TEXTS = (
     "The quick brown fox jumps over the lazy dog. " * 4,
     "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20",
     "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\n",
@@ -26,10 +26,10 @@ PROBES = (
 )
 PROBE_TOKENS = 48
 # vLLM's log has these words where it drafts one token after another.
-SKIPPED = "Skipping loading mask_hidden"
+SEQUENTIAL_LOG_WORDS = "Skipping loading mask_hidden"
 # Second draft tokens are judged once so many first ones were accepted, of this share of drafts;
 # second ones below the last share of the first ones count as none.
-_ENOUGH, _SHARE, _NONE = 20, 0.2, 0.05
+_MIN_ACCEPTED, _MIN_ACCEPTED_SHARE, _MAX_SHARE_OF_NONE = 20, 0.2, 0.05
 
 
 def judge(
@@ -39,7 +39,7 @@ def judge(
     *,
     is_parallel: bool,
     skipped: bool = False,
-    num_requests: int = len(PROBES),
+    num_requests: int = len(PROBE_TEXTS),
 ) -> tuple[str, ...]:
     """Refuse a server that does not draft as it was started to.
 
@@ -61,7 +61,7 @@ def judge(
     if (facts or {}).get("has_config") and running is None:
         raise _refusal("the engine's configuration has no speculation")
     if is_parallel and skipped:
-        raise _refusal(f"its log says {SKIPPED!r}: it drafts one token after another")
+        raise _refusal(f"its log says {SEQUENTIAL_LOG_WORDS!r}: it drafts one token after another")
     if running is not None and bool(running.get("parallel_drafting")) != is_parallel:
         raise _refusal(f"parallel_drafting is {running.get('parallel_drafting')} in the engine")
     if counts is None:
@@ -81,12 +81,12 @@ def judge(
     if not is_parallel or k == 1:  # one token is one pass either way
         return ()
     first, second, *_ = (*counts.num_accepted_tokens_per_pos, 0, 0)
-    if first < max(_ENOUGH, _SHARE * counts.num_drafts):
+    if first < max(_MIN_ACCEPTED, _MIN_ACCEPTED_SHARE * counts.num_drafts):
         return (
             "too few drafts were accepted to see in the counters whether they are made in parallel "
             f"({counts})",
         )
-    if second < _NONE * first:
+    if second < _MAX_SHARE_OF_NONE * first:
         raise _refusal(
             f"its counters show that drafts after the first are not accepted ({counts}), as when "
             "a P-EAGLE head drafts one token after another"

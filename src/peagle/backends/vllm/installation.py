@@ -17,9 +17,9 @@ from peagle.errors import UserError
 PYTHON_VARIABLE = "PEAGLE_VLLM_PYTHON"
 LOCAL_PYTHON = Path(".venv-vllm", "bin", "python")
 # Parallel drafting with EAGLE heads came with 0.16.0 (pull request 32887 of vLLM).
-OLDEST = (0, 16)
+MIN_VERSION = (0, 16)
 # peagle was run with these versions: the first on a GPU, the second on a CPU.
-TESTED = ((0, 26), (0, 32))
+TESTED_VERSIONS = ((0, 26), (0, 32))
 _PROBE_S = 60
 
 # This program reads metadata and one small file: importing vLLM would take seconds.
@@ -114,10 +114,10 @@ def find_vllm(
         if found is None:
             looked = " and ".join(map(str, places))
             raise VllmNotInstalled(f"vLLM is not installed; looked at {looked}. {INSTALL}")
-    if found.release is not None and found.release < OLDEST:
+    if found.release is not None and found.release < MIN_VERSION:
         raise UserError(
-            f"{found} is too old; expected {_dotted(OLDEST)} or newer, the first that drafts in "
-            "parallel. Upgrade it."
+            f"{found} is too old; expected {_dotted(MIN_VERSION)} or newer, the first that drafts "
+            "in parallel. Upgrade it."
         )
     return found
 
@@ -133,7 +133,7 @@ def find_or_assume_vllm(python: str | Path | None = None) -> tuple[VllmInstallat
     try:
         return find_vllm(python), ""
     except VllmNotInstalled as error:
-        version = _dotted(TESTED[-1])
+        version = _dotted(TESTED_VERSIONS[-1])
         assumed = VllmInstallation(LOCAL_PYTHON, f"{version}.0")
         return assumed, f"{error} The command has the flags of vLLM {version}, for {LOCAL_PYTHON}."
 
@@ -197,12 +197,12 @@ ADVISORIES = (
 def version_note(installation: VllmInstallation) -> str:
     """Return a note on a version that peagle has not been run with; "" for the others."""
     release = installation.release
-    if release in TESTED:
+    if release in TESTED_VERSIONS:
         return ""
-    tested = " and ".join(map(_dotted, TESTED))
+    tested = " and ".join(map(_dotted, TESTED_VERSIONS))
     if release is None:
         return f"{installation} does not say its version; peagle was tested with {tested}."
-    kind = "newer than" if release > max(TESTED) else "not one of"
+    kind = "newer than" if release > max(TESTED_VERSIONS) else "not one of"
     return f"{installation} is {kind} the versions that peagle was tested with ({tested})."
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from peagle.backends.vllm.checks import check_launch
 from peagle.backends.vllm.command import vllm_command
-from peagle.backends.vllm.evidence import PROBE_TOKENS, PROBES, SKIPPED, judge
+from peagle.backends.vllm.evidence import PROBE_TEXTS, PROBE_TOKENS, SEQUENTIAL_LOG_WORDS, judge
 from peagle.backends.vllm.facts import ENGINE_PATH, GUARD_VARIABLE
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch, with_head
@@ -134,7 +134,7 @@ class VllmServer:
         assert self.process is not None
         for line in self.process.stdout or ():
             self._lines.append(line.rstrip("\n"))
-            self._skips_mask_hidden = self._skips_mask_hidden or SKIPPED in line
+            self._skips_mask_hidden = self._skips_mask_hidden or SEQUENTIAL_LOG_WORDS in line
             self._log(self._lines[-1])
 
     def _await_ready(self, process: subprocess.Popen[str]) -> None:
@@ -213,7 +213,7 @@ class VllmServer:
     def _send_probes(self) -> int:
         """Let it complete the probes, or shorter ones where the context is short."""
         reply = ApiReply(0, {}, b"")
-        for prompts, length in ((PROBES, PROBE_TOKENS), (("1 2 3 4", "a a a a"), 16)):
+        for prompts, length in ((PROBE_TEXTS, PROBE_TOKENS), (("1 2 3 4", "a a a a"), 16)):
             request = {
                 "model": self.model,
                 "prompt": prompts,

@@ -22,7 +22,7 @@ from peagle.engine.grammar.processor_time import own_seconds, thread_seconds
 _PATIENCE_S = 0.01
 _LOOK_EVERY_S = 0.005
 # Threads that go on beside the engine, each on a core.
-_MOST_BESIDE = max(2, (os.cpu_count() or 1) // 2)
+_MAX_BESIDE = max(2, (os.cpu_count() or 1) // 2)
 
 
 class Spender:
@@ -102,7 +102,7 @@ class GrammarBudget:
                 self._worker.start()
             self._worker.jobs.put(job)
             while not job.is_over.wait(_LOOK_EVERY_S):
-                found = job.go_beside(self._worker, alone=self._num_beside() < _MOST_BESIDE)
+                found = job.go_beside(self._worker, alone=self._num_beside() < _MAX_BESIDE)
                 if found is not None:
                     self._worker = None
                     self._beside.append(job)
@@ -125,7 +125,7 @@ class GrammarBudget:
 
     def wait_for_room(self) -> None:
         """Wait until another thread may go on beside the engine."""
-        while self._num_beside() >= _MOST_BESIDE:
+        while self._num_beside() >= _MAX_BESIDE:
             time.sleep(_LOOK_EVERY_S)
 
     @property

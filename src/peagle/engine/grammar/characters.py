@@ -11,7 +11,7 @@ from __future__ import annotations
 
 Ranges = list[tuple[int, int]]  # inclusive code points, ascending, apart
 
-LAST = 0x10FFFF
+LAST_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST_ASCII = 0x7F
 
@@ -35,7 +35,7 @@ def complement(ranges: Ranges) -> Ranges:
         if start < low:
             found.append((start, low - 1))
         start = high + 1
-    return [*found, (start, LAST)] if start <= LAST else found
+    return [*found, (start, LAST_CODE_POINT)] if start <= LAST_CODE_POINT else found
 
 
 def intersect(left: Ranges, right: Ranges) -> Ranges:
@@ -74,7 +74,7 @@ def character_options(ranges: Ranges) -> list[str]:
     ascii_part = intersect(ranges, [(0, _LAST_ASCII)])
     pieces = [
         piece
-        for low, high in intersect(ranges, [(_LAST_ASCII + 1, LAST)])
+        for low, high in intersect(ranges, [(_LAST_ASCII + 1, LAST_CODE_POINT)])
         for piece in _pieces(low, high)
     ]
     if all(_reads_well(low, high, is_ascii) for low, high in pieces):

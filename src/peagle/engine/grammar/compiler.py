@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 # Compilation slows with the square of some sources and cannot be interrupted.
 MAX_SOURCE = 64 * 1024
-_SHOWN = 80
+_SHOWN_CHARACTERS = 80
 # To move past the tokens of a step takes longer in few grammars only.
 _LONG_ACCEPT_S = 0.001
 # Threads of one compilation.
 MAX_THREADS = min(8, os.cpu_count() or 1)
 # Compiled grammars that are kept for the next request with the same structure.
-_MOST_CACHED_BYTES = 64 << 20
+_MAX_CACHED_BYTES = 64 << 20
 # Structures that are remembered as too slow.
-_MOST_SLOW = 256
+_MAX_SLOW = 256
 _PROBE = '{"a": [1, -2.5, "b cd"]}'
 
 
@@ -147,7 +147,7 @@ class GrammarCompiler:
         with self._lock:
             self._cache[structure] = compiled
             older = [one.grammar.memory_size_bytes for one in self._cache.values()][:-1]
-            while len(older) >= self._cache_size or sum(older) > _MOST_CACHED_BYTES:
+            while len(older) >= self._cache_size or sum(older) > _MAX_CACHED_BYTES:
                 self._cache.popitem(last=False)
                 del older[0]
         return compiled
@@ -173,7 +173,7 @@ class GrammarCompiler:
         with self._lock:
             self._cache.pop(structure, None)
             self._slow[structure] = reason
-            if len(self._slow) > _MOST_SLOW:
+            if len(self._slow) > _MAX_SLOW:
                 self._slow.popitem(last=False)
 
     def _compile(self, structure: StructuredOutput) -> xgrammar.CompiledGrammar:
@@ -464,8 +464,8 @@ def _check_bytes(tokenizer: PreTrainedTokenizerBase, token_bytes: Sequence[bytes
 
 def _shown(structure: StructuredOutput) -> str:
     source = structure.source
-    if len(source) > _SHOWN:
-        source = f"{source[:_SHOWN]}... ({len(structure.source)} characters)"
+    if len(source) > _SHOWN_CHARACTERS:
+        source = f"{source[:_SHOWN_CHARACTERS]}... ({len(structure.source)} characters)"
     return f"{structure.kind} {source!r}" if source else structure.kind
 
 

@@ -16,7 +16,7 @@ from peagle.engine.grammar.ebnf import Rules, any_of, join_parts
 
 INT64 = (-(2**63), 2**63 - 1)
 
-_EXACT = Context(prec=2000)
+_EXACT_CONTEXT = Context(prec=2000)
 # Most digits before and after the point: enough to write any double as Python and JavaScript do.
 # The first shape is for numbers below 1.
 _SHAPES = [(1, 20), *((n, 17 - n) for n in range(1, 17)), (17, 0), (18, 0), (19, 0)]
@@ -79,7 +79,7 @@ def decimals(rules: Rules, low: Decimal | None, high: Decimal | None) -> str | N
 
 
 def _scaled(number: Decimal, scale: int) -> Decimal:
-    return _EXACT.multiply(number, Decimal(scale))
+    return _EXACT_CONTEXT.multiply(number, Decimal(scale))
 
 
 def _signed(above: str | None, below: str | None) -> str | None:

@@ -18,7 +18,7 @@ from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 from peagle.engine.grammar.characters import (
-    LAST,
+    LAST_CODE_POINT,
     Ranges,
     character_options,
     complement,
@@ -44,7 +44,7 @@ _UNSUPPORTED = {
     op.GROUPREF_EXISTS: "conditions on groups",
     op.AT: "word boundaries, and anchors in the middle,",
 }
-_JSON_PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST)]
+_JSON_PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST_CODE_POINT)]
 
 
 def translate(pattern: str, rules: Rules, *, json_string: bool = False) -> str:

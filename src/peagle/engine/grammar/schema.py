@@ -33,7 +33,7 @@ MAX_MULTIPLE = 1024
 MAX_OF_MULTIPLES = 10**9 - 1
 
 _NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_OF_TYPE = {
+_TYPE_KEYS = {
     "object": (
         *("properties", "required", "additionalProperties", "unevaluatedProperties"),
         *("patternProperties", "propertyNames", "minProperties", "maxProperties"),
@@ -45,9 +45,9 @@ _OF_TYPE = {
     "boolean": (),
     "null": (),
 }
-_TYPED = {keyword for keywords in _OF_TYPE.values() for keyword in keywords}
-_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-_REFUSED = (
+_TYPED_KEYS = {keyword for keywords in _TYPE_KEYS.values() for keyword in keywords}
+_WHOLE_KEYWORDS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_REFUSED_KEYWORDS = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
     *("dependentRequired", "dependentSchemas", "dependencies", "additionalItems"),
     *("$dynamicRef", "$recursiveRef", "extends", "disallow"),
@@ -115,13 +115,13 @@ class _Preparation:
             raise UserError(f"{path} is false: nothing fits it; leave the part out.")
         if not isinstance(schema, Mapping):
             raise UserError(f"{path} is {schema!r}; expected a schema: a JSON object.")
-        for keyword in _REFUSED:
+        for keyword in _REFUSED_KEYWORDS:
             if keyword in schema and (keyword != "uniqueItems" or schema[keyword]):
                 raise UserError(f"{keyword} at {path} cannot be enforced; leave it out.")
         for key in ("$defs", "definitions"):
             if key in schema:
                 self.schemas(schema[key], f"{path}/{key}", depth)
-        whole = [key for key in _WHOLE if key in schema]
+        whole = [key for key in _WHOLE_KEYWORDS if key in schema]
         if whole:
             return self.whole(schema, whole, path, depth)
         return self.typed(schema, path, depth)
@@ -144,7 +144,7 @@ class _Preparation:
         """A schema that a reference, a list of values or alternatives make up."""
         (keyword, *more) = whole
         value = schema[keyword]
-        beside = [*more, *(k for k in schema if k in _TYPED)]
+        beside = [*more, *(k for k in schema if k in _TYPED_KEYS)]
         if "type" in schema and keyword not in ("const", "enum"):
             beside.append("type")
         if beside:
@@ -168,17 +168,17 @@ class _Preparation:
 
     def typed(self, schema: Mapping[str, Any], path: str, depth: int) -> Any:
         """A schema by type; without one, the types that its keywords are about."""
-        types = schema.get("type", [t for t in _OF_TYPE if set(_OF_TYPE[t]) & set(schema)])
+        types = schema.get("type", [t for t in _TYPE_KEYS if set(_TYPE_KEYS[t]) & set(schema)])
         if types == [] and "type" not in schema:
             return True
         types = [types] if isinstance(types, str) else types
         is_listed = isinstance(types, list) and types and all(isinstance(t, str) for t in types)
-        if not is_listed or not set(types) <= _OF_TYPE.keys():
-            raise UserError(f"type at {path} is {types!r}; expected {', '.join(_OF_TYPE)}.")
+        if not is_listed or not set(types) <= _TYPE_KEYS.keys():
+            raise UserError(f"type at {path} is {types!r}; expected {', '.join(_TYPE_KEYS)}.")
         if "number" in types:
             types = [name for name in types if name != "integer"]
         result: dict[str, Any] = {"type": types, "path": path}
-        result |= {k: schema[k] for t in types for k in _OF_TYPE[t] if k in schema}
+        result |= {k: schema[k] for t in types for k in _TYPE_KEYS[t] if k in schema}
         _check_counts(result, path)
         for kind in ("number", "integer"):
             if kind in types:
@@ -339,7 +339,7 @@ def _values(schema: Mapping[str, Any], keyword: str, path: str) -> Any:
     values = schema["enum"] if keyword == "enum" else [schema["const"]]
     if not isinstance(values, list) or not values:
         raise UserError(f"enum at {path} is {values!r}; expected a list of at least one value.")
-    types = schema.get("type", list(_OF_TYPE))
+    types = schema.get("type", list(_TYPE_KEYS))
     for value in values:
         if not _types_of(value) & set([types] if isinstance(types, str) else types):
             raise UserError(f"{keyword} at {path} has {value!r}; expected a value of type {types}.")
@@ -391,6 +391,6 @@ def _possible_types(schema: Mapping[str, Any]) -> set[str]:
     listed = _listed(schema)
     if listed is not None:
         return set().union(*(_types_of(value) for value in listed))
-    types = schema.get("type", "object" if "properties" in schema else list(_OF_TYPE))
+    types = schema.get("type", "object" if "properties" in schema else list(_TYPE_KEYS))
     found = {types} if isinstance(types, str) else set(types)
     return found | {"integer"} if "number" in found else found

@@ -53,7 +53,7 @@ from peagle.kernels.sampling.verify_triton import (
     match_drafts,
     own_tokens,
 )
-from peagle.kernels.trees.survival import LEAST_SCORE, SCORE_UNIT
+from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
 from peagle.kernels.upload import upload, upload_ints
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
@@ -301,7 +301,7 @@ class DecodeBuffers:
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))
         ints += drafts + [0] * (columns - len(drafts))
         ints += parents + [0] * (num_nodes - len(parents))
-        ints += [round(max(score, LEAST_SCORE) / SCORE_UNIT) for score in scores]
+        ints += [round(max(score, MIN_SCORE) / SCORE_UNIT) for score in scores]
         ints += [0] * (num_nodes - len(scores))
         return ints, [getattr(params, name) for name in _FLOATS]
 

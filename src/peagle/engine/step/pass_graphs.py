@@ -22,8 +22,8 @@ from peagle.kernels.drafts.batches import PADDING_SLOT, PackedBatch, TargetBatch
 TOKEN_BUCKETS = (32, 128, 256, 512, 1024, 2048)
 # Larger passes run as graphs where launching their kernels takes longer than running them, or where
 # they have no more than this share of padding.
-ALWAYS_PAYS = 512
-MOST_PADDING = 0.1
+ALWAYS_GRAPHED_ROWS = 512
+MAX_PADDING_SHARE = 0.1
 MAX_SEQUENCES = 32
 
 
@@ -139,8 +139,8 @@ class _Pass:
 
     def find_least_rows(self) -> None:
         """Measure from how many rows on the graph pays."""
-        if self.num_rows > ALWAYS_PAYS and not self._is_bound_by_launches():
-            self.least_rows = int((1 - MOST_PADDING) * self.num_rows)
+        if self.num_rows > ALWAYS_GRAPHED_ROWS and not self._is_bound_by_launches():
+            self.least_rows = int((1 - MAX_PADDING_SHARE) * self.num_rows)
 
     def _is_bound_by_launches(self) -> bool:
         """Whether the host takes longer to launch the kernels than the device to run them."""

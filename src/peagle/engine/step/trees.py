@@ -26,7 +26,7 @@ from peagle.kernels.drafts.step_state import DecodeState
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.trees.growth import allocate_nodes, count_nodes
 from peagle.kernels.trees.paths_triton import Descent, descend, place_rows
-from peagle.kernels.trees.survival import LEAST_SCORE, SCORE_UNIT, SURELY_VERIFIED, Survival
+from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT, SURELY_VERIFIED, Survival
 from peagle.models.target import TargetModel
 
 
@@ -176,5 +176,5 @@ class DecodeTrees:
         is_node_BN = self._columns_N < num_nodes_B.unsqueeze(1)
         self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
         self._parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
-        units_BN = (scores_BN.clamp_min(LEAST_SCORE) / SCORE_UNIT).round().long()
+        units_BN = (scores_BN.clamp_min(MIN_SCORE) / SCORE_UNIT).round().long()
         self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))

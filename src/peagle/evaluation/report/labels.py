@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.path import Path
     from matplotlib.transforms import Bbox
 
-SIZE = 11  # points, as all distances here
+FONT_SIZE = 11  # points, as all distances here
 _GAP = 7  # from the middle of a marker
 _LEVEL_GAP = 3
 _BEYOND_RIGHT, _BEYOND_TOP = 10, 5  # room for labels outside the axes
@@ -102,7 +102,7 @@ class Labels:
             textcoords="offset points",
             ha=spot.horizontal,
             va=spot.vertical,
-            fontsize=SIZE,
+            fontsize=FONT_SIZE,
             fontweight="bold",
             color=colour,
             gid="halo",

@@ -21,8 +21,8 @@ from peagle.evaluation.report.text import (
 )
 from peagle.results import Cell, Entry, Slice, ThroughputResults, TuneResults
 
-MOST_ROWS = 40
-_MOST_CHARTS, _MOST_PANELS = 12, 3
+MAX_TABLE_ROWS = 40
+_MAX_CHARTS, _MAX_PANELS = 12, 3
 _PLAIN, _HEAD, _NEED = Style(0), Style(1), Style(2)  # styles of the charts of costs
 
 Number = TypeVar("Number", int, float)
@@ -119,7 +119,7 @@ def k_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
     """Speed by K on a prompt set, a chart for each concurrency; plain decoding is a level."""
     own = [cell for cell in file.cells if cell.set == name]
     charts = []
-    for load in sorted({cell.concurrency for cell in own if cell.k})[:_MOST_CHARTS]:
+    for load in sorted({cell.concurrency for cell in own if cell.k})[:_MAX_CHARTS]:
         here = [cell for cell in own if cell.concurrency == load]
         ks = sorted({cell.k for cell in here if cell.k})
         lines = []
@@ -223,7 +223,7 @@ def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Slic
         aside = 0.72 * ((i + 0.5) / len(entries) - 0.5)
         points = [
             ChartPoint(point.y, row + aside, point.interval, point.tip)
-            for row, name in enumerate(names[:MOST_ROWS])
+            for row, name in enumerate(names[:MAX_TABLE_ROWS])
             if name in own
             for point in _length_point(row, own[name], f"{cast.name_of(entry)}, {titles[name]}")
         ]
@@ -236,7 +236,7 @@ def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Slic
     ]
     ticks = [
         (row, title if len(title) <= 24 else title[:23] + "…")
-        for row, title in enumerate(_row_titles(names[:MOST_ROWS]))
+        for row, title in enumerate(_row_titles(names[:MAX_TABLE_ROWS]))
     ]
     chart = Chart(
         "",
@@ -400,7 +400,7 @@ def cost_charts(file: TuneResults) -> list[Chart]:
 def break_even_charts(file: TuneResults) -> list[Chart]:
     """The acceptance length that is needed, over the sequences that decode together."""
     charts = []
-    for k in _spaced([item.k for item in file.break_even], _MOST_PANELS):
+    for k in _spaced([item.k for item in file.break_even], _MAX_PANELS):
         own = sorted((item for item in file.break_even if item.k == k), key=lambda one: one.batch)
         points = [
             ChartPoint(

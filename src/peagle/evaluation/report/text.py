@@ -32,7 +32,7 @@ _HIDDEN = re.compile(
     "\ud800-\udfff]"
 )
 _MISSING = "–"
-_COMMON = ("target", "model", "head", "draft", "checkpoint", "correction", "best", "final")
+_COMMON_WORDS = ("target", "model", "head", "draft", "checkpoint", "correction", "best", "final")
 
 
 def method_name(method: str) -> str:
@@ -153,7 +153,7 @@ def short(source: str) -> str:
     if not path.is_absolute() and not source.startswith("."):
         return source
     above = path.parent.name
-    return f"{above}/{path.name}" if above and path.name in _COMMON else path.name
+    return f"{above}/{path.name}" if above and path.name in _COMMON_WORDS else path.name
 
 
 def temperature(value: float) -> str:

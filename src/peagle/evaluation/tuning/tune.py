@@ -33,7 +33,7 @@ from peagle.results import (
     TuneResults,
 )
 
-WITHIN = 0.10
+MAX_PREDICTION_ERROR = 0.10
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def tune_results(
         for one in predictions
         if not one.fitted and one.measured_tokens_per_s
     ]
-    within = sum(error <= WITHIN for error in errors)
+    within = sum(error <= MAX_PREDICTION_ERROR for error in errors)
     ks = (0, *grid.ks)
     schedule = choose_schedule(model.tokens_per_s, grid.batches[-1], ks, threshold)
     single_k = best_single_k(model.tokens_per_s, grid.batches, ks)

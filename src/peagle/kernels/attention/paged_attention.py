@@ -26,7 +26,7 @@ WAVES = 1  # programs of the grid per multiprocessor, about, where keys are spli
 MAX_WRITE_ROWS = 64
 # Sequences among which a program of a ragged batch looks for its own, at least: batches of any
 # number up to here share a kernel, which takes seconds to compile.
-_SEARCHED = 128
+_MIN_SEARCHED_SEQUENCES = 128
 # Shared memory for the partial results that the last program adds up: that of the keys' tiles.
 _COMBINE_BYTES = 64 * 1024
 
@@ -349,7 +349,7 @@ def paged_attention(
         BLOCK_D=block_d,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        B2=max(_SEARCHED, power_of_two(num_sequences)) if is_ragged else 1,
+        B2=max(_MIN_SEARCHED_SEQUENCES, power_of_two(num_sequences)) if is_ragged else 1,
         SEARCH=is_ragged,
         IS_SPLIT=is_split,
         COMBINE_STAGES=min(4, max(1, _COMBINE_BYTES // (config.block_m * block_d * 4))),

@@ -34,9 +34,9 @@ from peagle.kernels.linear.unpacking import (
 Kind = Literal["xw", "wx", "registers", "warpgroup"]
 Activation = Literal["none", "silu", "clamped", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-_LEAST_INPUTS = 512  # of a share of a sum
+_MIN_INPUTS = 512  # of a share of a sum
 # Assignments of an expert on average, from which on the library multiplies.
-_MANY = 256
+_LIBRARY_ROWS = 256
 _MANY_IN_REGISTERS = 1024
 _REGISTERS = 1 << 16  # of a multiprocessor
 _ALIGNED = 16  # bytes of a copy, and what Triton looks for in a number
@@ -160,7 +160,7 @@ def choose_config(
         is_low = config.kind == "wx" and rows <= 16
         return GroupedConfig(16, 32, step, two, 4, 3) if is_low else config
     split_k = 1
-    while programs * split_k < enough and weight.num_inputs >= _LEAST_INPUTS * 2 * split_k:
+    while programs * split_k < enough and weight.num_inputs >= _MIN_INPUTS * 2 * split_k:
         split_k *= 2
     return replace(config, split_k=split_k)
 
@@ -168,7 +168,7 @@ def choose_config(
 def uses_library(x: Tensor, weight: PackedWeight, num_assignments: int) -> bool:
     """Return whether a layer's experts are multiplied by the library: many rows in bfloat16."""
     is_fit = x.dtype == torch.bfloat16 and has_assembly(x.device)
-    many = _MANY_IN_REGISTERS if can_use_registers(x, weight) else _MANY
+    many = _MANY_IN_REGISTERS if can_use_registers(x, weight) else _LIBRARY_ROWS
     return is_fit and num_assignments >= many * weight.num_experts
 
 

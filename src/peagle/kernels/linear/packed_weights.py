@@ -8,7 +8,7 @@ Microscaling Formats specification of the Open Compute Project, version 1.0).
 
 "int4", "mxfp4" and "fp8" put pairs of numbers into a word so that a kernel takes two numbers at a
 time into the halves of a register. The first number of a pair is in the low half of the word, the
-second, in the same bits, in the high half. `_MOVES` has the bits.
+second, in the same bits, in the high half. `_BIT_MOVES` has the bits.
 
 "int4" has pair i in bits 4i to 4i + 3. Of 32 inputs, word w has inputs 4w to 4w + 3 in the pairs 0
 and 1, and 16 + 4w to 16 + 4w + 3 in the pairs 2 and 3.
@@ -44,12 +44,12 @@ FOUR_BIT_FORMATS = ("int4", "mxfp4")
 TILED_FORMATS = ("fp8", "mxfp4")
 TILE = (64, 64)  # rows and bytes of each of a tile, 4,096 bytes that lie together
 STEP = 128  # inputs that kernels of tiled formats take at once
-_SHRINKS = tuple(1 - 0.02 * i for i in range(21))
+_SCALE_FACTORS = tuple(1 - 0.02 * i for i in range(21))
 MX_INPUTS = 32  # inputs of one scale of "mxfp4"
 MAX_MX_SCALE = 128  # times 2, more than any layer needs: kernels rely on it; 255 is no number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Of each pair, the bits of a number by masks, and how far each goes to the left in the half word.
-_MOVES: dict[str, Sequence[Sequence[tuple[int, int]]]] = {
+_BIT_MOVES: dict[str, Sequence[Sequence[tuple[int, int]]]] = {
     "int4": [[(0xF, 4 * pair)] for pair in range(4)],
     "mxfp4": [
         [(0x8, 12), (0x7, 6)],
@@ -234,7 +234,7 @@ def _in_words(q: Tensor, format: Format) -> Tensor:
         words = q.unflatten(-1, (-1, 2, 4, 2, 2)).transpose(-4, -3)
         return words.flatten(-3, -2).flatten(-4, -3)
     # of tiles: groups, pairs, threads, places
-    words = q.unflatten(-1, (-1, 4, len(_MOVES[format]), 4, 2)).movedim(-2, -4)
+    words = q.unflatten(-1, (-1, 4, len(_BIT_MOVES[format]), 4, 2)).movedim(-2, -4)
     return words.flatten(-5, -3)
 
 
@@ -251,7 +251,7 @@ def _to_words(q: Tensor, format: Format) -> Tensor:
     numbers = _in_words(q, format)
     *words, _, places = numbers.shape
     halves = torch.zeros(*words, places, dtype=torch.int16, device=q.device)
-    for pair, moves in enumerate(_MOVES[format]):
+    for pair, moves in enumerate(_BIT_MOVES[format]):
         for mask, left in moves:
             halves |= (numbers[..., pair, :] & mask).to(torch.int16) << left
     return halves.flatten(-2).view(torch.uint8)
@@ -261,8 +261,8 @@ def _from_words(data: Tensor, format: Format) -> Tensor:
     """Undo `_to_words`."""
     halves = data.contiguous().view(torch.int16).unflatten(-1, (-1, 2))
     *words, places = halves.shape
-    q = torch.zeros(*words, len(_MOVES[format]), places, dtype=torch.uint8, device=data.device)
-    for pair, moves in enumerate(_MOVES[format]):
+    q = torch.zeros(*words, len(_BIT_MOVES[format]), places, dtype=torch.uint8, device=data.device)
+    for pair, moves in enumerate(_BIT_MOVES[format]):
         for mask, left in moves:
             q[..., pair, :] |= (halves >> left & mask).to(torch.uint8)
     return _in_order(q, format)
@@ -364,14 +364,14 @@ def pack_int4(weight: Tensor, group: int) -> PackedWeight:
 def int4_scale(weight: Tensor, group: int) -> Tensor:
     """Return the scales of `pack_int4`, float32 [..., N, K / group].
 
-    Of the scales of `_SHRINKS` times the one that keeps the largest magnitude, a group takes that
-    with the smallest sum of squared errors: with so few numbers a large one may be cut.
+    Of the scales of `_SCALE_FACTORS` times the one that keeps the largest magnitude, a group takes
+    that with the smallest sum of squared errors: with so few numbers a large one may be cut.
     """
     groups = weight.detach().float().unflatten(-1, (-1, group))
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     scale, rounded = largest / 7, torch.empty_like(groups)
     least = torch.full_like(largest, torch.inf)
-    for shrink in _SHRINKS:
+    for shrink in _SCALE_FACTORS:
         tried = largest * (shrink / 7)
         torch.div(groups, tried, out=rounded).round_().clamp_(-8, 7)
         error = rounded.mul_(tried).sub_(groups).square_().sum(-1, keepdim=True)

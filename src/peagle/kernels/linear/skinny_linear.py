@@ -31,7 +31,7 @@ _TILE_BYTES = 16 * 1024  # of the weight, in one step of one program
 _SHARED_BYTES = 200_000  # of a multiprocessor, to be shared by its programs
 # From so many weights on: up to how many rows ours is faster as a product, and as `skinny_swiglu`.
 # Smaller weights are not measured.
-_FASTER = (
+_FASTER_ROWS = (
     (2**28, 128, 128),
     (2**26, 64, 128),
     (2**25, 32, 64),
@@ -92,7 +92,7 @@ def max_skinny_rows(n: int, k: int, itemsize: int = 2, *, swiglu: bool = False) 
     """
     if itemsize != 2 or k * itemsize % 16:
         return 0
-    return next((limits[swiglu] for size, *limits in _FASTER if n * k >= size), 0)
+    return next((limits[swiglu] for size, *limits in _FASTER_ROWS if n * k >= size), 0)
 
 
 def choose_config(

@@ -19,7 +19,7 @@ from torch import Tensor
 from peagle.kernels.launch import launch, power_of_two
 
 CANDIDATES = 64  # C: as many as a tree may have nodes beside each other
-_MOST = 2048  # logits of one program
+_LOGITS_PER_PROGRAM = 2048  # logits of one program
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def _grow_kernel(
 
 
 def _part_size(vocab_size: int) -> int:
-    return max(CANDIDATES, power_of_two(min(vocab_size, _MOST)))
+    return max(CANDIDATES, power_of_two(min(vocab_size, _LOGITS_PER_PROGRAM)))
 
 
 @dataclass(frozen=True, slots=True)

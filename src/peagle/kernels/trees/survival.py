@@ -21,18 +21,18 @@ from torch import Tensor
 
 # Scores cross to the host and back as whole numbers of these units, none below the least one.
 SCORE_UNIT = 2.0**-16
-LEAST_SCORE = -1e4
+MIN_SCORE = -1e4
 SURELY_VERIFIED = 2.0  # more than any probability: such nodes take their share first
-MOST_CERTAIN = 8.0  # |x| is at most that: probabilities from 0.0003 to 0.9997
+MAX_LOGIT = 8.0  # |x| is at most that: probabilities from 0.0003 to 0.9997
 
 
 def score_logits(scores: Tensor) -> Tensor:
-    """Return x of scores, from -MOST_CERTAIN to MOST_CERTAIN; scores are 0 or less.
+    """Return x of scores, from -MAX_LOGIT to MAX_LOGIT; scores are 0 or less.
 
     A score that is not a number is the least one.
     """
-    scores = scores.nan_to_num(-torch.inf).clamp(-MOST_CERTAIN - 1, -1e-9)
-    return (scores - torch.log(-torch.expm1(scores))).clamp(-MOST_CERTAIN, MOST_CERTAIN)
+    scores = scores.nan_to_num(-torch.inf).clamp(-MAX_LOGIT - 1, -1e-9)
+    return (scores - torch.log(-torch.expm1(scores))).clamp(-MAX_LOGIT, MAX_LOGIT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ FORMATS: tuple[HeadFormat, ...] = get_args(HeadFormat)
 FORMAT_VERSION = 1
 
 LENGTH_KEY = "max_sequence_length_trained"
-_WRITTEN_HERE = ("format_version", DEPTH_KEY)
+_OWN_KEYS = ("format_version", DEPTH_KEY)
 _SPECULATORS_KEYS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
 _LLAMA, _QWEN3 = "llama", "qwen3"
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -36,7 +36,7 @@ _DEFAULT_THETA = 10000.0
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _QWEN3_FULL_LAYERS, _QWEN3_WINDOW = 28, 4096
 # Values that peagle's drafter does not implement, and the ones that it does.
-_FIXED = {
+_FIXED_VALUES = {
     "hidden_act": "silu",
     "mlp_bias": False,
     "logit_scale": 1.0,
@@ -85,7 +85,7 @@ def config_to_json(
     own: dict[str, Any] = {"format_version": FORMAT_VERSION}
     if config.trained_depth is not None:
         own[DEPTH_KEY] = config.trained_depth
-    own |= {name: value for name, value in (extra or {}).items() if name not in _WRITTEN_HERE}
+    own |= {name: value for name, value in (extra or {}).items() if name not in _OWN_KEYS}
     if format == "vllm":
         return {**_write_vllm(config), "peagle": own}
     verifier = verifier_of(own)
@@ -446,7 +446,7 @@ def _value_at(data: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def _refuse_unsupported(data: Mapping[str, Any], path: str) -> None:
-    for key, supported in _FIXED.items():
+    for key, supported in _FIXED_VALUES.items():
         if _value_at(data, key, supported) != supported:
             raise CheckpointError(f"{path}{key} is {data[key]!r}; expected {supported!r}.")
 
