@@ -32,7 +32,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from peagle.environment import environment
 from peagle.models.packed_layers import experts_of
-from peagle.training.distributed import ALONE, Processes, joined
+from peagle.training.distributed import ONE_PROCESS, Processes, joined
 from peagle.training.optimizers import Muon
 
 HERE = Path(__file__).parent
@@ -135,7 +135,7 @@ class Trainer:
         config: TrainConfig,
         data: Path,
         started: float,
-        processes: Processes = ALONE,
+        processes: Processes = ONE_PROCESS,
     ):
         self.device = processes.device("auto")
         self.config, self.started, self.processes = config, started, processes

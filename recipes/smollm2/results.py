@@ -33,7 +33,7 @@ sys.path.append(str(HERE.parent / "benchmark_pair"))
 import evaluate  # noqa: E402
 from jobs import Job, gpus, run_jobs  # noqa: E402
 
-from peagle.bundled import PAIRS, SMOLLM2, expand_bundled  # noqa: E402
+from peagle.bundled import PAIR_NAMES, SMOLLM2, expand_bundled  # noqa: E402
 from peagle.evaluation.prompts import PROMPT_SETS  # noqa: E402
 from peagle.results import ACCEPTANCE, THROUGHPUT  # noqa: E402
 
@@ -377,7 +377,7 @@ def main() -> None:
     options.add_argument("--output", type=Path, default=Path("build/smollm2_results"))
     options.add_argument("--minutes", type=float, default=60.0, help="of all measurements (60)")
     options.add_argument("--only", help="names of measurements, a list (all)")
-    options.add_argument("--pair", choices=PAIRS, default=SMOLLM2)
+    options.add_argument("--pair", choices=PAIR_NAMES, default=SMOLLM2)
     options.add_argument("--target", help="folder of the pair's target (fetched)")
     options.add_argument("--vllm-python", help="python of vLLM's environment (where peagle looks)")
     options.add_argument("--small", action="store_true", help="tiny sizes")
