@@ -11,7 +11,7 @@ from common import add_prompts, finish, methods_of, parser, run_guarded, specula
 
 from peagle.config import SamplingParams
 from peagle.evaluation.acceptance import acceptance_figures
-from peagle.evaluation.engine_backend import build, measure, warm_up
+from peagle.evaluation.engine_backend import build_llms, time_requests, warm_up
 from peagle.evaluation.prompts import load_prompt_set
 
 
@@ -43,9 +43,9 @@ def main() -> None:
     results = {}
     for name, folder in methods.items():
         config = speculative(name, folder, args.k, draft_sampling=args.draft_sampling)
-        llms = build(target, {name: config}, max_num_seqs=args.concurrency)
+        llms = build_llms(target, {name: config}, max_num_seqs=args.concurrency)
         warm_up(llms, texts[:1])
-        run = measure(llms[name], texts, params)
+        run = time_requests(llms[name], texts, params)
         results[name] = {
             "head": folder,
             **acceptance_figures(run.answers),

@@ -54,7 +54,7 @@ from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.doctor.examiner import examine
 from peagle.doctor.files import examine_files
 from peagle.doctor.findings import Examination
-from peagle.doctor.probe import Probe, Style, choose_texts, usual_style
+from peagle.doctor.probe import Probe, PromptStyle, choose_texts, usual_style
 from peagle.doctor.serving import EngineServing, examine_serving
 from peagle.models.checkpoint import convert_head, read_head
 from peagle.models.target import TargetModel, load_tokenizer
@@ -166,7 +166,7 @@ class Pair:
         dtype: str = "float32",
         seed: int = 0,
         target: Path | None = None,
-        style: Style | None = None,
+        style: PromptStyle | None = None,
     ) -> Probe:
         """The target with its answers to these prompts."""
         target = target or self.target
@@ -271,8 +271,8 @@ def surroundings(pair: Pair) -> Iterator[Case]:
 
     if pair.name == "pair2":
         for style, cause in (
-            (Style(False), "chat_template"),
-            (Style(True, None, False), "thinking"),
+            (PromptStyle(False), "chat_template"),
+            (PromptStyle(True, None, False), "thinking"),
         ):
             yield case(f"prompts {style}", {cause}, pair.probe(style=style))
     half = pair.probe(dtype="float16")

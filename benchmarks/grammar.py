@@ -18,7 +18,7 @@ from common import add_prompts, finish, methods_of, parser, run_guarded, specula
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.config import SamplingParams, StructuredOutput
-from peagle.evaluation.engine_backend import build, measure
+from peagle.evaluation.engine_backend import build_llms, time_requests
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import LLM, RequestOutput
 
@@ -92,7 +92,7 @@ def main() -> None:
     jobs = [(prompt, schema) for schema in SCHEMAS for prompt in prompts]
     target = start(args)
     methods = methods_of(args)
-    llms = build(target, {n: speculative(n, folder, args.k) for n, folder in methods.items()})
+    llms = build_llms(target, {n: speculative(n, folder, args.k) for n, folder in methods.items()})
     params = SamplingParams(max_tokens=args.max_new_tokens, temperature=args.temperature)
     finish(
         args,
@@ -119,9 +119,9 @@ def figures(
         )
         for seed, (_, schema) in enumerate(jobs)
     ]
-    shaped = measure(llm, prompts, constrained)
+    shaped = time_requests(llm, prompts, constrained)
     outputs = shaped.answers
-    free = measure(
+    free = time_requests(
         llm,
         prompts,
         [

@@ -23,7 +23,7 @@ from jsonschema import Draft202012Validator
 
 from peagle.config import SamplingParams, StructuredOutput
 from peagle.errors import UserError
-from peagle.evaluation.engine_backend import build
+from peagle.evaluation.engine_backend import build_llms
 from peagle.llm import LLM, RequestOutput
 
 MOST, LEAST = 5000, 200
@@ -177,7 +177,7 @@ def main() -> None:
     args = options.parse_args()
     target = start(args)
     methods = methods_of(args)
-    llms = build(target, {n: speculative(n, folder, args.k) for n, folder in methods.items()})
+    llms = build_llms(target, {n: speculative(n, folder, args.k) for n, folder in methods.items()})
     asked = structures(args.num, args.seed)
     found = {
         name: run(llm, asked, args.num_seeds, args.max_new_tokens) for name, llm in llms.items()

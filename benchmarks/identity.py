@@ -18,7 +18,7 @@ from common import finish, methods_of, parser, run_guarded, speculative, start
 
 from peagle.config import SamplingParams
 from peagle.evaluation.certify.reference import TargetReference, first_difference
-from peagle.evaluation.engine_backend import build
+from peagle.evaluation.engine_backend import build_llms
 from peagle.evaluation.prompts import load_prompt_set
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     outputs = {}
     for name, folder in methods.items():
         config = speculative(name, folder, args.k)
-        llm = build(target, {name: config}, max_num_seqs=args.concurrency)[name]
+        llm = build_llms(target, {name: config}, max_num_seqs=args.concurrency)[name]
         outputs[name] = llm.generate([prompt.text for prompt in prompts], params)
     differences = {name: [] for name in methods}
     first = next(iter(methods))

@@ -37,7 +37,7 @@ from peagle.engine.placement import load_target
 from peagle.environment import environment
 from peagle.evaluation.acceptance import VerifiedDraft, decode_steps, loop_start
 from peagle.evaluation.decoding import Request
-from peagle.evaluation.engine_backend import EngineBackend, build
+from peagle.evaluation.engine_backend import EngineBackend, build_llms
 from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
 from peagle.evaluation.tuning.machine import clock_of
 
@@ -83,7 +83,7 @@ def main() -> None:
     if args.ways is not None:
         wanted = {"plain", *args.ways.split(",")}
         every = {name: way for name, way in every.items() if re.split("[ =]", name)[0] in wanted}
-    llms = build(target, every, max_num_seqs=max(concurrencies))
+    llms = build_llms(target, every, max_num_seqs=max(concurrencies))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
     params = SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True)

@@ -24,7 +24,7 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.placement import load_target
 from peagle.environment import environment
 from peagle.evaluation.decoding import Request
-from peagle.evaluation.engine_backend import EngineBackend, build
+from peagle.evaluation.engine_backend import EngineBackend, build_llms
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.tuning.machine import clock_of
 
@@ -48,7 +48,7 @@ def main() -> None:
     concurrencies = [int(one) for one in args.conc.split(",")]
     result = json.loads(args.tune.read_text(encoding="utf-8"))
     target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
-    llms = build(target, ways(result), max_num_seqs=max(concurrencies))
+    llms = build_llms(target, ways(result), max_num_seqs=max(concurrencies))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
     params = SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True)

@@ -18,7 +18,7 @@ from common import add_prompts, finish, methods_of, parser, run_guarded, specula
 from peagle.config import SamplingParams
 from peagle.engine.model_runner import TargetPass
 from peagle.evaluation.decoding import Run
-from peagle.evaluation.engine_backend import build, measure, warm_up
+from peagle.evaluation.engine_backend import build_llms, time_requests, warm_up
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
@@ -42,14 +42,14 @@ def main() -> None:
         for name, folder in methods.items()
         for k in depths
     }
-    llms = build(
+    llms = build_llms(
         target, {"plain": None, **{key: cell[2] for key, cell in cells.items()}}, max_num_seqs=1
     )
     warm_up(llms, prompts[:1])
     runs: dict[str, list[Run]] = {name: [] for name in llms}
     for _ in range(args.repeats):  # taking turns lets a slow spell of the machine hit all of them
         for name, llm in llms.items():
-            runs[name].append(measure(llm, prompts, params))
+            runs[name].append(time_requests(llm, prompts, params))
     finish(
         args,
         target,
@@ -105,7 +105,7 @@ def drafting(
     result: dict[str, Any] = {}
     for name, folder in methods.items():
         configurations = {str(k): speculative(name, folder, k) for k in (1, 7)}
-        llms: dict[str, LLM] = build(target, configurations, max_num_seqs=1)
+        llms: dict[str, LLM] = build_llms(target, configurations, max_num_seqs=1)
         warm_up(llms, prompts[:1])
         seconds: dict[str, list[float]] = {k: [] for k in llms}
         for prompt in prompts:

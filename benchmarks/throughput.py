@@ -47,7 +47,7 @@ from peagle.engine.placement import resolve_device, resolve_dtype  # noqa: E402
 from peagle.environment import environment  # noqa: E402
 from peagle.errors import UserError  # noqa: E402
 from peagle.evaluation.decoding import Request  # noqa: E402
-from peagle.models.quantize import quantize  # noqa: E402
+from peagle.models.quantize import quantize_model  # noqa: E402
 from peagle.models.target import TargetModel  # noqa: E402
 
 
@@ -178,7 +178,7 @@ def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
             write_checkpoint(shape, base, dtype, device)
         target = TargetModel.load(base, dtype=dtype, device=device)
     if args.quantization:
-        quantize(target.model, args.quantization, device, unpack=device.type != "cuda")
+        quantize_model(target.model, args.quantization, device, unpack=device.type != "cuda")
         target.quantization = args.quantization
     if args.kv_cache_dtype == "fp8":
         target.round_kv({})

@@ -20,7 +20,7 @@ from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import word_ids
 from peagle.engine.stats import SpeculationStats
 from peagle.errors import CheckpointError, UserError
-from peagle.evaluation.engine_backend import measure
+from peagle.evaluation.engine_backend import time_requests
 from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.messages import ChatMessage
 from peagle.models.target import TargetModel
@@ -121,7 +121,7 @@ def test_a_request_that_cannot_be_queued_whole_is_not_queued_at_all(
 @pytest.mark.slow
 def test_measuring_n_outputs(llm: LLM) -> None:
     params = [replace(SAMPLED, n=3), replace(SAMPLED, max_tokens=7)]
-    run = measure(llm, ["hello", "ho"], params)
+    run = time_requests(llm, ["hello", "ho"], params)
     assert run.token_ids == tokens_of(llm.generate(["hello", "ho"], params))
     for answer in run.answers:
         assert sum(step.num_tokens for step in answer.steps or []) == answer.num_tokens

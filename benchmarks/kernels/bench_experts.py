@@ -40,7 +40,7 @@ from peagle.kernels.linear.experts import (
     plan_tiles,
 )
 from peagle.kernels.linear.packed_weights import Format
-from peagle.kernels.linear.unpacking import unpack
+from peagle.kernels.linear.unpacking import unpack_weight
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shapes import random_weight
@@ -225,7 +225,7 @@ class Problem:
 
     def run_library(self, routing: int) -> Tensor:
         """The product of a dense layer over its unpacked weight."""
-        weight = unpack(self.weight.expert(routing % self.weight.num_experts), DTYPE)
+        weight = unpack_weight(self.weight.expert(routing % self.weight.num_experts), DTYPE)
         return F.linear(self.x, weight)
 
     @cached_property

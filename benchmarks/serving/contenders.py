@@ -21,7 +21,7 @@ from typing import Any
 
 from traffic import NAME, ServerError, is_real
 
-from peagle.backends.vllm.command import MODULE, as_flags, engine_arguments, environment
+from peagle.backends.vllm.command import MODULE, as_flags, engine_arguments, vllm_environment
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch, with_head
 from peagle.client.counters import DraftCounts, read_counters
@@ -164,7 +164,7 @@ def vllm_command(
     )
     arguments = engine_arguments(launch, installation) | {"host": "127.0.0.1", "port": port}
     argv = [str(installation.python), "-m", MODULE, *as_flags(arguments)]
-    return argv + shlex.split(args.vllm_args), os.environ | environment(launch, installation)
+    return argv + shlex.split(args.vllm_args), os.environ | vllm_environment(launch, installation)
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from peagle.client.events import DONE
-from peagle.evaluation.http_client import HttpClient, Reply, at_most
+from peagle.evaluation.http_client import HttpClient, Reply, run_clients
 
-__all__ = ["Answer", "Client", "at_most", "fault_in", "is_openai_error", "percentile", "slope"]
+__all__ = ["Answer", "Client", "fault_in", "is_openai_error", "percentile", "run_clients", "slope"]
 
 
 class Answer(Reply):

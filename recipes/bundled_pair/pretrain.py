@@ -32,7 +32,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from peagle.environment import environment
 from peagle.models.packed_layers import experts_of
-from peagle.training.distributed import ONE_PROCESS, Processes, joined
+from peagle.training.distributed import ONE_PROCESS, Processes, joined_processes
 from peagle.training.optimizers import Muon
 
 HERE = Path(__file__).parent
@@ -352,7 +352,7 @@ def main() -> None:
     args = vars(parse_args())
     config_path, data, out = (args.pop(name) for name in ("config", "data", "out"))
     config = TrainConfig(**args)
-    with joined() as processes:
+    with joined_processes() as processes:
         model = build_model(config_path, config.seed)
         trainer = Trainer(model, config, data, started, processes)
         parameters = sum(p.numel() for p in model.parameters())

@@ -27,7 +27,7 @@ from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
 from peagle.engine.placement import load_target
 from peagle.evaluation.certify.reference import Reference, first_difference, near_tie_bound
-from peagle.evaluation.engine_backend import build
+from peagle.evaluation.engine_backend import build_llms
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.touched_experts import count_touched, recorded_passes
 from peagle.llm import LLM
@@ -102,7 +102,7 @@ def check(pair: Path, precision: str, load: Load) -> dict[str, Any]:
         target = load_target(pair / "target", engine_config(precision))
     head = SpeculativeConfig(model=str(pair / "peagle" / "head"), num_speculative_tokens=K)
     sizes = {"max_num_seqs": load.concurrency, "kv_cache_gib": 0.25}
-    llms = build(target, {"plain": None, "peagle": head}, **sizes)
+    llms = build_llms(target, {"plain": None, "peagle": head}, **sizes)
     texts = [prompt.text for prompt in load_prompt_set("heldout_code", load.num_prompts)]
     prompts = [llms["plain"].requests.encode(text) for text in texts]
     params = SamplingParams(max_tokens=load.max_tokens)

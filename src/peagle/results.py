@@ -643,7 +643,7 @@ def read_document(path: Path, model: type[AnyDocument]) -> AnyDocument:
     Raises:
         UserError: the file is not readable, malformed (the message names the key), or newer.
     """
-    return parse_document(path, read_object(path), model)
+    return parse_document(path, read_json_object(path), model)
 
 
 def parse_document(path: Path, data: dict[str, Any], model: type[AnyDocument]) -> AnyDocument:
@@ -676,7 +676,7 @@ def parse_document(path: Path, data: dict[str, Any], model: type[AnyDocument]) -
         ) from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
     Raises:

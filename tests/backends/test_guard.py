@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from peagle.backends.vllm.command import MIDDLEWARE, MODULE_FOLDER, vllm_command
-from peagle.backends.vllm.facts import ENGINE_PATH, facts_of
+from peagle.backends.vllm.facts import ENGINE_PATH, vllm_facts
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.serving.keys import ApiKeys
@@ -158,10 +158,10 @@ def test_engine_facts() -> None:
             method="eagle3", num_speculative_tokens=4, parallel_drafting=True
         ),
     )
-    told = facts_of(config)
+    told = vllm_facts(config)
     assert told["speculative"] == vars(config.speculative_config)
     assert told["has_config"] is True and told["model_runner_v2"] is False
-    assert facts_of(None) == {"has_config": False, "speculative": None, "model_runner_v2": None}
+    assert vllm_facts(None) == {"has_config": False, "speculative": None, "model_runner_v2": None}
     answer = AsgiClient(Guard(echo, RULES))(path=ENGINE_PATH)
     assert answer.status == 200 and json.loads(answer.body)["has_config"] is False
     locked = AsgiClient(Guard(echo, {**RULES, "keys": [sha256(KEY.encode()).hexdigest()]}))

@@ -481,7 +481,7 @@ def test_the_certificate_decides_the_status(
         case = CertifiedCase(feature="f", method="m", faults=[] if passed else ["wrong"])
         return CertificateResults(provenance=provenance, identity=[case], seconds=1)
 
-    monkeypatch.setattr("peagle.evaluation.certify.run.run", run)
+    monkeypatch.setattr("peagle.evaluation.certify.run.run_certificate", run)
     result = peagle(
         *("eval", *pair.options, "--certify", "-k", "3,5", "--limit", 4, "--samples", 500),
         *("--temperature", "0,0.9", "--max-new-tokens", 20, "--output", tmp_path),

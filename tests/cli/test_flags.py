@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from peagle.cli import bench, chat, data, demo, eval, generate, tune
-from peagle.cli.flags import Flag, Given, group, pick, spread, takes
+from peagle.cli.flags import Flag, Given, group, pick_flags, spread, takes
 from peagle.cli.settings import SECTIONS, Setting
 from peagle.errors import UserError
 
@@ -80,7 +80,7 @@ def test_the_default_shown_is_that_of_the_configuration() -> None:
     by_name = {flag.shown_name: flag.shown_default for flag in FLAGS}
     assert by_name["--top-k"] == "0"
     assert set(by_name.values()) == {"0", "none", ""}
-    assert [flag.shown_name for flag in pick(FLAGS, "shape")] == ["--round", "--square"]
+    assert [flag.shown_name for flag in pick_flags(FLAGS, "shape")] == ["--round", "--square"]
 
 
 @dataclass(frozen=True)

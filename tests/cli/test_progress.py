@@ -12,7 +12,7 @@ from rich.console import Console
 
 from peagle.cli import progress as module
 from peagle.cli.progress import ProgressLine, time_text
-from peagle.cli.train import TrainView, progress_text, result_text
+from peagle.cli.train import TrainView, progress_text, training_text
 from peagle.training.reporting import TrainingReport
 
 TRAIN = TrainingReport(
@@ -103,13 +103,13 @@ def test_the_end_names_the_head_that_was_kept() -> None:
         "seconds": 61.4,
         "config": {"run": {"patience": 2}},
     }
-    assert result_text(record, "run/head").splitlines() == [
+    assert training_text(record, "run/head").splitlines() == [
         "stopped at step 80: no better head in 2 validations",
         "head of step 40 (acceptance length 1.41 as served, K=3, temperature 0.7) written to "
         "run/head after 61 s",
     ]
     plain = {**record, "best": None, "stop_reason": "steps"}
-    assert result_text(plain, "run/head") == "head written to run/head after 61 s"
+    assert training_text(plain, "run/head") == "head written to run/head after 61 s"
 
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -102,7 +102,7 @@ def test_trees_in_the_text() -> None:
             tokens_per_s=[(1, 420.0), (4, 700.0)],
             wins_at=wins_at,
         )
-        return tune.result_text(simulated_results(trees=lambda chains: [one]))
+        return tune.tuning_text(simulated_results(trees=lambda chains: [one]))
 
     won = text([1])
     assert "420*" in won and "700*" not in won and "  4.20" in won
@@ -186,7 +186,7 @@ def test_acceptance_of_a_file(peagle: Peagle, options: tuple[object, ...], tmp_p
     assert data["acceptance"]["acceptance_length"] == {"1": 2.0, "2": 3.0, "3": 4.0}
     # Whatever this machine is like: four tokens a step in place of one pay on a tiny model.
     assert max(k for _, _, k in data["schedule"]) > 0
-    text = tune.result_text(TuneResults.model_validate(data))
+    text = tune.tuning_text(TuneResults.model_validate(data))
     for reader in ("peagle", "vllm"):
         assert json.dumps(data["speculative_config"][reader]) in text
     deeper = peagle("tune", *options, "--acceptance", file, "-k", "4")
@@ -242,7 +242,7 @@ def simulated_results(
 @pytest.mark.parametrize("slowdown", [0.0, 0.5])
 def test_text(is_parallel: bool, slowdown: float) -> None:
     results = simulated_results(is_parallel=is_parallel, slowdown=slowdown)
-    data, text = results.to_json(), tune.result_text(results)
+    data, text = results.to_json(), tune.tuning_text(results)
     assert "owner/t with owner/h, bfloat16, cpu, context 256, temperature 0" in text
     assert all(len(line) <= 100 for line in text.splitlines() if "{" not in line)
     assert ("vLLM up to 0.32 crashes" in text) == is_parallel

@@ -16,8 +16,8 @@ from peagle.data.batches import (
     BatchStream,
     ValidationStream,
     by_length,
+    fill_rows,
     make_batch,
-    pack,
 )
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import TargetStates, target_states
@@ -45,7 +45,7 @@ def make_dataset(sizes: list[tuple[int, int]], seed: int = 3) -> ResponseDataset
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(0, 5))
 def test_rows_hold_every_sequence_once_and_no_more_than_fits(lengths: list[int], seed: int) -> None:
-    rows = pack(lengths, 50, torch.Generator().manual_seed(seed))
+    rows = fill_rows(lengths, 50, torch.Generator().manual_seed(seed))
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     sums = [sum(lengths[i] for i in row) for row in rows]
     assert all(0 < total <= 50 for total in sums)

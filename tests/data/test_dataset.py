@@ -25,11 +25,11 @@ from peagle.data.readers import (
     Record,
     conversation_of,
     dialogue_of,
-    parts_of,
     read_records,
     sha256_of_table,
     side_file,
     split_of,
+    table_files,
 )
 from peagle.data.samples import SampleMaker
 from peagle.errors import UserError
@@ -198,7 +198,7 @@ def test_places(
     folder = touch(tmp_path, *held)
     if wanted is None:
         wanted = sorted(one for one in held if one.endswith(".parquet") and one[0] != ".")
-    assert names(parts_of(split_of(folder / place, split)), folder) == wanted
+    assert names(table_files(split_of(folder / place, split)), folder) == wanted
 
 
 @pytest.mark.parametrize(

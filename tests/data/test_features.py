@@ -22,7 +22,7 @@ from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.data import feature_writer
 from peagle.data.batches import Batch, Place, make_batch
 from peagle.data.dataset import ResponseDataset
-from peagle.data.feature_writer import FeatureProgress, FeatureWriter, locked, quantize
+from peagle.data.feature_writer import FeatureProgress, FeatureWriter, locked, quantize_features
 from peagle.data.features import (
     INDEX_NAME,
     FeatureStore,
@@ -110,7 +110,7 @@ def test_packed_rows_hold_what_the_target_said(
         its_features, its_hidden = reference(model, dataset, place.sequence)
         at = slice(place.start, place.start + place.length)
         if dtype == "fp8":
-            its_features = decoded(*quantize(its_features, 3))
+            its_features = decoded(*quantize_features(its_features, 3))
         features[place.row, at] = its_features[: place.length].to(wanted)
         stored = graded_positions(dataset, place.sequence, len(its_hidden))
         assert graded_positions(dataset, place.sequence, place.length) <= stored
@@ -187,7 +187,7 @@ def test_float8_is_within_the_bound_of_its_format() -> None:
     x[3, H : 2 * H] = 0.0
     x[4] = 0.0
     x[5] = 1e-42  # below the smallest normal number
-    values, scales = quantize(x, 3)
+    values, scales = quantize_features(x, 3)
     assert values.dtype == torch.float8_e4m3fn and scales.shape == (50, 3)
     assert scales.dtype == torch.float32 and bool((scales > 0).all())
     amax = x.unflatten(-1, (3, H)).abs().amax(-1)
@@ -198,7 +198,7 @@ def test_float8_is_within_the_bound_of_its_format() -> None:
     assert torch.allclose(top[6:], amax[6:], rtol=1e-6), "the largest value is kept"
     for broken in (float("nan"), float("inf")):
         x[7, 5] = broken
-        assert not bool(quantize(x, 3)[1].isfinite()[7, 0])
+        assert not bool(quantize_features(x, 3)[1].isfinite()[7, 0])
 
 
 # ---- what does not belong together ----------------------------------------------------------

@@ -18,8 +18,8 @@ from peagle.deploy.catalog import (
     FORMAT_VERSION,
     PACKAGED,
     CatalogEntry,
-    facts_of,
     find,
+    find_facts,
     load_catalog,
     lookup,
     needed_by,
@@ -352,12 +352,12 @@ def test_sizes_of_what_is_deployed(tmp_path: Path):
 
     half = {"dtype": "half"}  # asked of a GPU without bfloat16
     folder = make_target_folder(tmp_path / "target")
-    local = facts_of(ModelSource("local", str(folder)), entries)
+    local = find_facts(ModelSource("local", str(folder)), entries)
     assert local is not None and local.max_model_len == 256
     old = needed_by(ModelSource("hub", "Qwen/Qwen3-Coder-30B-A3B-Instruct"), None, half, entries)
     packed = needed_by(target, None, half, entries)
     assert old is not None and packed is not None
     assert (old.precision, packed.precision) == ("fp16", "mxfp4")
     for unknown in (ModelSource("hub", "me/model"), ModelSource("s3", "s3://bucket/model/")):
-        assert facts_of(unknown, entries) is None
+        assert find_facts(unknown, entries) is None
         assert needed_by(unknown, head, {}, entries) is None

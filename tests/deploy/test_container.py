@@ -14,8 +14,8 @@ from peagle.deploy.container import (
     AMI_CUDA_12,
     AMI_CUDA_13,
     choose_image,
+    container_environment,
     default_ami,
-    environment,
     flags_from,
     is_secret_name,
     managed_image,
@@ -93,7 +93,7 @@ WORDS = st.lists(
 @given(st.dictionaries(FLAG_NAMES, WORDS, max_size=4))
 def test_a_command_line_of_vllm_arrives_as_it_was_written(flags: dict[str, list[str]]) -> None:
     line = [word for name, words in flags.items() for word in (f"--{name}", *words)]
-    got = read(environment(a_deployment(vllm_flags=flags_from([], line))))
+    got = read(container_environment(a_deployment(vllm_flags=flags_from([], line))))
     expected = {f"--{name}": tuple(words) for name, words in flags.items()}
     assert got == {**expected, "--model": ("owner/target",)}
 
@@ -110,7 +110,7 @@ def test_head_and_target_arrive(
 ) -> None:
     """In one token each; the model is found where it is mounted, and has a name for clients."""
     config = {"method": "eagle3", "num_speculative_tokens": k, "parallel_drafting": parallel}
-    variables = environment(
+    variables = container_environment(
         a_deployment(target=target, draft=draft, speculative_config=config, environment=further)
     )
     flags = read(variables)
@@ -147,7 +147,7 @@ def test_the_runner_that_drafts_in_parallel(
         speculative_config={**CONFIG, "parallel_drafting": parallel},
         environment=said,
     )
-    assert environment(deployment).get("VLLM_USE_V2_MODEL_RUNNER") == runner
+    assert container_environment(deployment).get("VLLM_USE_V2_MODEL_RUNNER") == runner
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_runner_that_drafts_in_parallel(
     ],
 )
 def test_options_of_vllm(pairs: list[str], line: list[str], variables: dict[str, str]) -> None:
-    got = environment(a_deployment(vllm_flags=flags_from(pairs, line)))
+    got = container_environment(a_deployment(vllm_flags=flags_from(pairs, line)))
     expected = {f"SM_VLLM_{name}": value for name, value in variables.items()}
     assert got == {**expected, "SM_VLLM_MODEL": "owner/target"}
 
@@ -225,7 +225,7 @@ def test_names_of_secrets(name: str, hidden: bool) -> None:
 )
 def test_what_sagemaker_would_refuse(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        environment(a_deployment(**fields))
+        container_environment(a_deployment(**fields))
 
 
 @pytest.mark.parametrize("source", ["managed", "native"])
@@ -238,14 +238,15 @@ def test_no_variable_carries_speculation_past_its_checks(
     variable = f"SM_VLLM_{name}"
     trees = Secret('{"parallel_drafting_spec": {"max_nodes": 4}}')
     with pytest.raises(UserError, match=f"The variable {variable} cannot be .* Use --spec"):
-        environment(a_deployment(source=source, environment={variable: trees}, **head))
+        container_environment(a_deployment(source=source, environment={variable: trees}, **head))
     kept = {"SM_VLLM_SPECULATIVE_CONFIG": KeptSecret("Key")}
     assert (
-        kept.items() <= environment(a_deployment(source=source, environment=kept, **head)).items()
+        kept.items()
+        <= container_environment(a_deployment(source=source, environment=kept, **head)).items()
     )
 
 
 def test_a_value_that_is_too_long_is_not_shown() -> None:
     with pytest.raises(UserError) as caught:
-        environment(a_deployment(environment={"MY_TOKEN": Secret("s3cr3t" * 200)}))
+        container_environment(a_deployment(environment={"MY_TOKEN": Secret("s3cr3t" * 200)}))
     assert "s3cr3t" not in str(caught.value)

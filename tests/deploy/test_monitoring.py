@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deploy.operating import drafts, vllm_line
 from peagle.deploy import monitoring
-from peagle.deploy.container import environment
+from peagle.deploy.container import container_environment
 from peagle.deploy.deployment import Deployment
 from peagle.deploy.models import ModelSource
 from peagle.deploy.status import speculation_of
@@ -148,6 +148,6 @@ def test_the_speculative_configuration_of_a_container():
 @pytest.mark.parametrize(("source", "is_told"), [("native", True), ("managed", False)])
 def test_create_tells_our_container_which_endpoint_it_is_of(source, is_told):
     d = Deployment("code", "1", source, "a/b:c", ModelSource("hub", "org/m"), "", "ml.g7e.2xlarge")
-    named = dimensions_from(environment(d), "m")
+    named = dimensions_from(container_environment(d), "m")
     told = {"EndpointName": "code", "VariantName": "AllTraffic"}
     assert named == (told if is_told else {"ModelName": "m"})

@@ -14,7 +14,7 @@ import pytest
 
 from peagle.deploy import model_files
 from peagle.deploy.catalog import CatalogEntry, load_catalog
-from peagle.deploy.container import environment
+from peagle.deploy.container import container_environment
 from peagle.deploy.deployment import Autoscaling, Deployment, Transfer, Vpc, check_endpoint_name
 from peagle.deploy.memory import GIB, ModelFacts
 from peagle.deploy.model_files import HeadFacts
@@ -82,7 +82,7 @@ def test_every_entry_of_the_catalog_from_every_source_that_it_lists(
     found = made(entry.name, **options)
     assert endpoint_template(found)
     if source == "native":
-        arguments_from(environment(found), with_model=False)
+        arguments_from(container_environment(found), with_model=False)
 
 
 @pytest.mark.parametrize("model", ["gemma-4-31b-it", "google/gemma-4-31B-it"])
@@ -349,7 +349,7 @@ def test_a_head_in_s3_lies_below_its_target(
     found = new_deployment(request, STAMP, Lookups(load_catalog()))
     assert [transfer.uri for transfer in found.transfers] == transfers
     assert all(transfer.kms_key == "alias/mine" for transfer in found.transfers)
-    config = environment(found)["SM_VLLM_SPECULATIVE_CONFIG"]
+    config = container_environment(found)["SM_VLLM_SPECULATIVE_CONFIG"]
     assert f'"model":"/opt/ml/model/{path}"' in config
 
 

@@ -11,7 +11,7 @@ import torch
 from peagle.bundled import BUNDLED_PEAGLE
 from peagle.doctor.examiner import examine
 from peagle.doctor.findings import Examination
-from peagle.doctor.probe import Probe, Style
+from peagle.doctor.probe import Probe, PromptStyle
 from peagle.doctor.serving import EngineServing
 from peagle.models.checkpoint import convert_head
 from tests.doctor.conftest import HEADS, PAIR2, make_probe, pair2_texts
@@ -88,7 +88,10 @@ def test_a_fault_of_the_bundled_head(bundled: Probe, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_prompts_of_another_style(pair2_small: Probe) -> None:
     """The pair was trained with its chat template, thinking as the template has it."""
-    for style, cause in ((Style(False), "chat_template"), (Style(True, None, False), "thinking")):
+    for style, cause in (
+        (PromptStyle(False), "chat_template"),
+        (PromptStyle(True, None, False), "thinking"),
+    ):
         report = examine(pair2_small.in_other_styles[style], HEADS["pair2"])
         assert ids(report) == {cause}, style
         assert report.causes[0].where == "prompts"

@@ -35,7 +35,7 @@ from peagle.engine.depth import (
     node_counts,
 )
 from peagle.engine.features import FEATURES_KEPT
-from peagle.engine.step.graph_runner import buckets, graph_sizes, target_rows
+from peagle.engine.step.graph_runner import buckets, count_target_rows, graph_sizes
 from peagle.engine.tree_record import TreeRecord
 from peagle.errors import UserError
 from peagle.models.head_json import with_depth
@@ -422,7 +422,7 @@ def test_the_same_observations_give_the_same_choices() -> None:
 
 def test_few_numbers_of_target_rows_are_compiled() -> None:
     sizes = graph_sizes(64, AutomaticDepth(7).possible)
-    found = target_rows(sizes)
+    found = count_target_rows(sizes)
     assert set(found) == set(sizes)
     assert sorted({n for n in found.values() if n <= 128}) == [1, 2, 4, 8, 16, 32, 64, 128]
     for (rows, k), num_rows in found.items():
@@ -430,9 +430,9 @@ def test_few_numbers_of_target_rows_are_compiled() -> None:
         assert least <= num_rows < 2 * least
         assert num_rows == least or (k < 7 and least <= 128)
     # One K at the same rows has its own size.
-    assert target_rows([(1, 0), (24, 0), (40, 0)]) == {(1, 0): 1, (24, 0): 24, (40, 0): 40}
-    assert target_rows([(3, 4), (24, 0)]) == {(3, 4): 15, (24, 0): 24}
-    assert target_rows([(3, 4), (3, 1), (9, 1)]) == {(3, 4): 15, (3, 1): 8, (9, 1): 18}
+    assert count_target_rows([(1, 0), (24, 0), (40, 0)]) == {(1, 0): 1, (24, 0): 24, (40, 0): 40}
+    assert count_target_rows([(3, 4), (24, 0)]) == {(3, 4): 15, (24, 0): 24}
+    assert count_target_rows([(3, 4), (3, 1), (9, 1)]) == {(3, 4): 15, (3, 1): 8, (9, 1): 18}
 
 
 def test_candidates_share_their_sizes() -> None:

@@ -110,11 +110,11 @@ def test_an_option_and_a_program_win() -> None:
     torch.set_num_threads(3)  # neither torch's default nor a number from here
     choose_threads(SMALL)
     assert torch.get_num_threads() == 3
-    placement.set_threads(4)
+    placement.fix_threads(4)
     choose_threads(SMALL)
     assert torch.get_num_threads() == 4
     with pytest.raises(UserError, match="--threads is 0; expected at least 1"):
-        placement.set_threads(0)
+        placement.fix_threads(0)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.engine.depth import AutomaticDepth, DecodeSeconds, node_counts
-from peagle.engine.step.graph_runner import buckets, graph_sizes, target_rows
+from peagle.engine.step.graph_runner import buckets, count_target_rows, graph_sizes
 from peagle.engine.tree_record import TREES_A_STEP, TreeRecord
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.trees.growth import allocate_nodes, best_first_trees
@@ -31,7 +31,7 @@ SHAPE = CandidateTrees(num_parallel_trees=8, prediction_depth=7, max_nodes=16)
 NODES = SHAPE.max_nodes
 SIZES = node_counts(NODES)
 ROWS = buckets(256)
-TARGET_ROWS = target_rows(graph_sizes(256, lambda _: SIZES))
+TARGET_ROWS = count_target_rows(graph_sizes(256, lambda _: SIZES))
 LOADS = (1, 16, 64, 128, 256)
 # How sure the target is of its tokens, and the factor by which the head is surer.
 HEADS = {

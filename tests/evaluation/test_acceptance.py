@@ -25,7 +25,7 @@ from peagle.evaluation.acceptance import (
 )
 from peagle.evaluation.decoding import Answer, DecodeCounts, Observation
 from peagle.evaluation.dialogues import run_dialogues
-from peagle.evaluation.engine_backend import EngineBackend, measure
+from peagle.evaluation.engine_backend import EngineBackend, time_requests
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.evaluation.texts import hardest_texts, pieces
 from peagle.results import AcceptanceFigures
@@ -189,7 +189,7 @@ def test_pooled_figures_are_those_of_a_replay_of_the_drafts(result: AcceptanceFi
 def test_figures_are_those_of_the_benchmark(llm: LLM, result: AcceptanceFigures) -> None:
     """benchmarks/acceptance.py and the demo print `acceptance_figures`."""
     for name, prompts in PROMPTS.items():
-        run = measure(llm, [prompt.text for prompt in prompts], PARAMS)
+        run = time_requests(llm, [prompt.text for prompt in prompts], PARAMS)
         expected, ours = acceptance_figures(run.answers), result.by_set[name]
         for key in (
             "num_tokens",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peagle.cli.bench import result_text
+from peagle.cli.bench import bench_text
 from peagle.cli.tune import _speeds
 from peagle.evaluation.intervals import acceptance_intervals, compare_entries, paired_difference
 from peagle.evaluation.report import charts, write_report
@@ -272,7 +272,7 @@ def test_all_places_agree(tmp_path: Path, seed: int) -> None:
     runs = [k for n, k in enumerate(best.values()) if n == 0 or k != [*best.values()][n - 1]]
     shown = page.split("Best K by load</dt><dd>")[1].split("<small>")[0]
     assert shown == " → ".join(map(str, runs))
-    text = result_text(result)
+    text = bench_text(result)
     line = text.split("best K of peagle on humaneval, by concurrency: ")[1].splitlines()[0]
     line = re.sub(r" \(tied: [\d, ]+\)", "", line)
     assert line == ", ".join(f"{k} at {load}" for load, k in best.items())
@@ -351,7 +351,7 @@ def test_sound_repeats_are_a_headline(tmp_path: Path) -> None:
     results, page = swept(tmp_path, {"plain": [100, 101, 102], "peagle": [200, 210, 220]})
     assert not results.doubts and not any(cell.doubts for cell in results.cells)
     assert VERDICT in page and "take P-EAGLE with K = 7" in throughput_advice(results)
-    assert "?" not in result_text(results)
+    assert "?" not in bench_text(results)
 
 
 def test_repeats_far_apart_are_none(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_repeats_far_apart_are_none(tmp_path: Path) -> None:
     assert VERDICT not in page and "its repeats are 51% apart" in page
     advice = throughput_advice(results)
     assert advice == "At 1 and 4 together nothing is advised: see what is doubtful there."
-    text = result_text(results)
+    text = bench_text(results)
     assert "1.00?" in text and "doubtful (?): plain at 4 on humaneval: its repeats are 51%" in text
 
 
@@ -383,6 +383,6 @@ def test_sittings_under_other_loads_are_none(tmp_path: Path) -> None:
     assert "in 2 sittings, in which other programs kept 0.1 to 1.2 cores busy" in doubt
     assert VERDICT not in page and "No speed of this report is a result" in page
     assert throughput_advice(results) == f"No speed here is a result: {doubt}. Measure anew."
-    assert f"doubtful (?): {doubt}" in result_text(results)
+    assert f"doubtful (?): {doubt}" in bench_text(results)
     for alike in ({"sitting": [1, 2], "other_cores": [0.1, 0.3]}, {"sitting": [1, 2]}):
         assert not swept(tmp_path, speeds, **alike)[0].doubts

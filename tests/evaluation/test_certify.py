@@ -20,7 +20,7 @@ from peagle.errors import UserError
 from peagle.evaluation.certify.matrix import Case, difference
 from peagle.evaluation.certify.options import Options
 from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
-from peagle.evaluation.certify.run import certificate_text, run
+from peagle.evaluation.certify.run import certificate_text, run_certificate
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.kernels.sampling.probabilities import sample_from_weights
 from peagle.kernels.sampling.random import Purpose, uniform
@@ -68,7 +68,7 @@ def certify(
         target = load_target(target_folder, EngineConfig(dtype="float64", device="cpu"))
         chosen = Options(**{**SMALL, "prompt_set": str(prompts), **options})
         own = methods[which] if isinstance(which, slice) else which
-        return run(target, target_folder, own, K, chosen, {"target": "t"})
+        return run_certificate(target, target_folder, own, K, chosen, {"target": "t"})
 
     return make
 
@@ -200,7 +200,7 @@ def test_a_bias_of_sampling_is_found(is_biased: bool, monkeypatch: pytest.Monkey
     )
     target = load_target(BUNDLED_TARGET, EngineConfig(dtype="float32", device="cpu"))
     head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
-    certificate = run(target, BUNDLED_TARGET, [head], 2, options, {"target": "t"})
+    certificate = run_certificate(target, BUNDLED_TARGET, [head], 2, options, {"target": "t"})
     assert [case.status for case in certificate.identity] == ["passed"] * 3
     assert all(case.num_accepted_tokens for case in certificate.identity if case.method != "plain")
     tests = certificate.distribution

@@ -22,7 +22,7 @@ from peagle.engine.placement import load_target
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request
 from peagle.evaluation.dialogues import run_dialogues
-from peagle.evaluation.engine_backend import EngineBackend, build, measure
+from peagle.evaluation.engine_backend import EngineBackend, build_llms, time_requests
 from peagle.evaluation.prompt_sets import load
 from peagle.evaluation.prompts import load_prompt_set
 from peagle.llm import StreamChunk
@@ -167,7 +167,7 @@ def llms(target_folder: Path, head_folders: Callable[..., Path]) -> dict[str, LL
         for name, folder in heads.items()
     }
     configurations["ngram"] = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-    return build(target, {"plain": None, **configurations}, max_num_seqs=2)
+    return build_llms(target, {"plain": None, **configurations}, max_num_seqs=2)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_engines_on_one_target_do_not_disturb_each_other(
     alone = LLM(target_folder, dtype="float64").generate(PROMPTS, PARAMS)
     expected = [output.token_ids for output in alone]
     for name in [*llms, *llms]:
-        run = measure(llms[name], PROMPTS, PARAMS)
+        run = time_requests(llms[name], PROMPTS, PARAMS)
         assert run.token_ids == expected, name
         assert run.tokens_per_s > 0
 
@@ -208,7 +208,7 @@ def test_measure_counts_steps_and_leaves_the_watcher_out(llms: dict[str, LLM]) -
         time.sleep(0.02)
 
     start = time.perf_counter()
-    run = measure(llms["ngram"], PROMPTS, PARAMS, watch)
+    run = time_requests(llms["ngram"], PROMPTS, PARAMS, watch)
     passed = time.perf_counter() - start
     assert run.seconds < passed - 0.02 * len(chunks)
     assert len(run.answers) == len(PROMPTS)
@@ -247,7 +247,7 @@ def test_engines_on_one_card_share_what_is_free(
     monkeypatch.setattr("peagle.evaluation.engine_backend.free_and_total", card)
     monkeypatch.setattr(LLM, "__init__", watched)
     target = load_target(target_folder, EngineConfig(dtype="float64", device="cpu"))
-    build(target, dict.fromkeys("abc"), gpu_memory_utilization=0.8)
+    build_llms(target, dict.fromkeys("abc"), gpu_memory_utilization=0.8)
     shares = [given for given, _ in plan]
     assert max(shares) - min(shares) <= len(shares)
     assert 0 <= int(0.8 * total) - (total - free) <= len(shares)

@@ -13,7 +13,7 @@ from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import EngineConfig
 from peagle.engine.placement import load_target
 from peagle.evaluation.certify.reference import Reference, TargetReference, first_difference
-from peagle.evaluation.engine_backend import build
+from peagle.evaluation.engine_backend import build_llms
 from peagle.evaluation.prompts import load_prompt_set
 
 LOGITS = torch.tensor([[0.0, 1.0, 0.5], [2.0, 2.0 - 5e-5, 0.0], [1.0, 0.0, 3.0]])
@@ -63,7 +63,7 @@ def test_bundled_pair_equals_transformers_in_float64() -> None:
     target = load_target(BUNDLED_TARGET, EngineConfig(dtype="float64", device="cpu"))
     heads = (BUNDLED_EAGLE3, BUNDLED_PEAGLE)
     configs = {folder.name: SpeculativeConfig(model=str(folder)) for folder in heads}
-    llms = build(target, {"plain": None, **configs})
+    llms = build_llms(target, {"plain": None, **configs})
     texts = [prompt.text for prompt in prompts]
     outputs = {name: llm.generate(texts, params) for name, llm in llms.items()}
     model = TargetReference(BUNDLED_TARGET, torch.float64)

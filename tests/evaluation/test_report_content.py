@@ -21,7 +21,7 @@ from evaluation.report_pages import Parsed, page_of, small, some
 from peagle.config import CandidateTrees
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.report import charts, write_report
-from peagle.evaluation.report.charts import Axis, Chart, ChartLine, ChartPoint, Style
+from peagle.evaluation.report.charts import Axis, Chart, ChartLine, ChartPoint, Look
 from peagle.evaluation.report.files import Results, read_results
 from peagle.evaluation.report.page import page_html
 from peagle.evaluation.report.series import Cast
@@ -402,7 +402,7 @@ def test_bars_have_their_counts(html):
 def test_a_chart_holds_its_points(values, low, log):
     points = [ChartPoint(i, value, tip=str(value)) for i, value in enumerate(values, 1)]
     y = Axis("y", log=True) if log else Axis("y", low=low)
-    drawn = Chart("", [ChartLine("a", Style(1), points)], Axis("x"), y)
+    drawn = Chart("", [ChartLine("a", Look(1), points)], Axis("x"), y)
     ((_, svg),) = drawn.svgs()
     hits = [(float(x), float(y)) for _, x, y in HIT.findall(svg)]
     assert len(hits) == len(values)

@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 
 from evaluation import report_samples as samples
 from peagle.evaluation.report import _pictures
-from peagle.evaluation.report.charts import Axis, Chart, ChartLine, ChartPoint, Style, picture
+from peagle.evaluation.report.charts import Axis, Chart, ChartLine, ChartPoint, Look, picture
 from peagle.evaluation.report.files import read_results
 from peagle.evaluation.report.page import origin
 from peagle.evaluation.report.plots import set_charts
@@ -186,7 +186,7 @@ def test_the_name_of_a_level_stands_where_there_is_room(height):
     line = [ChartPoint(1, height), ChartPoint(2, height), ChartPoint(3, 3), ChartPoint(9, 3)]
     chart = Chart(
         "t",
-        [ChartLine("a", Style(1), line)],
+        [ChartLine("a", Look(1), line)],
         Axis("x"),
         Axis("y", low=0),
         level=(1.2, "plain decoding"),
@@ -202,9 +202,11 @@ def test_a_note_without_room_is_left_out():
     walled = Chart(
         "t",
         [
-            ChartLine("wall", Style(1), block),
+            ChartLine("wall", Look(1), block),
             ChartLine(
-                "noted", Style(1), [ChartPoint(2, 2, note="123"), ChartPoint(8, 2, note="456")]
+                "noted",
+                Look(1),
+                [ChartPoint(2, 2, note="123"), ChartPoint(8, 2, note="456")],
             ),
         ],
         Axis("x"),

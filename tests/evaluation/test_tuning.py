@@ -28,8 +28,8 @@ from peagle.evaluation.tuning.schedule import k_at
 from peagle.evaluation.tuning.tune import (
     Costs,
     Grid,
-    count_experts,
     measure_costs,
+    recall_experts,
     tune_results,
 )
 from peagle.results import PredictionCheck, TuneResults
@@ -164,14 +164,14 @@ def test_dense_models_cost_what_they_cost_before_experts_had_a_price() -> None:
 
 def test_counted_experts_are_kept(tmp_path: Path) -> None:
     counts, file = correlated_experts(4), tmp_path / TUNE_LOG
-    assert count_experts(lambda: counts, Journal(file, {})) == counts
+    assert recall_experts(lambda: counts, Journal(file, {})) == counts
 
     def fail() -> None:
         raise AssertionError("counted again")
 
-    assert count_experts(fail, Journal(file, {})) == counts
+    assert recall_experts(fail, Journal(file, {})) == counts
     dense = Journal(None, {})
-    assert count_experts(lambda: None, dense) is None and len(dense) == 0
+    assert recall_experts(lambda: None, dense) is None and len(dense) == 0
 
 
 def test_rows_of_graphs_are_what_counts() -> None:

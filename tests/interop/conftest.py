@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peagle.backends.vllm.command import engine_arguments, environment
+from peagle.backends.vllm.command import engine_arguments, vllm_environment
 from peagle.backends.vllm.installation import VllmInstallation, find_vllm
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.config import SpeculativeConfig
@@ -71,7 +71,7 @@ def theirs(
                     **engine_arguments(launch, installation),
                     "disable_log_stats": False,
                 }
-                variables |= environment(launch, installation)
+                variables |= vllm_environment(launch, installation)
         job = {"prompts": ours.prompts, "max_tokens": MAX_TOKENS, "k": K, "heads": heads}
         told |= _run(installation, job, variables, tmp_path_factory.mktemp(pair))
     return told

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.kernels.upload import pack, unpack, upload_together
+from peagle.kernels.upload import pack_all, unpack_all, upload_together
 from tests.kernels.devices import DEVICES
 
 TYPES = (torch.int64, torch.float64, torch.float32, torch.bool)
@@ -34,8 +34,8 @@ def check(found: Sequence[Tensor], values: list[Tensor]) -> None:
 @pytest.mark.slow
 @given(values=st.lists(tensors(), max_size=6))
 def test_packed_tensors_are_whole(values: list[Tensor]) -> None:
-    packed, starts = pack(values)
-    found = unpack(packed, starts, values)
+    packed, starts = pack_all(values)
+    found = unpack_all(packed, starts, values)
     check(found, values)
     for one in found:
         offset = one.data_ptr() - packed.data_ptr()
@@ -53,7 +53,7 @@ def test_every_tensor_arrives(device: str, values: list[Tensor]) -> None:
 
 def test_what_is_not_contiguous_keeps_its_order() -> None:
     value = torch.arange(12).view(3, 4).T
-    (found,) = unpack(*pack([value]), [value])
+    (found,) = unpack_all(*pack_all([value]), [value])
     assert torch.equal(found, value)
 
 

@@ -22,7 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from peagle import LLM, SamplingParams
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.models.checkpoint import save_drafter
-from peagle.models.compilation import cache_compiled_code, cache_folder, compile_layers
+from peagle.models.compilation import cache_compiled_code, code_cache_folder, compile_layers
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.fusion import fuse
 from peagle.models.target import TargetModel
@@ -326,7 +326,7 @@ def test_without_a_variable_the_folder_is_in_the_home(
 ) -> None:
     monkeypatch.delenv("PEAGLE_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "peagle"
+    assert code_cache_folder() == tmp_path / ".cache" / "peagle"
 
 
 # ---- CUDA graphs ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from peagle.config.speculative import Quantization
 from peagle.errors import UserError
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.packed_layers import PackedLinear, experts_of
-from peagle.models.quantize import pack, quantize, quantize_head
+from peagle.models.quantize import pack_weight, quantize_head, quantize_model
 from peagle.models.skinny import use_skinny
 from peagle.models.target import TargetModel
 from tests.kernels.devices import INTERPRETED
@@ -72,7 +72,7 @@ def expected_weight(weight: torch.Tensor, method: Quantization) -> torch.Tensor:
 )
 def test_layers_are_rounded_and_all_else_is_not(name: str, method: Quantization) -> None:
     model, plain = make(name), dict(make(name).named_parameters())
-    quantize(model, method, torch.device("cpu"), unpack=True)
+    quantize_model(model, method, torch.device("cpu"), unpack=True)
     changed = []
     for key, parameter in model.named_parameters():
         before = plain[key]
@@ -97,8 +97,8 @@ def test_layers_are_rounded_and_all_else_is_not(name: str, method: Quantization)
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_layers_compute_what_the_rounded_ones_do(name: str, method: Quantization) -> None:
     packed, rounded = make(name), make(name)
-    quantize(packed, method, torch.device("cpu"), unpack=False)
-    quantize(rounded, method, torch.device("cpu"), unpack=True)
+    quantize_model(packed, method, torch.device("cpu"), unpack=False)
+    quantize_model(rounded, method, torch.device("cpu"), unpack=True)
     assert distance(logits(packed), logits(rounded)) < 1e-4
     linears = {key for key, m in packed.named_modules() if type(m) is nn.Linear}
     assert {key for key in linears if "router" not in key} == {"lm_head"}
@@ -121,7 +121,7 @@ def test_a_target_says_how_it_is_quantised(target_folder: Path) -> None:
     assert not torch.equal(weights[0][name], weights[1][name])
     output = rounded.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
     model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
-    quantize(model, "int8", torch.device("cpu"), unpack=True)
+    quantize_model(model, "int8", torch.device("cpu"), unpack=True)
     expected = model.generate(
         torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=8, min_new_tokens=8
     )
@@ -164,8 +164,8 @@ def test_refuses_inputs_that_do_not_divide() -> None:
     with pytest.raises(
         UserError, match=r"layers\.0\.o_proj has 40 inputs; expected a multiple of 32"
     ):
-        pack(torch.ones(8, 40), "int4", "layers.0.o_proj")
-    assert isinstance(pack(torch.ones(8, 40), "int8", "layers.0.o_proj"), PackedWeight)
+        pack_weight(torch.ones(8, 40), "int4", "layers.0.o_proj")
+    assert isinstance(pack_weight(torch.ones(8, 40), "int8", "layers.0.o_proj"), PackedWeight)
 
 
 def test_refuses_what_is_quantised_already(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_refuses_other_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("qwen3_moe")
     monkeypatch.setattr("peagle.models.quantize.find_gate", lambda _: None)
     with pytest.raises(UserError, match="have an activation that peagle does not compute"):
-        quantize(model, "fp8", torch.device("cpu"), unpack=True)
+        quantize_model(model, "fp8", torch.device("cpu"), unpack=True)
 
 
 @pytest.mark.parametrize("given", ["fp4", 8])

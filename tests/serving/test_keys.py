@@ -10,7 +10,7 @@ import pytest
 
 from peagle.errors import UserError
 from peagle.serving import keys as keys_module
-from peagle.serving.keys import ApiKeys, key_of, load_keys
+from peagle.serving.keys import ApiKeys, bearer_key, load_keys
 
 FIRST, SECOND, THIRD = "first-key-0123456789", "second-key-0123456789", "third-key-0123456789"
 
@@ -182,4 +182,4 @@ def basic(text: str) -> bytes:
     ],
 )
 def test_key_of_a_header(header: bytes, key: bytes | None) -> None:
-    assert key_of(header) == key
+    assert bearer_key(header) == key

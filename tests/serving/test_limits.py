@@ -23,7 +23,7 @@ from peagle.serving import tokenizer as tokenizer_file
 from peagle.serving.app import parsed
 from peagle.serving.config import ServerConfig
 from peagle.serving.errors import ApiError
-from peagle.serving.limits import LIMITS, most, parse_json, table
+from peagle.serving.limits import LIMITS, most, parse_body, table
 from peagle.serving.metrics import Metrics
 from peagle.serving.protocol import ChatBody, CompletionBody, ResponsesBody, refuse_grammars
 from peagle.serving.service import Caller, Service
@@ -39,7 +39,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 def refusal(body: bytes) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        parse_json(body, CONTEXT)
+        parse_body(body, CONTEXT)
     assert caught.value.status == 400
     return caught.value
 
@@ -105,13 +105,13 @@ def test_the_field_of_a_long_number_is_named() -> None:
 def test_text_does_not_count(value: Any) -> None:
     for is_ascii in (True, False):
         body = json.dumps(value, ensure_ascii=is_ascii).encode()
-        assert parse_json(body, CONTEXT) == value == json.loads(body)
+        assert parse_body(body, CONTEXT) == value == json.loads(body)
 
 
 def test_two_contexts_of_token_ids_fit() -> None:
     body = b"[" + b"1," * 299_999 + b"1]"
     assert "json_values" in refusal(body).message
-    assert len(parse_json(body, 150_001)) == 300_000
+    assert len(parse_body(body, 150_001)) == 300_000
 
 
 @pytest.mark.parametrize(

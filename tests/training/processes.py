@@ -112,7 +112,7 @@ def _child(
     import torch
 
     from peagle.errors import UserError
-    from peagle.training.distributed import joined
+    from peagle.training.distributed import joined_processes
 
     torch.set_num_threads(1)
     os.environ |= {
@@ -127,7 +127,7 @@ def _child(
         if patience is None:
             value = function(None, *arguments)
         else:
-            with joined(timedelta(seconds=patience)) as processes:
+            with joined_processes(timedelta(seconds=patience)) as processes:
                 value = function(processes, *arguments)
     except (UserError, SystemExit) as problem:
         error = f"{type(problem).__name__}: {problem}"

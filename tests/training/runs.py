@@ -16,7 +16,7 @@ from peagle.models.checkpoint import save_drafter, split_tensors
 from peagle.models.drafter import Drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, load_tokenizer
-from peagle.training.build import Built, build
+from peagle.training.build import Built, build_drafter
 from peagle.training.config import TrainConfig
 
 
@@ -120,7 +120,7 @@ def warm(
     config = configure(target_folder, tmp_path / "out", init, data, **changes)
     target, tokenizer = TargetModel.load(target_folder), load_tokenizer(target_folder)
     dataset = ResponseDataset.load(data, tokenizer, target.vocab_size, 2048)
-    return build(config, target, tokenizer, dataset)
+    return build_drafter(config, target, tokenizer, dataset)
 
 
 def tensors_of(drafter: Drafter) -> dict[str, Tensor]:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.data.batches import Batch, make_batch, pack
+from peagle.data.batches import Batch, fill_rows, make_batch
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import target_states
-from peagle.data.samples import Dropped, Sample, joined
+from peagle.data.samples import Dropped, Sample, join_answers
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 from peagle.training.acceptance import ServedAcceptance
@@ -80,7 +80,7 @@ def test_the_supervised_elements_are_those_of_separate_rows(
     """Every token with its context, target and depth, as often."""
     rows: list[Row] = []
     for samples in each:
-        for sample in joined(samples):
+        for sample in join_answers(samples):
             assert not isinstance(sample, Dropped)
             rows.append((sample.ids, list(sample.loss_mask)))
     alone = [sample for samples in each for sample in samples]
@@ -94,7 +94,7 @@ def test_the_supervised_elements_are_those_of_separate_rows(
         assert not expected
         return
     lengths = dataset.start_loc.diff().tolist()
-    packed = pack(lengths, max_length, torch.Generator().manual_seed(seed))
+    packed = fill_rows(lengths, max_length, torch.Generator().manual_seed(seed))
     assert elements_of(make_batch(dataset, packed, max_length)) == expected
 
 
@@ -102,7 +102,7 @@ def test_a_row_holds_all_answers_that_it_can() -> None:
     """Each prompt goes on after all of the row; an answer without a prompt of its own does not."""
     first, second = Sample.answered([1], [2, 3]), Sample.answered([1, 2, 3, 4], [5, 5])
     third = Sample.answered([1, 2, 3, 4, 5, 5, 1], [2])
-    dropped, row = joined([first, Dropped("why"), second, third])
+    dropped, row = join_answers([first, Dropped("why"), second, third])
     assert isinstance(dropped, Dropped) and isinstance(row, Sample)
     assert row.ids == [1, 2, 3, 4, 5, 5, 1, 2]
     assert (row.prompt, row.response) == ([1, 2, 3, 4, 5, 5, 1], [2, 3, 5, 5, 2])
@@ -121,7 +121,7 @@ def test_a_row_holds_all_answers_that_it_can() -> None:
         Sample.answered([1, 2, 4, 4], [5]),
         Sample.answered([1, 2], [3]),
     ):
-        assert list(joined([first, other])) == [first, other]
+        assert list(join_answers([first, other])) == [first, other]
 
 
 # ---- gradients, grades and drafts -----------------------------------------------------------

@@ -17,7 +17,7 @@ from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel, load_tokenizer
-from peagle.training.build import build as build_head
+from peagle.training.build import build_drafter as build_head
 from peagle.training.config import TrainConfig
 from peagle.training.vocabulary import (
     always_kept,

@@ -21,7 +21,7 @@ from peagle.models.checkpoint import load_drafter, read_head, save_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
-from peagle.training.build import build
+from peagle.training.build import build_drafter
 from peagle.training.config import TrainConfig
 from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer, TrainingStopped
@@ -156,8 +156,8 @@ def test_stored_features_can_start_mask_hidden(
     config = configure(target_folder, tmp_path / "out", eagle3_head, data)
     dataset = ResponseDataset.load(data, tokenizer, 320, 2048)
     target = TargetModel.load(target_folder)
-    ends = build(config, TargetEnds.load(target_folder), tokenizer, dataset)
-    whole = build(config, target, tokenizer, dataset)
+    ends = build_drafter(config, TargetEnds.load(target_folder), tokenizer, dataset)
+    whole = build_drafter(config, target, tokenizer, dataset)
     for built in (ends, whole):
         assert built.warm_start is not None and built.warm_start.mask_hidden_is_new
     differ = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from peagle.cli import groups, harness, vllm
-from peagle.cli.flags import Given, group, pick, spread, takes
+from peagle.cli.flags import Given, group, pick_flags, spread, takes
 from peagle.cli.groups import (
     Format,
     MoreHeads,
@@ -31,7 +31,7 @@ from peagle.cli.mix import Share, apply_mix, read_mix
 from peagle.cli.progress import ProgressLine, time_text
 from peagle.cli.settings import Layer, Settings, json_object, positive_number, whole_numbers
 from peagle.cli.setup import check_paths, name_target, note, quiet_libraries, thinking_mode
-from peagle.cli.tables import names_of, number, pivot_table, text_table
+from peagle.cli.tables import names_of, pivot_table, text_table, two_digits
 from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
@@ -181,15 +181,15 @@ class BenchOptions:
 
 
 @takes(
-    *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
-    *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
-    *pick(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
-    *pick(groups.FINER_SAMPLING, "sampling.ignore_eos"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
-    *pick(groups.ENGINE, "engine.device", "engine.max_model_len"),
-    *pick(groups.ENGINE, "engine.max_num_batched_tokens", "engine.kv_cache_gib"),
-    *pick(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
+    *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
+    *pick_flags(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
+    *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
+    *pick_flags(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
+    *pick_flags(groups.FINER_SAMPLING, "sampling.ignore_eos"),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.device", "engine.max_model_len"),
+    *pick_flags(groups.ENGINE, "engine.max_num_batched_tokens", "engine.kv_cache_gib"),
+    *pick_flags(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
     *_PREFIX_CACHING,
     *vllm.OPTIONS,
 )
@@ -206,7 +206,7 @@ def bench(given: Given, options: BenchOptions) -> None:
     results = _run(given, _plan(given, options))
     from peagle.results import THROUGHPUT
 
-    text = result_text(results)
+    text = bench_text(results)
     harness.conclude(results, text, THROUGHPUT, options.output, options.output_format)
 
 
@@ -413,7 +413,7 @@ def _engine_arms(
     """
     import torch
 
-    from peagle.evaluation.engine_backend import EngineBackend, build
+    from peagle.evaluation.engine_backend import EngineBackend, build_llms
     from peagle.evaluation.sweep import Arm
 
     head_options = Settings(Layer(dict(given))).section("speculative")
@@ -427,7 +427,7 @@ def _engine_arms(
     }
     sizes = {"max_num_seqs": max(plan.loads), **models.engine_options}
     note(f"building {len(every)} engines on {models.name}")
-    llms = build(models.target, configurations, **sizes)
+    llms = build_llms(models.target, configurations, **sizes)
     device = models.target.device
     arms = [
         Arm(one.name, one.source, k, EngineBackend(llm, thinking=plan.thinking), device)
@@ -615,7 +615,7 @@ class BenchView:
         self._line.__exit__()
 
 
-def result_text(result: ThroughputResults) -> str:
+def bench_text(result: ThroughputResults) -> str:
     """Return the tables of a sweep."""
     from peagle.evaluation.turns import bench_with_turns, name_turns
 
@@ -668,15 +668,15 @@ def _row(cell: Cell, names: Mapping[tuple[str, str], str]) -> list[str]:
         str(cell.concurrency),
         f"{speed:.1f}",
         f"{least:.0f}-{most:.0f}",
-        number(cell.speed_up_over_plain) + "?" * bool(cell.doubts),
-        number(cell.speed_up_over_eagle3),
-        number(median.acceptance_length),
+        two_digits(cell.speed_up_over_plain) + "?" * bool(cell.doubts),
+        two_digits(cell.speed_up_over_eagle3),
+        two_digits(median.acceptance_length),
         _ms(median.ttft_s.p50),
         _ms(median.ttft_s.p99),
         _ms(median.itl_s.p50),
         _ms(median.itl_s.p99),
-        number(median.requests_per_s),
-        number(cell.linearity),
+        two_digits(median.requests_per_s),
+        two_digits(cell.linearity),
         _share(median.gpu_busy),
         _experts(cell.experts),
         f"{median.errors:g}" if any(one.errors for one in cell.repeats) else "",
@@ -699,7 +699,7 @@ def _costs(result: ThroughputResults) -> str:
         [
             *(names[cell.method, cell.engine], cell.set),
             *(str(cell.k or "-"), str(cell.concurrency)),
-            *(amount(cell.cost_per_million_tokens), number(cell.median.requests_per_s)),
+            *(amount(cell.cost_per_million_tokens), two_digits(cell.median.requests_per_s)),
             *(str(cell.instances or "-"), amount(result.cost_per_hour(cell))),
             "" if cell.meets_objective is None else objective(cell.meets_objective),
         ]

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from peagle.cli import groups
-from peagle.cli.flags import Flag, Given, pick, spread, takes
+from peagle.cli.flags import Flag, Given, pick_flags, spread, takes
 from peagle.cli.groups import ChatTemplate, Format, OutputFormat, Split
 from peagle.cli.main import CONTEXT, with_examples
 from peagle.cli.progress import ProgressLine
@@ -77,10 +77,10 @@ def inspect(
 
     The supervised part of a sample stands out: in colour on a terminal, else in [[ ]].
     """
-    from peagle.data.readers import parts_of, split_of
+    from peagle.data.readers import split_of, table_files
 
     file = split_of(file, split)
-    parts_of(file)  # refuses what is not there before torch is imported
+    table_files(file)  # refuses what is not there before torch is imported
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.data.inspect import inspect_data
@@ -474,12 +474,12 @@ def _plan_preparation(options: PrepareOptions) -> PreparePlan:
         validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(options.sources, output, validation, options.overwrite)
     from peagle.data.limits import check_limits
-    from peagle.data.readers import parts_of, read_records, split_of
+    from peagle.data.readers import read_records, split_of, table_files
 
     check_limits(options.max_length, share)
     sources = [split_of(path, options.split) for path in options.sources]
     for source in sources:
-        parts_of(source)  # refuses what is not there before torch is imported
+        table_files(source)  # refuses what is not there before torch is imported
         if source.is_file() and source.suffix not in (".safetensors", ".parquet"):
             next(read_records(source), None)  # and what is not JSON
     check_paths(options.target, chat_template=options.chat_template)
@@ -663,7 +663,7 @@ class RegenerateOptions:
     *groups.SAMPLING,
     *groups.FINER_SAMPLING,
     *map(_for_answers, groups.ENGINE),
-    *pick(groups.SETTINGS, "config", "show_memory"),
+    *pick_flags(groups.SETTINGS, "config", "show_memory"),
 )
 @spread
 def regenerate(given: Given, options: RegenerateOptions) -> None:
@@ -979,7 +979,7 @@ _MAX_DOCUMENT_TOKENS = 64
     *groups.SAMPLING,
     *groups.FINER_SAMPLING,
     *map(_for_answers, groups.ENGINE),
-    *pick(groups.SETTINGS, "config", "show_memory"),
+    *pick_flags(groups.SETTINGS, "config", "show_memory"),
 )
 def synthesize(
     given: Given,

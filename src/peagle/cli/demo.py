@@ -22,7 +22,7 @@ from rich.text import Text
 
 from peagle.bundled import BUNDLED, expand_bundled, pair_of
 from peagle.cli import groups
-from peagle.cli.flags import Given, group, pick, takes
+from peagle.cli.flags import Given, group, pick_flags, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import check_paths, name_target, quiet_libraries, set_threads
@@ -80,11 +80,11 @@ _MODELS = group(
 
 @takes(
     *_MODELS,
-    *pick(groups.MODEL, "revision", _REVISION),
-    *pick(groups.SPECULATION, _K),
-    *pick(groups.SAMPLING, "sampling.max_tokens"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
-    *pick(groups.ENGINE, "engine.device", "threads"),
+    *pick_flags(groups.MODEL, "revision", _REVISION),
+    *pick_flags(groups.SPECULATION, _K),
+    *pick_flags(groups.SAMPLING, "sampling.max_tokens"),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.device", "threads"),
 )
 def demo(
     given: Given,
@@ -125,12 +125,12 @@ def demo(
         quiet_libraries()
         from peagle.engine.placement import load_target
         from peagle.evaluation.decoding import Run
-        from peagle.evaluation.engine_backend import build, measure, warm_up
+        from peagle.evaluation.engine_backend import build_llms, time_requests, warm_up
 
         target_model = load_target(folder, engine)
         _check_kinds(configurations, target_model.num_layers)
         configurations[TREE] = _with_trees(configurations[PEAGLE], target_model.num_layers)
-        llms = build(target_model, {PLAIN: None, **configurations}, max_num_seqs=1)
+        llms = build_llms(target_model, {PLAIN: None, **configurations}, max_num_seqs=1)
         prompt_set, prompts = _prompts(llms[PLAIN], limit)
         warm_up(llms, [prompts[0][1]])
     results = {name: Run() for name in llms}
@@ -138,7 +138,7 @@ def demo(
         for prompt, asked in prompts:
             for name, llm in llms.items():
                 view.begin(prompt, name)
-                results[name].extend(measure(llm, [asked], params, view.show))
+                results[name].extend(time_requests(llm, [asked], params, view.show))
                 view.end(results)
     shown = [prompt for prompt, _ in prompts]
     report = _report(target_model, prompt_set, shown, params, configurations, results)

@@ -296,11 +296,11 @@ def _new(
 
 def _checked(d: Deployment) -> Deployment:
     """Return the deployment; refuse variables that our own container would refuse at its start."""
-    from peagle.deploy.container import environment
+    from peagle.deploy.container import container_environment
     from peagle.serving.sagemaker import arguments_from
 
     if d.source == "native":
-        arguments_from(environment(d), with_model=False)
+        arguments_from(container_environment(d), with_model=False)
     return d
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peagle.cli import groups
-from peagle.cli.flags import Given, group, pick
+from peagle.cli.flags import Given, group, pick_flags
 from peagle.cli.groups import OutputFormat
 from peagle.errors import UserError
 
@@ -87,7 +87,7 @@ SPECULATION = group(
     """,
 )
 _TREES = "speculative.parallel_drafting_spec"
-TREES = pick(groups.SPECULATION, _TREES)  # for native containers
+TREES = pick_flags(groups.SPECULATION, _TREES)  # for native containers
 CONTAINER = group(
     "Container",
     """

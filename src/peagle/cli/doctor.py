@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from peagle.cli import groups, vllm
-from peagle.cli.flags import Given, pick, takes
+from peagle.cli.flags import Given, pick_flags, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.progress import ProgressLine
 from peagle.cli.setup import Setup
@@ -53,9 +53,9 @@ _MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
 
 @takes(
     *groups.MODEL,
-    *pick(groups.SPECULATION, "speculative.num_speculative_tokens", _TREES),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
-    *pick(groups.ENGINE, "engine.device", "threads", *(f"engine.{name}" for name in _SIZES)),
+    *pick_flags(groups.SPECULATION, "speculative.num_speculative_tokens", _TREES),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.device", "threads", *(f"engine.{name}" for name in _SIZES)),
     *vllm.OPTIONS,
 )
 def doctor(

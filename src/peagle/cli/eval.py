@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from peagle.cli import groups, harness, vllm
-from peagle.cli.flags import Given, pick, spread, takes
+from peagle.cli.flags import Given, pick_flags, spread, takes
 from peagle.cli.groups import (
     Format,
     MoreHeads,
@@ -133,13 +133,13 @@ class EvalOptions:
 
 
 @takes(
-    *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
-    *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
-    *pick(groups.SAMPLING, "sampling.seed"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
-    *pick(groups.ENGINE, "engine.device", "engine.max_model_len"),
-    *pick(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
+    *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
+    *pick_flags(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
+    *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
+    *pick_flags(groups.SAMPLING, "sampling.seed"),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.device", "engine.max_model_len"),
+    *pick_flags(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
     *vllm.OPTIONS,
 )
 @spread
@@ -488,14 +488,14 @@ def _measure(
 def _certify(given: Given, plan: AcceptancePlan, certificate: Options) -> bool:
     """Print the certificate of losslessness, and return whether it passed."""
     models = _load(given, plan)
-    from peagle.evaluation.certify.run import certificate_text, run
+    from peagle.evaluation.certify.run import certificate_text, run_certificate
     from peagle.evaluation.journal import make_folder
     from peagle.models.checkpoint.files import write_json
 
     output = plan.options.output
     if output is not None:
         make_folder(output)
-    found = run(
+    found = run_certificate(
         models.target,
         models.folder,
         models.methods,

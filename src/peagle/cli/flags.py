@@ -148,7 +148,7 @@ def _switch_off(_: bool) -> bool:
     return False
 
 
-def pick(flags: Group, *keys: str) -> Group:
+def pick_flags(flags: Group, *keys: str) -> Group:
     """Return the flags of a group that set these keys."""
     assert set(keys) <= {flag.key for flag in flags}
     return tuple(flag for flag in flags if flag.key in keys)

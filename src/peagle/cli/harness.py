@@ -342,13 +342,13 @@ def check_output(
     """
     if output is None:
         return
-    from peagle.evaluation.journal import require_same
+    from peagle.evaluation.journal import require_same_settings
 
     require_writable_folder(output, "--output")
     path = output / name
     if name and path.exists() and (before := read_settings(path)):
         known = known or {}
-        require_same(path, {key: before.get(key) for key in known}, known)
+        require_same_settings(path, {key: before.get(key) for key in known}, known)
 
 
 @contextmanager

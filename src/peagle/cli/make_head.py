@@ -125,9 +125,9 @@ def make_head(
             "choose a new folder."
         )
     if prompts is not None:
-        from peagle.data.readers import parts_of
+        from peagle.data.readers import table_files
 
-        parts_of(prompts)  # refuses what is not there
+        table_files(prompts)  # refuses what is not there
     overrides = [*(_FREEZE if freeze else ()), *(overrides or ())]
     _check_overrides(head, overrides)
     check_paths(target)

@@ -78,7 +78,7 @@ def push(
     path = Path(expand_bundled(folder, "draft"))
     require_folder(path, "The draft head")
     from peagle.models.hub import hub_url
-    from peagle.models.hub_upload import UploadFile, upload
+    from peagle.models.hub_upload import UploadFile, upload_files
     from peagle.training.published_head import CARD_NAME, model_card, read_published
 
     _check_hub_id(repo, "The repository")
@@ -131,7 +131,7 @@ def push(
         print(_description(plan, head.dtype), flush=True)
     commit = None
     if yes:
-        commit = upload(
+        commit = upload_files(
             files, repo, revision, message=plan["message"], private=private, force=force
         )
     if format == "json":

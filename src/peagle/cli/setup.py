@@ -235,7 +235,7 @@ def set_threads(threads: int | None) -> None:
         return
     from peagle.engine import placement as library
 
-    library.set_threads(threads)
+    library.fix_threads(threads)
 
 
 def quiet_libraries() -> None:

@@ -28,7 +28,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(printable(f"  {line.rstrip()}") for line in lines)
 
 
-def number(value: float | None) -> str:
+def two_digits(value: float | None) -> str:
     """Return a number with two digits behind the point, or - without one."""
     return "-" if value is None else f"{value:.2f}"
 
@@ -63,6 +63,6 @@ def pivot_table(pivot: Pivot) -> str:
             *(str(getattr(row, name)) for name in shown),
         ]
         for one in (figures.get(name, PivotFigures(None)) for name in pivot.sets):
-            line += [number(one.acceptance_length), number(one.speed_up_over_plain)]
+            line += [two_digits(one.acceptance_length), two_digits(one.speed_up_over_plain)]
         rows.append(line)
     return text_table(header, rows)

@@ -135,10 +135,10 @@ def train(
     as_json = format == "json"
     with ProgressLine("step", quiet=plan or as_json or not is_first) as progress:
         progress.begin("importing torch")
-        from peagle.training.distributed import joined, leave
+        from peagle.training.distributed import joined_processes, leave
 
         result = None
-        with joined() as processes:
+        with joined_processes() as processes:
             if run is None:
                 run = read()
                 processes.first(partial(check, run))
@@ -207,7 +207,7 @@ def _train(
     if as_json:
         return json.dumps({"kind": "result", "head": str(head), **record})
     here, head = Path.cwd(), head.resolve()
-    return result_text(record, str(head.relative_to(here) if head.is_relative_to(here) else head))
+    return training_text(record, str(head.relative_to(here) if head.is_relative_to(here) else head))
 
 
 def _facts(trainer: Trainer) -> Iterator[str]:
@@ -293,7 +293,7 @@ def progress_text(report: TrainingReport) -> str:
     )
 
 
-def result_text(record: dict[str, Any], folder: str) -> str:
+def training_text(record: dict[str, Any], folder: str) -> str:
     """Say why a run stopped and where its head is."""
     best, lines = record["best"], []
     if record["stop_reason"] == "patience":

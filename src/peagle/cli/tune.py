@@ -13,7 +13,7 @@ import typer
 
 from peagle.bundled import expand_bundled, pair_of
 from peagle.cli import groups, harness
-from peagle.cli.flags import Given, pick, spread, takes
+from peagle.cli.flags import Given, pick_flags, spread, takes
 from peagle.cli.groups import DEFAULT_LIMIT, Format, OutputFormat, Results, UseTemplate
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
@@ -117,11 +117,11 @@ class TuneOptions:
 
 
 @takes(
-    *pick(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.seed"),
-    *pick(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
-    *pick(groups.ENGINE, "engine.device", "engine.kv_cache_gib"),
-    *pick(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
+    *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
+    *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.seed"),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.device", "engine.kv_cache_gib"),
+    *pick_flags(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
 )
 @spread
 def tune(given: Given, options: TuneOptions) -> None:
@@ -136,7 +136,7 @@ def tune(given: Given, options: TuneOptions) -> None:
     results = _run(given, _plan(given, options))
     from peagle.results import TUNE
 
-    harness.conclude(results, result_text(results), TUNE, options.output, options.output_format)
+    harness.conclude(results, tuning_text(results), TUNE, options.output, options.output_format)
 
 
 # ---- the plan -------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
     from peagle.evaluation.tuning.model import Shape
     from peagle.evaluation.tuning.trees import measure_tree_steps, tree_shapes, tuned_trees
-    from peagle.evaluation.tuning.tune import count_experts, measure_costs, tune_results
+    from peagle.evaluation.tuning.tune import measure_costs, recall_experts, tune_results
     from peagle.models.checkpoint import read_head
 
     options, params, known = plan.options, plan.params, plan.acceptance
@@ -296,7 +296,7 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
         costs = measure_costs(
             timed.measure, grid, *visits, view.visited, interleave_k=timed.changes_k_cheaply
         )
-        experts = count_experts(timed.count_experts, journal)
+        experts = recall_experts(timed.count_experts, journal)
         seconds = measure_tree_steps(
             timed.measure_trees, shapes, grid.batches, *visits, view.visited_trees
         )
@@ -371,7 +371,7 @@ class TuneView:
         self._line.__exit__()
 
 
-def result_text(result: TuneResults) -> str:
+def tuning_text(result: TuneResults) -> str:
     """Return tune.json as text: speeds, break-even, the check and the schedule."""
     settings, told = result.settings, result.provenance
     title = f"{told.target} with {settings['draft']}, {told.dtype}, "

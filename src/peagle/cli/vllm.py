@@ -13,7 +13,7 @@ import typer
 
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.cli import groups
-from peagle.cli.flags import Given, pick
+from peagle.cli.flags import Given, pick_flags
 from peagle.cli.settings import SPECULATIVE_VARIABLE, json_object
 from peagle.cli.setup import Setup, note
 from peagle.config import RUNTIME_KEYS, SpeculativeConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from peagle.backends.vllm.installation import VllmInstallation
     from peagle.backends.vllm.launch import VllmLaunch
 
-OPTIONS = pick(groups.VLLM, "engine_name", "vllm_python", "tensor_parallel_size")
+OPTIONS = pick_flags(groups.VLLM, "engine_name", "vllm_python", "tensor_parallel_size")
 VllmFlags = Annotated[
     list[str] | None,
     typer.Argument(

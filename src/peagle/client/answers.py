@@ -27,7 +27,7 @@ class ForeignAnswer(ValueError):
     """
 
     def __init__(self, data: bytes, *, is_object: bool) -> None:
-        super().__init__(printable(data[:_SHOWN_CHARACTERS].decode(errors="replace")))
+        super().__init__(printable_line(data[:_SHOWN_CHARACTERS].decode(errors="replace")))
         self.data, self.is_object = data, is_object
 
 
@@ -186,10 +186,10 @@ def error_message(raw: bytes) -> str:
         text = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError, RecursionError):
         text = raw.decode(errors="replace").strip()
-    return printable(str(text or "it gave no reason")[:_MAX_MESSAGE])
+    return printable_line(str(text or "it gave no reason")[:_MAX_MESSAGE])
 
 
-def printable(text: str) -> str:
+def printable_line(text: str) -> str:
     """Return text on one line that cannot steer a terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 

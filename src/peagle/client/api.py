@@ -21,7 +21,7 @@ from peagle.client.answers import (
     ForeignAnswer,
     StreamedAnswer,
     error_message,
-    printable,
+    printable_line,
 )
 from peagle.errors import UserError
 
@@ -226,8 +226,8 @@ class ApiClient:
     def foreign(self, answer: str) -> UserError:
         """Return the error for a server that knows nothing of OpenAI's interface."""
         return UserError(
-            f"{self.url} answered {printable(answer)!r}, which is not OpenAI's interface. Correct "
-            f"{self._option}; it takes the URL up to /v1."
+            f"{self.url} answered {printable_line(answer)!r}, which is not OpenAI's interface. "
+            f"Correct {self._option}; it takes the URL up to /v1."
         )
 
     def json_object(self, raw: bytes) -> dict[str, Any]:

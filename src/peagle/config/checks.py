@@ -46,7 +46,7 @@ def whole(
     return FieldCheck(accepts, f"a whole number {span}{note}{', or none' if optional else ''}")
 
 
-def number(accepts: Callable[[Any], bool], expected: str) -> FieldCheck:
+def number_check(accepts: Callable[[Any], bool], expected: str) -> FieldCheck:
     """Accept a finite number with a further condition."""
     return FieldCheck(lambda value: is_number(value) and accepts(value), expected)
 

@@ -11,7 +11,7 @@ from peagle.config.checks import (
     check_fields,
     choice_of,
     is_number,
-    number,
+    number_check,
     whole,
 )
 from peagle.config.sampling import MAX_SEED
@@ -38,8 +38,8 @@ _CHECKS = {
     "kv_cache_gib": FieldCheck(
         lambda gib: gib is None or (is_number(gib) and gib > 0), "a number above 0, or none"
     ),
-    "max_itl_ms": number(lambda ms: ms >= 0, "a number of at least 0"),
-    "gpu_memory_utilization": number(lambda s: 0 < s <= 1, "a number above 0, at most 1"),
+    "max_itl_ms": number_check(lambda ms: ms >= 0, "a number of at least 0"),
+    "gpu_memory_utilization": number_check(lambda s: 0 < s <= 1, "a number above 0, at most 1"),
     "enable_prefix_caching": BOOLEAN,
     "enforce_eager": BOOLEAN,
     "seed": whole(0, MAX_SEED),

@@ -12,7 +12,7 @@ from peagle.config.checks import (
     check_fields,
     is_int,
     is_number,
-    number,
+    number_check,
     require,
     require_neutral,
     whole,
@@ -26,8 +26,8 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_OUTPUTS = 64
 
-_MASS = number(lambda p: 0 < p <= 1, "a number above 0 and at most 1 (1 keeps every token)")
-_PENALTY = number(lambda p: -2 <= p <= 2, "a number from -2 to 2 (0 changes nothing)")
+_MASS = number_check(lambda p: 0 < p <= 1, "a number above 0 and at most 1 (1 keeps every token)")
+_PENALTY = number_check(lambda p: -2 <= p <= 2, "a number from -2 to 2 (0 changes nothing)")
 _CHECKS = {
     "max_tokens": whole(1),
     "min_tokens": whole(0),
@@ -40,11 +40,11 @@ _CHECKS = {
         0, MAX_SPECULATIVE_TOKENS, note=" (0 drafts nothing)", optional=True
     ),
     "ignore_eos": BOOLEAN,
-    "temperature": number(lambda t: t >= 0, "a number of at least 0 (0 is greedy)"),
+    "temperature": number_check(lambda t: t >= 0, "a number of at least 0 (0 is greedy)"),
     "top_p": _MASS,
     "typical_p": _MASS,
-    "min_p": number(lambda p: 0 <= p <= 1, "a number from 0 to 1 (0 keeps every token)"),
-    "repetition_penalty": number(lambda p: p > 0, "a number above 0 (1 changes nothing)"),
+    "min_p": number_check(lambda p: 0 <= p <= 1, "a number from 0 to 1 (0 keeps every token)"),
+    "repetition_penalty": number_check(lambda p: p > 0, "a number above 0 (1 changes nothing)"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
 }

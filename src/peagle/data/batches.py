@@ -122,7 +122,9 @@ def anchor_bound(anchors: int, length: int) -> int:
     return min(length, anchors + -anchors % share)
 
 
-def pack(lengths: Sequence[int], row_length: int, generator: torch.Generator) -> list[list[int]]:
+def fill_rows(
+    lengths: Sequence[int], row_length: int, generator: torch.Generator
+) -> list[list[int]]:
     """Rows of sequences that fit into `row_length` tokens: shuffled, then best fit decreasing.
 
     Each sequence is in exactly one row. Only neighbours in the shuffled order share a row.
@@ -200,7 +202,7 @@ class BatchStream:
         lengths = dataset.start_loc.diff().tolist()
         longest = max(lengths)
         self.row_length = longest + -longest % length_multiple
-        self._rows = pack(lengths, self.row_length, torch.Generator().manual_seed(seed))
+        self._rows = fill_rows(lengths, self.row_length, torch.Generator().manual_seed(seed))
         self.num_rows = min(max(1, batch_tokens // self.row_length), len(self._rows))
         self._require_shares(batch_tokens)
         self.steps_per_epoch = max(1, len(self._rows) // self.num_rows)

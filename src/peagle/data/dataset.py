@@ -19,7 +19,7 @@ from peagle.data.readers import (
     STORE_KEY,
     Record,
     UnusableRecord,
-    metadata_of,
+    parse_metadata,
     read_records,
     read_side,
 )
@@ -248,7 +248,7 @@ def read_store(path: Path) -> tuple[ResponseDataset, dict[str, Any]]:
         raise UserError(f"The data file {str(path)!r} is not there.")
     try:
         with safe_open(path, framework="pt") as reader:
-            metadata = metadata_of((reader.metadata() or {}).get(STORE_KEY), path)
+            metadata = parse_metadata((reader.metadata() or {}).get(STORE_KEY), path)
             _check_version(path, metadata)
             last = "loss_mask" if "loss_mask" in set(reader.keys()) else "prompt_lens"
             names = ("tokens", "sequence_start_loc", last)
@@ -347,4 +347,4 @@ def _provenance(path: Path) -> dict[str, Any]:
     if path.suffix != ".safetensors":
         return read_side(path)
     with safe_open(path, framework="pt") as reader:
-        return metadata_of((reader.metadata() or {}).get(STORE_KEY), path)
+        return parse_metadata((reader.metadata() or {}).get(STORE_KEY), path)

@@ -272,7 +272,7 @@ class FeatureWriter:
         features_TA = states.features_BNA[real_BN]
         hidden_UH = states.hidden_BNH[graded_BN].to(HIDDEN_DTYPES[self.facts.dtype])
         if self.facts.dtype == "fp8":
-            features_TA, scales_TA = quantize(features_TA, self.facts.num_aux)
+            features_TA, scales_TA = quantize_features(features_TA, self.facts.num_aux)
             stored = {"features": features_TA, "scales": scales_TA, "hidden": hidden_UH}
             sum_T = scales_TA.sum(-1)
         else:
@@ -334,7 +334,7 @@ class FeatureWriter:
         write_json(self.folder / INDEX_NAME, self._index(entries).to_json())
 
 
-def quantize(features_TA: Tensor, num_aux: int) -> tuple[Tensor, Tensor]:
+def quantize_features(features_TA: Tensor, num_aux: int) -> tuple[Tensor, Tensor]:
     """float8_e4m3fn with a scale s = max|g| / 448 for each position and aux state.
 
     Returns:

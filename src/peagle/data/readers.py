@@ -58,7 +58,7 @@ def split_of(path: Path, split: str | None) -> Path:
     while not is_folder(folder / split):
         splits = _splits(folder)
         if not splits:
-            parts_of(folder)  # refuses a folder without any data
+            table_files(folder)  # refuses a folder without any data
         if len(splits) != 1 or not _splits(folder / splits[0]):
             names = ", ".join(splits) or "none; leave --split out"
             raise UserError(f"{str(folder)!r} has no split {split!r}: it has {names}.")
@@ -66,7 +66,7 @@ def split_of(path: Path, split: str | None) -> Path:
     return folder / split
 
 
-def parts_of(path: Path) -> list[Path]:
+def table_files(path: Path) -> list[Path]:
     """Return the files that hold a table, or the one folder of a saved dataset.
 
     Raises:
@@ -85,7 +85,7 @@ def parts_of(path: Path) -> list[Path]:
     if files := _parquet_files(path):
         return files
     if splits:
-        return parts_of(path / splits[0])
+        return table_files(path / splits[0])
     names = [one.name for one in _visible(path)]
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
     text = (
@@ -102,9 +102,9 @@ def sha256_of_table(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, or that of the names and hashes of a folder's files.
 
     Raises:
-        UserError: as `parts_of` does.
+        UserError: as `table_files` does.
     """
-    files = parts_of(path)
+    files = table_files(path)
     if files == [path] and path.is_file():
         return sha256_of(path)
     if files[0].is_dir():
@@ -363,7 +363,7 @@ def read_records(path: Path) -> Iterator[Record]:
         UserError: nothing is there, the data is of another kind or damaged (the line is named), or
             a package that reads it is missing.
     """
-    parts = parts_of(path)
+    parts = table_files(path)
     if parts == [path] and path.is_file() and path.suffix != ".parquet":
         if path.suffix != ".jsonl":
             raise UserError(
@@ -636,14 +636,14 @@ def read_side(path: Path) -> dict[str, Any]:
     """
     side = side_file(path)
     try:
-        return metadata_of(side.read_text(encoding="utf-8"), side)
+        return parse_metadata(side.read_text(encoding="utf-8"), side)
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{str(side)!r} cannot be read: {error}.") from None
 
 
-def metadata_of(text: str | None, path: Path) -> dict[str, Any]:
+def parse_metadata(text: str | None, path: Path) -> dict[str, Any]:
     """Parse the metadata of a file, a JSON object; {} without any."""
     if text is None:
         return {}

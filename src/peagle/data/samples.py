@@ -106,7 +106,7 @@ def continues(ids: Sequence[int], prompt: Sequence[int]) -> bool:
     return len(ids) < len(prompt) and prompt[: len(ids)] == ids
 
 
-def joined(samples: Iterable[Sample | Dropped]) -> Iterator[Sample | Dropped]:
+def join_answers(samples: Iterable[Sample | Dropped]) -> Iterator[Sample | Dropped]:
     """Yield the samples of a conversation, each joined with the one before it where that fits."""
     last: Sample | None = None
     for sample in samples:
@@ -192,7 +192,7 @@ class SampleMaker:
         Raises:
             UserError: the record is text, and there is no tokenizer.
         """
-        yield from joined(self._usable_samples(record))
+        yield from join_answers(self._usable_samples(record))
 
     def _usable_samples(self, record: Record) -> Iterator[Sample | Dropped]:
         try:

@@ -325,7 +325,7 @@ def find(name: str, entries: dict[str, CatalogEntry]) -> CatalogEntry:
 ReadFacts = Callable[[ModelSource], ModelFacts | None]
 
 
-def facts_of(
+def find_facts(
     source: ModelSource, entries: dict[str, CatalogEntry], read_facts: ReadFacts | None = None
 ) -> ModelFacts | None:
     """Return facts about a model or a head: of a folder here, of the catalog, or of `read_facts`.
@@ -361,8 +361,8 @@ def needed_by(
     Raises:
         CheckpointError: a folder holds no model.
     """
-    facts = facts_of(target, entries, read_facts)
+    facts = find_facts(target, entries, read_facts)
     if facts is None:
         return None
-    head = facts_of(draft, entries, read_facts) if draft is not None else None
+    head = find_facts(draft, entries, read_facts) if draft is not None else None
     return memory_for_flags(facts, head, flags, native=native)

@@ -76,7 +76,7 @@ def is_secret_name(name: str) -> bool:
     return _SECRET_NAME.search(name) is not None
 
 
-def environment(d: Deployment) -> dict[str, str]:
+def container_environment(d: Deployment) -> dict[str, str]:
     """Return all variables of the container, sorted by name.
 
     Raises:

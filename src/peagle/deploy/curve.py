@@ -16,7 +16,7 @@ from peagle.results import (
     ThroughputResults,
     TuneResults,
     parse_document,
-    read_object,
+    read_json_object,
 )
 
 # The share of an instance's capacity that autoscaling aims at: a new instance takes about as long
@@ -166,7 +166,7 @@ def read_curves(
         UserError: the file is not readable, is neither, or has no such measurement.
     """
     path = path.expanduser()
-    data = read_object(path)
+    data = read_json_object(path)
     if data.get("cells"):
         results = parse_document(path, data, ThroughputResults)
         curves = _of_throughput(path, results.cells, k, method, percentile)

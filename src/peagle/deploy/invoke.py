@@ -13,7 +13,7 @@ from peagle.client.answers import (
     ForeignAnswer,
     StreamedAnswer,
     error_message,
-    printable,
+    printable_line,
     read_whole,
 )
 from peagle.deploy.aws import call_errors, error_code, error_text, explain
@@ -161,7 +161,7 @@ def _add_whole(completion: Completion, raw: bytes) -> AnswerEvent:
 
 
 def _shorten(text: str) -> str:
-    plain = printable(text[: _SHOWN_CHARACTERS + 1])
+    plain = printable_line(text[: _SHOWN_CHARACTERS + 1])
     return plain if len(plain) <= _SHOWN_CHARACTERS else plain[:_SHOWN_CHARACTERS] + "..."
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from peagle.bundled import expand_bundled
 from peagle.deploy import catalog, model_files
 from peagle.deploy.catalog import CatalogEntry
-from peagle.deploy.container import choose_image, default_ami, environment
+from peagle.deploy.container import choose_image, container_environment, default_ami
 from peagle.deploy.curve import Bounds, capacity, read_curves
 from peagle.deploy.deployment import (
     CONTAINERS,
@@ -235,7 +235,7 @@ def _complete(base: Deployment, request: DeploymentRequest, lookups: Lookups) ->
     _check(d)
     require_fits(d.instance_type, lookups.memory_needed(d), d.vllm_flags)
     placed = _placed(d, _bucket(request, d.role))
-    environment(placed)  # refuses variables
+    container_environment(placed)  # refuses variables
     return placed
 
 

@@ -23,8 +23,8 @@ from peagle.deploy.models import folder_files, split_uri
 from peagle.deploy.template import (
     Template,
     endpoint_template,
-    metadata_of,
     parameter_values,
+    stored_deployment,
     with_autoscaling,
 )
 from peagle.deploy.uploads import Report
@@ -143,7 +143,7 @@ def template_of(clients: Clients, endpoint: str) -> Template:
 
 def uploads_of(clients: Clients, endpoint: str) -> tuple[str, ...]:
     """Return the s3:// prefixes that peagle filled for an endpoint."""
-    return tuple(metadata_of(template_of(clients, endpoint)).get("uploads", ()))
+    return tuple(stored_deployment(template_of(clients, endpoint)).get("uploads", ()))
 
 
 def require_new(clients: Clients, endpoint: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from peagle.config import cloudwatch as names
-from peagle.deploy.container import environment, is_secret_name, variable_of
+from peagle.deploy.container import container_environment, is_secret_name, variable_of
 from peagle.deploy.deployment import (
     ENDPOINT_TAG,
     SOURCE_TAG,
@@ -51,8 +51,8 @@ Resources = dict[str, dict[str, Any]]
 
 
 def endpoint_template(d: Deployment) -> Template:
-    """Return the template of a deployment, without secrets; UserError as `environment`."""
-    variables = environment(d)
+    """Return the template of a deployment, without secrets; UserError as for its variables."""
+    variables = container_environment(d)
     secrets = _secret_parameters(variables, d.stamp)
     parameters: Resources = {
         key: {"Type": "String", "NoEcho": True, "Description": f"Value of the variable {name}"}
@@ -77,7 +77,7 @@ def endpoint_template(d: Deployment) -> Template:
 
 def parameter_values(d: Deployment) -> list[dict[str, Any]]:
     """Return the parameters of a change set: new secrets, and those that keep their value."""
-    variables = environment(d)
+    variables = container_environment(d)
     role = [] if d.role else [{"ParameterKey": ROLE_PARAMETER, "UsePreviousValue": True}]
     return role + [
         {"ParameterKey": key, "UsePreviousValue": True}
@@ -108,7 +108,7 @@ def _metadata(described: Mapping[str, Any]) -> str:
     return json.dumps(described).replace("${", "\\u0024{")
 
 
-def metadata_of(template: Mapping[str, Any]) -> dict[str, Any]:
+def stored_deployment(template: Mapping[str, Any]) -> dict[str, Any]:
     """Return the deployment in the metadata of a template; {} if another tool made it."""
     try:
         return dict(json.loads((template.get("Metadata") or {})[METADATA]))
@@ -135,7 +135,7 @@ def deployment_of(template: Mapping[str, Any], stamp: str) -> Deployment:
     Raises:
         UserError: another tool or another version of peagle made it.
     """
-    kept = metadata_of(template)
+    kept = stored_deployment(template)
     known = {f.name for f in fields(Deployment)} - {*_TRANSIENT_FIELDS}
     if set(kept) != known:
         raise UserError(

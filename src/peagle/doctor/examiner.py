@@ -13,7 +13,7 @@ from peagle.config import EngineConfig, TreeShape
 from peagle.doctor.files import HeadFiles, examine_files
 from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, HeadDrafts, drafted
-from peagle.doctor.probe import Probe, Progress, Style, choose_texts, usual_style
+from peagle.doctor.probe import Probe, Progress, PromptStyle, choose_texts, usual_style
 from peagle.doctor.repair import (
     MEAN_FEATURE,
     MIN_MATCH,
@@ -357,7 +357,7 @@ def _check_style(head: Head, probe: Probe, report: Examination) -> None:
         return
     now = drafted(head, probe)
     lines = [f"{probe.style} {now.acceptance_length:.2f}"]
-    best: tuple[float, Style, str] | None = None
+    best: tuple[float, PromptStyle, str] | None = None
     for style, other in probe.in_other_styles.items():
         there = drafted(head, other)
         lines.append(f"{style} {there.acceptance_length:.2f}")
@@ -377,7 +377,7 @@ def _check_style(head: Head, probe: Probe, report: Examination) -> None:
         _blame_style(best[1], best[2], probe, report)
 
 
-def _blame_style(style: Style, evidence: str, probe: Probe, report: Examination) -> None:
+def _blame_style(style: PromptStyle, evidence: str, probe: Probe, report: Examination) -> None:
     report.blame(
         "thinking" if style.is_chat and probe.style.is_chat else "chat_template",
         "prompts",

@@ -19,7 +19,7 @@ from torch import Tensor
 from peagle.doctor.findings import Examination
 from peagle.doctor.head import Head, SharedState
 from peagle.errors import CheckpointError
-from peagle.models.checkpoint.ends import EMBEDDING, ENDS, target_rows
+from peagle.models.checkpoint.ends import EMBEDDING, ENDS, end_rows
 from peagle.models.checkpoint.formats import AUX_KEY, config_from_json, facts_from_json, format_of
 from peagle.models.checkpoint.packed import unpack_tensors
 from peagle.models.checkpoint.stored import StoredHead, read_head_json
@@ -150,7 +150,7 @@ def _make_head(files: HeadFiles) -> Head | None:
     for name in ENDS if config.hidden_size == target.hidden_size else ():
         may_be_absent = name == EMBEDDING or not config.is_pruned or name in from_target
         if name not in tensors and may_be_absent:
-            tensors[name] = target_rows(name, target, draft_ids).detach().cpu()
+            tensors[name] = end_rows(name, target, draft_ids).detach().cpu()
     for name, shape in shapes.items():
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         if found != shape:

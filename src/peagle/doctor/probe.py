@@ -47,7 +47,7 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class PromptStyle:
     """The way in which prompts reach the model.
 
     Attributes:
@@ -78,19 +78,19 @@ class Style:
         options = {"chat_template": self.chat_template, "thinking": self.thinking}
         return Question(text, messages, render_chat(tokenizer, messages, **options))
 
-    def others(self, tokenizer: PreTrainedTokenizerBase) -> list[Style]:
+    def others(self, tokenizer: PreTrainedTokenizerBase) -> list[PromptStyle]:
         """Return the other ways in which the same prompts might reach the model."""
         if not self.is_chat:
-            return [Style(True)] if getattr(tokenizer, "chat_template", None) else []
+            return [PromptStyle(True)] if getattr(tokenizer, "chat_template", None) else []
 
-        def greeting(style: Style) -> list[int]:
+        def greeting(style: PromptStyle) -> list[int]:
             try:
                 return style.ask("Hi", tokenizer).token_ids
             except UserError:
                 return []
 
         modes = [replace(self, thinking=mode) for mode in (True, False) if mode != self.thinking]
-        return [Style(False), *(s for s in modes if greeting(s) not in ([], greeting(self)))]
+        return [PromptStyle(False), *(s for s in modes if greeting(s) not in ([], greeting(self)))]
 
 
 def usual_style(
@@ -99,7 +99,7 @@ def usual_style(
     plain: bool = False,
     chat_template: str | None = None,
     thinking: bool | None = None,
-) -> Style:
+) -> PromptStyle:
     """Return the style that the options ask for: by default the chat template, where there is one.
 
     Raises:
@@ -110,7 +110,7 @@ def usual_style(
     has_template = bool(getattr(tokenizer, "chat_template", None)) or chat_template is not None
     if thinking and not has_template:
         raise UserError("A thinking mode was given, but the tokenizer has no chat template.")
-    return Style(has_template and not plain, chat_template, thinking)
+    return PromptStyle(has_template and not plain, chat_template, thinking)
 
 
 def choose_texts(file: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -153,7 +153,7 @@ class Probe:
 
     target: TargetModel
     tokenizer: PreTrainedTokenizerBase
-    style: Style
+    style: PromptStyle
     texts: tuple[str, ...]
     questions: tuple[Question, ...]
     progress: Progress
@@ -170,7 +170,7 @@ class Probe:
         cls,
         target: TargetModel,
         tokenizer: PreTrainedTokenizerBase,
-        style: Style,
+        style: PromptStyle,
         texts: Sequence[str],
         num_drafts: int,
         layers: Sequence[int] = (),
@@ -194,7 +194,7 @@ class Probe:
         return _ask(target, tokenizer, style, tuple(texts), num_drafts, kept, progress)
 
     @cached_property
-    def in_other_styles(self) -> dict[Style, Probe]:
+    def in_other_styles(self) -> dict[PromptStyle, Probe]:
         """The same texts, answered as prompts of other styles."""
         found = {}
         for style in self.style.others(self.tokenizer):
@@ -285,7 +285,7 @@ def aux_choices(ids: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
 def _ask(
     target: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
-    style: Style,
+    style: PromptStyle,
     texts: tuple[str, ...],
     num_drafts: int,
     layers: Sequence[int],

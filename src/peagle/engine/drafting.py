@@ -24,7 +24,7 @@ from peagle.attention import AttentionBackend
 from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
-from peagle.engine.grammar import DraftGrammar, LogitsAfter, grow_trees, prepare
+from peagle.engine.grammar import DraftGrammar, LogitsAfter, grow_masked_trees, prepare_masks
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
@@ -162,7 +162,7 @@ class LookupDrafting(Drafting):
             k = self.num_drafts(sequence)
             found = self.lookup.find(sequence.token_ids, k) if k else []
             if grammar is not None:
-                prepare([grammar], [found], [None])
+                prepare_masks([grammar], [found], [None])
                 found = grammar.allowed(found)
             sequence.drafts = found
 
@@ -303,7 +303,7 @@ class HeadDrafting(Drafting):
         masked = [(row, r, g) for row, r in growing if (g := r.sequence.grammar) is not None]
         if masked:
             assert self.proposer.trees is not None
-            grow_trees(
+            grow_masked_trees(
                 [grammar for *_, grammar in masked],
                 [self._logits_after(drafts.slots[row]) for row, *_ in masked],
                 [reading.num_drafts for _, reading, _ in masked],

@@ -18,7 +18,7 @@ from peagle.engine.depth import AutomaticDepth, DecodeSeconds
 from peagle.engine.drafting import HeadDrafting, draws_chain, has_fixed_k, make_drafting
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
-from peagle.engine.grammar import GrammarState, prepare
+from peagle.engine.grammar import GrammarState, prepare_masks
 from peagle.engine.memory_plan import (
     MemoryPlan,
     drafter_kv_shapes,
@@ -528,7 +528,7 @@ class LLMEngine:
         every = (*self.scheduler.running, *self.scheduler.waiting)
         constrained = [(s, s.grammar) for s in every if s.grammar is not None]
         if constrained:
-            prepare(
+            prepare_masks(
                 [grammar for _, grammar in constrained],
                 [s.drafts for s, _ in constrained],
                 [s.draft_parents for s, _ in constrained],

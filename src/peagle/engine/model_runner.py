@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peagle.attention import AttentionBackend, Passes, Prepared
-from peagle.engine.grammar import unpack, verification_masks
+from peagle.engine.grammar import to_bools, verification_masks
 from peagle.engine.sampler import Sampler, SamplerOutput
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
@@ -193,7 +193,7 @@ class ModelRunner:
             [chunk.sequence.drafts[: chunk.num_drafts] for chunk in sampling],
             vocab_size,
         )
-        masks_RV = None if packed_RW is None else unpack(packed_RW.to(self.device), vocab_size)
+        masks_RV = None if packed_RW is None else to_bools(packed_RW.to(self.device), vocab_size)
         num_drafts = [chunk.num_drafts for chunk in sampling]
         logits_RV = self.target.compute_logits(hidden_TH)
         return self.sampler.sample(logits_RV, sequences, num_drafts, masks_RV, paths)

@@ -83,7 +83,7 @@ def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
     )
 
 
-def set_threads(threads: int) -> None:
+def fix_threads(threads: int) -> None:
     """Let torch use so many CPU threads; no model changes the number from then on."""
     require(threads >= 1, "--threads", threads, "at least 1")
     global _is_set
@@ -99,7 +99,7 @@ def choose_threads(model: nn.Module) -> None:
     For a model on a GPU it is one: the CPU computes little, and threads that wait for more of it
     take the cores of those that launch kernels, or serve.
 
-    The number is the whole process's. It stays as it is after `set_threads`, where the environment
+    The number is the whole process's. It stays as it is after `fix_threads`, where the environment
     sets OMP_NUM_THREADS or MKL_NUM_THREADS, and where a program has called torch.set_num_threads:
     torch then has a number that is neither its own default nor one from here.
     """

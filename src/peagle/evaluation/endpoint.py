@@ -17,7 +17,7 @@ from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request, Run, require_some
 from peagle.evaluation.endpoint_answers import read_answer, stats_of
-from peagle.evaluation.http_client import HttpClient, Reply, at_most
+from peagle.evaluation.http_client import HttpClient, Reply, run_clients
 
 KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -178,7 +178,7 @@ class EndpointBackend:
                 watch(index, watched[index])
             return reply
 
-        done = await at_most(concurrency, range(len(requests)), ask)
+        done = await run_clients(concurrency, range(len(requests)), ask)
         # Reading JSON takes time in which nothing is received: it waits unless progress is shown.
         run = Run([watched.get(i) or self._read(reply) for i, reply in enumerate(done)], 0.0)
         if done:

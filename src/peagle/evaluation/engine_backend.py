@@ -33,7 +33,7 @@ WARM_UP_TOKENS = 16
 # ---- engines --------------------------------------------------------------------------------
 
 
-def build(
+def build_llms(
     target: TargetModel,
     configurations: Mapping[str, SpeculativeConfig | None],
     **engine_options: Any,
@@ -70,7 +70,7 @@ def release(target: TargetModel) -> None:
 # ---- timed runs -----------------------------------------------------------------------------
 
 
-def measure(
+def time_requests(
     llm: LLM,
     prompts: Sequence[str | list[int]],
     params: SamplingParams | Sequence[SamplingParams],
@@ -257,10 +257,10 @@ def open_engine(
     thinking: bool | None = None,
     **engine_options: Any,
 ) -> Iterator[EngineBackend]:
-    """Build an engine on a target, as `build` does, and free its memory at the end.
+    """Build an engine on a target, as `build_llms`, and free its memory at the end.
 
     Raises:
         UserError: a head does not fit the target, or an option is not usable.
     """
-    yield EngineBackend(build(target, {"": config}, **engine_options)[""], thinking=thinking)
+    yield EngineBackend(build_llms(target, {"": config}, **engine_options)[""], thinking=thinking)
     release(target)

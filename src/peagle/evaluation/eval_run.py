@@ -17,7 +17,7 @@ from peagle.evaluation.dialogues import num_requests, run_dialogues
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.engine_backend import EngineBackend
 from peagle.evaluation.eval_plan import EvalPlan
-from peagle.evaluation.journal import make_folder, require_same, weights_digest
+from peagle.evaluation.journal import make_folder, require_same_settings, weights_digest
 from peagle.evaluation.training_record import read_training_record
 from peagle.models.checkpoint.files import write_json
 from peagle.results import (
@@ -56,7 +56,7 @@ class AcceptanceFile:
             if self._path.exists():
                 before = read_document(self._path, AcceptanceResults)
                 who = before.provenance
-                require_same(
+                require_same_settings(
                     self._path,
                     {"target": who.target, "dtype": who.dtype, **before.settings},
                     {name: provenance.get(name) for name in ("target", "dtype")} | {**settings},

@@ -247,7 +247,7 @@ class HttpClient:
         return f"{method} {self._base}{path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode() + raw
 
 
-async def at_most(
+async def run_clients(
     count: int, items: Iterable[Item], work: Callable[[Item], Awaitable[Result]]
 ) -> list[Result]:
     """Work on items with several clients, each of which takes the next as soon as it can.

@@ -95,7 +95,7 @@ class Journal:
             for name, own in settings.items()
             if name in extensible
         }
-        require_same(path, before | shared, settings)
+        require_same_settings(path, before | shared, settings)
         return before | {name: {**before.get(name, {}), **settings[name]} for name in extensible}
 
 
@@ -115,7 +115,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
     return _parse(path, 1, line, "format_version", "settings")["settings"] if line else {}
 
 
-def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def require_same_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with a file whose measurements were made under other settings.
 
     Settings are compared as JSON, in which a tuple is a list.

@@ -29,11 +29,11 @@ def upload_together(values: Sequence[Tensor], device: torch.device | str) -> tup
     """
     if torch.device(device).type != "cuda":
         return tuple(value.to(device) for value in values)
-    packed, starts = pack(values, pin_memory=True)
-    return unpack(packed.to(device, non_blocking=True), starts, values)
+    packed, starts = pack_all(values, pin_memory=True)
+    return unpack_all(packed.to(device, non_blocking=True), starts, values)
 
 
-def pack(values: Sequence[Tensor], *, pin_memory: bool = False) -> tuple[Tensor, list[int]]:
+def pack_all(values: Sequence[Tensor], *, pin_memory: bool = False) -> tuple[Tensor, list[int]]:
     """Return the bytes of tensors, one behind the other, and where each begins.
 
     All begin at multiples of 16 bytes.
@@ -41,13 +41,13 @@ def pack(values: Sequence[Tensor], *, pin_memory: bool = False) -> tuple[Tensor,
     sizes = (-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values)
     *starts, end = accumulate(sizes, initial=0)
     packed = torch.empty(end, dtype=torch.uint8, pin_memory=pin_memory)
-    for part, value in zip(unpack(packed, starts, values), values, strict=True):
+    for part, value in zip(unpack_all(packed, starts, values), values, strict=True):
         part.copy_(value)
     return packed, starts
 
 
-def unpack(packed: Tensor, starts: Sequence[int], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors of the types and shapes of `like` over bytes that `pack` put together."""
+def unpack_all(packed: Tensor, starts: Sequence[int], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors of the types and shapes of `like` over bytes that `pack_all` put together."""
     places = zip(starts, like, strict=True)
     return tuple(packed[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in places)
 

@@ -331,21 +331,21 @@ def compile_layers(
     return CompiledLayers(attentions, buckets, backend, mode)
 
 
-def cache_folder() -> Path:
+def code_cache_folder() -> Path:
     """Return where compiled code is kept: $PEAGLE_CACHE, else ~/.cache/peagle."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named) if named else Path.home() / ".cache" / "peagle"
 
 
 def cache_compiled_code() -> None:
-    """Let Inductor and Triton keep code and autotuning results below `cache_folder()`.
+    """Let Inductor and Triton keep code and autotuning results below `code_cache_folder()`.
 
     Call it before either compiles anything, so that both look in one place. A variable that the
     user has set stays as it is. Where the folder cannot be written, the libraries use their own.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    folder = cache_folder()
+    folder = code_cache_folder()
     try:
         for name in _CACHE_FOLDERS.values():
             (folder / name).mkdir(parents=True, exist_ok=True)

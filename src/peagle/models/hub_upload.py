@@ -101,7 +101,7 @@ class Commit:
     verified: bool
 
 
-def upload(
+def upload_files(
     files: Sequence[UploadFile],
     repo: str,
     revision: str = DEFAULT_REVISION,

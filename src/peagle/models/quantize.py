@@ -31,7 +31,7 @@ _GROUPS = (128, 32)
 
 
 @torch.no_grad()
-def quantize(
+def quantize_model(
     model: transformers.PreTrainedModel,
     quantization: Quantization,
     device: torch.device,
@@ -88,7 +88,7 @@ def _quantize_linears(
         for last, linear in list(module.named_children()):
             if type(linear) is not nn.Linear or id(linear) in spared:
                 continue
-            packed = pack(linear.weight.to(device), quantization, names[id(linear)])
+            packed = pack_weight(linear.weight.to(device), quantization, names[id(linear)])
             if unpack:
                 linear.weight.data = packed.unpack(linear.weight.dtype)
             else:
@@ -96,7 +96,7 @@ def _quantize_linears(
                 setattr(module, last, PackedLinear(packed, bias))
 
 
-def pack(weight_NK: Tensor, quantization: Quantization, name: str) -> PackedWeight:
+def pack_weight(weight_NK: Tensor, quantization: Quantization, name: str) -> PackedWeight:
     """Quantise the weight of the layer `name`.
 
     Raises:
@@ -140,7 +140,7 @@ def _quantize_experts(
         for stored in parameter:
             matrix = stored.to(device)
             matrix = matrix.mT.contiguous() if module.is_transposed else matrix
-            packed.append(pack(matrix, quantization, f"{name}.{part}"))
+            packed.append(pack_weight(matrix, quantization, f"{name}.{part}"))
             if unpack:
                 plain = packed.pop().unpack(parameter.dtype)
                 stored.copy_(plain.mT if module.is_transposed else plain)

@@ -23,7 +23,7 @@ from peagle.errors import CheckpointError, UserError
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
 from peagle.models.kv_scales import read_kv_scales
 from peagle.models.quantization import quantization_of
-from peagle.models.quantize import quantize
+from peagle.models.quantize import quantize_model
 from peagle.models.stored_tensors import StoredTensors
 from peagle.models.target_attention import (
     AttentionLayer,
@@ -141,7 +141,7 @@ class TargetModel(TargetFacts):
                         "take the memory of their own type.",
                         stacklevel=3,
                     )
-                quantize(model, quantization, place, unpack=unpack)
+                quantize_model(model, quantization, place, unpack=unpack)
         target = cls(model.to(place), name=str(path))
         target.quantization = stored["quant_method"] if stored else quantization
         if kv_cache_dtype == "fp8":

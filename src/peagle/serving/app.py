@@ -20,10 +20,10 @@ from starlette.staticfiles import StaticFiles
 from peagle import __version__
 from peagle.config.checks import did_you_mean
 from peagle.errors import short_repr
-from peagle.serving.completions import chat, complete
+from peagle.serving.completions import answer_chat, complete
 from peagle.serving.engine_pool import Deadline
 from peagle.serving.errors import ApiError, reason_for_absence
-from peagle.serving.limits import LARGE_BYTES, limits_of_model, parse_json
+from peagle.serving.limits import LARGE_BYTES, limits_of_model, parse_body
 from peagle.serving.logs import recorded_path
 from peagle.serving.protocol import (
     PROMPT_KINDS,
@@ -263,7 +263,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 class _JsonRequest(Request):
-    """A request whose body FastAPI takes as `parse_json` returned it."""
+    """A request whose body FastAPI takes as `parse_body` returned it."""
 
     value: Any
 
@@ -279,11 +279,11 @@ def _route_class(service: Service) -> type[APIRoute]:
         info = service.pool.info
         max_model_len = info.max_model_len if info else 0
         if len(body) < LARGE_BYTES:
-            return parse_json(body, max_model_len)
+            return parse_body(body, max_model_len)
         async with large:
             if await request.is_disconnected():  # its client is gone
                 raise ClientDisconnect
-            return await asyncio.to_thread(parse_json, body, max_model_len)
+            return await asyncio.to_thread(parse_body, body, max_model_len)
 
     class MeasuredRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -328,7 +328,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         """Answer a conversation."""
-        return await answer(chat, request, body)
+        return await answer(answer_chat, request, body)
 
     @app.post("/v1/responses")
     async def responses(request: Request, body: ResponsesBody) -> Response:
@@ -343,7 +343,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             raise ApiError(400, text)
         if "messages" in body:
             chat_body: ChatBody = parsed(ChatBody, body)
-            return await answer(chat, request, chat_body)
+            return await answer(answer_chat, request, chat_body)
         completion_body: CompletionBody = parsed(CompletionBody, body)
         return await answer(complete, request, completion_body)
 

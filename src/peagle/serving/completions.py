@@ -47,7 +47,7 @@ from peagle.serving.tools import (
     check_tools,
     constraint,
     finish_reason,
-    joined,
+    merge_deltas,
     message_from,
 )
 from peagle.thinking import START, AnswerSplitter, Piece, ThinkingSplitter, family_splitter
@@ -288,7 +288,7 @@ def _choice(
 # ---- chat ----------------------------------------------------------------------------------------
 
 
-async def chat(service: Service, body: ChatBody, caller: Caller) -> GenerationAnswer:
+async def answer_chat(service: Service, body: ChatBody, caller: Caller) -> GenerationAnswer:
     """Return the answer to a chat request.
 
     Raises:
@@ -405,7 +405,7 @@ class AnswerReader:
         if final:
             deltas += self._parser.add("", final=True)
         self._has_called |= any(isinstance(delta, CallDelta) for delta in deltas)
-        return joined(deltas)
+        return merge_deltas(deltas)
 
     def finish_reason(self, output: RequestOutput) -> str:
         return finish_reason(output.finish_reason, self._has_called, self._tool_choice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle.config.checks import FieldCheck, check_fields, choice_of, number, whole
+from peagle.config.checks import FieldCheck, check_fields, choice_of, number_check, whole
 
 OnFailure = Literal["restart", "exit"]
 LogFormat = Literal["text", "json"]
@@ -23,13 +23,13 @@ _CHECKS = {
     **dict.fromkeys(_LIMITS, whole(1, optional=True)),
     **dict.fromkeys(
         ("compile_timeout_s", "drain_timeout_s", "head_timeout_s"),
-        number(lambda s: s > 0, "a number of seconds above 0"),
+        number_check(lambda s: s > 0, "a number of seconds above 0"),
     ),
     **dict.fromkeys(
         ("cloudwatch_interval_s", "request_timeout_s", "grammar_budget_s"),
-        number(lambda s: s >= 0, "a number of seconds, or 0 for none"),
+        number_check(lambda s: s >= 0, "a number of seconds, or 0 for none"),
     ),
-    "hang_timeout_s": number(
+    "hang_timeout_s": number_check(
         lambda s: s == 0 or s >= 1, "a number of seconds of at least 1, or 0 for none"
     ),
     "on_engine_failure": choice_of("restart", "exit"),

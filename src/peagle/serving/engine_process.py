@@ -31,7 +31,7 @@ from peagle.config.engine import TARGET_DEFAULTS
 from peagle.engine import Calibration, EngineStats, LLMEngine, SpeculationStats
 from peagle.engine.loop import Add, EngineLoop, Order
 from peagle.engine.outputs import StreamChunk
-from peagle.engine.placement import load_target, resolve_device, set_threads
+from peagle.engine.placement import fix_threads, load_target, resolve_device
 from peagle.engine.requests import Requests
 from peagle.errors import UserError
 from peagle.llm import LLM
@@ -322,7 +322,7 @@ def _load(spec: EngineSpec, heartbeat: Heartbeat) -> dict[str, LLM]:
         os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if spec.threads is not None:
-        set_threads(spec.threads)
+        fix_threads(spec.threads)
     heartbeat.beat()
     device = resolve_device(spec.engine.device)
     if device.type == "cuda":  # nothing is compiled for a CPU, and the compilers load slowly

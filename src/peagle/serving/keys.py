@@ -140,7 +140,7 @@ def _read(file: Path) -> str:
         raise UserError(f"The key file {str(file)!r} is not UTF-8: {expected}") from None
 
 
-def key_of(authorization: bytes) -> bytes | None:
+def bearer_key(authorization: bytes) -> bytes | None:
     """Return the key in an Authorization header: a Bearer token, or HTTP Basic's password."""
     scheme, _, value = authorization.partition(b" ")
     value = value.strip()

@@ -101,7 +101,7 @@ def table() -> str:
 # ---- types of fields ----------------------------------------------------------------------------
 
 
-def at_most(name: str) -> Any:
+def length_limit(name: str) -> Any:
     """Return the constraint of a limit on a text or an object."""
     return Field(max_length=most(name))
 
@@ -111,12 +111,12 @@ def bounded_list(name: str, least: int = 0) -> Any:
     return Field(min_length=least, max_length=most(name), fail_fast=True)
 
 
-Name = Annotated[StrictStr, at_most("name_characters")]
-Description = Annotated[StrictStr, at_most("description_characters")]
-Source = Annotated[StrictStr, at_most("source_characters")]
-StopString = Annotated[StrictStr, at_most("stop_characters")]
-BadWord = Annotated[StrictStr, at_most("bad_word_characters")]
-Options = Annotated[dict[str, Any], at_most("options")]
+Name = Annotated[StrictStr, length_limit("name_characters")]
+Description = Annotated[StrictStr, length_limit("description_characters")]
+Source = Annotated[StrictStr, length_limit("source_characters")]
+StopString = Annotated[StrictStr, length_limit("stop_characters")]
+BadWord = Annotated[StrictStr, length_limit("bad_word_characters")]
+Options = Annotated[dict[str, Any], length_limit("options")]
 Messages = Annotated[list[dict[str, Any]], bounded_list("messages", 1)]
 TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
 
@@ -133,7 +133,7 @@ _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
-def parse_json(body: bytes, max_model_len: int) -> Any:
+def parse_body(body: bytes, max_model_len: int) -> Any:
     """Return the value of a JSON body.
 
     Raises:

@@ -39,8 +39,8 @@ from peagle.serving.limits import (
     Source,
     StopString,
     TokenIds,
-    at_most,
     bounded_list,
+    length_limit,
     most,
 )
 
@@ -167,7 +167,7 @@ class GenerationFields(_Body):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: Annotated[dict[Name, Number], at_most("logit_bias")] | None = None
+    logit_bias: Annotated[dict[Name, Number], length_limit("logit_bias")] | None = None
     bad_words: Annotated[list[BadWord], bounded_list("bad_words")] | None = None
     allowed_token_ids: Annotated[list[StrictInt], bounded_list("allowed_token_ids")] | None = None
     seed: StrictInt | None = None

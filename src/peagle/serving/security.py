@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from peagle.errors import UserError
 from peagle.serving.errors import ApiError, reason_for_absence
 from peagle.serving.hosts import Host, allowed_host, allowed_origin, parse_host, parse_origin
-from peagle.serving.keys import ApiKeys, key_of
+from peagle.serving.keys import ApiKeys, bearer_key
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -203,7 +203,7 @@ class SecurityMiddleware:
     def _check_key(self, headers: _Headers) -> bytes:
         """Return the salt of the key that came."""
         values = headers.get(b"authorization", ())
-        key = key_of(values[0]) if len(values) == 1 else None
+        key = bearer_key(values[0]) if len(values) == 1 else None
         salt = None if key is None else self.keys.salt_of(key)
         if salt is not None:
             return salt

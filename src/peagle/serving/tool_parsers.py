@@ -26,7 +26,7 @@ from peagle.serving.tools import (
     ContentDelta,
     Delta,
     ToolChoiceDict,
-    joined,
+    merge_deltas,
     new_call_id,
 )
 from peagle.thinking import is_harmony
@@ -80,7 +80,7 @@ class ToolCallParser:
         self._ended = final
         next(self._steps, None)
         deltas, self._deltas = self._deltas, []
-        return joined(deltas)
+        return merge_deltas(deltas)
 
     def _parse(self) -> Steps[None]:
         while (yield from self._more()):

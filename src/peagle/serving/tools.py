@@ -227,7 +227,7 @@ def new_call_id() -> str:
     return "call_" + "".join(secrets.choice(_ID_LETTERS) for _ in range(24))
 
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
+def merge_deltas(deltas: Iterable[Delta]) -> list[Delta]:
     """Return neighbours of the same kind and call as one."""
     result: list[Delta] = []
     for delta in deltas:

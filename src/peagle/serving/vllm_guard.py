@@ -22,7 +22,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from peagle.backends.vllm.facts import ENGINE_PATH, GUARD_VARIABLE, facts_of
+from peagle.backends.vllm.facts import ENGINE_PATH, GUARD_VARIABLE, vllm_facts
 from peagle.serving.errors import ApiError
 from peagle.serving.keys import ApiKeys
 from peagle.serving.security import SecurityMiddleware
@@ -83,7 +83,7 @@ def engine_facts(scope: Scope) -> dict[str, Any]:
     config = getattr(state, "vllm_config", None)
     if config is None:
         config = getattr(getattr(state, "engine_client", None), "vllm_config", None)
-    return facts_of(config)
+    return vllm_facts(config)
 
 
 async def _read(receive: Receive) -> bytes:

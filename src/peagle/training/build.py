@@ -37,7 +37,7 @@ class Built:
     correction: Correction | None = None
 
 
-def build(
+def build_drafter(
     config: TrainConfig,
     target: TargetFacts,
     tokenizer: PreTrainedTokenizerBase,
@@ -76,7 +76,7 @@ def build(
 def planned_shape(
     config: TrainConfig, target: TargetSizes, tokenizer: PreTrainedTokenizerBase
 ) -> DrafterConfig:
-    """The shape of the head that `build` makes; weights of target and head stay unread.
+    """The shape of the head that `build_drafter` makes; weights of target and head stay unread.
 
     Raises:
         UserError: as `build`, where shapes alone show the mistake.

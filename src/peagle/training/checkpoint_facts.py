@@ -31,7 +31,7 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _SHORT_HASH = 12
 
 
-def facts_of(config: TrainConfig) -> dict[str, Any]:
+def config_facts(config: TrainConfig) -> dict[str, Any]:
     """Return the facts that the configuration alone tells; the data and the target have others."""
     facts: dict[str, Any] = {
         "method": config.method.facts(),
@@ -119,7 +119,7 @@ def require_steps_left(checkpoint: Path, step: int, steps: int | None) -> None:
         )
 
 
-def require_same(folder: Path, record: dict[str, Any], facts: dict[str, Any]) -> None:
+def require_same_facts(folder: Path, record: dict[str, Any], facts: dict[str, Any]) -> None:
     """Refuse facts that differ from those in the record of a checkpoint.
 
     Args:

@@ -1,7 +1,7 @@
 """The processes of a run: one alone, or those that torchrun started.
 
-`joined` reads what torchrun put into the environment, gives each process its GPU and makes one
-process group: NCCL between GPUs, gloo between the processes themselves.
+`joined_processes` reads what torchrun put into the environment, gives each process its GPU and
+makes one process group: NCCL between GPUs, gloo between the processes themselves.
 
 A process that dies closes its connections, so that the others' next gloo call fails at once; one
 that hangs is given up after `SYNC_TIMEOUT`. Both end in one clear line. A process that waits for
@@ -121,7 +121,7 @@ ONE_PROCESS = Processes()
 
 
 @contextmanager
-def joined(timeout: timedelta = SYNC_TIMEOUT) -> Iterator[Processes]:
+def joined_processes(timeout: timedelta = SYNC_TIMEOUT) -> Iterator[Processes]:
     """The processes that torchrun started together, or this one alone.
 
     Args:

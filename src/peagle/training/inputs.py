@@ -21,7 +21,7 @@ from peagle.errors import UserError
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
 from peagle.models.target_facts import TargetFacts
-from peagle.training.build import Built, build
+from peagle.training.build import Built, build_drafter
 from peagle.training.config import TrainConfig
 from peagle.training.warm_start import start_mask_hidden
 
@@ -88,7 +88,7 @@ class Inputs:
         Raises:
             UserError: the head cannot be, or a store is not of this target, data or layers.
         """
-        built = build(self.config, self.target, self.tokenizer, self.dataset)
+        built = build_drafter(self.config, self.target, self.tokenizer, self.dataset)
         layers = built.drafter.config.aux_layer_ids
         if isinstance(self.target, TargetModel):
             self.target.tap_aux(layers)

@@ -15,11 +15,11 @@ from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_file_header, read_json, sha256_of
 from peagle.model_shape import ModelShape
 from peagle.training.checkpoint_facts import (
-    facts_of,
+    config_facts,
     read_record,
     refuse_earlier_run,
     require_checkpoint,
-    require_same,
+    require_same_facts,
     require_steps_left,
 )
 from peagle.training.config import TrainConfig
@@ -54,7 +54,7 @@ def check_start(config: TrainConfig, *, resume: bool) -> None:
 
 def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
     """Compare what files tell with the checkpoint, whose other facts the trainer compares."""
-    record, facts = read_record(checkpoint), facts_of(config)
+    record, facts = read_record(checkpoint), config_facts(config)
     if not record:
         return  # damaged: the trainer says how
     data = config.data
@@ -63,7 +63,7 @@ def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
     for name in facts.keys() & {"data", "correction"}:
         if isinstance(before := record.get(name), dict):
             facts[name] = before | facts[name]
-    require_same(checkpoint, record, facts)
+    require_same_facts(checkpoint, record, facts)
     require_steps_left(checkpoint, record.get("step", 0), config.optimizer.steps)
 
 

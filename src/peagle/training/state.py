@@ -40,7 +40,7 @@ from peagle.training.checkpoint_facts import (
     STATE_NAME,
     previous_of,
     require_checkpoint,
-    require_same,
+    require_same_facts,
     shown,
 )
 from peagle.training.distributed import ONE_PROCESS, Processes
@@ -132,7 +132,7 @@ def load_state(
                 "compared.",
                 stacklevel=2,
             )
-        require_same(folder, record, facts)
+        require_same_facts(folder, record, facts)
         reader = HuggingFaceStorageReader(str(folder))
         tensors = {_WEIGHTS + name: weight for name, weight in masters.state().items()}
         states = _room_for_optimizers(reader, masters)

@@ -37,8 +37,8 @@ from peagle.models.checkpoint.weights import WEIGHTS_NAME
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target_facts import TargetShape
 from peagle.training.checkpoint_facts import (
+    config_facts,
     continued,
-    facts_of,
     read_record,
     refuse_earlier_run,
     require_steps_left,
@@ -543,7 +543,7 @@ class Trainer:
 
     def _facts(self) -> dict[str, Any]:
         """Facts that a resumed run must share with its checkpoint."""
-        facts = facts_of(self.config)
+        facts = config_facts(self.config)
         return facts | {
             **self._correction_facts(),
             "sequences": len(self.dataset),
@@ -556,7 +556,7 @@ class Trainer:
         """The correction's shape and the head that it is for; nothing where a head is trained."""
         if self.correction is None:
             return {}
-        shape = facts_of(self.config)["correction"]
+        shape = config_facts(self.config)["correction"]
         return {"correction": shape | {"head": self._corrected_head}}
 
     def _provenance(self) -> dict[str, Any]:

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, full_bitmask, unpack
+from peagle.engine.grammar.compiler import (
+    GrammarCompiler,
+    GrammarState,
+    full_bitmask,
+    to_bools,
+)
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.requests import Requests
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
@@ -56,7 +61,7 @@ def encode(text: str) -> list[int]:
 def allowed(state: GrammarState) -> set[int]:
     bitmask = full_bitmask(1, state.vocab_size)
     state.mask_into(bitmask, 0)
-    return set(unpack(bitmask, state.vocab_size)[0].nonzero().flatten().tolist())
+    return set(to_bools(bitmask, state.vocab_size)[0].nonzero().flatten().tolist())
 
 
 def fits(compiler: GrammarCompiler, structure: StructuredOutput, text: str) -> bool:

@@ -15,8 +15,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from peagle.bundled import BUNDLED_TARGET
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar.compiler import GrammarCompiler, GrammarState, pack, unpack
-from peagle.engine.grammar.drafts import DraftGrammar, prepare, verification_masks
+from peagle.engine.grammar.compiler import (
+    GrammarCompiler,
+    GrammarState,
+    to_bools,
+    to_mask,
+)
+from peagle.engine.grammar.drafts import DraftGrammar, prepare_masks, verification_masks
 from peagle.errors import UserError
 from tests.conftest import VOCAB_SIZE, byte_tokenizer
 from tests.engine.grammar.conftest import EOS, allowed, encode
@@ -261,7 +266,7 @@ def states_of(compiler, outputs) -> list[GrammarState | None]:
 
 
 def row_sets(bitmask) -> list[set[int]]:
-    return [set(row.nonzero().flatten().tolist()) for row in unpack(bitmask, VOCAB_SIZE)]
+    return [set(row.nonzero().flatten().tolist()) for row in to_bools(bitmask, VOCAB_SIZE)]
 
 
 OUTPUTS = st.sampled_from([None, *map(encode, ["", "(", "((a)", "(a)"])])
@@ -277,7 +282,7 @@ def test_preparing_equals_rebuilding_every_row(compiler, batch):
     before = [None if s is None else allowed(s) for s in states]
     for state, tokens in zip(states, drafts):
         if state is not None:
-            prepare([state], [tokens], [None])
+            prepare_masks([state], [tokens], [None])
     cut = [t if s is None else s.allowed(t) for s, t in zip(states, drafts)]
     bitmask = verification_masks(states, cut, VOCAB_SIZE)
     expected_lens, expected_rows = rebuilt_rows(compiler, outputs, drafts)
@@ -337,8 +342,8 @@ def test_draft_masks_equal_rebuilding_every_column(compiler, batch, pruned):
 
 def test_pack_and_unpack():
     ids = [0, 31, 32, 63, 70]
-    packed = pack(ids, 71)
+    packed = to_mask(ids, 71)
     assert packed.dtype == torch.int32 and packed.shape == (3,)
-    unpacked = unpack(packed.expand(2, 3), 71)
+    unpacked = to_bools(packed.expand(2, 3), 71)
     assert unpacked.shape == (2, 71)
     assert unpacked[1].nonzero().flatten().tolist() == ids

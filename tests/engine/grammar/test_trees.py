@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar import GrammarState, LogitsAfter, grow_trees, verification_masks
+from peagle.engine.grammar import GrammarState, LogitsAfter, grow_masked_trees, verification_masks
 from tests.engine.grammar.conftest import allowed, encode
 
 pytest.importorskip("xgrammar")
@@ -76,7 +76,7 @@ def test_trees_are_the_most_probable_allowed_paths(
         scores = every_path(state, after, depth, w, columns)
         shape = CandidateTrees(w, 1, n)
         token_ids = None if ids is None else torch.tensor(ids)
-        grow_trees([state], [after], [depth], shape, TEMPERATURE, token_ids)
+        grow_masked_trees([state], [after], [depth], shape, TEMPERATURE, token_ids)
         tokens, parents, told = state.prepared_tree()
         paths: list[Path] = [()]
         for token, parent in zip(tokens, parents, strict=True):

@@ -281,7 +281,7 @@ def test_arrivals_and_cancels(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts run in chunks, prefixes are shared, steps have padding, and blocks are few."""
-    padded = "peagle.engine.step.graph_runner.target_rows"
+    padded = "peagle.engine.step.graph_runner.count_target_rows"
     monkeypatch.setattr(padded, lambda sizes: {(r, k): r * (k + 1) + 3 for r, k in sizes})
     prompts = [*PROMPTS, [*PROMPTS[3], 7], [*PROMPTS[3][:13], 8]]
     params = [PARAMS[i % 3] for i in range(len(prompts))]

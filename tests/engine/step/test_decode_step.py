@@ -157,7 +157,7 @@ def test_arrivals_under_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some steps have padding beyond the rows of their sequences."""
-    padded = "peagle.engine.step.graph_runner.target_rows"
+    padded = "peagle.engine.step.graph_runner.count_target_rows"
     monkeypatch.setattr(padded, lambda sizes: {(r, k): r * (k + 1) + 3 for r, k in sizes})
     arrivals_change_nothing(target_folder, head_folders(parallel=True), device, max_tokens=5)
 

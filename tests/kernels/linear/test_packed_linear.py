@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from peagle.kernels.linear.packed_linear import MAX_ROWS, MAX_ROWS_IN_REGISTERS, packed_linear
-from peagle.kernels.linear.unpacking import unpack
+from peagle.kernels.linear.unpacking import unpack_weight
 from tests.kernels.devices import DEVICES, compile_for_card
 from tests.kernels.linear.test_experts import FORMATS, check, make_weight
 
@@ -21,8 +21,8 @@ def test_unpacks_as_the_reference(k: int, format: str, device: str) -> None:
     torch.manual_seed(4)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     weight = make_weight(format, 3, 72, k, device=device, dtype=dtype)
-    assert torch.equal(unpack(weight, dtype), weight.unpack(dtype))
-    assert torch.equal(unpack(weight.expert(1), dtype), weight.expert(1).unpack(dtype))
+    assert torch.equal(unpack_weight(weight, dtype), weight.unpack(dtype))
+    assert torch.equal(unpack_weight(weight.expert(1), dtype), weight.expert(1).unpack(dtype))
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def vllm_command(launch: VllmLaunch, installation: VllmInstallation) -> VllmComm
     launch = with_head(launch)
     arguments = engine_arguments(launch, installation) | _server_arguments(launch, installation)
     argv = [str(installation.python), "-m", MODULE, *as_flags(arguments), *launch.extra]
-    return VllmCommand(tuple(argv), environment(launch, installation))
+    return VllmCommand(tuple(argv), vllm_environment(launch, installation))
 
 
 def engine_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, str]:
+def vllm_environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, str]:
     """Return the variables that vLLM has beside those of this process."""
     variables = dict(SAFE_ENVIRONMENT)
     inherited = os.environ.get("PYTHONPATH")

@@ -11,7 +11,7 @@ GUARD_VARIABLE = "PEAGLE_VLLM_GUARD"
 ENGINE_PATH = "/peagle/engine"
 
 
-def facts_of(config: Any) -> dict[str, Any]:
+def vllm_facts(config: Any) -> dict[str, Any]:
     """Return what a VllmConfig came to, null where this vLLM does not say."""
     drafting = getattr(config, "speculative_config", None)
     facts: dict[str, Any] = {"has_config": config is not None, "speculative": None}

@@ -1,11 +1,11 @@
 """Structured output: grammars that say which tokens may come next."""
 
-from peagle.engine.grammar.compiler import MAX_THREADS, GrammarCompiler, GrammarState, unpack
+from peagle.engine.grammar.compiler import MAX_THREADS, GrammarCompiler, GrammarState, to_bools
 from peagle.engine.grammar.drafts import (
     DraftGrammar,
     LogitsAfter,
-    grow_trees,
-    prepare,
+    grow_masked_trees,
+    prepare_masks,
     verification_masks,
 )
 from peagle.engine.grammar.processor_time import WorkClock
@@ -17,8 +17,8 @@ __all__ = [
     "GrammarState",
     "LogitsAfter",
     "WorkClock",
-    "grow_trees",
-    "prepare",
-    "unpack",
+    "grow_masked_trees",
+    "prepare_masks",
+    "to_bools",
     "verification_masks",
 ]

@@ -1,7 +1,7 @@
 """Grammars that constrain outputs: compiled once, then one state a sequence.
 
-xgrammar does the matching. A mask is packed, 32 tokens an int32 word, until `unpack` makes it bool
-on the device. Shapes: V vocabulary, W = ceil(V / 32) words, R rows.
+xgrammar does the matching. A mask is packed, 32 tokens an int32 word, until `to_bools` makes it
+bool on the device. Shapes: V vocabulary, W = ceil(V / 32) words, R rows.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class GrammarState(Spender):
             )
         self._text_stop = [i for i in self._stop if i not in compiled.textless_ids]
         self._stop_W, self._text_stop_W = (
-            pack(ids, compiled.vocab_size) for ids in (self._stop, self._text_stop)
+            to_mask(ids, compiled.vocab_size) for ids in (self._stop, self._text_stop)
         )
         matcher = _import_xgrammar().GrammarMatcher
         self._matcher = matcher(compiled.grammar, override_stop_tokens=self._stop)
@@ -397,14 +397,14 @@ def full_bitmask(rows: int, vocab_size: int) -> Tensor:
         return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
 
 
-def unpack(bitmask_RW: Tensor, vocab_size: int) -> Tensor:
+def to_bools(bitmask_RW: Tensor, vocab_size: int) -> Tensor:
     """The packed mask as bool [R, V], on its device."""
     bits = torch.arange(32, dtype=torch.int32, device=bitmask_RW.device)
     unpacked = (bitmask_RW.unsqueeze(-1) >> bits).bitwise_and_(1).bool()
     return unpacked.flatten(-2)[..., :vocab_size]
 
 
-def pack(token_ids: Sequence[int], vocab_size: int) -> Tensor:
+def to_mask(token_ids: Sequence[int], vocab_size: int) -> Tensor:
     """A packed mask that allows these ids only, int32 [W] on the CPU."""
     allowed = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.int64)
     allowed[list(token_ids)] = 1

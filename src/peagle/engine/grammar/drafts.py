@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees
-from peagle.engine.grammar.compiler import DraftMasks, GrammarState, full_bitmask, pack, unpack
+from peagle.engine.grammar.compiler import DraftMasks, GrammarState, full_bitmask, to_bools, to_mask
 
 # logits_after(path of drafts) -> [V], on the CPU: what may follow, in the slot behind that path.
 LogitsAfter = Callable[[Sequence[int]], Tensor]
 
 
-def prepare(
+def prepare_masks(
     states: Sequence[GrammarState],
     drafts: Sequence[Sequence[int]],
     parents: Sequence[Sequence[int] | None],
@@ -64,7 +64,7 @@ def verification_masks(
     return torch.cat(rows)
 
 
-def grow_trees(
+def grow_masked_trees(
     states: Sequence[GrammarState],
     logits_after: Sequence[LogitsAfter],
     depths: Sequence[int],
@@ -76,7 +76,7 @@ def grow_trees(
 
     The trees are those of `kernels.trees.growth.best_first_trees`, but a node's children are the
     tokens that the grammar allows behind its path, each with its probability among these. A state
-    whose grammar takes long is busy when this returns, as after `prepare`.
+    whose grammar takes long is busy when this returns, as after `prepare_masks`.
 
     Args:
         logits_after: of each state.
@@ -119,7 +119,7 @@ def _grow(
         state.mask_into(bitmask_RW, row)
         found: list[tuple[float, int]] = []
         if len(paths[row]) < depth and not state.is_finished:
-            allowed_V = unpack(bitmask_RW[row], state.vocab_size)
+            allowed_V = to_bools(bitmask_RW[row], state.vocab_size)
             if draft_token_ids is not None:
                 allowed_V = allowed_V[draft_token_ids]
             most = shape.max_nodes if row else shape.num_parallel_trees
@@ -178,7 +178,9 @@ class DraftGrammar:
         self.lens = [0] * len(states)
         self._states = states
         self._vocab_size = vocab_size
-        self._draftable_W = None if draft_token_ids is None else pack(draft_token_ids, vocab_size)
+        self._draftable_W = (
+            None if draft_token_ids is None else to_mask(draft_token_ids, vocab_size)
+        )
         self._is_over = [s is not None and (s.is_finished or not s.is_free) for s in states]
         self._was_busy = [s is not None and not s.is_free for s in states]
         self._tokens: list[list[int]] = [[] for _ in states]
@@ -192,7 +194,7 @@ class DraftGrammar:
         """
         if all(s is None or o for s, o in zip(self._states, self._is_over, strict=True)):
             return None
-        return unpack(self._bitmask_BW.to(device), self._vocab_size)
+        return to_bools(self._bitmask_BW.to(device), self._vocab_size)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take the drafts just chosen, one a sequence."""

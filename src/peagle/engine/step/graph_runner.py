@@ -107,7 +107,7 @@ def greatest_depths(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
     return greatest
 
 
-def target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+def count_target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """Return T of each (rows, K): rows * (K + 1), or a little more.
 
     Each T of up to MAX_FIXED_ROWS is compiled for, which takes seconds. So where several K may run
@@ -134,7 +134,7 @@ def accelerate(
     trees: CandidateTrees | None,
 ) -> None:
     """Fuse and compile the modules that the graphs run."""
-    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
+    num_rows = count_target_rows(graph_sizes(max_num_seqs, depth.possible))
     accelerate_target(target, set(num_rows.values()))
     # A head is small: only for the greatest K at the same rows it is compiled for its sizes.
     sizes = [(rows, k) for rows, k in greatest_depths(num_rows).items() if k]
@@ -175,7 +175,7 @@ def make_graph_runner(
     trees = None if proposer is None else proposer.trees
     table_width = -(-max_model_len // runner.block_size)
     capture = make_capturer(target.device)
-    num_rows = target_rows(graph_sizes(max_num_seqs, depth.possible))
+    num_rows = count_target_rows(graph_sizes(max_num_seqs, depth.possible))
     sizes = BufferSizes(
         buckets(max_num_seqs)[-1],
         max(num_rows.values()),

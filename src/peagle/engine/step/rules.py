@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from peagle.engine.grammar.compiler import full_bitmask, unpack
+from peagle.engine.grammar.compiler import full_bitmask, to_bools
 from peagle.engine.rules import (
     CountSlots,
     build_rules,
@@ -362,7 +362,7 @@ class DecodeRules:
         for index, bitmask_RW in _prepared_masks(ruled):
             prepared_JW = bitmask_RW[: ruled.num_columns]
             packed_MJW[index, : len(prepared_JW)] = prepared_JW
-        return unpack(upload(packed_RW, self._device), self._vocab_size)
+        return to_bools(upload(packed_RW, self._device), self._vocab_size)
 
     @torch.inference_mode()
     def drop_refused(self, state: DecodeState) -> None:

@@ -72,7 +72,7 @@ def greedy_case(
     return Case(id, prompt, params, reference.greedy(prompt, params))
 
 
-def features(
+def matrix_features(
     reference: TargetReference, plain: LLM, cases: Sequence[Case], k: int, num_lookahead_slots: int
 ) -> list[Feature]:
     """Return all features of a target, with their references, for K up to `k`.

@@ -14,12 +14,12 @@ from peagle.config import SamplingParams
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
-from peagle.evaluation.certify.matrix import Case, Feature, difference, features, greedy_case
+from peagle.evaluation.certify.matrix import Case, Feature, difference, greedy_case, matrix_features
 from peagle.evaluation.certify.options import Options
 from peagle.evaluation.certify.reference import TargetReference
 from peagle.evaluation.decoding import Answer
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
-from peagle.evaluation.engine_backend import build, measure
+from peagle.evaluation.engine_backend import build_llms, time_requests
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
 from peagle.models.target import TargetModel
@@ -51,10 +51,10 @@ class _Subject:
         config = method.config(self.depth(method))
         if config is not None:
             config = replace(config, **speculative)
-        return build(self.target, {method.name: config}, **options)[method.name]
+        return build_llms(self.target, {method.name: config}, **options)[method.name]
 
 
-def run(
+def run_certificate(
     target: TargetModel,
     folder: str | Path,
     methods: Sequence[DecodingMethod],
@@ -98,7 +98,7 @@ def run(
     ]
     in_matrix = cases[: options.matrix_prompts]
     ahead = max(2 * (k + 1), *(one.trees.max_nodes + 1 if one.trees else 0 for one in every))
-    matrix = features(reference, plain, in_matrix, k, ahead) if in_matrix else []
+    matrix = matrix_features(reference, plain, in_matrix, k, ahead) if in_matrix else []
     return CertificateResults(
         provenance=Provenance(**provenance),
         settings={
@@ -201,7 +201,7 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
                 for i in range(options.samples)
             ]
             prompts: list[Any] = [context] * options.samples
-            found = measure(llm, prompts, every)
+            found = time_requests(llm, prompts, every)
             drafted, accepted = _count_drafts(found.answers, num_tokens)
             yield SampledTest(
                 method=method.name,

@@ -11,8 +11,8 @@ from itertools import groupby
 
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.series import Cast, best_cells, key_of, sets_of
-from peagle.evaluation.report.text import depth, interval, joined, method_name, number, set_name
+from peagle.evaluation.report.series import Cast, best_cells, series_of, sets_of
+from peagle.evaluation.report.text import depth, figure, interval, listed, method_name, set_name
 from peagle.evaluation.throughput import tied_fastest
 from peagle.results import Cell, Comparison, Entry, ThroughputResults, TrainingRecord
 
@@ -47,7 +47,7 @@ def acceptance_advice(entries: Sequence[Entry], comparisons: Sequence[Comparison
             said.append(_compared(one))
     if not said:
         said.append(
-            f"{name} has an acceptance length of {number(entry.pooled.length)} ({depth(entry.k)}), "
+            f"{name} has an acceptance length of {figure(entry.pooled.length)} ({depth(entry.k)}), "
             "and was compared with nothing: peagle bench tells what it is worth in speed."
         )
     return " ".join(said)
@@ -102,7 +102,7 @@ def throughput_advice(file: ThroughputResults) -> str:
     said += [f"No speed here is a result: {doubt}. Measure anew." for doubt in file.doubts]
     if unsound := sorted({cell.concurrency for cell in every} - {*loads}):
         if not file.doubts:
-            shown = joined([str(load) for load in unsound])
+            shown = listed([str(load) for load in unsound])
             said.append(f"At {shown} together nothing is advised: see what is doubtful there.")
         if not loads:
             return " ".join(said)
@@ -114,7 +114,7 @@ def throughput_advice(file: ThroughputResults) -> str:
     for (chosen, tied), group in groupby(choices, key=lambda one: one[1:]):
         at = [load for load, *_ in group]
         where = f"{at[0]}" if len(at) == 1 else f"{at[0]} to {at[-1]}"
-        ties = f" ({joined(list(tied))} {'ties' if len(tied) == 1 else 'tie'})" if tied else ""
+        ties = f" ({listed(list(tied))} {'ties' if len(tied) == 1 else 'tie'})" if tied else ""
         parts.append(f"{chosen} at {where} together{ties}")
     said.append(f"On {set_name(name)} take {'; '.join(parts)}.")
     if all(len(cell.repeats) < 2 for cell in file.cells):
@@ -127,7 +127,7 @@ def _choice(here: Sequence[Cell], cells: Iterable[Cell], cast: Cast) -> tuple[st
     order = {PLAIN: 0, NGRAM: 1}
     chosen, *others = sorted(
         tied_fastest(here),
-        key=lambda cell: (order.get(cell.method, 2), key_of(cell) != cast.hero),
+        key=lambda cell: (order.get(cell.method, 2), series_of(cell) != cast.hero),
     )
     load = chosen.method, chosen.engine, chosen.set, chosen.concurrency
     own = [c for c in cells if c.k and (c.method, c.engine, c.set, c.concurrency) == load]

@@ -41,7 +41,7 @@ _ATTRIBUTES = {"fill", "fill-opacity", "opacity", "stroke", "stroke-width", "str
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class Look:
     """The look of a series: a method has a colour and a marker, an engine dashes and a filling.
 
     Attributes:
@@ -75,7 +75,7 @@ class ChartLine:
     """A series: its name, its style, and its points from left to right."""
 
     name: str
-    style: Style
+    style: Look
     points: Sequence[ChartPoint]
 
 
@@ -111,7 +111,7 @@ class Chart:
     height: int = 260  # pixels
 
     @property
-    def legend(self) -> list[tuple[Style, str]]:
+    def legend(self) -> list[tuple[Look, str]]:
         """Style and name of each line."""
         return [] if self.bars else [(line.style, line.name) for line in self.lines]
 
@@ -165,7 +165,7 @@ def picture(charts: Sequence[Chart], heading: str) -> Figure:
         return figure
 
 
-def _add_legend(figure: Figure, styles: Sequence[tuple[Style, str]]) -> float:
+def _add_legend(figure: Figure, styles: Sequence[tuple[Look, str]]) -> float:
     """Add a legend in as few rows as fit into the picture; returns its height in inches."""
     from matplotlib.lines import Line2D
 
@@ -215,7 +215,7 @@ def _wrapped(text: str, figure: Figure, room: float, **font: Any) -> str:
 
 
 @cache
-def key(style: Style) -> Markup:
+def key(style: Look) -> Markup:
     """The line and the marker of a style, for a legend."""
     with _settings():
         figure = _new_svg(34, 14)
@@ -309,7 +309,7 @@ def _draw(chart: Chart, axes: Axes) -> dict[str, Sequence[str]]:
     return tips
 
 
-def _look(style: Style) -> dict[str, Any]:
+def _look(style: Look) -> dict[str, Any]:
     colour, is_hollow = style.colour, style.engine > 0
     return {
         "color": colour,

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from peagle.evaluation.report import charts, plots, series, text
 from peagle.evaluation.report.advice import advice_of
 from peagle.evaluation.report.files import Results
-from peagle.evaluation.report.series import Cast, best_cells, conditions, key_of, sets_of
+from peagle.evaluation.report.series import Cast, best_cells, conditions, series_of, sets_of
 from peagle.evaluation.tuning.schedule import k_at
 from peagle.results import Document
 
@@ -62,7 +62,7 @@ def page_html(results: Results) -> str:
 def hero_source(results: Results) -> str:
     """Return the source of the head that the report is about; "" for none."""
     every, hero = [*results.entries, *results.cells], Cast.of(results).hero
-    found = next((one.source for one in every if key_of(one) == hero and one.source), "")
+    found = next((one.source for one in every if series_of(one) == hero and one.source), "")
     return text.short(found)
 
 

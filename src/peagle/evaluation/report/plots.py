@@ -7,11 +7,11 @@ from itertools import groupby
 from statistics import median
 from typing import TypeVar
 
-from peagle.evaluation.report.charts import WIDE, Axis, Chart, ChartLine, ChartPoint, Style
-from peagle.evaluation.report.series import Cast, Condition, best_cells, key_of
+from peagle.evaluation.report.charts import WIDE, Axis, Chart, ChartLine, ChartPoint, Look
+from peagle.evaluation.report.series import Cast, Condition, best_cells, series_of
 from peagle.evaluation.report.text import (
     depth,
-    number,
+    figure,
     percent,
     rate,
     rates,
@@ -23,7 +23,7 @@ from peagle.results import Cell, Entry, Slice, ThroughputResults, TuneResults
 
 MAX_TABLE_ROWS = 40
 _MAX_CHARTS, _MAX_PANELS = 12, 3
-_PLAIN, _HEAD, _NEED = Style(0), Style(1), Style(2)  # styles of the charts of costs
+_PLAIN, _HEAD, _NEED = Look(0), Look(1), Look(2)  # looks of the charts of costs
 
 Number = TypeVar("Number", int, float)
 SliceRow = tuple[str, Entry, Slice]
@@ -111,7 +111,7 @@ def _cell_tip(cell: Cell, cast: Cast) -> str:
     if cell.spread.output_tokens_per_s:
         lines.append(f"runs: {rates(cell.spread.output_tokens_per_s)}")
     if cell.speed_up_over_plain is not None and cell.k:
-        lines.append(f"{number(cell.speed_up_over_plain)}× plain decoding")
+        lines.append(f"{figure(cell.speed_up_over_plain)}× plain decoding")
     return "\n".join(lines)
 
 
@@ -124,7 +124,7 @@ def k_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
         ks = sorted({cell.k for cell in here if cell.k})
         lines = []
         for key in cast.among(here):
-            cells = sorted((c for c in here if key_of(c) == key), key=lambda cell: cell.k or 0)
+            cells = sorted((c for c in here if series_of(c) == key), key=lambda cell: cell.k or 0)
             top = max(cell.speed for cell in cells)
             points = [
                 ChartPoint(
@@ -328,7 +328,7 @@ def request_charts(condition: Condition, cast: Cast) -> list[Chart]:
                 Axis("requests", low=0, high=1.15 * max(count for *_, count, _ in bars)),
                 f"Requests by acceptance length, {name}",
                 bars=bars,
-                pin=(length, number(length)),
+                pin=(length, figure(length)),
                 height=220,
             )
         )
@@ -406,7 +406,7 @@ def break_even_charts(file: TuneResults) -> list[Chart]:
             ChartPoint(
                 item.batch,
                 item.acceptance_length,
-                tip=f"batch {item.batch}, K = {k}\nneeds {number(item.acceptance_length)}",
+                tip=f"batch {item.batch}, K = {k}\nneeds {figure(item.acceptance_length)}",
             )
             for item in own
         ]
@@ -418,7 +418,7 @@ def break_even_charts(file: TuneResults) -> list[Chart]:
                 _sizes("sequences together", [item.batch for item in own]),
                 Axis("tokens a step", low=1),
                 f"Acceptance length that is needed with K = {k}",
-                level=None if length is None else (length, f"the head has {number(length)}"),
+                level=None if length is None else (length, f"the head has {figure(length)}"),
             )
         )
     return charts

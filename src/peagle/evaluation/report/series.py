@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, groupby
 
-from peagle.evaluation.report.charts import Style
+from peagle.evaluation.report.charts import Look
 from peagle.evaluation.report.files import Results
 from peagle.evaluation.report.text import engine_name, method_name, temperature
 from peagle.evaluation.throughput import best_k_cell
@@ -19,7 +19,7 @@ _OTHERS = (1, 4, 5, 6, 7, 2, 3)  # for other methods, those that are free
 Key = tuple[str, str]
 
 
-def key_of(item: Entry | Cell) -> Key:
+def series_of(item: Entry | Cell) -> Key:
     """The series of an entry or a cell: its method and its engine."""
     return item.method, item.engine
 
@@ -36,24 +36,24 @@ class Cast:
         many_engines: names say the engine too.
     """
 
-    styles: dict[Key, Style]
+    styles: dict[Key, Look]
     hero: Key | None
     many_engines: bool
 
     @classmethod
     def of(cls, results: Results) -> Cast:
         """Collect the series of all files."""
-        keys = list(dict.fromkeys(map(key_of, [*results.entries, *results.cells])))
+        keys = list(dict.fromkeys(map(series_of, [*results.entries, *results.cells])))
         hero = _hero(keys, results.entries, results.cells)
         keys.sort(key=lambda key: (key == hero, key[0] != "plain", key[0] != "ngram"))
         methods = _numbers(list(dict.fromkeys(method for method, _ in keys)))
         engines = sorted(dict.fromkeys(engine for _, engine in keys), key=lambda e: e != "peagle")
-        styles = {key: Style(methods[key[0]], engines.index(key[1])) for key in keys}
+        styles = {key: Look(methods[key[0]], engines.index(key[1])) for key in keys}
         return cls(styles, hero, len(engines) > 1)
 
-    def style(self, item: Entry | Cell) -> Style:
+    def style(self, item: Entry | Cell) -> Look:
         """The style of an entry or a cell."""
-        return self.styles[key_of(item)]
+        return self.styles[series_of(item)]
 
     def name(self, key: Key) -> str:
         """The name of a series."""
@@ -64,11 +64,11 @@ class Cast:
 
     def name_of(self, item: Entry | Cell) -> str:
         """The name of the series of an entry or a cell."""
-        return self.name(key_of(item))
+        return self.name(series_of(item))
 
     def among(self, items: Iterable[Entry | Cell]) -> list[Key]:
         """The series that have one of `items`, in the order of drawing."""
-        found = set(map(key_of, items))
+        found = set(map(series_of, items))
         return [key for key in self.styles if key in found]
 
 
@@ -85,8 +85,8 @@ def _hero(keys: Sequence[Key], entries: Sequence[Entry], cells: Sequence[Cell]) 
     heads = heads or [key for key in keys if key[0] == "ngram"]
 
     def merit(key: Key) -> tuple[bool, bool, float, float]:
-        lengths = [e.pooled.length or 0 for e in entries if key_of(e) == key]
-        speeds = [c.speed for c in cells if key_of(c) == key]
+        lengths = [e.pooled.length or 0 for e in entries if series_of(e) == key]
+        speeds = [c.speed for c in cells if series_of(c) == key]
         most = (max(lengths, default=0.0), max(speeds, default=0.0))
         return key[0] == "peagle", key[1] == "peagle", *most
 
@@ -107,7 +107,7 @@ class Condition:
 
     def of(self, key: Key) -> list[Entry]:
         """The entries of a series."""
-        return [entry for entry in self.entries if key_of(entry) == key]
+        return [entry for entry in self.entries if series_of(entry) == key]
 
     def deepest(self, key: Key) -> Entry | None:
         """The entry of a series with the largest K."""
@@ -146,7 +146,7 @@ def best_cells(cells: Iterable[Cell], key: Key | None, name: str) -> list[Cell]:
     """Return the cell with the best K of a series on a set, at each concurrency, ascending."""
     loads: dict[int, list[Cell]] = {}
     for cell in cells:
-        if (key_of(cell), cell.set) == (key, name):
+        if (series_of(cell), cell.set) == (key, name):
             loads.setdefault(cell.concurrency, []).append(cell)
     return [best_k_cell(own) for _, own in sorted(loads.items())]
 
@@ -154,7 +154,7 @@ def best_cells(cells: Iterable[Cell], key: Key | None, name: str) -> list[Cell]:
 def best_cells_of_all(cells: Sequence[Cell]) -> list[Cell]:
     """Return the cell with the best K of every series, by set, then by concurrency."""
     sets = list(dict.fromkeys(cell.set for cell in cells))
-    keys = dict.fromkeys((cell.set, key_of(cell)) for cell in cells)
+    keys = dict.fromkeys((cell.set, series_of(cell)) for cell in cells)
     found = [cell for name, key in keys for cell in best_cells(cells, key, name)]
     return sorted(found, key=lambda cell: (sets.index(cell.set), cell.concurrency))
 

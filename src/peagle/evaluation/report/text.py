@@ -81,7 +81,7 @@ def cut(text: str, most: int = LONGEST_TEXT) -> str:
     return text if len(text) <= most else text[:most] + " …"
 
 
-def number(value: float | None, digits: int = 2) -> str:
+def figure(value: float | None, digits: int = 2) -> str:
     """With so many digits behind the point; a dash where there is none."""
     return _MISSING if value is None else f"{value:,.{digits}f}"
 
@@ -93,7 +93,7 @@ def count(value: int | None) -> str:
 
 def rate(value: float | None) -> str:
     """Tokens per second: three digits at least, none behind the point from 100 on."""
-    return number(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 2)
+    return figure(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 2)
 
 
 def money(value: float | None) -> str:
@@ -114,7 +114,7 @@ def percent(value: float | None) -> str:
 def milliseconds(value: float | None) -> str:
     """Seconds, shown as milliseconds."""
     digits = 0 if value is None or value >= 0.1 else 1 if value >= 0.01 else 2
-    return number(None if value is None else 1000 * value, digits)
+    return figure(None if value is None else 1000 * value, digits)
 
 
 def objective(meets: bool | None) -> str:
@@ -137,7 +137,7 @@ def rates(low_high: tuple[float, float] | None) -> str:
 def with_interval(piece: Slice) -> str:
     """An acceptance length, and its interval in parentheses where there is one."""
     ends = piece.acceptance_length_ci
-    return number(piece.length) + (f" ({interval(ends)})" if ends else "")
+    return figure(piece.length) + (f" ({interval(ends)})" if ends else "")
 
 
 def depth(k: int | None) -> str:
@@ -170,7 +170,7 @@ def day(created: str) -> str:
     return f"{when.day} {when:%B %Y}"
 
 
-def joined(items: list[str]) -> str:
+def listed(items: list[str]) -> str:
     """Words like "a, b and c"."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
 
@@ -182,7 +182,7 @@ def schedule_words(schedule: Sequence[tuple[int, int, int]]) -> str:
         + (f" for {low}" if low == high else f" for {low} to {high}")
         for low, high, k in schedule
     ]
-    return joined(words) + " sequences together" if words else ""
+    return listed(words) + " sequences together" if words else ""
 
 
 def text_title(item: OutputSample | HardText) -> str:

@@ -137,7 +137,7 @@ def measure_costs(
     return Costs.of(visits)
 
 
-def count_experts(
+def recall_experts(
     count: Callable[[], ExpertCounts | None], journal: Journal
 ) -> ExpertCounts | None:
     """Count the experts that steps touch, unless the journal has the counts; it gets them."""

@@ -28,7 +28,7 @@ from peagle.kernels.linear.unpacking import (
     can_use_assembly,
     has_assembly,
     shared_inputs,
-    unpack,
+    unpack_weight,
 )
 
 Kind = Literal["xw", "wx", "registers", "warpgroup"]
@@ -386,7 +386,7 @@ def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chose
     ends = counts.cumsum(0).to(torch.int32)
 
     def product(x_SK: Tensor, weight: PackedWeight) -> Tensor:
-        return F.grouped_mm(x_SK, unpack(weight, x_SK.dtype).mT, offs=ends)
+        return F.grouped_mm(x_SK, unpack_weight(weight, x_SK.dtype).mT, offs=ends)
 
     y_SN = product(x_TH[order_S // chosen], experts.gate_up)
     inner_SI = _epilogue(y_SN, experts.gate_up_bias, experts.gate, expert_S)

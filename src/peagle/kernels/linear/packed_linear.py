@@ -19,7 +19,7 @@ from peagle.kernels.linear.experts import (
     make_weight,
 )
 from peagle.kernels.linear.packed_weights import PackedWeight
-from peagle.kernels.linear.unpacking import unpack
+from peagle.kernels.linear.unpacking import unpack_weight
 
 # Rows that are multiplied with packed weights, at most.
 MAX_ROWS = 128
@@ -64,7 +64,7 @@ def _packed_linear(
 ) -> Tensor:
     weight = make_weight(data, scale, zero, layout)
     if x.shape[0] > (MAX_ROWS_IN_REGISTERS if can_use_registers(x, weight) else MAX_ROWS):
-        return F.linear(x, unpack(weight, x.dtype), bias)
+        return F.linear(x, unpack_weight(weight, x.dtype), bias)
     return grouped_product(x, weight, bias)
 
 

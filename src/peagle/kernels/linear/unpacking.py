@@ -17,7 +17,7 @@ from peagle.kernels.linear.packed_weights import FORMATS, PackedWeight
 _TILE_ROWS, _TILE_INPUTS = 32, 256
 
 
-def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+def unpack_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Compute `PackedWeight.unpack` of a weight [E, N, K] or [N, K]."""
     from peagle.kernels.linear import packed_weights_triton
 

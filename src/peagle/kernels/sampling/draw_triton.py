@@ -46,7 +46,7 @@ def kept_weights(row_ptr, v, vocab_size, best, temperature, threshold, last_tie)
 
 
 @triton.jit
-def pick(weights, items, target):
+def pick_item(weights, items, target):
     """The first item at which the running sum passes the target, and the sum before it."""
     through = tl.cumsum(weights.to(tl.float64), 0)
     picked = tl.min(tl.where((through > target) & (weights > 0), items, _FAR))
@@ -130,7 +130,7 @@ def draw_kernel(
             at = row * num_chunks + c
             sums = tl.load(weights_ptr + at, mask=c < num_chunks, other=0.0)
             target = u * tl.sum(sums)
-            chunk, before = pick(sums, c, target)
+            chunk, before = pick_item(sums, c, target)
             v = chunk * CHUNK + tl.arange(0, CHUNK)
             weights = kept_weights(
                 logits_ptr + row * row_stride,
@@ -141,7 +141,7 @@ def draw_kernel(
                 tl.load(threshold_ptr + row),
                 tl.load(last_tie_ptr + row),
             )
-            token, _before = pick(weights, v, target - before)
+            token, _before = pick_item(weights, v, target - before)
         # NaN compares as false.
         token = tl.where(tl.abs(best) < float("inf"), token, _NO_TOKEN)
         tl.store(tokens_ptr + row, token.to(tl.int64))

@@ -23,9 +23,9 @@ from peagle.kernels.launch import launch
 from peagle.kernels.sampling.search_triton import (
     KEY_ONE,
     TINY,
+    count_above,
     index_of_tie,
     keys_of,
-    measure,
     search,
     temperature_rate,
     weights_of,
@@ -185,7 +185,7 @@ def cut_kernel(
             min_p = tl.load(min_p_ptr + sequence).to(tl.float32)
             if samples & (min_p > 0):
                 low = tl.minimum(keys_of(min_p), KEY_ONE)
-                count, _n2, _n3, total, _w2, _w3 = measure(
+                count, _n2, _n3, total, _w2, _w3 = count_above(
                     row_ptr, vocab_size, best, rate, low, low, low, BLOCK
                 )
                 passes += 1

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peagle.kernels.drafts.step_state import NO_TOKEN, DecodeState
 from peagle.kernels.launch import launch
-from peagle.kernels.sampling.draw_triton import draw_chunk, kept_weights, pick
+from peagle.kernels.sampling.draw_triton import draw_chunk, kept_weights, pick_item
 from peagle.kernels.sampling.random import DRAWS_PER_STEP, Purpose
 from peagle.kernels.sampling.random_triton import uniform
 from peagle.kernels.sampling.search_triton import is_kept, temperature_rate, weights_of
@@ -274,7 +274,7 @@ def draw_rejected_kernel(
         # reference. NaN compares as false.
         if total > 0:
             target = uniform(seed, position + num_accepted, _SAMPLE) * total
-            chunk, passed = pick(sums, c, target)
+            chunk, passed = pick_item(sums, c, target)
             v = chunk * CHUNK + tl.arange(0, CHUNK)
             leftover = _leftover(
                 logits_ptr + row * row_stride,
@@ -290,7 +290,7 @@ def draw_rejected_kernel(
                 tl.sum(tl.where(j == num_accepted, before, 0.0)),
                 HAS_INDEX,
             )
-            token, _before = pick(leftover, v, target - passed)
+            token, _before = pick_item(leftover, v, target - passed)
             is_wanted = num_accepted >= 0
             if not REPLACES:
                 is_wanted = num_accepted < 0  # never, unknown to the compiler

@@ -53,7 +53,7 @@ def is_kept(weights, v, threshold, last_tie):
 
 
 @triton.jit
-def measure(row_ptr, vocab_size, best, rate, t1, t2, t3, BLOCK: tl.constexpr):
+def count_above(row_ptr, vocab_size, best, rate, t1, t2, t3, BLOCK: tl.constexpr):
     """Count and weight of the tokens at or above three keys."""
     n1 = tl.zeros([BLOCK], dtype=tl.int32)
     n2 = tl.zeros([BLOCK], dtype=tl.int32)
@@ -117,7 +117,7 @@ def _narrow(
             t1 = _PIVOT_4 + low
             t2 = _PIVOT_5 + low
             t3 = 1 + low
-        n1, n2, n3, w1, w2, w3 = measure(row_ptr, vocab_size, best, rate, t1, t2, t3, BLOCK)
+        n1, n2, n3, w1, w2, w3 = count_above(row_ptr, vocab_size, best, rate, t1, t2, t3, BLOCK)
         # A pivot at low tells nothing new: what is known of low excludes ties cut off already.
         enough1 = tl.where(k > 0, n1 >= k, w1 >= mass) & (t1 > low)
         enough2 = tl.where(k > 0, n2 >= k, w2 >= mass) & (t2 > low)

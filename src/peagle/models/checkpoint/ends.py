@@ -42,7 +42,7 @@ def ends_from_target(facts: Mapping[str, Any], config: DrafterConfig) -> tuple[s
     return tuple(names)
 
 
-def target_rows(name: str, target: TargetFacts, draft_ids: Tensor | None) -> Tensor:
+def end_rows(name: str, target: TargetFacts, draft_ids: Tensor | None) -> Tensor:
     """Return the target's rows for an end of a head.
 
     Args:
@@ -67,7 +67,7 @@ def has_target_ends(drafter: Drafter, target: TargetFacts) -> bool:
         return False
     draft_ids = drafter.target_ids() if config.is_pruned else None
     for name in ENDS:
-        own, rows = drafter.get_parameter(name), target_rows(name, target, draft_ids)
+        own, rows = drafter.get_parameter(name), end_rows(name, target, draft_ids)
         if not torch.equal(own, rows.to(own)):
             return False
     return True

@@ -18,7 +18,7 @@ from peagle.models.checkpoint.correction import CORRECTION_NAME
 from peagle.models.checkpoint.ends import (
     ENDS,
     FROM_TARGET_KEY,
-    target_rows,
+    end_rows,
 )
 from peagle.models.checkpoint.formats import (
     HeadFormat,
@@ -190,7 +190,7 @@ def fill_ends(tensors: dict[str, Tensor], config: DrafterConfig, target: TargetF
         tensors.setdefault("t2d", kept_tokens(tensors["d2t"], config))
     for name in ENDS:
         if name not in tensors:
-            tensors[name] = target_rows(name, target, draft_ids)
+            tensors[name] = end_rows(name, target, draft_ids)
 
 
 def kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:

@@ -18,7 +18,7 @@ from peagle.errors import CheckpointError
 from peagle.kernels.linear.packed_weights import PackedWeight, int4_scale
 from peagle.models.checkpoint.ends import ENDS
 from peagle.models.checkpoint.files import object_at
-from peagle.models.checkpoint.weights import FUSED, parts_of, tensor_shapes
+from peagle.models.checkpoint.weights import FUSED, parts_in, tensor_shapes
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.head_quantization import HeadQuantization, StoredQuantization
 from peagle.models.packed_layers import PackedLinear
@@ -260,7 +260,7 @@ class Rounding:
         with torch.device("meta"):
             skeleton = Drafter(config)
         for name, value in skeleton.named_parameters():
-            parts = [(n.removesuffix(".weight"), rows) for n, rows in parts_of(name, value, config)]
+            parts = [(n.removesuffix(".weight"), rows) for n, rows in parts_in(name, value, config)]
             if parts[0][0] in self._types:
                 self._parts[name] = parts
         self.names = frozenset(self._parts)

@@ -36,7 +36,7 @@ _MAP_TYPES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8
 def split_tensors(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
     """Yield the head's tensors under their checkpoint names; fused projections are split."""
     for name, value in drafter.state_dict().items():
-        parts = parts_of(name, value, drafter.config)
+        parts = parts_in(name, value, drafter.config)
         rows = value.split([size for _, size in parts]) if len(parts) > 1 else [value]
         for (part_name, _), part in zip(parts, rows, strict=True):
             yield part_name, part
@@ -49,7 +49,7 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in split_tensors(drafter)}
 
 
-def parts_of(name: str, value: Tensor, config: DrafterConfig) -> list[tuple[str, int]]:
+def parts_in(name: str, value: Tensor, config: DrafterConfig) -> list[tuple[str, int]]:
     """Return checkpoint names and row counts of a parameter; a fused one has several."""
     rows = {
         "q_proj": config.num_attention_heads * config.head_dim,
@@ -66,7 +66,7 @@ def fill(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors, all of them there and of the right shape, into the head."""
     for name, parameter in drafter.state_dict().items():
         offset = 0
-        for part_name, rows in parts_of(name, parameter, drafter.config):
+        for part_name, rows in parts_in(name, parameter, drafter.config):
             parameter[offset : offset + rows].copy_(tensors[part_name])
             offset += rows
 
