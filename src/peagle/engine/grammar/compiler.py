@@ -374,7 +374,7 @@ class GrammarState(Spender):
         return drafts[: len(self.prepared.bitmask_RW) - 1]
 
     def prepared_tree(self) -> tuple[list[int], list[int], list[float]]:
-        """Return drafts, parents and scores of the tree that `grow_trees` left.
+        """Return drafts, parents and scores of the tree that `grow_masked_trees` left.
 
         They are empty while it works, and where it failed.
         """

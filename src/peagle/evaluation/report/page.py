@@ -112,8 +112,8 @@ def _environment() -> Environment:
         finalize=lambda value: value if isinstance(value, Markup) else text.visible(str(value)),
     )
     for name in (
-        *("depth", "number", "percent", "rate", "rates", "set_name", "times"),
-        *("interval", "milliseconds", "count", "with_interval", "temperature", "joined", "cut"),
+        *("depth", "figure", "percent", "rate", "rates", "set_name", "times"),
+        *("interval", "milliseconds", "count", "with_interval", "temperature", "listed", "cut"),
         *("schedule_words", "text_title", "shown_pieces", "money", "objective"),
     ):
         environment.filters[name] = getattr(text, name)
