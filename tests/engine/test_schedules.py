@@ -500,7 +500,7 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "shared blocks are freed": (BlockManager, "free", free_twice),
     "a block leaks": (Scheduler, "retire", keep_blocks),
     "holes are looked into": (HeadDrafting, "_step", look_into_holes),
-    "K follows the load": (HeadDrafting, "most_drafts_of", Drafting.most_drafts_of),
+    "K follows the load": (HeadDrafting, "max_drafts_of", Drafting.max_drafts_of),
     "trees grow beyond the context": (HeadDrafting, "_set_trees", plant_beyond_the_context),
 }
 # Other drafts change no output.

@@ -109,7 +109,7 @@ def test_a_k_that_follows_the_load(
     depths = set[int]()
 
     def come(step: int, sequences: list[Sequence]) -> None:
-        depths.add(llm.engine.drafting.most_drafts if llm.engine.drafting and step else MOST)
+        depths.add(llm.engine.drafting.max_drafts if llm.engine.drafting and step else MOST)
         if step in (3, 6, 7, 10, 12):
             one = 2 + len(late)
             late.append(llm.engine.add_request(PROMPTS[one], requests[one]))
@@ -169,7 +169,7 @@ def test_drawn_drafts_of_a_seed_keep_their_k(
     wanted = [alone.generate(p, params)[0] for p, params in zip(prompts, DRAWN, strict=True)]
     assert min(num_by_acceptance(alone)) > 0
     if follows:
-        monkeypatch.setattr(HeadDrafting, "most_drafts_of", Drafting.most_drafts_of)
+        monkeypatch.setattr(HeadDrafting, "max_drafts_of", Drafting.max_drafts_of)
     llm = make(target_folder, heads, way, schedule=[[1, 1, 5], [2, 2, 2], [3, 8, 0]])
     found = llm.generate(PROMPTS, [*DRAWN, *OTHERS])
     seeded = [output.token_ids for output in found[: len(DRAWN)]]

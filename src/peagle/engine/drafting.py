@@ -110,13 +110,13 @@ class Drafting:
     """Leaves the drafts of the next step on the sequences of a target pass.
 
     Attributes:
-        most_drafts: K of the batch, see `most_drafts_of`; a sequence may draft less. Where drafts
+        max_drafts: K of the batch, see `max_drafts_of`; a sequence may draft less. Where drafts
             are trees, the nodes that a step verifies of each on the average.
     """
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
-        self.most_drafts = MAX_SPECULATIVE_TOKENS
+        self.max_drafts = MAX_SPECULATIVE_TOKENS
 
     def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
         """Read what was kept of those of the sequences that draft again, before their next pass."""
@@ -128,11 +128,11 @@ class Drafting:
     def num_drafts(self, sequence: Sequence) -> int:
         """Return the number of drafts of the next step; none may stand beyond the context."""
         room = self.max_model_len - len(sequence)
-        return max(0, min(sequence.num_speculative_tokens, self.most_drafts_of(sequence), room))
+        return max(0, min(sequence.num_speculative_tokens, self.max_drafts_of(sequence), room))
 
-    def most_drafts_of(self, sequence: Sequence) -> int:
+    def max_drafts_of(self, sequence: Sequence) -> int:
         """Return K of the batch, or the greatest K for a sequence whose K must not follow it."""
-        return self.most_drafts
+        return self.max_drafts
 
     def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
         """Return how many drafts of each sequence a decode step verifies.
@@ -270,7 +270,7 @@ class HeadDrafting(Drafting):
     def _missed(self, sequence: Sequence) -> tuple[_Reading, Tensor] | None:
         """Return what was kept of a sequence and its features, if the drafter is to read them."""
         ring = sequence.pending_features
-        if ring is None or not self.most_drafts_of(sequence):
+        if ring is None or not self.max_drafts_of(sequence):
             return None
         if ring.first >= sequence.num_computed_tokens:
             return None  # of a step in whose pass the sequence's prompt runs
@@ -399,10 +399,10 @@ class HeadDrafting(Drafting):
         survival_BN[[s.draws_chain for s in sequences]] = SURELY_VERIFIED
         return allocate_nodes(survival_BN, torch.tensor(counts), budget).tolist()
 
-    def most_drafts_of(self, sequence: Sequence) -> int:
+    def max_drafts_of(self, sequence: Sequence) -> int:
         if (trees := self.proposer.trees) is not None:
-            return trees.depth(self.most_drafts)
-        return MAX_SPECULATIVE_TOKENS if sequence.has_fixed_k else self.most_drafts
+            return trees.depth(self.max_drafts)
+        return MAX_SPECULATIVE_TOKENS if sequence.has_fixed_k else self.max_drafts
 
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor
@@ -417,7 +417,7 @@ class HeadDrafting(Drafting):
             sequence.draft_parents = sequence.draft_scores = None
         if not sequence.num_speculative_tokens:
             return None
-        if not self.most_drafts_of(sequence):
+        if not self.max_drafts_of(sequence):
             self._put_features(sequence, pass_start, features_TA[row:][: max(end - pass_start, 0)])
             return None
         first = _first_unread(sequence, pass_start)

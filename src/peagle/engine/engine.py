@@ -550,19 +550,19 @@ class LLMEngine:
                 self._settle(chunk.sequence)
         if self.drafting is None:
             return
-        most_drafts = self.drafting.most_drafts
-        waits = self._pipeline is None or most_drafts > 0
-        self._undrafted.append((_kept(done) if waits else done, most_drafts))
+        max_drafts = self.drafting.max_drafts
+        waits = self._pipeline is None or max_drafts > 0
+        self._undrafted.append((_kept(done) if waits else done, max_drafts))
         if not waits:  # the features are kept, to which the next graph adds
             self._draft_for_passes()
 
     def _draft_for_passes(self) -> None:
         """Let the drafter read the last passes, and draft for the sequences that go on."""
-        for done, most_drafts in self._undrafted:
+        for done, max_drafts in self._undrafted:
             assert self.drafting is not None
             sequences = [c.sequence for c in done.chunks if not c.sequence.is_finished]
             if sequences:
-                self.drafting.most_drafts = most_drafts
+                self.drafting.max_drafts = max_drafts
                 self.drafting.draft(done)
             for sequence in sequences:
                 self._settle(sequence)
@@ -571,7 +571,7 @@ class LLMEngine:
     def _catch_up(self, sequences: list[Sequence], num_sequences: int) -> None:
         """Let the drafter read what it has missed, if K of so many sequences is above 0."""
         if self.drafting is not None:
-            self.drafting.most_drafts = self._depth(num_sequences)
+            self.drafting.max_drafts = self._depth(num_sequences)
             self.drafting.catch_up(sequences)
 
     def _settle(self, sequence: Sequence) -> None:

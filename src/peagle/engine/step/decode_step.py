@@ -93,7 +93,7 @@ class BufferSizes:
     synthetic_rates: tuple[float, ...] | None = None
     trees: CandidateTrees | None = None
 
-    def most_drafts(self, num_drafts: int) -> int:
+    def max_drafts(self, num_drafts: int) -> int:
         """Return the most drafts that a sequence has in steps of K drafts."""
         if self.trees is not None and num_drafts:
             return self.trees.max_nodes  # a tree stays whole, however much of it steps verify
@@ -101,7 +101,7 @@ class BufferSizes:
 
     def num_columns(self, num_drafts: int) -> int:
         """Return the columns that a step of K drafts has for them, at least one."""
-        return max(self.most_drafts(num_drafts), 1)
+        return max(self.max_drafts(num_drafts), 1)
 
     def depth(self, num_drafts: int) -> int:
         """Return the most drafts on a path in steps of K drafts."""
@@ -406,7 +406,7 @@ class DecodeStep:
                 self.target,
                 survival=proposer.survival,
                 draws_chain_B=own.draws_chain_B if self.draws else None,
-                most_drawn=num_drafts,
+                max_drawn=num_drafts,
                 max_model_len=buffers.sizes.max_model_len,
                 vocab_size=proposer.drafter.config.draft_vocab_size,
             )

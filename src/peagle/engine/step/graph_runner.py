@@ -187,9 +187,9 @@ def make_graph_runner(
         synthetic_rates=synthetic_rates,
         trees=trees,
     )
-    drawn, most_drafts = None, max(k for _, k in num_rows)
+    drawn, max_drafts = None, max(k for _, k in num_rows)
     if proposer is not None and proposer.draws:
-        drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, sizes.depth(most_drafts))
+        drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, sizes.depth(max_drafts))
     buffers = DecodeBuffers(sizes, target.device, drawn)
 
     def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
@@ -525,7 +525,7 @@ class GraphRunner:
         self._size = num_rows, num_drafts
         self._buffers.switch(num_drafts)
         self._seat(sequences, num_rows)
-        self._rules.set_rows(sequences, self._buffers.sizes.most_drafts(num_drafts))
+        self._rules.set_rows(sequences, self._buffers.sizes.max_drafts(num_drafts))
         for _ in range(num_steps):
             flight = self.go_on()
             self.read(flight)
@@ -619,8 +619,8 @@ class GraphRunner:
                     ring = self._features.open(sequence.seq_id, len(sequence) - 1)
                     sequence.pending_features = ring
         self._seat(sequences, num_rows)
-        most_drafts = self._buffers.sizes.most_drafts(num_drafts)
-        self._rules.set_rows(self._sequences[:num_rows], most_drafts)
+        max_drafts = self._buffers.sizes.max_drafts(num_drafts)
+        self._rules.set_rows(self._sequences[:num_rows], max_drafts)
         return self.go_on(meanwhile, run_prompts, before_drafts)
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:

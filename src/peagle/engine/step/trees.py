@@ -38,7 +38,7 @@ class DecodeTrees:
         target: whose KV caches hold the rows.
         survival: how probable it is that a node is accepted.
         draws_chain_B: which sequences have drawn chains; None: none can have any.
-        most_drawn: drafts of a chain that the step verifies at most.
+        max_drawn: drafts of a chain that the step verifies at most.
         max_model_len: no node has a slot from here on.
         vocab_size: tokens from which the head drafts.
 
@@ -63,7 +63,7 @@ class DecodeTrees:
         *,
         survival: Survival,
         draws_chain_B: Tensor | None,
-        most_drawn: int,
+        max_drawn: int,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
@@ -72,7 +72,7 @@ class DecodeTrees:
         self._drafts_BN, self._parents_BN = drafts_BN, parents_BN
         self._scores_BN, self._survival = scores_BN, survival
         self._draws_B1 = None if draws_chain_B is None else draws_chain_B.unsqueeze(1)
-        self._most_drawn = most_drawn
+        self._max_drawn = max_drawn
         self._max_model_len, self._depth = max_model_len, depth
         self._move = SlotMoves(cached_bytes(target))
         self._columns_N = torch.arange(shape.max_nodes, device=device)
@@ -93,7 +93,7 @@ class DecodeTrees:
         num_nodes_B = self._state.num_drafts_B
         num_nodes_B.mul_(self._running_B)
         if self._draws_B1 is not None:
-            num_drawn_B = num_nodes_B.clamp_max(self._most_drawn)
+            num_drawn_B = num_nodes_B.clamp_max(self._max_drawn)
             is_drawn_B = self._draws_B1.squeeze(1) != 0
             num_nodes_B.copy_(torch.where(is_drawn_B, num_drawn_B, num_nodes_B))
         budget = len(self._batch.tokens_R) - len(num_nodes_B)
