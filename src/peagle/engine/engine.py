@@ -152,6 +152,7 @@ class LLMEngine:
         # A tokenizer may have tokens that its model has no logits for.
         self.eos_token_ids = tuple(i for i in eos_token_ids if i < target.vocab_size)
         self._num_requests = 0
+        self._constrained: list[Sequence] = []  # whose outputs follow a grammar
         self._is_checking = False
 
     def _plan_memory(self) -> MemoryPlan:
@@ -288,6 +289,8 @@ class LLMEngine:
             )
         self._num_requests += 1
         self.scheduler.add(sequence)
+        if grammar is not None:
+            self._constrained.append(sequence)
         return sequence
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -523,8 +526,11 @@ class LLMEngine:
 
     def _prepare_grammars(self) -> None:
         """Find the tokens that grammars allow next; end sequences whose grammar failed."""
-        every = (*self.scheduler.running, *self.scheduler.waiting)
-        constrained = [(s, s.grammar) for s in every if s.grammar is not None]
+        self._constrained = [s for s in self._constrained if not s.is_finished]
+        by_turn = sorted(
+            self._constrained, key=lambda s: (s.status is not SequenceStatus.RUNNING, s.order)
+        )
+        constrained = [(s, s.grammar) for s in by_turn if s.grammar is not None]
         if constrained:
             prepare(
                 [grammar for _, grammar in constrained],
