@@ -317,6 +317,27 @@ def commits_in_prose(text: str) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_pages_give_results_and_not_what_was_asked_of_the_project(page: Path) -> None:
+    assert ASKED.findall(" ".join(page.read_text().split())) == []
+
+
+ASKED = re.compile(r"\b[Aa]sked:?(?: is| are| was| were| under| for)* \d.{9}|\b[Tt]he aim\b.{9}")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("1.35 times (asked 1.25) as long", True),
+        ("Asked were 1.05 and 1.12: reached", True),
+        ("1.02, and the aim was 1.03 there", True),
+        ("17 outputs, of which clients asked for many", False),
+    ],
+)
+def test_what_was_asked_of_the_project_is_found(text: str, is_found: bool) -> None:
+    assert bool(ASKED.search(text)) == is_found
+
+
 CAPTION = "One H100, commit `0a1b2c3`:"
 
 
