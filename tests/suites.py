@@ -71,7 +71,8 @@ PARTS = {
         ("tests/test_release.py",),
         (
             *("CHANGELOG.md", "LICENSE", "THIRD_PARTY.md", "tools/*dist.py"),
-            *("tools/smoke_wheel.sh", ".github/workflows/release.yml", "tests/test_release.py"),
+            *("tools/smoke_wheel.sh", ".github/workflows/release.yml", "deploy/Dockerfile"),
+            "tests/test_release.py",
         ),
     ),
     "Kubernetes": Part(
