@@ -288,7 +288,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 
 
 # What a reader goes through from the front page; the lab book stands beside it.
-READING_PATH = [page for page in PAGES if "lab" not in page.parts and "recipes" not in page.parts]
+READING_PATH = [page for page in PAGES if "lab" not in page.parts]
 MOST_LINES = 250
 COMMIT = re.compile(r"`(?=[a-f]*\d)[0-9a-f]{7,40}`")
 
