@@ -93,7 +93,7 @@ def most_values(max_model_len: int) -> int:
 
 
 def table() -> str:
-    """Return the limits as the table of docs/serving.md."""
+    """Return the limits as the table of docs/safety.md."""
     rows = [f"| `{name}` | {limit.value:,} | {limit.counts} |" for name, limit in LIMITS.items()]
     return "\n".join(["| name | most | what is counted |", "|---|---|---|", *rows])
 

@@ -3,8 +3,8 @@
 The estimate adds up shapes: nothing is loaded and nothing runs. `peagle train --plan
 --gpu-memory-gib` uses it for a GPU that is not here, and a CPU, where torch counts no bytes,
 chooses S by it. It asks for too much rather than too little: by 0 to 25%, and by more for very
-small heads on a GPU (docs/training.md). On a GPU the probe runs a few steps on the largest batch
-that the data can give, and torch counts the bytes.
+small heads on a GPU (docs/training-scale.md). On a GPU the probe runs a few steps on the largest
+batch that the data can give, and torch counts the bytes.
 
 Sizes: B rows, N positions of a row, T = B * N, E deeper elements of a segment's row.
 """
