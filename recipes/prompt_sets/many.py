@@ -1,6 +1,6 @@
 """Prompts by the rules of the prompt sets, of other packages: as many as there are, in one file.
 
-    python recipes/prompt_sets/many.py --packages build/packages --count 16000 --output prompts.jsonl
+    python recipes/prompt_sets/many.py --packages build/packages --count 16000 --output many.jsonl
 
 The passages are docstrings of the wheels in --packages, but for the packages of the prompt sets,
 which measure. A head that is trained on the answers is compared with one that is trained on answers

@@ -34,12 +34,14 @@ def {name}(first, second):
 def write_wheel(folder: Path, package: str, module: str, name: str) -> None:
     """A wheel with a documented module and a documented function."""
     with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{package}/{module}.py", MODULE.format(prose=SENTENCE.format(name) * 6, name=name))
+        wheel.writestr(
+            f"{package}/{module}.py", MODULE.format(prose=SENTENCE.format(name) * 6, name=name)
+        )
 
 
 def test_each_passage_of_packages_that_measure_nothing_is_asked_about_once(tmp_path: Path) -> None:
     for package, module, name in (
-        ("first", "sums", "add"),
+        ("first", "sums", "join"),
         ("second", "totals", "total"),
         ("arrow", "times", "shift"),  # of the prompt sets: it measures
     ):
