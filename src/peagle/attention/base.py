@@ -21,13 +21,13 @@ ALL_BEFORE = -1  # see `TreeMask`
 class TreeMask:
     """Which rows of a pass see which, where the rows of a sequence are a tree.
 
-    A row sees all of the context before the pass; of the rows of the pass it sees those on its
-    path. Sliding windows count positions, which slots are not.
+    A row sees all of the context before the pass; of the rows of the pass it sees the rows on its
+    path. Sliding windows count positions, not slots.
 
     Attributes:
         visible_T: int64, bit i says that a token sees row i of its sequence in this pass; a tree
             has at most 64 rows. ALL_BEFORE: it sees its own row and all before it, as in a prompt.
-        positions_T: int64, position of each token: that of the root plus its depth.
+        positions_T: int64, position of each token: the root's position plus the token's depth.
     """
 
     visible_T: Tensor

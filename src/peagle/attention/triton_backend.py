@@ -89,7 +89,10 @@ class TritonPreparedAttention:
         sliding_window: int | None = None,
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
-        """As `Prepared`; a UserError for a layer that is beyond the kernels."""
+        """Write the new keys and values, and return the attention over the cache.
+
+        Raises a UserError for a layer that the kernels cannot compute.
+        """
         assert cache is not None, "paged attention needs the layer's cache"
         meta = self.metadata
         plan = self._plan(query_THd, cache)
@@ -118,7 +121,7 @@ class TritonPreparedAttention:
         )
 
     def write(self, key_THd: Tensor, value_THd: Tensor, cache: LayerKVCache) -> None:
-        """As `PreparedPaged`."""
+        """Write a layer's new keys and values to its cache in one launch."""
         new, slots_T = (_rows(key_THd), _rows(value_THd)), self.metadata.slots_T
         kv_write(*new, cache.keys, cache.values, slots_T, **_scales(cache))
 

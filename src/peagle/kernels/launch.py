@@ -22,7 +22,7 @@ class DeviceLimits:
     @staticmethod
     @cache
     def of(device: torch.device) -> DeviceLimits:
-        """Return the limits of a device; for a CPU, those of a small imaginary card."""
+        """Return the limits of a device; a CPU gets the limits of a small imaginary card."""
         if device.type != "cuda":
             return DeviceLimits(num_sms=8, shared_bytes=100_000)
         found = torch.cuda.get_device_properties(device)

@@ -18,7 +18,7 @@ from peagle.kernels.upload import upload_together
 
 
 def row_depths(parents: Sequence[int]) -> list[int]:
-    """Return the depth of every row of a tree, that of the root, 0, first."""
+    """Return the depth of every row of a tree. The root is first and has depth 0."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)

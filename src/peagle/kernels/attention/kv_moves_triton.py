@@ -1,4 +1,4 @@
-"""Triton kernel of slot moves; `kv_moves` launches it and says what it computes."""
+"""Triton kernel of slot moves; `kv_moves` launches it and documents its result."""
 
 from __future__ import annotations
 

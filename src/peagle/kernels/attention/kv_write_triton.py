@@ -1,4 +1,4 @@
-"""Triton kernel of the KV write; `kv_write` launches it and says what it computes."""
+"""Triton kernel of the KV write; `kv_write` launches it and documents its result."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class QueryTiles:
 
     @staticmethod
     def of(shape: AttentionShape, block_m: int) -> QueryTiles:
-        """Choose the way with fewer tiles, in doubt the even one, which is simpler."""
+        """Choose the way with fewer tiles; with as many, the even way, because it is simpler."""
         queries = block_m // shape.group
         per_sequence = -(-shape.max_query_len // queries)
         even = shape.num_sequences * per_sequence

@@ -132,10 +132,10 @@ def advance(
     """Move the state over the a + 1 tokens that a verification emitted, and check for the end.
 
     Emitted token i is the (n + i + 1)-th output and makes the sequence first_position + i + 2
-    tokens long. It ends the output as a stop id where n + i >= min_tokens, else where the output
-    or the sequence reaches its greatest length; what is emitted behind it is not kept. The state
-    moves over all emitted tokens, kept or not: their KV is written. Inactive and finished
-    sequences emit and keep nothing, and their state stays.
+    tokens long. It ends the output as a stop id where n + i >= min_tokens, else where the output or
+    the sequence reaches its greatest length; emitted tokens behind it are not kept. The state moves
+    over all emitted tokens, kept or not: their KV is written. Inactive and finished sequences emit
+    and keep nothing, and their state stays.
 
     A next token of NO_TOKEN says that the logits were NaN or infinite: it is emitted as such and
     ends the sequence; as the last token, which is embedded, 0 stands for it.

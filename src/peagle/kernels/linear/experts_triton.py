@@ -148,8 +148,9 @@ def _finished(
     HAS_BIAS: tl.constexpr,
     WX: tl.constexpr,
 ):
-    """The sums as [BLOCK_M, BLOCK_N], with the scale of all inputs if it IS_OPEN, and with the
-    bias, rounded.
+    """Return the sums as float32 [BLOCK_M, BLOCK_N], with the bias, rounded to DTYPE.
+
+    If IS_OPEN, they are first multiplied by the scale that all inputs share.
     """
     if WX:
         acc = tl.trans(acc)

@@ -1,12 +1,11 @@
-"""Grouped products of tiled weights in Gluon, the part of Triton where programs choose layouts.
+"""Hopper only; elsewhere, and for other types, `grouped_kernel` of `experts_triton` computes it.
 
-The words go from memory straight into the registers from which the matrix unit takes them unpacked;
-`packed_weights` says how they are arranged for that. x comes to shared memory by asynchronous
-copies. `grouped_kernel` of `experts_triton` computes the same for other types and cards, more
-slowly.
+Grouped products of tiled weights in Gluon, the part of Triton where programs choose layouts. The
+words go from memory straight into the registers from which the matrix unit takes them unpacked;
+`packed_weights` documents their order. x comes to shared memory by asynchronous copies.
 
-The scales of "mxfp4" are powers of two, which a thread multiplies in while it unpacks. Those of
-"fp8" are float32 and multiply sums: once at the end where all inputs share them, else the sum of
+The scales of "mxfp4" are powers of two, which a thread multiplies in while it unpacks. The scales
+of "fp8" are float32 and multiply sums: once at the end where all inputs share them, else the sum of
 each `STEP` inputs.
 """
 
@@ -79,14 +78,14 @@ _FP8_ASM = gl.constexpr(
 
 @gluon.jit
 def _row_offsets(row, stride_row):
-    """Where the first word of rows is; tiles have 64 rows of 64 bytes."""
+    """Return the offset of the first word of each row; tiles have 64 rows of 64 bytes."""
     row = row.to(gl.int64)
     return row // 64 * stride_row + row % 64 * 64
 
 
 @gluon.jit
 def _load_words(row_ptrs, k, FORMAT: gl.constexpr, WORDS: gl.constexpr):
-    """The words of inputs k to k + STEP: [rows, 16] of "mxfp4", [rows, 32] of "fp8"."""
+    """Load the words of inputs k to k + STEP: [rows, 16] of "mxfp4", [rows, 32] of "fp8"."""
     if FORMAT == MXFP4:
         i = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :]
         offs = k // STEP * TILE_WORDS + i
@@ -98,7 +97,7 @@ def _load_words(row_ptrs, k, FORMAT: gl.constexpr, WORDS: gl.constexpr):
 
 @gluon.jit
 def _load_scales(row_ptrs, k, stride_k, STORED_K: gl.constexpr):
-    """Of each row the scale of inputs k to k + STEP, or the word of four."""
+    """Load each row's scale of inputs k to k + STEP; of "mxfp4", the word of four scales."""
     return gl.load(row_ptrs + k // STORED_K * stride_k)
 
 
@@ -114,8 +113,10 @@ def _copy_x(tile, x_ptrs, is_row, k, end, X: gl.constexpr):
 
 @gluon.jit
 def _mxfp4_operand(words, scale, WORDS: gl.constexpr, A: gl.constexpr):
-    """The numbers of words, [rows, STEP], times their scales, of which `scale` has four of a row.
-    The matrix unit takes them from the registers in which they are.
+    """Return the numbers of words times their scales, bfloat16 [rows, STEP].
+
+    `scale` has four scales a row. The matrix unit takes the numbers from the registers that hold
+    them.
     """
     rows: gl.constexpr = words.shape[0]
     group = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :] % 4
@@ -133,7 +134,7 @@ def _mxfp4_operand(words, scale, WORDS: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def _fp8_operand(words, A: gl.constexpr):
-    """The numbers of words, [rows, STEP], likewise, without a scale."""
+    """Return the numbers of words, bfloat16 [rows, STEP], for the matrix unit, without a scale."""
     rows: gl.constexpr = words.shape[0]
     numbers = gl.inline_asm_elementwise(
         _FP8_ASM, "=h,=h,=h,=h,r", [words], (gl.bfloat16,) * 4, True, 1
@@ -162,8 +163,9 @@ def _add_product(acc, operand, x_tile, B: gl.constexpr, WGMMA: gl.constexpr, FRE
 def _stored_rows(
     tile_n, num_columns, BLOCK_N: gl.constexpr, GATE: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """The rows of the weight in a tile. With a gate, 8 rows of gate and the same 8 of up take
-    turns: a thread has both of an output.
+    """Return the rows of the weight in a tile.
+
+    With a gate, 8 rows of gate and the same 8 of up take turns: a thread has both of an output.
     """
     row = gl.arange(0, 2 * BLOCK_N, layout=LAYOUT)
     if GATE == NO_GATE:
@@ -246,7 +248,7 @@ def packed_kernel(
     SCALE_K: gl.constexpr,  # inputs that share a scale; 0: all
     WGMMA: gl.constexpr,
 ):
-    """As `experts_triton.grouped_kernel`."""
+    """Compute one share of K of one tile, as `experts_triton.grouped_kernel` does."""
     if WGMMA:
         ACC: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [gl.num_warps(), 1], instr_shape=[16, BLOCK_M, 16]

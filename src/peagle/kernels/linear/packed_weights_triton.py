@@ -88,7 +88,7 @@ _MXFP4_LAST_ASM = tl.constexpr(
 
 @triton.jit
 def row_offsets(row, stride_row, FORMAT: tl.constexpr):
-    """Where the first number of rows is; see `PackedWeight.row_stride`."""
+    """Return the offset of each row's first number; `PackedWeight.row_stride` is the stride."""
     row = row.to(tl.int64)
     if FORMAT == MXFP4 or FORMAT == FP8:  # noqa: SIM109 - Triton has no `in`
         offs = row // 64 * stride_row + row % 64 * 64
@@ -109,9 +109,11 @@ def load_tiles(
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Inputs k to k + STEP. In a 4-bit format the first and the last 16 of each 32 are two tiles,
-    [ROWS, STEP / 2]; else one tile [ROWS, STEP] is given twice. With ASM the numbers of "mxfp4" are
-    those of 128 inputs, in the order of the bytes.
+    """Load inputs k to k + STEP of the rows, as two tiles.
+
+    In a 4-bit format they hold the first and the last 16 of each 32 inputs, [ROWS, STEP / 2]; else
+    one tile [ROWS, STEP] is given twice. With ASM, "mxfp4" gives the numbers of 128 inputs, in the
+    order of the bytes.
     """
     if FORMAT == FP8:
         first = _select_fp8(row_ptrs, k, num_k, STEP).to(DTYPE)
@@ -188,7 +190,7 @@ def _select_fp8(row_ptrs, k, num_k, STEP: tl.constexpr):
 
 @triton.jit
 def _pairs_fp8(words):
-    """The two bfloat16 numbers of each word, in float32, [..., 2]."""
+    """Return the two bfloat16 numbers of each word, in float32, [..., 2]."""
     low, high = words << 16, words & 0xFFFF0000
     return tl.join(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
 
@@ -221,7 +223,7 @@ def _select(
 
 @triton.jit
 def scale_of(words, k):
-    """The scale of inputs k and later out of words of four "mxfp4" scales."""
+    """Return the scale of inputs k and later out of words of four "mxfp4" scales."""
     return ((words >> (k // 32 % 4 * 8) & 0xFF) << 23).to(tl.float32, bitcast=True)
 
 

@@ -25,7 +25,7 @@ def choose_experts_kernel(
     EXPERTS: tl.constexpr,
     AMONG_CHOSEN: tl.constexpr,
 ):
-    """The experts of one token, which have the largest logits, and their shares of the softmax.
+    """Store one token's experts with the largest logits, and their shares of the softmax.
 
     A logit that is no number counts as the largest. Of equal logits the first is chosen first.
     """

@@ -313,7 +313,7 @@ def _multiply(
     *,
     swiglu: bool,
 ) -> Tensor:
-    """Launch the kernel."""
+    """Compute the product, or SwiGLU of it, with the Triton kernel and return [M, N] or [M, N / 2]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from peagle.kernels.linear import skinny_linear_triton

@@ -1,8 +1,8 @@
-"""Triton kernel of the product for few rows; `skinny_linear` launches it and says what it computes.
+"""Triton kernel of the product for few rows; `skinny_linear` launches it and documents its result.
 
-One program computes BLOCK_M rows of x times BLOCK_N rows of the weight over one share of K. It is
-the weight that costs: it is read once, tile after tile along its rows, while the next tiles are on
-their way. x is small, stays in the L2 and is read by all programs.
+One program computes BLOCK_M rows of x times BLOCK_N rows of the weight over one share of K. Reading
+the weight costs the time: it is read once, tile after tile along its rows, while the next tiles are
+on their way. x is small, stays in the L2 and is read by all programs.
 
 KIND is the way to multiply:
 0: x W^T in the matrix unit, BLOCK_M being its rows.
@@ -58,7 +58,7 @@ def _accumulate(acc, x, w, KIND: tl.constexpr):
 
 @triton.jit
 def _rows_first(acc, KIND: tl.constexpr):
-    """The sums of `_accumulate` as [BLOCK_M, BLOCK_N]."""
+    """Return the sums of `_accumulate` as [BLOCK_M, BLOCK_N]."""
     if KIND == 0:
         rows = acc
     elif KIND == 1:

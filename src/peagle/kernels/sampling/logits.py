@@ -1,7 +1,7 @@
 """Logits processing of verification rows: masks, bias, penalties, min-p and typical-p.
 
-Row j of a sequence predicts the token after its drafts 0..j-1, so every rule counts those drafts
-as if they were output: row j is then what plain decoding gives in that context, and verification of
+Row j of a sequence predicts the token after its drafts 0..j-1, so every rule counts those drafts as
+if they were output: row j is then what plain decoding gives in that context, and verification of
 the processed rows stays exact.
 
 Order:
@@ -10,12 +10,12 @@ Order:
     3. at the request's temperature min-p, then typical-p: `apply_probability_filters`;
     4. temperature, top-k and top-p: `probs_from_logits`.
 
-A row that step 1 leaves without a token keeps one: the most likely by the raw logits of those that
-grammar and allowed ids permit (the grammar alone where they share none; of all where the grammar
-permits none), whatever bias, bad words and minimum length say. The later steps always leave a
-token. So nothing outside the grammar is ever left, but in a row of which it permits nothing: one
-behind a draft that it refuses, which is never reached. Nothing here waits for the device. Logits
-may be -inf, never +inf or NaN.
+A row that step 1 leaves without a token keeps one, whatever bias, bad words and minimum length say:
+the most likely by the raw logits of the tokens that grammar and allowed ids permit. Where they
+share none, the grammar alone counts; where the grammar permits none, all tokens do. The later steps
+always leave a token. So no token outside the grammar is ever left, but in a row where the grammar
+permits nothing: a row behind a draft that it refuses, which is never reached. Nothing here waits
+for the device. Logits may be -inf, never +inf or NaN.
 
 Shapes: B sequences, R rows (packed or padded, see `kernels.sampling.logits_rules`), J = K + 1
 columns of the widest sequence, K most drafts, V vocabulary, S count slots, N entries of a sparse

@@ -41,12 +41,12 @@ class VerificationRows:
 
     @property
     def max_drafts(self) -> int:
-        """K."""
+        """Return K, the most drafts of a sequence."""
         return self.draft_tokens_BK.shape[1]
 
     @cached_property
     def columns_J(self) -> Tensor:
-        """0 to K."""
+        """Return the column numbers 0 to K."""
         return torch.arange(self.max_drafts + 1, device=self.num_drafts_B.device)
 
     @cached_property
@@ -57,28 +57,28 @@ class VerificationRows:
 
     @cached_property
     def rows_BJ(self) -> Tensor:
-        """The rows of each sequence; past its own stand repeats of its last."""
+        """Return the rows of each sequence; columns past its last row repeat that row."""
         within_BJ = torch.minimum(self.columns_J, self.num_drafts_B.unsqueeze(1))
         return self.first_row_B.unsqueeze(1) + within_BJ
 
     @cached_property
     def drafted_BK(self) -> Tensor:
-        """Where there is a draft, bool."""
+        """Return where a sequence has a draft, bool."""
         return self.columns_J[:-1] < self.num_drafts_B.unsqueeze(1)
 
     @cached_property
     def drafts_BK(self) -> Tensor:
-        """The drafts, 0 where there is none."""
+        """Return the drafts of each sequence, 0 where there is none."""
         return torch.where(self.drafted_BK, self.draft_tokens_BK, 0)
 
     @cached_property
     def sequences_R(self) -> Tensor:
-        """The sequence of a row."""
+        """Return the sequence of each row."""
         return torch.repeat_interleave(self.num_drafts_B + 1, output_size=self.num_rows)
 
     @cached_property
     def offsets_R(self) -> Tensor:
-        """The drafts before a row: its j."""
+        """Return the number of drafts before each row: its j."""
         rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
         return rows_R - self.first_row_B[self.sequences_R]
 
@@ -118,13 +118,13 @@ class TreeRows(VerificationRows):
 
     @cached_property
     def _within_R(self) -> tuple[Tensor, Tensor]:
-        """Where the tensors of the paths have a packed row."""
+        """Return the indices of each packed row in the tensors of the paths: sequence and j."""
         rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
         return self.sequences_R, rows_R - self.first_row_B[self.sequences_R]
 
     @cached_property
     def offsets_R(self) -> Tensor:
-        """The drafts before a row: its depth."""
+        """Return the number of drafts before each row: its depth."""
         return self._paths.depths_BJ[self._within_R]
 
     @property
@@ -164,13 +164,13 @@ class PaddedRows(VerificationRows):
 
     @cached_property
     def first_row_B(self) -> Tensor:
-        """b * J."""
+        """Return the first row of each sequence, b * J."""
         width = self.max_drafts + 1
         return torch.arange(0, self.num_rows, width, device=self.num_drafts_B.device)
 
     @cached_property
     def sequences_R(self) -> Tensor:
-        """r // J."""
+        """Return the sequence of each row, r // J."""
         rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
         return rows_R // (self.max_drafts + 1)
 
@@ -275,12 +275,12 @@ class LogitsRules:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody asks for anything."""
+        """Return whether no sequence sets any rule."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
     @property
     def has_penalties(self) -> bool:
-        """Whether somebody needs TokenCounts."""
+        """Return whether a sequence has a penalty, which needs `TokenCounts`."""
         penalties = (self.repetition_penalty_B, self.presence_penalty_B, self.frequency_penalty_B)
         return any(penalty is not None for penalty in penalties)
 

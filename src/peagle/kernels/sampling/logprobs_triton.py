@@ -77,7 +77,7 @@ def join_logprobs_kernel(
     CHUNKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The columns of one row from its chunks."""
+    """Join the chunks of one row into its columns of the table."""
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     known = c < num_chunks

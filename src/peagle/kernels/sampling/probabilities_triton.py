@@ -36,7 +36,7 @@ CAPACITY = 2048
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """What is known of each row's distribution.
+    """The statistics of each row's distribution.
 
     Attributes:
         max_R: greatest logit, float32.

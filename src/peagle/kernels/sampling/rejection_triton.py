@@ -96,8 +96,8 @@ def _load_drafts(
     max_drafts,
     HAS_INDEX: tl.constexpr,
 ):
-    """Of the drafts of a sequence: p and q, whether they were drawn, whether they are the target's
-    own tokens, and how many of them can pass: those before the first row without an own token.
+    """Load p and q of a sequence's drafts, whether each was drawn, and whether it is the target's
+    own token; and how many can pass: the drafts before the first row without an own token.
     """
     temperature = tl.load(temperature_ptr + b)
     drafted = j < tl.load(num_drafts_ptr + b)
@@ -166,7 +166,7 @@ def weigh_rejected_kernel(
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The weight of max(p_j p - q, 0) in one chunk of the row of each draft j that can pass."""
+    """Store the sum of max(p_j p - q, 0) in one chunk of the row of each draft j that can pass."""
     b = tl.program_id(0)
     chunk = tl.program_id(1)
     if tl.load(active_ptr + b) != 0:

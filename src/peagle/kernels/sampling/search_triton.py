@@ -28,7 +28,7 @@ _HUGE = tl.constexpr(2.0**100)
 
 @triton.jit
 def temperature_rate(temperature):
-    """1 / (temperature * log 2), limited to what float32 can hold; of greedy, that of 1."""
+    """Return 1 / (temperature * log 2), limited to float32; a greedy row counts as temperature 1."""
     scale = tl.minimum(tl.maximum(temperature.to(tl.float32), TINY), _HUGE)
     return _LOG2_E / tl.where(temperature == 0, 1.0, scale)
 
@@ -47,7 +47,7 @@ def keys_of(weights):
 
 @triton.jit
 def is_kept(weights, v, threshold, last_tie):
-    """Whether tokens v of these weights are among the kept."""
+    """Return whether tokens v of these weights are among the kept."""
     keys = keys_of(weights)
     return (keys > threshold) | ((keys == threshold) & (v <= last_tie))
 
@@ -78,7 +78,7 @@ def measure(row_ptr, vocab_size, best, rate, t1, t2, t3, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_open(low, n_low, high, n_high, k):
-    """Whether the search goes on: more keys than one, and not just the tokens that are wanted."""
+    """Return whether the search goes on: more keys than one are left, and more tokens than wanted."""
     return (high - low > 1) & (n_low - n_high > 1) & (n_low != k)
 
 
@@ -167,7 +167,7 @@ def search(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The greatest key at or above which there are k tokens, or (k = 0) the weight `mass`.
+    """Find the greatest key at or above which there are k tokens, or (k = 0) the weight `mass`.
 
     [low, high) always holds it. Ends when high is low + 1, or when exactly the tokens at or above
     low are wanted. `held` tokens above low are in the buffer, -1: not yet. Returns (held, low, its

@@ -55,7 +55,7 @@ def best_first_trees(
         num_parallel_trees: most children of the root.
         max_nodes: N.
         temperature: above 0; sharpens the scores.
-        children: the candidates after each node; None takes those of the slot for every node.
+        children: the candidates after each node; None takes the slot's candidates for every node.
 
     Returns:
         Token (index into V) and parent row of each node, int64 [B, N], and its path's score, float

@@ -66,7 +66,7 @@ def _best_of_part_kernel(
     PART: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The C likeliest tokens of a part, and log sum exp(l / temperature) of its others."""
+    """Store the C likeliest tokens of a part, and log sum exp(l / temperature) of its other tokens."""
     row, part = tl.program_id(0), tl.program_id(1)
     at = (row // num_slots).to(tl.int64) * stride_sequence + row % num_slots * stride_slot
     token = part * PART + tl.arange(0, PART)
@@ -81,7 +81,7 @@ def _best_of_part_kernel(
 
 @triton.jit
 def _log_sum_exp(x, inside):
-    """log sum exp of what is inside; a number far below all others where that is nothing."""
+    """Return log sum exp of the items inside; a number far below all others if none is inside."""
     x = tl.where(inside, x, -float("inf"))
     most = tl.maximum(tl.max(x, 0), -1e30)
     total = tl.sum(tl.exp(x - most), 0)  # at least 1, or nothing is inside
@@ -100,7 +100,7 @@ def _best_of_slot_kernel(
     PARTS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The C likeliest tokens of a slot, and log sum exp(l / temperature) of all others."""
+    """Store the C likeliest tokens of a slot, and log sum exp(l / temperature) of all others."""
     row = tl.program_id(0)
     i, p = tl.arange(0, PARTS * C), tl.arange(0, PARTS)
     at = row.to(tl.int64) * num_parts * C + i
@@ -126,7 +126,7 @@ def _children(
     inverse_temperature,
     C: tl.constexpr,
 ):
-    """The scores of the candidates behind a node; -inf where there is none."""
+    """Return the scores of the candidates behind a node; -inf where there is none."""
     c = tl.arange(0, C)
     logit = tl.load(logits_ptr + slot * C + c)
     others = tl.load(others_ptr + slot)
@@ -168,9 +168,9 @@ def _grow_kernel(
     IS_CORRECTED: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
-    """The tree of one sequence: N times the best of all paths that a node's next child would end.
+    """Grow the tree of one sequence: N times, add the best child that any row does not have yet.
 
-    `scores` holds those of the children of every row that are not in the tree yet.
+    `scores` holds, for every row, the scores of its children that are not in the tree yet.
     """
     b = tl.program_id(0)
     depth = tl.load(depths_ptr + b)
@@ -240,7 +240,7 @@ def _part_size(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GrowthScratch:
-    """What the launches hand on: the best of parts, those of slots, the scores of children."""
+    """The buffers between the launches: the best of parts and of slots, the scores of children."""
 
     best_RPC: Tensor
     best_tokens_RPC: Tensor

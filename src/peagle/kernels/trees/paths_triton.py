@@ -34,7 +34,7 @@ def place_rows_kernel(
     ROWS: tl.constexpr,
     PADDING: tl.constexpr,
 ):
-    """The paths and positions of one sequence's rows; the last program has the padding."""
+    """Store the paths and positions of one sequence's rows; the last program fills the padding."""
     b = tl.program_id(0)
     start = tl.load(start_loc_ptr + b)
     if b == num_seqs:
@@ -88,7 +88,7 @@ def descend_kernel(
     ROWS: tl.constexpr,
     PADDING: tl.constexpr,
 ):
-    """The path of one sequence, its rows brought together; the last program has the padding."""
+    """Store the accepted path of one sequence and its rows; the last program fills the padding."""
     b = tl.program_id(0)
     start = tl.load(start_loc_ptr + b)
     if b == num_seqs:
