@@ -227,6 +227,7 @@ def attend_kernel(
     # In a short context it has no keys, and so the time for what has to be done once.
     is_last_split = split == num_splits - 1
 
+    # Find the sequence of this tile and its rows.
     offs_d = tl.arange(0, BLOCK_D)
     offs_m = tl.arange(0, BLOCK_M)
     in_row = offs_d < HEAD_DIM
@@ -273,6 +274,7 @@ def attend_kernel(
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < table_width, other=0)
     block = block.to(OFFSET)
 
+    # Fill the padding with zeros.
     if is_last_split:
         # Rows beyond the last sequence pad the batch: zero, so that nothing later sees a NaN.
         of_head = (offs_m < GROUP)[:, None] & in_row[None, :]
@@ -283,6 +285,7 @@ def attend_kernel(
     if first_query >= num_queries:
         return
 
+    # Locate the rows of the tile in the batch and in the output.
     query = first_query + offs_m // GROUP
     is_row = (offs_m < BLOCK_Q * GROUP) & (query < num_queries)
     mask = is_row[:, None] & in_row[None, :]
@@ -293,6 +296,7 @@ def attend_kernel(
     row = ((query_start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP)) + head
     out_tile = out_ptr + (row * HEAD_DIM)[:, None] + offs_d[None, :]
 
+    # Write the new keys and values into the cache.
     if WRITE_ROWS:
         key_ptr += kv_head * stride_key_head
         value_ptr += kv_head * stride_value_head
@@ -318,6 +322,7 @@ def attend_kernel(
                 ROWS=WRITE_ROWS,
                 LIMIT=LIMIT,
             )
+    # End here where this split has no keys.
     if IS_SPLIT:  # noqa: SIM102 (one is known when the kernel is compiled)
         if num_own == 0:
             if is_last_split & (num_active == 0):
@@ -325,6 +330,7 @@ def attend_kernel(
                 tl.store(out_tile, nothing, mask=mask)
             return
 
+    # Load the queries.
     source = (query_start + query).to(tl.int64) * stride_query_row + head * stride_query_head
     q = tl.load(query_ptr + source[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
@@ -332,6 +338,7 @@ def attend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     num_open = 0
+    # Attend to the keys that all rows see.
     if OPEN_TILES:
         # Of a prompt most tiles of keys are visible to all rows of a tile.
         num_visible = tl.minimum(num_cached + first_query + 1, high) // BLOCK_N - first_keys
@@ -351,6 +358,7 @@ def attend_kernel(
             if HAS_SOFTCAP:
                 scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
             highest, total, acc = _add_tile(scores, v, highest, total, acc, q.dtype)
+    # Attend to the other keys, masked.
     for i in range(num_open, num_own):
         key = (first_keys + i * step) * BLOCK_N + tl.arange(0, BLOCK_N)
         # Nothing else is loaded: unused and hidden slots may hold NaN, and 0 * NaN is NaN.
@@ -362,6 +370,7 @@ def attend_kernel(
         else:
             keys_mask = is_key[None, :] & in_row[:, None]
             values_mask = is_key[:, None] & in_row[None, :]
+        # Load keys and values, the new ones from their rows.
         if WRITE_ROWS:
             # With or without a slot: to ask for it would be one more load to wait for.
             is_new = key >= num_cached
@@ -395,9 +404,11 @@ def attend_kernel(
         ahead = key + BLOCK_N * step
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < high, other=0).to(OFFSET)
 
+        # Multiply and scale.
         scores = tl.dot(q, as_read(k, q.dtype), input_precision="ieee") * score_scale
         if HAS_SOFTCAP:
             scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
+        # Hide the keys that a row does not see.
         key_position = key
         if HAS_TREE:
             key_row = key - num_cached
@@ -416,6 +427,7 @@ def attend_kernel(
         scores = tl.where(visible, scores, float("-inf"))
         highest, total, acc = _add_tile(scores, v, highest, total, acc, q.dtype)
 
+    # Store the share of this split, and let the last split to arrive combine all shares.
     is_part = False
     if IS_SPLIT:
         is_part = num_active > 1

@@ -232,6 +232,7 @@ def advance(
     tl.store(accepted_out_ptr + b, num_accepted)
     tl.store(next_out_ptr + b, tl.maximum(next_token, 0))
 
+    # Store the emitted tokens: the accepted drafts and the next token.
     j = tl.arange(0, COLUMNS)
     is_emitted = j < num_emitted
     drafted = is_emitted & (j < num_accepted)
@@ -239,6 +240,7 @@ def advance(
     tokens = tl.where(is_emitted & (j == num_accepted), next_token, tokens)
     tl.store(emitted_ptr + b * (max_drafts + 1) + j, tokens, mask=j <= max_drafts)
 
+    # Find the first emitted token that ends the output.
     e = tl.arange(0, STOP_IDS)
     stop_ids = tl.load(stop_ids_ptr + b * num_stop_ids + e, mask=e < num_stop_ids, other=-1)
     hits = (tokens[:, None] == stop_ids[None, :]) & (stop_ids[None, :] >= 0)
@@ -255,6 +257,7 @@ def advance(
     finish = tl.where(last < COLUMNS, reason, finish)
     tl.store(kept_ptr + b, tl.minimum(num_emitted, last + 1))
 
+    # Move the state, and choose the next number of drafts.
     first += num_emitted
     room = tl.maximum(draft_end - 1 - first, 0)
     drafts = tl.minimum(tl.load(num_speculative_ptr + b), room)

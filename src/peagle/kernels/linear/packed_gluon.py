@@ -249,6 +249,7 @@ def packed_kernel(
     WGMMA: gl.constexpr,
 ):
     """Compute one share of K of one tile, as `experts_triton.grouped_kernel` does."""
+    # Choose the layouts of sums, operands and x.
     if WGMMA:
         ACC: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [gl.num_warps(), 1], instr_shape=[16, BLOCK_M, 16]
@@ -269,6 +270,7 @@ def packed_kernel(
     tile = gl.program_id(TILES)
     tile_n = gl.program_id(1 - TILES) // SPLIT_K
     split = gl.program_id(1 - TILES) % SPLIT_K
+    # Find the expert and the assignments of this tile.
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
     if MODE == 0:
         expert = tile * 0
@@ -289,6 +291,7 @@ def packed_kernel(
     # Scales of "mxfp4", four in a word, multiply numbers; those of "fp8" multiply sums.
     STORED_K: gl.constexpr = STEP if FORMAT == MXFP4 else SCALE_K
     SCALES: gl.constexpr = gl.SliceLayout(1, WORDS if FORMAT == MXFP4 else ACC)
+    # Locate the weight's rows, their scales and x.
     num_stored = num_columns if GATE == NO_GATE else 2 * num_columns
     row = _stored_rows(tile_n, num_columns, BLOCK_N, GATE, gl.SliceLayout(1, WORDS))
     scale_row = _stored_rows(tile_n, num_columns, BLOCK_N, GATE, SCALES)
@@ -303,6 +306,7 @@ def packed_kernel(
     scale_ptrs = scale_ptr + expert * stride_scale_expert + scale_row * stride_scale_row
     x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[:, None] * stride_x
 
+    # Sum the products over this share of K.
     acc = gl.zeros([2 * BLOCK_N, BLOCK_M], gl.float32, ACC)
     share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
     begin = split * share
@@ -316,6 +320,7 @@ def packed_kernel(
         scale = _load_scales(scale_ptrs, first, stride_scale_k, STORED_K)
     stage = 0
     for k in range(begin, end, STEP):
+        # Wait for x of this step, and start the loads of later steps.
         async_copy.wait_group(STAGES - 2)
         if WGMMA:
             fence_async_shared()
@@ -326,6 +331,7 @@ def packed_kernel(
         next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
         if SCALE_K > 0:
             next_scale = _load_scales(scale_ptrs, later, stride_scale_k, STORED_K)
+        # Unpack the words and multiply.
         x_tile = x_tiles.index(stage)
         if FORMAT == MXFP4:
             operand = _mxfp4_operand(words, scale, WORDS, A)
@@ -341,6 +347,7 @@ def packed_kernel(
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
 
+    # Add up the shares; only the last program to arrive goes on.
     n = gl.arange(0, 2 * BLOCK_N, layout=gl.SliceLayout(1, ACC))
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
     if SPLIT_K > 1:
@@ -356,6 +363,7 @@ def packed_kernel(
         acc = _sum_shares(partial_ptrs, SPLIT_K, SIZE)
         gl.store(arrivals_ptr + tile, 0)
 
+    # Scale, add the bias and round.
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     if SCALE_K == 0:
         acc *= gl.load(scale_ptrs)[:, None]
@@ -369,6 +377,7 @@ def packed_kernel(
         bias = gl.load(bias_ptr + expert * num_stored + stored, mask=is_output, other=0.0)
         acc += bias.to(gl.float32)[:, None]
     out = acc.to(DTYPE)
+    # Apply the gate and store.
     assignment = gl.convert_layout(assignment, gl.SliceLayout(0, ACC)).to(gl.int64)
     is_row = gl.convert_layout(is_row, gl.SliceLayout(0, ACC))
     if GATE == NO_GATE:

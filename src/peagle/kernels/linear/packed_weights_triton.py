@@ -253,6 +253,7 @@ def unpack_kernel(
     """out = scale * (q - zero), of ROWS rows and STEPS times STEP inputs. Inputs of a step share a
     scale, or a word of four.
     """
+    # Locate the rows and their scales.
     expert = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = (row < num_rows)[:, None]
@@ -266,10 +267,12 @@ def unpack_kernel(
     for i in tl.static_range(STEPS):
         k = (tl.program_id(1) * STEPS + i) * STEP
         offs = first_offs + tl.minimum(k, num_k - 1) // INPUTS * stride_scale_k
+        # Load scales, zeros and numbers.
         scale = tl.load(scale_ptr + offs)[:, None]
         if HAS_ZERO:
             zero = tl.load(zero_ptr + offs).to(tl.int32)
         first, last = load_tiles(row_ptrs, zero, k, num_k, STEP, DTYPE, FORMAT, EVEN_K, ASM)
+        # Find the input of each number, scale and store.
         if FORMAT < INT4:
             offs_k = k + tl.arange(0, STEP)[None, :]
         else:

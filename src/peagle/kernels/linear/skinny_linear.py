@@ -313,7 +313,7 @@ def _multiply(
     *,
     swiglu: bool,
 ) -> Tensor:
-    """Compute the product, or SwiGLU of it, with the Triton kernel and return [M, N] or [M, N / 2]."""
+    """Return the product [M, N], or its SwiGLU [M, N / 2], from the Triton kernel."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from peagle.kernels.linear import skinny_linear_triton

@@ -122,6 +122,7 @@ def skinny_kernel(
     X_TMA: tl.constexpr,
 ):
     """A tile of the output, or one share of its sum over K."""
+    # Find the tile of the output and the share of K.
     program = tl.program_id(0)
     tile_n = program // SPLIT_K
     split = program % SPLIT_K
@@ -146,6 +147,7 @@ def skinny_kernel(
 
     is_row = offs_m[:, None] < num_rows
     x_ptrs = is_row if X_TMA else x + offs_m.to(tl.int64)[:, None] * stride_x
+    # Sum the products over this share of K.
     if KIND == 0:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     elif KIND == 1:
@@ -168,6 +170,7 @@ def skinny_kernel(
             w = _load_weight(weight, up_ptrs, first_up, k, num_k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
             up = _accumulate(up, x_tile, w, KIND)
 
+    # Add up the shares; only the last program to arrive stores.
     acc = _rows_first(acc, KIND)
     up = _rows_first(up, KIND)
     if SPLIT_K > 1:

@@ -26,7 +26,7 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 def draw_chunk(vocab_size: int) -> int:
-    """Return the tokens of a chunk, whatever the number of rows: so a draw does not depend on it."""
+    """Return the tokens of a chunk. The number of rows has no part in it, nor in a draw."""
     return min(2048, triton.next_power_of_2(vocab_size))
 
 
@@ -120,17 +120,20 @@ def draw_kernel(
         token = tl.load(argmax_ptr + row)
         temperature = tl.load(temperature_ptr + sequence)
         if temperature != 0:
+            # Draw the random number of the row's position.
             if HAS_OFFSETS:
                 offset = tl.load(offsets_ptr + row)
             else:
                 offset = row - tl.load(start_loc_ptr + sequence)
             position = tl.load(positions_ptr + sequence) + offset + first
             u = uniform(tl.load(seeds_ptr + sequence), position, PURPOSE)
+            # Choose the chunk.
             c = tl.arange(0, CHUNKS)
             at = row * num_chunks + c
             sums = tl.load(weights_ptr + at, mask=c < num_chunks, other=0.0)
             target = u * tl.sum(sums)
             chunk, before = pick(sums, c, target)
+            # Choose the token in the chunk.
             v = chunk * CHUNK + tl.arange(0, CHUNK)
             weights = kept_weights(
                 logits_ptr + row * row_stride,

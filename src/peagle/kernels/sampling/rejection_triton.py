@@ -170,6 +170,7 @@ def weigh_rejected_kernel(
     b = tl.program_id(0)
     chunk = tl.program_id(1)
     if tl.load(active_ptr + b) != 0:
+        # Load p and q of the drafts.
         j = tl.arange(0, COLUMNS)
         p, q, is_drawn, _is_own, num_sound = _load_drafts(
             b, j, logits_ptr, row_stride, start_loc_ptr, temperature_ptr, num_drafts_ptr, max_ptr,
@@ -179,6 +180,7 @@ def weigh_rejected_kernel(
         num_drafts = tl.load(num_drafts_ptr + b)
         _is_block, before, _behind = _shares(j, p, q, is_drawn, num_drafts)
         first_row = tl.load(start_loc_ptr + b).to(tl.int64)
+        # Sum what the target gives above the drafter in this chunk, row by row.
         for i in range(tl.minimum(num_sound, num_drafts)):
             row = first_row + i
             weight = tl.full((), 0.0, tl.float64)
@@ -237,6 +239,7 @@ def draw_rejected_kernel(
     """
     b = tl.program_id(0)
     if tl.load(active_ptr + b) != 0:
+        # Load p and q of the drafts.
         j = tl.arange(0, COLUMNS)
         p, q, is_drawn, is_own, num_sound = _load_drafts(
             b, j, logits_ptr, row_stride, start_loc_ptr, temperature_ptr, num_drafts_ptr, max_ptr,
@@ -249,6 +252,7 @@ def draw_rejected_kernel(
         first_row = tl.load(start_loc_ptr + b).to(tl.int64)
         position = tl.load(num_outputs_ptr + b)
         seed = tl.load(seeds_ptr + b)
+        # Count the accepted drafts.
         u = uniform(seed + j * 0, position * _PER_STEP + j, _ACCEPT)
         c = tl.arange(0, CHUNKS)
         if is_block:
@@ -265,6 +269,7 @@ def draw_rejected_kernel(
             passes = can_pass & tl.where(is_drawn, u * q < p, is_own)
             num_accepted = tl.min(tl.where(passes, COLUMNS, j))
         tl.store(accepted_ptr + b, num_accepted.to(tl.int64))
+        # Weigh the leftover of the row behind them.
         is_rejected = tl.max(tl.where(is_drawn & can_pass & (j == num_accepted), 1, 0))
         row = first_row + num_accepted
         mask = c < num_chunks * is_rejected
@@ -273,6 +278,7 @@ def draw_rejected_kernel(
         # p = q to the last bit leaves nothing over: then the draw from p stays, as in the
         # reference. NaN compares as false.
         if total > 0:
+            # Draw the replacement: first the chunk, then the token in it.
             target = uniform(seed, position + num_accepted, _SAMPLE) * total
             chunk, passed = pick(sums, c, target)
             v = chunk * CHUNK + tl.arange(0, CHUNK)

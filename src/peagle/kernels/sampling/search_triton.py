@@ -28,7 +28,7 @@ _HUGE = tl.constexpr(2.0**100)
 
 @triton.jit
 def temperature_rate(temperature):
-    """Return 1 / (temperature * log 2), limited to float32; a greedy row counts as temperature 1."""
+    """Return 1 / (temperature * log 2), limited to float32; temperature 0 counts as 1."""
     scale = tl.minimum(tl.maximum(temperature.to(tl.float32), TINY), _HUGE)
     return _LOG2_E / tl.where(temperature == 0, 1.0, scale)
 
@@ -78,7 +78,7 @@ def measure(row_ptr, vocab_size, best, rate, t1, t2, t3, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_open(low, n_low, high, n_high, k):
-    """Return whether the search goes on: more keys than one are left, and more tokens than wanted."""
+    """Return whether the search goes on: keys are left, and more tokens than the wanted ones."""
     return (high - low > 1) & (n_low - n_high > 1) & (n_low != k)
 
 
@@ -177,6 +177,7 @@ def search(
     n_high = tl.full((), 0, tl.int32)
     w_high = tl.full((), 0.0, tl.float32)
     passes = tl.full((), 0, tl.int32)
+    # Narrow over the whole row, then copy the tokens that are left into the buffer.
     if held < 0:
         low, n_low, w_low, high, n_high, w_high, passes = _narrow(
             row_ptr,
@@ -198,6 +199,7 @@ def search(
             # The ties at low need no room: their count and weight are known.
             held = _compact(row_ptr, vocab_size, best, rate, low, buffer_ptr, BLOCK)
             passes += 1
+    # Narrow over the buffer.
     if held >= 0:
         low, n_low, w_low, high, n_high, w_high, _short = _narrow(
             buffer_ptr,

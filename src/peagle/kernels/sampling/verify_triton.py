@@ -159,6 +159,7 @@ def match_kernel(
     num_drafts = tl.where(is_active, tl.load(num_drafts_ptr + b).to(tl.int32), -1)
     first_row = tl.load(start_loc_ptr + b).to(tl.int64)
     j = tl.arange(0, COLUMNS)
+    # Count the drafts that equal the target's own tokens.
     own = tl.load(tokens_ptr + first_row + j, mask=j <= num_drafts, other=_NO_TOKEN)
     drafted = j < num_drafts
     drafts = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0)
@@ -169,6 +170,7 @@ def match_kernel(
         num_accepted = num_accepted_synthetically(
             b, num_accepted, num_drafts, rates_ptr, synthetic_seeds_ptr, num_outputs_ptr, COLUMNS
         )
+    # Move the state over them.
     next_token = tl.sum(tl.where(j == num_accepted, own, 0))
     advance(
         b,

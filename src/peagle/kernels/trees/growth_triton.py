@@ -66,7 +66,7 @@ def _best_of_part_kernel(
     PART: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Store the C likeliest tokens of a part, and log sum exp(l / temperature) of its other tokens."""
+    """Store the C likeliest tokens of a part, and log sum exp(l / temperature) of its others."""
     row, part = tl.program_id(0), tl.program_id(1)
     at = (row // num_slots).to(tl.int64) * stride_sequence + row % num_slots * stride_slot
     token = part * PART + tl.arange(0, PART)
@@ -177,11 +177,13 @@ def _grow_kernel(
     first_slot = b * num_slots
     c, row = tl.arange(0, C), tl.arange(0, ROWS)
     scores_ptr += b.to(tl.int64) * ROWS * C
+    # Load the correction's down projection.
     if IS_CORRECTED:
         w, r = tl.arange(0, WIDTH), tl.arange(0, RANK)
         down_inside = (r < rank)[:, None] & (w < width)[None, :]
         down = tl.load(down_ptr + r[:, None] * width + w[None, :], mask=down_inside, other=0)
         down = down.to(tl.float32)
+    # Score the children of the root.
     nothing = tl.zeros((C,), dtype=tl.float32)
     children = _children(0.0, nothing, logits_ptr, others_ptr, first_slot, inverse_temperature, C=C)
     children = tl.where((c < num_candidates) & (depth > 0), children, -float("inf"))
@@ -192,6 +194,7 @@ def _grow_kernel(
     num_left = num_roots + tl.cast(0, tl.int32)  # a 1 is a constant otherwise
     for n in range(N):
         tl.debug_barrier()
+        # Find the best child that is left.
         best = tl.max(front, 0)
         parent = tl.min(tl.where(front == best, row, ROWS - 1), 0)
         above = tl.sum(tl.where(row == parent, depths, 0), 0)
@@ -199,14 +202,17 @@ def _grow_kernel(
         at = tl.min(tl.where(children == best, c, C - 1), 0)
         slot = first_slot + tl.minimum(above, num_slots - 1)
         token = tl.load(tokens_ptr + slot * C + at)
+        # Store it as node n.
         tl.store(out_tokens_ptr + b * N + n, token.to(tl.int64))
         tl.store(out_parents_ptr + b * N + n, parent.to(tl.int64))
         tl.store(out_scores_ptr + b * N + n, best)
+        # Take it off its parent's children.
         children = tl.where(c == at, -float("inf"), children)
         tl.store(scores_ptr + parent * C + c, children)
         num_left -= (parent == 0).to(tl.int32)
         next_best = tl.where((parent > 0) | (num_left > 0), tl.max(children, 0), -float("inf"))
         front = tl.where(row == parent, next_best, front)
+        # Score its own children.
         own_depth = above + 1
         depths = tl.where(row == n + 1, own_depth, depths)
         if (own_depth < depth) & (best > -float("inf")):

@@ -97,6 +97,7 @@ def descend_kernel(
             tl.store(rows_ptr + at, at, mask=at < num_rows)
         return
     count = tl.load(start_loc_ptr + b + 1) - start
+    # Load the tree.
     row = tl.arange(0, ROWS)
     is_node = (row > 0) & (row <= N)
     parent = tl.load(parents_ptr + b * parents_stride + row - 1, mask=is_node, other=-1)
@@ -104,6 +105,7 @@ def descend_kernel(
     num_drafts = tl.where(tl.load(running_ptr + b) != 0, tl.load(num_drafts_ptr + b), 0)
     is_node = is_node & (row <= num_drafts)
     root_slot = tl.load(slots_ptr + start, mask=count > 0, other=-1)
+    # Descend from the root while a child is the target's own token.
     at = tl.cast(0, tl.int32)
     accepted = at
     goes_on = count > 0
