@@ -1,8 +1,8 @@
 """Decoder layers under torch.compile, one graph each, with attention as an opaque operator.
 
 The operator `peagle::paged_attention` finds its layer by a handle, a number in a CPU tensor. It
-looks up the KV cache and the prepared pass when it runs, so the compiler sees neither: an operator
-that names what it writes to made Inductor copy the whole cache. The handle is an input of the
+looks up the KV cache and the prepared pass when it runs, so the compiler sees neither: Inductor
+copied the whole cache for an operator that named it as an output. The handle is an input of the
 graph, not a constant in it, so that equal layers share one compiled graph.
 
     compiled = compile_layers(target.model, buckets=(1, 2, 4, 8, 16))
@@ -70,7 +70,7 @@ class LayerAttention(ABC):
         self.current = attend
 
     def end(self) -> None:
-        """End the pass."""
+        """End the pass of the compiled layer: `current` is None again."""
         self.current = None
 
 

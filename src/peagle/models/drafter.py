@@ -317,7 +317,7 @@ class DrafterLayer(nn.Module):
         return self.self_attn.project_keys(self._inputs(hidden, embedding)[1], rope)
 
     def _inputs(self, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual, and what the projections read."""
+        """Return the residual and the inputs of the projections."""
         if self.hidden_norm is None:
             return hidden, self.input_layernorm(hidden)
         normed = self.hidden_norm(hidden)

@@ -37,8 +37,8 @@ _NUM_PROBE_TOKENS = 5
 class FusedProjections(nn.Module, ABC):
     """Several linear projections of one input as one product.
 
-    Its tensors appear in `parameters()` or `buffers()`; in `state_dict()` those of `FusedLinear`
-    keep the names and shapes of the projections that they came from, see `FusedPart`.
+    Its tensors appear in `parameters()` or `buffers()`. The tensors of `FusedLinear` keep, in
+    `state_dict()`, the names and shapes of the projections that they came from, see `FusedPart`.
 
     Attributes:
         sizes: outputs of each projection.
@@ -72,7 +72,7 @@ class FusedProjections(nn.Module, ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is kept for a projection still to be asked for."""
+        """Return whether no output is kept for a projection still to be asked for."""
         return all(columns is None for columns in self._columns)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ class FusedPart(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """[outputs], a view."""
+        """Return the projection's bias, [outputs], a view; None if it has none."""
         return self._tensors().get("bias")
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -297,7 +297,7 @@ class _Group:
 
 
 def _kind(linear: nn.Linear | PackedLinear) -> tuple[Any, ...]:
-    """What projections that become one product have in common."""
+    """Return the properties that projections must share to become one product."""
     if isinstance(linear, nn.Linear):
         return (linear.in_features, linear.weight.dtype, linear.weight.device)
     packed = linear.packed

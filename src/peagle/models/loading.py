@@ -107,7 +107,7 @@ def find_model(name_or_path: str | os.PathLike[str], role: Role = "target") -> P
 def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
     """Return the configuration with its head in a folder, to which the hub's heads are fetched.
 
-    K is that of the head where none is given (`with_depth`).
+    K comes from the head where none is given (`with_depth`).
 
     Raises:
         UserError: as `resolve_model`.

@@ -2,7 +2,8 @@
 
 `models.quantization_scheme` says how the weight of a layer is stored; the shape and the type of
 every tensor of the layer follow from that and from the layer's sizes. `check_linear` compares them
-with what is there, without the values. Activations stay as they are: scales for them are left out.
+with the stored tensors, without the values. Activations stay as they are: scales for them are left
+out.
 
 | method | weights |
 |---|---|
@@ -91,12 +92,12 @@ class StoredLinear:
 
     @property
     def scale_name(self) -> str:
-        """The last name of the tensor of scales."""
+        """Return the last name of the tensor of scales."""
         return next(suffix for suffix in self.tensors if suffix in _SCALE_NAMES)
 
     @property
     def format_text(self) -> str:
-        """What weights that are stacked, as those of experts are, must have in common."""
+        """Return the format as text; stacked weights, as experts' are, must have it in common."""
         zeros = ", zero points" if "weight_zero_point" in self.tensors else ""
         return f"{self.kind}, a scale for {self.block[0]} x {self.block[1]}{zeros}"
 
@@ -199,7 +200,7 @@ def check_linear(
 def read_linear(
     read: Read, name: str, shape: tuple[int, int], quantization: Mapping[str, Any]
 ) -> PackedLinearWeight:
-    """Read the packed weight of a linear layer; the arguments are those of `check_linear`.
+    """Read the packed weight of a linear layer; `check_linear` describes the arguments.
 
     Raises:
         CheckpointError: as `check_linear`; or scales, zero points or the order of inputs have
@@ -291,7 +292,7 @@ def _kind_of(scheme: Scheme, read: Read, name: str) -> Kind:
 def _block_of(
     block: tuple[int, int], shape: tuple[int, int], kind: Kind, name: str
 ) -> tuple[int, int]:
-    """The rows and inputs of a scale of a layer, of a block in which 0 are all of them."""
+    """Return the rows and inputs that share a scale in a layer; 0 in `block` means all of them."""
     n, k = shape
     rows, inputs = block[0] or n, min(block[1] or k, k)
     is_whole = inputs == k or (inputs % _MIN_INPUTS == 0 and (kind == "fp8" or k % inputs == 0))
@@ -312,7 +313,7 @@ def _block_of(
 
 
 def _scale_shapes(block: tuple[int, int], shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """The shapes that scales of a block may have, the usual one first."""
+    """Return the shapes that scales of a block may have, the usual one first."""
     rows, columns = -(-shape[0] // block[0]), -(-shape[1] // block[1])
     shapes: list[tuple[int, ...]] = [(rows, columns)]
     if columns == 1:
@@ -327,7 +328,7 @@ def _expected(
     shape: tuple[int, int],
     read: Read,
 ) -> dict[str, _Expected]:
-    """What the tensors of a layer must be, by their last names."""
+    """Return the types and shapes that the tensors of a layer must have, by their last names."""
     (n, k), group = shape, blocks[0][1]
     int32 = (torch.int32,)
     if kind in _IN_COLUMNS:

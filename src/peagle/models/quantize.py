@@ -117,7 +117,7 @@ def pack(weight_NK: Tensor, quantization: Quantization, name: str) -> PackedWeig
 
 
 def _routers(model: nn.Module, experts: Any, names: Mapping[int, str]) -> Iterator[nn.Linear]:
-    """The linear layers beside experts that choose among them, or open and close one of them."""
+    """Yield the linear layers beside experts that choose among them, or open and close one."""
     beside = model.get_submodule(names[id(experts)].rpartition(".")[0])
     for module in beside.modules():
         if isinstance(module, nn.Linear) and module.out_features in (1, experts.num_experts):

@@ -151,8 +151,8 @@ def load_drafter(
 ) -> Drafter:
     """Load a head for `target`, onto its device.
 
-    `embed_tokens` and `lm_head` may be absent: they are then the target's own, as in vLLM, and of
-    lm_head the rows of the draft vocabulary (`checkpoint.ends`). Weights of linear layers may be
+    `embed_tokens` and `lm_head` may be absent: the target's own stand in, as in vLLM, of lm_head
+    the rows of the draft vocabulary (`checkpoint.ends`). Weights of linear layers may be
     quantised (`models.quantization`).
 
     Args:
@@ -160,7 +160,7 @@ def load_drafter(
         target: the model it drafts for.
         dtype: type of the weights; None takes the target's.
         check_target: compare the fingerprint where the head has one.
-        unpack: compute plain weights of quantised ones; else those of the layers stay packed.
+        unpack: compute plain weights of quantised ones; else the layers' weights stay packed.
 
     Raises:
         CheckpointError: another target; a tensor missing, unknown or misshapen; a pickle.
@@ -203,7 +203,7 @@ def kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:
 
 
 def check_fits(config: DrafterConfig, target: TargetSizes, head: str) -> None:
-    """Refuse a head whose sizes are not those of `target`.
+    """Refuse a head whose sizes differ from `target`'s.
 
     Raises:
         CheckpointError: naming both sizes.

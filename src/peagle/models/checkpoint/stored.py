@@ -75,17 +75,20 @@ class StoredHead:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether weights of linear layers are stored quantised."""
+        """Return whether weights of linear layers are stored quantised."""
         return bool(quantization_in(self.data))
 
     @property
     def is_compact(self) -> bool:
-        """Whether only peagle loads it: it names the ends that are its target's, or none."""
+        """Return whether only peagle loads it: it names the ends that are its target's, or none."""
         return FROM_TARGET_KEY in self.facts
 
     @property
     def from_target(self) -> tuple[str, ...]:
-        """The tensors that it takes from its target, see `ends_from_target` for the errors."""
+        """Return the names of the tensors that it takes from its target.
+
+        Raises the errors of `ends_from_target`.
+        """
         return ends_from_target(self.facts, self.config)
 
     @property

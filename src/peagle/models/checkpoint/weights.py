@@ -80,7 +80,7 @@ def check_tensors(
     source: str,
     from_target: Collection[str] = (),
 ) -> None:
-    """Refuse tensors that are not those of a head of `config`.
+    """Refuse tensors that do not make a head of `config`.
 
     `embed_tokens` and `lm_head` may be absent (they are then the target's, and so they are where
     `from_target` names them), and so may `t2d`, which follows from `d2t`. Maps of a head that keeps
