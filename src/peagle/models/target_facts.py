@@ -125,7 +125,7 @@ class TargetShape(TargetSizes):
 
 
 def precision_of(target: TargetFacts) -> str:
-    """Return the type in which a target computes, with its weights' and KV cache's if they differ."""
+    """Return the type a target computes in, with its weights' and KV cache's if they differ."""
     quantization: str | None = getattr(target, "quantization", None)
     kv_cache_dtype: str = getattr(target, "kv_cache_dtype", "auto")
     return precision_text(str(target.dtype).removeprefix("torch."), quantization, kv_cache_dtype)

@@ -2,7 +2,7 @@
 
 The simulation needs two figures of an element (anchor, depth): `chance`, the probability that the
 target accepts its draft, and `follows`, whether the response continues with that draft. Only if it
-does is the next element of the chain judged in the context that serving would be in. So
+does is the next element of the chain judged in a context that serving would reach. So
 
 - a chain continues while its drafts follow, and serving's next draft starts at its end: the walk;
 - conditional acceptance at position i is the mean chance over the drafts of the walk whose first
@@ -18,7 +18,8 @@ probability p_T(draft) and leaves the very context that an accepted draft leaves
 contexts as often as serving does, and the figures are serving's, unbiased. Taking the chance rather
 than the event at the last draft of a chain only removes noise, and no random number is needed. If
 the response is from another temperature, chances are still exact in their contexts, but these are
-visited as the response's temperature would: the figures then tend to lie between those of the two.
+visited as the response's temperature would: the figures then tend to lie between the figures of the
+two temperatures.
 
 Chains that the response's end cuts short are left out: their length is unknown. Each answer of a
 conversation in one row is walked by itself.
@@ -44,7 +45,7 @@ class AnchorAcceptance:
 
     Attributes:
         counters: float64 [3, K], elements, matches, and elements whose chain matches down to them;
-            those of several processes are pooled by a sum.
+            a sum pools the counters of several processes.
     """
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
@@ -84,8 +85,8 @@ class ServedAcceptance:
 
     Attributes:
         counters: float64 [K_train, 2, K_train] on the CPU; for every K, of the drafts that serving
-            makes: how many reach position i, and the sum of their chances there. Those of several
-            processes are pooled by a sum.
+            makes: how many reach position i, and the sum of their chances there. A sum pools the
+            counters of several processes.
     """
 
     def __init__(self, num_depths: int) -> None:
@@ -151,10 +152,10 @@ class ServedAcceptance:
 
 
 def _walk(lengths: list[int], k: int) -> list[int]:
-    """Anchors of the drafts at K = k: each starts behind the last one's accepted tokens.
+    """Return the anchors of the drafts at K = k: each starts behind the last one's accepted tokens.
 
-    `lengths` are those of every anchor's chain, -1 where it is not known in full: such anchors
-    stand between two answers, more of them than a step can pass over.
+    `lengths` are the lengths of every anchor's chain, -1 where one is not known in full: such
+    anchors stand between two answers, more of them than a step can pass over.
     """
     anchors = []
     anchor = 0

@@ -68,9 +68,9 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def continued(config: TrainConfig) -> TrainConfig:
-    """Return a run with what it leaves open as the checkpoint in its output folder has it.
+    """Return a run whose open settings come from the checkpoint in its output folder.
 
-    That is the optimizer, its learning rate, and the steps that `run.minutes` planned.
+    They are the optimizer, its learning rate, and the steps that `run.minutes` planned.
     """
     before, section = read_record(config.output / "checkpoint").get("optimizer"), config.optimizer
     if not isinstance(before, dict):
@@ -124,8 +124,8 @@ def require_same(folder: Path, record: dict[str, Any], facts: dict[str, Any]) ->
 
     Args:
         folder: the checkpoint, for the message.
-        record: what the checkpoint says. Of an older version it may lack the facts in `YOUNG`.
-        facts: those of the run that goes on; others of the record are not compared.
+        record: the checkpoint's facts. Of an older version it may lack the facts in `YOUNG`.
+        facts: facts of the run that goes on; others of the record are not compared.
 
     Raises:
         UserError: naming each key that differs with both values.

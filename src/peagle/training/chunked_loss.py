@@ -153,7 +153,7 @@ class TargetOrder:
 
     @classmethod
     def of(cls, positions_M: Tensor) -> TargetOrder:
-        """Of the target row of each element, equal ones side by side."""
+        """Order elements by the target row of each, equal rows side by side."""
         rows_P, which_M = positions_M.unique_consecutive(return_inverse=True)
         return cls(rows_P, which_M, which_M.cpu())
 
@@ -206,7 +206,7 @@ def projected_loss(
 def judged_loss(
     hidden_MD: Tensor, weight_VD: Tensor, projection: Projection, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `projected_loss` gives, without gradients, and what the target thinks of the drafts.
+    """Return the sum of `projected_loss`, without gradients, and the target's view of the drafts.
 
     Target logits are of the full vocabulary; `temperature`, above 0, is of the target's
     distribution.
@@ -332,7 +332,7 @@ def _greedy(logits_RV: Tensor, draft_ids: Tensor | None) -> Tensor:
 
 @cache
 def _compiled_grade() -> Any:
-    """The same in few kernels, so that logits are read and written as seldom as can be."""
+    """Return `_grade` compiled into few kernels, so that logits are seldom read and written."""
     return torch.compile(_grade)
 
 

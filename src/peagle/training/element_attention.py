@@ -37,7 +37,7 @@ def dense_attention(
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The rule where it is plain causality: depth 0 of rows with one document each.
+    """Attend causally: the rule at depth 0 of rows with one document each.
 
     Padding is at the end, where no counted element sees it.
     """
@@ -64,7 +64,7 @@ def _with_all_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def flex_attention(
     queries: Elements, keys: Elements, blocks: BlockTable | None = None
 ) -> ElementAttention:
-    """The same without a mask in memory: FlexAttention skips the blocks that no query sees.
+    """Return the same attention without a mask: FlexAttention skips blocks that no query sees.
 
     GPU only; compiled at first use for each shape.
     """
@@ -143,7 +143,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class _Ranges:
-    """What is in each block of elements, all [B, blocks]; padding of the last block is left out.
+    """The ranges of each block of elements, all [B, blocks]; padding of the last block is left out.
 
     Attributes:
         low, high: least and greatest anchor.
@@ -166,7 +166,7 @@ class _Ranges:
 
     @classmethod
     def of(cls, elements: Elements, *, unsqueeze: int) -> _Ranges:
-        """Of the blocks of elements, with a dimension of 1 to compare them with others."""
+        """Return the ranges of the elements' blocks, with a dimension of 1 to compare them."""
         top = torch.iinfo(torch.int32).max
         anchors, is_deep = elements.anchors, elements.depths > 0
         first, last = _least(elements.documents), _greatest(elements.documents)

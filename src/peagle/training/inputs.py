@@ -83,7 +83,7 @@ class Inputs:
         return cls(config, device, target, tokenizer, dataset, validation, every)
 
     def build_head(self) -> Built:
-        """The head before its first step; stores are opened, or the target is tapped, for it.
+        """Build the head before its first step, and open its stores or tap its target.
 
         Raises:
             UserError: the head cannot be, or a store is not of this target, data or layers.
@@ -108,7 +108,7 @@ class Inputs:
         return built
 
     def identity(self) -> dict[str, str | None]:
-        """The SHA-256 of each file of responses and of each store's index; None without one."""
+        """Return the SHA-256 of each file of responses and of each store's index, if there."""
         stores = {"train": "features", "validation": "validation_features"}
         found: dict[str, str | None] = dict.fromkeys([*self.data_facts, *stores.values()])
         found |= {name: facts["sha256"] for name, facts in self.data_facts.items() if facts}
@@ -123,7 +123,7 @@ class Inputs:
 
 
 def _version_of(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written or replaced; nothing where it is not there."""
+    """Return the facts of a file that change when it is written or replaced; () without it."""
     if not path.is_file():
         return ()
     found = path.stat()

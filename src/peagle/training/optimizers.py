@@ -1,12 +1,12 @@
-"""What moves a head's weights: optimizers, and the float32 weights of a head in bfloat16.
+"""Optimizers of a head's weights, and the float32 weights of a head in bfloat16.
 
 A step of 1e-4 of a weight is lost in bfloat16's eight bits, so optimizers move a float32 copy (the
 master weights of Micikevicius et al., 2018) and the head is rounded from it after each step.
 Gradients are summed in float32 as well. Of several processes each holds a share of that copy.
 
 A head that will be stored in few bits (`head.quantization`) is rounded to these as well, so that
-what is trained and validated is what its file holds. Gradients go to the float32 copy as if nothing
-were rounded (the straight-through estimator of Bengio et al., 2013).
+training and validation see the weights of its later file. Gradients go to the float32 copy as if
+nothing were rounded (the straight-through estimator of Bengio et al., 2013).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Masters:
 def build_masters(
     head: nn.Module, dtype: torch.dtype, processes: Processes, rounding: Rounding | None = None
 ) -> Masters:
-    """The masters of a head, divided among the processes where there are several."""
+    """Return the masters of a head, divided among the processes where there are several."""
     if processes.world_size == 1:
         return Masters(head, dtype, rounding)
     return ShardedMasters(head, dtype, processes, rounding)
@@ -124,7 +124,7 @@ class ShardedMasters(Masters):
 
     Args:
         head: with its first weights in float32 or wider; every process continues
-            with those of the first one.
+            with the first process's weights.
         dtype: in which the head computes.
         processes: at least two.
         rounding: rounds weights of the head in each process, from whole ones in float32.
@@ -277,7 +277,7 @@ def build_optimizers(
 
 
 def suits_muon(name: str, ndim: int) -> bool:
-    """Whether Muon takes a parameter of a head."""
+    """Return whether Muon takes a parameter of a head."""
     return ndim == 2 and name.startswith(("fc.", "layers."))
 
 
@@ -329,7 +329,7 @@ class Muon(Optimizer):
 
 
 def _own_share(tensor: Tensor) -> Tensor:
-    """The rows of a matrix that this process holds: all of them where it is not divided."""
+    """Return the rows of a matrix that this process holds: all of them where it is not divided."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -37,11 +37,11 @@ from peagle.training.training_methods import (
 def split_by_anchor(
     elements: Elements, length: int, segments: int, num_depths: int, multiple: int = 1
 ) -> list[Elements]:
-    """The supervised elements below depth 0 in S segments of about equal size, [B, E] each.
+    """Split the supervised elements below depth 0 into S segments of about equal size, [B, E] each.
 
-    A segment holds a range of each row's anchors with all of their depths, in the order of
-    (anchor, depth). Elements that are not supervised are left out: no supervised element attends to
-    them. There are fewer segments where there are too few elements.
+    A segment holds a range of each row's anchors with all of their depths, in the order of (anchor,
+    depth). Elements that are not supervised are left out: no supervised element attends to them.
+    There are fewer segments where there are too few elements.
 
     Args:
         elements: depth 0 of all N positions (`length`) first, chains whole, as `sample_elements`
@@ -239,7 +239,7 @@ class _Borrowed:
         self._sums: list[Tensor | None] = [None] * len(tensors)
 
     def leaves(self) -> list[Tensor]:
-        """The tensors without their past, for one segment."""
+        """Return the tensors without their past, for one segment."""
         return [x.detach().requires_grad_(x.requires_grad) for x in self._tensors]
 
     def collect(self, leaves: list[Tensor]) -> None:
@@ -275,7 +275,7 @@ def _segment(
     leaves: list[Tensor],
     method: TrainingMethod,
 ) -> Tensor:
-    """The head's output at a segment's elements, [B, E, D]."""
+    """Return the head's output at a segment's elements, [B, E, D]."""
     mask_embedding, shared, *keys_values = leaves
     part = layout.parts[index]
     both = concatenate([layout.context, part])

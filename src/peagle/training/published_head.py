@@ -65,7 +65,7 @@ def _at(*path: str) -> Any:
 class TrainRecord(BaseModel):
     """The values of train.json (`Trainer` writes it) that the card uses; None is not recorded.
 
-    The validation is that of the head that was kept: the best one, in old records the last.
+    The validation belongs to the head that was kept: the best one, in old records the last.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -236,8 +236,9 @@ def _check_text(path: Path) -> None:
 
 
 def _published_files(folder: Path) -> tuple[str, ...]:
-    """The texts, the correction, and the safetensors files that loading the head reads; others are
-    refused.
+    """Return the files to publish: texts, correction, and the safetensors files of the head.
+
+    Raises a UserError for any other file.
     """
     if (folder / WEIGHTS_NAME).is_file():
         weights = {WEIGHTS_NAME}
@@ -288,7 +289,7 @@ def _fingerprint(head: StoredHead, name: str) -> TargetFingerprint:
 def _training(
     folder: Path, config: DrafterConfig, parameters: int
 ) -> tuple[TrainRecord | None, tuple[str, ...]]:
-    """The record in the folder or its parent if it belongs to this head; else a note."""
+    """Return the record in the folder or its parent if it belongs to this head; else a note."""
     path = folder / RECORD_NAME
     if not path.is_file() and folder.resolve().name == _TRAINED_NAME:
         path = folder.resolve().parent / RECORD_NAME

@@ -86,7 +86,7 @@ class Window:
     def add(
         self, outcome: GradedElements, batch: Batch, gradient_norm: Tensor | None = None
     ) -> None:
-        """Pool a batch."""
+        """Add the loss, the gradient norm and the counts of a batch."""
         self._losses.append(outcome.loss)
         if gradient_norm is not None:
             self._norms.append(gradient_norm)
@@ -96,13 +96,13 @@ class Window:
 
     @property
     def num_batches(self) -> int:
-        """Batches added."""
+        """Return the number of batches added."""
         return len(self._losses)
 
     def broken(self) -> tuple[int, str, float] | None:
-        """The first batch with a loss or gradient that is not finite: its index, what, the value.
+        """Return the first batch with a loss or gradient norm that is not finite.
 
-        Waits for the device.
+        Its index, the name of the figure, and the value. Waits for the device.
         """
         for what, values in (("loss", self._losses), ("gradient norm", self._norms)):
             found = torch.stack(values).float() if values else torch.empty(0)
@@ -112,12 +112,12 @@ class Window:
         return None
 
     def pool(self, processes: Processes) -> None:
-        """Take in what the other processes counted, once; losses and norms are those of all."""
+        """Add the other processes' counts, once; losses and norms are of all processes already."""
         processes.sum(self.anchors.counters)
         self.num_tokens = int(processes.sum(torch.tensor(self.num_tokens)))
 
     def figures(self) -> dict[str, Any]:
-        """The figures, by the names of the report's fields."""
+        """Return the figures, by the names of the report's fields."""
         anchors = self.anchors
         norms = float(torch.stack(self._norms).mean()) if self._norms else None
         return {
@@ -147,7 +147,7 @@ class ValidationWindow(Window):
     def add(
         self, outcome: GradedElements, batch: Batch, gradient_norm: Tensor | None = None
     ) -> None:
-        """Pool a batch."""
+        """Add a batch, and the acceptance along its walks."""
         super().add(outcome, batch, gradient_norm)
         which, shape = (outcome.row, outcome.anchor, outcome.depth), batch.tokens_BN.shape
         self.greedy.add(*which, outcome.match, outcome.match, shape)
@@ -164,7 +164,7 @@ class ValidationWindow(Window):
         self._losses = [total / count]
 
     def figures(self) -> dict[str, Any]:
-        """The figures, by the names of the report's fields."""
+        """Return the figures, by the names of the report's fields."""
         k = self.greedy.num_depths
         figures = super().figures() | {
             "num_drafts": self.greedy.num_drafts(k),
@@ -212,8 +212,8 @@ class History:
     Of several processes one writes the file.
 
     Attributes:
-        earlier: those of the run that this one resumes.
-        entries: those of this process.
+        earlier: the reports of the run that this one resumes.
+        entries: the reports of this process.
     """
 
     def __init__(self, folder: Path, *, write: bool = True) -> None:
@@ -248,7 +248,7 @@ class History:
         return [e for e in (*self.earlier, *self.entries) if kind in (None, e["kind"])]
 
     def last(self, kind: str | None = None) -> dict[str, Any] | None:
-        """The last report, of a kind."""
+        """Return the last report, or the last of a kind; None without one."""
         return next(iter(reversed(self.every(kind))), None)
 
 
@@ -285,7 +285,7 @@ class Selection:
         self.stale = 0
 
     def consider(self, report: TrainingReport) -> bool:
-        """Whether the head of a validation is the best so far.
+        """Take in a validation, and return whether its head is the best so far.
 
         It always is where nothing could be walked: every response is too short.
         """

@@ -155,7 +155,7 @@ def load_state(
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes to."""
+    """Return the number, from 1, of the file that each tensor goes to."""
     written, files = 0, {}
     for name, tensor in tensors.items():
         files[name] = 1 + written // _FILE_BYTES
@@ -166,7 +166,7 @@ def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
 def _room_for_optimizers(
     reader: HuggingFaceStorageReader, masters: Masters
 ) -> dict[str, dict[str, Tensor]]:
-    """What the checkpoint holds of each parameter's optimizer, as tensors to read it into."""
+    """Return tensors to read the optimizer's states of each parameter into, by names."""
     parameters = dict(masters.named())
     states: dict[str, dict[str, Tensor]] = {}
     for name, found in reader.read_metadata().state_dict_metadata.items():

@@ -261,7 +261,7 @@ class TrainingStep:
         yield from partitioned_graded(self.drafter, batch, states, layout, method)
 
     def _weight(self, own: Tensor) -> Tensor:
-        """The denominator of the loss: the weights of all processes' elements."""
+        """Return the denominator of the loss: the weights of all processes' elements."""
         return self.processes.sum(own).clamp_min(1)
 
     def _graded_loss(

@@ -85,7 +85,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, stream: BatchStream) -> BatchShape:
-        """The shape of a stream's batches."""
+        """Return the shape of a stream's batches."""
         lengths = stream.dataset.start_loc.diff().double()
         return cls(
             rows=stream.num_rows // stream.world_size,
@@ -156,7 +156,9 @@ class StepShape:
 
     @cached_property
     def rounding(self) -> Rounding | None:
-        """What rounds linear layers of the head, which then have float32 copies."""
+        """Return the rounding of the head's linear layers, which then have float32 copies; None:
+        none.
+        """
         quantization = self.config.head.layer_quantization
         return None if quantization is None else Rounding(self.head, quantization)
 
@@ -188,12 +190,12 @@ class StepShape:
 
     @property
     def is_stored(self) -> bool:
-        """Whether features come from a store, not from a target in this process."""
+        """Return whether features come from a store, not from a target in this process."""
         return self.config.data.features is not None
 
     @property
     def kernels(self) -> tuple[bool, bool]:
-        """Whether FlexAttention and torch.compile run."""
+        """Return whether FlexAttention and torch.compile run."""
         return kernels_of(self.config, self.device)
 
     @property
@@ -212,7 +214,7 @@ class StepShape:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: float32 weights, the optimizer's states, what is frozen."""
+        """Return the bytes of a checkpoint: float32 weights, optimizer states, frozen weights."""
         weights = 4 * self.num_trained + self.dtype.itemsize * self.num_frozen
         return weights + self.optimizer_bytes + self.buffer_bytes
 
@@ -239,7 +241,7 @@ def stored_dtype(data: DataSection) -> StoredDtype:
 
 
 def kernels_of(config: TrainConfig, device: torch.device) -> tuple[bool, bool]:
-    """Whether elements attend by FlexAttention, and whether layers are compiled."""
+    """Return whether elements attend by FlexAttention, and whether layers are compiled."""
     # EAGLE-3 has a shape for every depth, each to be compiled: a mask is cheaper there.
     suits = device.type == "cuda" and config.method.name == "peagle"
     attention = config.run.attention
@@ -252,10 +254,10 @@ def kernels_of(config: TrainConfig, device: torch.device) -> tuple[bool, bool]:
 
 
 def estimate_memory(shape: StepShape, segments: int, recompute: bool) -> StepMemory:
-    """The peak of a step: what stays throughout, and the most that comes and goes.
+    """Estimate the peak of a step: the memory held throughout, and the most that comes and goes.
 
     Args:
-        shape: what decides it.
+        shape: the model, the batch and the settings that decide it.
         segments, recompute: settings of the two-pass partition; EAGLE-3 has neither.
     """
     trained, narrow = 4 * shape.num_trained, shape.dtype.itemsize < 4
@@ -302,7 +304,7 @@ def _stays(shape: StepShape) -> dict[str, int]:
 
 
 def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
-    """What the head's forward and backward passes take at their peak."""
+    """Return the bytes that the head's forward and backward passes take at their peak, by use."""
     head, batch, method = shape.head, shape.batch, shape.config.method
     positions, size, layers = batch.rows * batch.length, shape.dtype.itemsize, head.num_layers
     flex, compiled = shape.kernels
@@ -440,7 +442,7 @@ class Budget:
 
     @classmethod
     def of(cls, run: RunSection, device: torch.device, gpu_gib: float | None = None) -> Budget:
-        """The budget of a run; ask before anything is loaded.
+        """Return the budget of a run; ask before anything is loaded.
 
         `gpu_gib` is the memory of a GPU that is not here, in GiB.
         """

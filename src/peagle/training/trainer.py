@@ -174,7 +174,7 @@ class Trainer:
         """Train to the end and write head, checkpoint and records; returns the record.
 
         With `resume` the run continues from the checkpoint in the output folder. It may have
-        another number of steps: its learning rate is then that of a run which had this number from
+        another number of steps: its learning rate then follows the schedule of this number from
         the start.
 
         The head that is kept is the best one by `selection`, or without validation data the newest.
@@ -272,7 +272,7 @@ class Trainer:
         return self._reported("validation", window)
 
     def measure_memory(self) -> StepMemory:
-        """The memory of a step as this run takes it, measured on its GPU."""
+        """Measure the memory of a step as this run takes it, on its GPU."""
         if not self.memory.parts:
             return self.memory
         segments, recompute = self.memory.segments, self.memory.recompute
@@ -363,7 +363,7 @@ class Trainer:
         )
 
     def _build_step(self, segments: int, recompute: bool, processes: Processes) -> TrainingStep:
-        """What computes gradients, as the run section says."""
+        """Build the step that computes gradients, by the settings of the run section."""
         run, section = self.config.run, self.config.method
         flex, compiled = kernels_of(self.config, self.device)
         attention = flex_attention if flex else dense_attention
@@ -385,7 +385,7 @@ class Trainer:
         return TrainingStep(self.drafter, method, training, validation, segments, processes)
 
     def _agree(self, batch: Batch) -> bool:
-        """Whether a process asks to stop; adds the tokens of all processes."""
+        """Return whether a process asks to stop; add the tokens of all processes."""
         stops, num_tokens = self.processes.sum(
             torch.tensor([int(self.stop_requested), batch.num_tokens])
         ).tolist()
@@ -393,7 +393,7 @@ class Trainer:
         return stops > 0
 
     def _due(self, every: int) -> bool:
-        """Whether a periodic task, which also follows the last step, is due now."""
+        """Return whether a periodic task, which also follows the last step, is due now."""
         return self.step % every == 0 or self.step == self.config.optimizer.planned_steps
 
     def _select(self) -> None:
@@ -521,7 +521,11 @@ class Trainer:
         return options.learning_rate * min(1.0, share)
 
     def _reported(self, kind: str, window: Window) -> TrainingReport:
-        """The figures of a window, of all processes; refused where they are not finite."""
+        """Return the figures of a window, of all processes.
+
+        Raises:
+            UserError: one of them is not finite.
+        """
         window.pool(self.processes)
         require_finite(window, self.step, self.config)
         steps = self.config.optimizer.planned_steps
@@ -553,14 +557,14 @@ class Trainer:
         }
 
     def _correction_facts(self) -> dict[str, Any]:
-        """The correction's shape and the head that it is for; nothing where a head is trained."""
+        """Return the correction's shape and the head that it is for; {} where a head is trained."""
         if self.correction is None:
             return {}
         shape = facts_of(self.config)["correction"]
         return {"correction": shape | {"head": self._corrected_head}}
 
     def _provenance(self) -> dict[str, Any]:
-        """The origin of the run, read before it starts: commit and files may change during it."""
+        """Return the origin of the run, read before it starts: files may change during it."""
         config, data = self.config, self.inputs.data_facts
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
         paths["correction"] = True
@@ -575,7 +579,7 @@ class Trainer:
         }
 
     def _record(self) -> dict[str, Any]:
-        """The content of train.json: origin and progress of the run, and quality of its head."""
+        """Return the content of train.json: origin, progress and quality of the head."""
         planned, reason = self.config.optimizer.planned_steps, None
         if self.step == planned:
             reason = "steps"

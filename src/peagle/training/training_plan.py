@@ -104,7 +104,7 @@ class TrainingPlan:
         return epochs_warning(self.steps or 0, stream.steps_per_epoch, num_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; sizes in bytes."""
+        """Return the plan as a JSON object; sizes in bytes."""
         config, shape, stream = self.config, self.shape, self.stream
         pace = {"tokens_per_s": self.tokens_per_s, "hours": self.hours, "basis": self.basis}
         return {

@@ -37,7 +37,7 @@ class Coverage:
         return self.num_inside / max(1, self.num_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the coverage as a JSON object."""
         return asdict(self) | {"share": self.share}
 
 
@@ -60,7 +60,7 @@ class VocabularyReport:
     sizes: dict[float, int]
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return {
             "size": self.size,
             "vocab_size": self.vocab_size,
@@ -88,7 +88,7 @@ def always_kept(
     special_tokens: bool,
     mask_token_id: int | None,
 ) -> set[int]:
-    """Return the tokens of every draft vocabulary, however rare: those that end the text.
+    """Return the tokens of every draft vocabulary, however rare: the tokens that end the text.
 
     `special_tokens` adds all special tokens but the mask token, which is never drafted.
     """

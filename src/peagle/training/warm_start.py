@@ -85,11 +85,11 @@ class WarmStart:
 
     @property
     def mask_hidden_is_new(self) -> bool:
-        """Whether the head it started from has no `mask_hidden` (see `training.warm_start`)."""
+        """Return whether the head it started from has no `mask_hidden`."""
         return "mask_hidden" in self.fresh
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the record as a JSON object."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         lists = {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
         coverage = self.coverage.to_json() if self.coverage else None
@@ -148,7 +148,7 @@ class InitHead:
 
     @classmethod
     def shape_of(cls, folder: Path, target: TargetSizes) -> InitHead:
-        """The same without tensors and without the tokenizers' comparison, for `shape` alone."""
+        """Read the head's config alone, for `shape`: no tensors, no comparison of tokenizers."""
         return cls._read_config(folder, target)[0]
 
     @classmethod
@@ -167,9 +167,9 @@ class InitHead:
         return cls(folder, head.config, {}, from_target, head.target_name, (), ()), head
 
     def shape(self, section: HeadSection, depth: int, mask_token_id: int | None) -> DrafterConfig:
-        """The shape of the head that starts from this one and is trained to `depth`.
+        """Return the shape of the head that starts from this one and is trained to `depth`.
 
-        `mask_token_id` is None for an EAGLE-3 head; a P-EAGLE head keeps the one that it has.
+        `mask_token_id` is None for an EAGLE-3 head; a P-EAGLE head keeps its own.
 
         Raises:
             UserError: the section contradicts the head.
@@ -225,7 +225,7 @@ class InitHead:
     def record(
         self, drafter: Drafter, dataset: ResponseDataset, always: Collection[int]
     ) -> WarmStart:
-        """The record of the warm start, with what its user should look at twice.
+        """Return the record of the warm start, with the facts that its user should look at twice.
 
         `always` are the tokens that a new head would keep whatever their count.
         """
