@@ -167,8 +167,8 @@ def by_length(
 class BatchStream:
     """Packed batches by global step, epoch after epoch; `at(step)` is a function of (seed, step).
 
-    Which sequences share a row is decided once; each epoch has the rows in another order. What is
-    left over of an epoch's rows is dropped (another epoch brings it), unless it is all there is.
+    Which sequences share a row is decided once; each epoch has the rows in another order. Rows left
+    over at the end of an epoch are dropped (another epoch brings them), unless there are no others.
     A batch has `batch_tokens` tokens, padding included, and at least one row; process `rank` of
     `world_size` makes its share of the rows, which are padded to a multiple of `length_multiple`.
 
@@ -213,7 +213,7 @@ class BatchStream:
         self._order: list[int] = []
 
     def _require_shares(self, batch_tokens: int) -> None:
-        """The batches are the same for any number of processes, so these must share them evenly."""
+        """Refuse rows that the processes cannot share evenly: their number changes no batch."""
         missing = -self.num_rows % self.world_size
         if not missing:
             return
@@ -229,7 +229,7 @@ class BatchStream:
         )
 
     def at(self, step: int) -> Batch:
-        """The batch of a global step (from 0), or this process's share."""
+        """Return the batch of a global step (from 0), or this process's share."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._epoch != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -271,7 +271,7 @@ class ValidationStream:
         return len(self._batches)
 
     def at(self, index: int) -> Batch:
-        """The batch of an index."""
+        """Return the batch of an index."""
         length, rows = self._batches[index]
         return make_batch(self.dataset, rows, length)
 

@@ -69,7 +69,7 @@ class ResponseDataset:
 
     @property
     def has_one_answer_each(self) -> bool:
-        """Whether every sequence is a prompt and one response, up to its end."""
+        """Return whether every sequence is a prompt and one response, up to its end."""
         answers = self.start_loc.diff() - self.prompt_lens
         return bool((answers == _sums(self.loss_mask, self.start_loc)).all())
 
@@ -165,7 +165,7 @@ class ResponseDataset:
         return ResponseDataset(self.tokens[kept], start_loc, mask[kept])
 
     def _answers(self) -> tuple[Tensor, Tensor]:
-        """Where each answer begins and ends in the flat tokens, both int64 [R]."""
+        """Return where each answer begins and ends in the flat tokens, both int64 [R]."""
         is_begin, is_end = self.loss_mask.clone(), self.loss_mask.clone()
         within = torch.ones(len(self.loss_mask) + 1, dtype=torch.bool)
         within[self.start_loc] = False  # a sequence begins: no answer goes on there
@@ -180,12 +180,12 @@ class ResponseDataset:
 
 
 def _repeat(values: Tensor, start_loc: Tensor) -> Tensor:
-    """The value of each sequence, once for each of its tokens."""
+    """Repeat the value of each sequence, once for each of its tokens."""
     return values.repeat_interleave(start_loc.diff())
 
 
 def _sums(flags_T: Tensor, start_loc: Tensor) -> Tensor:
-    """The number of true flags of each sequence."""
+    """Return the number of true flags of each sequence."""
     return torch.nn.functional.pad(flags_T.cumsum(0), (1, 0))[start_loc].diff()
 
 
@@ -329,7 +329,7 @@ def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) ->
 def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
     """Describe the part of a file of responses that training or validation uses.
 
-    The name of the file is recorded, not where it lay; `origins` are those of the answers
+    The name of the file is recorded, not its folder; `origins` are the origins of the answers
     (`peagle.data.origins`).
     """
     return {

@@ -314,7 +314,7 @@ class FeatureWriter:
                 self._entries[plan.number] = entry
 
     def _unlisted(self, path: Path, plan: ShardPlan) -> ShardEntry:
-        """The entry of a shard that was finished just before the run was killed."""
+        """Return the entry of a shard that was finished just before the run was killed."""
         try:
             with safe_open(path, framework="pt") as reader:
                 is_ours = (reader.metadata() or {}).get(FACTS_KEY) == self.facts.sha256
@@ -348,7 +348,7 @@ def quantize(features_TA: Tensor, num_aux: int) -> tuple[Tensor, Tensor]:
 
 
 def _batches_of(plan: ShardPlan, lens: Tensor, batch_tokens: int) -> Iterator[list[int]]:
-    """The sequences of a shard in groups of `batch_tokens` tokens, padding included."""
+    """Yield the sequences of a shard in groups of `batch_tokens` tokens, padding included."""
     group: list[int] = []
     for sequence in plan.sequences.tolist():
         # The first is the longest.

@@ -88,7 +88,7 @@ class StoreFacts:
     """Everything that decides the bytes of a store, except for the hardware that computes it.
 
     Attributes:
-        dataset_sha256: of tokens, borders and what is supervised.
+        dataset_sha256: of tokens, borders and the mask of supervised tokens.
         num_sequences, num_tokens, longest: sizes of the data after it was cut to its limit.
         target: fingerprint.
         target_dtype: in which the target ran.
@@ -117,7 +117,7 @@ class StoreFacts:
         target_dtype: str,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> StoreFacts:
-        """The facts of a store that is to be written."""
+        """Return the facts of a store that is to be written."""
         return cls(
             dataset_sha256(dataset),
             len(dataset),
@@ -132,7 +132,7 @@ class StoreFacts:
 
     @property
     def sha256(self) -> str:
-        """Hash of all facts."""
+        """Return the SHA-256 of all facts that are compared."""
         return hashlib.sha256(json.dumps(self._compared(), sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: StoreFacts) -> str:
@@ -152,12 +152,12 @@ class StoreFacts:
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """Return H, the width of the target's hidden states."""
         return self.target.hidden_size
 
     @property
     def num_aux(self) -> int:
-        """A."""
+        """Return A, the number of layers whose states make the feature."""
         return len(self.aux_layer_ids)
 
     @property
@@ -220,12 +220,12 @@ class ShardPlan:
 
     @property
     def file(self) -> str:
-        """Name of the file."""
+        """Return the name of the shard's file."""
         return f"features-{self.number:05d}.safetensors"
 
     @cached_property
     def layout(self) -> ShardLayout:
-        """The safetensors layout; tensors of wide types come first, which keeps all aligned."""
+        """Return the safetensors layout; tensors of wide types come first, to keep all aligned."""
         facts = self.facts
         tensors = {"sequences": (torch.int64, [len(self.sequences)])}
         if facts.dtype == "fp8":
@@ -314,7 +314,7 @@ class Index:
     shards: tuple[ShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of index.json."""
+        """Return the contents of index.json."""
         return {"format_version": FORMAT_VERSION, "kind": _KIND, **asdict(self)}
 
     @property

@@ -43,7 +43,7 @@ class AnswerOrigin(BaseModel):
         model: name of the model.
         answers: their number.
         temperature: of sampling, None where it was the default.
-        prompts: what it answered, None if it is not known who wrote that.
+        prompts: the origin of the prompts, None if it is not known.
         sha256: of the file.
     """
 
@@ -90,7 +90,7 @@ def answer_origins(metadata: Mapping[str, Any]) -> tuple[AnswerOrigin, ...]:
 
 
 def joined_origins(files: Iterable[tuple[AnswerOrigin, ...]]) -> tuple[AnswerOrigin, ...]:
-    """Return the origins of several files together, () if those of one are not known."""
+    """Return the origins of several files together; () if one of them does not tell its own."""
     found = list(files)
     return tuple(dict.fromkeys(one for every in found for one in every)) if all(found) else ()
 

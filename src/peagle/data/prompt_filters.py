@@ -41,7 +41,7 @@ class NearDuplicates:
     """Finds texts that say what an earlier one says.
 
     Two texts are alike if they share 60% of the sequences of three words that the shorter one has.
-    Where the shorter one has fewer than five of them, those of the longer one count.
+    Where the shorter one has fewer than five of them, the longer one's sequences count.
 
     Of 60% one is among any 41%: so texts are looked up by their rarest sequences, and those that
     many texts have (how they begin, mostly) cost nothing.
@@ -60,7 +60,7 @@ class NearDuplicates:
             self.add(text)
 
     def add(self, text: str) -> None:
-        """Remember a text."""
+        """Remember a text, so that later ones are compared with it."""
         words = words_of(text)
         shingles = _shingles(words)
         for shingle in self._rarest(shingles):

@@ -42,7 +42,7 @@ _REASONING = ("reasoning_content", "reasoning")
 class Ask:
     """One question to the target: a turn (from 0) of a conversation.
 
-    `messages` is the conversation up to the question, `seed` that of its random numbers.
+    `messages` is the conversation up to the question, `seed` the seed of its random numbers.
     """
 
     dialogue: AskedConversation
@@ -91,7 +91,7 @@ class Answerer(Protocol):
     ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
         """Yield answers in the order in which they come.
 
-        `take` gives the next question; None means that there is none for now, but what is yielded
+        `take` gives the next question; None means that there is none for now, but a yielded answer
         may bring another. Ends when none is under way and `take` gives none.
         """
         ...
@@ -99,7 +99,7 @@ class Answerer(Protocol):
 
 @dataclass(slots=True)
 class RegenerateProgress(DropCounts):
-    """State of a run; what is left out are records that are not asked.
+    """State of a run; `dropped` counts the records that are not asked.
 
     Attributes:
         prompts: dialogues that are asked, equal ones counted once.
@@ -268,7 +268,7 @@ def _ask(
 
 
 def _next_ask(dialogue: AskedConversation, line: Mapping[str, Any], seed: int) -> Ask | None:
-    """The question after a line of the output, None where its dialogue ends."""
+    """Return the question after a line of the output, None where its dialogue ends."""
     turn = line["turn"]
     if "messages" not in line or turn >= len(dialogue.turns):
         return None
@@ -398,7 +398,7 @@ class LocalAnswerer:
     """An LLM, with or without a head, that answers questions; answers carry their tokens.
 
     Each question has a seed of its own. Where `is_chat` is False the question is completed as it
-    stands; `chat_template` and `thinking` are those of `peagle.chat.render_chat`. Without
+    stands; `peagle.chat.render_chat` explains `chat_template` and `thinking`. Without
     `call_finder` calls of tools are text.
 
     Raises:
