@@ -321,7 +321,7 @@ class SampleMaker:
         return opened, closed
 
     def _continuation(self, first: list[int], longer: list[int]) -> list[int] | None:
-        """Return the tokens of `longer` after `first`, None if it does not begin with `first`."""
+        """Return the tokens by which `longer` continues `first`, None if it begins otherwise."""
         if longer[: len(first)] == first:
             return longer[len(first) :]
         assert self.tokenizer is not None

@@ -48,7 +48,7 @@ class ServerConfig:
         allowed_hosts: Host headers that are served; None derives them from `host`.
         allowed_origins: origins of web pages elsewhere that may call the server.
         max_body_bytes: largest body of a request.
-        max_connections: connections at once; None derives the limit from that of open files.
+        max_connections: connections at once; None derives it from the limit of open files.
         head_timeout_s: seconds that a client may take for the head of a request.
         max_queue: outputs that may wait beyond those that the engines decode; more get 429.
         key_requests_per_minute, key_tokens_per_minute, key_concurrency: limits of each API key:

@@ -293,17 +293,17 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request has begun, and its answer has not ended."""
+        """Return whether a request has begun, and its answer has not ended."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def has_answered(self) -> bool:
-        """Whether all requests that have begun are answered, and there was one."""
+        """Return whether all requests that have begun are answered, and there was one."""
         return self.cycle is not None and not self.is_answering
 
     @property
     def is_idle(self) -> bool:
-        """Whether no work is lost with the connection.
+        """Return whether no work is lost with the connection.
 
         The server waits for the client: for a request, for the rest of one, or to read an answer.
         Or the request is none that the application has taken, see `CountOpen`: it is a probe, or

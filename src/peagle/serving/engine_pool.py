@@ -179,7 +179,7 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process takes requests."""
+        """Return whether the process takes requests."""
         return self.info is not None and not self.end
 
     @property
@@ -307,9 +307,9 @@ class EnginePool:
         cache_salt: bytes = b"",
         deadline: Deadline | None = None,
     ) -> AsyncGenerator[list[tuple[int, StreamChunk]], None]:
-        """Yield what came of a request's outputs, as (index of the prompt, chunk).
+        """Yield the chunks of a request's outputs, as (index of the prompt, chunk).
 
-        A list has all chunks that came since the last one, at least those of a step. Leaving the
+        A list has all chunks that came since the last list, at least a step's. Leaving the
         iterator cancels the request.
 
         Args:

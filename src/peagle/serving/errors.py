@@ -18,7 +18,7 @@ _TYPES = {
 class ApiError(Exception):
     """A fault in a request, or a reason why the server cannot answer it.
 
-    A client gets back little of what it sent: a long message loses its middle.
+    A client gets back little of its own text: a long message loses its middle.
 
     Args:
         message: names the value, what was expected and what to do.

@@ -79,7 +79,7 @@ def load_keys(environ: Mapping[str, str], file: str | Path | None = None) -> Api
 
 
 def read_keys(environ: Mapping[str, str], file: str | Path | None = None) -> tuple[str, ...]:
-    """Return the keys of `file`, or else those of PEAGLE_API_KEY in `environ`.
+    """Return the keys of `file`, or else of PEAGLE_API_KEY in `environ`.
 
     Args:
         environ: the variable holds one key, or several separated by commas.

@@ -1,8 +1,8 @@
-"""What a body may hold: one table of limits, the measuring of JSON, and types for fields.
+"""Limits of a body: one table of them, the measuring of JSON, and types for fields.
 
-A limit is applied before the work that it bounds: those of JSON before a body is parsed, those of
-counts and lengths before an element is looked at, those of texts before they are tokenised. The
-values are far above what a client of OpenAI or vLLM sends, and low enough that one body holds the
+A limit is applied before the work that it bounds: limits of JSON before a body is parsed, limits of
+counts and lengths before an element is looked at, limits of texts before they are tokenised. The
+values are far above the needs of a client of OpenAI or vLLM, and low enough that one body holds the
 interpreter, or a step of the engine, for some milliseconds.
 """
 
@@ -150,7 +150,7 @@ def parse_json(body: bytes, max_model_len: int) -> Any:
 
 
 def check_calls(messages: Iterable[Mapping[str, Any]], max_model_len: int) -> None:
-    """Bound the JSON that tool calls of messages hold as text, which is parsed for the template.
+    """Bound the JSON that tool calls of messages hold as text, since it is parsed for the template.
 
     Raises:
         ApiError: 400, one of them holds more than `limits.LIMITS` allows.

@@ -88,7 +88,7 @@ class SpeculationOptions(_Body):
 
 
 class JsonSchema(_Body):
-    """A named schema."""
+    """A JSON schema with a name, as the response format of a chat."""
 
     name: Name = "schema"
     description: Description | None = None
@@ -394,7 +394,7 @@ class TokenizeBody(_Body):
 
 
 class DetokenizeBody(_Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: Name | None = None
     tokens: TokenIds

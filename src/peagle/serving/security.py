@@ -3,8 +3,8 @@
 A request passes, in this order: its Host (against DNS rebinding), its Origin (against other sites
 in the same browser), its key, its content type, and the limits of its body.
 
-It guards vLLM's server too, inside vLLM's process (`vllm_guard`): this file and what it imports use
-the standard library alone, as of Python 3.10.
+It guards vLLM's server too, inside vLLM's process (`vllm_guard`): this file and its imports use the
+standard library alone, as of Python 3.10.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class Caller:
 
     @classmethod
     def of(cls, request: Request, body: GenerationFields, deadline: Deadline | None) -> Caller:
-        """Return the sender of a request; its own salt is combined with that of its key."""
+        """Return the sender of a request; its own salt is combined with its key's salt."""
         state: dict[str, Any] = request.scope.get("state", {})
         salt: bytes = state.get("cache_salt", b"")
         if body.cache_salt:
@@ -322,8 +322,8 @@ class Generation:
     async def finish(self) -> list[RequestOutput]:
         """Run to the end; return all outputs, by prompt, then by output.
 
-        They have the log-probabilities of their tokens, and the first of each prompt has those of
-        the prompt.
+        They have the log-probabilities of their tokens, and the first of each prompt has the
+        prompt's.
         """
         logprobs: defaultdict[tuple[int, int], list[TokenLogprobs]] = defaultdict(list)
         async with aclosing(self.chunks()) as lists:
@@ -338,7 +338,7 @@ class Generation:
 
     @property
     def ordered(self) -> list[RequestOutput]:
-        """The finished outputs, by prompt, then by output."""
+        """Return the finished outputs, by prompt, then by output."""
         return [self.outputs[key] for key in sorted(self.outputs)]
 
     def _count(self, index: int, chunk: StreamChunk, engine: EngineProcess) -> None:

@@ -489,7 +489,7 @@ def _as_json(text: str) -> str:
 
 
 def _as_string(text: str) -> str:
-    """Return a string in quotes as it is if it is JSON, else what is between them as JSON."""
+    """Return a quoted string as JSON: as it is if it is JSON, else its text between the quotes."""
     text = unmarked(text)
     try:
         json.loads(text)
@@ -612,8 +612,8 @@ class Gemma4Parser(_MarkedParser):
 
     Arguments are given out as JSON. Keys have no quotes. A value is a string, an object `{...}`, an
     array `[...]`, or a bare word: a number, true, false, null or, if it is none of them, a string.
-    Keys and strings in the quotes of JSON are read too. Where arguments are broken, what is open is
-    closed, and the text that follows is content.
+    Keys and strings in the quotes of JSON are read too. Where arguments are broken, open brackets
+    and strings are closed, and the text that follows is content.
     """
 
     marker = f"{SIGN}<|tool_call>"
