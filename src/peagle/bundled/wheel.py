@@ -154,7 +154,7 @@ def _check_room(wanted: WheelFile) -> None:
 
 @contextmanager
 def _working_folder(place: Path) -> Iterator[Path]:
-    """Make a folder to work in, and remove it and those of killed processes."""
+    """Make a folder to work in, and remove it and the folders of killed processes."""
     for old in place.glob(f"{_PARTIAL}*"):
         shutil.rmtree(old, ignore_errors=True)
     folder = Path(mkdtemp(prefix=_PARTIAL, dir=place))

@@ -74,7 +74,7 @@ class DraftReport:
     Attributes:
         tokens: text of each output token, and whether it was accepted from a draft.
         num_drafted: draft tokens that the step verified.
-        num_accepted: those of them that were accepted.
+        num_accepted: verified tokens that were accepted.
         draft_depth: depth of a tree of drafts; None for a chain.
     """
 
@@ -119,7 +119,7 @@ class StreamedAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer ended as it should: by [DONE], or by the end of all its choices."""
+        """Return whether the answer ended by [DONE], or by the end of all its choices."""
         reasons = self.finish_reasons.values()
         return self.is_done or (bool(reasons) and all(reasons))
 

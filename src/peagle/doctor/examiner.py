@@ -81,7 +81,7 @@ def run_doctor(
         target, draft: folders or hub ids.
         endpoint, endpoint_model: URL of a server, and the model's name there; None takes the first.
         vllm: makes the serving side in vLLM of a target, a head and K.
-        num_speculative_tokens: K; None takes that of the server, else the head's trained depth.
+        num_speculative_tokens: K; None takes the server's, else the head's trained depth.
         trees: the shape of candidate trees that our engine shall start with; None: chains.
         prompts: a file; None takes bundled prompts.
         plain, chat_template, thinking: the style of the prompts, as they are served.
@@ -294,7 +294,7 @@ class _TrainingSide:
         )
 
     def _is_early(self, repaired: Repaired) -> bool:
-        """Whether a head with poor mask slots is early in its training rather than damaged."""
+        """Return whether a head with poor mask slots is little trained rather than damaged."""
         if self.report.training is not None:
             return self.report.training.is_little
         tensors = repaired.head.tensors
@@ -330,7 +330,7 @@ class _TrainingSide:
 
 
 def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe) -> None:
-    """Check that the head does in the types it is served in what it does in float32."""
+    """Check that the head computes the same in the types it is served in as in float32."""
     in_files = str(files.data.get("dtype") or files.data.get("torch_dtype") or "")
     report = files.report
     types = {files.target.dtype} | ({torch.float16} if in_files == "float16" else set())
@@ -392,7 +392,7 @@ def _matched_difference(
     """Return how much more often first drafts match at equal confidence, and its standard error."""
 
     def bins(probe: Probe) -> torch.Tensor:
-        """The bin of the target's confidence at first drafts, [P, C]."""
+        """Return the bin of the target's confidence at first drafts, [P, C]."""
         confidence_PC = probe.confidence_PN.gather(1, probe.anchors_PC + 2).cpu()
         return torch.bucketize(confidence_PC, _CONFIDENCE_BINS)
 

@@ -71,7 +71,7 @@ class HeadFiles:
 
     @property
     def layers(self) -> dict[str, Any]:
-        """The keys of the layers: nested in the speculators style."""
+        """Return the keys of the layers: nested in the speculators style."""
         return self.data.get("transformer_layer_config") or self.data
 
     def fault(
@@ -379,7 +379,7 @@ def _leaves_vocabulary(ids: Tensor, config: DrafterConfig) -> bool:
 
 
 def _map_problem(ids: Tensor | None, kept: Tensor | None, config: DrafterConfig) -> str:
-    """Return what is wrong with the maps by themselves; "" if nothing."""
+    """Return the fault of the maps by themselves, for a message; "" if they have none."""
     if ids is None:
         return f"d2t is missing or not of draft_vocab_size ({config.draft_vocab_size})"
     if _leaves_vocabulary(ids, config):

@@ -136,7 +136,7 @@ def choose_texts(file: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[
 
 @dataclass(frozen=True)
 class Probe:
-    """A target that has answered texts, and what it saw in them.
+    """A target that has answered texts, with its states and probabilities in them.
 
     Attributes:
         style: the way in which the prompts reached it.
@@ -195,7 +195,7 @@ class Probe:
 
     @cached_property
     def in_other_styles(self) -> dict[Style, Probe]:
-        """The same texts, answered as prompts of other styles."""
+        """Return the same texts, answered as prompts of other styles."""
         found = {}
         for style in self.style.others(self.tokenizer):
             self.progress(f"the target answers prompts {style}")

@@ -77,7 +77,7 @@ def repairs(head: Head, now: HeadDrafts, files: HeadFiles, probe: Probe) -> list
 
 
 def serving_faults(files: HeadFiles, probe: Probe) -> list[Change]:
-    """Return every known fault of a serving side, as what it makes of a head."""
+    """Return every known fault of a serving side, as the change that it makes to a head."""
     assert files.head is not None
     return [
         *_common_changes(files.head, files, probe, is_repair=False),
@@ -402,14 +402,14 @@ class Gain:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the head is better beyond doubt."""
+        """Return whether the head is better beyond doubt."""
         likelier = self.logprob >= MIN_GAIN and self.t >= MIN_T
         accepted = self.matches > 0 and self.ratio >= MIN_RATIO
         return likelier and accepted and self.first_match >= MIN_MATCH
 
     @property
     def ratio(self) -> float:
-        """The acceptance length after over that before."""
+        """Return the acceptance length after the change over the one before."""
         return self.after / self.before
 
     def __str__(self) -> str:

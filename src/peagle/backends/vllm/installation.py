@@ -92,7 +92,7 @@ def find_vllm(
 
     Args:
         python: an interpreter; None takes the variable PEAGLE_VLLM_PYTHON, else looks around.
-        environ: variables; None takes those of this process.
+        environ: variables; None takes this process's.
 
     Raises:
         UserError: vLLM is not there, or is older than parallel drafting.

@@ -41,7 +41,7 @@ class VllmServer:
     Its process leads a session of its own, so that a Ctrl-C comes to peagle alone.
 
     Args:
-        launch: what it serves; without keys it makes one.
+        launch: the model and its options; without keys the server makes one.
         installation: vLLM's.
         progress: gets a line about each wait.
         log: gets every line that vLLM prints.
@@ -177,7 +177,7 @@ class VllmServer:
     # ---- checks -----------------------------------------------------------------------------
 
     def check(self) -> tuple[str, ...]:
-        """Ask it a few prompts, refuse it unless it drafts as asked, and return what is unsure.
+        """Ask it a few prompts, refuse it unless it drafts as asked, and return notes on doubts.
 
         Raises:
             UserError: it does not draft, or not in parallel; or it refuses the prompts.
