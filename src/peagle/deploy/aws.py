@@ -181,7 +181,7 @@ _ROLE_TEXT = re.compile(r"assume role|role exists|trust relationship|execution r
 
 
 def call_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that a call of boto3 raises."""
+    """Return the exceptions that a call of boto3 raises."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     return BotoCoreError, ClientError
@@ -207,7 +207,7 @@ def error_code(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error, as one line that cannot steer a terminal."""
+    """Return the message of an error, as one line that cannot steer a terminal."""
     return one_line(_response(error).get("Error", {}).get("Message") or str(error))
 
 
@@ -217,7 +217,7 @@ def one_line(text: object) -> str:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether AWS says that the subject of the call does not exist."""
+    """Return whether AWS says that the subject of the call does not exist."""
     is_validation = error_code(error) in ("ValidationException", "ValidationError")
     return error_code(error) in _GONE or (
         is_validation and bool(_GONE_TEXT.search(error_text(error)))
@@ -225,7 +225,7 @@ def is_gone(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> UserError:
-    """What an error of boto3 means, and what the user can do about it."""
+    """Return an error of boto3 in words, with what the user can do about it."""
     from botocore import exceptions as faults
 
     if isinstance(error, UserError):

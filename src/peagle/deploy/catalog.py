@@ -123,7 +123,7 @@ class CatalogEntry(BaseModel):
 
     @property
     def is_head_in_jumpstart(self) -> bool:
-        """Whether only SageMaker JumpStart has the head: its id is known and no draft."""
+        """Return whether only SageMaker JumpStart has the head: its id is known and no draft."""
         return self.draft is None and self.jumpstart_model_id is not None
 
     def target_facts(self) -> ModelFacts | None:
@@ -162,7 +162,7 @@ def _facts(
 def load_catalog(extra: Sequence[Path] = ()) -> dict[str, CatalogEntry]:
     """Return all entries by name; the user's replace the package's entries of the same name.
 
-    The user's files are ~/.config/peagle/catalog.toml ($XDG_CONFIG_HOME) if it exists, those of
+    The user's files are ~/.config/peagle/catalog.toml ($XDG_CONFIG_HOME) if it exists, the files of
     $PEAGLE_CATALOG (separated as in $PATH), then `extra`.
 
     Raises:

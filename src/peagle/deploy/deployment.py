@@ -132,7 +132,7 @@ class Deployment:
 
     @property
     def served_model_name(self) -> str:
-        """The model's name in requests."""
+        """Return the model's name in requests."""
         named = self.vllm_flags.get("served-model-name")
         return named or (self.target.name if self.target.kind == "hub" else self.endpoint_name)
 

@@ -98,7 +98,7 @@ class MemoryNeeded:
     max_gpus: int | None = None
 
     def kv_bytes(self, tensor_parallel_size: int = 1) -> int:
-        """The KV cache of one GPU; a KV head is never split, but repeated on several GPUs."""
+        """Return the bytes of one GPU's KV cache; KV heads are never split, but repeated."""
         return sum(
             size * math.ceil(heads / tensor_parallel_size) // heads for size, heads in self.kv_parts
         )
@@ -109,7 +109,7 @@ class MemoryNeeded:
         return weights + self.kv_bytes(tensor_parallel_size) + RESERVE_BYTES
 
     def describe(self, tensor_parallel_size: int = 1) -> str:
-        """The parts of `per_gpu`, for people."""
+        """Return the parts of `per_gpu`, for people."""
         head = f", head {gib(self.draft_bytes)}" if self.draft_bytes else ""
         split = f", over {tensor_parallel_size} GPUs" if tensor_parallel_size > 1 else ""
         kv_cache = gib(self.kv_bytes(tensor_parallel_size))
@@ -135,7 +135,7 @@ def memory_needed(
     in_flight_tokens: int = IN_FLIGHT_TOKENS,
     native: bool = False,
 ) -> MemoryNeeded:
-    """The least memory that serves the target, with its head.
+    """Return the least memory that serves the target, with its head.
 
     On each of T GPUs, with weights W, KV caches and the reserve R:
 
@@ -253,7 +253,7 @@ def _precision(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
 
 
 def _kv_layers(shape: ModelShape) -> tuple[KvLayers, ...]:
-    """The layers of a config.json by the shape of their KV cache; () if it has no shapes."""
+    """Return the layers of a config.json by the shape of their KV cache; () if it has no shapes."""
     layers, text = shape.num_layers, shape.text
     if layers is None or shape.num_heads is None:
         return ()

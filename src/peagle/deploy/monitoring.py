@@ -64,7 +64,7 @@ class Acceptance:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The acceptance in `status --format json`."""
+        """Return the acceptance in `status --format json`."""
         return {
             "num_drafts": round(self.num_drafts),
             "num_accepted_tokens": round(self.num_accepted_tokens),
@@ -80,7 +80,7 @@ class Acceptance:
 
 
 def metric_names(num_positions: int) -> list[str]:
-    """The counters of acceptance with drafts of up to `num_positions` tokens."""
+    """Return the counters of acceptance with drafts of up to `num_positions` tokens."""
     per_pos = [names.num_accepted_at(position) for position in range(num_positions)]
     return [names.NUM_DRAFTS, names.NUM_ACCEPTED_TOKENS, *per_pos]
 
@@ -160,9 +160,10 @@ def _length(text: str) -> float | None:
 
 
 def expected_from(text: str, k: int | None) -> ExpectedAcceptance:
-    """Return what `--expected` names: a number, or acceptance.json of `peagle eval`.
+    """Return the acceptance that `--expected` gives: a number, or acceptance.json of `peagle eval`.
 
-    Of a file, the entry with the endpoint's K counts; of several, that of the lowest temperature.
+    Of a file, the entry with the endpoint's K counts; of several, the one of the lowest
+    temperature.
 
     Raises:
         UserError: it is neither, or the file has no such entry.
@@ -221,11 +222,11 @@ class Drift:
 
     @property
     def is_drift(self) -> bool:
-        """Whether acceptance fell by more than the tolerated drop."""
+        """Return whether acceptance fell by more than the tolerated drop."""
         return self.is_known and self.share < -TOLERATED_DROP
 
     def to_json(self) -> dict[str, Any]:
-        """The drift in `status --format json`."""
+        """Return the drift in `status --format json`."""
         return {
             "expected_acceptance_length": self.expected.acceptance_length,
             "expected_from": self.expected.source,

@@ -99,7 +99,7 @@ def to_stderr(line: str) -> None:
 
 
 def stack_name_of(endpoint: str) -> str:
-    """The name of an endpoint's stack."""
+    """Return the name of an endpoint's stack."""
     return f"peagle-endpoint-{endpoint}"
 
 
@@ -579,7 +579,7 @@ class _Change:
             self._wait("UPDATE_ROLLBACK_COMPLETE")
 
     def leftovers(self) -> list[Leftover]:
-        """The resources that CloudFormation could not delete, or else the stack itself."""
+        """Return the resources that CloudFormation could not delete, or else the stack itself."""
         region = self._clients.region
         again = f"peagle deploy sagemaker delete {self._endpoint} --yes --region {region}"
         stayed = [
@@ -591,7 +591,7 @@ class _Change:
 
 
 def _last_log_lines(clients: Clients, endpoint: str) -> str:
-    """The last lines of the containers' log, to follow a message; "" without a log."""
+    """Return the last lines of the containers' log, to follow a message; "" without a log."""
     since_ms = int((time.time() - _LOG_S) * 1000)
     try:
         lines = deque(logs.read(clients, endpoint, since_ms), _LOG_LINES)

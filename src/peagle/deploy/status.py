@@ -86,8 +86,8 @@ class EndpointState:
         status: EndpointStatus, "InService"; "" before there is an endpoint.
         stack_status: StackStatus of its stack; "" without one.
         failures: events of the stack that say why its last change failed.
-        endpoint, config, model: answers of the describe calls, {} for what is gone; the model is
-            that of the first variant.
+        endpoint, config, model: answers of the describe calls, {} for a part that is gone; the
+            model is the first variant's.
         tags: tags of the endpoint.
         autoscaling: the registered scaling; None without it.
         scaling_policies: names of its scaling policies.
@@ -118,7 +118,7 @@ class EndpointState:
 
     @property
     def container(self) -> Mapping[str, Any]:
-        """The first container of the model; {} without one."""
+        """Return the first container of the model; {} without one."""
         return self.model.get("PrimaryContainer") or next(
             iter(self.model.get("Containers") or ()), {}
         )
@@ -174,7 +174,7 @@ def describe(clients: Clients, name: str) -> EndpointState:
 def _scaling(
     clients: Clients, name: str, variants: list[str]
 ) -> tuple[Autoscaling | None, tuple[str, ...]]:
-    """The scaling of the first variant that has one, and the names of its policies."""
+    """Return the scaling of the first variant that has one, and the names of its policies."""
     where = {"ServiceNamespace": "sagemaker", "ScalableDimension": DIMENSION}
     service = "application-autoscaling"
     for variant in variants:
@@ -218,7 +218,7 @@ def age(current: EndpointState, now: datetime | None = None) -> str:
 
 
 def speculation_of(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The speculative configuration in a container's environment, in vLLM's form.
+    """Return the speculative configuration in a container's environment, in vLLM's form.
 
     None without one; a text that is no JSON object comes back under "unreadable".
     """
@@ -268,11 +268,11 @@ class EndpointStatus:
 
     @property
     def source(self) -> str:
-        """The container's source: "native", "managed", or "" if unknown."""
+        """Return the container's source: "native", "managed", or "" if unknown."""
         return self.current.tags.get(SOURCE_TAG, "")
 
     def to_json(self) -> dict[str, Any]:
-        """The status in `status --format json`."""
+        """Return the status in `status --format json`."""
         current, endpoint = self.current, self.current.endpoint
         scaling = current.autoscaling
         policies = {"policies": list(current.scaling_policies)}

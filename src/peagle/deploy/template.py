@@ -1,6 +1,6 @@
 """The CloudFormation template of an endpoint: model, configuration, endpoint, scaling, alarms.
 
-Properties are those of the resource schemas AWS::SageMaker::*, AWS::ApplicationAutoScaling::*,
+Properties have the names of the resource schemas AWS::SageMaker::*, AWS::ApplicationAutoScaling::*,
 AWS::SecretsManager::Secret and AWS::CloudWatch::Alarm.
 """
 
@@ -104,7 +104,7 @@ def with_autoscaling(template: Template, autoscaling: Autoscaling | None) -> Tem
 
 
 def _metadata(described: Mapping[str, Any]) -> str:
-    """As text, since templates have no null and refuse references to parameters here."""
+    """Return JSON as text: templates have no null and refuse references to parameters here."""
     return json.dumps(described).replace("${", "\\u0024{")
 
 
@@ -117,7 +117,7 @@ def metadata_of(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(d: Deployment, secrets: Mapping[str, str]) -> dict[str, Any]:
-    """The deployment as JSON, with the names of parameters in place of secrets."""
+    """Return the deployment as JSON, with the names of parameters in place of secrets."""
     described = asdict(d)
     for name in _OF_ONE_CHANGE:
         del described[name]
@@ -157,7 +157,7 @@ def deployment_of(template: Mapping[str, Any], stamp: str) -> Deployment:
 
 
 def _secret_parameters(variables: Mapping[str, str], stamp: str) -> dict[str, str]:
-    """The parameter of each secret variable.
+    """Return the parameter of each secret variable.
 
     A new value gets a new parameter, so that CloudFormation sees the change of its users.
     """

@@ -163,7 +163,7 @@ def remove(uris: Sequence[str], clients: Clients, report: Report) -> dict[str, s
 
 
 def _remove(uri: str, client: Any) -> tuple[int, int]:
-    """Delete marked objects below a prefix; return their number and that of other objects."""
+    """Delete marked objects below a prefix; return their number and the number of others."""
     bucket, prefix = split_uri(uri)
     # The parts of an upload that did not finish cost money as objects do.
     pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
