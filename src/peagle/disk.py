@@ -97,8 +97,8 @@ def lock(descriptor: int, path: Path, *, wait: bool = False) -> None:
     warning.
 
     Args:
-        descriptor: a file that is open for writing, which is all that NFS locks.
-        path: what the file stands for, in messages.
+        descriptor: a file that is open for writing; NFS locks no other.
+        path: the name of the locked thing, in messages.
         wait: wait until no other process has it.
 
     Raises:

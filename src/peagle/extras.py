@@ -1,4 +1,4 @@
-"""The commands that install what is missing, for the environment that runs this program."""
+"""The commands that install missing packages, for the environment that runs this program."""
 
 from __future__ import annotations
 

@@ -54,7 +54,11 @@ _WITHOUT_EFFECT = {"disable_log_stats", "disable_custom_all_reduce", "swap_space
 
 
 def named_target(target: str | Path | None, model: str | Path | None) -> str | Path | None:
-    """The target under whichever of its two names it was given; a UserError if both were."""
+    """Return the target, given under one of its two names.
+
+    Raises:
+        UserError: both names were given.
+    """
     if target is not None and model is not None:
         raise UserError(
             f"target is {str(target)!r} and model is {str(model)!r}; both name the target, leave "
@@ -173,7 +177,7 @@ class LLM:
             an output a prompt, in order: the first of its `params.n`, which its `outputs` list.
 
         Raises:
-            UserError: a prompt is empty or too long, or parameters ask for what is not there;
+            UserError: a prompt is empty or too long, or parameters ask for a missing feature;
                 nothing is generated then.
         """
         require_neutral("lora_request", lora_request, None, "there are no adapters.")
@@ -219,7 +223,7 @@ class LLM:
     ) -> Iterator[StreamChunk]:
         """Complete prompts, yielding each step's tokens as they come.
 
-        Leaving the iterator early cancels what is unfinished. Arguments and errors as `generate`.
+        Leaving the iterator early cancels unfinished outputs. Arguments and errors as `generate`.
         """
         prompts = self._as_list(prompts)
         if params is None:
@@ -263,12 +267,12 @@ class LLM:
         return self.default_params()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the target."""
+        """Return the tokenizer of the target."""
         return self.tokenizer
 
     @property
     def stats(self) -> EngineStats:
-        """How the engine stands, and what it did so far."""
+        """Return the engine's state now, and its counters."""
         return self.engine.stats
 
     def chat(
@@ -367,7 +371,7 @@ class LLM:
 
 
 def _engine_config(options: Mapping[str, Any], model: object) -> EngineConfig:
-    """The engine's configuration, from its own options and those of vLLM's that are neutral."""
+    """Return the engine's configuration, from its own options and from neutral ones of vLLM."""
     known = [field.name for field in fields(EngineConfig)]
     own: dict[str, Any] = {}
     for name, value in options.items():

@@ -19,7 +19,7 @@ ALL_BEFORE = -1  # see `TreeMask`
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """Which rows of a pass see which, where the rows of a sequence are a tree.
+    """The rows of a pass that each row sees, where the rows of a sequence are a tree.
 
     A row sees all of the context before the pass; of the rows of the pass it sees the rows on its
     path. Sliding windows count positions, not slots.
@@ -36,7 +36,7 @@ class TreeMask:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the queries of one pass stand and where their keys lie; `Passes` makes it.
+    """The places of one pass's queries in the batch and of their keys in the cache; `Passes` makes it.
 
     Attributes:
         query_start_loc: int64 [B+1], first row of each sequence in the packed batch.

@@ -26,7 +26,7 @@ _ANCHOR_SHARES = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sequence of the dataset lies: `length` tokens from `start` of a row."""
+    """The place of a sequence of the dataset: `length` tokens from `start` of a row."""
 
     sequence: int
     row: int

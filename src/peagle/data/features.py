@@ -1,4 +1,4 @@
-"""What the frozen target says about a batch: computed, or read from a store of files.
+"""The frozen target's features of a batch: computed, or read from a store of files.
 
 A store is a folder of safetensors shards and one index. A shard holds whole sequences, one after
 the other: the aux features of every position, and the final hidden states of the positions that

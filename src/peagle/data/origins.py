@@ -1,4 +1,4 @@
-"""Where answers come from: the model that gave them, and who wrote its prompts.
+"""The origin of answers: the model that gave them, and the author of its prompts.
 
 `peagle data synthesize` and `regenerate` write it beside their outputs; `prepare` passes it on with
 the data, and training with the record of the head.

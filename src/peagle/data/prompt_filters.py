@@ -1,4 +1,4 @@
-"""Which written prompts are worth an answer: not empty, short, looping, or said before."""
+"""Filters of written prompts: empty, short, looping and repeated ones are worth no answer."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _AHEAD = 8  # samples beyond those that are likely to do
 
 @dataclass(slots=True)
 class WrittenSample:
-    """What the target wrote as one sample.
+    """The texts that the target wrote as one sample.
 
     Attributes:
         number: from 0.

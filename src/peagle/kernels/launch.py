@@ -14,7 +14,7 @@ MAX_ARRIVALS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a launch is configured by: multiprocessors, and shared memory of one program."""
+    """The limits that configure a launch: multiprocessors, and shared memory of one program."""
 
     num_sms: int
     shared_bytes: int

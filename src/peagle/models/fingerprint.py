@@ -23,7 +23,7 @@ _NUM_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class TargetFingerprint:
-    """What identifies a target.
+    """The sizes and hashes that identify a target.
 
     Attributes:
         name: folder or hub id it was trained on, for the message only.

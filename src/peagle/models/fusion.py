@@ -169,7 +169,7 @@ class FusedPart(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class FusionResult:
-    """What became of one group of projections.
+    """The outcome of fusing one group of projections.
 
     Attributes:
         layer: index of the decoder layer.

@@ -76,7 +76,7 @@ _UNREAD_TYPES |= {40: "NVFP4", 41: "Q1_0"}
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file says of itself.
+    """The metadata of a GGUF file.
 
     Attributes:
         architecture: its name in GGUF, one of `ARCHITECTURES`.

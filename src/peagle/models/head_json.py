@@ -1,4 +1,4 @@
-"""What a config.json says before anything is loaded: whether it is a head's, and the head's K."""
+"""Facts of a config.json before anything is loaded: whether it is a head's, and the head's K."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class StoredLinear:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What a tensor of a layer must be.
+    """The shape and type that a tensor of a layer must have.
 
     Attributes:
         shapes: it has one of them.

@@ -16,7 +16,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class StoredTensors:
-    """Which tensor lies in which safetensors file of a folder.
+    """The safetensors files of a folder, with the tensors that each holds.
 
     Attributes:
         folder: as given.

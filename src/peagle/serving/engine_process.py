@@ -53,7 +53,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine process loads, and the limits that it keeps.
+    """The models that an engine process loads, and the limits that it keeps.
 
     Attributes:
         target: folder of the target.

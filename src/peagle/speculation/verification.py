@@ -50,13 +50,13 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a verification decided.
+    """The result of a verification.
 
     Attributes:
         num_accepted_B: a_b, drafts accepted.
         next_tokens_B: the target's own token after them.
-        order_BJ: the rows of each sequence, those of the newest token and of the accepted drafts
-            first; None where they stand first anyway, as those of chains do.
+        order_BJ: the rows of each sequence, the newest token's and the accepted drafts' first;
+            None where they stand first anyway, as in chains.
     """
 
     num_accepted_B: Tensor
@@ -76,7 +76,7 @@ def verify(
     The target's own token x_j of row j is the argmax, or a draw from p with the random number of
     (seed, output position, SAMPLE). Drafts that were not drawn (argmax, prompt lookup) are accepted
     while x_j equals draft j, which has the probability p(draft). The next token is x_a. The output
-    is that of plain decoding token for token, whatever was drafted.
+    equals plain decoding token for token, whatever was drafted.
 
     In a tree (`TreeRows`) x is the own token of a node's row: verification descends to the child
     that equals x while there is one. Children of one node must differ. A chain is the tree of one

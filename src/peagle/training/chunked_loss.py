@@ -29,7 +29,7 @@ from peagle.training.config import LossKind
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """What the target says at P positions.
+    """The target's predictions at P positions.
 
     Attributes:
         best_P: its most likely token, target id.
@@ -139,7 +139,7 @@ _CPU_LOGITS = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class TargetOrder:
-    """Which target rows grade the elements, equal ones side by side.
+    """The target rows that grade the elements, equal ones side by side.
 
     Attributes:
         rows_P: int64, the rows, each once.
@@ -160,7 +160,7 @@ class TargetOrder:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What elements are graded by, beside their hidden states and the head's last matrix.
+    """The inputs of grading, beside the elements' hidden states and the head's last matrix.
 
     Attributes:
         loss: which loss.

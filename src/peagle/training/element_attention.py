@@ -83,7 +83,7 @@ def flex_attention(
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Which blocks of 128 elements attend to which, as FlexAttention lists them.
+    """The pairs of blocks of 128 elements that attend, as FlexAttention lists them.
 
     torch's own `create_block_mask` evaluates the rule for every pair of elements; here it is
     decided for pairs of blocks, from the ranges of anchors and documents in them. A block that is

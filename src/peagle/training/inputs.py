@@ -1,4 +1,4 @@
-"""What a run reads: target and responses, and batches of what the target says about them."""
+"""The inputs of a run: target and responses, and batches with the target's features of them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from peagle.training.training_methods import Graded, Selected, TrainingMethod, e
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What grading says.
+    """The result of grading elements.
 
     Attributes:
         loss: weighted sum of the elements' losses.

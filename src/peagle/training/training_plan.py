@@ -1,4 +1,4 @@
-"""What a training run takes, before it starts: data, memory, disk and hours.
+"""The needs of a training run, before it starts: data, memory, disk and hours.
 
 On a GPU that is here a few steps run, and the plan reports what they took. Elsewhere the plan is an
 estimate from the configuration, the data and the target's config.json and tokenizer.

@@ -33,7 +33,7 @@ _COMBINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the launch of one layer depends on; the length of a context is not part of it.
+    """The sizes and types that decide the launch of one layer; no length of a context is among them.
 
     Attributes:
         num_sequences, num_tokens, max_query_len: sizes of the batch, padding included.

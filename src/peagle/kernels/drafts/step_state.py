@@ -1,4 +1,4 @@
-"""What the device keeps of each decoding sequence, and how a verified step changes it.
+"""The state of each decoding sequence on the device, and its change by a verified step.
 
 Shapes: B sequences, K most drafts, J = K + 1 tokens that a step can emit, E stop ids a sequence.
 """
@@ -60,7 +60,7 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Where sequences end and how far they draft; int64.
+    """The ends of sequences and their most drafts; int64.
 
     Attributes:
         stop_ids_BE: ids that end the output; padded with -1.
@@ -89,7 +89,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What a step tells the host, int64.
+    """The report of a step to the host, int64.
 
     Attributes:
         num_accepted_B: a, drafts accepted, before stop conditions trim; 0 where inactive.

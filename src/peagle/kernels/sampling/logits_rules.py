@@ -1,4 +1,4 @@
-"""What `kernels.sampling.logits` works on: the rules of a batch, its rows, its token counts.
+"""The input of `kernels.sampling.logits`: the rules of a batch, its rows, its token counts.
 
 Shapes: B sequences, R rows (packed, k_b + 1 of each sequence, or padded, J of each), J = K + 1
 columns of the widest sequence, K most drafts, V vocabulary, S count slots, A sets of allowed ids, N
@@ -23,7 +23,7 @@ ANY_TOKEN = -2
 
 @dataclass(frozen=True)
 class VerificationRows:
-    """Which context each packed row stands in; what follows from that is computed when asked for.
+    """The context of each packed row; further facts are computed from it when asked for.
 
     Attributes:
         draft_tokens_BK: int64, the drafts; columns at or above num_drafts are ignored.
@@ -286,7 +286,7 @@ class LogitsRules:
 
 
 class TokenCounts:
-    """What each slot has in its prompt and how often in its output.
+    """The tokens in each slot's prompt, and their counts in its output.
 
     S slots, as many as sequences are penalised together; in_prompt_SV is bool, outputs_SV int32,
     five bytes a slot and token.

@@ -171,7 +171,7 @@ def place_rows(
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """Where verification went, int64.
+    """The path that verification took through each tree, int64.
 
     Attributes:
         num_accepted_B: nodes on the accepted path.

@@ -40,7 +40,7 @@ _WHOLE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What `convert_head` did.
+    """The result of `convert_head`.
 
     Attributes:
         source, destination: folders.
