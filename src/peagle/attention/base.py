@@ -36,7 +36,7 @@ class TreeMask:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The places of one pass's queries in the batch and of their keys in the cache; `Passes` makes it.
+    """The places of a pass's queries in the batch and of their keys in the cache, from `Passes`.
 
     Attributes:
         query_start_loc: int64 [B+1], first row of each sequence in the packed batch.

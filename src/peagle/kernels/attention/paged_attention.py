@@ -33,7 +33,7 @@ _COMBINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes and types that decide the launch of one layer; no length of a context is among them.
+    """The sizes and types that decide the launch of one layer; the length of a context does not.
 
     Attributes:
         num_sequences, num_tokens, max_query_len: sizes of the batch, padding included.
