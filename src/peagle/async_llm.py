@@ -163,7 +163,7 @@ class AsyncLLM:
         return error
 
     def _work(self) -> None:
-        """In the engine's thread: serve until the end, then tell all clients that still wait."""
+        """Serve in the engine's thread until the end, then tell all clients that still wait."""
         try:
             self._loop.run()
             self.llm.requests.cancel_all()

@@ -249,7 +249,7 @@ class LLM:
             requests.cancel_all()
 
     def default_params(self) -> SamplingParams:
-        """How the model asks to be sampled, in its generation_config; greedy if it does not.
+        """Return the sampling that the model's generation_config asks for; greedy if it does not.
 
         The stop ids there count for every request, whatever its params.
 
@@ -393,7 +393,7 @@ def _engine_config(options: Mapping[str, Any], model: object) -> EngineConfig:
 
 
 def _given_once(name: str, value: Any, other: str, other_value: Any) -> Any:
-    """An argument that has two names, under whichever of them it was given."""
+    """Return an argument that has two names, under whichever of them it was given."""
     if value is not None and other_value is not None:
         raise UserError(f"{name} and {other} were both given; leave one of the two out.")
     return other_value if value is None else value
@@ -401,7 +401,7 @@ def _given_once(name: str, value: Any, other: str, other_value: Any) -> Any:
 
 @contextmanager
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Callable[[int], Any]]:
-    """A progress bar, where one is wanted; gives the function that moves it on."""
+    """Show a progress bar, where one is wanted; yield the function that moves it on."""
     if not use_tqdm:
         yield lambda _: None
         return
@@ -413,7 +413,7 @@ def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Calla
 
 
 def each(values: Any, kind: type, what: str, count: int) -> list[Any]:
-    """One value for all, or a list of one each, as a list of one each; else a UserError."""
+    """Return a list of one value each, from one for all or a list; else raise a UserError."""
     listed = [values] * count if isinstance(values, kind) else values
     if not isinstance(listed, Sequence) or not all(isinstance(one, kind) for one in listed):
         raise UserError(f"The {what} are {values!r}; expected {kind.__name__}, or a list of them.")

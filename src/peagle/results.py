@@ -238,7 +238,7 @@ class Entry(AcceptanceFigures, EntryKey):
 
     @property
     def depth(self) -> int:
-        """K, or the number of positions in the counters where a server does not tell K."""
+        """Return K, or the number of positions in the counters where a server does not tell K."""
         return self.k or len(self.pooled.num_accepted_tokens_per_pos)
 
 
@@ -304,7 +304,7 @@ class TouchedExperts(ResultModel):
 
     @property
     def mean(self) -> float:
-        """Distinct experts of a step, the mean over layers too."""
+        """Return the distinct experts of a step, the mean over layers too."""
         return fmean(self.per_layer)
 
 
@@ -337,12 +337,12 @@ class Cell(ResultModel):
 
     @property
     def speed(self) -> float:
-        """Output tokens per second, the median of the repeats."""
+        """Return output tokens per second, the median of the repeats."""
         return self.median.output_tokens_per_s
 
     @property
     def speed_range(self) -> Interval:
-        """Least and most output tokens per second of the repeats."""
+        """Return the least and most output tokens per second of the repeats."""
         return self.spread.output_tokens_per_s or (self.speed, self.speed)
 
 
@@ -422,7 +422,7 @@ class TunedCosts(ResultModel):
 
     @property
     def passes(self) -> list[tuple[str, str, list[tuple[int, float]]]]:
-        """Title, unit and ascending (size, milliseconds) of each kind of pass that was timed."""
+        """Return title, unit and ascending (size, milliseconds) of each timed kind of pass."""
         return [
             (title, unit, sorted((max(1, round(size)), 1000 * time) for size, time in costs))
             for title, unit, costs in (
@@ -547,7 +547,7 @@ class CertifiedCase(ResultModel):
     @computed_field
     @property
     def status(self) -> CaseStatus:
-        """Passed, passed but for near-ties, fault, or not applicable."""
+        """Return the status: passed, passed but for near-ties, fault, or not applicable."""
         if self.num_faults:
             return "fault"
         if not self.num_outputs:
@@ -557,13 +557,13 @@ class CertifiedCase(ResultModel):
     @computed_field
     @property
     def num_near_ties(self) -> int:
-        """Outputs whose first difference is a near-tie."""
+        """Return the number of outputs whose first difference is a near-tie."""
         return sum(one.is_near_tie for one in self.differences)
 
     @computed_field
     @property
     def num_faults(self) -> int:
-        """Outputs whose first difference is no near-tie, and other faults."""
+        """Count the outputs whose first difference is no near-tie, and other faults."""
         return len(self.differences) - self.num_near_ties + len(self.faults)
 
 

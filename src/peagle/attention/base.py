@@ -93,7 +93,7 @@ class LayerKVCache:
     def bytes_per_block(
         block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes of keys and values of one block of one layer."""
+        """Return the bytes of keys and values of one block of one layer."""
         return 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
@@ -112,7 +112,7 @@ def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; numpy's take no memory on a CPU before they are written, torch's do."""
+    """Return zeros; numpy's take no memory on a CPU before they are written, torch's do."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

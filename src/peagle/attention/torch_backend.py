@@ -90,13 +90,13 @@ class TorchPreparedAttention:
         as_bytes(cache_NSHd).flatten(0, 1).index_copy_(0, self._write_slots_T, as_bytes(stored_THd))
 
     def _context(self, cache_NSHd: Tensor) -> Tensor:
-        """Keys or values of every context, [B, S, Hkv, d], from a cache of whole blocks."""
+        """Return keys or values of every context, [B, S, Hkv, d], from a cache of whole blocks."""
         read_NSHd = as_bytes(cache_NSHd)[self._blocks_to_read(cache_NSHd.shape[1])]
         context = read_NSHd.view(self._num_sequences, -1, *cache_NSHd.shape[2:])
         return context[:, : self.metadata.max_seq_len].view(cache_NSHd.dtype)
 
     def _blocks_to_read(self, block_size: int) -> Tensor | slice:
-        """Blocks of every context, one after the other; a slice where that saves the copy."""
+        """Return the blocks of every context in a row; as a slice where that saves the copy."""
         if self._context_blocks is None:
             blocks_BM = self.metadata.block_tables_BM
             num_blocks = -(-self.metadata.max_seq_len // block_size)

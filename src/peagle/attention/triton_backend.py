@@ -154,7 +154,7 @@ def _scales(cache: LayerKVCache) -> dict[str, float]:
 
 
 def _rows(x_THd: Tensor) -> Tensor:
-    """With a contiguous last dimension, as models nearly always hand it over."""
+    """Return the tensor with a contiguous last dimension, as models nearly always hand it over."""
     return x_THd if x_THd.stride(2) == 1 else x_THd.contiguous()
 
 

@@ -68,7 +68,7 @@ class WheelFile:
 
     @property
     def place(self) -> Path:
-        """Folder of the file in the cache."""
+        """Return the folder of the file in the cache."""
         return cache_folder() / "wheels" / self.sha256
 
 

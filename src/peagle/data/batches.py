@@ -60,7 +60,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Return the number of tokens without padding."""
         return sum(place.length for place in self.places)
 
 
@@ -123,7 +123,7 @@ def anchor_bound(anchors: int, length: int) -> int:
 
 
 def pack(lengths: Sequence[int], row_length: int, generator: torch.Generator) -> list[list[int]]:
-    """Rows of sequences that fit into `row_length` tokens: shuffled, then best fit decreasing.
+    """Pack sequences into rows of up to `row_length` tokens: shuffled, then best fit decreasing.
 
     Each sequence is in exactly one row. Only neighbours in the shuffled order share a row.
     """
@@ -243,7 +243,7 @@ class BatchStream:
         return self._make(chosen, first)
 
     def largest(self) -> Batch:
-        """One process's share of a batch whose rows have the most supervised anchors."""
+        """Return one process's share of a batch whose rows have the most supervised anchors."""
         order = sorted(range(len(self._rows)), key=lambda row: -self.anchors[row])
         return self._make(order[: self.num_rows // self.world_size], 0)
 
@@ -285,7 +285,7 @@ ON_HOST = {"on_host": True}
 
 
 def map_tensors(thing: T, function: Callable[[Tensor], Tensor]) -> T:
-    """A copy of `thing` with the function applied to every tensor not marked `ON_HOST`."""
+    """Return a copy of `thing` with the function applied to every tensor not marked `ON_HOST`."""
     value: Any = thing
     if isinstance(value, Tensor):
         value = function(value)
@@ -307,7 +307,7 @@ def moved(thing: T, device: torch.device) -> T:
 
 
 def pinned(thing: T) -> T:
-    """In page-locked memory, for asynchronous copies to a GPU."""
+    """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
     return map_tensors(thing, lambda x: x if x.is_pinned() or x.is_cuda else x.pin_memory())
 
 

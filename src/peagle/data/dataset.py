@@ -57,12 +57,12 @@ class ResponseDataset:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the number of tokens of the longest sequence."""
         return int(self.start_loc.diff().max())
 
     @property
     def prompt_lens(self) -> Tensor:
-        """Tokens of each sequence before its first answer, int64 [S]."""
+        """Return the number of tokens of each sequence before its first answer, int64 [S]."""
         answered = torch.cat((self.loss_mask.nonzero().flatten(), self.start_loc[-1:]))
         first = answered[torch.searchsorted(answered, self.start_loc[:-1])]
         return first.minimum(self.start_loc[1:]) - self.start_loc[:-1]
@@ -75,12 +75,12 @@ class ResponseDataset:
 
     @property
     def num_responses(self) -> int:
-        """Answers of all sequences."""
+        """Return the number of answers of all sequences."""
         return len(self._answers()[0])
 
     @cached_property
     def graded(self) -> Tensor:
-        """Positions that grade an element: they and the next one are of one answer; bool [T]."""
+        """Return which positions grade an element: the next one is of the same answer; bool [T]."""
         graded_T = self.loss_mask.clone()
         graded_T[:-1] &= self.loss_mask[1:]
         graded_T[self.start_loc[1:] - 1] = False
@@ -88,7 +88,7 @@ class ResponseDataset:
 
     @property
     def num_graded(self) -> Tensor:
-        """Positions of each sequence that grade an element, int64 [S]."""
+        """Return the number of positions of each sequence that grade an element, int64 [S]."""
         return _sums(self.graded, self.start_loc)
 
     @classmethod
@@ -192,7 +192,7 @@ def _sums(flags_T: Tensor, start_loc: Tensor) -> Tensor:
 def _masked_ids(
     record: Record, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], Sequence[int]]:
-    """Token ids of a record, and for each whether the target wrote it."""
+    """Return a record's token ids, and for each whether the target wrote it."""
     if record.fault is not None or "input_ids" in record.data:
         try:
             record.check()

@@ -129,7 +129,7 @@ class FeatureWriter:
 
     @property
     def missing(self) -> list[ShardPlan]:
-        """Shards that are still to be written."""
+        """Return the shards that are still to be written."""
         return [plan for plan in self.plans if plan.number not in self._entries]
 
     def need(self) -> DiskNeed:

@@ -144,7 +144,7 @@ class StoreFacts:
         return ""
 
     def _compared(self) -> dict[str, Any]:
-        """All facts but the name of the target's folder."""
+        """Return all facts but the name of the target's folder."""
         data = asdict(self)
         target = {f"target {name}": value for name, value in data.pop("target").items()}
         del target["target name"]
@@ -162,13 +162,13 @@ class StoreFacts:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of the features of one position."""
+        """Return the bytes of the features of one position."""
         size = FEATURE_DTYPES[self.dtype].itemsize * self.num_aux * self.hidden_size
         return size + (4 * self.num_aux if self.dtype == "fp8" else 0)
 
     @property
     def graded_bytes(self) -> int:
-        """Bytes of the hidden state of one graded position."""
+        """Return the bytes of the hidden state of one graded position."""
         return HIDDEN_DTYPES[self.dtype].itemsize * self.hidden_size
 
 

@@ -76,7 +76,7 @@ class Inspection:
 
     @property
     def supervised_share(self) -> float:
-        """Share of the tokens that are supervised."""
+        """Return the share of the tokens that are supervised."""
         return self.supervised / self.tokens if self.tokens else 0.0
 
 

@@ -15,7 +15,7 @@ from peagle.data.readers import read_side
 
 
 def _at(name: str, *path: str) -> Any:
-    """A field that is read by its own name, or out of the provenance of a file."""
+    """Return a field that is read by its own name, or out of the provenance of a file."""
     return Field(validation_alias=AliasChoices(name, AliasPath(*path)))
 
 

@@ -203,7 +203,7 @@ def regenerate(
 
 
 def seed_of(seed: int, messages: Iterable[Mapping[str, Any]]) -> int:
-    """A seed of 31 bits that depends on nothing but a seed and the conversation."""
+    """Return a seed of 31 bits that depends on nothing but a seed and the conversation."""
     asked = json.dumps([seed, [dict(message) for message in messages]], sort_keys=True)
     return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:4]) >> 1
 
@@ -282,7 +282,7 @@ def _next_ask(dialogue: AskedConversation, line: Mapping[str, Any], seed: int) -
 
 
 def _answers_from(ask: Ask, is_chat: bool) -> int:
-    """Number of answers of a dialogue from this question on, if none is cut off."""
+    """Return the number of answers of a dialogue from this question on, if none is cut off."""
     return len(ask.dialogue.turns) - ask.turn if is_chat else 1
 
 

@@ -101,7 +101,7 @@ class SynthesizeProgress:
 
     @property
     def share_kept(self) -> float:
-        """Share of the samples that were kept."""
+        """Return the share of the samples that were kept."""
         return self.kept / self.samples if self.samples else 1.0
 
 

@@ -37,7 +37,7 @@ class Clock:
     """The passing of time, for code that waits; tests have a clock of their own."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment."""
+        """Return the seconds since some fixed moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -212,7 +212,7 @@ def error_text(error: BaseException) -> str:
 
 
 def one_line(text: object) -> str:
-    """Text from outside as one line that cannot steer a terminal."""
+    """Return text from outside as one line that cannot steer a terminal."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 

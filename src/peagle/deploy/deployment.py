@@ -138,7 +138,7 @@ class Deployment:
 
     @property
     def num_speculative_tokens(self) -> int | None:
-        """K; None without speculation."""
+        """Return K; None without speculation."""
         return (self.speculative_config or {}).get("num_speculative_tokens")
 
 

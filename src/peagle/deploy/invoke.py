@@ -185,7 +185,7 @@ def _foreign(error: ForeignAnswer) -> UserError:
 
 
 def _explain_break(error: BaseException) -> str:
-    """Why a stream that had begun ended."""
+    """Return why a stream that had begun ended."""
     code, text = error_code(error), _shorten(error_text(error))
     if code == "ModelStreamError":
         # The error's ErrorCode says which of the two, but botocore does not hand it on.

@@ -44,7 +44,7 @@ class LogLine:
 
     @property
     def time(self) -> str:
-        """Time in UTC, ISO 8601 with milliseconds."""
+        """Return the time in UTC, ISO 8601 with milliseconds."""
         moment = datetime.fromtimestamp(self.time_ms / 1000, UTC)
         return moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 

@@ -41,7 +41,7 @@ class LocalFiles:
         return read_object(self.folder / _CONFIG)
 
     def tensor_names(self) -> Collection[str]:
-        """Names of the tensors of all safetensors files; refuses files that are cut."""
+        """Return the names of the tensors of all safetensors files; refuses files that are cut."""
         from peagle.models.loading import check_weights
 
         check_weights(self.folder)
@@ -68,11 +68,11 @@ class HubFiles:
             return LocalFiles(Path(folder)).config()
 
     def tensor_names(self) -> Collection[str]:
-        """Names of the tensors of all safetensors files."""
+        """Return the names of the tensors of all safetensors files."""
         return self._metadata().weight_map
 
     def tensors(self) -> Iterator[tuple[str, str, int]]:
-        """Name, type and bytes of every tensor."""
+        """Yield the name, type and bytes of every tensor."""
         for file in self._metadata().files_metadata.values():
             for name, tensor in file.tensors.items():
                 begin, end = tensor.data_offsets
@@ -117,7 +117,7 @@ class S3Files:
         return data
 
     def tensor_names(self) -> Collection[str]:
-        """Names of the tensors of all safetensors files."""
+        """Return the names of the tensors of all safetensors files."""
         bucket, prefix = split_uri(self.source.name)
         pages = self.client.get_paginator("list_objects_v2")
         names: set[str] = set()

@@ -86,7 +86,7 @@ def metric_names(num_positions: int) -> list[str]:
 
 
 def from_sums(sums: Mapping[str, float]) -> Acceptance | None:
-    """Acceptance from sums of our container's counters, by name; None if nothing was drafted."""
+    """Return the acceptance from sums of our container's counters; None if nothing was drafted."""
     if not sums.get(names.NUM_DRAFTS):
         return None
     per_pos = []
@@ -110,7 +110,7 @@ _VLLM = {
 
 
 def from_vllm_log(lines: Iterable[str]) -> Acceptance | None:
-    """Acceptance from the lines that vLLM logs every ten seconds while it drafts; None without any.
+    """Return the acceptance in the lines that vLLM logs while it drafts; None without any.
 
     A line has the tokens accepted and drafted since the last line and the rates by position, but
     not the number of drafts. That is the drafted tokens over K, the number of positions; only a
@@ -154,7 +154,7 @@ class ExpectedAcceptance:
 
 
 def _length(text: str) -> float | None:
-    """A number as an acceptance length: at least 1; None for other numbers."""
+    """Return a number as an acceptance length: at least 1; None for other numbers."""
     number = float(text)
     return number if math.isfinite(number) and number >= 1 else None
 

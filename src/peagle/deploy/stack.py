@@ -191,7 +191,7 @@ def stack_events(clients: Clients, stack: str) -> list[dict[str, Any]]:
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """An event in one line."""
+    """Return an event in one line."""
     reason = one_line(event.get("ResourceStatusReason", ""))
     name = event.get("LogicalResourceId", "")
     return f"{name}: {event['ResourceStatus']}{f' ({reason})' if reason else ''}"
@@ -203,7 +203,7 @@ def resources_of(clients: Clients, endpoint: str) -> list[str]:
 
 
 def _resources(clients: Clients, stack: str) -> list[tuple[str, str, str]]:
-    """Name, status and reason of each resource of a stack."""
+    """Return the name, status and reason of each resource of a stack."""
     found = clients.find("cloudformation", "DescribeStackResources", StackName=stack)
     return [
         (
@@ -298,7 +298,7 @@ def planned_calls(d: Deployment, requests: Sequence[dict[str, Any]]) -> list[dic
 def planned_call(
     service: str, operation: str, parameters: dict[str, Any], *, until: str = ""
 ) -> dict[str, Any]:
-    """A call as JSON; the command repeats it until the status is `until`."""
+    """Return a call as JSON; the command repeats it until the status is `until`."""
     call = {"service": service, "operation": operation, "parameters": parameters}
     return {**call, "until": until} if until else call
 

@@ -112,7 +112,7 @@ class EndpointState:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Models of the endpoint configuration's variants."""
+        """Return the models of the endpoint configuration's variants."""
         variants = self.config.get("ProductionVariants", ())
         return tuple(dict.fromkeys(v["ModelName"] for v in variants if "ModelName" in v))
 
@@ -193,7 +193,7 @@ def _scaling(
 
 
 def variants(current: EndpointState) -> Iterator[dict[str, Any]]:
-    """Name, instance type, instances now and wanted, and share of the traffic of each variant."""
+    """Yield name, instance type, instances now and wanted, and share of traffic of each variant."""
     types = {v["VariantName"]: v for v in current.config.get("ProductionVariants", ())}
     for variant in current.endpoint.get("ProductionVariants", ()):
         yield {
@@ -206,7 +206,7 @@ def variants(current: EndpointState) -> Iterator[dict[str, Any]]:
 
 
 def age(current: EndpointState, now: datetime | None = None) -> str:
-    """Time since the endpoint was created, "3 d 4 h"; "" if AWS does not say."""
+    """Return the time since the endpoint was created, "3 d 4 h"; "" if AWS does not say."""
     created = current.endpoint.get("CreationTime")
     if created is None:
         return ""
@@ -233,7 +233,7 @@ def speculation_of(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def depth_of(current: EndpointState) -> int | None:
-    """K of an endpoint, 0 without drafts, None if its configuration does not say."""
+    """Return K of an endpoint, 0 without drafts, None if its configuration does not say."""
     speculation = speculation_of(current.container.get("Environment") or {})
     if speculation is None:
         return 0
@@ -421,7 +421,7 @@ def _value(metric: Metric, found: _MetricData) -> MetricValue:
 def _logged_acceptance(
     clients: Clients, current: EndpointState, start: datetime, end: datetime, notes: list[str]
 ) -> Acceptance | None:
-    """Acceptance from vLLM's log, the only place where the managed container reports it."""
+    """Return the acceptance in vLLM's log, the managed container's only report of it."""
     # To read a log of days would take minutes.
     latest = max(start, end - timedelta(seconds=DEFAULT_WINDOW_S))
     if latest > start:

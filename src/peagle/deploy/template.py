@@ -170,7 +170,7 @@ def _secret_parameters(variables: Mapping[str, str], stamp: str) -> dict[str, st
 
 
 def _secret_resources(d: Deployment, secrets: Mapping[str, str]) -> Resources:
-    """Secrets that keep tokens and keys, named after their parameters."""
+    """Return the secrets that keep tokens and keys, named after their parameters."""
     return {
         f"Secret{key}": _resource(
             "AWS::SecretsManager::Secret",
@@ -197,7 +197,7 @@ def _variable_value(name: str, value: str, secrets: Mapping[str, str]) -> Any:
 
 
 def _resource(kind: str, *, after: str = "", **properties: Any) -> dict[str, Any]:
-    """A resource without its empty properties."""
+    """Return a resource without its empty properties."""
     given = {k: v for k, v in properties.items() if v not in (None, "", [], {})}
     return {"Type": kind, **({"DependsOn": after} if after else {}), "Properties": given}
 
@@ -269,7 +269,7 @@ def _endpoint_resources(
 
 
 def resource_of(endpoint: str, variant: str) -> str:
-    """Application Auto Scaling's name of a variant."""
+    """Return Application Auto Scaling's name of a variant."""
     return f"endpoint/{endpoint}/variant/{variant}"
 
 
@@ -303,7 +303,7 @@ def _scaling_resources(endpoint: str, wanted: Autoscaling | None) -> Resources:
 
 
 def _alarm_resources(d: Deployment) -> Resources:
-    """Alarms on failures and, if our container reports acceptance, on its drift."""
+    """Return the alarms on failures and, if our container reports acceptance, on its drift."""
     if not d.alarm_topic:
         return {}
     dimensions = [

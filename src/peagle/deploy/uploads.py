@@ -70,7 +70,7 @@ def _require_empty(uri: str, clients: Clients) -> None:
 
 
 def put_parameters(transfer: Transfer, name: str) -> dict[str, Any]:
-    """Parameters of PutObject or CopyObject for one file; without its content."""
+    """Return the parameters of PutObject or CopyObject for one file, without its content."""
     bucket, prefix = split_uri(transfer.uri)
     key = {"Bucket": bucket, "Key": prefix + name}
     if not transfer.kms_key:

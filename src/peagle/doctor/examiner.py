@@ -397,7 +397,7 @@ def _matched_difference(
         return torch.bucketize(confidence_PC, _CONFIDENCE_BINS)
 
     def mean(matches_PC: torch.Tensor, chosen_PC: torch.Tensor) -> tuple[float, float]:
-        """Mean of the chosen, and its standard error with prompts as the units."""
+        """Return the mean of the chosen, and its standard error with prompts as the units."""
         mean = float(matches_PC[chosen_PC].mean())
         rest_P = ((matches_PC - mean) * chosen_PC).sum(1)
         return mean, float(rest_P.square().sum().sqrt()) / float(chosen_PC.sum())

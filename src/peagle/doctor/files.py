@@ -252,7 +252,7 @@ def _mend_values(files: HeadFiles) -> None:
 
 
 def _mend_norms(files: HeadFiles) -> None:
-    """Norm flags of config.json against the norms among the weights."""
+    """Mend the norm flags of config.json to fit the norms among the weights."""
     data, tensors = files.data, files.tensors
     eagle = data.get("eagle_config") or {}
     for flag, tensor in _NORM_TENSORS.items():
@@ -412,7 +412,7 @@ def _window_of(files: HeadFiles, config: DrafterConfig) -> int | None:
 
 
 def _mend_aux(files: HeadFiles) -> None:
-    """Aux layers: one ascending list, within the target, of the length that fc reads."""
+    """Mend the aux layers: one ascending list, within the target, of the length that fc reads."""
     data, num_layers = files.data, files.target.num_layers
     eagle = data.get("eagle_config") or {}
     top, nested = data.get(AUX_KEY), eagle.get(AUX_KEY)

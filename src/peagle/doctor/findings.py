@@ -85,7 +85,7 @@ class Examination:
 
     @property
     def advice(self) -> str:
-        """Sentences that say what to do."""
+        """Return sentences that say what to do."""
         if self.causes:
             again = " Then run the doctor again: other causes may go." * (len(self.causes) > 1)
             return self.causes[0].remedy + again

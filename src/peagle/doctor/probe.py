@@ -209,7 +209,7 @@ class Probe:
 
     @cached_property
     def all_anchors_PC(self) -> Tensor:
-        """Every anchor that all prompts have: with K tokens of the answer behind it."""
+        """Return every anchor that all prompts have: with K tokens of the answer behind it."""
         anchors_PC = _anchors(self.lengths, self.prompt_lens, self.num_drafts, 1)
         return anchors_PC.to(self.tokens_PN.device)
 

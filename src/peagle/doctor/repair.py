@@ -221,7 +221,7 @@ def _mask_state_repairs(head: Head, probe: Probe) -> Iterator[Change]:
 
 
 def _map_repairs(head: Head, now: HeadDrafts, files: HeadFiles, probe: Probe) -> Iterator[Change]:
-    """Maps by t2d, by the head's rows and by its drafts."""
+    """Yield changes of the maps by t2d, by the head's rows and by its drafts."""
     ids, kept = head.target_ids(), files.kept_ids
     if kept is not None and not torch.equal(kept, ids):
         remedy = "Export d2t and t2d again from the trained head, d2t[i] = target id - i."

@@ -37,7 +37,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 @cache
 def arrivals(device: torch.device) -> Tensor:
-    """Counters of programs that have arrived, int32 [MAX_ARRIVALS], zero outside of launches.
+    """Return counters of arrived programs, int32 [MAX_ARRIVALS]; zero outside of launches.
 
     Of several programs that share one result, the last to arrive puts it together and sets its
     counter back. All launches of a device share them, so they must run one after the other. Never

@@ -57,8 +57,10 @@ class LayerAttention(ABC):
     def swap(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any, int]:
-        """Arguments of the layer with this object as its attention; the attention that was there
-        (None: the call is not to be compiled), and the number of tokens.
+        """Return the layer's arguments with this object as its attention.
+
+        Also the attention that was there (None: the call is not to be compiled), and the number of
+        tokens.
         """
 
     @abstractmethod

@@ -220,7 +220,7 @@ class DraftCorrection(nn.Module):
         return columns_BJC, logprobs
 
     def _term(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Wo silu(s + We norm(e(x))), [..., r]."""
+        """Return Wo silu(s + We norm(e(x))), [..., r]."""
         return F.silu(states + F.embedding(tokens, self.tokens_VW)) @ self.down_rW.mT
 
 

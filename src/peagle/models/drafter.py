@@ -191,22 +191,22 @@ class DrafterConfig:
 
     @property
     def is_parallel(self) -> bool:
-        """True for P-EAGLE: all K tokens in one pass."""
+        """Return whether the head is of P-EAGLE: all K tokens in one pass."""
         return self.mask_token_id is not None
 
     @property
     def kind(self) -> str:
-        """Kind of head, P-EAGLE or EAGLE-3."""
+        """Return the kind of head, P-EAGLE or EAGLE-3."""
         return "P-EAGLE" if self.is_parallel else "EAGLE-3"
 
     @property
     def feature_size(self) -> int:
-        """A * H, the width of a feature before fc."""
+        """Return A * H, the width of a feature before fc."""
         return len(self.aux_layer_ids) * self.target_hidden_size
 
     @property
     def is_pruned(self) -> bool:
-        """True when the draft vocabulary is smaller than the target's."""
+        """Return whether the draft vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
 
 
@@ -263,7 +263,7 @@ class DrafterAttention(nn.Module):
         return query, key, qkv[..., num_rotated:, :]
 
     def project_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Key and value of `project`, without the product for the query."""
+        """Return the key and value of `project`, without the product for the query."""
         first, linear = self.split[0] * self.head_dim, self.qkv_proj
         if isinstance(linear, nn.Linear):
             bias = None if linear.bias is None else linear.bias[first:]

@@ -41,7 +41,7 @@ class Elements:
 
     @property
     def positions(self) -> Tensor:
-        """Position ids, anchor + depth."""
+        """Return the position ids, anchor + depth."""
         return self.anchors + self.depths
 
 

@@ -54,7 +54,7 @@ class FusedProjections(nn.Module, ABC):
 
     @abstractmethod
     def tensors(self, rows: slice) -> dict[str, Tensor]:
-        """Views of the weight and the bias of some outputs, where they are stored plainly."""
+        """Return views of the weight and the bias of some outputs, if they are stored plainly."""
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """Return the columns of projection `index` for the input `x`, computed with the first call.

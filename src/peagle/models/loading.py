@@ -123,7 +123,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _hub_id(text: str, revision: str | None, what: str) -> tuple[str, str]:
-    """Repository and revision of "owner/name" or "owner/name@revision"."""
+    """Return the repository and revision of "owner/name" or "owner/name@revision"."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 

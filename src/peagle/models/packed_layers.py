@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def concatenate(linears: Sequence[PackedLinear]) -> PackedLinear:
-        """One layer of the outputs of several that read inputs of one order in one format."""
+        """Join layers that read inputs of one order in one format into one layer of all outputs."""
         packed = PackedWeight.concatenate([linear.packed for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         return PackedLinear(packed, torch.cat(biases) if biases else None)

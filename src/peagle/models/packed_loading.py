@@ -383,7 +383,7 @@ class _Loader:
         return blocks, scales, self._key(name)
 
     def _one_by_one(self, name: str, module: Any) -> list[PackedWeight]:
-        """Experts that the checkpoint stores apart, stacked: gates and ups together."""
+        """Read experts that the checkpoint stores apart, and stack them: gates and ups together."""
         gate_up: list[PackedWeight] = []
         down: list[PackedWeight] = []
         gates: list[PackedWeight] = []
@@ -435,14 +435,14 @@ class _Loader:
 
 
 def _size(module: Any, part: str) -> tuple[int, int, int]:
-    """Experts, outputs and inputs of the weights of an experts module."""
+    """Return the experts, outputs and inputs of an experts module's weights."""
     experts, *size = getattr(module, part).shape
     outputs, inputs = reversed(size) if module.is_transposed else size
     return experts, outputs, inputs
 
 
 def _parts(module: Any) -> Iterator[tuple[int, str, tuple[int, int]]]:
-    """Each expert's projections as checkpoints name them, with their outputs and inputs."""
+    """Yield each expert's projections as checkpoints name them, with their outputs and inputs."""
     experts, both, width = _size(module, "gate_up_proj")
     inner = both // 2
     for expert in range(experts):

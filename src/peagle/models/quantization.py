@@ -379,7 +379,7 @@ def _text(tensor: Tensor) -> str:
 
 
 def _reason(suffix: str, scheme: Scheme) -> str:
-    """Why a layer needs a tensor."""
+    """Return why a layer needs a tensor."""
     if suffix == "g_idx":
         return "desc_act true, so the inputs have an order"
     if suffix == "weight_zero_point":
@@ -457,7 +457,7 @@ def _arrange_words(stored: StoredLinear) -> PackedWeight:
 
 
 def _arrange_gptq(stored: StoredLinear, is_v2: bool) -> PackedLinearWeight:
-    """Words along the inputs, [K / 8, N]; version 1 stores each zero less one."""
+    """Arrange words along the inputs, [K / 8, N]; version 1 stores each zero less one."""
     (_, k), group, tensors = stored.shape, stored.block[1], stored.tensors
     zero = _nibbles(tensors["qzeros"], 1).T
     if not is_v2:
@@ -484,7 +484,7 @@ def _arrange_gptq(stored: StoredLinear, is_v2: bool) -> PackedLinearWeight:
 
 
 def _arrange_awq(stored: StoredLinear) -> PackedLinearWeight:
-    """Words along the outputs, [K, N / 8], of eight outputs in AWQ's order."""
+    """Arrange words along the outputs, [K, N / 8], of eight outputs in AWQ's order."""
 
     def in_order(packed: Tensor) -> Tensor:
         places = torch.tensor(_AWQ_ORDER, device=packed.device).argsort()

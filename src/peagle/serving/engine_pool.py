@@ -87,7 +87,7 @@ class CrashBudget:
 
     @property
     def num_recent(self) -> int:
-        """Number of crashes in the window."""
+        """Return the number of crashes in the window."""
         while self._crashes and self._crashes[0] < time.monotonic() - WINDOW_S:
             self._crashes.popleft()
         return len(self._crashes)
@@ -99,12 +99,12 @@ class CrashBudget:
 
     @property
     def delay_s(self) -> float:
-        """Seconds to wait before the next start."""
+        """Return the seconds to wait before the next start."""
         return _FIRST_DELAY_S * 2 ** max(self.num_recent - 1, 0)
 
     @property
     def spent(self) -> str | None:
-        """Why there is no further start; None if there is one."""
+        """Return why there is no further start; None if there is one."""
         if self.num_failed_starts >= MOST_FAILED_STARTS:
             return f"{self.num_failed_starts} starts in a row failed"
         if (crashes := self.num_recent) > MOST_CRASHES:
@@ -184,7 +184,7 @@ class EngineProcess:
 
     @property
     def load(self) -> int:
-        """Number of outputs that run or wait here."""
+        """Return the number of outputs that run or wait here."""
         return sum(stream.num_outputs for stream in set(self.streams.values()))
 
     def send(self, message: Add | Cancel | Stop) -> None:
@@ -286,12 +286,12 @@ class EnginePool:
 
     @property
     def ready(self) -> list[EngineProcess]:
-        """Engines that take requests."""
+        """Return the engines that take requests."""
         return [engine for engine in self._engines if engine is not None and engine.is_ready]
 
     @property
     def info(self) -> EngineInfo | None:
-        """Facts of the engines, which are all alike; None while none is loaded."""
+        """Return the facts of the engines, which are all alike; None while none is loaded."""
         return next((engine.info for engine in self.ready), None)
 
     # ---- requests -------------------------------------------------------------------------------

@@ -188,12 +188,12 @@ class Heartbeat:
 
     @property
     def last_s(self) -> float:
-        """When the engine was last alive, by `time.monotonic`."""
+        """Return when the engine was last alive, by `time.monotonic`."""
         return self._values[0]
 
     @property
     def due_s(self) -> float:
-        """When it must be alive again."""
+        """Return when the engine must be alive again, by `time.monotonic`."""
         return self._values[1]
 
     @property

@@ -464,7 +464,7 @@ _LONGEST_END = len("</function></tool_call>") + 8
 
 
 def _open_end(text: str) -> int:
-    """Length of the longest end of a value's text with which the end of the value may begin."""
+    """Return the length of the longest end of a value's text that may begin the value's end."""
     held = open_tail(text, (_END, f"\n{_END}", "</function>", "\n</function>"))
     function, tag, rest = text[-_LONGEST_END:].rpartition("</function>")
     if tag and "</tool_call>".startswith(rest.lstrip(_BLANKS)):

@@ -146,7 +146,7 @@ class DraftExecutor(Protocol):
         ...
 
     def next_batch(self, column: int) -> PackedBatch:
-        """One slot of each sequence that drafts more than `column`: over the draft before it.
+        """Return the batch of one slot of each sequence that drafts on, over its draft before.
 
         They are the first of the sequences that the batch before had.
         """

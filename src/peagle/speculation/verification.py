@@ -39,7 +39,7 @@ class SamplingTensors:
     all_greedy: bool
 
     def probs(self, logits_NV: Tensor, sequences_N: Tensor) -> Tensor:
-        """Target probabilities of rows that belong to the given sequences, [N, V]."""
+        """Return target probabilities of rows that belong to the given sequences, [N, V]."""
         return probs_from_logits(
             logits_NV,
             self.temperature_B[sequences_N],

@@ -126,7 +126,7 @@ class ServedAcceptance:
             self.counters[k - 1, 1, :k] += (chance_BNK[drafts][:, :k] * reached_Dk).sum(0)
 
     def num_drafts(self, k: int) -> int:
-        """Drafts that serving makes at K = k."""
+        """Return the number of drafts that serving makes at K = k."""
         return round(float(self.counters[k - 1, 0, 0]))
 
     def conditional(self, k: int) -> list[float | None]:
@@ -147,7 +147,7 @@ class ServedAcceptance:
         return 1 + sum(self.unconditional(k))
 
     def acceptance_lengths(self) -> list[float]:
-        """At K = 1, 2, ... K_train."""
+        """Return the acceptance lengths at K = 1, 2, ... K_train."""
         return [self.acceptance_length(k) for k in range(1, self.num_depths + 1)]
 
 

@@ -155,7 +155,7 @@ def shown(fact: object) -> str:
 def _differences(
     before: object, now: object, key: str = ""
 ) -> Iterator[tuple[str, object, object]]:
-    """Keys ("optimizer.steps") whose values differ, with the values; None where there is none."""
+    """Yield keys ("optimizer.steps") whose values differ, with the values; None: none is there."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         if before != now:
             yield key, before, now

@@ -39,7 +39,7 @@ LossKind = Literal["kl", "ce", "tv", "kl_tv"]
 
 
 def _model(role: Role) -> BeforeValidator:
-    """A validator that reads the names of bundled models, before "./bundled" loses its dot."""
+    """Return a validator that reads names of bundled models, before "./bundled" loses its dot."""
     return BeforeValidator(
         lambda name: expand_bundled(name, role) if isinstance(name, str) else name
     )
@@ -112,7 +112,7 @@ class HeadSection(_Section):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Names of the head's parameters that stay as they start."""
+        """Return the names of the head's parameters that stay as they start."""
         ends = {"embed_tokens": self.freeze_embeddings, "lm_head": self.freeze_lm_head}
         return tuple(f"{name}.weight" for name, is_frozen in ends.items() if is_frozen)
 
@@ -127,7 +127,7 @@ class HeadSection(_Section):
 
     @property
     def layer_quantization(self) -> HeadQuantization | None:
-        """How the linear layers are rounded and stored; None where they are not."""
+        """Return how the linear layers are rounded and stored; None where they are not."""
         if self.quantization is None:
             return None
         return HeadQuantization(self.quantization, self.int8_layers, self.group_size)
@@ -215,7 +215,7 @@ class MethodSection(_Section):
         return self
 
     def weights(self) -> list[float]:
-        """Weight of each depth."""
+        """Return the weight of each depth."""
         if self.depth_weights is not None:
             return list(self.depth_weights)
         return [self.depth_decay**depth for depth in range(self.depth)]
@@ -482,7 +482,7 @@ class TrainConfig(_Section):
         return data | {"head": data["head"] | head}
 
     def planned(self, steps: int) -> TrainConfig:
-        """This run with a number of steps, which `run.minutes` has left open."""
+        """Return this run with a number of steps, which `run.minutes` has left open."""
         optimizer = self.optimizer.model_copy(update={"steps": steps})
         return self.model_copy(update={"optimizer": optimizer})
 

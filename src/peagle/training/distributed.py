@@ -92,7 +92,7 @@ class Processes:
         return int(answer)
 
     def share(self, count: int) -> range:
-        """Indices of this process's share of `count` things."""
+        """Return the indices of this process's share of `count` things."""
         return range(self.rank, count, self.world_size)
 
     def first(self, action: Callable[[], object]) -> None:

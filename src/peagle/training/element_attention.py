@@ -51,8 +51,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _with_all_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention, causal without a mask. Grouped heads would fall back to the kernel that keeps all
-    scores, so keys and values are repeated.
+    """Attend, causally without a mask.
+
+    Grouped heads would fall back to the kernel that keeps all scores, so keys and values are
+    repeated.
     """
     groups = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
@@ -186,7 +188,7 @@ class _Ranges:
 
 
 def _classify(queries: Elements, keys: Elements) -> tuple[Tensor, Tensor]:
-    """Bool [B, Q, K] twice: every pair of elements may attend; some pairs might."""
+    """Return bool [B, Q, K] twice: every pair of elements may attend; some pairs might."""
     q, k = _Ranges.of(queries, unsqueeze=2), _Ranges.of(keys, unsqueeze=1)
     one_document = (q.first == k.first) & (q.last == k.last) & (q.first == q.last)
     full = one_document & (k.high <= q.low) & k.only_context & k.whole & q.whole
@@ -210,7 +212,7 @@ def _blocks(x_BE: Tensor, beyond: int) -> Tensor:
 
 
 def _listed(wanted_BQK: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of blocks that each query block reads, [B, 1, Q]; all blocks, those first."""
+    """Return how many blocks each query block reads, [B, 1, Q], and all blocks, these first."""
     order = wanted_BQK.int().argsort(dim=-1, descending=True, stable=True)
     counts, indices = wanted_BQK.sum(-1, dtype=torch.int32), order.to(torch.int32)
     return counts.unsqueeze(1).contiguous(), indices.unsqueeze(1).contiguous()

@@ -115,7 +115,7 @@ class Inputs:
         return found | {stores[name]: store.index_sha256 for name, store in self._stores.items()}
 
     def source(self, batch_at: Callable[[int], Batch], name: str = "train") -> Source:
-        """Batches of "train" or "validation" with what the target says about them."""
+        """Return the batches of "train" or "validation" with the target's features of them."""
         if isinstance(self.target, TargetModel):
             compute = partial(target_states, self.target)
             return Source(batch_at, self.device, compute=compute)
@@ -152,7 +152,7 @@ class Source:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def range(self, start: int, stop: int) -> Iterator[tuple[Batch, TargetStates]]:
-        """Batches and states of the steps from `start` to before `stop`."""
+        """Yield the batches and states of the steps from `start` to before `stop`."""
         with ThreadPoolExecutor(1, "peagle-data", initializer=self._choose_gpu) as thread:
             waiting: list[Future[tuple[Batch, TargetStates | None, torch.cuda.Event | None]]] = []
             step = start
@@ -173,7 +173,7 @@ class Source:
                     future.cancel()
 
     def _choose_gpu(self) -> None:
-        """A new thread would pin memory for the first GPU, whichever this process has."""
+        """Choose this process's GPU: a new thread would pin memory for the first one."""
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)
 

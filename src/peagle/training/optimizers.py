@@ -54,13 +54,13 @@ class Masters:
             self.publish()
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and weights that optimizers may update."""
+        """Yield the names and weights that optimizers may update."""
         for name, parameter in self._own.items():
             if parameter.requires_grad:
                 yield name, self._copies.get(name, parameter)
 
     def state(self) -> dict[str, Tensor]:
-        """All weights and maps of the head, trained ones as precise as there are; no copies.
+        """Return all weights and maps of the head, trained ones as precise as there are; no copies.
 
         Call `publish` after writing to them.
         """
@@ -189,7 +189,7 @@ class ShardedMasters(Masters):
 
 
 def _block_of(name: str) -> str:
-    """Weights that travel together: a layer, one of the large tables, or the remaining weights."""
+    """Return the block of weights that travel together: a layer, a large table, or all the rest."""
     first, second, *_ = f"{name}.".split(".")
     if first == "layers":
         return f"{first}.{second}"
@@ -253,7 +253,7 @@ class _Publish(torch.autograd.Function):
 def build_optimizers(
     named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection
 ) -> list[Optimizer]:
-    """One optimizer for AdamW; for Muon a second one, which takes `fc` and the layers' matrices.
+    """Build one optimizer for AdamW; for Muon add one, which takes `fc` and the layers' matrices.
 
     Embeddings, lm_head, mask_hidden and norms are always AdamW's. Weight decay is on matrices.
     """
@@ -304,7 +304,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient once."""
         for group in self.param_groups:
             shapes: dict[torch.Size, list[Tensor]] = {}
             for weight in group["params"]:
@@ -351,7 +351,7 @@ def _orthogonalized(shares: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def orthogonalize(matrices_Nmn: Tensor, iterations: int = 5) -> Tensor:
-    """Each matrix [m, n] with its singular values pushed to about 1.
+    """Return each matrix [m, n] with its singular values pushed to about 1.
 
     Computed in bfloat16 on a GPU, in the matrices' own type on a CPU, where bfloat16 is slow.
     """

@@ -168,7 +168,7 @@ def partitioned_graded(
     layout: PartitionLayout,
     method: TrainingMethod,
 ) -> Iterator[Graded]:
-    """Graded elements of depth 0, then of each segment; for validation, where nothing is kept."""
+    """Yield graded elements of depth 0, then of each segment; for validation, keeping nothing."""
     first = _ContextPass(drafter, batch, states, layout, method, light=False)
     yield Graded.at(layout.graded[0], first.hidden_BND)
     for index, graded in enumerate(layout.graded[1:]):
@@ -299,7 +299,7 @@ def _mapped(elements: Elements, function: Callable[[Tensor], Tensor]) -> Element
 
 
 def _slice(ordered: Elements, border_B2: Tensor, size: int) -> Elements:
-    """Columns from the first border to before the second, padded to `size`."""
+    """Return the columns from the first border to before the second, padded to `size`."""
     column_BE = border_B2[:, :1] + torch.arange(size, device=border_B2.device)
     inside_BE = column_BE < border_B2[:, 1:]
     column_BE = column_BE.clamp_max(ordered.anchors.shape[1] - 1)

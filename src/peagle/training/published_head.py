@@ -442,5 +442,5 @@ def _models_text(names: set[str], record: TrainRecord) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text of a record as one cell of a table: nothing in it ends the cell or becomes markup."""
+    """Return a record's text as one cell of a table: nothing in it ends the cell or is markup."""
     return re.sub(r"([\\`*_<>\[\]|#])", r"\\\1", " ".join(text.split()))

@@ -244,7 +244,7 @@ class History:
             sync(self._file)
 
     def every(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All reports of the run, of a kind, in order."""
+        """Return all reports of the run, of a kind, in order."""
         return [e for e in (*self.earlier, *self.entries) if kind in (None, e["kind"])]
 
     def last(self, kind: str | None = None) -> dict[str, Any] | None:
@@ -253,7 +253,7 @@ class History:
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None where the process died while writing it."""
+    """Return a line of metrics.jsonl; None where the process died while writing it."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError:
@@ -314,7 +314,7 @@ class Selection:
         return self.patience is not None and self.stale >= self.patience
 
     def to_json(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the selection's state for the checkpoint."""
         return {"best": self.best, "stale": self.stale}
 
     def restore(self, data: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def least_sizes(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def _fresh_sizes(config: TrainConfig) -> tuple[int, int, int]:
-    """Numbers in the embedding, in lm_head, and in the other matrices of a new head.
+    """Return the numbers in the embedding, in lm_head, and in the other matrices of a new head.
 
     Raises:
         CheckpointError, OSError, AttributeError, KeyError, TypeError: the target's config.json does

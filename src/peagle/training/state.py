@@ -284,7 +284,7 @@ def _cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without DCP's warning about a single process."""
+    """Run the body without DCP's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

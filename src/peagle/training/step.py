@@ -101,7 +101,7 @@ class Objective:
         self._weights_K = torch.tensor(section.weights(), dtype=dtype, device=device)
 
     def weights(self, depth_M: Tensor) -> Tensor:
-        """Weight of elements by their depth."""
+        """Return the weight of elements by their depth."""
         return self._weights_K[depth_M]
 
     def grade(self, graded: Graded, batch: Batch, states: TargetStates) -> Grade:
@@ -273,7 +273,7 @@ class TrainingStep:
 
 
 def _joined(parts: Parts, loss: Tensor) -> GradedElements:
-    """All parts as one, since a chain is spread over them."""
+    """Return all parts as one, since a chain is spread over them."""
     return GradedElements(
         row=torch.cat([selected.row for selected, _ in parts]),
         anchor=torch.cat([selected.anchor for selected, _ in parts]),

@@ -97,12 +97,12 @@ class BatchShape:
         )
 
     def deeper(self, method: MethodSection, multiple: int) -> int:
-        """Elements of a row below depth 0, as `sample_elements` makes room for them."""
+        """Return the elements of a row below depth 0, as `sample_elements` makes room for them."""
         rest = sum(depth_counts(self.max_anchors, method.depth, method.cod_ratio, method.cod_floor))
         return rest + -(self.length + rest) % multiple
 
     def segment(self, segments: int, method: MethodSection, multiple: int) -> int:
-        """E, as `split_by_anchor` makes segments; an upper bound where nothing is padded."""
+        """Return E, as `split_by_anchor` makes segments; an upper bound where nothing is padded."""
         rest = self.deeper(method, multiple)
         size = min(rest, -(-rest // segments) + method.depth - 2)
         return size + -size % multiple if rest else 0
@@ -130,12 +130,12 @@ class StepShape:
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Numbers in each parameter of the head, by name."""
+        """Return the count of numbers in each parameter of the head, by name."""
         return {name: p.numel() for name, p in self._skeleton.named_parameters()}
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all parameters of the head."""
+        """Return the count of numbers in all parameters of the head."""
         return sum(self.parameters.values())
 
     @property
@@ -146,12 +146,12 @@ class StepShape:
 
     @property
     def num_frozen(self) -> int:
-        """Numbers in the parameters that are not trained."""
+        """Return the count of numbers in the parameters that are not trained."""
         return self.num_parameters - self.num_trained
 
     @property
     def num_trained(self) -> int:
-        """Numbers in the parameters that are trained."""
+        """Return the count of numbers in the parameters that are trained."""
         return sum(self.trained.values())
 
     @cached_property
@@ -164,7 +164,7 @@ class StepShape:
 
     @property
     def num_rounded(self) -> int:
-        """Numbers in the parameters that are rounded."""
+        """Return the count of numbers in the parameters that are rounded."""
         names = () if self.rounding is None else self.rounding.names
         return sum(self.parameters[name] for name in names)
 
@@ -175,17 +175,17 @@ class StepShape:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the maps of the head's vocabulary."""
+        """Return the bytes of the maps of the head's vocabulary."""
         return sum(buffer.nbytes for buffer in self._skeleton.buffers())
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the head computes."""
+        """Return the type in which the head computes."""
         return resolve_dtype(self.config.run.precision, self.device)
 
     @property
     def target_dtype(self) -> torch.dtype:
-        """In which the target computes."""
+        """Return the type in which the target computes."""
         return resolve_dtype(self.config.run.target_dtype, self.device)
 
     @property
@@ -200,13 +200,13 @@ class StepShape:
 
     @property
     def graded_vocabulary(self) -> int:
-        """Tokens of the target that training projects (`Objective`)."""
+        """Return the tokens of the target that training projects (`Objective`)."""
         whole = not self.head.is_pruned or self.config.method.loss in ("tv", "kl_tv")
         return self.head.vocab_size if whole else self.head.draft_vocab_size
 
     @property
     def optimizer_bytes(self) -> int:
-        """Its float32 states, of all processes together: Muon has one a weight, AdamW two."""
+        """Return the bytes of all processes' float32 states: Muon has one a weight, AdamW two."""
         named = self._skeleton.named_parameters()
         uses_muon = self.config.optimizer.name == "muon"
         muon = sum(p.numel() for n, p in named if uses_muon and suits_muon(n, p.ndim))
@@ -220,7 +220,7 @@ class StepShape:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the head that the run writes at its end, at most where it starts from another.
+        """Return the bytes of the head that the run writes, at most if started from another.
 
         A new head whose ends are frozen does not store them.
         """
@@ -234,7 +234,7 @@ class StepShape:
 
 
 def stored_dtype(data: DataSection) -> StoredDtype:
-    """Type of the stored features: of those that are there, else of those that would be made."""
+    """Return the type of stored features: the store's where there is one, else of a new one."""
     if data.features is not None and (data.features / INDEX_NAME).is_file():
         return Index.read(data.features).facts.dtype
     return "bf16"
@@ -347,7 +347,7 @@ def _passes(shape: StepShape, segments: int, recompute: bool) -> dict[str, int]:
 def _layer_bytes(
     shape: StepShape, elements: int, keys: int, scores: int, *, is_light: bool = False
 ) -> int:
-    """Bytes that a layer keeps of elements with `keys` keys each; `is_light`: less of its MLP."""
+    """Return the bytes a layer keeps of elements with `keys` keys each; light: less of its MLP."""
     head, size = shape.head, shape.dtype.itemsize
     flex, compiled = shape.kernels
     query, key = (n * head.head_dim for n in (head.num_attention_heads, head.num_kv_heads))
@@ -368,7 +368,7 @@ def _layer_bytes(
 
 
 def _loss_bytes(shape: StepShape, graded: int) -> int:
-    """Hidden states of graded elements, the logits of a chunk, the gradient of lm_head."""
+    """Return the bytes of graded hidden states, the logits of a chunk, and lm_head's gradient."""
     head, size = shape.head, shape.dtype.itemsize
     target, draft = shape.graded_vocabulary, head.draft_vocab_size
     rows = shape.config.run.loss_chunk_rows or default_chunk_rows(target, draft, shape.device)
@@ -462,7 +462,7 @@ class Budget:
 
 
 def available_ram() -> int:
-    """Bytes of main memory that programs can still take, about."""
+    """Return about how many bytes of main memory programs can still take."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
@@ -520,7 +520,7 @@ def choose_memory(
 
 
 def step_ways(run: RunSection, method: str) -> Iterator[tuple[int, bool]]:
-    """Segments and recomputation that the configuration leaves open, cheap ones first."""
+    """Yield the segments and recomputation that the configuration leaves open, cheap ones first."""
     if method == "eagle3":
         yield 1, False
         return
@@ -568,7 +568,7 @@ def _refusal(shape: StepShape, run: RunSection, budget: Budget, least: StepMemor
 
 
 def _smaller(rows: int, length: int) -> Iterator[tuple[int, int]]:
-    """Fewer rows, then shorter ones."""
+    """Yield smaller batches as (rows, length): fewer rows first, then shorter ones."""
     while rows > 1:
         rows //= 2
         yield rows, length
@@ -615,7 +615,7 @@ class StepProbe:
         torch.cuda.empty_cache()
 
     def peak(self, segments: int, recompute: bool) -> int | None:
-        """Bytes of everything on the GPU at the peak of a step; None where they do not fit."""
+        """Return the bytes on the GPU at the peak of a step; None where they do not fit."""
         peak = None
         try:
             for _ in range(2):  # The first run compiles.

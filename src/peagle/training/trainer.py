@@ -253,7 +253,7 @@ class Trainer:
         return self._finish()
 
     def validate(self) -> TrainingReport | None:
-        """Loss and simulated acceptance on every element of the validation data.
+        """Measure loss and simulated acceptance on every element of the validation data.
 
         Raises:
             UserError: the loss is not finite.
@@ -331,7 +331,7 @@ class Trainer:
             require_room(self.config.output, *sizes, resume=resume)
 
     def _choose_memory(self, budget: Budget) -> StepMemory:
-        """Segments and recomputation, where the configuration leaves them open."""
+        """Choose segments and recomputation, where the configuration leaves them open."""
         config, device, world_size = self.config, self.device, self.processes.world_size
         target, batch = TargetShape.read(config.target), BatchShape.of(self.stream)
         shape = StepShape(config, self.drafter.config, target, batch, device, world_size)
@@ -415,7 +415,7 @@ class Trainer:
     def _train_step(
         self, batch: Batch, states: TargetStates, rate: float
     ) -> tuple[GradedElements, Tensor]:
-        """One optimizer step; returns the norm of its gradients too, before they are clipped."""
+        """Take one optimizer step; return the norm of its gradients too, before clipping."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -505,16 +505,16 @@ class Trainer:
             )
 
     def _batch_at(self, step: int) -> Batch:
-        """A batch of training, its elements drawn."""
+        """Return a batch of training, its elements drawn."""
         batch = self.stream.at(step)
         return replace(batch, layout=self._step.lay_out(batch, self._sampling(step)))
 
     def _sampling(self, step: int) -> torch.Generator:
-        """Random numbers of a step's elements."""
+        """Return the random numbers of a step's elements."""
         return torch.Generator().manual_seed(self.config.run.seed * _COD_SEED + step)
 
     def _learning_rate(self, step: int) -> float:
-        """Linear warm-up, then linear decay to zero at the last step."""
+        """Return the learning rate: linear warm-up, then linear decay to zero at the last step."""
         options, steps = self.config.optimizer, self.config.optimizer.planned_steps
         warmup = max(1, round(steps * options.warmup_ratio))
         share = min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
@@ -546,7 +546,7 @@ class Trainer:
             self.report(report)
 
     def _facts(self) -> dict[str, Any]:
-        """Facts that a resumed run must share with its checkpoint."""
+        """Return the facts that a resumed run must share with its checkpoint."""
         facts = facts_of(self.config)
         return facts | {
             **self._correction_facts(),

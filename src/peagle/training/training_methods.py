@@ -229,7 +229,7 @@ def concatenate(parts: Sequence[Elements]) -> Elements:
 def eagle3_graded(
     drafter: Drafter, batch: Batch, states: TargetStates, method: TrainingMethod
 ) -> Graded:
-    """All graded elements of a batch: every anchor, every depth."""
+    """Return all graded elements of a batch: every anchor, every depth."""
     by_depth, hidden_by_depth = zip(*eagle3_forward(drafter, batch, states, method), strict=True)
     selected = Selected.of(concatenate(by_depth), batch.tokens_BN.shape[1])
     return Graded.at(selected, torch.cat(hidden_by_depth, dim=1))

@@ -33,7 +33,7 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Tokens inside / all tokens."""
+        """Return the tokens inside over all tokens."""
         return self.num_inside / max(1, self.num_tokens)
 
     def to_json(self) -> dict[str, Any]:
@@ -149,5 +149,5 @@ def _sizes(counts: Tensor) -> dict[float, int]:
 
 
 def _percent(share: float) -> str:
-    """Three figures, never rounded up to all."""
+    """Return a share as three figures, never rounded up to all."""
     return f"{int(share * 10_000) / 100:g}%"

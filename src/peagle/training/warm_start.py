@@ -260,7 +260,7 @@ class InitHead:
 def _compare(
     fingerprint: TargetFingerprint | None, target: TargetFacts, folder: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Differences between the head's own target and this one, and what could not be checked."""
+    """Return the differences between the head's own target and this one, and facts unchecked."""
     if fingerprint is None:
         return (), (
             "the head does not say which target and tokenizer it was trained with; make sure that "
@@ -375,7 +375,7 @@ def start_mask_hidden(
 def features_by(
     target: TargetModel, dataset: ResponseDataset, aux_layer_ids: tuple[int, ...]
 ) -> Callable[[int], Tensor]:
-    """A function for `start_mask_hidden` that computes features with the target."""
+    """Return a function for `start_mask_hidden` that computes features with the target."""
     target.tap_aux(aux_layer_ids)
 
     def features_of(index: int) -> Tensor:

@@ -255,7 +255,7 @@ class _Target:
 
 
 def _read_target(name: str, revision: str | None) -> _Target | None:
-    """A target in a folder or in the hub's cache; None if it is not here. Nothing is fetched."""
+    """Read a target in a folder or the hub's cache; None if it is not here. Fetches nothing."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache

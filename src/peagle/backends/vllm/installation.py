@@ -75,7 +75,7 @@ class VllmInstallation:
 
     @property
     def release(self) -> tuple[int, int] | None:
-        """Major and minor version; None for a build that does not state one."""
+        """Return the major and minor version; None for a build that does not state one."""
         match = re.match(r"(\d+)\.(\d+)", self.version)
         is_dev = self.version.startswith("0.1.dev")  # built from a checkout without tags
         return (int(match[1]), int(match[2])) if match and not is_dev else None

@@ -26,7 +26,7 @@ def as_stored(x, factor, dtype: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def as_read(x, dtype: tl.constexpr):
-    """A number of the cache in the type that attention computes in."""
+    """Return a number of the cache in the type that attention computes in."""
     if x.dtype == tl.uint8:
         x = _from_e4m3(x)
     return x.to(dtype)

@@ -58,7 +58,9 @@ def combine_tile(
 def _sequence_of_tile(
     query_start_ptr, tile, num_sequences, BLOCK_Q: tl.constexpr, B2: tl.constexpr
 ):
-    """Sequence and tile inside it, where sequence b owns tiles from start_b // BLOCK_Q + b on.
+    """Return the sequence of a tile and the tile inside it.
+
+    Sequence b owns the tiles from start_b // BLOCK_Q + b on.
 
     That gives each at least as many tiles as it needs, and tokens // BLOCK_Q + sequences in all.
     """
@@ -75,7 +77,7 @@ def _sequence_of_tile(
 def _load_rows(
     cache_rows, new_rows, is_new, any_new, mask, factor, dtype: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """A tile of keys or values, the new ones from this pass, as the cache would give them back."""
+    """Load a tile of keys or values, the new ones from this pass, as the cache would give them."""
     if LIMIT > 0:
         rows = tl.load(cache_rows, mask=mask & ~is_new, other=0.0)
         x = as_read(rows, dtype)
@@ -108,7 +110,7 @@ def _write_rows(
     ROWS: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Keys and values of one sequence and head into the cache; slot -1 writes nothing."""
+    """Write the keys and values of one sequence and head into the cache; slot -1 writes nothing."""
     offs = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     row = (start + offs).to(tl.int64)

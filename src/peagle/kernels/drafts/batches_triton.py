@@ -21,7 +21,7 @@ MAX_SEQUENCES = 1024
 
 @triton.jit
 def kv_slots(table_ptr, positions, inside, table_width, limit, BLOCK_SIZE: tl.constexpr):
-    """Slots of positions of one sequence; -1 beyond the limit or the table."""
+    """Return the slots of positions of one sequence; -1 beyond the limit or the table."""
     block = positions // BLOCK_SIZE
     inside = inside & (positions < limit) & (block < table_width)
     blocks = tl.load(table_ptr + block, mask=inside, other=0).to(tl.int64)

@@ -80,7 +80,7 @@ class StepLimits:
 
     @property
     def draft_end(self) -> int:
-        """Length at which drafting ends; d tokens before it there are at most d drafts.
+        """Return the length at which drafting ends; d tokens before it are at most d drafts.
 
         The last of k drafts comes from the drafter slot at position length + k - 3.
         """

@@ -106,7 +106,7 @@ def report_kernel(
     STAMP_COLUMNS: tl.constexpr,
     TIMED: tl.constexpr,
 ):
-    """One sequence's row of the report, or the last row, of times."""
+    """Store one sequence's row of the report, or the last row, the times."""
     b = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     row = report_ptr + b.to(tl.int64) * width

@@ -70,7 +70,7 @@ def plan_kernel(
 
 @triton.jit
 def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
-    """Activation of gate and up, in float32."""
+    """Return the activation of gate and up, in float32."""
     if GATE == SILU:
         out = gate * tl.sigmoid(gate) * up
     elif GATE == CLAMPED:
@@ -85,7 +85,7 @@ def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
 
 @triton.jit
 def _load_x(x_ptrs, is_row, k, num_k, STEP: tl.constexpr, FORMAT: tl.constexpr):
-    """Inputs k to k + STEP of x, as `load_tiles` has them of the weight."""
+    """Load inputs k to k + STEP of x, in the order of the weight's by `load_tiles`."""
     if FORMAT < INT4:
         offs = k + tl.arange(0, STEP)[None, :]
         first = tl.load(x_ptrs + offs, mask=is_row & (offs < num_k), other=0.0)

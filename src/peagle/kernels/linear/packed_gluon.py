@@ -177,7 +177,7 @@ def _stored_rows(
 
 @gluon.jit
 def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
-    """All shares of a tile, which other programs wrote through the L2: not from the L1."""
+    """Sum all shares of a tile; other programs wrote them through the L2, so the L1 is skipped."""
     acc = gl.load(share_ptrs, cache_modifier=".cg")
     for share in gl.static_range(1, SPLIT_K):
         acc += gl.load(share_ptrs + share * STRIDE, cache_modifier=".cg")
@@ -186,7 +186,7 @@ def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
 
 @gluon.jit
 def _turns(tile):
-    """Rows of a tile that take turns by eight, as two tiles."""
+    """Return rows of a tile that take turns by eight, as two tiles."""
     rows: gl.constexpr = tile.shape[0]
     columns: gl.constexpr = tile.shape[1]
     turns = tile.reshape([rows // 16, 2, 8, columns]).permute([0, 2, 3, 1])
@@ -196,7 +196,7 @@ def _turns(tile):
 
 @gluon.jit
 def _gated(gate, up, alpha, limit, GATE: gl.constexpr):
-    """Activation of gate and up, in float32."""
+    """Return the activation of gate and up, in float32."""
     if GATE == SILU:
         out = gate / (1.0 + gl.exp(-gate)) * up
     elif GATE == CLAMPED:

@@ -105,12 +105,12 @@ class PackedWeight:
 
     @property
     def row_stride(self) -> int:
-        """Numbers of `data` from a row to the next, or from a tile of rows to the next."""
+        """Return the numbers of `data` from a row, or from a tile of rows, to the next."""
         return self.data.stride(-4 if self.is_tiled else -2)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         tensors = (self.data, self.scale, self.zero)
         return sum(t.numel() * t.itemsize for t in tensors if t is not None)
 

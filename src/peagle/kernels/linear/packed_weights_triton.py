@@ -172,7 +172,7 @@ def _load(row_ptrs, first, end, SIZE: tl.constexpr, IS_EVEN: tl.constexpr):
 
 @triton.jit
 def _select_fp8(row_ptrs, k, num_k, STEP: tl.constexpr):
-    """A tile of "fp8", in float32: four numbers out of each word."""
+    """Return a tile of "fp8", in float32: four numbers out of each word."""
     # Assembly that takes four bytes at once is wrong here: it reads registers in the order of the
     # layout, which the product chooses.
     i = tl.arange(0, STEP // 4)[None, :]
@@ -199,7 +199,7 @@ def _pairs_fp8(words):
 def _select(
     row_ptrs, shared, k, num_k, FIRST: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """One tile of a 4-bit format, in float32: every number out of its word."""
+    """Return one tile of a 4-bit format, in float32: every number out of its word."""
     i = tl.arange(0, STEP // 2)[None, :]
     group = k // 32 + i // 16
     if FORMAT == INT4:

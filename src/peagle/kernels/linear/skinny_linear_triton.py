@@ -46,7 +46,7 @@ def _load_weight(
 
 @triton.jit
 def _accumulate(acc, x, w, KIND: tl.constexpr):
-    """One tile of K more: x is [BLOCK_M, BLOCK_K], w [BLOCK_N, BLOCK_K]."""
+    """Add the product of one tile of K: x is [BLOCK_M, BLOCK_K], w [BLOCK_N, BLOCK_K]."""
     if KIND == 0:
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     elif KIND == 1:
@@ -121,7 +121,7 @@ def skinny_kernel(
     TMA: tl.constexpr,
     X_TMA: tl.constexpr,
 ):
-    """A tile of the output, or one share of its sum over K."""
+    """Compute a tile of the output, or one share of its sum over K."""
     # Find the tile of the output and the share of K.
     program = tl.program_id(0)
     tile_n = program // SPLIT_K

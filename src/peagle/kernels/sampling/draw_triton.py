@@ -38,7 +38,7 @@ def allocate_weights(num_rows: int, vocab_size: int, device: torch.device | str)
 
 @triton.jit
 def kept_weights(row_ptr, v, vocab_size, best, temperature, threshold, last_tie):
-    """Weights of tokens v of a row whose greatest logit is `best`; 0 for those that are cut."""
+    """Return the weights of tokens v of a row with greatest logit `best`; 0 for cut tokens."""
     inside = v < vocab_size
     x = tl.load(row_ptr + v, mask=inside, other=-float("inf"))
     weights = weights_of(x, best, temperature_rate(temperature))

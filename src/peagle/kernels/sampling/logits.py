@@ -52,7 +52,7 @@ def process_logits(
     grammar_RV: Tensor | None = None,
     penalise: Penalise | None = None,
 ) -> Tensor:
-    """Steps 1 to 3 of the module's order, for raw target logits.
+    """Apply steps 1 to 3 of the module's order to raw target logits.
 
     Args:
         temperature_B: 0 is greedy; scales what min-p and typical-p see, not the result.
@@ -196,7 +196,7 @@ def apply_penalties(
 
 
 def _output_counts(rows: VerificationRows, counts: TokenCounts, slots_R: Tensor) -> Tensor:
-    """Output tokens and drafts before each row, int32 [R, V]."""
+    """Count the output tokens and drafts before each row, int32 [R, V]."""
     drafts_RK = rows.drafts_BK[rows.sequences_R]
     return counts.outputs_SV[slots_R].scatter_add_(1, drafts_RK, rows.before_RK.int())
 

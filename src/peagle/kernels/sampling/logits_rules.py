@@ -51,7 +51,7 @@ class VerificationRows:
 
     @cached_property
     def first_row_B(self) -> Tensor:
-        """Row 0 of each sequence."""
+        """Return row 0 of each sequence."""
         num_rows_B = self.num_drafts_B + 1
         return num_rows_B.cumsum(0) - num_rows_B
 
@@ -84,7 +84,7 @@ class VerificationRows:
 
     @property
     def before_RK(self) -> Tensor:
-        """Which drafts of its sequence a row stands behind, bool."""
+        """Return which drafts of its sequence a row stands behind, bool."""
         return self.columns_J[:-1] < self.offsets_R.unsqueeze(1)
 
     def of(self, sequences_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +221,7 @@ class BadWords:
     def build(
         cls, words: Sequence[Sequence[Sequence[int]]], device: torch.device | str = "cpu"
     ) -> BadWords:
-        """From the words of each sequence; a word is a non-empty list of token ids."""
+        """Build from the words of each sequence; a word is a non-empty list of token ids."""
         flat = [(index, list(word)) for index, of in enumerate(words) for word in of]
         width = max((len(word) for _, word in flat), default=1) - 1
         prefixes = [[ANY_TOKEN] * (width + 1 - len(word)) + word[:-1] for _, word in flat]
@@ -233,7 +233,7 @@ class BadWords:
 
     @property
     def prefix_len(self) -> int:
-        """W, the least width of `context_tails`."""
+        """Return W, the least width of `context_tails`."""
         return self.prefixes_NW.shape[1]
 
 

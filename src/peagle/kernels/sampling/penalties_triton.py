@@ -37,7 +37,10 @@ def penalise_kernel(
     num_drafts,
     BLOCK: tl.constexpr,
 ):
-    """One block of one row: count its tokens in prompt, output and drafts before it; penalise."""
+    """Apply the penalties to one vocabulary block of one row.
+
+    Count each token in the prompt, the output and the earlier drafts.
+    """
     row = tl.program_id(0).to(tl.int64)
     b = tl.load(sequences_ptr + row)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -110,7 +110,7 @@ def chunk_kernel(
     SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Max, its first index and (for sampling) the sum of weights of one chunk of one row."""
+    """Store the maximum of one chunk, its first index and (for sampling) the sum of weights."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     sequence = tl.load(sequences_ptr + row)
@@ -311,7 +311,7 @@ def row_stats(
 def chunk_stats(
     logits_RV: Tensor, sequences_R: Tensor, temperature_B: Tensor, out: RowStats, *, sums: bool
 ) -> None:
-    """Max, argmax and (with `sums`) weight of every chunk of every row; one launch."""
+    """Compute maximum, argmax and (with `sums`) weight of every chunk of every row; one launch."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.dtype != torch.float64, "the kernels compute in float32"
     assert logits_RV.stride(1) == 1, "kernels read whole rows"

@@ -54,7 +54,7 @@ def _mix(x: Word) -> Word:
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
-    """Uniform numbers in [0, 1) with 53 random bits.
+    """Return uniform numbers in [0, 1) with 53 random bits.
 
     Args:
         seeds: int64, any shape.

@@ -41,7 +41,7 @@ def weights_of(x, best, rate):
 
 @triton.jit
 def keys_of(weights):
-    """Integers in the order of the weights."""
+    """Return integers in the order of the weights."""
     return weights.to(tl.int32, bitcast=True)
 
 
@@ -222,7 +222,7 @@ def search(
 
 @triton.jit
 def index_of_tie(row_ptr, vocab_size, best, rate, key, rank, BLOCK: tl.constexpr):
-    """Index of the rank-th token (from 1) that has this key."""
+    """Return the index of the rank-th token (from 1) that has this key."""
     found = tl.full((), -1, tl.int32)
     before = tl.full((), 0, tl.int32)
     for start in range(0, vocab_size, BLOCK):

@@ -24,7 +24,7 @@ _MOST = 2048  # logits of one program
 
 @triton.jit
 def _best_of(logit, inside, C: tl.constexpr):
-    """Which are the C greatest of those inside; of equal ones the first come first."""
+    """Mark the C greatest of the numbers inside; of equal ones the first come first."""
     bits = logit.to(tl.int32, bitcast=True)
     # Numbers from 1 to 2^32 - 1 in the order of the floats.
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000000

@@ -296,16 +296,16 @@ class Rounding:
 
     @property
     def largest(self) -> int:
-        """Numbers in the largest layer."""
+        """Return the count of numbers in the largest layer."""
         return max(self._sizes.values())
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of all layers."""
+        """Return the bytes of the scales of all layers."""
         return 2 * sum(self._sizes.values()) // self.quantization.group_size
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all layers in a file."""
+        """Return the bytes of all layers in a file."""
         bits = sum(_BITS[self._types[layer]] * size for layer, size in self._sizes.items())
         return bits // 8 + self.scale_bytes

@@ -70,7 +70,7 @@ class StoredHead:
 
     @property
     def format(self) -> HeadFormat:
-        """Style of the checkpoint."""
+        """Return the style of the checkpoint."""
         return format_of(self.data)
 
     @property
@@ -93,7 +93,7 @@ class StoredHead:
 
     @property
     def trained_length(self) -> int | None:
-        """Tokens of the longest sequence of its training, see `formats.trained_length`."""
+        """Return the longest sequence of its training in tokens, see `formats.trained_length`."""
         return trained_length(self.facts)
 
     @property
@@ -103,7 +103,7 @@ class StoredHead:
 
     @property
     def fingerprint(self) -> TargetFingerprint | None:
-        """Fingerprint of its target, None where it has none.
+        """Return the fingerprint of its target, None where it has none.
 
         Raises:
             CheckpointError: a field is missing or unknown.
