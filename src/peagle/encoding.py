@@ -176,7 +176,7 @@ class SpecialTokens:
         return _any_of(one for one in literals if len(one) > 1 and not self._spelled.search(one))
 
     def _find_rests(self, literals: frozenset[str]) -> Rests:
-        """Return what goes on with the special tokens that literals begin at their end."""
+        """Return the rests of the special tokens that literals begin at their end."""
         lengths = range(1, self._longest)
         ends = {literal[-length:] for literal in literals for length in lengths}
         whole = {

@@ -130,7 +130,7 @@ class _ChannelSplitter(AnswerSplitter):
 
     @abstractmethod
     def _finish(self) -> Iterator[Piece]:
-        """Settle what was held back at the end of the output."""
+        """Settle the text held back at the end of the output."""
 
 
 # ---- gpt-oss -------------------------------------------------------------------------------------

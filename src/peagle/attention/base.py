@@ -103,7 +103,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return what a cache of a type holds of x: in 8 bits x / scale, cut to the largest number."""
+    """Return x as a cache of a type stores it: in 8 bits x / scale, cut to the largest number."""
     if dtype.itemsize > 1:
         return x
     limit = torch.finfo(dtype).max  # beyond it there is only NaN
@@ -166,6 +166,6 @@ class PreparedPaged(Prepared, Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Prepares passes: it computes once what all layers share."""
+    """Prepares passes: it computes the common data of all layers once."""
 
     def prepare(self, metadata: AttentionMetadata) -> PreparedPaged: ...

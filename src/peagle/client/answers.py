@@ -147,7 +147,7 @@ class StreamedAnswer:
         return self._read_all(self._reader.end())
 
     def read(self, data: bytes) -> AnswerEvent | None:
-        """Return an event from its data, None for [DONE] and what follows it.
+        """Return an event from its data, None for [DONE] and all data after it.
 
         Raises:
             ForeignAnswer: it is none of a completion.
@@ -179,7 +179,7 @@ def read_whole(raw: bytes) -> AnswerEvent:
 
 
 def error_message(raw: bytes) -> str:
-    """Return what the body of an error says, on one line."""
+    """Return the message in the body of an error, on one line."""
     try:
         value = json.loads(raw)
         error = value.get("error", value.get("message", value.get("detail")))

@@ -26,7 +26,7 @@ class DraftCounts:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return what was counted after `earlier`."""
+        """Return the counts since `earlier`."""
         per_pos = self.num_accepted_tokens_per_pos
         before = (*earlier.num_accepted_tokens_per_pos, *(0 for _ in per_pos))
         return DraftCounts(

@@ -261,7 +261,7 @@ class SpeculativeConfig:
             self._check_rates(self.synthetic_acceptance_rates)
 
     def _check_trees(self, shape: TreeShape) -> None:
-        """Refuse what trees do not go with; K is their depth."""
+        """Refuse settings that do not go with trees; K is their depth."""
         k = self.num_speculative_tokens
         trees = CandidateTrees.parse(shape, k or DEFAULT_DEPTH)
         kept: TreeShape = trees

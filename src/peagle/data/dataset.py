@@ -143,7 +143,7 @@ class ResponseDataset:
         return dataset
 
     def _cut(self, max_length: int) -> ResponseDataset:
-        """Cut long sequences, and leave out what nothing is learned from.
+        """Cut long sequences, and leave out tokens from which nothing is learned.
 
         That is an answer without a prompt or of less than two tokens, what follows the last answer
         of a sequence, and a sequence without one.

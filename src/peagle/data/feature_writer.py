@@ -84,7 +84,7 @@ class ShardFile:
         self._at = dict(self._layout.begins)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add rows to each tensor, after those that were put before."""
+        """Add rows to each tensor, after the rows put before."""
         for name, value in tensors.items():
             raw = value.contiguous().view(torch.uint8).numpy()
             self._file.seek(self._at[name])

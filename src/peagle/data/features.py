@@ -278,7 +278,7 @@ class ShardEntry:
     sha256: str
 
     def check(self, folder: Path, *, verify: bool = False) -> None:
-        """Refuse a file that is not what was written.
+        """Refuse a file that differs from the written one.
 
         Raises:
             UserError: it is missing, of another size or, with `verify`, of other contents.

@@ -25,7 +25,7 @@ from peagle.models.checkpoint.files import write_json
 
 @dataclass(slots=True)
 class PrepareSummary(DropCounts):
-    """Counts of what became of the records.
+    """Counts of the records by their outcome.
 
     Attributes:
         records: read.

@@ -38,7 +38,7 @@ def find_fault(text: str) -> str | None:
 
 
 class NearDuplicates:
-    """Finds texts that say what an earlier one says.
+    """Finds texts that repeat an earlier one.
 
     Two texts are alike if they share 60% of the sequences of three words that the shorter one has.
     Where the shorter one has fewer than five of them, the longer one's sequences count.

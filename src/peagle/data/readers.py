@@ -562,7 +562,7 @@ def _parsed(value: Any) -> Any:
 
 
 def dialogue_of(record: Record) -> AskedConversation | Dropped:
-    """Return what to ask by a record: turns, messages (without the answers) or a prompt.
+    """Return a record's questions: turns, messages (without the answers) or a prompt.
 
     Answers that results of tools follow stay, since these belong to them.
     """

@@ -342,7 +342,7 @@ def check_begun(output: Path, options: Mapping[str, Any]) -> None:
 
 
 def check_options(output: Path, options: Mapping[str, Any], compared: Iterable[str] = ()) -> None:
-    """Compare the options that an output was begun with, all of them or those named.
+    """Compare the options that an output was begun with, all of them or the named ones.
 
     Raises:
         UserError: one differs; it names the first. Or the file beside the output is damaged.

@@ -209,7 +209,7 @@ class _Log:
         return self.progress.kept >= self.progress.count
 
     def take(self) -> int | None:
-        """Return the number of the next sample, None if those under way are likely to do."""
+        """Return the number of the next sample, None if the samples under way are likely to do."""
         progress = self.progress
         missing = progress.count - progress.kept
         likely = missing / max(progress.share_kept, 0.1)
@@ -219,7 +219,7 @@ class _Log:
         return self._issued - 1
 
     def put(self, sample: WrittenSample) -> None:
-        """Write a sample, and those that waited for it.
+        """Write a sample, and the samples that waited for it.
 
         Raises:
             UserError: hardly any sample is kept.
@@ -432,7 +432,7 @@ class LocalWriter:
         return ids
 
     def _ending_as_users_do(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with what the template puts behind a message of the user."""
+        """Return the parameters with the template's text behind a user's message as an end."""
         told: list[str] = []
         tokenizer: Any = self._llm.tokenizer
         message = {"role": "user", "content": _PROBE}

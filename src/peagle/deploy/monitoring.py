@@ -56,7 +56,7 @@ class Acceptance:
 
     @property
     def conditional(self) -> list[float | None]:
-        """P(draft i accepted | those before it were), by position; None if none got that far."""
+        """Return P(draft i accepted | all before were), by position; None if none got that far."""
         before = [self.num_drafts, *self.num_accepted_tokens_per_pos]
         return [
             count / reached if reached else None

@@ -76,7 +76,7 @@ def endpoint_template(d: Deployment) -> Template:
 
 
 def parameter_values(d: Deployment) -> list[dict[str, Any]]:
-    """Return the parameters of a change set: new secrets, and those that keep their value."""
+    """Return the parameters of a change set: new secrets, and parameters that keep their value."""
     variables = environment(d)
     role = [] if d.role else [{"ParameterKey": ROLE_PARAMETER, "UsePreviousValue": True}]
     return role + [

@@ -350,7 +350,7 @@ def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe) -> None:
 
 
 def _check_style(head: Head, probe: Probe, report: Examination) -> None:
-    """Check that prompts reach the model as those that the head was trained on."""
+    """Check that prompts reach the model in the style that the head was trained on."""
     # Some texts are easier for any head: first drafts are compared at equal confidence.
     if not probe.in_other_styles:
         report.check("prompt style", "not checked", "there is one way to prompt this model")

@@ -291,7 +291,7 @@ def _ask(
     layers: Sequence[int],
     progress: Progress,
 ) -> Probe:
-    """Let the target answer, and run it over prompts and answers, keeping what enters `layers`.
+    """Let the target answer, and run it over prompts and answers, keeping the input of `layers`.
 
     Prompts whose answers end early are left out, if enough others are there.
     """

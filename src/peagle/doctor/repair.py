@@ -479,7 +479,7 @@ def features_matter(now: Repaired, probe: Probe) -> tuple[bool, Gain]:
 
 
 def starved_depth(now: HeadDrafts) -> int | None:
-    """Return the first depth whose drafts match far less often than those above it, if any."""
+    """Return the first depth whose drafts match far less often than the depth above's, if any."""
     share = now.match_share
     if share[0] >= MIN_MATCH:
         for depth in range(1, min(3, len(share))):

@@ -105,7 +105,7 @@ class TreePaths:
 
 
 def path_rows(reached_BJ: Tensor) -> Tensor:
-    """Return the rows of each sequence in a new order: those on one path first, root to end.
+    """Return the rows of each sequence in a new order: first the rows on one path, root to end.
 
     Args:
         reached_BJ: bool, the rows of the path. A path's rows ascend, since parents come first.

@@ -129,7 +129,7 @@ class DraftCorrection(nn.Module):
         target_ids_V: Tensor,
         temperature: float,
     ) -> Children:
-        """Return what finds the candidates after the nodes of trees, for `best_first_trees`.
+        """Return a function that finds the candidates after nodes of trees, for `best_first_trees`.
 
         They are the C likeliest tokens of a slot by the head's own logits l, and alone corrected:
 

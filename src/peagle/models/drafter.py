@@ -179,7 +179,7 @@ class DrafterConfig:
             raise CheckpointError(f"rope_parameters is {rope}: {error}.") from None
 
     def rotary_config(self) -> transformers.LlamaConfig:
-        """Return what transformers makes the angles of RoPE from."""
+        """Return the configuration from which transformers makes the angles of RoPE."""
         return transformers.LlamaConfig(
             hidden_size=self.num_attention_heads * self.head_dim,
             num_attention_heads=self.num_attention_heads,
@@ -308,7 +308,7 @@ class DrafterLayer(nn.Module):
     def before_attention(
         self, hidden: Tensor, embedding: Tensor, rope: Rope
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the residual [..., D], and what attends: query, key and value."""
+        """Return the residual [..., D], and query, key and value."""
         residual, x = self._inputs(hidden, embedding)
         return residual, *self.self_attn.project(x, rope)
 
@@ -325,7 +325,7 @@ class DrafterLayer(nn.Module):
         return normed if self.norm_before_residual else hidden, x
 
     def after_attention(self, residual: Tensor, attended: Tensor, light: bool = False) -> Tensor:
-        """Return the layer's output [..., D], from what attention gave, [..., Hq, d].
+        """Return the layer's output [..., D], from the output of attention, [..., Hq, d].
 
         With `light` the MLP's inner states are not kept for the backward pass but computed again.
         """
@@ -443,11 +443,11 @@ class Drafter(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """lm_head(norm(hidden)) of what `forward` returned: [..., D] to [..., DV]."""
+        """Compute lm_head(norm(hidden)) of `forward`'s states: [..., D] to [..., DV]."""
         return self.lm_head(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return norm(hidden) of what `forward` returned, [..., D]: what lm_head reads."""
+        """Return norm(hidden) of `forward`'s states, [..., D]: the input of lm_head."""
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class TargetFingerprint:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TargetFingerprint:
-        """Read what `to_json` wrote.
+        """Read the JSON object of `to_json`.
 
         Raises:
             CheckpointError: a field is missing or unknown.

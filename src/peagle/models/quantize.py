@@ -83,7 +83,7 @@ def _quantize_linears(
     *,
     unpack: bool,
 ) -> None:
-    """Quantise the linear layers within a module, but for those whose ids are `spared`."""
+    """Quantise the linear layers within a module, but for the layers whose ids are `spared`."""
     for module in list(layer.modules()):
         for last, linear in list(module.named_children()):
             if type(linear) is not nn.Linear or id(linear) in spared:

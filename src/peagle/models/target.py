@@ -300,7 +300,7 @@ class TargetModel(TargetFacts):
         return embedding.weight
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Return what the model's generation config sets, under the names of `SamplingParams`.
+        """Return the values of the model's generation config, under the names of `SamplingParams`.
 
         The sampling values count only where the generation config asks for sampling.
         """

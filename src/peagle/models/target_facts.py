@@ -152,7 +152,7 @@ def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:
 
 
 def build_model(name: str, make: Callable[[], Any]) -> Any:
-    """Call what builds the model `name` of transformers.
+    """Call the function that builds the model `name` of transformers.
 
     Raises:
         CheckpointError: transformers cannot build it.

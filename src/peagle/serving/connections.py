@@ -357,13 +357,13 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.flow.pause_reading()
 
     def handle_turn(self) -> None:
-        """Parse what has come, which had to wait."""
+        """Parse the bytes that had to wait."""
         if not self.transport.is_closing() and self._linger_bytes is None:
             self.flow.resume_reading()
             self._handle_events()
 
     def _handle_events(self) -> None:
-        """Parse what has come, and begin a request if it is there.
+        """Parse the bytes received, and begin a request if it is there.
 
         The time for a head begins with its first byte, or with the rest of a body that is not read
         any more; a client gets no more time by sending it in parts.

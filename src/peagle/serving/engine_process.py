@@ -402,7 +402,7 @@ class EngineWorker(EngineLoop):
         self.run()
 
     def rehearse(self) -> None:
-        """Let each engine make what its first steps would make; no request may run."""
+        """Let each engine do the one-time work of its first steps; no request may run."""
         for llm in self._llms.values():
             with self._heartbeat.step():
                 llm.engine.rehearse()

@@ -246,7 +246,7 @@ class Lease:
         self._reserved = num_tokens
 
     def settle(self, num_tokens: int) -> None:
-        """Give back what was reserved beyond the tokens that were used."""
+        """Give back the tokens that were reserved and not used."""
         if self._reserved and self.account is not None and self.account.tokens is not None:
             self.account.tokens.take(num_tokens - self._reserved, self.clock())
         self._reserved = 0

@@ -73,7 +73,7 @@ def most(name: str) -> int:
 
 
 def limits_of_model(max_model_len: int, characters_per_token: int) -> dict[str, int]:
-    """Return all limits by their name, with those that depend on the model.
+    """Return all limits by name, with the ones that depend on the model.
 
     Args:
         max_model_len: the context, in tokens.

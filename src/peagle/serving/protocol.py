@@ -521,7 +521,7 @@ def _params(
 
 
 def _check_products(body: SamplingFields) -> None:
-    """Bound what each step of the engine reads for all outputs of one prompt."""
+    """Bound the work of each step of the engine for all outputs of one prompt."""
     for name in ("stop", "bad_words", "logit_bias", "allowed_token_ids"):
         given = getattr(body, name) or ()
         total = (body.n or 1) * (1 if isinstance(given, str) else len(given))

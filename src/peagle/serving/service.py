@@ -272,7 +272,7 @@ class Generation:
     _num_tokens: int = 0
 
     async def chunks(self) -> AsyncGenerator[list[tuple[int, StreamChunk]], None]:
-        """Yield what came, as (index of the prompt, chunk); leaving the iterator cancels the rest.
+        """Yield chunks as (index of the prompt, chunk); leaving the iterator cancels the rest.
 
         Raises:
             ApiError: no room, no tokens left for the key, or an output ended by an error.

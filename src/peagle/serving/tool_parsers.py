@@ -412,7 +412,7 @@ class Qwen3CoderParser(_MarkedParser):
         return found
 
     def _end_of_value(self, begin: int) -> tuple[int, int] | None:
-        """Return where a value ends and what follows it begins; None: no end is there yet."""
+        """Return where a value ends and where the text behind it begins; None: not there yet."""
         end = self._text.find(_END, begin)
         closed = (_CLOSED_AT_END if self._ended else _CLOSED).search(self._text, begin)
         if closed and not 0 <= end < closed.start():

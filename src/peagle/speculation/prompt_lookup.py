@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class PromptLookup:
-    """Drafts what followed the latest earlier occurrence of the last n tokens, longest n first.
+    """Drafts the tokens behind the latest earlier occurrence of the last n, longest n first.
 
     Prompt lookup decoding (Saxena, 2023): free, no head; the baseline any head must beat.
 

@@ -142,7 +142,7 @@ def _verify_drawn(
     sampling: SamplingTensors,
     tokens_BJ: Tensor,
 ) -> Verified:
-    """Return what `verify` decides of chains of which some drafts were drawn.
+    """Return the result of `verify` for chains of which some drafts were drawn.
 
     Args:
         tokens_BJ: the target's own tokens.
@@ -209,7 +209,7 @@ def _draw_rejected(
     num_accepted_B: Tensor,
     shares_B: Tensor,
 ) -> Tensor:
-    """Draw the token behind each sequence's accepted drafts from what p_j p has more than q."""
+    """Draw the token behind each sequence's accepted drafts from the excess of p_j p over q."""
     p_BV = probs_RV[rows.first_row_B + num_accepted_B]
     batch_B = torch.arange(len(p_BV), device=p_BV.device)
     q_BV = q_BKV[batch_B, num_accepted_B.clamp_max(rows.max_drafts - 1)]

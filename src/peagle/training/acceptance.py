@@ -130,7 +130,7 @@ class ServedAcceptance:
         return round(float(self.counters[k - 1, 0, 0]))
 
     def conditional(self, k: int) -> list[float | None]:
-        """P(position i accepted | those before it accepted); None where no draft got that far."""
+        """Return P(position i accepted | all before accepted); None where no draft got that far."""
         reached, accepted = self.counters[k - 1, :, :k].tolist()
         return [a / r if r else None for r, a in zip(reached, accepted, strict=True)]
 

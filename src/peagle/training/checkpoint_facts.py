@@ -120,7 +120,7 @@ def require_steps_left(checkpoint: Path, step: int, steps: int | None) -> None:
 
 
 def require_same(folder: Path, record: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Refuse facts that differ from those in the record of a checkpoint.
+    """Refuse facts that differ from the record of a checkpoint.
 
     Args:
         folder: the checkpoint, for the message.

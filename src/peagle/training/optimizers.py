@@ -167,7 +167,7 @@ class ShardedMasters(Masters):
         self.publish()
 
     def collect(self) -> list[Tensor]:
-        """Sum the gradients of all processes into the masters; returns those that have one."""
+        """Sum the gradients of all processes into the masters; return the masters that have one."""
         self._published.backward()
         return [parameter for _, parameter in self.named() if parameter.grad is not None]
 
@@ -208,7 +208,7 @@ class _Root(nn.Module):
 
 
 class _Block(nn.Module):
-    """Masters of some weights of the head, copies of what they are now."""
+    """Masters of some weights of the head, copies of their present values."""
 
     def __init__(self, heads: dict[str, nn.Parameter], rounding: Rounding | None) -> None:
         super().__init__()

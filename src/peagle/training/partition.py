@@ -255,7 +255,7 @@ class _Borrowed:
             leaf.grad = None
 
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate the first pass: its own loss, and what the segments left."""
+        """Back-propagate the first pass: its own loss, and the gradients that the segments left."""
         # Without a segment the sums are zeros, as one pass would have left them.
         pairs = [
             (x, torch.zeros_like(x) if total is None else total.to(x.dtype))

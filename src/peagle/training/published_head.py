@@ -194,7 +194,7 @@ def read_published(folder: str | Path) -> PublishedHead:
 
 
 def _check_entries(folder: Path) -> None:
-    """Refuse what must not leave the machine, before anything of the folder is read."""
+    """Refuse entries that must not leave the machine, before anything of the folder is read."""
     root = folder.resolve()
     unexpected = []
     for entry in sorted(folder.iterdir()):

@@ -318,7 +318,7 @@ class Selection:
         return {"best": self.best, "stale": self.stale}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Take what `to_json` gave; a best head by another figure is forgotten."""
+        """Take the state of `to_json`; a best head by another figure is forgotten."""
         best = data.get("best")
         figure = {"k": self.k, "select": self.select, "temperature": self.temperature}
         if best and figure.items() <= best.items():

@@ -53,7 +53,7 @@ def check_start(config: TrainConfig, *, resume: bool) -> None:
 
 
 def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
-    """Compare what files tell with the checkpoint, whose other facts the trainer compares."""
+    """Compare the files' facts with the checkpoint, whose other facts the trainer compares."""
     record, facts = read_record(checkpoint), facts_of(config)
     if not record:
         return  # damaged: the trainer says how

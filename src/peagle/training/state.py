@@ -192,7 +192,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _require_whole(folder: Path) -> None:
-    """Refuse a checkpoint with a file that is not what was written; older ones cannot tell.
+    """Refuse a checkpoint with a file that differs from the written one; older ones cannot tell.
 
     Of a whole one the checkpoint before it goes, which a crash may have left.
 
@@ -217,7 +217,7 @@ def _require_whole(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str:
-    """Say what the first file is that is not as the manifest has it; "" if there is none."""
+    """Describe the first file that differs from the manifest; "" if there is none."""
     try:
         if not (folder / _MANIFEST_NAME).is_file():
             is_old = not read_object(folder / STATE_NAME).keys() >= set(YOUNG)
@@ -273,7 +273,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """DCP's exceptions list what happened in each process."""
+    """Return the first cause in DCP's exception, which lists each process's own."""
     if not isinstance(error, CheckpointException):
         return error
     cause = next(iter(error.failures.values()))[0]

@@ -105,7 +105,7 @@ class Objective:
         return self._weights_K[depth_M]
 
     def grade(self, graded: Graded, batch: Batch, states: TargetStates) -> Grade:
-        """Grade elements by what the target says where their token is predicted."""
+        """Grade elements by the target's prediction of their token."""
         target_rows = states.hidden_BNH.flatten(0, 1)
 
         @torch.no_grad()

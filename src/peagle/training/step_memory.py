@@ -578,7 +578,7 @@ def _smaller(rows: int, length: int) -> Iterator[tuple[int, int]]:
 
 
 class StepProbe:
-    """Runs steps of a head and reads what they take; weights and optimizers stay as they are.
+    """Runs steps of a head and measures their needs; weights and optimizers stay as they are.
 
     A context manager: inside, the optimizers hold their states, of zeros. `batch` is the largest
     one, on the host; `build_step` makes a step with so many segments, with or without

@@ -281,7 +281,7 @@ class Trainer:
         return self.memory if peak is None else StepMemory(segments, recompute, peak, {})
 
     def measure_step(self, most_seconds: float = inf) -> float:
-        """Return the mean seconds of a step, of a few after those that compile.
+        """Return the mean seconds of a step, of a few after the steps that compile.
 
         Weights and optimizers stay as they are before the first step. Of all processes the slowest
         counts.

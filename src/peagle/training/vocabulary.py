@@ -26,7 +26,7 @@ SHARES = (0.95, 0.99, 0.999)
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Number of response tokens, and of those in the draft vocabulary."""
+    """The number of response tokens, and how many of them are in the draft vocabulary."""
 
     num_tokens: int
     num_inside: int

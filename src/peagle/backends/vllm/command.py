@@ -107,7 +107,7 @@ def vllm_command(launch: VllmLaunch, installation: VllmInstallation) -> VllmComm
 
 
 def engine_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine by their names, without those that vLLM chooses."""
+    """Return the arguments of vLLM's engine by name, but for the ones that vLLM chooses."""
     arguments: dict[str, Any] = {
         "model": launch.target,
         "served_model_name": launch.name,

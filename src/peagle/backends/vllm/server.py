@@ -164,7 +164,7 @@ class VllmServer:
             return False
 
     def tail(self) -> str:
-        """Return the end of what vLLM printed, up to the last error, for a message."""
+        """Return the end of vLLM's output, up to the last error, for a message."""
         if self.process is not None:
             self._reader.join(0.5 if self.process.poll() is None else 5)
         lines = list(self._lines)

@@ -118,7 +118,7 @@ class Workspace:
     def make(
         shape: AttentionShape, config: PagedAttentionConfig, device: torch.device
     ) -> Workspace | None:
-        """Make room for what `paged_attention` keeps; None where nothing is split."""
+        """Allocate the buffers of `paged_attention`; None where nothing is split."""
         if config.num_splits == 1:
             return None
         tiles = QueryTiles.of(shape, config.block_m).count

@@ -145,7 +145,7 @@ def report_step(
     *,
     at: Stamp = Stamp.DRAFTED,
 ) -> None:
-    """Put what the host wants to know into one tensor; stamp the time.
+    """Put the host's report into one tensor; stamp the time.
 
     Args:
         num_drafted_B: drafts that were verified.

@@ -71,7 +71,7 @@ class SkinnyConfig:
 
     @staticmethod
     def from_ints(numbers: list[int]) -> SkinnyConfig:
-        """Make a configuration from what `to_ints` returned."""
+        """Make a configuration from the numbers of `to_ints`."""
         *sizes, kind, tma = numbers
         name: Any = KINDS[kind]
         return SkinnyConfig(*sizes, kind=name, tma=bool(tma))

@@ -85,7 +85,7 @@ def apply_masks(
     rules: LogitsRules,
     grammar_RV: Tensor | None = None,
 ) -> Tensor:
-    """Add the bias, then forbid (-inf) what grammar, allowed ids, bad words, minimum length say.
+    """Add the bias, then forbid (-inf) tokens by grammar, allowed ids, bad words, minimum length.
 
     Returns [R, V] in at least float32; the module says what a row that would be empty keeps.
     """
@@ -128,7 +128,7 @@ def _allowed(allowed: AllowedTokens, rows: VerificationRows) -> Tensor:
 
 
 def _banned(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -> Tensor | None:
-    """Return what bad words and minimum length ban, bool [R, V]."""
+    """Return the tokens that bad words and minimum length ban, bool [R, V]."""
     if rules.bad_words is None and rules.min_tokens is None:
         return None
     num_rows, vocab_size = logits_RV.shape

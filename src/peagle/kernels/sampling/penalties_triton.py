@@ -69,7 +69,7 @@ def penalise_kernel(
 def penalise(
     logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules, counts: TokenCounts
 ) -> Tensor:
-    """Return what `apply_penalties` returns, in float32, up to its rounding.
+    """Return the logits of `apply_penalties`, in float32, up to its rounding.
 
     One variant of the kernel serves all rules: no request waits while another one compiles.
 

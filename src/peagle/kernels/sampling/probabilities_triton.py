@@ -267,7 +267,7 @@ def row_stats(
     min_p_B: Tensor | None,
     out: RowStats,
 ) -> None:
-    """Find what the sampling parameters of its sequence keep of each row; two launches.
+    """Find the tokens of each row that the sequence's sampling parameters keep; two launches.
 
     Args:
         logits_RV: float32, bfloat16 or float16; each row has a finite logit, none is +inf or NaN.

@@ -347,7 +347,7 @@ def _write_layers(config: DrafterConfig) -> dict[str, Any]:
 
 
 def _read_layers(data: Mapping[str, Any], model_type: str, path: str = "") -> dict[str, Any]:
-    """Read what the layers' keys say, as arguments of `DrafterConfig`; they stand at `path`."""
+    """Read the layers' keys, which stand at `path`, as arguments of `DrafterConfig`."""
     _refuse_unsupported(data, path)
 
     def need(key: str) -> Any:

@@ -296,7 +296,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 
 def replace_weights(folder: Path, temporary: Path) -> None:
-    """Put new weights in the place of those in the folder, sharded ones included."""
+    """Put new weights in the place of the folder's own, sharded ones included."""
     put_in_place(temporary, folder / WEIGHTS_NAME)
     remove_weights(folder, keep=WEIGHTS_NAME)
 
