@@ -75,8 +75,8 @@ class ChatOutput:
     """The answer to a conversation.
 
     Attributes:
-        answer: what the model said, without its reasoning.
-        reasoning: what stood between the thinking markers, "" if it did not think.
+        answer: the model's answer, without its reasoning.
+        reasoning: the text between the thinking markers, "" if it did not think.
         messages: the conversation with the answer as its last message, for the next turn.
         output: the request as `generate` gives it; its attributes are attributes of the answer too.
     """

@@ -48,7 +48,7 @@ class AnswerSplitter(ABC):
 
 
 class ThinkingSplitter(AnswerSplitter):
-    """Cuts at `<think>` and `</think>`; the pieces together are what `chat.split_thinking` gives.
+    """Cuts at `<think>` and `</think>`; the pieces make the result of `chat.split_thinking`.
 
     Args:
         opened: the prompt ended by opening the reasoning (see `peagle.chat.opens_thinking`).

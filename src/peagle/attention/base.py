@@ -46,7 +46,7 @@ class AttentionMetadata:
         slots_T: int64, KV slot that each token writes; -1 writes nothing.
         max_query_len, max_seq_len: bounds known to the host.
         context_starts_B: int64, first visible position of each context; None shows all.
-        tree: what the queries see of each other; None: all before them.
+        tree: the rows of the pass that each query sees; None: all before it.
     """
 
     query_start_loc: Tensor

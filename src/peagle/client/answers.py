@@ -109,7 +109,7 @@ class StreamedAnswer:
 
     Attributes:
         is_done: [DONE] came.
-        finish_reasons: finish reason of each choice, "" of those that go on.
+        finish_reasons: finish reason of each choice, "" while it goes on.
     """
 
     def __init__(self) -> None:

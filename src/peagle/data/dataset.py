@@ -145,7 +145,7 @@ class ResponseDataset:
     def _cut(self, max_length: int) -> ResponseDataset:
         """Cut long sequences, and leave out tokens from which nothing is learned.
 
-        That is an answer without a prompt or of less than two tokens, what follows the last answer
+        That is an answer without a prompt or of less than two tokens, all behind the last answer
         of a sequence, and a sequence without one.
         """
         begins, ends = self._answers()

@@ -306,7 +306,7 @@ class Index:
     Attributes:
         facts: facts of the store.
         num_shards: shards of the whole store.
-        shards: those that are whole, in order.
+        shards: the whole shards, in order.
     """
 
     facts: StoreFacts
@@ -438,11 +438,11 @@ class FeatureStore:
     def states(self, batch: Batch) -> TargetStates:
         """Return the target's states of a batch of the store's dataset, on the host.
 
-        Features of every position, hidden states of those that grade an element; zeros elsewhere. A
+        Features of every position, hidden states of graded positions; zeros elsewhere. A
         place of the batch may hold the first part of its sequence.
 
         Raises:
-            UserError: what was read holds NaN.
+            UserError: the states read hold NaN.
         """
         rows, length = batch.tokens_BN.shape
         features = self._empty(rows * length, self.facts.num_aux * self.facts.hidden_size)

@@ -24,7 +24,7 @@ class PromptOrigin(BaseModel):
 
     Attributes:
         model: name of the model.
-        prompts, samples: those that were kept, and all that were sampled.
+        prompts, samples: how many were kept, and how many were sampled.
         sha256: of the file.
     """
 

@@ -144,7 +144,7 @@ def regenerate(
     so of different ones with the same id.
 
     Args:
-        dialogues: what to ask; records that are left out are counted, with their place as detail.
+        dialogues: the questions; records that are left out are counted, with their place as detail.
         output: JSONL file; a half-written last line is removed.
         options: everything that decides the answers; a file of other options is refused.
         facts: further provenance, for the file beside the output.

@@ -117,7 +117,7 @@ class Clients:
         """Make a call: `request("sagemaker", "DescribeEndpoint", EndpointName="x")`.
 
         Raises:
-            BotoCoreError, ClientError: as botocore raises them; `explain` tells what they mean.
+            BotoCoreError, ClientError: as botocore raises them; `explain` puts them in words.
         """
         from botocore import xform_name
 

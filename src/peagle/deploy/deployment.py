@@ -99,7 +99,7 @@ class Deployment:
         tags: tags of all resources, beside peagle's own.
         kms_key: encrypts the hosts' volumes and the uploads; "" leaves both to AWS.
         vpc: None for SageMaker's own network.
-        environment: further variables of the containers; those that the user gave are `Secret`.
+        environment: further variables of the containers; the user's own are `Secret`.
         vllm_flags: options of vLLM by name without dashes, as text of SM_VLLM_*.
         autoscaling: None keeps the number of instances.
         alarm_topic: ARN of an SNS topic that gets alarms; "" makes no alarms.

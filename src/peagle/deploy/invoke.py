@@ -95,7 +95,7 @@ def stream(
     Args:
         client, endpoint, body, variant: see `invoke`; this asks for a stream with the usage at
             its end.
-        completion: gets what comes.
+        completion: gets the text and the figures that come.
 
     Raises:
         UserError: as `invoke`, before the first event.

@@ -73,7 +73,7 @@ class Unfinished(UserError):
 
     Attributes:
         cause: the first thing that went wrong.
-        stayed: what still exists, in the order in which to run the commands.
+        stayed: the resources that still exist, in the order in which to run the commands.
     """
 
     def __init__(self, cause: str, stayed: Sequence[Leftover]) -> None:
@@ -86,7 +86,7 @@ class Unfinished(UserError):
 
 
 class StackFailed(UserError):
-    """CloudFormation could not do what a change set asked for; `status` is the stack's now."""
+    """CloudFormation could not carry out a change set; `status` is the stack's now."""
 
     def __init__(self, message: str, status: str) -> None:
         super().__init__(message)

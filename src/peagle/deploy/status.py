@@ -255,7 +255,7 @@ class EndpointStatus:
         values: SageMaker's metrics, summed over its variants.
         acceptance: None if nothing was drafted, or if the container does not report it.
         drift: acceptance compared with the expected one; None without either.
-        notes: what could not be read, and why.
+        notes: the parts that could not be read, and why.
     """
 
     current: EndpointState

@@ -222,7 +222,7 @@ class _TrainingSide:
     knows_prompts: bool
 
     def repair(self) -> Repaired:
-        """Blame the faults that a repair mends, and those that no repair mends by their figures."""
+        """Blame the faults that a repair mends, and by their figures the faults that none mends."""
         report, first = self.report, self.first
         if report.blames("wrong_target", "tokenizer"):
             text = f"{first.drafted}; nothing else can be told with this target"

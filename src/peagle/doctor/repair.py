@@ -447,7 +447,7 @@ def repair(first: Repaired, files: HeadFiles, probe: Probe) -> Repaired:
 def _best(
     now: Repaired, candidates: list[Change], files: HeadFiles, probe: Probe
 ) -> Repaired | None:
-    """Return the head with the repair that brings most, of those that clearly help."""
+    """Return the head with the best of the repairs that clearly help."""
     part = probe.part(_SCREEN)
     base_P = drafted(now.head, part).score_P
     screened = [

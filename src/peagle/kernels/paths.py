@@ -92,7 +92,7 @@ class TreePaths:
 
         Args:
             tokens_BJ: the target's own tokens of the rows.
-            drafts_BN: the nodes; those at or above `num_drafts_B` are none.
+            drafts_BN: the nodes; columns at or above `num_drafts_B` hold none.
 
         Returns:
             bool [B, J]; the root is always reached.

@@ -42,7 +42,7 @@ class LayerAttention(ABC):
     """Attention of one layer as its compiled graph calls it; what runs it is set for each pass.
 
     Attributes:
-        handle: int64 [], on the CPU: what the operator finds this object by.
+        handle: int64 [], on the CPU: the number by which the operator finds this object.
         current: the caller's attention of this pass, None between passes.
     """
 

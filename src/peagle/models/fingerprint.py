@@ -92,7 +92,7 @@ class TargetFingerprint:
             )
 
     def difference(self, target: TargetFacts, owner: str) -> str:
-        """Say how `target` first differs from what the owner of this expects; "" if it does not."""
+        """Return the first difference between `target` and the owner's own target; "" if none."""
         found = TargetFingerprint.of(target, tokens=False)
         names = ["vocab_size", "hidden_size", "num_layers"]
         digests = self.tokenizer_sha256, found.tokenizer_sha256, self.tokens_sha256

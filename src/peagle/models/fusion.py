@@ -196,7 +196,7 @@ def fuse(model: transformers.PreTrainedModel) -> list[FusionResult]:
             (`TargetModel.model`), in eval mode.
 
     Returns:
-        what was fused, and what was not and why. An unknown structure is no error.
+        the projections fused, and the others with the reason. An unknown structure is no error.
     """
     layers = decoder_layers(model)
     groups = list(_groups(layers))

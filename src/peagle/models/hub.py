@@ -160,7 +160,7 @@ class Repository:
         )
 
     def _download(self, commit: str, files: Sequence[RepoSibling]) -> Path:
-        """Fetch files missing in the cache, check them by the hub's checksums, return the folder."""
+        """Fetch files missing in the cache, check the hub's checksums, return the folder."""
         snapshot, unchecked = self.storage / "snapshots" / commit, self.storage / _UNCHECKED
         missing = [file for file in files if not (snapshot / file.rfilename).exists()]
         suspect = files if unchecked.exists() else missing

@@ -39,7 +39,7 @@ def resolve_model(
         name_or_path: the folder, the GGUF file of a target, the hub id or "bundled"; a Path is
             never a hub id.
         revision: branch, tag or commit of a hub id; None takes "main".
-        role: what the model is for.
+        role: the use of the model, for messages.
 
     Raises:
         UserError: no such folder or repository, no access, no network, no space, no such revision;
@@ -83,7 +83,7 @@ def find_model(name_or_path: str | os.PathLike[str], role: Role = "target") -> P
 
     Args:
         name_or_path: see `resolve_model`.
-        role: what the model is for.
+        role: the use of the model, for messages.
 
     Raises:
         UserError: the name is a path that is no folder, or neither a path nor a hub id.

@@ -80,7 +80,7 @@ class StoredLinear:
         shape: N and K.
         block: rows and inputs that share a scale.
         tensors: by their last names.
-        scheme: what quantization_config says.
+        scheme: the meaning of quantization_config.
     """
 
     name: str

@@ -120,7 +120,7 @@ class _Stream:
     Attributes:
         first: index of its first prompt; its other prompts have the next ones.
         num_outputs: number of outputs that have not ended.
-        chunks: those that the client has not taken.
+        chunks: the chunks that the client has not taken.
         error: why no more come.
         news: set when chunks or an error came.
     """
@@ -242,9 +242,9 @@ class EnginePool:
     long as its `CrashBudget` lasts; after that the others go on without it.
 
     Args:
-        specs: what each process loads.
+        specs: the models and limits of each process.
         metrics: takes the counters, the signs of life and the ends of the engines.
-        max_queue: number of outputs that may wait beyond those that are decoded.
+        max_queue: number of outputs that may wait beyond the ones that are decoded.
         restart: whether a process that died is started again.
 
     Attributes:

@@ -99,7 +99,7 @@ _REASONS = {
 
 
 def reason_for_absence(path: str) -> str | None:
-    """Return why peagle lacks a route that clients of OpenAI or vLLM call, and what to use.
+    """Return why peagle lacks a route of OpenAI's or vLLM's clients, and a route to use instead.
 
     None: `path` is no route of theirs.
     """

@@ -37,7 +37,7 @@ class VllmFlag:
 
     Attributes:
         name: name of vLLM's option, "--max-model-len".
-        tokens: what follows the name; none for a switch, None where the option is left out.
+        tokens: the words after the name; none for a switch, None where the option is left out.
     """
 
     variable: str

@@ -45,7 +45,7 @@ class Service:
     """The model that is served.
 
     Attributes:
-        name: what clients call the model.
+        name: the clients' name for the model.
         proposers: names of the proposers; the first one is the default.
         tokenizer: None while it loads.
         is_draining: the server takes no new requests.
@@ -225,7 +225,7 @@ class Caller:
 
     Attributes:
         cache_salt: salt of the key and the request: only equal salts share cached KV.
-        lease: the request's part of what its key may use.
+        lease: the request's part of its key's budget.
         deadline: when the answer must have ended; None sets no limit.
     """
 

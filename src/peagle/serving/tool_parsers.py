@@ -641,7 +641,7 @@ class Gemma4Parser(_MarkedParser):
         return True
 
     def _members(self, closing: str) -> Steps[None]:
-        """Give out the members of an object or array, and of those within it, up to its end."""
+        """Give out the members of an object or array, and of the ones within it, up to its end."""
         closings, separator = [closing], ""
         while closings:
             yield from self._blanks()

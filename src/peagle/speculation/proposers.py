@@ -95,7 +95,7 @@ class TreeSlots:
 
     Attributes:
         logits_KV: the head's own, in the draft vocabulary.
-        states_KW: what `DraftCorrection.start` made of them; None for a head without a correction.
+        states_KW: their `DraftCorrection.start`; None for a head without a correction.
     """
 
     logits_KV: Tensor
@@ -107,14 +107,14 @@ class Drafts:
     """Draft tokens of a batch.
 
     Attributes:
-        tokens_BK: target ids; what stands at or above lens means nothing.
+        tokens_BK: target ids; columns at or above lens hold nothing of use.
         lens: drafts of each sequence: as many as were asked for, unless fewer were found.
         probs_BKV: the draft distributions in the target vocabulary; 0 for drafts that were not
             drawn, None where no draft was.
         parents_BK: the row of each draft's parent where drafts are trees (`kernels.trees.growth`);
             None for chains. K is then the nodes of a tree.
         scores_BK: the scores of the nodes then, as `best_first_trees` gives them.
-        slots: those from which a sequence's tree grew, by its number.
+        slots: the slots from which a sequence's tree grew, by its number.
     """
 
     tokens_BK: Tensor

@@ -90,7 +90,7 @@ def verify(
     min(1, p(x) / q(x)), and p_a is 1. The output has the target's distribution, and depends on q.
 
     Synthetic acceptance measures speed with random weights, as in vLLM; the output is then NOT
-    what the target would say. a_b = #{i in 1..k_b : u < r_i} with one number u of the step, and
+    the target's. a_b = #{i in 1..k_b : u < r_i} with one number u of the step, and
     the next token is x_a. All else is computed as ever, so that a step takes the time that it would
     take.
 

@@ -615,7 +615,7 @@ def optimizer_note(given: TrainConfig, run: TrainConfig) -> str:
     """Say in a sentence why a run does not have the default optimizer that its file leaves open.
 
     Args:
-        given: what the file says.
+        given: the run as its file gives it.
         run: the run, which has the optimizer of its checkpoint where it goes on.
     """
     asked, used = given.optimizer, run.optimizer

@@ -226,7 +226,7 @@ class _Block(nn.Module):
 
 
 class _Publish(torch.autograd.Function):
-    """Copies weights into the head; its gradients are those that the head has by then."""
+    """Copies weights into the head; takes its gradients from the head going backward."""
 
     @staticmethod
     def forward(

@@ -136,7 +136,7 @@ class PublishedHead:
         parameters: floating-point values in its tensors; dtype: type of them.
         training: the record of its training, None if it has no record.
         trained_length: tokens of the longest sequence in it, None if that is not told.
-        notes: what its owner should know before publishing it.
+        notes: facts that its owner should know before publishing it.
     """
 
     folder: Path

@@ -155,7 +155,7 @@ class ValidationWindow(Window):
             self.sampled.add(*which, outcome.follows, outcome.chance, shape)
 
     def pool(self, processes: Processes) -> None:
-        """Take in what the other processes counted and their losses, which are of other batches."""
+        """Add the other processes' counts and losses, since those are of other batches."""
         super().pool(processes)
         processes.sum(self.greedy.counters)
         processes.sum(self.sampled.counters)

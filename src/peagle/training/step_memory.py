@@ -49,7 +49,7 @@ class StepMemory:
     Attributes:
         segments, recompute: S, and whether layers are computed again.
         total: bytes.
-        parts: bytes by what takes them; empty where the total is measured.
+        parts: bytes by use; empty where the total is measured.
     """
 
     segments: int

@@ -98,7 +98,7 @@ class Trainer:
     the name of what the trainer begins to do, `stepped` the number of each step that is done.
     `clock` gives the seconds by which the run is timed and `run.minutes` plans its steps.
 
-    What the configuration leaves open is as the checkpoint in the output folder has it
+    Settings left open in the configuration come from the checkpoint in the output folder
     (`checkpoint_facts.continued`).
 
     Raises:

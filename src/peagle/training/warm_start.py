@@ -66,7 +66,7 @@ class WarmStart:
             of those that the new head has no use for.
         differences: how the target differs from the one that the head was trained for.
         coverage: training responses within the head's draft vocabulary, None if it holds all.
-        warnings: what may be a mistake.
+        warnings: possible mistakes.
     """
 
     name: str
@@ -117,7 +117,7 @@ class InitHead:
         from_target: names of the tensors that are its target's.
         target: name of the target that it was trained for, None if unknown.
         differences: how that target differs from the one at hand.
-        warnings: what could not be checked.
+        warnings: facts that could not be checked.
     """
 
     folder: Path

@@ -52,7 +52,7 @@ class SlotMoves:
         """Copy slots, all of a sequence's read before one is written; of several sequences at once.
 
         Args:
-            from_BD, to_BD: int64, slots. What moves to itself, or from -1 or to -1, stays.
+            from_BD, to_BD: int64, slots. A move to the same slot, from or to -1 changes nothing.
         """
         from peagle.kernels.attention import kv_moves_triton as kernels
 

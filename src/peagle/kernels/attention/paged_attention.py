@@ -243,7 +243,7 @@ def paged_attention(
         context_starts_B: first visible position of each context; None: 0.
         visible_T, positions_T: as `peagle.attention.TreeMask`, where the queries of a sequence are
             a tree; None: they are a chain.
-        key_scale, value_scale: factors on what the cache holds.
+        key_scale, value_scale: factors on the cache's numbers.
         config: default `choose_config`.
         workspace: of `Workspace.make`, to be shared by layers; default a new one.
         new: keys and values to write first, where `writes_new`.

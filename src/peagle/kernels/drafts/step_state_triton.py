@@ -153,7 +153,7 @@ def report_step(
         drafts_BK: the next drafts.
         times: int64 [NUM_STAMPS].
         report_RX: int64 [B + 1, 2K + 4], or [B + 1, 4 + D + 3N] for trees: of each sequence the
-            drafts verified, those accepted, the drafts to come, the emitted tokens, the next
+            drafts verified, the drafts accepted, the drafts to come, the emitted tokens, the next
             drafts, and of trees the row of each one's parent and its score; the last row begins
             with the times.
         nodes_BX: where drafts are trees, int64 [B, 2N]: these parents and scores.

@@ -55,10 +55,10 @@ def process_logits(
     """Apply steps 1 to 3 of the module's order to raw target logits.
 
     Args:
-        temperature_B: 0 is greedy; scales what min-p and typical-p see, not the result.
+        temperature_B: 0 is greedy; scales the input of min-p and typical-p, not the result.
         counts: counts up to row 0; needed where the rules have penalties.
-        grammar_RV: bool, what a grammar permits; rows of other sequences are all true.
-        penalise: computes what `apply_penalties` does; None: that itself.
+        grammar_RV: bool, tokens that a grammar permits; rows of other sequences are all true.
+        penalise: computes the result of `apply_penalties`; None: that function.
 
     Returns:
         [R, V] in at least float32 for `probs_from_logits` or `verify`; removed tokens are -inf.

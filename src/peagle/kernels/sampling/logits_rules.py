@@ -160,7 +160,7 @@ class TreeRows(VerificationRows):
 
 @dataclass(frozen=True)
 class PaddedRows(VerificationRows):
-    """J rows for every sequence; what stands in those past its own means nothing."""
+    """J rows for every sequence; rows past its own hold nothing of use."""
 
     @cached_property
     def first_row_B(self) -> Tensor:

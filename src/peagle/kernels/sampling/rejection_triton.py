@@ -325,9 +325,9 @@ def reject_drafts(
         logits_RV: as `own_tokens` got them.
         start_loc: first row of each active sequence.
         drafts_BK: as many of them as `state.num_drafts_B` says.
-        active_B: bool or integers; the others keep what `num_accepted_B` holds.
+        active_B: bool or integers; the others keep their `num_accepted_B`.
         state: before the step.
-        scratch: what `own_tokens` found with this `sampling`; its tokens change.
+        scratch: the result of `own_tokens` with this `sampling`; its tokens change.
         num_accepted_B: int64.
         replaces: whether the token behind a rejected draft is replaced.
     """

@@ -101,7 +101,7 @@ def _narrow(
 ):
     """Narrow [low, high) until it is settled, or at most `capacity` tokens lie at or above low.
 
-    n and w are the count and the weight of what lies at or above a bound.
+    n and w are the count and the weight of the tokens at or above a bound.
     """
     passes = tl.full((), 0, tl.int32)
     while _is_open(low, n_low, high, n_high, k) & (n_low > capacity):

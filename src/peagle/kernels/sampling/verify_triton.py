@@ -300,7 +300,7 @@ def match_drafts(
         state: before the step; changed in place.
         limits, out: see the classes.
         synthetic: accept so many drafts instead; None: acceptance is real.
-        given: accept the first out.num_accepted_B drafts instead of those that equal tokens_R.
+        given: accept the first out.num_accepted_B drafts, not the ones that equal tokens_R.
     """
     launch(
         match_kernel,

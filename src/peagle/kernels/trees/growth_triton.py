@@ -311,7 +311,7 @@ def grow_trees(
     Args:
         logits_BKV: the head's own, any strides between rows.
         depths_B: int64, most nodes on a path of each sequence, up to K.
-        term: what corrects the logits behind each node but the root; None: nothing does.
+        term: the correction of the logits behind each node but the root; None: there is none.
         tokens_BN, parents_BN, scores_BN: int64 and float32, contiguous; take draft ids, parent rows
             and scores.
     """

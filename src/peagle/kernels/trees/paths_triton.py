@@ -176,7 +176,7 @@ class Descent:
     Attributes:
         num_accepted_B: nodes on the accepted path.
         path_BD: their tokens; 0 behind them.
-        from_BD, to_BD: KV slots of the path's rows, and those where a chain has them.
+        from_BD, to_BD: KV slots of the path's rows, and the slots that a chain has for them.
         rows_X: the row that stood where a row of the batch now stands, and T.
     """
 
@@ -214,7 +214,7 @@ def descend(
         own_tokens_T: int64, of each row.
         drafts_BN, parents_BN: int64, the nodes, any stride between trees; those at or above
             `num_drafts_B` are none.
-        running_B: int64; what does not run accepts nothing.
+        running_B: int64; a sequence that does not run accepts nothing.
     """
     num_seqs, max_nodes = drafts_BN.shape
     assert drafts_BN.stride(1) == parents_BN.stride(1) == 1

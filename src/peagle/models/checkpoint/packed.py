@@ -41,7 +41,7 @@ def unpack_tensors(
         tensors: all of the head, by canonical name.
         config: shape of the head.
         data: its config.json.
-        source: what to name in messages.
+        source: the file, for messages.
 
     Returns:
         the packed weight [N, K] of each linear layer that has one and keeps the order of its
@@ -272,7 +272,7 @@ class Rounding:
         Args:
             head: the parameter, [N, K] in the type that the head computes in.
             name: its name, one of `names`.
-            weight: what to round, [N, K] in float32 or wider.
+            weight: [N, K], in float32 or wider.
         """
         parts = self._parts[name]
         counts = [rows for _, rows in parts]
