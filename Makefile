@@ -67,7 +67,7 @@ test: $(DEV_ENV) ## Run the tests of the package that need no GPU
 test-quick: $(DEV_ENV) ## Run the quick ones of them: no server, nothing slow
 	$(PYTEST) --suite quick $(PYTEST_ARGS)
 
-test-repo: $(DEV_ENV) ## Run documents, recipes, benchmarks, browsers, containers, Kubernetes, Grafana
+test-repo: $(DEV_ENV) ## Run documents, recipes, benchmarks, browsers, containers, a release, Kubernetes, Grafana
 	@tools/setup_browser.sh $(PY) || test -z "$$PEAGLE_REQUIRE_BROWSER"
 	$(PYTEST) --suite repo $(PYTEST_ARGS)
 
@@ -99,11 +99,12 @@ docs: $(DOCS_ENV) ## Build the documentation site in build/site; a broken link o
 	$(PY) tools/docs_site.py build/pages
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-dist: $(DEV_ENV) ## Build the wheel and the sdist in dist/ and check both
+dist: $(DEV_ENV) ## Build wheel, sdist, bill of materials and hashes in dist/, checked
 	rm -rf dist
 	$(PY) -m build --no-isolation
 	$(PY) -m twine check --strict dist/*
 	$(PY) tools/check_dist.py dist
+	$(PY) tools/describe_dist.py dist
 
 smoke: dist ## Install the wheel into a new environment outside the checkout and run the demo there
 	tools/smoke_wheel.sh dist/*.whl

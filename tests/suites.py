@@ -67,6 +67,14 @@ PARTS = {
             *("tests/serving/image.py", "tests/serving/test_container.py", "tests/deploy"),
         ),
     ),
+    "release": Part(
+        ("tests/test_release.py",),
+        (
+            *("CHANGELOG.md", "LICENSE", "THIRD_PARTY.md", "tools/*dist.py"),
+            *("tools/smoke_wheel.sh", ".github/workflows/release.yml", "deploy/Dockerfile"),
+            "tests/test_release.py",
+        ),
+    ),
     "Kubernetes": Part(
         ("tests/serving/test_kubernetes.py",),
         ("deploy/kubernetes.yaml", "src/peagle/serving/*.py", "tests/serving/test_kubernetes.py"),

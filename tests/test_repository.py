@@ -293,6 +293,61 @@ def test_safe_loading_passes():
     assert list(unsafe_loading(source)) == []
 
 
+# ---- docstrings ----------------------------------------------------------------------------------
+
+# A function says what it does ("Return ...", "Draw ..."), a class what it is ("The ...").
+VAGUE = {"Of", "As", "Whether", "What", "That", "Those", "Where", "See"}
+SHORTEST_DOCSTRING = 19
+UNREAD = ("engine/", "cli/", "evaluation/", "chat.py", "deploy/request.py", "deploy/container.py")
+
+
+def vague_docstrings(source: str) -> list[str]:
+    """Return the docstrings of functions and classes in `source` that do not name the thing."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            text = ast.get_docstring(node)
+            if text is None:
+                continue
+            vague = VAGUE if isinstance(node, ast.ClassDef) else VAGUE | {"The"}
+            if re.split(r"\W", text, maxsplit=1)[0] in vague or len(text) < SHORTEST_DOCSTRING:
+                found.append(f"{node.name}, line {node.lineno}: {text.splitlines()[0]}")
+    return found
+
+
+def test_docstrings_name_the_thing():
+    package = SOURCE / "peagle"
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    found = [
+        f"{name}: {one}"
+        for name, path in sorted(files.items())
+        if not name.startswith(UNREAD)
+        for one in vague_docstrings(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "Of all steps; validation and saving are left out.",
+        "As `PreparedPaged`, in one launch.",
+        "Whether the head keeps both of its ends.",
+        "The fastest backend of a device.",
+        "Undo `_to_tiles`.",
+    ],
+)
+def test_vague_docstrings_are_found(docstring):
+    for head in ("def", "async def"):
+        source = f'class Steps:\n    {head} hours(self):\n        """{docstring}"""\n'
+        assert vague_docstrings(source) == [f"hours, line 2: {docstring}"]
+
+
+def test_nouns_describe_classes_alone():
+    assert vague_docstrings('class Built:\n    """What a run makes."""\n')
+    assert not vague_docstrings('class Built:\n    """The head that a run makes."""\n')
+
+
 # ---- agreement of files ---------------------------------------------------------------------
 
 

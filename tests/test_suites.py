@@ -51,7 +51,7 @@ def commit(folder: Path, name: str) -> None:
         ("src/peagle/serving/playground/page.js", {"browsers", "load tests"}),
         ("src/peagle/serving/metrics.py", {"Kubernetes", "Grafana", "load tests"}),
         ("benchmarks/serving/load.py", {"recipes", "load tests"}),
-        ("deploy/Dockerfile", {"containers"}),
+        ("deploy/Dockerfile", {"containers", "release"}),
         ("pyproject.toml", set(PARTS)),
         ("tests/conftest.py", set(PARTS)),
     ],

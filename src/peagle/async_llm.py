@@ -93,7 +93,7 @@ class AsyncLLM:
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's state now, and its counters."""
+        """Return the engine's state now, and its counters."""
         return self.llm.stats
 
     async def generate(
@@ -122,7 +122,7 @@ class AsyncLLM:
 
         Raises:
             UserError: the request cannot be served, or this AsyncLLM is closed.
-            RuntimeError: the engine failed; the cause is what it raised.
+            RuntimeError: the engine failed; the cause is the engine's own error.
         """
         params = self.llm.default_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -163,7 +163,7 @@ class AsyncLLM:
         return error
 
     def _work(self) -> None:
-        """In the engine's thread: serve until the end, then tell all clients that still wait."""
+        """Serve in the engine's thread until the end, then tell all clients that still wait."""
         try:
             self._loop.run()
             self.llm.requests.cancel_all()

@@ -84,7 +84,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what can be made again: peagle/ in XDG_CACHE_HOME, or in ~/.cache."""
+    """Return the folder for files that can be made again: peagle/ in XDG_CACHE_HOME or ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     # The specification of XDG has relative paths ignored.
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "peagle"
@@ -97,8 +97,8 @@ def lock(descriptor: int, path: Path, *, wait: bool = False) -> None:
     warning.
 
     Args:
-        descriptor: a file that is open for writing, which is all that NFS locks.
-        path: what the file stands for, in messages.
+        descriptor: a file that is open for writing; NFS locks no other.
+        path: the name of the locked thing, in messages.
         wait: wait until no other process has it.
 
     Raises:

@@ -80,7 +80,7 @@ class SpecialTokens:
 
     @cached_property
     def _literal(self) -> Tokenizer | None:
-        """The tokenizer with other names for its special tokens: their stand-ins.
+        """Return the tokenizer with other names for its special tokens: their stand-ins.
 
         It is a copy, because transformers' own switch for special tokens is a state that threads
         would share, and because the vocabularies of some models have special tokens as ordinary
@@ -143,7 +143,7 @@ class SpecialTokens:
         count, because templates remove it.
 
         Args:
-            kept: texts that the template looks for, if the template may change what it writes:
+            kept: texts that the template looks for, if the template may change the text it writes:
                 leave characters out, or make small letters of capitals. Every character that
                 begins a special token then counts, except in these texts. None: the template
                 changes nothing.
@@ -176,7 +176,7 @@ class SpecialTokens:
         return _any_of(one for one in literals if len(one) > 1 and not self._spelled.search(one))
 
     def _find_rests(self, literals: frozenset[str]) -> Rests:
-        """Return what goes on with the special tokens that literals begin at their end."""
+        """Return the rests of the special tokens that literals begin at their end."""
         lengths = range(1, self._longest)
         ends = {literal[-length:] for literal in literals for length in lengths}
         whole = {
@@ -209,7 +209,7 @@ class Marks:
     """Marks where the strings of one conversation spell special tokens, or parts of them.
 
     Args:
-        special_tokens: those of the tokenizer.
+        special_tokens: the tokenizer's special tokens.
         literals: all texts that the chat template itself writes.
         names: the words that the template reads, like the names of fields. A part of a special
             token is not marked in them.

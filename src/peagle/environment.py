@@ -1,4 +1,4 @@
-"""Where a number was measured: versions, processor, threads, commit."""
+"""The environment in which a number was measured: versions, processor, threads, commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that install what is missing, for the environment that runs this program."""
+"""The commands that install missing packages, for the environment that runs this program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def install_extra(extra: str) -> str:
 
 
 def require_package(package: str, extra: str, what: str) -> None:
-    """Refuse what needs a package that is not there; the package is only looked for.
+    """Refuse a feature whose package is not there; the package is only looked for.
 
     Raises:
         UserError: naming the package and the command that installs it.

@@ -54,7 +54,11 @@ _WITHOUT_EFFECT = {"disable_log_stats", "disable_custom_all_reduce", "swap_space
 
 
 def named_target(target: str | Path | None, model: str | Path | None) -> str | Path | None:
-    """The target under whichever of its two names it was given; a UserError if both were."""
+    """Return the target, given under one of its two names.
+
+    Raises:
+        UserError: both names were given.
+    """
     if target is not None and model is not None:
         raise UserError(
             f"target is {str(target)!r} and model is {str(model)!r}; both name the target, leave "
@@ -71,8 +75,8 @@ class ChatOutput:
     """The answer to a conversation.
 
     Attributes:
-        answer: what the model said, without its reasoning.
-        reasoning: what stood between the thinking markers, "" if it did not think.
+        answer: the model's answer, without its reasoning.
+        reasoning: the text between the thinking markers, "" if it did not think.
         messages: the conversation with the answer as its last message, for the next turn.
         output: the request as `generate` gives it; its attributes are attributes of the answer too.
     """
@@ -173,7 +177,7 @@ class LLM:
             an output a prompt, in order: the first of its `params.n`, which its `outputs` list.
 
         Raises:
-            UserError: a prompt is empty or too long, or parameters ask for what is not there;
+            UserError: a prompt is empty or too long, or parameters ask for a missing feature;
                 nothing is generated then.
         """
         require_neutral("lora_request", lora_request, None, "there are no adapters.")
@@ -219,7 +223,7 @@ class LLM:
     ) -> Iterator[StreamChunk]:
         """Complete prompts, yielding each step's tokens as they come.
 
-        Leaving the iterator early cancels what is unfinished. Arguments and errors as `generate`.
+        Leaving the iterator early cancels unfinished outputs. Arguments and errors as `generate`.
         """
         prompts = self._as_list(prompts)
         if params is None:
@@ -245,7 +249,7 @@ class LLM:
             requests.cancel_all()
 
     def default_params(self) -> SamplingParams:
-        """How the model asks to be sampled, in its generation_config; greedy if it does not.
+        """Return the sampling that the model's generation_config asks for; greedy if it does not.
 
         The stop ids there count for every request, whatever its params.
 
@@ -263,12 +267,12 @@ class LLM:
         return self.default_params()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the target."""
+        """Return the tokenizer of the target."""
         return self.tokenizer
 
     @property
     def stats(self) -> EngineStats:
-        """How the engine stands, and what it did so far."""
+        """Return the engine's state now, and its counters."""
         return self.engine.stats
 
     def chat(
@@ -367,7 +371,7 @@ class LLM:
 
 
 def _engine_config(options: Mapping[str, Any], model: object) -> EngineConfig:
-    """The engine's configuration, from its own options and those of vLLM's that are neutral."""
+    """Return the engine's configuration, from its own options and from neutral ones of vLLM."""
     known = [field.name for field in fields(EngineConfig)]
     own: dict[str, Any] = {}
     for name, value in options.items():
@@ -389,7 +393,7 @@ def _engine_config(options: Mapping[str, Any], model: object) -> EngineConfig:
 
 
 def _given_once(name: str, value: Any, other: str, other_value: Any) -> Any:
-    """An argument that has two names, under whichever of them it was given."""
+    """Return an argument that has two names, under whichever of them it was given."""
     if value is not None and other_value is not None:
         raise UserError(f"{name} and {other} were both given; leave one of the two out.")
     return other_value if value is None else value
@@ -397,7 +401,7 @@ def _given_once(name: str, value: Any, other: str, other_value: Any) -> Any:
 
 @contextmanager
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Callable[[int], Any]]:
-    """A progress bar, where one is wanted; gives the function that moves it on."""
+    """Show a progress bar, where one is wanted; yield the function that moves it on."""
     if not use_tqdm:
         yield lambda _: None
         return
@@ -409,7 +413,7 @@ def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Calla
 
 
 def each(values: Any, kind: type, what: str, count: int) -> list[Any]:
-    """One value for all, or a list of one each, as a list of one each; else a UserError."""
+    """Return a list of one value each, from one for all or a list; else raise a UserError."""
     listed = [values] * count if isinstance(values, kind) else values
     if not isinstance(listed, Sequence) or not all(isinstance(one, kind) for one in listed):
         raise UserError(f"The {what} are {values!r}; expected {kind.__name__}, or a list of them.")

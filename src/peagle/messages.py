@@ -109,7 +109,7 @@ def in_template_form(
     Args:
         knows_developer: the template has a developer role; otherwise these messages become system
             messages.
-        is_harmony: the template is that of gpt-oss.
+        is_harmony: the template is gpt-oss's.
 
     Raises:
         UserError: the tool calls of a message are no list; a system message comes where the
@@ -163,7 +163,7 @@ def tools_in_template_form(tools: Any, *, is_harmony: bool) -> list[dict[str, An
 
 
 def _parsed(value: Any) -> Any:
-    """Return what JSON text stands for; other text, and what is no text, as it is."""
+    """Return the value of JSON text; any other text or value as it is."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -229,7 +229,7 @@ def _in_harmony_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as the template of gpt-oss reads them.
 
     The template names reasoning `thinking`, refuses content beside the thinking of a call, writes
-    the first call of a message alone, takes each result for that of the last call, and leaves out
+    the first call of a message alone, takes each result for the last call's, and leaves out
     all system messages but the first. So system messages at the start become one, content before a
     call follows its thinking, and several calls become messages, each before its results.
 

@@ -1,7 +1,7 @@
 """Read files of a model's folder within limits: the folder may be broken or malicious.
 
-JSON of up to 100 MB, nested up to 64 deep; headers of safetensors files of up to 100 MB, which is
-that format's own limit, and never more than the file has.
+JSON of up to 100 MB, nested up to 64 deep; headers of safetensors files of up to 100 MB, that
+format's own limit, and never more than the file has.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def read_header(data: Readable, size: int | None = None) -> dict[str, dict[str, 
         size: bytes of the file; None where that is not known.
 
     Raises:
-        ValueError: saying what is wrong with it.
+        ValueError: the header is malformed; the message names the fault.
     """
     first = data.read(8)
     if len(first) < 8:

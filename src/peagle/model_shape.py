@@ -33,7 +33,7 @@ class ModelShape:
 
     @classmethod
     def from_json(cls, data: Any) -> ModelShape:
-        """Read the content of a config.json; what does not have the form of one says nothing."""
+        """Read the content of a config.json; content of another form gives no facts."""
         file = data if isinstance(data, Mapping) else {}
         inner = file.get("transformer_layer_config") or file.get("text_config")
         text = inner if isinstance(inner, Mapping) else file

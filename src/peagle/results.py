@@ -70,7 +70,7 @@ def _text(value: Any) -> Any:
 
 
 class Provenance(ResultModel):
-    """Where the numbers of a file come from; further keys are kept."""
+    """The origin of the numbers of a file; further keys are kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -102,7 +102,7 @@ class Document(ResultModel):
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether acceptance was set instead of measured."""
+        """Return whether acceptance was set instead of measured."""
         extra = self.provenance.model_extra or {}
         return bool(extra.get("synthetic") or self.settings.get("synthetic"))
 
@@ -118,7 +118,7 @@ class TrainingRecord(ResultModel):
 
     @property
     def is_little(self) -> bool:
-        """Whether the head cannot be judged yet: few steps, or less than half of the plan."""
+        """Return whether the head cannot be judged yet: few steps, or under half of the plan."""
         unfinished = self.planned is not None and 2 * self.steps < self.planned
         few = self.steps < FEW_STEPS and not self.continues
         return few or (unfinished and not self.stopped_early)
@@ -153,7 +153,7 @@ class Slice(ResultModel):
 
     @property
     def length(self) -> float | None:
-        """The acceptance length; None where nothing was drafted."""
+        """Return the acceptance length; None where nothing was drafted."""
         return self.acceptance_length if self.num_drafts else None
 
 
@@ -211,7 +211,7 @@ class AcceptanceFigures(ResultModel):
 
 
 class EntryKey(ResultModel):
-    """What tells one entry from another."""
+    """The settings that tell one entry from another."""
 
     method: str
     source: str = ""
@@ -238,7 +238,7 @@ class Entry(AcceptanceFigures, EntryKey):
 
     @property
     def depth(self) -> int:
-        """K, or the number of positions in the counters where a server does not tell K."""
+        """Return K, or the number of positions in the counters where a server does not tell K."""
         return self.k or len(self.pooled.num_accepted_tokens_per_pos)
 
 
@@ -257,7 +257,7 @@ class Comparison(ResultModel):
 
 
 class AcceptanceResults(Document):
-    """acceptance.json."""
+    """The contents of acceptance.json."""
 
     entries: list[Entry]
     turns: dict[str, Turns] = {}  # of the sets whose prompts have several
@@ -304,7 +304,7 @@ class TouchedExperts(ResultModel):
 
     @property
     def mean(self) -> float:
-        """Distinct experts of a step, the mean over layers too."""
+        """Return the distinct experts of a step, the mean over layers too."""
         return fmean(self.per_layer)
 
 
@@ -337,12 +337,12 @@ class Cell(ResultModel):
 
     @property
     def speed(self) -> float:
-        """Output tokens per second, the median of the repeats."""
+        """Return output tokens per second, the median of the repeats."""
         return self.median.output_tokens_per_s
 
     @property
     def speed_range(self) -> Interval:
-        """Least and most output tokens per second of the repeats."""
+        """Return the least and most output tokens per second of the repeats."""
         return self.spread.output_tokens_per_s or (self.speed, self.speed)
 
 
@@ -370,7 +370,7 @@ class Goodput(ResultModel):
 
 
 class ThroughputResults(Document):
-    """throughput.json."""
+    """The contents of throughput.json."""
 
     cells: list[Cell]
     best_k: list[BestK] = []
@@ -384,7 +384,7 @@ class ThroughputResults(Document):
 
     @property
     def has_many_k(self) -> bool:
-        """Whether several K were measured."""
+        """Return whether several K were measured."""
         return len({cell.k for cell in self.cells if cell.k}) > 1
 
     def is_sound(self, cell: Cell) -> bool:
@@ -422,7 +422,7 @@ class TunedCosts(ResultModel):
 
     @property
     def passes(self) -> list[tuple[str, str, list[tuple[int, float]]]]:
-        """Title, unit and ascending (size, milliseconds) of each kind of pass that was timed."""
+        """Return title, unit and ascending (size, milliseconds) of each timed kind of pass."""
         return [
             (title, unit, sorted((max(1, round(size)), 1000 * time) for size, time in costs))
             for title, unit, costs in (
@@ -478,7 +478,7 @@ class TunedTrees(ResultModel):
 
 
 class TuneResults(Document):
-    """tune.json."""
+    """The contents of tune.json."""
 
     costs: TunedCosts = TunedCosts()
     acceptance: TunedAcceptance = TunedAcceptance()
@@ -522,7 +522,7 @@ class Difference(ResultModel):
     @computed_field
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding alone can explain the difference: both gaps are below the bound."""
+        """Return whether rounding alone can explain the difference: both gaps are below it."""
         if self.gap is None or self.top2_gap is None:
             return False
         return self.gap < self.bound and self.top2_gap < self.bound
@@ -547,7 +547,7 @@ class CertifiedCase(ResultModel):
     @computed_field
     @property
     def status(self) -> CaseStatus:
-        """Passed, passed but for near-ties, fault, or not applicable."""
+        """Return the status: passed, passed but for near-ties, fault, or not applicable."""
         if self.num_faults:
             return "fault"
         if not self.num_outputs:
@@ -557,13 +557,13 @@ class CertifiedCase(ResultModel):
     @computed_field
     @property
     def num_near_ties(self) -> int:
-        """Outputs whose first difference is a near-tie."""
+        """Return the number of outputs whose first difference is a near-tie."""
         return sum(one.is_near_tie for one in self.differences)
 
     @computed_field
     @property
     def num_faults(self) -> int:
-        """Outputs whose first difference is no near-tie, and other faults."""
+        """Count the outputs whose first difference is no near-tie, and other faults."""
         return len(self.differences) - self.num_near_ties + len(self.faults)
 
 
@@ -586,7 +586,7 @@ class SampledTest(ResultModel):
     @computed_field
     @property
     def passed(self) -> bool:
-        """Whether the p-value is at least the significance."""
+        """Return whether the p-value is at least the significance."""
         return self.p_value >= self.significance
 
 
@@ -601,13 +601,13 @@ class CertificateResults(Document):
     @computed_field
     @property
     def passed(self) -> bool:
-        """Whether there is no fault; near-ties are none."""
+        """Return whether there is no fault; near-ties are none."""
         return not self.faults
 
     @computed_field
     @property
     def faults(self) -> list[str]:
-        """The faults, each in a line."""
+        """Return the faults, each in a line."""
         return [
             f"{case.feature}, {case.method}: {_faults_of(case)}"
             for case in [*self.identity, *self.matrix]

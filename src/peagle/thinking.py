@@ -36,7 +36,7 @@ class AnswerSplitter(ABC):
 
     @abstractmethod
     def add(self, text: str, *, final: bool = False) -> Iterator[Piece]:
-        """What new text brings; `final` releases what was held back as the start of a marker."""
+        """Yield the pieces that new text completes; `final` releases a marker's supposed start."""
 
     def opening(self, function: str | None) -> str:
         """Return the text that opens an answer in the prompt.
@@ -48,7 +48,7 @@ class AnswerSplitter(ABC):
 
 
 class ThinkingSplitter(AnswerSplitter):
-    """Cuts at `<think>` and `</think>`; the pieces together are what `chat.split_thinking` gives.
+    """Cuts at `<think>` and `</think>`; the pieces make the result of `chat.split_thinking`.
 
     Args:
         opened: the prompt ended by opening the reasoning (see `peagle.chat.opens_thinking`).
@@ -126,11 +126,11 @@ class _ChannelSplitter(AnswerSplitter):
 
     @abstractmethod
     def _turn(self, marker: str) -> Iterator[Piece]:
-        """Take a marker."""
+        """Take a marker: end the part of the answer before it, or open the part behind it."""
 
     @abstractmethod
     def _flush(self) -> Iterator[Piece]:
-        """Settle what was held back at the end of the output."""
+        """Settle the text held back at the end of the output."""
 
 
 # ---- gpt-oss -------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class GemmaSplitter(_ChannelSplitter):
 
 
 def is_harmony(chat_template: str) -> bool:
-    """Return whether a chat template is that of gpt-oss."""
+    """Return whether a chat template is gpt-oss's."""
     return "<|channel|>" in chat_template and "<|message|>" in chat_template
 
 

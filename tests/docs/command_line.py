@@ -191,7 +191,7 @@ def _exists(name: str) -> Path:
     return ROOT / name
 
 
-_OTHERS = ("cd", "curl", "export", "guidellm", "head", "mkdir", "source", "tail")
+_OTHERS = ("cd", "curl", "export", "guidellm", "head", "mkdir", "sha256sum", "source", "tail")
 _CHECKS = {
     "peagle": check_peagle,
     "python": _check_python,

@@ -287,6 +287,76 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 
 
+# What a reader goes through from the front page; the lab book stands beside it.
+READING_PATH = [page for page in PAGES if "lab" not in page.parts]
+MOST_LINES = 250
+COMMIT = re.compile(r"`(?=[a-f]*\d)[0-9a-f]{7,40}`")
+
+
+@pytest.mark.parametrize("page", READING_PATH, ids=page_id)
+def test_a_page_is_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= MOST_LINES, "split it by what a reader wants to do"
+
+
+@pytest.mark.parametrize("page", READING_PATH, ids=page_id)
+def test_commits_stand_in_captions(page: Path) -> None:
+    assert commits_in_prose(page.read_text()) == []
+
+
+def commits_in_prose(text: str) -> list[str]:
+    """The paragraphs that name a commit and are neither a table's caption nor begin a section."""
+    # A blank line, a heading, the first row of a table and a fence each end a paragraph.
+    text = re.sub(r"^```.*?^```$", "```", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(#+ .*)$", r"\n\1\n", text, flags=re.MULTILINE)
+    parts = ["", *re.split(r"\n\s*\n", text.strip()), ""]
+    return [
+        part
+        for before, part, after in zip(parts, parts[1:], parts[2:], strict=False)
+        if COMMIT.search(part)
+        and (part.startswith(("|", "- ")) or not (before.startswith("#") or after.startswith("|")))
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_pages_give_results_and_not_what_was_asked_of_the_project(page: Path) -> None:
+    assert ASKED.findall(" ".join(page.read_text().split())) == []
+
+
+ASKED = re.compile(r"\b[Aa]sked:?(?: is| are| was| were| under| for)* \d.{9}|\b[Tt]he aim\b.{9}")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("1.35 times (asked 1.25) as long", True),
+        ("Asked were 1.05 and 1.12: reached", True),
+        ("1.02, and the aim was 1.03 there", True),
+        ("17 outputs, of which clients asked for many", False),
+    ],
+)
+def test_what_was_asked_of_the_project_is_found(text: str, is_found: bool) -> None:
+    assert bool(ASKED.search(text)) == is_found
+
+
+CAPTION = "One H100, commit `0a1b2c3`:"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_prose"),
+    [
+        (f"Text.\n\n{CAPTION}\n\n| a |\n|---|", False),
+        (f"## Speed\n\n{CAPTION}\n\nText.", False),
+        (f"## Speed\n{CAPTION}", False),
+        ("Text, `decade` and `facade12345g`.", False),
+        (f"Text.\n\n{CAPTION}\n\nText.", True),
+        (f"## Speed\n\nText.\n\n- {CAPTION}\n", True),
+        ("Text.\n\n| a |\n|---|\n| `0a1b2c3` |\n", True),
+    ],
+)
+def test_commits_in_prose_are_found(text: str, is_prose: bool) -> None:
+    assert bool(commits_in_prose(text)) == is_prose
+
+
 def headings(page: Path) -> set[str]:
     """The anchors of a page, as a forge makes them."""
     lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""docs/questions.md: from every claim to its source, our figure and a command in two clicks."""
+"""The pages of questions: from a claim to its source, our figure and a command in two clicks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ PAGE = ROOT / "docs" / "questions.md"
 if not PAGE.is_file():
     pytest.skip("a source archive has no pages", allow_module_level=True)
 
-CLAIMS, *ANSWERS = re.split(r"^## (?!The claims)", PAGE.read_text(), flags=re.MULTILINE)
+CLAIMS = PAGE.read_text().partition("## The claims")[2].partition("\n## ")[0]
 ROWS = [line for line in CLAIMS.splitlines() if line.startswith("|")][2:]
 SECTIONS = {
-    re.sub(r"[^a-z0-9 -]", "", text.splitlines()[0].lower()).replace(" ", "-"): text
-    for text in ANSWERS
+    f"{page.name}#{re.sub(r'[^a-z0-9 -]', '', text.splitlines()[0].lower()).replace(' ', '-')}": (
+        page,
+        text,
+    )
+    for page in sorted(PAGE.parent.glob("questions*.md"))
+    for text in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]
+    if not text.startswith("The claims")
 }
 
 
@@ -27,14 +32,14 @@ def test_a_claim_leads_to_a_figure_and_a_command(row: str) -> None:
     assert claim.strip() and ours.strip()
     named = re.fullmatch(r" \[(.*)\] | write-ups of P-EAGLE ", source)
     assert named and (named[1] is None or f"\n[{named[1]}]: https://" in PAGE.read_text())
-    link = re.fullmatch(r" \[(reproduced|missed|not to be had).*\]\(#(.*)\) ", verdict)
+    link = re.fullmatch(r" \[(reproduced|missed|not to be had).*\]\((.*)\) ", verdict)
     assert link and link[2] in SECTIONS
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_an_answer_has_a_figure_and_a_command(name: str) -> None:
-    text = SECTIONS[name]
-    assert any(block.text in text for block in blocks(PAGE) if block.language == "sh")
+    page, text = SECTIONS[name]
+    assert any(block.text in text for block in blocks(page) if block.language == "sh")
     assert re.search(r"\d\.\d|\d{2}|No figure", text)
 
 

@@ -54,12 +54,12 @@ class Model:
         """What a block depends on: all tokens up to its end, and the one after it."""
         return tuple(tokens[: (index + 1) * self.size + 1])
 
-    def match(self, tokens: list[int], unread_until: int, has_fixed_k: bool) -> list[int]:
+    def match(self, tokens: list[int], unread_until: int, fixes_k: bool) -> list[int]:
         found: list[int] = []
         # One token at least is left to compute.
         while (end := (len(found) + 1) * self.size) < len(tokens):
             key = self.key(tokens, len(found))
-            kinds = ["read"] + ["in part"] * (not has_fixed_k) + ["unread"] * (end <= unread_until)
+            kinds = ["read"] + ["in part"] * (not fixes_k) + ["unread"] * (end <= unread_until)
             blocks = [self.published[kind, key] for kind in kinds if (kind, key) in self.published]
             if not blocks:
                 break
@@ -116,7 +116,7 @@ class Blocks(RuleBasedStateMachine):
         keep=st.integers(0, 3),
         unread_until=st.sampled_from([0, 0, 2, 5, 99]),
         window=st.sampled_from([99, 1, 3]),
-        has_fixed_k=st.booleans(),
+        fixes_k=st.booleans(),
     )
     def admit(
         self,
@@ -125,15 +125,15 @@ class Blocks(RuleBasedStateMachine):
         keep: int,
         unread_until: int,
         window: int,
-        has_fixed_k: bool,
+        fixes_k: bool,
     ) -> None:
         sequence = make_sequence(tokens)
-        sequence.has_fixed_k = has_fixed_k
+        sequence.fixes_k = fixes_k
         matched = self.blocks.match(sequence, unread_until=unread_until)
-        assert matched == self.model.match(tokens, unread_until, has_fixed_k)
+        assert matched == self.model.match(tokens, unread_until, fixes_k)
         start = self.blocks.read_from(matched)
         assert start == self.model.read_from(matched)
-        assert not start or unread_until or not has_fixed_k
+        assert not start or unread_until or not fixes_k
         assert len(matched) * self.model.size < len(tokens)
         held = len(tokens) + room
         left = [block for block in self.model.free if block not in matched]

@@ -73,6 +73,33 @@ def test_accepted_drafts_beyond_the_end_are_dropped(
         assert_idle(llm)
 
 
+class Unsearched(list[Any]):
+    """A queue that nothing walks through."""
+
+    def _walked(self, *_: object) -> Any:
+        raise AssertionError("a step costs more, the longer the queue is")
+
+    __iter__ = __contains__ = remove = index = copy = _walked
+
+
+def test_a_step_does_not_walk_through_the_queue(target_folder: Path) -> None:
+    """Tens of thousands of prompts may wait."""
+    llm = make_llm(target_folder, max_num_seqs=3)
+    engine = llm.requests.engine
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = llm.generate([PROMPTS[0]] * 12, params)
+    engine.scheduler.waiting = Unsearched()
+    ids = [llm.requests.add(number, PROMPTS[0], params)[0] for number in range(12)]
+    found: dict[int, list[int]] = {}
+    llm.requests.cancel(ids[7:9])
+    while engine.scheduler.has_unfinished:
+        for chunk in llm.requests.step():
+            found.setdefault(chunk.index, []).extend(chunk.token_ids)
+    answers = [output.token_ids for output in expected]
+    assert [found.get(n, []) for n in range(12)] == [*answers[:7], [], [], *answers[9:]]
+    assert_idle(llm)
+
+
 SAMPLED = SamplingParams(max_tokens=16, temperature=1.2, top_k=50, top_p=0.95, ignore_eos=True)
 
 

@@ -48,7 +48,7 @@ def refusal(body: bytes) -> ApiError:
 
 
 def test_the_documentation_has_the_table() -> None:
-    assert table() in (ROOT / "docs" / "serving.md").read_text()
+    assert table() in (ROOT / "docs" / "safety.md").read_text()
 
 
 def test_models_tell_the_limits(server: LiveServer) -> None:

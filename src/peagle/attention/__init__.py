@@ -30,7 +30,7 @@ __all__ = [
 
 
 def make_backend(device: torch.device) -> AttentionBackend:
-    """The fastest backend of a device."""
+    """Return the fastest attention backend of a device."""
     if device.type != "cuda":
         return TorchAttention()
     # Triton is imported where a GPU is.

@@ -19,15 +19,15 @@ ALL_BEFORE = -1  # see `TreeMask`
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """Which rows of a pass see which, where the rows of a sequence are a tree.
+    """The rows of a pass that each row sees, where the rows of a sequence are a tree.
 
-    A row sees all of the context before the pass; of the rows of the pass it sees those on its
-    path. Sliding windows count positions, which slots are not.
+    A row sees all of the context before the pass; of the rows of the pass it sees the rows on its
+    path. Sliding windows count positions, not slots.
 
     Attributes:
         visible_T: int64, bit i says that a token sees row i of its sequence in this pass; a tree
             has at most 64 rows. ALL_BEFORE: it sees its own row and all before it, as in a prompt.
-        positions_T: int64, position of each token: that of the root plus its depth.
+        positions_T: int64, position of each token: the root's position plus the token's depth.
     """
 
     visible_T: Tensor
@@ -36,7 +36,7 @@ class TreeMask:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the queries of one pass stand and where their keys lie; `Passes` makes it.
+    """The places of a pass's queries in the batch and of their keys in the cache, from `Passes`.
 
     Attributes:
         query_start_loc: int64 [B+1], first row of each sequence in the packed batch.
@@ -46,7 +46,7 @@ class AttentionMetadata:
         slots_T: int64, KV slot that each token writes; -1 writes nothing.
         max_query_len, max_seq_len: bounds known to the host.
         context_starts_B: int64, first visible position of each context; None shows all.
-        tree: what the queries see of each other; None: all before them.
+        tree: the rows of the pass that each query sees; None: all before it.
     """
 
     query_start_loc: Tensor
@@ -93,7 +93,7 @@ class LayerKVCache:
     def bytes_per_block(
         block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes of keys and values of one block of one layer."""
+        """Return the bytes of keys and values of one block of one layer."""
         return 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
@@ -103,7 +103,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return what a cache of a type holds of x: in 8 bits x / scale, cut to the largest number."""
+    """Return x as a cache of a type stores it: in 8 bits x / scale, cut to the largest number."""
     if dtype.itemsize > 1:
         return x
     limit = torch.finfo(dtype).max  # beyond it there is only NaN
@@ -112,7 +112,7 @@ def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; numpy's take no memory on a CPU before they are written, torch's do."""
+    """Return zeros; numpy's take no memory on a CPU before they are written, torch's do."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -166,6 +166,6 @@ class PreparedPaged(Prepared, Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Prepares passes: it computes once what all layers share."""
+    """Prepares passes: it computes the common data of all layers once."""
 
     def prepare(self, metadata: AttentionMetadata) -> PreparedPaged: ...

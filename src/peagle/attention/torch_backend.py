@@ -76,7 +76,7 @@ class TorchPreparedAttention:
         return out if cache.value_scale == 1.0 else out * cache.value_scale
 
     def write(self, key_THd: Tensor, value_THd: Tensor, cache: LayerKVCache) -> None:
-        """As `PreparedPaged`."""
+        """Write a layer's new keys and values to its cache; slots below 0 go to the scrap block."""
         if self._write_slots_T is None:
             slots_T = self.metadata.slots_T
             scrap = (cache.keys.shape[0] - 1) * cache.block_size  # the scrap block's first slot
@@ -90,13 +90,13 @@ class TorchPreparedAttention:
         as_bytes(cache_NSHd).flatten(0, 1).index_copy_(0, self._write_slots_T, as_bytes(stored_THd))
 
     def _context(self, cache_NSHd: Tensor) -> Tensor:
-        """Keys or values of every context, [B, S, Hkv, d], from a cache of whole blocks."""
+        """Return keys or values of every context, [B, S, Hkv, d], from a cache of whole blocks."""
         read_NSHd = as_bytes(cache_NSHd)[self._blocks_to_read(cache_NSHd.shape[1])]
         context = read_NSHd.view(self._num_sequences, -1, *cache_NSHd.shape[2:])
         return context[:, : self.metadata.max_seq_len].view(cache_NSHd.dtype)
 
     def _blocks_to_read(self, block_size: int) -> Tensor | slice:
-        """Blocks of every context, one after the other; a slice where that saves the copy."""
+        """Return the blocks of every context in a row; as a slice where that saves the copy."""
         if self._context_blocks is None:
             blocks_BM = self.metadata.block_tables_BM
             num_blocks = -(-self.metadata.max_seq_len // block_size)
@@ -111,9 +111,10 @@ class TorchPreparedAttention:
         return self._context_blocks
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores, [B, 1, Q, S]: 0 where a query may look, else -inf.
+        """Return the mask to add to the scores, [B, 1, Q, S]: 0 where a query may look, else -inf.
 
-        None where every key is visible. Of a boolean mask torch makes this one in each layer.
+        None if every key is visible. The mask is kept for later layers; from a boolean mask torch
+        would make this one again in each layer.
         """
         if sliding_window is not None and sliding_window >= self.metadata.max_seq_len:
             sliding_window = None  # it hides nothing yet
@@ -277,7 +278,7 @@ def _distances(length: int, device: torch.device) -> Tensor:
 
 
 def _is_near(distance: Tensor, sliding_window: int | None) -> Tensor:
-    """Whether keys that stand `distance` positions before their query are visible."""
+    """Return where keys that stand `distance` positions before their query are visible, bool."""
     visible = distance >= 0
     return visible if sliding_window is None else visible & (distance < sliding_window)
 

@@ -89,7 +89,10 @@ class TritonPreparedAttention:
         sliding_window: int | None = None,
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
-        """As `Prepared`; a UserError for a layer that is beyond the kernels."""
+        """Write the new keys and values, and return the attention over the cache.
+
+        Raises a UserError for a layer that the kernels cannot compute.
+        """
         assert cache is not None, "paged attention needs the layer's cache"
         meta = self.metadata
         plan = self._plan(query_THd, cache)
@@ -118,7 +121,7 @@ class TritonPreparedAttention:
         )
 
     def write(self, key_THd: Tensor, value_THd: Tensor, cache: LayerKVCache) -> None:
-        """As `PreparedPaged`."""
+        """Write a layer's new keys and values to its cache in one launch."""
         new, slots_T = (_rows(key_THd), _rows(value_THd)), self.metadata.slots_T
         kv_write(*new, cache.keys, cache.values, slots_T, **_scales(cache))
 
@@ -151,7 +154,7 @@ def _scales(cache: LayerKVCache) -> dict[str, float]:
 
 
 def _rows(x_THd: Tensor) -> Tensor:
-    """With a contiguous last dimension, as models nearly always hand it over."""
+    """Return the tensor with a contiguous last dimension, as models nearly always hand it over."""
     return x_THd if x_THd.stride(2) == 1 else x_THd.contiguous()
 
 

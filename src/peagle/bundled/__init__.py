@@ -54,7 +54,7 @@ def expand_bundled(name: str, role: Role) -> str:
 
     Args:
         name: the name that the user gave.
-        role: what the model is for: `bundled` is the target, the P-EAGLE head or the EAGLE-3 head.
+        role: the use of the model: `bundled` is the target, the P-EAGLE head or the EAGLE-3 head.
 
     Raises:
         UserError: this installation has no such weights, or the target of `smollm2` cannot be

@@ -68,7 +68,7 @@ class WheelFile:
 
     @property
     def place(self) -> Path:
-        """Folder of the file in the cache."""
+        """Return the folder of the file in the cache."""
         return cache_folder() / "wheels" / self.sha256
 
 
@@ -154,7 +154,7 @@ def _check_room(wanted: WheelFile) -> None:
 
 @contextmanager
 def _working_folder(place: Path) -> Iterator[Path]:
-    """Make a folder to work in, and remove it and those of killed processes."""
+    """Make a folder to work in, and remove it and the folders of killed processes."""
     for old in place.glob(f"{_PARTIAL}*"):
         shutil.rmtree(old, ignore_errors=True)
     folder = Path(mkdtemp(prefix=_PARTIAL, dir=place))

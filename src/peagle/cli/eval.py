@@ -38,14 +38,7 @@ from peagle.evaluation.certify.options import Options
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.eval_plan import EvalPlan
 from peagle.evaluation.pivot import eval_pivot
-from peagle.results import (
-    ACCEPTANCE,
-    AcceptanceResults,
-    Entry,
-    EntryKey,
-    Slice,
-    read_document,
-)
+from peagle.results import ACCEPTANCE, AcceptanceResults, Entry, EntryKey, Slice, read_document
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.installation import VllmInstallation

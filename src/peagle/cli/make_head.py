@@ -17,12 +17,7 @@ import typer
 
 from peagle.bundled import pair_of
 from peagle.cli.groups import Format, OutputFormat
-from peagle.cli.head_plan import (
-    HeadPlan,
-    HeadProbe,
-    make_head_plan,
-    training_steps,
-)
+from peagle.cli.head_plan import HeadPlan, HeadProbe, make_head_plan, training_steps
 from peagle.cli.setup import check_paths, quiet_libraries
 from peagle.cli.stages import Stage, Stages
 from peagle.cli.terminal import command_prefix

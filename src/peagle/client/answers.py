@@ -74,7 +74,7 @@ class DraftReport:
     Attributes:
         tokens: text of each output token, and whether it was accepted from a draft.
         num_drafted: draft tokens that the step verified.
-        num_accepted: those of them that were accepted.
+        num_accepted: verified tokens that were accepted.
         draft_depth: depth of a tree of drafts; None for a chain.
     """
 
@@ -109,7 +109,7 @@ class StreamedAnswer:
 
     Attributes:
         is_done: [DONE] came.
-        finish_reasons: finish reason of each choice, "" of those that go on.
+        finish_reasons: finish reason of each choice, "" while it goes on.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class StreamedAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer ended as it should: by [DONE], or by the end of all its choices."""
+        """Return whether the answer ended by [DONE], or by the end of all its choices."""
         reasons = self.finish_reasons.values()
         return self.is_done or (bool(reasons) and all(reasons))
 
@@ -147,7 +147,7 @@ class StreamedAnswer:
         return self._read_all(self._reader.end())
 
     def read(self, data: bytes) -> AnswerEvent | None:
-        """Return an event from its data, None for [DONE] and what follows it.
+        """Return an event from its data, None for [DONE] and all data after it.
 
         Raises:
             ForeignAnswer: it is none of a completion.
@@ -179,7 +179,7 @@ def read_whole(raw: bytes) -> AnswerEvent:
 
 
 def error_message(raw: bytes) -> str:
-    """Return what the body of an error says, on one line."""
+    """Return the message in the body of an error, on one line."""
     try:
         value = json.loads(raw)
         error = value.get("error", value.get("message", value.get("detail")))

@@ -18,7 +18,7 @@ _PER_POS = "num_accepted_tokens_per_pos"
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Counters of drafts, summed over engines; the fields are those of `SpeculationStats`."""
+    """Counters of drafts, summed over engines, with the fields of `SpeculationStats`."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -26,7 +26,7 @@ class DraftCounts:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return what was counted after `earlier`."""
+        """Return the counts since `earlier`."""
         per_pos = self.num_accepted_tokens_per_pos
         before = (*earlier.num_accepted_tokens_per_pos, *(0 for _ in per_pos))
         return DraftCounts(
@@ -44,7 +44,7 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The counts of a server since it started; None for what it does not count."""
+    """The counts of a server since it started; None for counts that it does not keep."""
 
     drafts: DraftCounts | None
     num_tokens: int | None  # output tokens of all its clients
@@ -54,7 +54,7 @@ def read_counters(text: str, model: str) -> Counters:
     """Read the counters of vLLM (`vllm:spec_decode_*`) or of ours (`peagle:spec_decode_*`).
 
     `text` is the body of GET /metrics. The counters are summed over engines, processes and all
-    other labels; of several models' counters (label `model_name`) only those of `model` count.
+    other labels, but not over models: of labels `model_name` only `model` counts.
     """
     samples = [
         (

@@ -64,7 +64,7 @@ class EngineConfig:
             have max_num_batched_tokens.
         block_size: token slots of one KV block.
         num_kv_blocks: KV blocks of the cache; None derives it from max_num_seqs and memory.
-        kv_cache_dtype: type of the KV cache of the target's layers; "auto" is that of the
+        kv_cache_dtype: type of the KV cache of the target's layers; "auto" is the type of the
             activations, "fp8" is e4m3 with the scales that the checkpoint has, else 1. The head's
             KV cache has the type of its activations.
         kv_cache_gib: memory bound of the KV cache in GiB; None is 2 on a CPU, and on a GPU what

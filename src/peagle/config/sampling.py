@@ -105,7 +105,7 @@ class SamplingParams:
 
     A value may be assigned later too; the next request that takes these parameters checks it.
 
-    Order of effect: `logit_bias`, then what is forbidden (`structured_output`,
+    Order of effect: `logit_bias`, then the forbidden tokens (`structured_output`,
     `allowed_token_ids`, `bad_words`, `min_tokens`), penalties, `min_p`, `typical_p`, temperature,
     `top_k`, `top_p`.
 
@@ -127,13 +127,13 @@ class SamplingParams:
         allowed_token_ids: the only token ids that may be generated; None allows all.
         structured_output: the shape that the output must have.
         n: outputs of the one prompt; output i > 0 draws with a seed derived from `seed` and i.
-        seed: the same seed gives the same output, that of decoding without drafts, for any K, head
+        seed: the same seed gives the same output as decoding without drafts, for any K, head
             and batch: exactly in float64 on a CPU, in narrower types but for near-ties. Drafts that
             are drawn ("probabilistic") change it with K and head, not with the batch. None draws a
             fresh seed from the engine's. From -2**63 to 2**63 - 1; a negative one stands for
             itself plus 2**63.
         logprobs: give log-probabilities of the output tokens and of this many most likely ones at
-            each position, by the target's raw logits; 0 gives those of the output alone.
+            each position, by the target's raw logits; 0 gives the output tokens' alone.
         prompt_logprobs: the same for the prompt's tokens.
         stop: strings that end the output and are left out of its text, at most 64; one string
             stands for a list of one.

@@ -158,7 +158,7 @@ _CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How drafts are made; the field names are those of vLLM's speculative configuration.
+    """How drafts are made, with the field names of vLLM's speculative configuration.
 
     Attributes:
         method: "eagle3" drafts with a head (P-EAGLE heads too), "ngram" looks the drafts up in
@@ -261,7 +261,7 @@ class SpeculativeConfig:
             self._check_rates(self.synthetic_acceptance_rates)
 
     def _check_trees(self, shape: TreeShape) -> None:
-        """Refuse what trees do not go with; K is their depth."""
+        """Refuse settings that do not go with trees; K is their depth."""
         k = self.num_speculative_tokens
         trees = CandidateTrees.parse(shape, k or DEFAULT_DEPTH)
         kept: TreeShape = trees
@@ -308,25 +308,25 @@ class SpeculativeConfig:
 
     @property
     def draws(self) -> bool:
-        """Whether drafts of some requests are drawn."""
+        """Return whether drafts of some requests are drawn."""
         return self.draft_sampling != "argmax" or self.drawn_chains_from is not None
 
     @property
     def trees(self) -> CandidateTrees | None:
-        """The shape of the candidate trees, with its defaults; None: chains."""
+        """Return the shape of the candidate trees, with its defaults; None: chains."""
         shape = self.parallel_drafting_spec
         return None if shape is None else CandidateTrees.parse(shape)
 
     @property
     def num_drafts(self) -> int:
-        """The number of draft tokens per step, K; of trees the depth."""
+        """Return K, the number of draft tokens per step; of trees the depth."""
         trees = self.trees
         depth = DEFAULT_DEPTH if trees is None else trees.prediction_depth
         return self.num_speculative_tokens or depth
 
     @property
     def num_verified(self) -> int:
-        """The most drafts of a sequence that a step verifies: K, or the nodes of a tree."""
+        """Return the most drafts of a sequence that a step verifies: K, or the nodes of a tree."""
         trees = self.trees
         return self.num_drafts if trees is None else trees.max_nodes
 
@@ -358,7 +358,7 @@ class SpeculativeConfig:
     def parse(cls, source: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
         """Read vLLM's form of the configuration, from JSON text or a mapping.
 
-        Keys are those of the attributes and of vLLM: `draft_sample_method` ("greedy" or
+        Keys are the attributes' names and vLLM's: `draft_sample_method` ("greedy" or
         "probabilistic") is its name of `draft_sampling`; `enforce_eager`,
         `disable_padded_drafter_batch` and `use_local_argmax_reduction` are accepted and change
         nothing here, as is `draft_tensor_parallel_size` 1; `rejection_sample_method` "synthetic"

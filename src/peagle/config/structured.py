@@ -91,7 +91,7 @@ class StructuredOutput:
             given: exactly one of "json" (a schema), "regex", "choice" (the texts that the output
                 may be), "grammar" and "json_object", and vLLM's switches. A name whose value is
                 None or False counts as left out.
-            prefix: what messages put before a name, as "guided_" or "structured_outputs.".
+            prefix: the text that messages put before a name, as "guided_" or "structured_outputs.".
 
         Raises:
             UserError: no constraint or several are given, a value has the wrong type, or a name

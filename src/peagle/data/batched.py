@@ -17,7 +17,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class BatchedRequest(Generic[Key]):
-    """A request: what it is for, the function that makes its prompt, and its parameters."""
+    """A request: its key for the caller, the function that makes its prompt, and its parameters."""
 
     key: Key
     prompt: Callable[[], list[int]]
@@ -33,7 +33,7 @@ def batched_outputs(
 
     Args:
         llm: the LLM.
-        take: gives the next request; None means that there is none for now, but what is yielded
+        take: gives the next request; None means that there is none for now, but a yielded output
             may bring another. The iterator ends when none is under way and `take` gives none.
     """
     requests = llm.requests

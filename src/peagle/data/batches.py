@@ -26,7 +26,7 @@ _ANCHOR_SHARES = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sequence of the dataset lies: `length` tokens from `start` of a row."""
+    """The place of a sequence of the dataset: `length` tokens from `start` of a row."""
 
     sequence: int
     row: int
@@ -60,7 +60,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Return the number of tokens without padding."""
         return sum(place.length for place in self.places)
 
 
@@ -125,7 +125,7 @@ def anchor_bound(anchors: int, length: int) -> int:
 def fill_rows(
     lengths: Sequence[int], row_length: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Rows of sequences that fit into `row_length` tokens: shuffled, then best fit decreasing.
+    """Pack sequences into rows of up to `row_length` tokens: shuffled, then best fit decreasing.
 
     Each sequence is in exactly one row. Only neighbours in the shuffled order share a row.
     """
@@ -169,8 +169,8 @@ def by_length(
 class BatchStream:
     """Packed batches by global step, epoch after epoch; `at(step)` is a function of (seed, step).
 
-    Which sequences share a row is decided once; each epoch has the rows in another order. What is
-    left over of an epoch's rows is dropped (another epoch brings it), unless it is all there is.
+    Which sequences share a row is decided once; each epoch has the rows in another order. Rows left
+    over at the end of an epoch are dropped (another epoch brings them), unless there are no others.
     A batch has `batch_tokens` tokens, padding included, and at least one row; process `rank` of
     `world_size` makes its share of the rows, which are padded to a multiple of `length_multiple`.
 
@@ -215,7 +215,7 @@ class BatchStream:
         self._order: list[int] = []
 
     def _require_shares(self, batch_tokens: int) -> None:
-        """The batches are the same for any number of processes, so these must share them evenly."""
+        """Refuse rows that the processes cannot share evenly: their number changes no batch."""
         missing = -self.num_rows % self.world_size
         if not missing:
             return
@@ -231,7 +231,7 @@ class BatchStream:
         )
 
     def at(self, step: int) -> Batch:
-        """The batch of a global step (from 0), or this process's share."""
+        """Return the batch of a global step (from 0), or this process's share."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._epoch != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -245,7 +245,7 @@ class BatchStream:
         return self._make(chosen, first)
 
     def largest(self) -> Batch:
-        """One process's share of a batch whose rows have the most supervised anchors."""
+        """Return one process's share of a batch whose rows have the most supervised anchors."""
         order = sorted(range(len(self._rows)), key=lambda row: -self.anchors[row])
         return self._make(order[: self.num_rows // self.world_size], 0)
 
@@ -273,7 +273,7 @@ class ValidationStream:
         return len(self._batches)
 
     def at(self, index: int) -> Batch:
-        """The batch of an index."""
+        """Return the batch of an index."""
         length, rows = self._batches[index]
         return make_batch(self.dataset, rows, length)
 
@@ -287,7 +287,7 @@ ON_HOST = {"on_host": True}
 
 
 def map_tensors(thing: T, function: Callable[[Tensor], Tensor]) -> T:
-    """A copy of `thing` with the function applied to every tensor not marked `ON_HOST`."""
+    """Return a copy of `thing` with the function applied to every tensor not marked `ON_HOST`."""
     value: Any = thing
     if isinstance(value, Tensor):
         value = function(value)
@@ -309,7 +309,7 @@ def moved(thing: T, device: torch.device) -> T:
 
 
 def pinned(thing: T) -> T:
-    """In page-locked memory, for asynchronous copies to a GPU."""
+    """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
     return map_tensors(thing, lambda x: x if x.is_pinned() or x.is_cuda else x.pin_memory())
 
 

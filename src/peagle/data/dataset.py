@@ -57,30 +57,30 @@ class ResponseDataset:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the number of tokens of the longest sequence."""
         return int(self.start_loc.diff().max())
 
     @property
     def prompt_lens(self) -> Tensor:
-        """Tokens of each sequence before its first answer, int64 [S]."""
+        """Return the number of tokens of each sequence before its first answer, int64 [S]."""
         answered = torch.cat((self.loss_mask.nonzero().flatten(), self.start_loc[-1:]))
         first = answered[torch.searchsorted(answered, self.start_loc[:-1])]
         return first.minimum(self.start_loc[1:]) - self.start_loc[:-1]
 
     @property
     def has_one_answer_each(self) -> bool:
-        """Whether every sequence is a prompt and one response, up to its end."""
+        """Return whether every sequence is a prompt and one response, up to its end."""
         answers = self.start_loc.diff() - self.prompt_lens
         return bool((answers == _sums(self.loss_mask, self.start_loc)).all())
 
     @property
     def num_responses(self) -> int:
-        """Answers of all sequences."""
+        """Return the number of answers of all sequences."""
         return len(self._answers()[0])
 
     @cached_property
     def graded(self) -> Tensor:
-        """Positions that grade an element: they and the next one are of one answer; bool [T]."""
+        """Return which positions grade an element: the next one is of the same answer; bool [T]."""
         graded_T = self.loss_mask.clone()
         graded_T[:-1] &= self.loss_mask[1:]
         graded_T[self.start_loc[1:] - 1] = False
@@ -88,7 +88,7 @@ class ResponseDataset:
 
     @property
     def num_graded(self) -> Tensor:
-        """Positions of each sequence that grade an element, int64 [S]."""
+        """Return the number of positions of each sequence that grade an element, int64 [S]."""
         return _sums(self.graded, self.start_loc)
 
     @classmethod
@@ -143,9 +143,9 @@ class ResponseDataset:
         return dataset
 
     def _cut(self, max_length: int) -> ResponseDataset:
-        """Cut long sequences, and leave out what nothing is learned from.
+        """Cut long sequences, and leave out tokens from which nothing is learned.
 
-        That is an answer without a prompt or of less than two tokens, what follows the last answer
+        That is an answer without a prompt or of less than two tokens, all behind the last answer
         of a sequence, and a sequence without one.
         """
         begins, ends = self._answers()
@@ -165,7 +165,7 @@ class ResponseDataset:
         return ResponseDataset(self.tokens[kept], start_loc, mask[kept])
 
     def _answers(self) -> tuple[Tensor, Tensor]:
-        """Where each answer begins and ends in the flat tokens, both int64 [R]."""
+        """Return where each answer begins and ends in the flat tokens, both int64 [R]."""
         is_begin, is_end = self.loss_mask.clone(), self.loss_mask.clone()
         within = torch.ones(len(self.loss_mask) + 1, dtype=torch.bool)
         within[self.start_loc] = False  # a sequence begins: no answer goes on there
@@ -180,19 +180,19 @@ class ResponseDataset:
 
 
 def _repeat(values: Tensor, start_loc: Tensor) -> Tensor:
-    """The value of each sequence, once for each of its tokens."""
+    """Repeat the value of each sequence, once for each of its tokens."""
     return values.repeat_interleave(start_loc.diff())
 
 
 def _sums(flags_T: Tensor, start_loc: Tensor) -> Tensor:
-    """The number of true flags of each sequence."""
+    """Return the number of true flags of each sequence."""
     return torch.nn.functional.pad(flags_T.cumsum(0), (1, 0))[start_loc].diff()
 
 
 def _masked_ids(
     record: Record, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], Sequence[int]]:
-    """Token ids of a record, and for each whether the target wrote it."""
+    """Return a record's token ids, and for each whether the target wrote it."""
     if record.fault is not None or "input_ids" in record.data:
         try:
             record.check()
@@ -329,7 +329,7 @@ def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) ->
 def data_facts(path: Path, dataset: ResponseDataset) -> dict[str, Any]:
     """Describe the part of a file of responses that training or validation uses.
 
-    The name of the file is recorded, not where it lay; `origins` are those of the answers
+    The name of the file is recorded, not its folder; `origins` are the origins of the answers
     (`peagle.data.origins`).
     """
     return {

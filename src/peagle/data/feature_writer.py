@@ -84,7 +84,7 @@ class ShardFile:
         self._at = dict(self._layout.begins)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add rows to each tensor, after those that were put before."""
+        """Add rows to each tensor, after the rows put before."""
         for name, value in tensors.items():
             raw = value.contiguous().view(torch.uint8).numpy()
             self._file.seek(self._at[name])
@@ -129,7 +129,7 @@ class FeatureWriter:
 
     @property
     def missing(self) -> list[ShardPlan]:
-        """Shards that are still to be written."""
+        """Return the shards that are still to be written."""
         return [plan for plan in self.plans if plan.number not in self._entries]
 
     def need(self) -> DiskNeed:
@@ -314,7 +314,7 @@ class FeatureWriter:
                 self._entries[plan.number] = entry
 
     def _unlisted(self, path: Path, plan: ShardPlan) -> ShardEntry:
-        """The entry of a shard that was finished just before the run was killed."""
+        """Return the entry of a shard that was finished just before the run was killed."""
         try:
             with safe_open(path, framework="pt") as reader:
                 is_ours = (reader.metadata() or {}).get(FACTS_KEY) == self.facts.sha256
@@ -348,7 +348,7 @@ def quantize_features(features_TA: Tensor, num_aux: int) -> tuple[Tensor, Tensor
 
 
 def _batches_of(plan: ShardPlan, lens: Tensor, batch_tokens: int) -> Iterator[list[int]]:
-    """The sequences of a shard in groups of `batch_tokens` tokens, padding included."""
+    """Yield the sequences of a shard in groups of `batch_tokens` tokens, padding included."""
     group: list[int] = []
     for sequence in plan.sequences.tolist():
         # The first is the longest.

@@ -1,4 +1,4 @@
-"""What the frozen target says about a batch: computed, or read from a store of files.
+"""The frozen target's features of a batch: computed, or read from a store of files.
 
 A store is a folder of safetensors shards and one index. A shard holds whole sequences, one after
 the other: the aux features of every position, and the final hidden states of the positions that
@@ -88,7 +88,7 @@ class StoreFacts:
     """Everything that decides the bytes of a store, except for the hardware that computes it.
 
     Attributes:
-        dataset_sha256: of tokens, borders and what is supervised.
+        dataset_sha256: of tokens, borders and the mask of supervised tokens.
         num_sequences, num_tokens, longest: sizes of the data after it was cut to its limit.
         target: fingerprint.
         target_dtype: in which the target ran.
@@ -117,7 +117,7 @@ class StoreFacts:
         target_dtype: str,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> StoreFacts:
-        """The facts of a store that is to be written."""
+        """Return the facts of a store that is to be written."""
         return cls(
             dataset_sha256(dataset),
             len(dataset),
@@ -132,7 +132,7 @@ class StoreFacts:
 
     @property
     def sha256(self) -> str:
-        """Hash of all facts."""
+        """Return the SHA-256 of all facts that are compared."""
         return hashlib.sha256(json.dumps(self._compared(), sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: StoreFacts) -> str:
@@ -144,7 +144,7 @@ class StoreFacts:
         return ""
 
     def _compared(self) -> dict[str, Any]:
-        """All facts but the name of the target's folder."""
+        """Return all facts but the name of the target's folder."""
         data = asdict(self)
         target = {f"target {name}": value for name, value in data.pop("target").items()}
         del target["target name"]
@@ -152,23 +152,23 @@ class StoreFacts:
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """Return H, the width of the target's hidden states."""
         return self.target.hidden_size
 
     @property
     def num_aux(self) -> int:
-        """A."""
+        """Return A, the number of layers whose states make the feature."""
         return len(self.aux_layer_ids)
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of the features of one position."""
+        """Return the bytes of the features of one position."""
         size = FEATURE_DTYPES[self.dtype].itemsize * self.num_aux * self.hidden_size
         return size + (4 * self.num_aux if self.dtype == "fp8" else 0)
 
     @property
     def graded_bytes(self) -> int:
-        """Bytes of the hidden state of one graded position."""
+        """Return the bytes of the hidden state of one graded position."""
         return HIDDEN_DTYPES[self.dtype].itemsize * self.hidden_size
 
 
@@ -220,12 +220,12 @@ class ShardPlan:
 
     @property
     def file(self) -> str:
-        """Name of the file."""
+        """Return the name of the shard's file."""
         return f"features-{self.number:05d}.safetensors"
 
     @cached_property
     def layout(self) -> ShardLayout:
-        """The safetensors layout; tensors of wide types come first, which keeps all aligned."""
+        """Return the safetensors layout; tensors of wide types come first, to keep all aligned."""
         facts = self.facts
         tensors = {"sequences": (torch.int64, [len(self.sequences)])}
         if facts.dtype == "fp8":
@@ -278,7 +278,7 @@ class ShardEntry:
     sha256: str
 
     def check(self, folder: Path, *, verify: bool = False) -> None:
-        """Refuse a file that is not what was written.
+        """Refuse a file that differs from the written one.
 
         Raises:
             UserError: it is missing, of another size or, with `verify`, of other contents.
@@ -306,7 +306,7 @@ class Index:
     Attributes:
         facts: facts of the store.
         num_shards: shards of the whole store.
-        shards: those that are whole, in order.
+        shards: the whole shards, in order.
     """
 
     facts: StoreFacts
@@ -314,7 +314,7 @@ class Index:
     shards: tuple[ShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of index.json."""
+        """Return the contents of index.json."""
         return {"format_version": FORMAT_VERSION, "kind": _KIND, **asdict(self)}
 
     @property
@@ -438,11 +438,11 @@ class FeatureStore:
     def states(self, batch: Batch) -> TargetStates:
         """Return the target's states of a batch of the store's dataset, on the host.
 
-        Features of every position, hidden states of those that grade an element; zeros elsewhere. A
+        Features of every position, hidden states of graded positions; zeros elsewhere. A
         place of the batch may hold the first part of its sequence.
 
         Raises:
-            UserError: what was read holds NaN.
+            UserError: the states read hold NaN.
         """
         rows, length = batch.tokens_BN.shape
         features = self._empty(rows * length, self.facts.num_aux * self.facts.hidden_size)

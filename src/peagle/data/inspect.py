@@ -31,7 +31,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lens: Sequence[int]) -> Lengths:
-        """Of at least one length."""
+        """Return the percentiles of at least one length."""
         ranked = sorted(lens)
         return cls(*(ranked[math.ceil(p * len(ranked) / 100) - 1] for p in (50, 90, 99, 100)))
 
@@ -76,7 +76,7 @@ class Inspection:
 
     @property
     def supervised_share(self) -> float:
-        """Share of the tokens that are supervised."""
+        """Return the share of the tokens that are supervised."""
         return self.supervised / self.tokens if self.tokens else 0.0
 
 
@@ -86,7 +86,7 @@ def inspect_data(
     """Read a whole file that `peagle train` or `peagle data prepare` reads.
 
     `num_shown` sequences, spread over the file, are given back. A file of another tokenizer than
-    that of `fingerprint` is refused.
+    `fingerprint`'s is refused.
 
     Raises:
         UserError: the file is missing, damaged, empty, or of another tokenizer.

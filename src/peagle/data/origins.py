@@ -1,4 +1,4 @@
-"""Where answers come from: the model that gave them, and who wrote its prompts.
+"""The origin of answers: the model that gave them, and the author of its prompts.
 
 `peagle data synthesize` and `regenerate` write it beside their outputs; `prepare` passes it on with
 the data, and training with the record of the head.
@@ -15,7 +15,7 @@ from peagle.data.readers import read_side
 
 
 def _at(name: str, *path: str) -> Any:
-    """A field that is read by its own name, or out of the provenance of a file."""
+    """Return a field that is read by its own name, or out of the provenance of a file."""
     return Field(validation_alias=AliasChoices(name, AliasPath(*path)))
 
 
@@ -24,7 +24,7 @@ class PromptOrigin(BaseModel):
 
     Attributes:
         model: name of the model.
-        prompts, samples: those that were kept, and all that were sampled.
+        prompts, samples: how many were kept, and how many were sampled.
         sha256: of the file.
     """
 
@@ -43,7 +43,7 @@ class AnswerOrigin(BaseModel):
         model: name of the model.
         answers: their number.
         temperature: of sampling, None where it was the default.
-        prompts: what it answered, None if it is not known who wrote that.
+        prompts: the origin of the prompts, None if it is not known.
         sha256: of the file.
     """
 
@@ -90,7 +90,7 @@ def answer_origins(metadata: Mapping[str, Any]) -> tuple[AnswerOrigin, ...]:
 
 
 def joined_origins(files: Iterable[tuple[AnswerOrigin, ...]]) -> tuple[AnswerOrigin, ...]:
-    """Return the origins of several files together, () if those of one are not known."""
+    """Return the origins of several files together; () if one of them does not tell its own."""
     found = list(files)
     return tuple(dict.fromkeys(one for every in found for one in every)) if all(found) else ()
 

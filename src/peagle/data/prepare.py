@@ -25,7 +25,7 @@ from peagle.models.checkpoint.files import write_json
 
 @dataclass(slots=True)
 class PrepareSummary(DropCounts):
-    """Counts of what became of the records.
+    """Counts of the records by their outcome.
 
     Attributes:
         records: read.
@@ -94,21 +94,21 @@ class Collected:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples."""
+        """Return the number of tokens of all samples."""
         return sum(map(len, self.tokens))
 
     @property
     def num_supervised(self) -> int:
-        """Tokens of all answers."""
+        """Return the number of tokens of all answers."""
         return sum(mask.count(1) for mask in self.masks)
 
     @property
     def num_answers(self) -> int:
-        """Answers of all samples; each has a prompt before it."""
+        """Return the number of answers of all samples; each has a prompt before it."""
         return sum(mask.count(b"\0\1") for mask in self.masks)
 
     def split(self, share: float) -> tuple[Collected, Collected]:
-        """Samples for training and for validation, the latter a share of the conversations.
+        """Split the samples: a share of the conversations is for validation, the rest for training.
 
         The hash of a conversation decides, so that no conversation is on both sides, today or
         tomorrow. Where the share would leave one side empty, the conversation with the next hash

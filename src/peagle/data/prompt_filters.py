@@ -1,4 +1,4 @@
-"""Which written prompts are worth an answer: not empty, short, looping, or said before."""
+"""Filters of written prompts: empty, short, looping and repeated ones are worth no answer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def find_fault(text: str) -> str | None:
 
 
 class NearDuplicates:
-    """Finds texts that say what an earlier one says.
+    """Finds texts that repeat an earlier one.
 
     Two texts are alike if they share 60% of the sequences of three words that the shorter one has.
-    Where the shorter one has fewer than five of them, those of the longer one count.
+    Where the shorter one has fewer than five of them, the longer one's sequences count.
 
     Of 60% one is among any 41%: so texts are looked up by their rarest sequences, and those that
     many texts have (how they begin, mostly) cost nothing.
@@ -60,7 +60,7 @@ class NearDuplicates:
             self.add(text)
 
     def add(self, text: str) -> None:
-        """Remember a text."""
+        """Remember a text, so that later ones are compared with it."""
         words = words_of(text)
         shingles = _shingles(words)
         for shingle in self._rarest(shingles):

@@ -35,7 +35,7 @@ _DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path names a folder of data, or a split of one."""
+    """Return whether a path names a folder of data, or a split of one."""
     return path.is_dir() or bool(_split_files(path))
 
 
@@ -99,7 +99,7 @@ def table_files(path: Path) -> list[Path]:
 
 
 def sha256_of_table(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, or that of the names and hashes of a folder's files.
+    """Return the SHA-256 of a file's bytes, or of the names and hashes of a folder's files.
 
     Raises:
         UserError: as `table_files` does.
@@ -202,7 +202,7 @@ def _brief(error: Exception) -> str:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The .arrow files of a saved dataset; cached files may lie beside them."""
+    """Return the .arrow files of a saved dataset; cached files may lie beside them."""
     state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     return [folder / one["filename"] for one in state["_data_files"]]
 
@@ -218,7 +218,7 @@ def _parquet_files(folder: Path) -> list[Path]:
 
 
 def _split_files(path: Path) -> list[Path]:
-    """The files in FOLDER that belong to the split of FOLDER/SPLIT."""
+    """Return the files in FOLDER that belong to the split of FOLDER/SPLIT."""
     return [one for one in _parquet_files(path.parent) if _split_name(one) == path.name]
 
 
@@ -228,7 +228,7 @@ def _split_name(file: Path) -> str | None:
 
 
 def _splits(folder: Path) -> list[str]:
-    """The splits by names of files, or by subfolders where the folder itself has no data."""
+    """Return the splits by names of files, or by subfolders where the folder itself has no data."""
     if files := _parquet_files(folder):
         return sorted({name for file in files if (name := _split_name(file)) is not None})
     if (folder / _STATE).is_file():
@@ -284,7 +284,7 @@ class UnusableRecord(Exception):
 
 @dataclass(slots=True)
 class DropCounts:
-    """Counts of what is left out.
+    """Counts of the records and parts that are left out.
 
     Attributes:
         dropped: how many were left out, by reason.
@@ -295,7 +295,7 @@ class DropCounts:
     details: dict[str, str] = field(default_factory=dict)
 
     def drop(self, why: Dropped, where: str) -> None:
-        """Count what is left out of the record at a place."""
+        """Count a part that is left out of the record at a place."""
         self.dropped[why.reason] += 1
         self.details.setdefault(why.reason, f"{where}: {why.detail}" if why.detail else where)
 
@@ -330,7 +330,7 @@ class AskedConversation:
 
     Attributes:
         id: the id in the file; without one, the number of the record.
-        turns: what is said before each answer, at least one: the text of the user, or messages.
+        turns: the turns before each answer, at least one: the text of the user, or messages.
             Messages with one of the assistant's take the place of the answer before them: results
             of tools belong to the calls that the file has.
         system: messages before the first turn, as the file has them.
@@ -554,7 +554,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return what JSON text stands for; other text, and what is no text, as it is."""
+    """Return the value of JSON text; any other text or value as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -562,7 +562,7 @@ def _parsed(value: Any) -> Any:
 
 
 def dialogue_of(record: Record) -> AskedConversation | Dropped:
-    """Return what to ask by a record: turns, messages (without the answers) or a prompt.
+    """Return a record's questions: turns, messages (without the answers) or a prompt.
 
     Answers that results of tools follow stay, since these belong to them.
     """
@@ -597,7 +597,7 @@ def _dialogue(record: Record) -> AskedConversation:
 
 
 def _turns_of(messages: Sequence[dict[str, Any]]) -> tuple[str | tuple[dict[str, Any], ...], ...]:
-    """Return what is said before each answer; see `AskedConversation`."""
+    """Return the turns before each answer; see `AskedConversation`."""
     turns: list[str | tuple[dict[str, Any], ...]] = []
     since: list[dict[str, Any]] = []  # messages after the last turn
     for message in (*messages, {"role": ""}):
@@ -657,9 +657,9 @@ def parse_metadata(text: str | None, path: Path) -> dict[str, Any]:
 
 
 def tokenizer_sha256(folder: str | Path, tokenizer: Any) -> str:
-    """Identify a tokenizer by the SHA-256 of tokenizer.json, else by that of the vocabulary.
+    """Identify a tokenizer by the SHA-256 of tokenizer.json, else by the vocabulary's.
 
-    The former is also in the fingerprint that a head has of its target.
+    A head's fingerprint of its target holds the former too.
     """
     file = Path(folder) / "tokenizer.json"
     if file.is_file():

@@ -42,7 +42,7 @@ _REASONING = ("reasoning_content", "reasoning")
 class Ask:
     """One question to the target: a turn (from 0) of a conversation.
 
-    `messages` is the conversation up to the question, `seed` that of its random numbers.
+    `messages` is the conversation up to the question, `seed` the seed of its random numbers.
     """
 
     dialogue: AskedConversation
@@ -91,7 +91,7 @@ class Answerer(Protocol):
     ) -> Iterator[tuple[Ask, RegeneratedAnswer | Failure]]:
         """Yield answers in the order in which they come.
 
-        `take` gives the next question; None means that there is none for now, but what is yielded
+        `take` gives the next question; None means that there is none for now, but a yielded answer
         may bring another. Ends when none is under way and `take` gives none.
         """
         ...
@@ -99,7 +99,7 @@ class Answerer(Protocol):
 
 @dataclass(slots=True)
 class RegenerateProgress(DropCounts):
-    """State of a run; what is left out are records that are not asked.
+    """State of a run; `dropped` counts the records that are not asked.
 
     Attributes:
         prompts: dialogues that are asked, equal ones counted once.
@@ -144,7 +144,7 @@ def regenerate(
     so of different ones with the same id.
 
     Args:
-        dialogues: what to ask; records that are left out are counted, with their place as detail.
+        dialogues: the questions; records that are left out are counted, with their place as detail.
         output: JSONL file; a half-written last line is removed.
         options: everything that decides the answers; a file of other options is refused.
         facts: further provenance, for the file beside the output.
@@ -203,7 +203,7 @@ def regenerate(
 
 
 def seed_of(seed: int, messages: Iterable[Mapping[str, Any]]) -> int:
-    """A seed of 31 bits that depends on nothing but a seed and the conversation."""
+    """Return a seed of 31 bits that depends on nothing but a seed and the conversation."""
     asked = json.dumps([seed, [dict(message) for message in messages]], sort_keys=True)
     return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:4]) >> 1
 
@@ -268,7 +268,7 @@ def _ask(
 
 
 def _next_ask(dialogue: AskedConversation, line: Mapping[str, Any], seed: int) -> Ask | None:
-    """The question after a line of the output, None where its dialogue ends."""
+    """Return the question after a line of the output, None where its dialogue ends."""
     turn = line["turn"]
     if "messages" not in line or turn >= len(dialogue.turns):
         return None
@@ -282,7 +282,7 @@ def _next_ask(dialogue: AskedConversation, line: Mapping[str, Any], seed: int) -
 
 
 def _answers_from(ask: Ask, is_chat: bool) -> int:
-    """Number of answers of a dialogue from this question on, if none is cut off."""
+    """Return the number of answers of a dialogue from this question on, if none is cut off."""
     return len(ask.dialogue.turns) - ask.turn if is_chat else 1
 
 
@@ -342,7 +342,7 @@ def check_begun(output: Path, options: Mapping[str, Any]) -> None:
 
 
 def check_options(output: Path, options: Mapping[str, Any], compared: Iterable[str] = ()) -> None:
-    """Compare the options that an output was begun with, all of them or those named.
+    """Compare the options that an output was begun with, all of them or the named ones.
 
     Raises:
         UserError: one differs; it names the first. Or the file beside the output is damaged.
@@ -398,7 +398,7 @@ class LocalAnswerer:
     """An LLM, with or without a head, that answers questions; answers carry their tokens.
 
     Each question has a seed of its own. Where `is_chat` is False the question is completed as it
-    stands; `chat_template` and `thinking` are those of `peagle.chat.render_chat`. Without
+    stands; `peagle.chat.render_chat` explains `chat_template` and `thinking`. Without
     `call_finder` calls of tools are text.
 
     Raises:

@@ -70,17 +70,17 @@ class Sample:
 
     @property
     def begin(self) -> int:
-        """The place where the first answer begins."""
+        """Return the index of the first answer's first token."""
         return self.answers[0][0]
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens before the last answer: what the model read before it wrote that."""
+        """Return the tokens before the last answer, which the model read before it wrote that."""
         return self.ids[: self.answers[-1][0]]
 
     @property
     def response(self) -> list[int]:
-        """The tokens of all answers: what the model wrote."""
+        """Return the tokens of all answers, which the model wrote."""
         return [id for begin, end in self.answers for id in self.ids[begin:end]]
 
     @property
@@ -126,7 +126,7 @@ class SampleMaker:
 
     - {"prompt_token_ids", "response_token_ids"}: taken as they are;
     - {"input_ids", "loss_mask"}: each supervised run is an answer;
-    - {"messages"}: with all answers but those of weight 0; with "turn", as `peagle data regenerate`
+    - {"messages"}: with all answers of a weight above 0; with "turn", as `peagle data regenerate`
       writes, only with the last;
     - {"prompt", "response"}: a conversation of one turn, or plain text where `chat` is False.
 
@@ -169,7 +169,7 @@ class SampleMaker:
 
     @property
     def lacks_thinking(self) -> bool:
-        """Whether the template has a thinking mode and none was chosen."""
+        """Return whether the template has a thinking mode and none was chosen."""
         if self.tokenizer is None or self._options["thinking"] is not None:
             return False
         try:
@@ -180,7 +180,7 @@ class SampleMaker:
         return True
 
     def renders(self, record: Record) -> bool:
-        """Whether the samples of this record need the chat template."""
+        """Return whether the samples of this record need the chat template."""
         data = record.data
         if not {*_ID_PAIRS, "input_ids", "loss_mask"}.isdisjoint(data):
             return False
@@ -321,7 +321,7 @@ class SampleMaker:
         return opened, closed
 
     def _continuation(self, first: list[int], longer: list[int]) -> list[int] | None:
-        """The tokens by which `longer` goes on after `first`, None if it begins otherwise."""
+        """Return the tokens by which `longer` continues `first`, None if it begins otherwise."""
         if longer[: len(first)] == first:
             return longer[len(first) :]
         assert self.tokenizer is not None
@@ -338,7 +338,7 @@ class SampleMaker:
         return sum(id in self._special_ids for id in ids)
 
     def _end_of_turn(self, rest: list[int]) -> list[int]:
-        """The tokens behind an answer that the model writes: up to a stop token."""
+        """Return the tokens behind an answer that the model writes: up to a stop token."""
         assert self.tokenizer is not None
         for ends in (self._stop_ids, frozenset(self.tokenizer.all_special_ids)):
             for index, token in enumerate(rest):
@@ -401,7 +401,7 @@ def _ids(value: Any, name: str) -> list[int]:
 
 
 def _group(record: Record, prompt: Sequence[int]) -> str:
-    """The first question of the conversation, which all of its samples have in common."""
+    """Return the first question of the conversation, which all of its samples have in common."""
     messages = record.data.get("messages", record.data.get("conversations"))
     if isinstance(messages, list):
         users = (m for m in messages if isinstance(m, Mapping))

@@ -1,8 +1,8 @@
 """Token ids of texts that have most of their parts in common, like the prompts of a conversation.
 
-A fast tokenizer first divides a text at its special tokens, and encodes what is between them piece
-by piece. So a text may be cut before a special token: the ids of the segments, one after the other,
-are those of the text. The ids of a segment that was seen before are known already.
+A fast tokenizer first divides a text at its special tokens, and encodes the parts between them
+piece by piece. So a text may be cut before a special token: the ids of the segments, one after the
+other, make the ids of the text. The ids of a segment that was seen before are known already.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Clock:
     """The passing of time, for code that waits; tests have a clock of their own."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment."""
+        """Return the seconds since some fixed moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -117,7 +117,7 @@ class Clients:
         """Make a call: `request("sagemaker", "DescribeEndpoint", EndpointName="x")`.
 
         Raises:
-            BotoCoreError, ClientError: as botocore raises them; `explain` tells what they mean.
+            BotoCoreError, ClientError: as botocore raises them; `explain` puts them in words.
         """
         from botocore import xform_name
 
@@ -181,7 +181,7 @@ _ROLE_TEXT = re.compile(r"assume role|role exists|trust relationship|execution r
 
 
 def call_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that a call of boto3 raises."""
+    """Return the exceptions that a call of boto3 raises."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     return BotoCoreError, ClientError
@@ -207,17 +207,17 @@ def error_code(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error, as one line that cannot steer a terminal."""
+    """Return the message of an error, as one line that cannot steer a terminal."""
     return one_line(_response(error).get("Error", {}).get("Message") or str(error))
 
 
 def one_line(text: object) -> str:
-    """Text from outside as one line that cannot steer a terminal."""
+    """Return text from outside as one line that cannot steer a terminal."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether AWS says that the subject of the call does not exist."""
+    """Return whether AWS says that the subject of the call does not exist."""
     is_validation = error_code(error) in ("ValidationException", "ValidationError")
     return error_code(error) in _GONE or (
         is_validation and bool(_GONE_TEXT.search(error_text(error)))
@@ -225,7 +225,7 @@ def is_gone(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> UserError:
-    """What an error of boto3 means, and what the user can do about it."""
+    """Return an error of boto3 in words, with what the user can do about it."""
     from botocore import exceptions as faults
 
     if isinstance(error, UserError):

@@ -51,7 +51,7 @@ _Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _variable_text(value: Any) -> Any:
-    """A value of TOML in the form of SM_VLLM_*: text as it is, other values as JSON."""
+    """Return a TOML value in the form of SM_VLLM_*: text as it is, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -123,19 +123,19 @@ class CatalogEntry(BaseModel):
 
     @property
     def is_head_in_jumpstart(self) -> bool:
-        """Whether only SageMaker JumpStart has the head: its id is known and no draft."""
+        """Return whether only SageMaker JumpStart has the head: its id is known and no draft."""
         return self.draft is None and self.jumpstart_model_id is not None
 
     def target_facts(self) -> ModelFacts | None:
-        """Facts about the target; None if the size of its weights is unknown."""
+        """Return the facts about the target; None if the size of its weights is unknown."""
         return _facts(self.target, self.weights_gib, self.kv_layers, self.precision)
 
     def draft_facts(self) -> ModelFacts | None:
-        """Facts about the head; None if the size of its weights is unknown."""
+        """Return the facts about the head; None if the size of its weights is unknown."""
         return _facts(self.draft, self.draft_weights_gib, self.draft_kv_layers, "bf16")
 
     def memory_needed(self, source: ContainerSource | None = None) -> MemoryNeeded | None:
-        """Memory with the entry's own flags in a source's container; None if unknown."""
+        """Return the memory with the entry's own flags in a source's container; None if unknown."""
         target = self.target_facts()
         native = (source or self.sources[0]) == "native"
         return target and memory_for_flags(
@@ -162,7 +162,7 @@ def _facts(
 def load_catalog(extra: Sequence[Path] = ()) -> dict[str, CatalogEntry]:
     """Return all entries by name; the user's replace the package's entries of the same name.
 
-    The user's files are ~/.config/peagle/catalog.toml ($XDG_CONFIG_HOME) if it exists, those of
+    The user's files are ~/.config/peagle/catalog.toml ($XDG_CONFIG_HOME) if it exists, the files of
     $PEAGLE_CATALOG (separated as in $PATH), then `extra`.
 
     Raises:

@@ -67,10 +67,10 @@ class Capacity:
     what: str
 
     def target(self, metric: str) -> float:
-        """The value of a metric that autoscaling keeps, with head room.
+        """Return the value of a metric that autoscaling keeps, with head room.
 
-        The metric is "concurrency", requests at once on an instance, or "invocations", requests
-        per minute and instance; for the latter, a curve without requests per second is a UserError.
+        The metric is "concurrency", requests at once on an instance, or "invocations", requests per
+        minute and instance; for the latter, a curve without requests per second is a UserError.
         """
         if metric == "concurrency":
             return max(1.0, float(int(TARGET_LOAD * self.concurrency)))
@@ -233,7 +233,7 @@ def _point(cell: Cell, percentile: int) -> CurvePoint:
 
 
 def _of_tune(path: Path, results: TuneResults, k: int | None) -> list[Curve]:
-    """The curve of mean latencies: each of b requests gets tokens/s over b."""
+    """Return the curve of mean latencies: each of b requests gets tokens/s over b."""
     chosen = results.best_single_k if k is None else k
     speeds = {
         (one.batch, one.k): one.measured_tokens_per_s or one.predicted_tokens_per_s

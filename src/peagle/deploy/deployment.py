@@ -99,7 +99,7 @@ class Deployment:
         tags: tags of all resources, beside peagle's own.
         kms_key: encrypts the hosts' volumes and the uploads; "" leaves both to AWS.
         vpc: None for SageMaker's own network.
-        environment: further variables of the containers; those that the user gave are `Secret`.
+        environment: further variables of the containers; the user's own are `Secret`.
         vllm_flags: options of vLLM by name without dashes, as text of SM_VLLM_*.
         autoscaling: None keeps the number of instances.
         alarm_topic: ARN of an SNS topic that gets alarms; "" makes no alarms.
@@ -132,13 +132,13 @@ class Deployment:
 
     @property
     def served_model_name(self) -> str:
-        """The model's name in requests."""
+        """Return the model's name in requests."""
         named = self.vllm_flags.get("served-model-name")
         return named or (self.target.name if self.target.kind == "hub" else self.endpoint_name)
 
     @property
     def num_speculative_tokens(self) -> int | None:
-        """K; None without speculation."""
+        """Return K; None without speculation."""
         return (self.speculative_config or {}).get("num_speculative_tokens")
 
 

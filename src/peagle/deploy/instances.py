@@ -48,14 +48,14 @@ class InstanceType:
     num_gpus: int
 
     def __str__(self) -> str:
-        """The GPUs for people: "1 x L40S with 44.7 GiB", "4 x L40S with 44.7 GiB each"."""
+        """Return the GPUs for people: "1 x L40S with 44.7 GiB", "4 x L40S with 44.7 GiB each"."""
         each = " each" if self.num_gpus > 1 else ""
         return f"{self.num_gpus} x {self.gpu} with {gib(self.gpu_bytes)}{each}"
 
 
 @cache
 def sagemaker_facts() -> dict[str, Any]:
-    """The content of sagemaker.toml."""
+    """Return the content of sagemaker.toml."""
     return tomllib.loads(files("peagle.deploy").joinpath("sagemaker.toml").read_text("utf-8"))
 
 
@@ -185,7 +185,7 @@ def fits(
     *,
     utilization: float = DEFAULT_UTILIZATION,
 ) -> bool:
-    """Whether the instance has the GPUs, the memory and the precision for one copy on `gpus`."""
+    """Return whether the instance has the GPUs, memory and precision for one copy on `gpus`."""
     gpus = _gpus_of_copy(instance, needed, gpus)
     return (
         gpus <= instance.num_gpus
@@ -197,7 +197,7 @@ def fits(
 def fitting_types(
     needed: MemoryNeeded, gpus: int | None = None, *, utilization: float = DEFAULT_UTILIZATION
 ) -> list[InstanceType]:
-    """The smallest instance type of each family that fits, ordered by GPU memory in all."""
+    """Return the smallest instance type of each family that fits, ordered by GPU memory in all."""
     found: dict[str, InstanceType] = {}
     for instance in INSTANCE_TYPES.values():
         if fits(instance, needed, gpus, utilization=utilization):
@@ -218,7 +218,7 @@ def _gpus_of_copy(instance: InstanceType, needed: MemoryNeeded | None, given: in
 def _remedy(
     instance: InstanceType, needed: MemoryNeeded, gpus: int | None, utilization: float
 ) -> str:
-    """The changes that would make the model fit, in a sentence."""
+    """Return the changes that would make the model fit, in a sentence."""
     ways = []
     larger = fitting_types(needed, gpus, utilization=utilization)
     if larger := sorted(larger, key=lambda kind: kind.num_gpus)[:_SUGGESTED_FAMILIES]:

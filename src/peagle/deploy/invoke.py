@@ -57,7 +57,7 @@ class Completion:
 
 
 def with_report(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request, asking our container to report its drafts; vLLM's ignores that."""
+    """Return the same request with a wish for a report on drafts; vLLM's container ignores it."""
     return {**body, "speculation": {"report": True, **(body.get("speculation") or {})}}
 
 
@@ -95,7 +95,7 @@ def stream(
     Args:
         client, endpoint, body, variant: see `invoke`; this asks for a stream with the usage at
             its end.
-        completion: gets what comes.
+        completion: gets the text and the figures that come.
 
     Raises:
         UserError: as `invoke`, before the first event.
@@ -131,7 +131,7 @@ def stream(
 
 
 def _payload(body: Any, completion: Completion) -> Iterator[bytes]:
-    """The bytes of a stream, up to the place where it broke off."""
+    """Yield the bytes of a stream, up to the place where it broke off."""
     try:
         for part in body:
             yield part.get("PayloadPart", {}).get("Bytes", b"")
@@ -185,7 +185,7 @@ def _foreign(error: ForeignAnswer) -> UserError:
 
 
 def _explain_break(error: BaseException) -> str:
-    """Why a stream that had begun ended."""
+    """Return why a stream that had begun ended."""
     code, text = error_code(error), _shorten(error_text(error))
     if code == "ModelStreamError":
         # The error's ErrorCode says which of the two, but botocore does not hand it on.
@@ -199,7 +199,7 @@ def _explain_break(error: BaseException) -> str:
 
 
 def explain_invocation(error: BaseException, endpoint: str) -> UserError:
-    """What an error of an invocation means; an error of the container keeps its own words."""
+    """Return the error of an invocation in words; an error of the container keeps its own."""
     from botocore.exceptions import ReadTimeoutError
 
     code, text = error_code(error), error_text(error)

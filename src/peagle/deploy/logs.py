@@ -44,13 +44,13 @@ class LogLine:
 
     @property
     def time(self) -> str:
-        """Time in UTC, ISO 8601 with milliseconds."""
+        """Return the time in UTC, ISO 8601 with milliseconds."""
         moment = datetime.fromtimestamp(self.time_ms / 1000, UTC)
         return moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 def group_of(endpoint: str) -> str:
-    """The log group of an endpoint."""
+    """Return the name of the log group of an endpoint."""
     return f"/aws/sagemaker/Endpoints/{endpoint}"
 
 
@@ -117,7 +117,7 @@ def follow(
 ) -> Iterator[LogLine | None]:
     """Yield lines as they come, without end; None after each look, also before there is a log.
 
-    Arguments and errors are those of `read`.
+    Arguments and errors are as of `read`.
     """
     seen: dict[str, int] = {}
     start_ms = since_ms

@@ -48,11 +48,11 @@ class KvLayers:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, in a type of two bytes."""
+        """Return the bytes of one token's keys and values, in a type of two bytes."""
         return 2 * self.num_values(1, 1, 0)
 
     def num_values(self, num_tokens: int, num_sequences: int, in_flight: int) -> int:
-        """Values that `num_sequences` sequences of `num_tokens` tokens each keep."""
+        """Return how many values `num_sequences` sequences of `num_tokens` tokens each keep."""
         slots = num_sequences * num_tokens
         if self.window is not None:
             slots = min(slots, num_sequences * min(num_tokens, self.window) + in_flight)
@@ -98,18 +98,18 @@ class MemoryNeeded:
     max_gpus: int | None = None
 
     def kv_bytes(self, tensor_parallel_size: int = 1) -> int:
-        """The KV cache of one GPU; a KV head is never split, but repeated on several GPUs."""
+        """Return the bytes of one GPU's KV cache; KV heads are never split, but repeated."""
         return sum(
             size * math.ceil(heads / tensor_parallel_size) // heads for size, heads in self.kv_parts
         )
 
     def per_gpu(self, tensor_parallel_size: int = 1) -> int:
-        """Memory that each GPU must have free, reserve included."""
+        """Return the memory that each GPU must have free, reserve included."""
         weights = math.ceil((self.target_bytes + self.draft_bytes) / tensor_parallel_size)
         return weights + self.kv_bytes(tensor_parallel_size) + RESERVE_BYTES
 
     def describe(self, tensor_parallel_size: int = 1) -> str:
-        """The parts of `per_gpu`, for people."""
+        """Return the parts of `per_gpu`, for people."""
         head = f", head {gib(self.draft_bytes)}" if self.draft_bytes else ""
         split = f", over {tensor_parallel_size} GPUs" if tensor_parallel_size > 1 else ""
         kv_cache = gib(self.kv_bytes(tensor_parallel_size))
@@ -121,7 +121,7 @@ class MemoryNeeded:
 
 
 def gib(size: int) -> str:
-    """A size for people: "60.8 GiB"."""
+    """Return a size for people: "60.8 GiB"."""
     return f"{size / GIB:.1f} GiB"
 
 
@@ -135,7 +135,7 @@ def memory_needed(
     in_flight_tokens: int = IN_FLIGHT_TOKENS,
     native: bool = False,
 ) -> MemoryNeeded:
-    """The least memory that serves the target, with its head.
+    """Return the least memory that serves the target, with its head.
 
     On each of T GPUs, with weights W, KV caches and the reserve R:
 
@@ -200,7 +200,7 @@ def token_count(text: str) -> int | None:
 
 
 def facts_of_folder(folder: Path) -> ModelFacts:
-    """Facts about the model or head in a folder; reads config.json and the headers of weights.
+    """Return the facts about a model or head in a folder: its config.json and headers of weights.
 
     Raises:
         CheckpointError: no readable config.json, or a file that is not safetensors.
@@ -218,7 +218,7 @@ def facts_of_folder(folder: Path) -> ModelFacts:
 
 
 def model_facts(config: Mapping[str, Any], tensors: Iterable[tuple[str, str, int]]) -> ModelFacts:
-    """Facts from the content of config.json and from (name, safetensors type, bytes) of tensors."""
+    """Return facts from a config.json's content and the tensors' name, safetensors type, bytes."""
     shape = ModelShape.from_json(config)
     weights = 0
     for name, dtype, size in tensors:
@@ -253,7 +253,7 @@ def _precision(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
 
 
 def _kv_layers(shape: ModelShape) -> tuple[KvLayers, ...]:
-    """The layers of a config.json by the shape of their KV cache; () if it has no shapes."""
+    """Return the layers of a config.json by the shape of their KV cache; () if it has no shapes."""
     layers, text = shape.num_layers, shape.text
     if layers is None or shape.num_heads is None:
         return ()

@@ -35,13 +35,13 @@ class LocalFiles:
     folder: Path
 
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         from peagle.models.checkpoint.files import read_object
 
         return read_object(self.folder / _CONFIG)
 
     def tensor_names(self) -> Collection[str]:
-        """Names of the tensors of all safetensors files; refuses files that are cut."""
+        """Return the names of the tensors of all safetensors files; refuses files that are cut."""
         from peagle.models.loading import check_weights
 
         check_weights(self.folder)
@@ -59,7 +59,7 @@ class HubFiles:
     source: ModelSource
 
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         from huggingface_hub import hf_hub_download
 
         name, revision = self.source.name, self.source.revision
@@ -68,11 +68,11 @@ class HubFiles:
             return LocalFiles(Path(folder)).config()
 
     def tensor_names(self) -> Collection[str]:
-        """Names of the tensors of all safetensors files."""
+        """Return the names of the tensors of all safetensors files."""
         return self._metadata().weight_map
 
     def tensors(self) -> Iterator[tuple[str, str, int]]:
-        """Name, type and bytes of every tensor."""
+        """Yield the name, type and bytes of every tensor."""
         for file in self._metadata().files_metadata.values():
             for name, tensor in file.tensors.items():
                 begin, end = tensor.data_offsets
@@ -105,7 +105,7 @@ class S3Files:
     client: Any
 
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         bucket, prefix = split_uri(self.source.name)
         answer = self.client.get_object(Bucket=bucket, Key=prefix + _CONFIG)
         try:
@@ -117,7 +117,7 @@ class S3Files:
         return data
 
     def tensor_names(self) -> Collection[str]:
-        """Names of the tensors of all safetensors files."""
+        """Return the names of the tensors of all safetensors files."""
         bucket, prefix = split_uri(self.source.name)
         pages = self.client.get_paginator("list_objects_v2")
         names: set[str] = set()
@@ -154,7 +154,7 @@ def _names_in_header(data: Readable, name: str, size: int | None = None) -> set[
 
 
 def _files_of(source: ModelSource, s3: Any) -> LocalFiles | HubFiles | S3Files | None:
-    """The files of a model; None for S3 without boto3's client."""
+    """Return the files of a model; None for S3 without boto3's client."""
     if source.kind == "local":
         return LocalFiles(Path(source.name))
     if source.kind == "hub":
@@ -280,7 +280,7 @@ def _is_saved_anew(facts: HeadFacts, given: str | None, folder: Path) -> bool:
 
 
 def _target_facts(target: ModelSource, s3: Any) -> dict[str, Any]:
-    """The sizes of a target that `check_target` compares; {} if its files are not readable."""
+    """Return the sizes of a target that `check_target` compares; {} if no file is readable."""
     files = _files_of(target, s3)
     if files is None:
         return {}

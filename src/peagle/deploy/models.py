@@ -36,7 +36,7 @@ class ModelSource:
 
     @property
     def short_name(self) -> str:
-        """The last part of the name, "Qwen3-8B"."""
+        """Return the last part of the name, "Qwen3-8B"."""
         return self.name.rstrip("/").rpartition("/")[2]
 
 

@@ -56,7 +56,7 @@ class Acceptance:
 
     @property
     def conditional(self) -> list[float | None]:
-        """P(draft i accepted | those before it were), by position; None if none got that far."""
+        """Return P(draft i accepted | all before were), by position; None if none got that far."""
         before = [self.num_drafts, *self.num_accepted_tokens_per_pos]
         return [
             count / reached if reached else None
@@ -64,7 +64,7 @@ class Acceptance:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The acceptance in `status --format json`."""
+        """Return the acceptance in `status --format json`."""
         return {
             "num_drafts": round(self.num_drafts),
             "num_accepted_tokens": round(self.num_accepted_tokens),
@@ -80,13 +80,13 @@ class Acceptance:
 
 
 def metric_names(num_positions: int) -> list[str]:
-    """The counters of acceptance with drafts of up to `num_positions` tokens."""
+    """Return the counters of acceptance with drafts of up to `num_positions` tokens."""
     per_pos = [names.num_accepted_at(position) for position in range(num_positions)]
     return [names.NUM_DRAFTS, names.NUM_ACCEPTED_TOKENS, *per_pos]
 
 
 def from_sums(sums: Mapping[str, float]) -> Acceptance | None:
-    """Acceptance from sums of our container's counters, by name; None if nothing was drafted."""
+    """Return the acceptance from sums of our container's counters; None if nothing was drafted."""
     if not sums.get(names.NUM_DRAFTS):
         return None
     per_pos = []
@@ -110,7 +110,7 @@ _VLLM = {
 
 
 def from_vllm_log(lines: Iterable[str]) -> Acceptance | None:
-    """Acceptance from the lines that vLLM logs every ten seconds while it drafts; None without any.
+    """Return the acceptance in the lines that vLLM logs while it drafts; None without any.
 
     A line has the tokens accepted and drafted since the last line and the rates by position, but
     not the number of drafts. That is the drafted tokens over K, the number of positions; only a
@@ -154,15 +154,16 @@ class ExpectedAcceptance:
 
 
 def _length(text: str) -> float | None:
-    """A number as an acceptance length: at least 1; None for other numbers."""
+    """Return a number as an acceptance length: at least 1; None for other numbers."""
     number = float(text)
     return number if math.isfinite(number) and number >= 1 else None
 
 
 def expected_from(text: str, k: int | None) -> ExpectedAcceptance:
-    """Return what `--expected` names: a number, or acceptance.json of `peagle eval`.
+    """Return the acceptance that `--expected` gives: a number, or acceptance.json of `peagle eval`.
 
-    Of a file, the entry with the endpoint's K counts; of several, that of the lowest temperature.
+    Of a file, the entry with the endpoint's K counts; of several, the one of the lowest
+    temperature.
 
     Raises:
         UserError: it is neither, or the file has no such entry.
@@ -221,11 +222,11 @@ class Drift:
 
     @property
     def is_drift(self) -> bool:
-        """Whether acceptance fell by more than the tolerated drop."""
+        """Return whether acceptance fell by more than the tolerated drop."""
         return self.is_known and self.share < -TOLERATED_DROP
 
     def to_json(self) -> dict[str, Any]:
-        """The drift in `status --format json`."""
+        """Return the drift in `status --format json`."""
         return {
             "expected_acceptance_length": self.expected.acceptance_length,
             "expected_from": self.expected.source,

@@ -73,7 +73,7 @@ class Unfinished(UserError):
 
     Attributes:
         cause: the first thing that went wrong.
-        stayed: what still exists, in the order in which to run the commands.
+        stayed: the resources that still exist, in the order in which to run the commands.
     """
 
     def __init__(self, cause: str, stayed: Sequence[Leftover]) -> None:
@@ -86,7 +86,7 @@ class Unfinished(UserError):
 
 
 class StackFailed(UserError):
-    """CloudFormation could not do what a change set asked for; `status` is the stack's now."""
+    """CloudFormation could not carry out a change set; `status` is the stack's now."""
 
     def __init__(self, message: str, status: str) -> None:
         super().__init__(message)
@@ -99,7 +99,7 @@ def to_stderr(line: str) -> None:
 
 
 def stack_name_of(endpoint: str) -> str:
-    """The name of an endpoint's stack."""
+    """Return the name of an endpoint's stack."""
     return f"peagle-endpoint-{endpoint}"
 
 
@@ -191,7 +191,7 @@ def stack_events(clients: Clients, stack: str) -> list[dict[str, Any]]:
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """An event in one line."""
+    """Return an event in one line."""
     reason = one_line(event.get("ResourceStatusReason", ""))
     name = event.get("LogicalResourceId", "")
     return f"{name}: {event['ResourceStatus']}{f' ({reason})' if reason else ''}"
@@ -203,7 +203,7 @@ def resources_of(clients: Clients, endpoint: str) -> list[str]:
 
 
 def _resources(clients: Clients, stack: str) -> list[tuple[str, str, str]]:
-    """Name, status and reason of each resource of a stack."""
+    """Return the name, status and reason of each resource of a stack."""
     found = clients.find("cloudformation", "DescribeStackResources", StackName=stack)
     return [
         (
@@ -298,7 +298,7 @@ def planned_calls(d: Deployment, requests: Sequence[dict[str, Any]]) -> list[dic
 def planned_call(
     service: str, operation: str, parameters: dict[str, Any], *, until: str = ""
 ) -> dict[str, Any]:
-    """A call as JSON; the command repeats it until the status is `until`."""
+    """Return a call as JSON; the command repeats it until the status is `until`."""
     call = {"service": service, "operation": operation, "parameters": parameters}
     return {**call, "until": until} if until else call
 
@@ -579,7 +579,7 @@ class _Change:
             self._wait("UPDATE_ROLLBACK_COMPLETE")
 
     def leftovers(self) -> list[Leftover]:
-        """The resources that CloudFormation could not delete, or else the stack itself."""
+        """Return the resources that CloudFormation could not delete, or else the stack itself."""
         region = self._clients.region
         again = f"peagle deploy sagemaker delete {self._endpoint} --yes --region {region}"
         stayed = [
@@ -591,7 +591,7 @@ class _Change:
 
 
 def _last_log_lines(clients: Clients, endpoint: str) -> str:
-    """The last lines of the containers' log, to follow a message; "" without a log."""
+    """Return the last lines of the containers' log, to follow a message; "" without a log."""
     since_ms = int((time.time() - _LOG_S) * 1000)
     try:
         lines = deque(logs.read(clients, endpoint, since_ms), _LOG_LINES)

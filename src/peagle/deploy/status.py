@@ -86,8 +86,8 @@ class EndpointState:
         status: EndpointStatus, "InService"; "" before there is an endpoint.
         stack_status: StackStatus of its stack; "" without one.
         failures: events of the stack that say why its last change failed.
-        endpoint, config, model: answers of the describe calls, {} for what is gone; the model is
-            that of the first variant.
+        endpoint, config, model: answers of the describe calls, {} for a part that is gone; the
+            model is the first variant's.
         tags: tags of the endpoint.
         autoscaling: the registered scaling; None without it.
         scaling_policies: names of its scaling policies.
@@ -112,13 +112,13 @@ class EndpointState:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Models of the endpoint configuration's variants."""
+        """Return the models of the endpoint configuration's variants."""
         variants = self.config.get("ProductionVariants", ())
         return tuple(dict.fromkeys(v["ModelName"] for v in variants if "ModelName" in v))
 
     @property
     def container(self) -> Mapping[str, Any]:
-        """The first container of the model; {} without one."""
+        """Return the first container of the model; {} without one."""
         return self.model.get("PrimaryContainer") or next(
             iter(self.model.get("Containers") or ()), {}
         )
@@ -174,7 +174,7 @@ def describe(clients: Clients, name: str) -> EndpointState:
 def _scaling(
     clients: Clients, name: str, variants: list[str]
 ) -> tuple[Autoscaling | None, tuple[str, ...]]:
-    """The scaling of the first variant that has one, and the names of its policies."""
+    """Return the scaling of the first variant that has one, and the names of its policies."""
     where = {"ServiceNamespace": "sagemaker", "ScalableDimension": DIMENSION}
     service = "application-autoscaling"
     for variant in variants:
@@ -193,7 +193,7 @@ def _scaling(
 
 
 def variants(current: EndpointState) -> Iterator[dict[str, Any]]:
-    """Name, instance type, instances now and wanted, and share of the traffic of each variant."""
+    """Yield name, instance type, instances now and wanted, and share of traffic of each variant."""
     types = {v["VariantName"]: v for v in current.config.get("ProductionVariants", ())}
     for variant in current.endpoint.get("ProductionVariants", ()):
         yield {
@@ -206,7 +206,7 @@ def variants(current: EndpointState) -> Iterator[dict[str, Any]]:
 
 
 def age(current: EndpointState, now: datetime | None = None) -> str:
-    """Time since the endpoint was created, "3 d 4 h"; "" if AWS does not say."""
+    """Return the time since the endpoint was created, "3 d 4 h"; "" if AWS does not say."""
     created = current.endpoint.get("CreationTime")
     if created is None:
         return ""
@@ -218,7 +218,7 @@ def age(current: EndpointState, now: datetime | None = None) -> str:
 
 
 def speculation_of(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The speculative configuration in a container's environment, in vLLM's form.
+    """Return the speculative configuration in a container's environment, in vLLM's form.
 
     None without one; a text that is no JSON object comes back under "unreadable".
     """
@@ -233,7 +233,7 @@ def speculation_of(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def depth_of(current: EndpointState) -> int | None:
-    """K of an endpoint, 0 without drafts, None if its configuration does not say."""
+    """Return K of an endpoint, 0 without drafts, None if its configuration does not say."""
     speculation = speculation_of(current.container.get("Environment") or {})
     if speculation is None:
         return 0
@@ -255,7 +255,7 @@ class EndpointStatus:
         values: SageMaker's metrics, summed over its variants.
         acceptance: None if nothing was drafted, or if the container does not report it.
         drift: acceptance compared with the expected one; None without either.
-        notes: what could not be read, and why.
+        notes: the parts that could not be read, and why.
     """
 
     current: EndpointState
@@ -268,11 +268,11 @@ class EndpointStatus:
 
     @property
     def source(self) -> str:
-        """The container's source: "native", "managed", or "" if unknown."""
+        """Return the container's source: "native", "managed", or "" if unknown."""
         return self.current.tags.get(SOURCE_TAG, "")
 
     def to_json(self) -> dict[str, Any]:
-        """The status in `status --format json`."""
+        """Return the status in `status --format json`."""
         current, endpoint = self.current, self.current.endpoint
         scaling = current.autoscaling
         policies = {"policies": list(current.scaling_policies)}
@@ -421,7 +421,7 @@ def _value(metric: Metric, found: _MetricData) -> MetricValue:
 def _logged_acceptance(
     clients: Clients, current: EndpointState, start: datetime, end: datetime, notes: list[str]
 ) -> Acceptance | None:
-    """Acceptance from vLLM's log, the only place where the managed container reports it."""
+    """Return the acceptance in vLLM's log, the managed container's only report of it."""
     # To read a log of days would take minutes.
     latest = max(start, end - timedelta(seconds=DEFAULT_WINDOW_S))
     if latest > start:

@@ -1,6 +1,6 @@
 """The CloudFormation template of an endpoint: model, configuration, endpoint, scaling, alarms.
 
-Properties are those of the resource schemas AWS::SageMaker::*, AWS::ApplicationAutoScaling::*,
+Properties have the names of the resource schemas AWS::SageMaker::*, AWS::ApplicationAutoScaling::*,
 AWS::SecretsManager::Secret and AWS::CloudWatch::Alarm.
 """
 
@@ -76,7 +76,7 @@ def endpoint_template(d: Deployment) -> Template:
 
 
 def parameter_values(d: Deployment) -> list[dict[str, Any]]:
-    """Return the parameters of a change set: new secrets, and those that keep their value."""
+    """Return the parameters of a change set: new secrets, and parameters that keep their value."""
     variables = container_environment(d)
     role = [] if d.role else [{"ParameterKey": ROLE_PARAMETER, "UsePreviousValue": True}]
     return role + [
@@ -104,7 +104,7 @@ def with_autoscaling(template: Template, autoscaling: Autoscaling | None) -> Tem
 
 
 def _metadata(described: Mapping[str, Any]) -> str:
-    """As text, since templates have no null and refuse references to parameters here."""
+    """Return JSON as text: templates have no null and refuse references to parameters here."""
     return json.dumps(described).replace("${", "\\u0024{")
 
 
@@ -117,7 +117,7 @@ def stored_deployment(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(d: Deployment, secrets: Mapping[str, str]) -> dict[str, Any]:
-    """The deployment as JSON, with the names of parameters in place of secrets."""
+    """Return the deployment as JSON, with the names of parameters in place of secrets."""
     described = asdict(d)
     for name in _TRANSIENT_FIELDS:
         del described[name]
@@ -157,7 +157,7 @@ def deployment_of(template: Mapping[str, Any], stamp: str) -> Deployment:
 
 
 def _secret_parameters(variables: Mapping[str, str], stamp: str) -> dict[str, str]:
-    """The parameter of each secret variable.
+    """Return the parameter of each secret variable.
 
     A new value gets a new parameter, so that CloudFormation sees the change of its users.
     """
@@ -170,7 +170,7 @@ def _secret_parameters(variables: Mapping[str, str], stamp: str) -> dict[str, st
 
 
 def _secret_resources(d: Deployment, secrets: Mapping[str, str]) -> Resources:
-    """Secrets that keep tokens and keys, named after their parameters."""
+    """Return the secrets that keep tokens and keys, named after their parameters."""
     return {
         f"Secret{key}": _resource(
             "AWS::SecretsManager::Secret",
@@ -197,7 +197,7 @@ def _variable_value(name: str, value: str, secrets: Mapping[str, str]) -> Any:
 
 
 def _resource(kind: str, *, after: str = "", **properties: Any) -> dict[str, Any]:
-    """A resource without its empty properties."""
+    """Return a resource without its empty properties."""
     given = {k: v for k, v in properties.items() if v not in (None, "", [], {})}
     return {"Type": kind, **({"DependsOn": after} if after else {}), "Properties": given}
 
@@ -269,7 +269,7 @@ def _endpoint_resources(
 
 
 def resource_of(endpoint: str, variant: str) -> str:
-    """Application Auto Scaling's name of a variant."""
+    """Return Application Auto Scaling's name of a variant."""
     return f"endpoint/{endpoint}/variant/{variant}"
 
 
@@ -303,7 +303,7 @@ def _scaling_resources(endpoint: str, wanted: Autoscaling | None) -> Resources:
 
 
 def _alarm_resources(d: Deployment) -> Resources:
-    """Alarms on failures and, if our container reports acceptance, on its drift."""
+    """Return the alarms on failures and, if our container reports acceptance, on its drift."""
     if not d.alarm_topic:
         return {}
     dimensions = [

@@ -70,7 +70,7 @@ def _require_empty(uri: str, clients: Clients) -> None:
 
 
 def put_parameters(transfer: Transfer, name: str) -> dict[str, Any]:
-    """Parameters of PutObject or CopyObject for one file; without its content."""
+    """Return the parameters of PutObject or CopyObject for one file, without its content."""
     bucket, prefix = split_uri(transfer.uri)
     key = {"Bucket": bucket, "Key": prefix + name}
     if not transfer.kms_key:
@@ -163,7 +163,7 @@ def remove(uris: Sequence[str], clients: Clients, report: Report) -> dict[str, s
 
 
 def _remove(uri: str, client: Any) -> tuple[int, int]:
-    """Delete marked objects below a prefix; return their number and that of other objects."""
+    """Delete marked objects below a prefix; return their number and the number of others."""
     bucket, prefix = split_uri(uri)
     # The parts of an upload that did not finish cost money as objects do.
     pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)

@@ -81,7 +81,7 @@ def run_doctor(
         target, draft: folders or hub ids.
         endpoint, endpoint_model: URL of a server, and the model's name there; None takes the first.
         vllm: makes the serving side in vLLM of a target, a head and K.
-        num_speculative_tokens: K; None takes that of the server, else the head's trained depth.
+        num_speculative_tokens: K; None takes the server's, else the head's trained depth.
         trees: the shape of candidate trees that our engine shall start with; None: chains.
         prompts: a file; None takes bundled prompts.
         plain, chat_template, thinking: the style of the prompts, as they are served.
@@ -222,7 +222,7 @@ class _TrainingSide:
     knows_prompts: bool
 
     def repair(self) -> Repaired:
-        """Blame the faults that a repair mends, and those that no repair mends by their figures."""
+        """Blame the faults that a repair mends, and by their figures the faults that none mends."""
         report, first = self.report, self.first
         if report.blames("wrong_target", "tokenizer"):
             text = f"{first.drafted}; nothing else can be told with this target"
@@ -294,7 +294,7 @@ class _TrainingSide:
         )
 
     def _is_early(self, repaired: Repaired) -> bool:
-        """Whether a head with poor mask slots is early in its training rather than damaged."""
+        """Return whether a head with poor mask slots is little trained rather than damaged."""
         if self.report.training is not None:
             return self.report.training.is_little
         tensors = repaired.head.tensors
@@ -330,7 +330,7 @@ class _TrainingSide:
 
 
 def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe) -> None:
-    """Check that the head does in the types it is served in what it does in float32."""
+    """Check that the head computes the same in the types it is served in as in float32."""
     in_files = str(files.data.get("dtype") or files.data.get("torch_dtype") or "")
     report = files.report
     types = {files.target.dtype} | ({torch.float16} if in_files == "float16" else set())
@@ -350,7 +350,7 @@ def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe) -> None:
 
 
 def _check_style(head: Head, probe: Probe, report: Examination) -> None:
-    """Check that prompts reach the model as those that the head was trained on."""
+    """Check that prompts reach the model in the style that the head was trained on."""
     # Some texts are easier for any head: first drafts are compared at equal confidence.
     if not probe.in_other_styles:
         report.check("prompt style", "not checked", "there is one way to prompt this model")
@@ -392,12 +392,12 @@ def _matched_difference(
     """Return how much more often first drafts match at equal confidence, and its standard error."""
 
     def bins(probe: Probe) -> torch.Tensor:
-        """The bin of the target's confidence at first drafts, [P, C]."""
+        """Return the bin of the target's confidence at first drafts, [P, C]."""
         confidence_PC = probe.confidence_PN.gather(1, probe.anchors_PC + 2).cpu()
         return torch.bucketize(confidence_PC, _CONFIDENCE_BINS)
 
     def mean(matches_PC: torch.Tensor, chosen_PC: torch.Tensor) -> tuple[float, float]:
-        """Mean of the chosen, and its standard error with prompts as the units."""
+        """Return the mean of the chosen, and its standard error with prompts as the units."""
         mean = float(matches_PC[chosen_PC].mean())
         rest_P = ((matches_PC - mean) * chosen_PC).sum(1)
         return mean, float(rest_P.square().sum().sqrt()) / float(chosen_PC.sum())

@@ -71,7 +71,7 @@ class HeadFiles:
 
     @property
     def layers(self) -> dict[str, Any]:
-        """The keys of the layers: nested in the speculators style."""
+        """Return the keys of the layers: nested in the speculators style."""
         return self.data.get("transformer_layer_config") or self.data
 
     def fault(
@@ -252,7 +252,7 @@ def _mend_values(files: HeadFiles) -> None:
 
 
 def _mend_norms(files: HeadFiles) -> None:
-    """Norm flags of config.json against the norms among the weights."""
+    """Mend the norm flags of config.json to fit the norms among the weights."""
     data, tensors = files.data, files.tensors
     eagle = data.get("eagle_config") or {}
     for flag, tensor in _NORM_TENSORS.items():
@@ -379,7 +379,7 @@ def _leaves_vocabulary(ids: Tensor, config: DrafterConfig) -> bool:
 
 
 def _map_problem(ids: Tensor | None, kept: Tensor | None, config: DrafterConfig) -> str:
-    """Return what is wrong with the maps by themselves; "" if nothing."""
+    """Return the fault of the maps by themselves, for a message; "" if they have none."""
     if ids is None:
         return f"d2t is missing or not of draft_vocab_size ({config.draft_vocab_size})"
     if _leaves_vocabulary(ids, config):
@@ -412,7 +412,7 @@ def _window_of(files: HeadFiles, config: DrafterConfig) -> int | None:
 
 
 def _mend_aux(files: HeadFiles) -> None:
-    """Aux layers: one ascending list, within the target, of the length that fc reads."""
+    """Mend the aux layers: one ascending list, within the target, of the length that fc reads."""
     data, num_layers = files.data, files.target.num_layers
     eagle = data.get("eagle_config") or {}
     top, nested = data.get(AUX_KEY), eagle.get(AUX_KEY)

@@ -80,12 +80,12 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no cause was found."""
+        """Return whether no cause was found."""
         return not self.causes
 
     @property
     def advice(self) -> str:
-        """Sentences that say what to do."""
+        """Return sentences that say what to do."""
         if self.causes:
             again = " Then run the doctor again: other causes may go." * (len(self.causes) > 1)
             return self.causes[0].remedy + again
@@ -96,7 +96,7 @@ class Examination:
         return advice
 
     def check(self, name: str, status: CheckStatus, text: str) -> None:
-        """Add a check."""
+        """Add a check with its status and a text about it."""
         self.checks.append(CheckResult(name, status, text))
 
     def blame(self, id: str, where: Where, evidence: str, remedy: str) -> None:
@@ -108,7 +108,7 @@ class Examination:
         self.causes.append(Cause(id, where, evidence, remedy))
 
     def blames(self, *ids: str) -> bool:
-        """Whether one of these causes was found."""
+        """Return whether one of these causes was found."""
         return any(cause.id in ids for cause in self.causes)
 
     def to_json(self) -> dict[str, Any]:

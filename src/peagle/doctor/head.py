@@ -122,12 +122,12 @@ class HeadDrafts:
 
     @property
     def score_P(self) -> Tensor:
-        """Mean log-probability of the target's tokens, by prompt."""
+        """Return the mean log-probability of the target's tokens, by prompt."""
         return self.logprobs.mean((1, 2))
 
     @property
     def accepted_PC(self) -> Tensor:
-        """Number of draft tokens that verification accepts at each anchor."""
+        """Return the number of draft tokens that verification accepts at each anchor."""
         return self.matches.int().cumprod(-1).sum(-1)
 
     @property

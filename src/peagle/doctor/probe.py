@@ -136,7 +136,7 @@ def choose_texts(file: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[
 
 @dataclass(frozen=True)
 class Probe:
-    """A target that has answered texts, and what it saw in them.
+    """A target that has answered texts, with its states and probabilities in them.
 
     Attributes:
         style: the way in which the prompts reached it.
@@ -195,7 +195,7 @@ class Probe:
 
     @cached_property
     def in_other_styles(self) -> dict[PromptStyle, Probe]:
-        """The same texts, answered as prompts of other styles."""
+        """Return the same texts, answered as prompts of other styles."""
         found = {}
         for style in self.style.others(self.tokenizer):
             self.progress(f"the target answers prompts {style}")
@@ -209,7 +209,7 @@ class Probe:
 
     @cached_property
     def all_anchors_PC(self) -> Tensor:
-        """Every anchor that all prompts have: with K tokens of the answer behind it."""
+        """Return every anchor that all prompts have: with K tokens of the answer behind it."""
         anchors_PC = _anchors(self.lengths, self.prompt_lens, self.num_drafts, 1)
         return anchors_PC.to(self.tokens_PN.device)
 
@@ -291,7 +291,7 @@ def _ask(
     layers: Sequence[int],
     progress: Progress,
 ) -> Probe:
-    """Let the target answer, and run it over prompts and answers, keeping what enters `layers`.
+    """Let the target answer, and run it over prompts and answers, keeping the input of `layers`.
 
     Prompts whose answers end early are left out, if enough others are there.
     """

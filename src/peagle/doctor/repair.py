@@ -77,7 +77,7 @@ def repairs(head: Head, now: HeadDrafts, files: HeadFiles, probe: Probe) -> list
 
 
 def serving_faults(files: HeadFiles, probe: Probe) -> list[Change]:
-    """Return every known fault of a serving side, as what it makes of a head."""
+    """Return every known fault of a serving side, as the change that it makes to a head."""
     assert files.head is not None
     return [
         *_common_changes(files.head, files, probe, is_repair=False),
@@ -221,7 +221,7 @@ def _mask_state_repairs(head: Head, probe: Probe) -> Iterator[Change]:
 
 
 def _map_repairs(head: Head, now: HeadDrafts, files: HeadFiles, probe: Probe) -> Iterator[Change]:
-    """Maps by t2d, by the head's rows and by its drafts."""
+    """Yield changes of the maps by t2d, by the head's rows and by its drafts."""
     ids, kept = head.target_ids(), files.kept_ids
     if kept is not None and not torch.equal(kept, ids):
         remedy = "Export d2t and t2d again from the trained head, d2t[i] = target id - i."
@@ -402,14 +402,14 @@ class Gain:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the head is better beyond doubt."""
+        """Return whether the head is better beyond doubt."""
         likelier = self.logprob >= MIN_GAIN and self.t >= MIN_T
         accepted = self.matches > 0 and self.ratio >= MIN_RATIO
         return likelier and accepted and self.first_match >= MIN_MATCH
 
     @property
     def ratio(self) -> float:
-        """The acceptance length after over that before."""
+        """Return the acceptance length after the change over the one before."""
         return self.after / self.before
 
     def __str__(self) -> str:
@@ -447,7 +447,7 @@ def repair(first: Repaired, files: HeadFiles, probe: Probe) -> Repaired:
 def _best(
     now: Repaired, candidates: list[Change], files: HeadFiles, probe: Probe
 ) -> Repaired | None:
-    """Return the head with the repair that brings most, of those that clearly help."""
+    """Return the head with the best of the repairs that clearly help."""
     part = probe.part(_SCREEN)
     base_P = drafted(now.head, part).score_P
     screened = [
@@ -479,7 +479,7 @@ def features_matter(now: Repaired, probe: Probe) -> tuple[bool, Gain]:
 
 
 def starved_depth(now: HeadDrafts) -> int | None:
-    """Return the first depth whose drafts match far less often than those above it, if any."""
+    """Return the first depth whose drafts match far less often than the depth above's, if any."""
     share = now.match_share
     if share[0] >= MIN_MATCH:
         for depth in range(1, min(3, len(share))):

@@ -79,7 +79,7 @@ class Served:
 
 
 class Serving(Protocol):
-    """A serving side: its name in reports, and notes on what it cannot report."""
+    """A serving side: its name in reports, and notes on its missing reports."""
 
     name: str
     notes: Sequence[str]
@@ -104,7 +104,7 @@ class EngineServing:
     notes: Sequence[str] = ()
 
     def _window(self) -> int | None:
-        """0 for a head without a window, or one whose layers differ; None for that of the head."""
+        """Return 0 for a head without a window, or with several; else None, for the head's own."""
         config = read_head(self.head, num_target_layers=self.target.num_layers).config
         return None if len(set(config.windows)) == 1 else 0
 
@@ -251,10 +251,10 @@ def examine_trees(
     engine: EngineConfig,
     report: Examination,
 ) -> None:
-    """Start our engine with candidate trees, and report what it refuses, or its KV cache.
+    """Start our engine with candidate trees, and report its refusal, or its KV cache.
 
     Args:
-        engine: its sizes; what is the target's is left out.
+        engine: its sizes; settings of the target are left out.
     """
     check = "candidate trees"
     if report.blames("weights"):
@@ -278,7 +278,7 @@ def examine_trees(
 
 
 def _same_prompts(served: Sequence[Served], probe: Probe, files: HeadFiles) -> bool:
-    """Whether prompts are rendered as here, by their numbers of tokens."""
+    """Return whether prompts are rendered as here, by their numbers of tokens."""
     report, style, tokenizer = files.report, probe.style, probe.tokenizer
     theirs = [one.num_prompt_tokens for one in served]
     if not any(theirs):
@@ -309,7 +309,7 @@ def _same_prompts(served: Sequence[Served], probe: Probe, files: HeadFiles) -> b
 
 
 def _same_outputs(served: Sequence[Served], probe: Probe, files: HeadFiles) -> bool:
-    """Whether greedy outputs are those of the target here."""
+    """Return whether greedy outputs equal the target's here."""
     equal, report = 0, files.report
     for row, one in enumerate(served):
         answer = probe.answer(row)[: probe.all_anchors_PC.shape[1] + 1]
@@ -392,13 +392,13 @@ def _compare_drafts(served: Sequence[Served], probe: Probe, files: HeadFiles) ->
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The agreement of served drafts with those of the training side.
+    """The agreement of served drafts with the training side's.
 
     Attributes:
         share: share of the draft tokens that are equal, or of the answers whose counters are.
         count: number of tokens or answers compared.
         by_tokens: tokens were compared.
-        closeness: the share in finer steps: what the counters of answers have in common.
+        closeness: the share in finer steps: the part that the counters of answers share.
     """
 
     share: float
@@ -498,14 +498,14 @@ def _find_faults(
 
 
 def _go_together(first: Change, second: Change) -> bool:
-    """Whether two faults can be there at once: drafting token by token knows no mask slots."""
+    """Return whether two faults can be there at once: token by token there are no mask slots."""
     in_mask_slots = first.cause in _MASK_SLOTS and second.cause in _MASK_SLOTS
     one_by_one = "parallel_drafting" in (first.cause, second.cause)
     return first.cause != second.cause and not (in_mask_slots and one_by_one)
 
 
 def _is_worse(served: SpeculationStats, ours: HeadDrafts) -> bool:
-    """Whether drafts are accepted clearly less than foreseen."""
+    """Return whether drafts are accepted clearly less than foreseen."""
     expected = SpeculationStats.pooled(_foreseen(ours)).acceptance_length
     return served.acceptance_length - 1 < _MAX_ACCEPTANCE_RATIO * (expected - 1)
 

@@ -73,7 +73,7 @@ class BlockManager:
             for index in range((len(sequence) - 1) // self.block_size):
                 key = self._hash(sequence, index)
                 block = self._published.get(key)
-                if block is None and not sequence.has_fixed_k:
+                if block is None and not sequence.fixes_k:
                     block = self._published.get(key + _IN_PART)
                 if block is None and (index + 1) * self.block_size <= unread_until:
                     block = self._published.get(key + _UNREAD)

@@ -85,7 +85,7 @@ def make_drafting(
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
 
 
-def has_fixed_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
+def fixes_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
     """Return whether a request keeps its K under load.
 
     Where drafts are drawn its output depends on them: with a seed it must not depend on the load as
@@ -402,7 +402,7 @@ class HeadDrafting(Drafting):
     def max_drafts_of(self, sequence: Sequence) -> int:
         if (trees := self.proposer.trees) is not None:
             return trees.depth(self.max_drafts)
-        return MAX_SPECULATIVE_TOKENS if sequence.has_fixed_k else self.max_drafts
+        return MAX_SPECULATIVE_TOKENS if sequence.fixes_k else self.max_drafts
 
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor

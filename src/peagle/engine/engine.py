@@ -15,7 +15,7 @@ from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, DecodeSeconds
-from peagle.engine.drafting import HeadDrafting, draws_chain, has_fixed_k, make_drafting
+from peagle.engine.drafting import HeadDrafting, draws_chain, fixes_k, make_drafting
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare_masks
@@ -152,6 +152,7 @@ class LLMEngine:
         # A tokenizer may have tokens that its model has no logits for.
         self.eos_token_ids = tuple(i for i in eos_token_ids if i < target.vocab_size)
         self._num_requests = 0
+        self._constrained: list[Sequence] = []  # whose outputs follow a grammar
         self._is_checking = False
 
     def _plan_memory(self) -> MemoryPlan:
@@ -277,7 +278,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
             draws_chain=draws_chain(params, self.speculative),
-            has_fixed_k=has_fixed_k(params, self.speculative),
+            fixes_k=fixes_k(params, self.speculative),
         )
         needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
         if needed > self.blocks.num_blocks:
@@ -288,6 +289,8 @@ class LLMEngine:
             )
         self._num_requests += 1
         self.scheduler.add(sequence)
+        if grammar is not None:
+            self._constrained.append(sequence)
         return sequence
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -525,8 +528,11 @@ class LLMEngine:
 
     def _prepare_grammars(self) -> None:
         """Find the tokens that grammars allow next; end sequences whose grammar failed."""
-        every = (*self.scheduler.running, *self.scheduler.waiting)
-        constrained = [(s, s.grammar) for s in every if s.grammar is not None]
+        self._constrained = [s for s in self._constrained if not s.is_finished]
+        by_turn = sorted(
+            self._constrained, key=lambda s: (s.status is not SequenceStatus.RUNNING, s.order)
+        )
+        constrained = [(s, s.grammar) for s in by_turn if s.grammar is not None]
         if constrained:
             prepare_masks(
                 [grammar for _, grammar in constrained],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -181,11 +181,14 @@ class Scheduler:
         return budget
 
     def _admit(self, plan: Schedule, budget: int) -> None:
-        for sequence in list(self.waiting):
+        at = 0  # in the queue, which may be long: it is neither copied nor searched
+        while at < len(self.waiting):
+            sequence = self.waiting[at]
             # No sequence overtakes one that has just been preempted.
             if not budget or any(s.order <= sequence.order for s in plan.preempted):
                 break
             if sequence.waits_for_leader or sequence.waits_for_grammar:
+                at += 1
                 continue
             matched = []
             if not sequence.needs_every_token:
@@ -193,7 +196,7 @@ class Scheduler:
                 matched = self.blocks.match(sequence, unread_until=unread_until)
             if not self._make_room(sequence, matched, plan):
                 break
-            self.waiting.remove(sequence)
+            del self.waiting[at]
             self.blocks.admit(sequence, matched, self._slots(len(sequence)))
             num_cached = len(matched) * self.blocks.block_size
             sequence.num_computed_tokens = num_cached
@@ -224,7 +227,7 @@ class Scheduler:
 
         A block begins there, so that an equal prompt can share all that the drafter has read.
         """
-        if self.draft_window is None or sequence.has_fixed_k:
+        if self.draft_window is None or sequence.fixes_k:
             return 0
         num_before = max(0, sequence.num_prompt_tokens - self.draft_window)
         return num_before // self.blocks.block_size * self.blocks.block_size
@@ -235,9 +238,7 @@ class Scheduler:
         Half the window behind them is enough for it, or a prompt that is a little shorter than the
         one before it would share few of its blocks.
         """
-        if not sequence.num_speculative_tokens or (
-            self.drafting_pauses and not sequence.has_fixed_k
-        ):
+        if not sequence.num_speculative_tokens or (self.drafting_pauses and not sequence.fixes_k):
             return len(sequence)
         if self.draft_window is None or not self._window_start(sequence):
             return 0
@@ -270,7 +271,8 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         """Remove a finished sequence from its queue and free its blocks."""
         self.version += 1
-        for queue in (self.waiting, self.running):
-            if sequence in queue:
-                queue.remove(sequence)
+        for queue in (self.running, self.waiting):
+            at = bisect_left(queue, sequence.order, key=lambda s: s.order)
+            if at < len(queue) and queue[at] is sequence:
+                del queue[at]
         self.blocks.free(sequence)

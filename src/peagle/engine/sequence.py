@@ -58,7 +58,7 @@ class Sequence:
             `kernels.trees.growth`; None for a chain. `draft_scores` has the score of each one's
             path then.
         draws_chain: whether its drafts are a drawn chain where those of others are trees.
-        has_fixed_k: whether its K does not follow that of the batch.
+        fixes_k: whether its K does not follow that of the batch.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: when it was first admitted, by `time.perf_counter`.
@@ -93,7 +93,7 @@ class Sequence:
     draft_scores: list[float] | None = None
     draft_probs_KV: Tensor | None = None
     draws_chain: bool = False
-    has_fixed_k: bool = False
+    fixes_k: bool = False
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     admitted_s: float | None = None

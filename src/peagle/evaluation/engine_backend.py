@@ -17,13 +17,7 @@ from peagle.engine import SpeculationStats
 from peagle.engine.detokenizer import split_output
 from peagle.engine.memory_plan import free_and_total
 from peagle.errors import UserError
-from peagle.evaluation.decoding import (
-    Answer,
-    DecodeCounts,
-    Request,
-    Run,
-    require_some,
-)
+from peagle.evaluation.decoding import Answer, DecodeCounts, Request, Run, require_some
 from peagle.llm import LLM, StreamChunk
 from peagle.models.target import TargetModel
 

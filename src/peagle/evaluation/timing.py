@@ -5,7 +5,7 @@ Definitions, all in seconds on the clock of the client:
 - ITL, inter-token latency: (time since the previous chunk) / (tokens of the chunk), counted once
   for each of these tokens. Speculation brings tokens in bursts; a reader sees the pace of tokens,
   not of bursts. Chunks that one read of the connection brought are one chunk.
-  docs/evaluation.md compares this with guidellm's and vLLM's definitions.
+  docs/bench.md compares this with guidellm's and vLLM's definitions.
 - E2E: from the request's writing to the end of its answer.
 - output tokens/s and requests/s: over the time from the first request to the last answer.
 

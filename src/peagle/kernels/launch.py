@@ -14,7 +14,7 @@ MAX_ARRIVALS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a launch is configured by: multiprocessors, and shared memory of one program."""
+    """The limits that configure a launch: multiprocessors, and shared memory of one program."""
 
     num_sms: int
     shared_bytes: int
@@ -22,7 +22,7 @@ class DeviceLimits:
     @staticmethod
     @cache
     def of(device: torch.device) -> DeviceLimits:
-        """Return the limits of a device; for a CPU, those of a small imaginary card."""
+        """Return the limits of a device; a CPU gets the limits of a small imaginary card."""
         if device.type != "cuda":
             return DeviceLimits(num_sms=8, shared_bytes=100_000)
         found = torch.cuda.get_device_properties(device)
@@ -37,7 +37,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 @cache
 def arrivals(device: torch.device) -> Tensor:
-    """Counters of programs that have arrived, int32 [MAX_ARRIVALS], zero outside of launches.
+    """Return counters of arrived programs, int32 [MAX_ARRIVALS]; zero outside of launches.
 
     Of several programs that share one result, the last to arrive puts it together and sets its
     counter back. All launches of a device share them, so they must run one after the other. Never

@@ -18,7 +18,7 @@ from peagle.kernels.upload import upload_together
 
 
 def row_depths(parents: Sequence[int]) -> list[int]:
-    """Return the depth of every row of a tree, that of the root, 0, first."""
+    """Return the depth of every row of a tree. The root is first and has depth 0."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
@@ -92,7 +92,7 @@ class TreePaths:
 
         Args:
             tokens_BJ: the target's own tokens of the rows.
-            drafts_BN: the nodes; those at or above `num_drafts_B` are none.
+            drafts_BN: the nodes; columns at or above `num_drafts_B` hold none.
 
         Returns:
             bool [B, J]; the root is always reached.
@@ -105,7 +105,7 @@ class TreePaths:
 
 
 def path_rows(reached_BJ: Tensor) -> Tensor:
-    """Return the rows of each sequence in a new order: those on one path first, root to end.
+    """Return the rows of each sequence in a new order: first the rows on one path, root to end.
 
     Args:
         reached_BJ: bool, the rows of the path. A path's rows ascend, since parents come first.

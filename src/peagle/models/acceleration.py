@@ -116,5 +116,5 @@ def _compile(model: Any, num_rows: Collection[int], backend: str) -> CompiledLay
 
 
 def _few(num_rows: Collection[int]) -> set[int]:
-    """Return those whose own graph pays: the library computes products of more rows."""
+    """Return the sizes whose own graph pays: the library computes products of more rows."""
     return {rows for rows in num_rows if rows <= MAX_FIXED_ROWS}

@@ -1,4 +1,4 @@
-"""Which architectures may be a target, and why others may not.
+"""The architectures that may be a target, and the reasons why others may not.
 
 A model type is on the list because its probe passes (`tests/models/test_architectures.py`): a tiny
 random model of the real class, over the paged cache, equals transformers' own.

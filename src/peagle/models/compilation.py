@@ -1,8 +1,8 @@
 """Decoder layers under torch.compile, one graph each, with attention as an opaque operator.
 
 The operator `peagle::paged_attention` finds its layer by a handle, a number in a CPU tensor. It
-looks up the KV cache and the prepared pass when it runs, so the compiler sees neither: an operator
-that names what it writes to made Inductor copy the whole cache. The handle is an input of the
+looks up the KV cache and the prepared pass when it runs, so the compiler sees neither: Inductor
+copied the whole cache for an operator that named it as an output. The handle is an input of the
 graph, not a constant in it, so that equal layers share one compiled graph.
 
     compiled = compile_layers(target.model, buckets=(1, 2, 4, 8, 16))
@@ -42,7 +42,7 @@ class LayerAttention(ABC):
     """Attention of one layer as its compiled graph calls it; what runs it is set for each pass.
 
     Attributes:
-        handle: int64 [], on the CPU: what the operator finds this object by.
+        handle: int64 [], on the CPU: the number by which the operator finds this object.
         current: the caller's attention of this pass, None between passes.
     """
 
@@ -57,8 +57,10 @@ class LayerAttention(ABC):
     def swap(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any, int]:
-        """Arguments of the layer with this object as its attention; the attention that was there
-        (None: the call is not to be compiled), and the number of tokens.
+        """Return the layer's arguments with this object as its attention.
+
+        Also the attention that was there (None: the call is not to be compiled), and the number of
+        tokens.
         """
 
     @abstractmethod
@@ -70,7 +72,7 @@ class LayerAttention(ABC):
         self.current = attend
 
     def end(self) -> None:
-        """End the pass."""
+        """End the pass of the compiled layer: `current` is None again."""
         self.current = None
 
 

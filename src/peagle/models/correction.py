@@ -108,7 +108,7 @@ class DraftCorrection(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def start(self, normed_RJD: Tensor) -> Tensor:
-        """Return B n_j + p_j of every slot, [R, J, W]; that of slot 0 is not for use."""
+        """Return B n_j + p_j of every slot, [R, J, W]; slot 0's is not for use."""
         slot_J = torch.arange(normed_RJD.shape[1], device=normed_RJD.device)
         return F.linear(normed_RJD, self.states_WD) + _at(self.slots_JW, slot_J)
 
@@ -129,7 +129,7 @@ class DraftCorrection(nn.Module):
         target_ids_V: Tensor,
         temperature: float,
     ) -> Children:
-        """Return what finds the candidates after the nodes of trees, for `best_first_trees`.
+        """Return a function that finds the candidates after nodes of trees, for `best_first_trees`.
 
         They are the C likeliest tokens of a slot by the head's own logits l, and alone corrected:
 
@@ -158,10 +158,10 @@ class DraftCorrection(nn.Module):
         temperature: float,
         count: int,
     ) -> After:
-        """Return what finds the candidates of `tree_children` after one token, the `count` best.
+        """Return a function that finds `tree_children`'s `count` best candidates after one token.
 
-        What follows the likeliest tokens of each slot is computed at once, and the rest if asked
-        for. Those of slot 0 are its own.
+        The candidates after the likeliest tokens of each slot are computed at once, the rest if
+        asked for. Slot 0 has candidates of its own.
         """
         columns_BJC, logprobs = self._candidates(logits_BJV, states_BJW, target_ids_V, temperature)
         columns = columns_BJC.tolist()
@@ -169,7 +169,7 @@ class DraftCorrection(nn.Module):
         known: dict[tuple[int, int, int], tuple[list[float], list[int]]] = {}
 
         def learn(first: int, slot: int, tokens_BJP: Tensor) -> None:
-            """Compute what follows tokens, those of a sequence and a slot first."""
+            """Compute the candidates after tokens; they begin at sequence `first`, slot `slot`."""
             num_seqs, num_slots, _ = tokens_BJP.shape
             at = slice(first, first + num_seqs), slice(slot, slot + num_slots)
             best = logprobs(at, tokens_BJP).flatten(0, 2).topk(count)
@@ -220,7 +220,7 @@ class DraftCorrection(nn.Module):
         return columns_BJC, logprobs
 
     def _term(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Wo silu(s + We norm(e(x))), [..., r]."""
+        """Return Wo silu(s + We norm(e(x))), [..., r]."""
         return F.silu(states + F.embedding(tokens, self.tokens_VW)) @ self.down_rW.mT
 
 

@@ -179,7 +179,7 @@ class DrafterConfig:
             raise CheckpointError(f"rope_parameters is {rope}: {error}.") from None
 
     def rotary_config(self) -> transformers.LlamaConfig:
-        """Return what transformers makes the angles of RoPE from."""
+        """Return the configuration from which transformers makes the angles of RoPE."""
         return transformers.LlamaConfig(
             hidden_size=self.num_attention_heads * self.head_dim,
             num_attention_heads=self.num_attention_heads,
@@ -191,22 +191,22 @@ class DrafterConfig:
 
     @property
     def is_parallel(self) -> bool:
-        """True for P-EAGLE: all K tokens in one pass."""
+        """Return whether the head is of P-EAGLE: all K tokens in one pass."""
         return self.mask_token_id is not None
 
     @property
     def kind(self) -> str:
-        """Kind of head, P-EAGLE or EAGLE-3."""
+        """Return the kind of head, P-EAGLE or EAGLE-3."""
         return "P-EAGLE" if self.is_parallel else "EAGLE-3"
 
     @property
     def feature_size(self) -> int:
-        """A * H, the width of a feature before fc."""
+        """Return A * H, the width of a feature before fc."""
         return len(self.aux_layer_ids) * self.target_hidden_size
 
     @property
     def is_pruned(self) -> bool:
-        """True when the draft vocabulary is smaller than the target's."""
+        """Return whether the draft vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
 
 
@@ -263,7 +263,7 @@ class DrafterAttention(nn.Module):
         return query, key, qkv[..., num_rotated:, :]
 
     def project_keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Key and value of `project`, without the product for the query."""
+        """Return the key and value of `project`, without the product for the query."""
         first, linear = self.split[0] * self.head_dim, self.qkv_proj
         if isinstance(linear, nn.Linear):
             bias = None if linear.bias is None else linear.bias[first:]
@@ -308,7 +308,7 @@ class DrafterLayer(nn.Module):
     def before_attention(
         self, hidden: Tensor, embedding: Tensor, rope: Rope
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the residual [..., D], and what attends: query, key and value."""
+        """Return the residual [..., D], and query, key and value."""
         residual, x = self._inputs(hidden, embedding)
         return residual, *self.self_attn.project(x, rope)
 
@@ -317,7 +317,7 @@ class DrafterLayer(nn.Module):
         return self.self_attn.project_keys(self._inputs(hidden, embedding)[1], rope)
 
     def _inputs(self, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual, and what the projections read."""
+        """Return the residual and the inputs of the projections."""
         if self.hidden_norm is None:
             return hidden, self.input_layernorm(hidden)
         normed = self.hidden_norm(hidden)
@@ -325,7 +325,7 @@ class DrafterLayer(nn.Module):
         return normed if self.norm_before_residual else hidden, x
 
     def after_attention(self, residual: Tensor, attended: Tensor, light: bool = False) -> Tensor:
-        """Return the layer's output [..., D], from what attention gave, [..., Hq, d].
+        """Return the layer's output [..., D], from the output of attention, [..., Hq, d].
 
         With `light` the MLP's inner states are not kept for the backward pass but computed again.
         """
@@ -443,11 +443,11 @@ class Drafter(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """lm_head(norm(hidden)) of what `forward` returned: [..., D] to [..., DV]."""
+        """Compute lm_head(norm(hidden)) of `forward`'s states: [..., D] to [..., DV]."""
         return self.lm_head(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return norm(hidden) of what `forward` returned, [..., D]: what lm_head reads."""
+        """Return norm(hidden) of `forward`'s states, [..., D]: the input of lm_head."""
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Elements:
 
     @property
     def positions(self) -> Tensor:
-        """Position ids, anchor + depth."""
+        """Return the position ids, anchor + depth."""
         return self.anchors + self.depths
 
 
@@ -118,8 +118,8 @@ def sample_elements(
 
     Depth 0 holds every position. One random order of a row's supervised anchors decides all
     depths: depth d keeps its first n * max(ratio^d, floor) anchors, so that the anchors of a depth
-    are a random subset of those of the depth above, and every chain is whole. What a row with
-    fewer anchors cannot fill is left unsupervised.
+    are a random subset of the anchors above them, and every chain is whole. A row with fewer
+    anchors leaves its other elements unsupervised.
 
     Args:
         deepest_BN: from `supervised_depth`.

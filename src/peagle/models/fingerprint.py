@@ -23,7 +23,7 @@ _NUM_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class TargetFingerprint:
-    """What identifies a target.
+    """The sizes and hashes that identify a target.
 
     Attributes:
         name: folder or hub id it was trained on, for the message only.
@@ -66,7 +66,7 @@ class TargetFingerprint:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TargetFingerprint:
-        """Read what `to_json` wrote.
+        """Read the JSON object of `to_json`.
 
         Raises:
             CheckpointError: a field is missing or unknown.
@@ -92,7 +92,7 @@ class TargetFingerprint:
             )
 
     def difference(self, target: TargetFacts, owner: str) -> str:
-        """Say how `target` first differs from what the owner of this expects; "" if it does not."""
+        """Return the first difference between `target` and the owner's own target; "" if none."""
         found = TargetFingerprint.of(target, tokens=False)
         names = ["vocab_size", "hidden_size", "num_layers"]
         digests = self.tokenizer_sha256, found.tokenizer_sha256, self.tokens_sha256

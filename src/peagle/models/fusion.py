@@ -37,8 +37,8 @@ _NUM_PROBE_TOKENS = 5
 class FusedProjections(nn.Module, ABC):
     """Several linear projections of one input as one product.
 
-    Its tensors appear in `parameters()` or `buffers()`; in `state_dict()` those of `FusedLinear`
-    keep the names and shapes of the projections that they came from, see `FusedPart`.
+    Its tensors appear in `parameters()` or `buffers()`. The tensors of `FusedLinear` keep, in
+    `state_dict()`, the names and shapes of the projections that they came from, see `FusedPart`.
 
     Attributes:
         sizes: outputs of each projection.
@@ -54,7 +54,7 @@ class FusedProjections(nn.Module, ABC):
 
     @abstractmethod
     def tensors(self, rows: slice) -> dict[str, Tensor]:
-        """Views of the weight and the bias of some outputs, where they are stored plainly."""
+        """Return views of the weight and the bias of some outputs, if they are stored plainly."""
 
     def project(self, index: int, x: Tensor) -> Tensor:
         """Return the columns of projection `index` for the input `x`, computed with the first call.
@@ -72,7 +72,7 @@ class FusedProjections(nn.Module, ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is kept for a projection still to be asked for."""
+        """Return whether no output is kept for a projection still to be asked for."""
         return all(columns is None for columns in self._columns)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ class FusedPart(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """[outputs], a view."""
+        """Return the projection's bias, [outputs], a view; None if it has none."""
         return self._tensors().get("bias")
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -169,7 +169,7 @@ class FusedPart(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class FusionResult:
-    """What became of one group of projections.
+    """The outcome of fusing one group of projections.
 
     Attributes:
         layer: index of the decoder layer.
@@ -196,7 +196,7 @@ def fuse(model: transformers.PreTrainedModel) -> list[FusionResult]:
             (`TargetModel.model`), in eval mode.
 
     Returns:
-        what was fused, and what was not and why. An unknown structure is no error.
+        the projections fused, and the others with the reason. An unknown structure is no error.
     """
     layers = decoder_layers(model)
     groups = list(_groups(layers))
@@ -297,7 +297,7 @@ class _Group:
 
 
 def _kind(linear: nn.Linear | PackedLinear) -> tuple[Any, ...]:
-    """What projections that become one product have in common."""
+    """Return the properties that projections must share to become one product."""
     if isinstance(linear, nn.Linear):
         return (linear.in_features, linear.weight.dtype, linear.weight.device)
     packed = linear.packed

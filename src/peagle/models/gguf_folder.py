@@ -152,7 +152,7 @@ def _weight_bytes(header: GgufHeader) -> int:
 
 
 def _convert(file: Path, header: GgufHeader, folder: Path, partial: Path) -> str:
-    """Write a folder by way of `partial`, which is made anew and removed; return the model type.
+    """Write a folder by way of `partial`, a folder made anew and removed; return the model type.
 
     Raises:
         CheckpointError: transformers cannot read the file, or would read it in part.

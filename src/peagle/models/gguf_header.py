@@ -76,7 +76,7 @@ _UNREAD_TYPES |= {40: "NVFP4", 41: "Q1_0"}
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file says of itself.
+    """The metadata of a GGUF file.
 
     Attributes:
         architecture: its name in GGUF, one of `ARCHITECTURES`.
@@ -92,7 +92,7 @@ class GgufHeader:
 
     @property
     def dtype(self) -> str:
-        """The type of the unpacked weights: that of the file, or bfloat16 where it is quantised."""
+        """Return the type of the unpacked weights: the file's, or bfloat16 if it is quantised."""
         names = {kind.name for kind in self.tensor_types.values()}
         if not names <= {"F32", "F16", "BF16"} or "BF16" in names:
             return "bfloat16"

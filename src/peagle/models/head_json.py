@@ -1,4 +1,4 @@
-"""What a config.json says before anything is loaded: whether it is a head's, and the head's K."""
+"""Facts of a config.json before anything is loaded: whether it is a head's, and the head's K."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHOLE_MODEL_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def refuse_whole_model(data: Mapping[str, Any], source: str) -> None:
-    """Refuse the config.json of a whole language model where that of a draft head is wanted.
+    """Refuse the config.json of a whole language model where a draft head is wanted.
 
     Args:
         data: the file.
@@ -53,7 +53,7 @@ DEPTH_KEY = "num_speculative_tokens_trained"  # of the "peagle" object of config
 
 
 def is_parallel(data: Any) -> bool:
-    """Return whether a config.json is that of a P-EAGLE head, which names a mask token."""
+    """Return whether a config.json belongs to a P-EAGLE head, which names a mask token."""
     if not isinstance(data, Mapping):
         return False
     kind = data.get("speculators_model_type")
@@ -95,8 +95,8 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
 
     K is then automatic up to what the head was trained for, or up to the nodes of candidate trees.
     A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
-    their depth is still the head's. A file that cannot be read changes nothing: whatever loads the
-    head says what is wrong with it.
+    their depth is still the head's. A file that cannot be read changes nothing: loading the head
+    reports the fault.
 
     Raises:
         UserError: trees of an EAGLE-3 head, or deeper ones than the head was trained for.

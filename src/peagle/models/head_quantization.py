@@ -1,4 +1,4 @@
-"""Which linear layers of a head are stored in 8 bits and which in 4; imports no torch."""
+"""The linear layers of a head that are stored in 8 bits and in 4; imports no torch."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Repository:
         )
 
     def _download(self, commit: str, files: Sequence[RepoSibling]) -> Path:
-        """Fetch what the cache lacks, compare it with the hub's checksums, return the folder."""
+        """Fetch files missing in the cache, check the hub's checksums, return the folder."""
         snapshot, unchecked = self.storage / "snapshots" / commit, self.storage / _UNCHECKED_MARK
         missing = [file for file in files if not (snapshot / file.rfilename).exists()]
         suspect = files if unchecked.exists() else missing
@@ -336,7 +336,7 @@ def git_blob_id(content: bytes | Path) -> str:
 
 
 def _check_sum(path: Path, file: RepoSibling, hub: str) -> None:
-    """Compare a fetched file with what the hub lists; one that differs is removed.
+    """Compare a fetched file with the hub's checksum; remove and refuse one that differs.
 
     The hub lists a SHA-256 of files in large storage, and git's blob id of the others.
     """

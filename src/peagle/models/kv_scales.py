@@ -1,6 +1,6 @@
 """Scales of keys and values for an FP8 KV cache, as quantised checkpoints store them.
 
-`model.layers.N.self_attn.k_scale` and `v_scale` are those of compressed-tensors and vLLM;
+`model.layers.N.self_attn.k_scale` and `v_scale` are the names of compressed-tensors and vLLM;
 `self_attn.k_proj.output_scale` and `v_proj.output_scale` are older names of the same.
 """
 

@@ -39,7 +39,7 @@ def resolve_model(
         name_or_path: the folder, the GGUF file of a target, the hub id or "bundled"; a Path is
             never a hub id.
         revision: branch, tag or commit of a hub id; None takes "main".
-        role: what the model is for.
+        role: the use of the model, for messages.
 
     Raises:
         UserError: no such folder or repository, no access, no network, no space, no such revision;
@@ -83,7 +83,7 @@ def find_model(name_or_path: str | os.PathLike[str], role: Role = "target") -> P
 
     Args:
         name_or_path: see `resolve_model`.
-        role: what the model is for.
+        role: the use of the model, for messages.
 
     Raises:
         UserError: the name is a path that is no folder, or neither a path nor a hub id.
@@ -107,7 +107,7 @@ def find_model(name_or_path: str | os.PathLike[str], role: Role = "target") -> P
 def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
     """Return the configuration with its head in a folder, to which the hub's heads are fetched.
 
-    K is that of the head where none is given (`with_depth`).
+    K comes from the head where none is given (`with_depth`).
 
     Raises:
         UserError: as `resolve_model`.
@@ -123,7 +123,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _hub_id(text: str, revision: str | None, what: str) -> tuple[str, str]:
-    """Repository and revision of "owner/name" or "owner/name@revision"."""
+    """Return the repository and revision of "owner/name" or "owner/name@revision"."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 

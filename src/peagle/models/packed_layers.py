@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def concatenate(linears: Sequence[PackedLinear]) -> PackedLinear:
-        """One layer of the outputs of several that read inputs of one order in one format."""
+        """Join layers that read inputs of one order in one format into one layer of all outputs."""
         packed = PackedWeight.concatenate([linear.packed for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         return PackedLinear(packed, torch.cat(biases) if biases else None)
@@ -96,7 +96,7 @@ def hold_experts(module: Any, experts: ExpertWeights) -> None:
 
 
 def _gates_first(rows: Tensor) -> Tensor:
-    """Put the rows of gates, [E, 2I, ...], that take turns with those of up before them."""
+    """Return rows, [E, 2I, ...], in which gate and up take turns, with all gates first."""
     return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
 
 
@@ -159,7 +159,7 @@ def find_gate(module: Any) -> Gate | None:
 
 
 def _plain_weights(module: Any, gate: Gate) -> ExpertWeights:
-    """The parameters of an experts module as [E, N, K]."""
+    """Return the parameters of an experts module as [E, N, K]."""
 
     def matrix(name: str) -> PackedWeight:
         weight = getattr(module, name).detach()

@@ -57,7 +57,7 @@ def load_packed(
         folder: of the checkpoint, in Hugging Face format.
         config: its configuration.
         quantization: as `quantization.quantization_of` returned it.
-        dtype: type of what is not packed.
+        dtype: type of the tensors that are not packed.
         device: where the tensors go.
         unpack: compute plain weights of `dtype`; else packed weights stay packed.
 
@@ -125,7 +125,7 @@ def _parent(model: nn.Module, name: str) -> nn.Module:
 
 
 def _prefixes(model: Any, stored: StoredTensors) -> tuple[str, str]:
-    """What the names of the decoder begin with in the model, and in the checkpoint."""
+    """Return the prefix of the decoder's names in the model, and the one in the checkpoint."""
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding)
     prefix, _, last = name.rpartition(".")
@@ -200,7 +200,7 @@ class _Loader:
             self._linears[name] = module
 
     def _plain(self, covered: set[str]) -> list[tuple[str, Tensor]]:
-        """The tensors of the model that are stored as they are."""
+        """Return the tensors of the model that are stored as they are."""
         kept = set(self._model.state_dict())
         buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in kept]
         found = [*self._model.named_parameters(), *buffers]
@@ -250,7 +250,7 @@ class _Loader:
             )
 
     def _check_apart(self, name: str, module: Any) -> None:
-        """Check experts one by one: those of one mixture are stored in one format."""
+        """Refuse experts of one mixture that are stored in different formats."""
         formats: dict[str, tuple[str, str]] = {}  # what is stacked: an expert and its format
         for expert, part, shape in _parts(module):
             key = f"{name}.{expert}.{part}"
@@ -373,7 +373,7 @@ class _Loader:
             self._hold(name, module, weights)
 
     def _mxfp4(self, stored: StoredTensors, name: str) -> tuple[Tensor, Tensor, str]:
-        """The blocks and the scales of experts, and what they are called."""
+        """Read the blocks and the scales of experts; return them and their name for errors."""
         blocks, scales = (stored.read(f"{self._key(name)}{end}") for end in ("_blocks", "_scales"))
         if blocks is None or scales is None:
             raise CheckpointError(
@@ -383,7 +383,7 @@ class _Loader:
         return blocks, scales, self._key(name)
 
     def _one_by_one(self, name: str, module: Any) -> list[PackedWeight]:
-        """Experts that the checkpoint stores apart, stacked: gates and ups together."""
+        """Read experts that the checkpoint stores apart, and stack them: gates and ups together."""
         gate_up: list[PackedWeight] = []
         down: list[PackedWeight] = []
         gates: list[PackedWeight] = []
@@ -398,7 +398,7 @@ class _Loader:
         return [PackedWeight.stack(gate_up), PackedWeight.stack(down)]
 
     def _checked_expert(self, name: str, stored: StoredTensors, shape: tuple[int, int]) -> Tensor:
-        """The plain weight of one expert."""
+        """Read the plain weight of one expert."""
         like = torch.empty(shape, dtype=self._dtype, device="meta")
         value = stored.read(self._key(f"{name}.weight"))
         return self._checked(f"{name}.weight", value, like)
@@ -416,7 +416,7 @@ class _Loader:
         return found.weight
 
     def _unpacked(self, weight: PackedWeight, module: Any) -> Tensor:
-        """The weight in the model's type and order, expert by expert."""
+        """Return the weight in the model's type and order, unpacked expert by expert."""
         plain = torch.stack(
             [weight.expert(i).unpack(self._dtype) for i in range(weight.num_experts)]
         )
@@ -435,14 +435,14 @@ class _Loader:
 
 
 def _size(module: Any, part: str) -> tuple[int, int, int]:
-    """Experts, outputs and inputs of the weights of an experts module."""
+    """Return the experts, outputs and inputs of an experts module's weights."""
     experts, *size = getattr(module, part).shape
     outputs, inputs = reversed(size) if module.is_transposed else size
     return experts, outputs, inputs
 
 
 def _parts(module: Any) -> Iterator[tuple[int, str, tuple[int, int]]]:
-    """Each expert's projections as checkpoints name them, with their outputs and inputs."""
+    """Yield each expert's projections as checkpoints name them, with their outputs and inputs."""
     experts, both, width = _size(module, "gate_up_proj")
     inner = both // 2
     for expert in range(experts):

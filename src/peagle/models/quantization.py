@@ -2,7 +2,8 @@
 
 `models.quantization_scheme` says how the weight of a layer is stored; the shape and the type of
 every tensor of the layer follow from that and from the layer's sizes. `check_linear` compares them
-with what is there, without the values. Activations stay as they are: scales for them are left out.
+with the stored tensors, without the values. Activations stay as they are: scales for them are left
+out.
 
 | method | weights |
 |---|---|
@@ -79,7 +80,7 @@ class StoredLinear:
         shape: N and K.
         block: rows and inputs that share a scale.
         tensors: by their last names.
-        scheme: what quantization_config says.
+        scheme: the meaning of quantization_config.
     """
 
     name: str
@@ -91,19 +92,19 @@ class StoredLinear:
 
     @property
     def scale_name(self) -> str:
-        """The last name of the tensor of scales."""
+        """Return the last name of the tensor of scales."""
         return next(suffix for suffix in self.tensors if suffix in _SCALE_NAMES)
 
     @property
     def format_text(self) -> str:
-        """What weights that are stacked, as those of experts are, must have in common."""
+        """Return the format as text; stacked weights, as experts' are, must have it in common."""
         zeros = ", zero points" if "weight_zero_point" in self.tensors else ""
         return f"{self.kind}, a scale for {self.block[0]} x {self.block[1]}{zeros}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What a tensor of a layer must be.
+    """The shape and type that a tensor of a layer must have.
 
     Attributes:
         shapes: it has one of them.
@@ -199,7 +200,7 @@ def check_linear(
 def read_linear(
     read: Read, name: str, shape: tuple[int, int], quantization: Mapping[str, Any]
 ) -> PackedLinearWeight:
-    """Read the packed weight of a linear layer; the arguments are those of `check_linear`.
+    """Read the packed weight of a linear layer; `check_linear` describes the arguments.
 
     Raises:
         CheckpointError: as `check_linear`; or scales, zero points or the order of inputs have
@@ -291,7 +292,7 @@ def _kind_of(scheme: Scheme, read: Read, name: str) -> Kind:
 def _block_of(
     block: tuple[int, int], shape: tuple[int, int], kind: Kind, name: str
 ) -> tuple[int, int]:
-    """The rows and inputs of a scale of a layer, of a block in which 0 are all of them."""
+    """Return the rows and inputs that share a scale in a layer; 0 in `block` means all of them."""
     n, k = shape
     rows, inputs = block[0] or n, min(block[1] or k, k)
     is_whole = inputs == k or (inputs % _MIN_INPUTS == 0 and (kind == "fp8" or k % inputs == 0))
@@ -312,7 +313,7 @@ def _block_of(
 
 
 def _scale_shapes(block: tuple[int, int], shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """The shapes that scales of a block may have, the usual one first."""
+    """Return the shapes that scales of a block may have, the usual one first."""
     rows, columns = -(-shape[0] // block[0]), -(-shape[1] // block[1])
     shapes: list[tuple[int, ...]] = [(rows, columns)]
     if columns == 1:
@@ -327,7 +328,7 @@ def _expected(
     shape: tuple[int, int],
     read: Read,
 ) -> dict[str, _Expected]:
-    """What the tensors of a layer must be, by their last names."""
+    """Return the types and shapes that the tensors of a layer must have, by their last names."""
     (n, k), group = shape, blocks[0][1]
     int32 = (torch.int32,)
     if kind in _IN_COLUMNS:
@@ -378,7 +379,7 @@ def _text(tensor: Tensor) -> str:
 
 
 def _reason(suffix: str, scheme: Scheme) -> str:
-    """Why a layer needs a tensor."""
+    """Return why a layer needs a tensor."""
     if suffix == "g_idx":
         return "desc_act true, so the inputs have an order"
     if suffix == "weight_zero_point":
@@ -456,7 +457,7 @@ def _arrange_words(stored: StoredLinear) -> PackedWeight:
 
 
 def _arrange_gptq(stored: StoredLinear, is_v2: bool) -> PackedLinearWeight:
-    """Words along the inputs, [K / 8, N]; version 1 stores each zero less one."""
+    """Arrange words along the inputs, [K / 8, N]; version 1 stores each zero less one."""
     (_, k), group, tensors = stored.shape, stored.block[1], stored.tensors
     zero = _nibbles(tensors["qzeros"], 1).T
     if not is_v2:
@@ -483,7 +484,7 @@ def _arrange_gptq(stored: StoredLinear, is_v2: bool) -> PackedLinearWeight:
 
 
 def _arrange_awq(stored: StoredLinear) -> PackedLinearWeight:
-    """Words along the outputs, [K, N / 8], of eight outputs in AWQ's order."""
+    """Arrange words along the outputs, [K, N / 8], of eight outputs in AWQ's order."""
 
     def in_order(packed: Tensor) -> Tensor:
         places = torch.tensor(_AWQ_ORDER, device=packed.device).argsort()

@@ -1,8 +1,8 @@
 """How `quantization_config` of a checkpoint says that the weight of a layer is stored.
 
-Its fields are checked here: what cannot be, and what would change the weights in a way that peagle
-does not compute, is refused by name. Fields that only say how the numbers were found (observers,
-damping, `ignore`) and those of activations are not read.
+Its fields are checked here: impossible values, and fields that change the weights in a way that
+peagle does not compute, are refused by name. Fields of activations, and fields that only say how
+the numbers were found (observers, damping, `ignore`), are not read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Scheme:
 
     @property
     def text(self) -> str:
-        """What the configuration says, for errors."""
+        """Return the scheme in words, for errors."""
         kind = "float" if self.is_float else "integer"
         scales = " or ".join(_block_text(*block) for block in self.blocks)
         return f"{self.method}: {kind}s of {self.bits} bits, a scale for {scales}"
@@ -149,7 +149,7 @@ def _is_set(data: Mapping[str, Any], key: str, default: bool, prefix: str = "") 
 
 
 def _group_size(data: Mapping[str, Any], key: str) -> tuple[int, int]:
-    """The block of a group of inputs; -1 is one of all inputs."""
+    """Return the block of a group of inputs; a size of -1 gives one group of all inputs."""
     value = data.get(key, _MISSING)
     if type(value) is not int or (value < 1 and value != -1):
         raise _wrong(key, value, "a positive whole number of inputs, or -1 for all of them")
@@ -216,7 +216,7 @@ def _awq_scheme(data: Mapping[str, Any]) -> Scheme:
 
 
 def _refuse_transforms(transforms: Any) -> None:
-    """Refuse rotations of activations; those of stored weights alone are in the weights."""
+    """Refuse rotations of activations; rotations of stored weights alone are in the weights."""
     groups = _mapping(transforms or {}, "transform_config").get("config_groups") or {}
     for name, group in _mapping(groups, "transform_config.config_groups").items():
         places = group.get("apply") if isinstance(group, Mapping) else None
@@ -250,7 +250,7 @@ def _check_format(data: Mapping[str, Any], key: str, prefix: str = "") -> None:
 
 
 def _groups(data: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[str, Any], str]]:
-    """The targets, the settings of weights and the key of each group that quantises weights."""
+    """Yield the targets, the weights' settings and the key of each group that quantises weights."""
     groups = _mapping(data.get("config_groups") or {}, "config_groups")
     for name, group in groups.items():
         key = f"config_groups.{name}"
@@ -263,7 +263,7 @@ def _groups(data: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[str, A
 
 
 def _group_of(data: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
-    """The settings of the weights of a layer: by its name, then by its class, else the only one."""
+    """Return the settings of a layer's weights: by its name, then by its class, else the only."""
     groups = list(_groups(data))
     for targets, weights, key in groups:
         if any(_is_target(target, name, key) for target in targets):

@@ -83,7 +83,7 @@ def _quantize_linears(
     *,
     unpack: bool,
 ) -> None:
-    """Quantise the linear layers within a module, but for those whose ids are `spared`."""
+    """Quantise the linear layers within a module, but for the layers whose ids are `spared`."""
     for module in list(layer.modules()):
         for last, linear in list(module.named_children()):
             if type(linear) is not nn.Linear or id(linear) in spared:
@@ -117,7 +117,7 @@ def pack_weight(weight_NK: Tensor, quantization: Quantization, name: str) -> Pac
 
 
 def _routers(model: nn.Module, experts: Any, names: Mapping[int, str]) -> Iterator[nn.Linear]:
-    """The linear layers beside experts that choose among them, or open and close one of them."""
+    """Yield the linear layers beside experts that choose among them, or open and close one."""
     beside = model.get_submodule(names[id(experts)].rpartition(".")[0])
     for module in beside.modules():
         if isinstance(module, nn.Linear) and module.out_features in (1, experts.num_experts):

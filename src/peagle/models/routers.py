@@ -73,7 +73,7 @@ def _may_be_router(module: Any) -> bool:
 
 
 def is_among_chosen(router: Any) -> bool | None:
-    """Return what `route` calls so of a router; None: it computes something else."""
+    """Return `route`'s `among_chosen` for a router; None: it computes something else."""
     weight: Tensor = router.weight
     generator = torch.Generator().manual_seed(0)
     # Numbers of its own: those of the model may be all alike.

@@ -1,9 +1,10 @@
-"""Linear layers and SwiGLU of a model in Triton where few rows make that faster than cuBLAS.
+"""Hopper and later only; elsewhere layers stay with cuBLAS. Layers of few rows in Triton.
 
     use_skinny(target.model)
 
-Modules change their class and nothing else: parameters, hooks and names stay as they are, and equal
-layers still share one compiled graph. How many rows are few is a number of each module. In a graph
+Linear layers and SwiGLUs of a model compute in Triton as many rows as it is faster for. Modules
+change their class and nothing else: parameters, hooks and names stay as they are, and equal layers
+still share one compiled graph. How many rows are few is a number of each module. In a graph
 for any number of rows the library computes always, so that it is one graph.
 """
 
@@ -131,7 +132,7 @@ def _may_be_swiglu(module: nn.Module) -> bool:
 
 
 def _replace_swiglu(mlp: Any, given: int | None) -> bool:
-    """Give a SwiGLU the forward of `SkinnySwiGLU`, unless that changes what it computes."""
+    """Give a SwiGLU the forward of `SkinnySwiGLU`, unless that changes its outputs."""
     original, weight = type(mlp), _gate_up(mlp).weight
     rows = _max_rows(_gate_up(mlp), given, swiglu=True)
     if not rows or not (original is DrafterMLP or _is_swiglu(mlp)):

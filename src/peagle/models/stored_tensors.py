@@ -16,7 +16,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class StoredTensors:
-    """Which tensor lies in which safetensors file of a folder.
+    """The safetensors files of a folder, with the tensors that each holds.
 
     Attributes:
         folder: as given.
@@ -45,7 +45,7 @@ class StoredTensors:
         return self.folder / self._files[name]
 
     def find(self, name: str) -> str | None:
-        """Return what a tensor of a model is called here: files may use another prefix."""
+        """Return the name of a model's tensor in these files, which may use another prefix."""
         end = ".".join(name.split(".")[-2:])
         found = [key for key in self.names if key == end or key.endswith(f".{end}")]
         return name if name in found else found[0] if len(found) == 1 else None

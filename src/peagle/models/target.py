@@ -52,7 +52,7 @@ class TargetModel(TargetFacts):
         aux_layer_ids: layers whose *entering* hidden states make the feature (may be empty).
         name: where it was loaded from.
         quantization: type of the quantised weights of its layers; None: they are plain.
-        kv_cache_dtype: type of its KV caches; "auto" is that of the activations.
+        kv_cache_dtype: type of its KV caches; "auto" is the activations' type.
         kv_scales: scales of keys and values in each KV cache, in the order of `kv_shapes`.
         compiled: its compiled layers, see `models.acceleration`; None: they run as they are.
     """
@@ -109,7 +109,7 @@ class TargetModel(TargetFacts):
 
         Args:
             path: the folder.
-            dtype: type of the plain weights and of what is computed; None keeps the stored one.
+            dtype: type of the plain weights and of the activations; None keeps the stored type.
             device: where they go.
             quantization: type that the plain weights of its layers get, see `models.quantize`.
             kv_cache_dtype: type of its KV caches; "fp8" is e4m3, with the scales of the checkpoint.
@@ -199,12 +199,12 @@ class TargetModel(TargetFacts):
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The type of the numbers in its KV caches."""
+        """Return the type of the numbers in its KV caches."""
         return torch.float8_e4m3fn if self.kv_cache_dtype == "fp8" else self.dtype
 
     @property
     def kv_type(self) -> str:
-        """The type in its KV caches, and where their scales come from if the type has any."""
+        """Return the type in its KV caches as text, with the origin of its scales if it has any."""
         if self.kv_cache_dtype == "auto":
             return str(self.dtype).removeprefix("torch.")
         scales = "1" if set(self.kv_scales) <= {(1.0, 1.0)} else "of the checkpoint"
@@ -272,8 +272,9 @@ class TargetModel(TargetFacts):
         return hidden_TH, features
 
     def compute_logits(self, hidden_NH: Tensor) -> Tensor:
-        """The model's logits for the given rows, [N, V]: lm_head, and the softcap c * tanh(x / c)
-        where the architecture has one.
+        """Return the model's logits for the given rows, [N, V].
+
+        They are lm_head's output, under the softcap c * tanh(x / c) if the architecture has one.
         """
         return capped(self._lm_head(hidden_NH), self._final_softcap)
 
@@ -299,7 +300,7 @@ class TargetModel(TargetFacts):
         return embedding.weight
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Return what the model's generation config sets, under the names of `SamplingParams`.
+        """Return the values of the model's generation config, under the names of `SamplingParams`.
 
         The sampling values count only where the generation config asks for sampling.
         """

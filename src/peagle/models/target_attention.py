@@ -24,7 +24,7 @@ _BENIGN_KEYWORDS = frozenset({"position_ids", "use_cache", "output_router_logits
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of the attention function: the calling module, with what it hands over."""
+    """One call of the attention function: the calling module and its arguments."""
 
     module: nn.Module
     query: Tensor

@@ -19,12 +19,7 @@ from peagle.config import require_folder
 from peagle.errors import CheckpointError
 from peagle.models.architectures import capped, check_architecture, final_softcap
 from peagle.models.stored_tensors import StoredTensors
-from peagle.models.target_facts import (
-    TargetFacts,
-    load_config,
-    model_skeleton,
-    refuse_pickles,
-)
+from peagle.models.target_facts import TargetFacts, load_config, model_skeleton, refuse_pickles
 
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -35,17 +35,17 @@ class TargetSizes:
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """Return H, the width of the hidden states."""
         return self.text_config.hidden_size
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Return V, the number of tokens in the vocabulary."""
         return self.text_config.vocab_size
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Return the number of decoder layers."""
         return self.text_config.num_hidden_layers
 
 
@@ -78,15 +78,15 @@ class TargetFacts(TargetSizes, ABC):
 
 @dataclass(frozen=True, slots=True)
 class TargetShape(TargetSizes):
-    """What a target is made of.
+    """The sizes of a target.
 
     Attributes:
         name: its folder.
         text_config: the configuration of its decoder.
         num_parameters: all of them, tied ones once.
-        num_active: those that multiply one token on its way through the layers: no embedding, no
-            lm_head, and of experts as many as a token goes to.
-        num_lm_head: those of lm_head.
+        num_active: parameters that multiply one token on its way through the layers: no
+            embedding, no lm_head, and of experts as many as a token goes to.
+        num_lm_head: parameters of lm_head.
     """
 
     name: str
@@ -125,9 +125,7 @@ class TargetShape(TargetSizes):
 
 
 def precision_of(target: TargetFacts) -> str:
-    """Return the type in which a target computes, and those of its weights and its KV cache if
-    they have others.
-    """
+    """Return the type a target computes in, with its weights' and KV cache's if they differ."""
     quantization: str | None = getattr(target, "quantization", None)
     kv_cache_dtype: str = getattr(target, "kv_cache_dtype", "auto")
     return precision_text(str(target.dtype).removeprefix("torch."), quantization, kv_cache_dtype)
@@ -154,7 +152,7 @@ def model_skeleton(folder: Path, config: Any) -> transformers.PreTrainedModel:
 
 
 def build_model(name: str, make: Callable[[], Any]) -> Any:
-    """Call what builds the model `name` of transformers.
+    """Call the function that builds the model `name` of transformers.
 
     Raises:
         CheckpointError: transformers cannot build it.
@@ -167,7 +165,7 @@ def build_model(name: str, make: Callable[[], Any]) -> Any:
 
 
 def generation_config(folder: Path, model: Any) -> Any:
-    """Load the generation config of a folder; without one that of the model."""
+    """Load the generation config of a folder; without one return the model's own."""
     try:
         return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:

@@ -114,7 +114,7 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
 
 
 def validation_error(errors: Any, model: Any = None) -> ApiError:
-    """Return the error for a body that does not fit `model`: that of the deepest field.
+    """Return the error for a body that does not fit `model`: the error of the deepest field.
 
     For a misspelt field the error names the closest field of `model`.
     """
@@ -322,7 +322,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
-        """Complete prompts."""
+        """Complete prompts of text or token ids."""
         return await answer(complete, request, body)
 
     @app.post("/v1/chat/completions")

@@ -44,13 +44,13 @@ class ServerConfig:
 
     Attributes:
         host, port: the address of the server; port 0 takes a free one.
-        served_model_name: what clients call the model; None takes the folder's name.
+        served_model_name: the clients' name for the model; None takes the folder's name.
         allowed_hosts: Host headers that are served; None derives them from `host`.
         allowed_origins: origins of web pages elsewhere that may call the server.
         max_body_bytes: largest body of a request.
-        max_connections: connections at once; None derives the limit from that of open files.
+        max_connections: connections at once; None derives it from the limit of open files.
         head_timeout_s: seconds that a client may take for the head of a request.
-        max_queue: outputs that may wait beyond those that the engines decode; more get 429.
+        max_queue: outputs that may wait beyond the ones that the engines decode; more get 429.
         key_requests_per_minute, key_tokens_per_minute, key_concurrency: limits of each API key:
             requests, tokens of prompts and outputs, requests under way; None sets no limit.
         ignore_priority: `priority` of a request has no effect.

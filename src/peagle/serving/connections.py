@@ -293,17 +293,17 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request has begun, and its answer has not ended."""
+        """Return whether a request has begun, and its answer has not ended."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def has_answered(self) -> bool:
-        """Whether all requests that have begun are answered, and there was one."""
+        """Return whether all requests that have begun are answered, and there was one."""
         return self.cycle is not None and not self.is_answering
 
     @property
     def is_idle(self) -> bool:
-        """Whether no work is lost with the connection.
+        """Return whether no work is lost with the connection.
 
         The server waits for the client: for a request, for the rest of one, or to read an answer.
         Or the request is none that the application has taken, see `CountOpen`: it is a probe, or
@@ -357,13 +357,13 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.flow.pause_reading()
 
     def handle_turn(self) -> None:
-        """Parse what has come, which had to wait."""
+        """Parse the bytes that had to wait."""
         if not self.transport.is_closing() and self._linger_bytes is None:
             self.flow.resume_reading()
             self._handle_events()
 
     def _handle_events(self) -> None:
-        """Parse what has come, and begin a request if it is there.
+        """Parse the bytes received, and begin a request if it is there.
 
         The time for a head begins with its first byte, or with the rest of a body that is not read
         any more; a client gets no more time by sending it in parts.

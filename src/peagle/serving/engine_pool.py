@@ -87,7 +87,7 @@ class CrashBudget:
 
     @property
     def num_recent(self) -> int:
-        """Number of crashes in the window."""
+        """Return the number of crashes in the window."""
         while self._crashes and self._crashes[0] < time.monotonic() - WINDOW_S:
             self._crashes.popleft()
         return len(self._crashes)
@@ -99,12 +99,12 @@ class CrashBudget:
 
     @property
     def delay_s(self) -> float:
-        """Seconds to wait before the next start."""
+        """Return the seconds to wait before the next start."""
         return _FIRST_DELAY_S * 2 ** max(self.num_recent - 1, 0)
 
     @property
     def spent(self) -> str | None:
-        """Why there is no further start; None if there is one."""
+        """Return why there is no further start; None if there is one."""
         if self.num_failed_starts >= MAX_FAILED_STARTS:
             return f"{self.num_failed_starts} starts in a row failed"
         if (crashes := self.num_recent) > MAX_CRASHES:
@@ -120,7 +120,7 @@ class _Stream:
     Attributes:
         first: index of its first prompt; its other prompts have the next ones.
         num_outputs: number of outputs that have not ended.
-        chunks: those that the client has not taken.
+        chunks: the chunks that the client has not taken.
         error: why no more come.
         news: set when chunks or an error came.
     """
@@ -179,12 +179,12 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process takes requests."""
+        """Return whether the process takes requests."""
         return self.info is not None and not self.end
 
     @property
     def load(self) -> int:
-        """Number of outputs that run or wait here."""
+        """Return the number of outputs that run or wait here."""
         return sum(stream.num_outputs for stream in set(self.streams.values()))
 
     def send(self, message: Add | Cancel | Stop) -> None:
@@ -242,9 +242,9 @@ class EnginePool:
     long as its `CrashBudget` lasts; after that the others go on without it.
 
     Args:
-        specs: what each process loads.
+        specs: the models and limits of each process.
         metrics: takes the counters, the signs of life and the ends of the engines.
-        max_queue: number of outputs that may wait beyond those that are decoded.
+        max_queue: number of outputs that may wait beyond the ones that are decoded.
         restart: whether a process that died is started again.
 
     Attributes:
@@ -286,12 +286,12 @@ class EnginePool:
 
     @property
     def ready(self) -> list[EngineProcess]:
-        """Engines that take requests."""
+        """Return the engines that take requests."""
         return [engine for engine in self._engines if engine is not None and engine.is_ready]
 
     @property
     def info(self) -> EngineInfo | None:
-        """Facts of the engines, which are all alike; None while none is loaded."""
+        """Return the facts of the engines, which are all alike; None while none is loaded."""
         return next((engine.info for engine in self.ready), None)
 
     # ---- requests -------------------------------------------------------------------------------
@@ -307,9 +307,9 @@ class EnginePool:
         cache_salt: bytes = b"",
         deadline: Deadline | None = None,
     ) -> AsyncGenerator[list[tuple[int, StreamChunk]], None]:
-        """Yield what came of a request's outputs, as (index of the prompt, chunk).
+        """Yield the chunks of a request's outputs, as (index of the prompt, chunk).
 
-        A list has all chunks that came since the last one, at least those of a step. Leaving the
+        A list has all chunks that came since the last list, at least a step's. Leaving the
         iterator cancels the request.
 
         Args:

@@ -53,7 +53,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine process loads, and the limits that it keeps.
+    """The models that an engine process loads, and the limits that it keeps.
 
     Attributes:
         target: folder of the target.
@@ -188,17 +188,17 @@ class Heartbeat:
 
     @property
     def last_s(self) -> float:
-        """When the engine was last alive, by `time.monotonic`."""
+        """Return when the engine was last alive, by `time.monotonic`."""
         return self._values[0]
 
     @property
     def due_s(self) -> float:
-        """When it must be alive again."""
+        """Return when the engine must be alive again, by `time.monotonic`."""
         return self._values[1]
 
     @property
     def activity(self) -> Activity:
-        """What the engine does until then."""
+        """Return the engine's activity until then."""
         return _ACTIVITIES[int(self._values[2])]
 
     # ---- written by the engine ------------------------------------------------------------------
@@ -299,7 +299,7 @@ def _end_with_front_end() -> None:
 
     A thread waits for the front end, which the system reports by the end of a pipe. No thread runs
     in a process that is stopped, or while a step holds the interpreter: on Linux the kernel kills
-    it, when the thread that started it ends, which is the front end's main thread.
+    it when the front end's main thread, which started it, ends.
     """
     front_end = multiprocessing.parent_process()
     assert front_end is not None
@@ -402,7 +402,7 @@ class EngineWorker(EngineLoop):
         self.run()
 
     def rehearse(self) -> None:
-        """Let each engine make what its first steps would make; no request may run."""
+        """Let each engine do the one-time work of its first steps; no request may run."""
         for llm in self._llms.values():
             with self._heartbeat.step():
                 llm.engine.rehearse()
@@ -471,7 +471,8 @@ class EngineWorker(EngineLoop):
 def _without_repeats(chunk: StreamChunk) -> StreamChunk:
     """Leave out of a finished output the log-probabilities that the front end has by then.
 
-    Chunks brought those of the output. Outputs of one prompt share its own: the first one has them.
+    Earlier chunks brought the output's. Outputs of one prompt share its own: the first one has
+    them.
     """
     output = chunk.output
     if output is None or (output.logprobs is None and output.prompt_logprobs is None):
@@ -481,7 +482,7 @@ def _without_repeats(chunk: StreamChunk) -> StreamChunk:
 
 
 def pooled(engines: list[LLMEngine]) -> EngineStats:
-    """Return the counters of several engines as those of one."""
+    """Return the counters of several engines, pooled."""
     every = [engine.stats for engine in engines]
     totals: dict[str, Any] = {
         f.name: sum(getattr(stats, f.name) for stats in every)

@@ -18,7 +18,7 @@ _TYPES = {
 class ApiError(Exception):
     """A fault in a request, or a reason why the server cannot answer it.
 
-    A client gets back little of what it sent: a long message loses its middle.
+    A client gets back little of its own text: a long message loses its middle.
 
     Args:
         message: names the value, what was expected and what to do.
@@ -99,7 +99,7 @@ _REASONS = {
 
 
 def reason_for_absence(path: str) -> str | None:
-    """Return why peagle lacks a route that clients of OpenAI or vLLM call, and what to use.
+    """Return why peagle lacks a route of OpenAI's or vLLM's clients, and a route to use instead.
 
     None: `path` is no route of theirs.
     """

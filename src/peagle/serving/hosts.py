@@ -28,7 +28,7 @@ class Host(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a web page comes from; `port` is None only for schemes without a usual port."""
+    """The origin of a web page; `port` is None only for schemes without a usual port."""
 
     scheme: str
     name: str

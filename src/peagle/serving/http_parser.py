@@ -139,7 +139,7 @@ class ChunkedBody:
         self._is_at_trailers = False
 
     def __call__(self, buffer: Any) -> h11.Data | h11.EndOfMessage | None:
-        """Take what is complete from h11's buffer; return an event, or None if nothing is.
+        """Take complete chunks from h11's buffer; return an event, or None without one.
 
         Raises:
             RefusedRequest: these are no chunks, or their extensions or trailers are too large.

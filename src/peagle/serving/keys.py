@@ -79,7 +79,7 @@ def load_keys(environ: Mapping[str, str], file: str | Path | None = None) -> Api
 
 
 def read_keys(environ: Mapping[str, str], file: str | Path | None = None) -> tuple[str, ...]:
-    """Return the keys of `file`, or else those of PEAGLE_API_KEY in `environ`.
+    """Return the keys of `file`, or else of PEAGLE_API_KEY in `environ`.
 
     Args:
         environ: the variable holds one key, or several separated by commas.
@@ -246,7 +246,7 @@ class Lease:
         self._reserved = num_tokens
 
     def settle(self, num_tokens: int) -> None:
-        """Give back what was reserved beyond the tokens that were used."""
+        """Give back the tokens that were reserved and not used."""
         if self._reserved and self.account is not None and self.account.tokens is not None:
             self.account.tokens.consume(num_tokens - self._reserved, self.clock())
         self._reserved = 0

@@ -1,8 +1,8 @@
-"""What a body may hold: one table of limits, the measuring of JSON, and types for fields.
+"""Limits of a body: one table of them, the measuring of JSON, and types for fields.
 
-A limit is applied before the work that it bounds: those of JSON before a body is parsed, those of
-counts and lengths before an element is looked at, those of texts before they are tokenised. The
-values are far above what a client of OpenAI or vLLM sends, and low enough that one body holds the
+A limit is applied before the work that it bounds: limits of JSON before a body is parsed, limits of
+counts and lengths before an element is looked at, limits of texts before they are tokenised. The
+values are far above the needs of a client of OpenAI or vLLM, and low enough that one body holds the
 interpreter, or a step of the engine, for some milliseconds.
 """
 
@@ -73,7 +73,7 @@ def most(name: str) -> int:
 
 
 def limits_of_model(max_model_len: int, characters_per_token: int) -> dict[str, int]:
-    """Return all limits by their name, with those that depend on the model.
+    """Return all limits by name, with the ones that depend on the model.
 
     Args:
         max_model_len: the context, in tokens.
@@ -93,7 +93,7 @@ def most_values(max_model_len: int) -> int:
 
 
 def table() -> str:
-    """Return the limits as the table of docs/serving.md."""
+    """Return the limits as the table of docs/safety.md."""
     rows = [f"| `{name}` | {limit.value:,} | {limit.counts} |" for name, limit in LIMITS.items()]
     return "\n".join(["| name | most | what is counted |", "|---|---|---|", *rows])
 
@@ -150,7 +150,7 @@ def parse_body(body: bytes, max_model_len: int) -> Any:
 
 
 def check_calls(messages: Iterable[Mapping[str, Any]], max_model_len: int) -> None:
-    """Bound the JSON that tool calls of messages hold as text, which is parsed for the template.
+    """Bound the JSON that tool calls of messages hold as text, since it is parsed for the template.
 
     Raises:
         ApiError: 400, one of them holds more than `limits.LIMITS` allows.

@@ -24,8 +24,8 @@ trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if _STATM.exists() e
 async def return_memory(loading: asyncio.Future[None]) -> None:
     """Give freed memory back every 15 s while there is more than at rest, until cancelled.
 
-    It does so with glibc on Linux; elsewhere it returns at once. What is loaded by the end of
-    `loading` is kept.
+    It does so with glibc on Linux; elsewhere it returns at once. Objects loaded by the end of
+    `loading` are kept.
     """
     if trim is None:
         return
@@ -42,7 +42,7 @@ async def return_memory(loading: asyncio.Future[None]) -> None:
 
 
 def leave_to_itself() -> None:
-    """Let no later collection of garbage go through what is loaded now, which takes 0.2 s."""
+    """Exempt all loaded objects from later garbage collections: each would take 0.2 s."""
     gc.collect()
     gc.freeze()
 

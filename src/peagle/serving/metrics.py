@@ -333,7 +333,7 @@ class _Engine:
         self.num_restarts += 1
 
     def totals(self) -> list[int]:
-        """Return the values of _TOTALS, then those per position; none is lower than before.
+        """Return the values of _TOTALS, then the values per position; none is lower than before.
 
         An engine takes the tokens of a stop string back: its count of tokens may fall. A counter
         stays where it was until the count has caught up.

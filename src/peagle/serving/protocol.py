@@ -88,7 +88,7 @@ class SpeculationOptions(_Body):
 
 
 class JsonSchema(_Body):
-    """A named schema."""
+    """A JSON schema with a name, as the response format of a chat."""
 
     name: Name = "schema"
     description: Description | None = None
@@ -394,7 +394,7 @@ class TokenizeBody(_Body):
 
 
 class DetokenizeBody(_Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: Name | None = None
     tokens: TokenIds
@@ -521,7 +521,7 @@ def _params(
 
 
 def _check_products(body: SamplingFields) -> None:
-    """Bound what each step of the engine reads for all outputs of one prompt."""
+    """Bound the work of each step of the engine for all outputs of one prompt."""
     for name in ("stop", "bad_words", "logit_bias", "allowed_token_ids"):
         given = getattr(body, name) or ()
         total = (body.n or 1) * (1 if isinstance(given, str) else len(given))

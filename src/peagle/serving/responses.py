@@ -55,7 +55,7 @@ async def respond(service: Service, body: ResponsesBody, caller: Caller) -> Gene
 
 @contextmanager
 def _renamed_fields() -> Iterator[None]:
-    """Rename the fields in errors to those of this route."""
+    """Rename the fields in errors to the names of this route."""
     try:
         yield
     except ApiError as error:

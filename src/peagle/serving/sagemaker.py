@@ -37,7 +37,7 @@ class VllmFlag:
 
     Attributes:
         name: name of vLLM's option, "--max-model-len".
-        tokens: what follows the name; none for a switch, None where the option is left out.
+        tokens: the words after the name; none for a switch, None where the option is left out.
     """
 
     variable: str
@@ -47,12 +47,12 @@ class VllmFlag:
 
     @property
     def arguments(self) -> list[str]:
-        """The option and its tokens."""
+        """Return the option and its tokens."""
         return [] if self.tokens is None else [self.name, *self.tokens]
 
     @property
     def shown(self) -> str:
-        """The variable and its value, for messages; a secret is not shown."""
+        """Return the variable and its value, for messages; a secret is not shown."""
         if _SECRET.search(self.name):
             return f"{self.variable} (not shown)"
         return f"{self.variable} is {short_repr(self.value)}"
@@ -68,7 +68,7 @@ def vllm_flags(environ: Mapping[str, str]) -> list[VllmFlag]:
     """Return vLLM's options that the variables SM_VLLM_* stand for, by name.
 
     SM_VLLM_X_Y=v is `--x-y v`. "true" and "" make a switch, "false" leaves the option out. A JSON
-    array is one token for each element; all else, also what is not JSON, is one token as it is.
+    array is one token for each element; any other text, JSON or not, is one token as it is.
     """
     return [
         VllmFlag(

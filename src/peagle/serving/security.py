@@ -3,8 +3,8 @@
 A request passes, in this order: its Host (against DNS rebinding), its Origin (against other sites
 in the same browser), its key, its content type, and the limits of its body.
 
-It guards vLLM's server too, inside vLLM's process (`vllm_guard`): this file and what it imports use
-the standard library alone, as of Python 3.10.
+It guards vLLM's server too, inside vLLM's process (`vllm_guard`): this file and its imports use the
+standard library alone, as of Python 3.10.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class _Exchange:
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:
-        """Answer with `error`; drop what the application sends afterwards."""
+        """Answer with `error`; drop later messages of the application."""
         self._is_refused = True
         headers = [(name.lower().encode(), v.encode()) for name, v in error.headers.items()]
         headers.append((b"content-type", b"application/json"))
@@ -331,7 +331,7 @@ def _too_large(size: str, limit: int) -> ApiError:
 
 
 def _check_content_type(headers: _Headers) -> None:
-    """Refuse what a browser sends to other sites without asking them first: anything but JSON."""
+    """Refuse bodies that a browser sends to other sites without asking: any but JSON."""
     values = headers.get(b"content-type", ())
     if len(values) != 1 or not _is_json(values[0]):
         shown = ", ".join(map(_quoted, values)) or "absent"

@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Take no new requests, let the others finish, end those that take too long, then end."""
+        """Take no new requests, let the others finish, end late ones, then end."""
         self.service.is_draining = True
         await self._until_none_is_open(self.service.config.drain_timeout_s)
         if self.service.num_open:
@@ -154,7 +154,7 @@ def serve(
     """Serve until a signal ends the process: with status 0, or 1 if the engines were lost.
 
     Args:
-        name: what clients call the model.
+        name: the clients' name for the model.
         listening: a socket that is bound already; None binds one.
 
     Raises:

@@ -45,7 +45,7 @@ class Service:
     """The model that is served.
 
     Attributes:
-        name: what clients call the model.
+        name: the clients' name for the model.
         proposers: names of the proposers; the first one is the default.
         tokenizer: None while it loads.
         is_draining: the server takes no new requests.
@@ -225,7 +225,7 @@ class Caller:
 
     Attributes:
         cache_salt: salt of the key and the request: only equal salts share cached KV.
-        lease: the request's part of what its key may use.
+        lease: the request's part of its key's budget.
         deadline: when the answer must have ended; None sets no limit.
     """
 
@@ -237,7 +237,7 @@ class Caller:
 
     @classmethod
     def of(cls, request: Request, body: GenerationFields, deadline: Deadline | None) -> Caller:
-        """Return the sender of a request; its own salt is combined with that of its key."""
+        """Return the sender of a request; its own salt is combined with its key's salt."""
         state: dict[str, Any] = request.scope.get("state", {})
         salt: bytes = state.get("cache_salt", b"")
         if body.cache_salt:
@@ -272,7 +272,7 @@ class Generation:
     _num_tokens: int = 0
 
     async def chunks(self) -> AsyncGenerator[list[tuple[int, StreamChunk]], None]:
-        """Yield what came, as (index of the prompt, chunk); leaving the iterator cancels the rest.
+        """Yield chunks as (index of the prompt, chunk); leaving the iterator cancels the rest.
 
         Raises:
             ApiError: no room, no tokens left for the key, or an output ended by an error.
@@ -322,8 +322,8 @@ class Generation:
     async def run_to_end(self) -> list[RequestOutput]:
         """Run to the end; return all outputs, by prompt, then by output.
 
-        They have the log-probabilities of their tokens, and the first of each prompt has those of
-        the prompt.
+        They have the log-probabilities of their tokens, and the first of each prompt has the
+        prompt's.
         """
         logprobs: defaultdict[tuple[int, int], list[TokenLogprobs]] = defaultdict(list)
         async with aclosing(self.chunks()) as lists:
@@ -338,7 +338,7 @@ class Generation:
 
     @property
     def ordered(self) -> list[RequestOutput]:
-        """The finished outputs, by prompt, then by output."""
+        """Return the finished outputs, by prompt, then by output."""
         return [self.outputs[key] for key in sorted(self.outputs)]
 
     def _count(self, index: int, chunk: StreamChunk, engine: EngineProcess) -> None:

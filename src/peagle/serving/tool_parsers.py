@@ -412,7 +412,7 @@ class Qwen3CoderParser(_MarkedParser):
         return found
 
     def _end_of_value(self, begin: int) -> tuple[int, int] | None:
-        """Return where a value ends and what follows it begins; None: no end is there yet."""
+        """Return where a value ends and where the text behind it begins; None: not there yet."""
         end = self._text.find(_END, begin)
         closed = (_CLOSED_AT_END if self._ended else _CLOSED).search(self._text, begin)
         if closed and not 0 <= end < closed.start():
@@ -464,7 +464,7 @@ _LONGEST_END = len("</function></tool_call>") + 8
 
 
 def _open_end(text: str) -> int:
-    """Length of the longest end of a value's text with which the end of the value may begin."""
+    """Return the length of the longest end of a value's text that may begin the value's end."""
     held = open_tail(text, (_END, f"\n{_END}", "</function>", "\n</function>"))
     function, tag, rest = text[-_LONGEST_END:].rpartition("</function>")
     if tag and "</tool_call>".startswith(rest.lstrip(_BLANKS)):
@@ -489,7 +489,7 @@ def _as_json(text: str) -> str:
 
 
 def _as_string(text: str) -> str:
-    """Return a string in quotes as it is if it is JSON, else what is between them as JSON."""
+    """Return a quoted string as JSON: as it is if it is JSON, else its text between the quotes."""
     text = unmarked(text)
     try:
         json.loads(text)
@@ -612,8 +612,8 @@ class Gemma4Parser(_MarkedParser):
 
     Arguments are given out as JSON. Keys have no quotes. A value is a string, an object `{...}`, an
     array `[...]`, or a bare word: a number, true, false, null or, if it is none of them, a string.
-    Keys and strings in the quotes of JSON are read too. Where arguments are broken, what is open is
-    closed, and the text that follows is content.
+    Keys and strings in the quotes of JSON are read too. Where arguments are broken, open brackets
+    and strings are closed, and the text that follows is content.
     """
 
     marker = f"{SIGN}<|tool_call>"
@@ -641,7 +641,7 @@ class Gemma4Parser(_MarkedParser):
         return True
 
     def _members(self, closing: str) -> Steps[None]:
-        """Give out the members of an object or array, and of those within it, up to its end."""
+        """Give out the members of an object or array, and of the ones within it, up to its end."""
         closings, separator = [closing], ""
         while closings:
             yield from self._blanks()

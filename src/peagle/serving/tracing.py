@@ -137,9 +137,9 @@ class Tracing:
 
 
 def without_secrets(scope: Scope) -> Scope:
-    """Return what a span may record of a request; its item "peagle.whole_scope" is the request.
+    """Return a request without secrets, for a span; the item "peagle.whole_scope" is the request.
 
-    Left out are the query, what else of the path may hold a key, and headers with keys, which
+    Left out are the query, parts of the path that may hold a key, and headers with keys, which
     OTEL_INSTRUMENTATION_HTTP_CAPTURE_HEADERS_SERVER_REQUEST could ask for.
     """
     headers = [(name, value) for name, value in scope["headers"] if not _SECRETS.search(name)]

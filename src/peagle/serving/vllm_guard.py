@@ -78,7 +78,7 @@ class Guard:
 
 
 def engine_facts(scope: Scope) -> dict[str, Any]:
-    """Return what the configuration of this server's engine came to."""
+    """Return the resolved settings of this server's engine."""
     state = getattr(scope.get("app"), "state", None)
     config = getattr(state, "vllm_config", None)
     if config is None:

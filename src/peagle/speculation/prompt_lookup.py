@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class PromptLookup:
-    """Drafts what followed the latest earlier occurrence of the last n tokens, longest n first.
+    """Drafts the tokens behind the latest earlier occurrence of the last n, longest n first.
 
     Prompt lookup decoding (Saxena, 2023): free, no head; the baseline any head must beat.
 
@@ -20,7 +20,7 @@ class PromptLookup:
         self.min_ngram = min_ngram
 
     def find(self, tokens: Sequence[int], num_drafts: int) -> list[int]:
-        """The drafts that follow `tokens`, at most `num_drafts`, maybe none."""
+        """Return the drafts that follow `tokens`, at most `num_drafts`, maybe none."""
         # As bytes, because their search is fast; a match within a token is none.
         text = array("q", tokens)
         data, size = text.tobytes(), text.itemsize

@@ -43,7 +43,7 @@ class DraftConstraint(Protocol):
     lens: list[int]
 
     def mask(self, device: torch.device) -> Tensor | None:
-        """The tokens allowed in the next column, bool [B, V]; None if all are."""
+        """Return the tokens allowed in the next column, bool [B, V]; None if all are."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take the tokens chosen for the column, one a sequence."""
@@ -51,7 +51,7 @@ class DraftConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProposerInput:
-    """What a proposer may read: rows that the target ran, and what verification decided.
+    """A proposer's input: the rows that the target ran, and the results of verification.
 
     Features and sampling parameters are on the device, all other tensors on the host.
 
@@ -95,7 +95,7 @@ class TreeSlots:
 
     Attributes:
         logits_KV: the head's own, in the draft vocabulary.
-        states_KW: what `DraftCorrection.start` made of them; None for a head without a correction.
+        states_KW: their `DraftCorrection.start`; None for a head without a correction.
     """
 
     logits_KV: Tensor
@@ -107,14 +107,14 @@ class Drafts:
     """Draft tokens of a batch.
 
     Attributes:
-        tokens_BK: target ids; what stands at or above lens means nothing.
+        tokens_BK: target ids; columns at or above lens hold nothing of use.
         lens: drafts of each sequence: as many as were asked for, unless fewer were found.
         probs_BKV: the draft distributions in the target vocabulary; 0 for drafts that were not
             drawn, None where no draft was.
         parents_BK: the row of each draft's parent where drafts are trees (`kernels.trees.growth`);
             None for chains. K is then the nodes of a tree.
         scores_BK: the scores of the nodes then, as `best_first_trees` gives them.
-        slots: those from which a sequence's tree grew, by its number.
+        slots: the slots from which a sequence's tree grew, by its number.
     """
 
     tokens_BK: Tensor
@@ -135,25 +135,25 @@ class DraftExecutor(Protocol):
     num_drafts: int
 
     def first_batch(self) -> DraftBatch:
-        """The drafter's batch that follows from what verification decided.
+        """Return the drafter's batch that follows from the verification.
 
-        Its `draft_rows_BK` are those of the sequences that draft.
+        Its `draft_rows_BK` are the rows of the sequences that draft.
         """
         ...
 
     def gather(self, features_TD: Tensor, batch: DraftBatch) -> Tensor:
-        """The hidden states of the batch, [S, D]: features after fc, and h_shared elsewhere."""
+        """Return the batch's hidden states, [S, D]: features after fc, and h_shared elsewhere."""
         ...
 
     def next_batch(self, column: int) -> PackedBatch:
-        """One slot of each sequence that drafts more than `column`: over the draft before it.
+        """Return the batch of one slot of each sequence that drafts on, over its draft before.
 
         They are the first of the sequences that the batch before had.
         """
         ...
 
     def run(self, batch: PackedBatch, hidden_SD: Tensor) -> Tensor:
-        """The drafter's hidden states of a pass over the batch made last, [S, D]."""
+        """Run the drafter over the batch made last, and return its hidden states, [S, D]."""
         ...
 
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
@@ -161,7 +161,7 @@ class DraftExecutor(Protocol):
 
 
 class HeadProposer:
-    """What parallel and autoregressive drafting share: the head, its KV cache, its first pass.
+    """The common part of parallel and autoregressive drafting: head, KV cache and first pass.
 
     Args:
         caches: one KV cache a drafter layer, in the block-id space of the target.
@@ -435,7 +435,7 @@ class EagerDraft:
                 constraint.advance(self._tokens_BK[:, first + j].tolist())
 
     def drafts(self) -> Drafts:
-        """The drafts chosen, cut where the constraint ends them."""
+        """Return the drafts chosen, cut where the constraint ends them."""
         if self._trees is not None:
             return self._with_chains(self._trees)
         lens, constraint = self._lens, self._step.constraint
@@ -473,7 +473,7 @@ class EagerDraft:
         return replace(trees, lens=lens, probs_BKV=self._probs_BKV)
 
     def _still_drafting(self, column: int) -> Tensor:
-        """The sequences that draft more than `column`."""
+        """Return the sequences that draft more than `column` tokens."""
         return self._order_N[: sum(self._lens[b] > column for b in self._order)]
 
     def _put(self, logits_NJV: Tensor, sequences_N: Tensor, first: int) -> None:

@@ -39,7 +39,7 @@ class SamplingTensors:
     all_greedy: bool
 
     def probs(self, logits_NV: Tensor, sequences_N: Tensor) -> Tensor:
-        """Target probabilities of rows that belong to the given sequences, [N, V]."""
+        """Return target probabilities of rows that belong to the given sequences, [N, V]."""
         return probs_from_logits(
             logits_NV,
             self.temperature_B[sequences_N],
@@ -50,13 +50,13 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a verification decided.
+    """The result of a verification.
 
     Attributes:
         num_accepted_B: a_b, drafts accepted.
         next_tokens_B: the target's own token after them.
-        order_BJ: the rows of each sequence, those of the newest token and of the accepted drafts
-            first; None where they stand first anyway, as those of chains do.
+        order_BJ: the rows of each sequence, the newest token's and the accepted drafts' first;
+            None where they stand first anyway, as in chains.
     """
 
     num_accepted_B: Tensor
@@ -76,7 +76,7 @@ def verify(
     The target's own token x_j of row j is the argmax, or a draw from p with the random number of
     (seed, output position, SAMPLE). Drafts that were not drawn (argmax, prompt lookup) are accepted
     while x_j equals draft j, which has the probability p(draft). The next token is x_a. The output
-    is that of plain decoding token for token, whatever was drafted.
+    equals plain decoding token for token, whatever was drafted.
 
     In a tree (`TreeRows`) x is the own token of a node's row: verification descends to the child
     that equals x while there is one. Children of one node must differ. A chain is the tree of one
@@ -90,7 +90,7 @@ def verify(
     min(1, p(x) / q(x)), and p_a is 1. The output has the target's distribution, and depends on q.
 
     Synthetic acceptance measures speed with random weights, as in vLLM; the output is then NOT
-    what the target would say. a_b = #{i in 1..k_b : u < r_i} with one number u of the step, and
+    the target's. a_b = #{i in 1..k_b : u < r_i} with one number u of the step, and
     the next token is x_a. All else is computed as ever, so that a step takes the time that it would
     take.
 
@@ -142,7 +142,7 @@ def _verify_drawn(
     sampling: SamplingTensors,
     tokens_BJ: Tensor,
 ) -> Verified:
-    """Return what `verify` decides of chains of which some drafts were drawn.
+    """Return the result of `verify` for chains of which some drafts were drawn.
 
     Args:
         tokens_BJ: the target's own tokens.
@@ -209,7 +209,7 @@ def _draw_rejected(
     num_accepted_B: Tensor,
     shares_B: Tensor,
 ) -> Tensor:
-    """Draw the token behind each sequence's accepted drafts from what p_j p has more than q."""
+    """Draw the token behind each sequence's accepted drafts from the excess of p_j p over q."""
     p_BV = probs_RV[rows.first_row_B + num_accepted_B]
     batch_B = torch.arange(len(p_BV), device=p_BV.device)
     q_BV = q_BKV[batch_B, num_accepted_B.clamp_max(rows.max_drafts - 1)]

@@ -2,7 +2,7 @@
 
 The simulation needs two figures of an element (anchor, depth): `chance`, the probability that the
 target accepts its draft, and `follows`, whether the response continues with that draft. Only if it
-does is the next element of the chain judged in the context that serving would be in. So
+does is the next element of the chain judged in a context that serving would reach. So
 
 - a chain continues while its drafts follow, and serving's next draft starts at its end: the walk;
 - conditional acceptance at position i is the mean chance over the drafts of the walk whose first
@@ -18,7 +18,8 @@ probability p_T(draft) and leaves the very context that an accepted draft leaves
 contexts as often as serving does, and the figures are serving's, unbiased. Taking the chance rather
 than the event at the last draft of a chain only removes noise, and no random number is needed. If
 the response is from another temperature, chances are still exact in their contexts, but these are
-visited as the response's temperature would: the figures then tend to lie between those of the two.
+visited as the response's temperature would: the figures then tend to lie between the figures of the
+two temperatures.
 
 Chains that the response's end cuts short are left out: their length is unknown. Each answer of a
 conversation in one row is walked by itself.
@@ -44,7 +45,7 @@ class AnchorAcceptance:
 
     Attributes:
         counters: float64 [3, K], elements, matches, and elements whose chain matches down to them;
-            those of several processes are pooled by a sum.
+            a sum pools the counters of several processes.
     """
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
@@ -84,8 +85,8 @@ class ServedAcceptance:
 
     Attributes:
         counters: float64 [K_train, 2, K_train] on the CPU; for every K, of the drafts that serving
-            makes: how many reach position i, and the sum of their chances there. Those of several
-            processes are pooled by a sum.
+            makes: how many reach position i, and the sum of their chances there. A sum pools the
+            counters of several processes.
     """
 
     def __init__(self, num_depths: int) -> None:
@@ -125,11 +126,11 @@ class ServedAcceptance:
             self.counters[k - 1, 1, :k] += (chance_BNK[drafts][:, :k] * reached_Dk).sum(0)
 
     def num_drafts(self, k: int) -> int:
-        """Drafts that serving makes at K = k."""
+        """Return the number of drafts that serving makes at K = k."""
         return round(float(self.counters[k - 1, 0, 0]))
 
     def conditional(self, k: int) -> list[float | None]:
-        """P(position i accepted | those before it accepted); None where no draft got that far."""
+        """Return P(position i accepted | all before accepted); None where no draft got that far."""
         reached, accepted = self.counters[k - 1, :, :k].tolist()
         return [a / r if r else None for r, a in zip(reached, accepted, strict=True)]
 
@@ -146,15 +147,15 @@ class ServedAcceptance:
         return 1 + sum(self.unconditional(k))
 
     def acceptance_lengths(self) -> list[float]:
-        """At K = 1, 2, ... K_train."""
+        """Return the acceptance lengths at K = 1, 2, ... K_train."""
         return [self.acceptance_length(k) for k in range(1, self.num_depths + 1)]
 
 
 def _walk(lengths: list[int], k: int) -> list[int]:
-    """Anchors of the drafts at K = k: each starts behind the last one's accepted tokens.
+    """Return the anchors of the drafts at K = k: each starts behind the last one's accepted tokens.
 
-    `lengths` are those of every anchor's chain, -1 where it is not known in full: such anchors
-    stand between two answers, more of them than a step can pass over.
+    `lengths` are the lengths of every anchor's chain, -1 where one is not known in full: such
+    anchors stand between two answers, more of them than a step can pass over.
     """
     anchors = []
     anchor = 0

@@ -28,8 +28,12 @@ MASK_TOKEN = "<|mask|>"
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A head before its first step, what it started from (None: from random weights), and what is
-    trained in its place (None: the head itself).
+    """A head before its first step.
+
+    Attributes:
+        drafter: the head.
+        warm_start: the start from another head; None: from random weights.
+        correction: trained in place of the head; None: the head itself is trained.
     """
 
     drafter: Drafter
@@ -43,13 +47,14 @@ def build_drafter(
     tokenizer: PreTrainedTokenizerBase,
     dataset: ResponseDataset,
 ) -> Built:
-    """A head: the one that `head.init` names to start from, else a fresh one; or the frozen head
-    that `correction.on` names, with a fresh correction.
+    """Return a head to train: fresh, or started from the head that `head.init` names.
+
+    With `correction.on` it is the head named there, frozen, with a fresh correction.
 
     Fresh means random layers, embeddings and lm_head from the target. Geometry that the
     configuration leaves out is the target's. The draft vocabulary is the most frequent tokens of
-    the training responses and those that end a text (`training.vocabulary.vocabulary_report` says
-    what it covers).
+    the training responses and the tokens that end a text (`training.vocabulary.vocabulary_report`
+    tells its coverage).
 
     A new `mask_hidden` of a warm start needs features (`warm_start.start_mask_hidden`). Where the
     target has no layers here to make them, it is random, and the caller starts it from stored ones.
@@ -76,7 +81,7 @@ def build_drafter(
 def planned_shape(
     config: TrainConfig, target: TargetSizes, tokenizer: PreTrainedTokenizerBase
 ) -> DrafterConfig:
-    """The shape of the head that `build_drafter` makes; weights of target and head stay unread.
+    """Return the shape of the head of `build_drafter`; weights of target and head stay unread.
 
     Raises:
         UserError: as `build`, where shapes alone show the mistake.
@@ -93,7 +98,7 @@ def planned_shape(
 
 
 def _corrected(folder: Path, config: TrainConfig, target: TargetFacts) -> Built:
-    """The head in `folder`, frozen, and a correction whose term is 0."""
+    """Return the head in `folder`, frozen, with a correction whose term is 0."""
     drafter = load_drafter(folder, target, dtype=torch.promote_types(target.dtype, torch.float32))
     if not drafter.config.is_parallel:
         raise UserError(
@@ -120,7 +125,7 @@ def _warm(
     dataset: ResponseDataset,
     mask_token_id: int | None,
 ) -> Built:
-    """A head that takes over what it can of the one in `folder`; the rest is as in a fresh one."""
+    """Return a head that takes over all it can of the head in `folder`; the rest is fresh."""
     config.check_init()
     init = InitHead.read(folder, target)
     drafter = Drafter(init.shape(config.head, config.method.depth, mask_token_id))

@@ -68,9 +68,9 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def continued(config: TrainConfig) -> TrainConfig:
-    """Return a run with what it leaves open as the checkpoint in its output folder has it.
+    """Return a run whose open settings come from the checkpoint in its output folder.
 
-    That is the optimizer, its learning rate, and the steps that `run.minutes` planned.
+    They are the optimizer, its learning rate, and the steps that `run.minutes` planned.
     """
     before, section = read_record(config.output / "checkpoint").get("optimizer"), config.optimizer
     if not isinstance(before, dict):
@@ -120,12 +120,12 @@ def require_steps_left(checkpoint: Path, step: int, steps: int | None) -> None:
 
 
 def require_same_facts(folder: Path, record: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Refuse facts that differ from those in the record of a checkpoint.
+    """Refuse facts that differ from the record of a checkpoint.
 
     Args:
         folder: the checkpoint, for the message.
-        record: what the checkpoint says. Of an older version it may lack the facts in `NEW_FACTS`.
-        facts: those of the run that goes on; others of the record are not compared.
+        record: the checkpoint's facts. Of an older version it may lack the facts in `NEW_FACTS`.
+        facts: facts of the run that goes on; others of the record are not compared.
 
     Raises:
         UserError: naming each key that differs with both values.
@@ -155,7 +155,7 @@ def shown(fact: object) -> str:
 def _differences(
     before: object, now: object, key: str = ""
 ) -> Iterator[tuple[str, object, object]]:
-    """Keys ("optimizer.steps") whose values differ, with the values; None where there is none."""
+    """Yield keys ("optimizer.steps") whose values differ, with the values; None: none is there."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         if before != now:
             yield key, before, now

@@ -29,7 +29,7 @@ from peagle.training.config import LossKind
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """What the target says at P positions.
+    """The target's predictions at P positions.
 
     Attributes:
         best_P: its most likely token, target id.
@@ -77,7 +77,7 @@ class DraftLoss:
     def grade(
         self, draft_logits_RV: Tensor, target: TargetRows, index_R: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Losses [R] and their gradients with respect to the logits, [R, DV], in at least float32.
+        """Return losses [R] and their gradients by the logits, [R, DV], in at least float32.
 
         `index_R` says which row of `target` grades each draft.
         """
@@ -139,7 +139,7 @@ _CPU_LOGITS = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class TargetOrder:
-    """Which target rows grade the elements, equal ones side by side.
+    """The target rows that grade the elements, equal ones side by side.
 
     Attributes:
         rows_P: int64, the rows, each once.
@@ -153,14 +153,14 @@ class TargetOrder:
 
     @classmethod
     def of(cls, positions_M: Tensor) -> TargetOrder:
-        """Of the target row of each element, equal ones side by side."""
+        """Order elements by the target row of each, equal rows side by side."""
         rows_P, which_M = positions_M.unique_consecutive(return_inverse=True)
         return cls(rows_P, which_M, which_M.cpu())
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What elements are graded by, beside their hidden states and the head's last matrix.
+    """The inputs of grading, beside the elements' hidden states and the head's last matrix.
 
     Attributes:
         loss: which loss.
@@ -180,7 +180,7 @@ class Projection:
 
 
 def default_chunk_rows(vocab_size: int, draft_vocab_size: int, device: torch.device) -> int:
-    """Elements of a chunk that keep its logits small, at least 64."""
+    """Return the elements of a chunk that keep its logits small, at least 64."""
     budget = _GPU_LOGITS if device.type == "cuda" else _CPU_LOGITS
     return max(64, budget // (vocab_size + draft_vocab_size))
 
@@ -188,7 +188,7 @@ def default_chunk_rows(vocab_size: int, draft_vocab_size: int, device: torch.dev
 def projected_loss(
     hidden_MD: Tensor, weight_VD: Tensor, projection: Projection
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the losses of hidden @ weight^T, and which drafts match greedily.
+    """Return the weighted sum of the losses of hidden @ weight^T, and which drafts match greedily.
 
     Differentiable (once) in `hidden_MD`, which the last matrix reads, and in that matrix. Products
     are in the type of these, losses and the sum of the matrix's gradient in at least float32.
@@ -206,7 +206,7 @@ def projected_loss(
 def judged_loss(
     hidden_MD: Tensor, weight_VD: Tensor, projection: Projection, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `projected_loss` gives, without gradients, and what the target thinks of the drafts.
+    """Return the sum of `projected_loss`, without gradients, and the target's view of the drafts.
 
     Target logits are of the full vocabulary; `temperature`, above 0, is of the target's
     distribution.
@@ -264,7 +264,7 @@ class _ProjectedLoss(torch.autograd.Function):
 def _run(
     hidden_MD: Tensor, weight_VD: Tensor, projection: Projection, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Loss, matches and the wanted gradients of hidden and weight."""
+    """Return loss, matches and the wanted gradients of hidden and weight."""
     total = torch.zeros((), dtype=projection.weights_M.dtype, device=hidden_MD.device)
     match_M = torch.empty(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
     grad_hidden = torch.empty_like(hidden_MD) if wanted[0] else None
@@ -301,7 +301,7 @@ def _grade(
     weights_R: Tensor,
     draft_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of a chunk's losses, its matches, and the gradient of its logits."""
+    """Return the weighted sum of a chunk's losses, its matches, and the gradient of its logits."""
     target = TargetRows.of(target_logits_PV, draft_ids)
     draft_R = _greedy(logits_RV, draft_ids)
     losses_R, gradient_RV = loss.grade(logits_RV, target, index_R)
@@ -316,7 +316,7 @@ def _judge(
     draft_ids: Tensor | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """A chunk's greedy drafts, as target ids, and softmax(target / temperature) at them."""
+    """Return a chunk's greedy drafts, as target ids, and softmax(target / temperature) at them."""
     draft_R = _greedy(logits_RV, draft_ids)
     wide = torch.promote_types(target_logits_PV.dtype, torch.float32)
     total_P = (target_logits_PV.to(wide) / temperature).logsumexp(-1)
@@ -325,14 +325,14 @@ def _judge(
 
 
 def _greedy(logits_RV: Tensor, draft_ids: Tensor | None) -> Tensor:
-    """Most likely tokens, as target ids."""
+    """Return the most likely tokens, as target ids."""
     draft_R = logits_RV.argmax(-1)
     return draft_R if draft_ids is None else draft_ids[draft_R]
 
 
 @cache
 def _compiled_grade() -> Any:
-    """The same in few kernels, so that logits are read and written as seldom as can be."""
+    """Return `_grade` compiled into few kernels, so that logits are seldom read and written."""
     return torch.compile(_grade)
 
 
@@ -342,7 +342,7 @@ def _compiled_judge() -> Any:
 
 
 def _chunks(projection: Projection) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of the elements, the target rows of each, and the row that each element reads."""
+    """Yield slices of the elements, their target rows, and the row that each element reads."""
     order = projection.order
     for start in range(0, len(order.on_host), projection.chunk_rows):
         rows = slice(start, start + projection.chunk_rows)

@@ -39,7 +39,7 @@ LossKind = Literal["kl", "ce", "tv", "kl_tv"]
 
 
 def _model(role: Role) -> BeforeValidator:
-    """A validator that reads the names of bundled models, before "./bundled" loses its dot."""
+    """Return a validator that reads names of bundled models, before "./bundled" loses its dot."""
     return BeforeValidator(
         lambda name: expand_bundled(name, role) if isinstance(name, str) else name
     )
@@ -83,8 +83,8 @@ class HeadSection(_Section):
         int8_layers: last names of layers that get INT8 in any case.
         group_size: inputs that share a scale.
         init: folder of a head to start from in place of random weights, P-EAGLE or EAGLE-3;
-            "bundled" and "bundled-eagle3" are the bundled heads. What is left out above is then
-            that head's, what is given must agree with it; num_layers may be larger
+            "bundled" and "bundled-eagle3" are the bundled heads. Values left out above are then
+            that head's, given values must agree with it; num_layers may be larger
             (`training.warm_start`). Not part of a dump: the record of the warm start has it.
     """
 
@@ -112,22 +112,22 @@ class HeadSection(_Section):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Names of the head's parameters that stay as they start."""
+        """Return the names of the head's parameters that stay as they start."""
         ends = {"embed_tokens": self.freeze_embeddings, "lm_head": self.freeze_lm_head}
         return tuple(f"{name}.weight" for name, is_frozen in ends.items() if is_frozen)
 
     @property
     def freezes_ends(self) -> bool:
-        """Whether the head keeps both of its ends: a new head then stores neither."""
+        """Return whether the head keeps both of its ends: a new head then stores neither."""
         return self.freeze_embeddings and self.freeze_lm_head
 
     def facts(self) -> dict[str, Any]:
-        """What a resumed run must have in common with its checkpoint (`_used`)."""
+        """Return the settings that a resumed run must share with its checkpoint (`_used`)."""
         return _used(self, "freeze_lm_head", "quantization", "int8_layers", "group_size")
 
     @property
     def layer_quantization(self) -> HeadQuantization | None:
-        """How the linear layers are rounded and stored; None where they are not."""
+        """Return how the linear layers are rounded and stored; None where they are not."""
         if self.quantization is None:
             return None
         return HeadQuantization(self.quantization, self.int8_layers, self.group_size)
@@ -178,7 +178,7 @@ class DataSection(_Section):
 
 
 class MethodSection(_Section):
-    """What is trained.
+    """The method of training.
 
     Attributes:
         name: "peagle" (parallel drafting) or "eagle3" (training-time test).
@@ -215,13 +215,13 @@ class MethodSection(_Section):
         return self
 
     def weights(self) -> list[float]:
-        """Weight of each depth."""
+        """Return the weight of each depth."""
         if self.depth_weights is not None:
             return list(self.depth_weights)
         return [self.depth_decay**depth for depth in range(self.depth)]
 
     def facts(self) -> dict[str, Any]:
-        """What a resumed run must have in common with its checkpoint (`_used`)."""
+        """Return the settings that a resumed run must share with its checkpoint (`_used`)."""
         return _used(self, "tv_share", "depth_weights")
 
 
@@ -290,7 +290,7 @@ class OptimizerSection(_Section):
 
     @property
     def has_rate_alone(self) -> bool:
-        """Whether a learning rate was given without the name of the optimizer."""
+        """Return whether a learning rate was given without the name of the optimizer."""
         return "learning_rate" in self.model_fields_set and "name" not in self.model_fields_set
 
     @property
@@ -314,7 +314,7 @@ def _flag_or_auto(value: Any) -> Any:
 
 
 class RunSection(_Section):
-    """Where it runs and what it writes.
+    """The place of a run, its pace and its output.
 
     Attributes:
         seed: seed of the initial weights, the order of the data and element sampling.
@@ -343,7 +343,7 @@ class RunSection(_Section):
         recompute_layers: activation checkpointing, P-EAGLE only: keep the input of each layer and
             run the layer again for its gradients. Less memory, a third more time. "auto" does so
             if nothing fits without.
-        memory_gib: what a process may take, in GiB; none is 0.9 of what its GPU has free at the
+        memory_gib: most memory of a process, in GiB; none is 0.9 of its GPU's free memory at the
             start, on a CPU half of the memory that is available then.
         loss_chunk_rows: elements whose logits are in memory at once; None chooses by the
             vocabularies.
@@ -370,7 +370,7 @@ class RunSection(_Section):
     loss_chunk_rows: int | None = Field(None, ge=1)
 
     def steps_within(self, seconds_per_step: float) -> int:
-        """The number of steps that `minutes` have room for, at least 1."""
+        """Return the number of steps that `minutes` have room for, at least 1."""
         assert self.minutes is not None
         return max(1, int(60 * self.minutes / max(seconds_per_step, 1e-6)))
 
@@ -397,7 +397,7 @@ class TrainConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _optimize_correction(cls, data: Any) -> Any:
-        """Where a correction is fitted, [optimizer], its steps and the loss are its own."""
+        """Fill in a correction's own [optimizer], steps and loss, if one is fitted."""
         given = data.get("correction") if isinstance(data, dict) else None
         if not isinstance(given, dict) or given.get("on") is None:
             return data
@@ -476,19 +476,19 @@ class TrainConfig(_Section):
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The whole run as a JSON object, the keys of a file; defaults are filled in."""
+        """Return the whole run as a JSON object with the keys of a file; defaults are filled in."""
         head = {"init": None if self.head.init is None else str(self.head.init)}
         data = self.model_dump(mode="json")
         return data | {"head": data["head"] | head}
 
     def planned(self, steps: int) -> TrainConfig:
-        """This run with a number of steps, which `run.minutes` has left open."""
+        """Return this run with a number of steps, which `run.minutes` has left open."""
         optimizer = self.optimizer.model_copy(update={"steps": steps})
         return self.model_copy(update={"optimizer": optimizer})
 
     @property
     def head_folder(self) -> Path:
-        """Where the head is that the run writes, or writes a correction for."""
+        """Return the folder of the head that the run writes, or writes a correction for."""
         return self.correction.on or self.output / "head"
 
     @classmethod
@@ -615,7 +615,7 @@ def optimizer_note(given: TrainConfig, run: TrainConfig) -> str:
     """Say in a sentence why a run does not have the default optimizer that its file leaves open.
 
     Args:
-        given: what the file says.
+        given: the run as its file gives it.
         run: the run, which has the optimizer of its checkpoint where it goes on.
     """
     asked, used = given.optimizer, run.optimizer

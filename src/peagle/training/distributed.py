@@ -53,11 +53,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes records."""
+        """Return whether this process prints and writes records."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """The device of this process, for the configuration's `run.device`.
+        """Return the device of this process, for the configuration's `run.device`.
 
         Raises:
             UserError: torch does not have it, or there are fewer GPUs than processes.
@@ -78,13 +78,13 @@ class Processes:
         return torch.device("cuda", self.local_rank)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in place; the host does not wait for a GPU."""
+        """Sum a tensor over all processes, in place; the host does not wait for a GPU."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def most(self, value: int) -> int:
-        """The largest of all processes' values; all processes meet here."""
+        """Return the largest of all processes' values; all processes meet here."""
         if self.world_size == 1:
             return value
         answer = torch.tensor(value)
@@ -92,7 +92,7 @@ class Processes:
         return int(answer)
 
     def own_indices(self, count: int) -> range:
-        """Indices of this process's share of `count` things."""
+        """Return the indices of this process's share of `count` things."""
         return range(self.rank, count, self.world_size)
 
     def first(self, action: Callable[[], object]) -> None:
@@ -122,14 +122,14 @@ ONE_PROCESS = Processes()
 
 @contextmanager
 def joined_processes(timeout: timedelta = SYNC_TIMEOUT) -> Iterator[Processes]:
-    """The processes that torchrun started together, or this one alone.
+    """Join the processes that torchrun started together, or this one alone.
 
     Args:
-        timeout: one that does not answer for so long is given up.
+        timeout: a process that does not answer for so long is given up.
 
     Raises:
-        UserError: one that the body raised, where this process is the first to raise one; or
-            another process is gone or does not answer.
+        UserError: the body's own, where this process is the first to raise one; or another process
+            is gone or does not answer.
         SystemExit: with status 2, where another process has reported its error already.
     """
     if any(not os.environ.get(name) for name in _VARIABLES) or os.environ["WORLD_SIZE"] == "1":
@@ -202,6 +202,6 @@ def _exit_if_reported(store: dist.Store | None, processes: Processes) -> None:
 
 
 def _gist(error: Exception) -> str:
-    """The first sentence, without the place in gloo's source that may stand before it."""
+    """Return the error's first sentence, without the place in gloo's source before it."""
     line = str(error).splitlines()[0]
     return line.rpartition("] ")[2].partition(". ")[0].rstrip(".") or line

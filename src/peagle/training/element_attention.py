@@ -37,7 +37,7 @@ def dense_attention(
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The rule where it is plain causality: depth 0 of rows with one document each.
+    """Attend causally: the rule at depth 0 of rows with one document each.
 
     Padding is at the end, where no counted element sees it.
     """
@@ -51,8 +51,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _with_all_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention, causal without a mask. Grouped heads would fall back to the kernel that keeps all
-    scores, so keys and values are repeated.
+    """Attend, causally without a mask.
+
+    Grouped heads would fall back to the kernel that keeps all scores, so keys and values are
+    repeated.
     """
     groups = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
@@ -64,7 +66,7 @@ def _with_all_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def flex_attention(
     queries: Elements, keys: Elements, blocks: BlockTable | None = None
 ) -> ElementAttention:
-    """The same without a mask in memory: FlexAttention skips the blocks that no query sees.
+    """Return the same attention without a mask: FlexAttention skips blocks that no query sees.
 
     GPU only; compiled at first use for each shape.
     """
@@ -83,7 +85,7 @@ def flex_attention(
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Which blocks of 128 elements attend to which, as FlexAttention lists them.
+    """The pairs of blocks of 128 elements that attend, as FlexAttention lists them.
 
     torch's own `create_block_mask` evaluates the rule for every pair of elements; here it is
     decided for pairs of blocks, from the ranges of anchors and documents in them. A block that is
@@ -143,7 +145,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class _Ranges:
-    """What is in each block of elements, all [B, blocks]; padding of the last block is left out.
+    """The ranges of each block of elements, all [B, blocks]; padding of the last block is left out.
 
     Attributes:
         low, high: least and greatest anchor.
@@ -166,7 +168,7 @@ class _Ranges:
 
     @classmethod
     def of(cls, elements: Elements, *, unsqueeze: int) -> _Ranges:
-        """Of the blocks of elements, with a dimension of 1 to compare them with others."""
+        """Return the ranges of the elements' blocks, with a dimension of 1 to compare them."""
         top = torch.iinfo(torch.int32).max
         anchors, is_deep = elements.anchors, elements.depths > 0
         first, last = _least(elements.documents), _greatest(elements.documents)
@@ -186,7 +188,7 @@ class _Ranges:
 
 
 def _classify(queries: Elements, keys: Elements) -> tuple[Tensor, Tensor]:
-    """Bool [B, Q, K] twice: every pair of elements may attend; some pairs might."""
+    """Return bool [B, Q, K] twice: every pair of elements may attend; some pairs might."""
     q, k = _Ranges.of(queries, unsqueeze=2), _Ranges.of(keys, unsqueeze=1)
     one_document = (q.first == k.first) & (q.last == k.last) & (q.first == q.last)
     full = one_document & (k.high <= q.low) & k.only_context & k.whole & q.whole
@@ -210,7 +212,7 @@ def _blocks(x_BE: Tensor, beyond: int) -> Tensor:
 
 
 def _listed(wanted_BQK: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of blocks that each query block reads, [B, 1, Q]; all blocks, those first."""
+    """Return how many blocks each query block reads, [B, 1, Q], and all blocks, these first."""
     order = wanted_BQK.int().argsort(dim=-1, descending=True, stable=True)
     counts, indices = wanted_BQK.sum(-1, dtype=torch.int32), order.to(torch.int32)
     return counts.unsqueeze(1).contiguous(), indices.unsqueeze(1).contiguous()

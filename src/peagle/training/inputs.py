@@ -1,4 +1,4 @@
-"""What a run reads: target and responses, and batches of what the target says about them."""
+"""The inputs of a run: target and responses, and batches with the target's features of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Inputs:
         return cls(config, device, target, tokenizer, dataset, validation, every)
 
     def build_head(self) -> Built:
-        """The head before its first step; stores are opened, or the target is tapped, for it.
+        """Build the head before its first step, and open its stores or tap its target.
 
         Raises:
             UserError: the head cannot be, or a store is not of this target, data or layers.
@@ -108,14 +108,14 @@ class Inputs:
         return built
 
     def identity(self) -> dict[str, str | None]:
-        """The SHA-256 of each file of responses and of each store's index; None without one."""
+        """Return the SHA-256 of each file of responses and of each store's index, if there."""
         stores = {"train": "features", "validation": "validation_features"}
         found: dict[str, str | None] = dict.fromkeys([*self.data_facts, *stores.values()])
         found |= {name: facts["sha256"] for name, facts in self.data_facts.items() if facts}
         return found | {stores[name]: store.index_sha256 for name, store in self._stores.items()}
 
     def source(self, batch_at: Callable[[int], Batch], name: str = "train") -> Source:
-        """Batches of "train" or "validation" with what the target says about them."""
+        """Return the batches of "train" or "validation" with the target's features of them."""
         if isinstance(self.target, TargetModel):
             compute = partial(target_states, self.target)
             return Source(batch_at, self.device, compute=compute)
@@ -123,7 +123,7 @@ class Inputs:
 
 
 def _version_of(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written or replaced; nothing where it is not there."""
+    """Return the facts of a file that change when it is written or replaced; () without it."""
     if not path.is_file():
         return ()
     found = path.stat()
@@ -152,7 +152,7 @@ class Source:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def range(self, start: int, stop: int) -> Iterator[tuple[Batch, TargetStates]]:
-        """Batches and states of the steps from `start` to before `stop`."""
+        """Yield the batches and states of the steps from `start` to before `stop`."""
         with ThreadPoolExecutor(1, "peagle-data", initializer=self._choose_gpu) as thread:
             waiting: list[Future[tuple[Batch, TargetStates | None, torch.cuda.Event | None]]] = []
             step = start
@@ -173,7 +173,7 @@ class Source:
                     future.cancel()
 
     def _choose_gpu(self) -> None:
-        """A new thread would pin memory for the first GPU, whichever this process has."""
+        """Choose this process's GPU: a new thread would pin memory for the first one."""
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)
 

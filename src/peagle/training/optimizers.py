@@ -1,12 +1,12 @@
-"""What moves a head's weights: optimizers, and the float32 weights of a head in bfloat16.
+"""Optimizers of a head's weights, and the float32 weights of a head in bfloat16.
 
 A step of 1e-4 of a weight is lost in bfloat16's eight bits, so optimizers move a float32 copy (the
 master weights of Micikevicius et al., 2018) and the head is rounded from it after each step.
 Gradients are summed in float32 as well. Of several processes each holds a share of that copy.
 
 A head that will be stored in few bits (`head.quantization`) is rounded to these as well, so that
-what is trained and validated is what its file holds. Gradients go to the float32 copy as if nothing
-were rounded (the straight-through estimator of Bengio et al., 2013).
+training and validation see the weights of its later file. Gradients go to the float32 copy as if
+nothing were rounded (the straight-through estimator of Bengio et al., 2013).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Masters:
             self.publish()
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and weights that optimizers may update."""
+        """Yield the names and weights that optimizers may update."""
         for name, parameter in self._own.items():
             if parameter.requires_grad:
                 yield name, self._copies.get(name, parameter)
 
     def state(self) -> dict[str, Tensor]:
-        """All weights and maps of the head, trained ones as precise as there are; no copies.
+        """Return all weights and maps of the head, trained ones as precise as there are; no copies.
 
         Call `publish` after writing to them.
         """
@@ -89,7 +89,7 @@ class Masters:
 def build_masters(
     head: nn.Module, dtype: torch.dtype, processes: Processes, rounding: Rounding | None = None
 ) -> Masters:
-    """The masters of a head, divided among the processes where there are several."""
+    """Return the masters of a head, divided among the processes where there are several."""
     if processes.world_size == 1:
         return Masters(head, dtype, rounding)
     return ShardedMasters(head, dtype, processes, rounding)
@@ -124,7 +124,7 @@ class ShardedMasters(Masters):
 
     Args:
         head: with its first weights in float32 or wider; every process continues
-            with those of the first one.
+            with the first process's weights.
         dtype: in which the head computes.
         processes: at least two.
         rounding: rounds weights of the head in each process, from whole ones in float32.
@@ -167,7 +167,7 @@ class ShardedMasters(Masters):
         self.publish()
 
     def collect(self) -> list[Tensor]:
-        """Sum the gradients of all processes into the masters; returns those that have one."""
+        """Sum the gradients of all processes into the masters; return the masters that have one."""
         self._published.backward()
         return [parameter for _, parameter in self.named() if parameter.grad is not None]
 
@@ -189,7 +189,7 @@ class ShardedMasters(Masters):
 
 
 def _block_of(name: str) -> str:
-    """Weights that travel together: a layer, one of the large tables, or the remaining weights."""
+    """Return the block of weights that travel together: a layer, a large table, or all the rest."""
     first, second, *_ = f"{name}.".split(".")
     if first == "layers":
         return f"{first}.{second}"
@@ -208,7 +208,7 @@ class _Root(nn.Module):
 
 
 class _Block(nn.Module):
-    """Masters of some weights of the head, copies of what they are now."""
+    """Masters of some weights of the head, copies of their present values."""
 
     def __init__(self, heads: dict[str, nn.Parameter], rounding: Rounding | None) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _Block(nn.Module):
 
 
 class _Publish(torch.autograd.Function):
-    """Copies weights into the head; its gradients are those that the head has by then."""
+    """Copies weights into the head; takes its gradients from the head going backward."""
 
     @staticmethod
     def forward(
@@ -253,7 +253,7 @@ class _Publish(torch.autograd.Function):
 def build_optimizers(
     named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection
 ) -> list[Optimizer]:
-    """One optimizer for AdamW; for Muon a second one, which takes `fc` and the layers' matrices.
+    """Build one optimizer for AdamW; for Muon add one, which takes `fc` and the layers' matrices.
 
     Embeddings, lm_head, mask_hidden and norms are always AdamW's. Weight decay is on matrices.
     """
@@ -277,7 +277,7 @@ def build_optimizers(
 
 
 def suits_muon(name: str, ndim: int) -> bool:
-    """Whether Muon takes a parameter of a head."""
+    """Return whether Muon takes a parameter of a head."""
     return ndim == 2 and name.startswith(("fc.", "layers."))
 
 
@@ -304,7 +304,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient once."""
         for group in self.param_groups:
             shapes: dict[torch.Size, list[Tensor]] = {}
             for weight in group["params"]:
@@ -329,7 +329,7 @@ class Muon(Optimizer):
 
 
 def _own_share(tensor: Tensor) -> Tensor:
-    """The rows of a matrix that this process holds: all of them where it is not divided."""
+    """Return the rows of a matrix that this process holds: all of them where it is not divided."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -351,7 +351,7 @@ def _orthogonalized(shares: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def orthogonalize(matrices_Nmn: Tensor, iterations: int = 5) -> Tensor:
-    """Each matrix [m, n] with its singular values pushed to about 1.
+    """Return each matrix [m, n] with its singular values pushed to about 1.
 
     Computed in bfloat16 on a GPU, in the matrices' own type on a CPU, where bfloat16 is slow.
     """

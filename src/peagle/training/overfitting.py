@@ -21,7 +21,7 @@ def epochs_warning(steps: int, steps_per_epoch: int, num_tokens: int) -> str:
     """Warn of more than `MANY_EPOCHS` epochs of less than `FEW_TOKENS` tokens; "" if they are not.
 
     Args:
-        steps: those of the whole run.
+        steps: steps of the whole run.
         num_tokens: tokens of the training data.
     """
     epochs = steps / steps_per_epoch
@@ -40,7 +40,7 @@ def rising_validation(reports: Sequence[Report]) -> str:
     """Warn if the validation loss rose twice in a row while the training loss fell; "" if not.
 
     Args:
-        reports: those of the run so far, in order ("kind", "step" and "loss" of each).
+        reports: the run's reports so far, in order ("kind", "step" and "loss" of each).
     """
     validations = [one for one in reports if one["kind"] == "validation"][-1 - _MIN_RISES :]
     if len(validations) <= _MIN_RISES:

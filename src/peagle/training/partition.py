@@ -37,11 +37,11 @@ from peagle.training.training_methods import (
 def split_by_anchor(
     elements: Elements, length: int, segments: int, num_depths: int, multiple: int = 1
 ) -> list[Elements]:
-    """The supervised elements below depth 0 in S segments of about equal size, [B, E] each.
+    """Split the supervised elements below depth 0 into S segments of about equal size, [B, E] each.
 
-    A segment holds a range of each row's anchors with all of their depths, in the order of
-    (anchor, depth). Elements that are not supervised are left out: no supervised element attends to
-    them. There are fewer segments where there are too few elements.
+    A segment holds a range of each row's anchors with all of their depths, in the order of (anchor,
+    depth). Elements that are not supervised are left out: no supervised element attends to them.
+    There are fewer segments where there are too few elements.
 
     Args:
         elements: depth 0 of all N positions (`length`) first, chains whole, as `sample_elements`
@@ -168,7 +168,7 @@ def partitioned_graded(
     layout: PartitionLayout,
     method: TrainingMethod,
 ) -> Iterator[Graded]:
-    """Graded elements of depth 0, then of each segment; for validation, where nothing is kept."""
+    """Yield graded elements of depth 0, then of each segment; for validation, keeping nothing."""
     first = _ContextPass(drafter, batch, states, layout, method, light=False)
     yield Graded.at(layout.graded[0], first.hidden_BND)
     for index, graded in enumerate(layout.graded[1:]):
@@ -239,7 +239,7 @@ class _Borrowed:
         self._sums: list[Tensor | None] = [None] * len(tensors)
 
     def leaves(self) -> list[Tensor]:
-        """The tensors without their past, for one segment."""
+        """Return the tensors without their past, for one segment."""
         return [x.detach().requires_grad_(x.requires_grad) for x in self._tensors]
 
     def collect(self, leaves: list[Tensor]) -> None:
@@ -255,7 +255,7 @@ class _Borrowed:
             leaf.grad = None
 
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate the first pass: its own loss, and what the segments left."""
+        """Back-propagate the first pass: its own loss, and the gradients that the segments left."""
         # Without a segment the sums are zeros, as one pass would have left them.
         pairs = [
             (x, torch.zeros_like(x) if total is None else total.to(x.dtype))
@@ -275,7 +275,7 @@ def _segment(
     leaves: list[Tensor],
     method: TrainingMethod,
 ) -> Tensor:
-    """The head's output at a segment's elements, [B, E, D]."""
+    """Return the head's output at a segment's elements, [B, E, D]."""
     mask_embedding, shared, *keys_values = leaves
     part = layout.parts[index]
     both = concatenate([layout.context, part])
@@ -299,7 +299,7 @@ def _mapped(elements: Elements, function: Callable[[Tensor], Tensor]) -> Element
 
 
 def _slice(ordered: Elements, border_B2: Tensor, size: int) -> Elements:
-    """Columns from the first border to before the second, padded to `size`."""
+    """Return the columns from the first border to before the second, padded to `size`."""
     column_BE = border_B2[:, :1] + torch.arange(size, device=border_B2.device)
     inside_BE = column_BE < border_B2[:, 1:]
     column_BE = column_BE.clamp_max(ordered.anchors.shape[1] - 1)

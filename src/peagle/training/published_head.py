@@ -65,7 +65,7 @@ def _at(*path: str) -> Any:
 class TrainRecord(BaseModel):
     """The values of train.json (`Trainer` writes it) that the card uses; None is not recorded.
 
-    The validation is that of the head that was kept: the best one, in old records the last.
+    The validation belongs to the head that was kept: the best one, in old records the last.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -136,7 +136,7 @@ class PublishedHead:
         parameters: floating-point values in its tensors; dtype: type of them.
         training: the record of its training, None if it has no record.
         trained_length: tokens of the longest sequence in it, None if that is not told.
-        notes: what its owner should know before publishing it.
+        notes: facts that its owner should know before publishing it.
     """
 
     folder: Path
@@ -194,7 +194,7 @@ def read_published(folder: str | Path) -> PublishedHead:
 
 
 def _check_entries(folder: Path) -> None:
-    """Refuse what must not leave the machine, before anything of the folder is read."""
+    """Refuse entries that must not leave the machine, before anything of the folder is read."""
     root = folder.resolve()
     unexpected = []
     for entry in sorted(folder.iterdir()):
@@ -236,8 +236,9 @@ def _check_text(path: Path) -> None:
 
 
 def _published_files(folder: Path) -> tuple[str, ...]:
-    """The texts, the correction, and the safetensors files that loading the head reads; others are
-    refused.
+    """Return the files to publish: texts, correction, and the safetensors files of the head.
+
+    Raises a UserError for any other file.
     """
     if (folder / WEIGHTS_NAME).is_file():
         weights = {WEIGHTS_NAME}
@@ -288,7 +289,7 @@ def _fingerprint(head: StoredHead, name: str) -> TargetFingerprint:
 def _training(
     folder: Path, config: DrafterConfig, parameters: int
 ) -> tuple[TrainRecord | None, tuple[str, ...]]:
-    """The record in the folder or its parent if it belongs to this head; else a note."""
+    """Return the record in the folder or its parent if it belongs to this head; else a note."""
     path = folder / RECORD_NAME
     if not path.is_file() and folder.resolve().name == _TRAINED_NAME:
         path = folder.resolve().parent / RECORD_NAME
@@ -441,5 +442,5 @@ def _models_text(names: set[str], record: TrainRecord) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text of a record as one cell of a table: nothing in it ends the cell or becomes markup."""
+    """Return a record's text as one cell of a table: nothing in it ends the cell or is markup."""
     return re.sub(r"([\\`*_<>\[\]|#])", r"\\\1", " ".join(text.split()))

@@ -86,7 +86,7 @@ class Window:
     def add(
         self, outcome: GradedElements, batch: Batch, gradient_norm: Tensor | None = None
     ) -> None:
-        """Pool a batch."""
+        """Add the loss, the gradient norm and the counts of a batch."""
         self._losses.append(outcome.loss)
         if gradient_norm is not None:
             self._norms.append(gradient_norm)
@@ -96,13 +96,13 @@ class Window:
 
     @property
     def num_batches(self) -> int:
-        """Batches added."""
+        """Return the number of batches added."""
         return len(self._losses)
 
     def broken(self) -> tuple[int, str, float] | None:
-        """The first batch with a loss or gradient that is not finite: its index, what, the value.
+        """Return the first batch with a loss or gradient norm that is not finite.
 
-        Waits for the device.
+        Its index, the name of the figure, and the value. Waits for the device.
         """
         for what, values in (("loss", self._losses), ("gradient norm", self._norms)):
             found = torch.stack(values).float() if values else torch.empty(0)
@@ -112,12 +112,12 @@ class Window:
         return None
 
     def pool(self, processes: Processes) -> None:
-        """Take in what the other processes counted, once; losses and norms are those of all."""
+        """Add the other processes' counts, once; losses and norms are of all processes already."""
         processes.sum(self.anchors.counters)
         self.num_tokens = int(processes.sum(torch.tensor(self.num_tokens)))
 
     def figures(self) -> dict[str, Any]:
-        """The figures, by the names of the report's fields."""
+        """Return the figures, by the names of the report's fields."""
         anchors = self.anchors
         norms = float(torch.stack(self._norms).mean()) if self._norms else None
         return {
@@ -147,7 +147,7 @@ class ValidationWindow(Window):
     def add(
         self, outcome: GradedElements, batch: Batch, gradient_norm: Tensor | None = None
     ) -> None:
-        """Pool a batch."""
+        """Add a batch, and the acceptance along its walks."""
         super().add(outcome, batch, gradient_norm)
         which, shape = (outcome.row, outcome.anchor, outcome.depth), batch.tokens_BN.shape
         self.greedy.add(*which, outcome.match, outcome.match, shape)
@@ -155,7 +155,7 @@ class ValidationWindow(Window):
             self.sampled.add(*which, outcome.follows, outcome.chance, shape)
 
     def pool(self, processes: Processes) -> None:
-        """Take in what the other processes counted and their losses, which are of other batches."""
+        """Add the other processes' counts and losses, since those are of other batches."""
         super().pool(processes)
         processes.sum(self.greedy.counters)
         processes.sum(self.sampled.counters)
@@ -164,7 +164,7 @@ class ValidationWindow(Window):
         self._losses = [total / count]
 
     def figures(self) -> dict[str, Any]:
-        """The figures, by the names of the report's fields."""
+        """Return the figures, by the names of the report's fields."""
         k = self.greedy.num_depths
         figures = super().figures() | {
             "num_drafts": self.greedy.num_drafts(k),
@@ -212,8 +212,8 @@ class History:
     Of several processes one writes the file.
 
     Attributes:
-        earlier: those of the run that this one resumes.
-        entries: those of this process.
+        earlier: the reports of the run that this one resumes.
+        entries: the reports of this process.
     """
 
     def __init__(self, folder: Path, *, write: bool = True) -> None:
@@ -244,16 +244,16 @@ class History:
             sync(self._file)
 
     def every(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All reports of the run, of a kind, in order."""
+        """Return all reports of the run, of a kind, in order."""
         return [e for e in (*self.earlier, *self.entries) if kind in (None, e["kind"])]
 
     def last(self, kind: str | None = None) -> dict[str, Any] | None:
-        """The last report, of a kind."""
+        """Return the last report, or the last of a kind; None without one."""
         return next(iter(reversed(self.every(kind))), None)
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None where the process died while writing it."""
+    """Return a line of metrics.jsonl; None where the process died while writing it."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError:
@@ -285,7 +285,7 @@ class Selection:
         self.stale = 0
 
     def consider(self, report: TrainingReport) -> bool:
-        """Whether the head of a validation is the best so far.
+        """Take in a validation, and return whether its head is the best so far.
 
         It always is where nothing could be walked: every response is too short.
         """
@@ -314,11 +314,11 @@ class Selection:
         return self.patience is not None and self.stale >= self.patience
 
     def to_json(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the selection's state for the checkpoint."""
         return {"best": self.best, "stale": self.stale}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Take what `to_json` gave; a best head by another figure is forgotten."""
+        """Take the state of `to_json`; a best head by another figure is forgotten."""
         best = data.get("best")
         figure = {"k": self.k, "select": self.select, "temperature": self.temperature}
         if best and figure.items() <= best.items():

@@ -53,7 +53,7 @@ def check_start(config: TrainConfig, *, resume: bool) -> None:
 
 
 def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
-    """Compare what files tell with the checkpoint, whose other facts the trainer compares."""
+    """Compare the files' facts with the checkpoint, whose other facts the trainer compares."""
     record, facts = read_record(checkpoint), config_facts(config)
     if not record:
         return  # damaged: the trainer says how
@@ -135,7 +135,7 @@ def least_sizes(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def _fresh_sizes(config: TrainConfig) -> tuple[int, int, int]:
-    """Numbers in the embedding, in lm_head, and in the other matrices of a new head.
+    """Return the numbers in the embedding, in lm_head, and in the other matrices of a new head.
 
     Raises:
         CheckpointError, OSError, AttributeError, KeyError, TypeError: the target's config.json does

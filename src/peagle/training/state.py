@@ -155,7 +155,7 @@ def load_state(
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes to."""
+    """Return the number, from 1, of the file that each tensor goes to."""
     written, files = 0, {}
     for name, tensor in tensors.items():
         files[name] = 1 + written // _FILE_BYTES
@@ -166,7 +166,7 @@ def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
 def _room_for_optimizers(
     reader: HuggingFaceStorageReader, masters: Masters
 ) -> dict[str, dict[str, Tensor]]:
-    """What the checkpoint holds of each parameter's optimizer, as tensors to read it into."""
+    """Return tensors to read the optimizer's states of each parameter into, by names."""
     parameters = dict(masters.named())
     states: dict[str, dict[str, Tensor]] = {}
     for name, found in reader.read_metadata().state_dict_metadata.items():
@@ -192,7 +192,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _require_whole(folder: Path) -> None:
-    """Refuse a checkpoint with a file that is not what was written; older ones cannot tell.
+    """Refuse a checkpoint with a file that differs from the written one; older ones cannot tell.
 
     Of a whole one the checkpoint before it goes, which a crash may have left.
 
@@ -217,7 +217,7 @@ def _require_whole(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str:
-    """Say what the first file is that is not as the manifest has it; "" if there is none."""
+    """Describe the first file that differs from the manifest; "" if there is none."""
     try:
         if not (folder / _MANIFEST_NAME).is_file():
             is_old = not read_object(folder / STATE_NAME).keys() >= set(NEW_FACTS)
@@ -273,7 +273,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """DCP's exceptions list what happened in each process."""
+    """Return the first cause in DCP's exception, which lists each process's own."""
     if not isinstance(error, CheckpointException):
         return error
     cause = next(iter(error.failures.values()))[0]
@@ -284,7 +284,7 @@ def _cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without DCP's warning about a single process."""
+    """Run the body without DCP's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

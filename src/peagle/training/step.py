@@ -38,7 +38,7 @@ from peagle.training.training_methods import Graded, Selected, TrainingMethod, e
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What grading says.
+    """The result of grading elements.
 
     Attributes:
         loss: weighted sum of the elements' losses.
@@ -101,11 +101,11 @@ class Objective:
         self._weights_K = torch.tensor(section.weights(), dtype=dtype, device=device)
 
     def weights(self, depth_M: Tensor) -> Tensor:
-        """Weight of elements by their depth."""
+        """Return the weight of elements by their depth."""
         return self._weights_K[depth_M]
 
     def grade(self, graded: Graded, batch: Batch, states: TargetStates) -> Grade:
-        """Grade elements by what the target says where their token is predicted."""
+        """Grade elements by the target's prediction of their token."""
         target_rows = states.hidden_BNH.flatten(0, 1)
 
         @torch.no_grad()
@@ -261,7 +261,7 @@ class TrainingStep:
         yield from partitioned_graded(self.drafter, batch, states, layout, method)
 
     def _weight(self, own: Tensor) -> Tensor:
-        """The denominator of the loss: the weights of all processes' elements."""
+        """Return the denominator of the loss: the weights of all processes' elements."""
         return self.processes.sum(own).clamp_min(1)
 
     def _graded_loss(
@@ -273,7 +273,7 @@ class TrainingStep:
 
 
 def _joined(parts: Parts, loss: Tensor) -> GradedElements:
-    """All parts as one, since a chain is spread over them."""
+    """Return all parts as one, since a chain is spread over them."""
     return GradedElements(
         row=torch.cat([selected.row for selected, _ in parts]),
         anchor=torch.cat([selected.anchor for selected, _ in parts]),

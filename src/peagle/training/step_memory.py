@@ -3,8 +3,8 @@
 The estimate adds up shapes: nothing is loaded and nothing runs. `peagle train --plan
 --gpu-memory-gib` uses it for a GPU that is not here, and a CPU, where torch counts no bytes,
 chooses S by it. It asks for too much rather than too little: by 0 to 25%, and by more for very
-small heads on a GPU (docs/training.md). On a GPU the probe runs a few steps on the largest batch
-that the data can give, and torch counts the bytes.
+small heads on a GPU (docs/training-scale.md). On a GPU the probe runs a few steps on the largest
+batch that the data can give, and torch counts the bytes.
 
 Sizes: B rows, N positions of a row, T = B * N, E deeper elements of a segment's row.
 """
@@ -49,7 +49,7 @@ class PeakMemory:
     Attributes:
         segments, recompute: S, and whether layers are computed again.
         total: bytes.
-        parts: bytes by what takes them; empty where the total is measured.
+        parts: bytes by use; empty where the total is measured.
     """
 
     segments: int
@@ -85,7 +85,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, stream: BatchStream) -> BatchShape:
-        """The shape of a stream's batches."""
+        """Return the shape of a stream's batches."""
         lengths = stream.dataset.start_loc.diff().double()
         return cls(
             rows=stream.num_rows // stream.world_size,
@@ -97,12 +97,12 @@ class BatchShape:
         )
 
     def deeper(self, method: MethodSection, multiple: int) -> int:
-        """Elements of a row below depth 0, as `sample_elements` makes room for them."""
+        """Return the elements of a row below depth 0, as `sample_elements` makes room for them."""
         rest = sum(depth_counts(self.max_anchors, method.depth, method.cod_ratio, method.cod_floor))
         return rest + -(self.length + rest) % multiple
 
     def segment(self, segments: int, method: MethodSection, multiple: int) -> int:
-        """E, as `split_by_anchor` makes segments; an upper bound where nothing is padded."""
+        """Return E, as `split_by_anchor` makes segments; an upper bound where nothing is padded."""
         rest = self.deeper(method, multiple)
         size = min(rest, -(-rest // segments) + method.depth - 2)
         return size + -size % multiple if rest else 0
@@ -130,12 +130,12 @@ class TrainingShape:
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Numbers in each parameter of the head, by name."""
+        """Return the count of numbers in each parameter of the head, by name."""
         return {name: p.numel() for name, p in self._skeleton.named_parameters()}
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all parameters of the head."""
+        """Return the count of numbers in all parameters of the head."""
         return sum(self.parameters.values())
 
     @property
@@ -146,23 +146,25 @@ class TrainingShape:
 
     @property
     def num_frozen(self) -> int:
-        """Numbers in the parameters that are not trained."""
+        """Return the count of numbers in the parameters that are not trained."""
         return self.num_parameters - self.num_trained
 
     @property
     def num_trained(self) -> int:
-        """Numbers in the parameters that are trained."""
+        """Return the count of numbers in the parameters that are trained."""
         return sum(self.trained.values())
 
     @cached_property
     def rounding(self) -> Rounding | None:
-        """What rounds linear layers of the head, which then have float32 copies."""
+        """Return the rounding of the head's linear layers, which then have float32 copies; None:
+        none.
+        """
         quantization = self.config.head.layer_quantization
         return None if quantization is None else Rounding(self.head, quantization)
 
     @property
     def num_rounded(self) -> int:
-        """Numbers in the parameters that are rounded."""
+        """Return the count of numbers in the parameters that are rounded."""
         names = () if self.rounding is None else self.rounding.names
         return sum(self.parameters[name] for name in names)
 
@@ -173,38 +175,38 @@ class TrainingShape:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the maps of the head's vocabulary."""
+        """Return the bytes of the maps of the head's vocabulary."""
         return sum(buffer.nbytes for buffer in self._skeleton.buffers())
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the head computes."""
+        """Return the type in which the head computes."""
         return resolve_dtype(self.config.run.precision, self.device)
 
     @property
     def target_dtype(self) -> torch.dtype:
-        """In which the target computes."""
+        """Return the type in which the target computes."""
         return resolve_dtype(self.config.run.target_dtype, self.device)
 
     @property
     def is_stored(self) -> bool:
-        """Whether features come from a store, not from a target in this process."""
+        """Return whether features come from a store, not from a target in this process."""
         return self.config.data.features is not None
 
     @property
     def kernels(self) -> tuple[bool, bool]:
-        """Whether FlexAttention and torch.compile run."""
+        """Return whether FlexAttention and torch.compile run."""
         return kernels_of(self.config, self.device)
 
     @property
     def graded_vocabulary(self) -> int:
-        """Tokens of the target that training projects (`Objective`)."""
+        """Return the tokens of the target that training projects (`Objective`)."""
         whole = not self.head.is_pruned or self.config.method.loss in ("tv", "kl_tv")
         return self.head.vocab_size if whole else self.head.draft_vocab_size
 
     @property
     def optimizer_bytes(self) -> int:
-        """Its float32 states, of all processes together: Muon has one a weight, AdamW two."""
+        """Return the bytes of all processes' float32 states: Muon has one a weight, AdamW two."""
         named = self._skeleton.named_parameters()
         uses_muon = self.config.optimizer.name == "muon"
         muon = sum(p.numel() for n, p in named if uses_muon and suits_muon(n, p.ndim))
@@ -212,13 +214,13 @@ class TrainingShape:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: float32 weights, the optimizer's states, what is frozen."""
+        """Return the bytes of a checkpoint: float32 weights, optimizer states, frozen weights."""
         weights = 4 * self.num_trained + self.dtype.itemsize * self.num_frozen
         return weights + self.optimizer_bytes + self.buffer_bytes
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the head that the run writes at its end, at most where it starts from another.
+        """Return the bytes of the head that the run writes, at most if started from another.
 
         A new head whose ends are frozen does not store them.
         """
@@ -232,14 +234,14 @@ class TrainingShape:
 
 
 def stored_dtype(data: DataSection) -> StoredDtype:
-    """Type of the stored features: of those that are there, else of those that would be made."""
+    """Return the type of stored features: the store's where there is one, else of a new one."""
     if data.features is not None and (data.features / INDEX_NAME).is_file():
         return Index.read(data.features).facts.dtype
     return "bf16"
 
 
 def kernels_of(config: TrainConfig, device: torch.device) -> tuple[bool, bool]:
-    """Whether elements attend by FlexAttention, and whether layers are compiled."""
+    """Return whether elements attend by FlexAttention, and whether layers are compiled."""
     # EAGLE-3 has a shape for every depth, each to be compiled: a mask is cheaper there.
     suits = device.type == "cuda" and config.method.name == "peagle"
     attention = config.run.attention
@@ -252,10 +254,10 @@ def kernels_of(config: TrainConfig, device: torch.device) -> tuple[bool, bool]:
 
 
 def estimate_memory(shape: TrainingShape, segments: int, recompute: bool) -> PeakMemory:
-    """The peak of a step: what stays throughout, and the most that comes and goes.
+    """Estimate the peak of a step: the memory held throughout, and the most that comes and goes.
 
     Args:
-        shape: what decides it.
+        shape: the model, the batch and the settings that decide it.
         segments, recompute: settings of the two-pass partition; EAGLE-3 has neither.
     """
     trained, narrow = 4 * shape.num_trained, shape.dtype.itemsize < 4
@@ -302,7 +304,7 @@ def _stays(shape: TrainingShape) -> dict[str, int]:
 
 
 def _passes(shape: TrainingShape, segments: int, recompute: bool) -> dict[str, int]:
-    """What the head's forward and backward passes take at their peak."""
+    """Return the bytes that the head's forward and backward passes take at their peak, by use."""
     head, batch, method = shape.head, shape.batch, shape.config.method
     positions, size, layers = batch.rows * batch.length, shape.dtype.itemsize, head.num_layers
     flex, compiled = shape.kernels
@@ -345,7 +347,7 @@ def _passes(shape: TrainingShape, segments: int, recompute: bool) -> dict[str, i
 def _layer_bytes(
     shape: TrainingShape, elements: int, keys: int, scores: int, *, is_light: bool = False
 ) -> int:
-    """Bytes that a layer keeps of elements with `keys` keys each; `is_light`: less of its MLP."""
+    """Return the bytes a layer keeps of elements with `keys` keys each; light: less of its MLP."""
     head, size = shape.head, shape.dtype.itemsize
     flex, compiled = shape.kernels
     query, key = (n * head.head_dim for n in (head.num_attention_heads, head.num_kv_heads))
@@ -366,7 +368,7 @@ def _layer_bytes(
 
 
 def _loss_bytes(shape: TrainingShape, graded: int) -> int:
-    """Hidden states of graded elements, the logits of a chunk, the gradient of lm_head."""
+    """Return the bytes of graded hidden states, the logits of a chunk, and lm_head's gradient."""
     head, size = shape.head, shape.dtype.itemsize
     target, draft = shape.graded_vocabulary, head.draft_vocab_size
     rows = shape.config.run.loss_chunk_rows or default_chunk_rows(target, draft, shape.device)
@@ -440,7 +442,7 @@ class Budget:
 
     @classmethod
     def of(cls, run: RunSection, device: torch.device, gpu_gib: float | None = None) -> Budget:
-        """The budget of a run; ask before anything is loaded.
+        """Return the budget of a run; ask before anything is loaded.
 
         `gpu_gib` is the memory of a GPU that is not here, in GiB.
         """
@@ -460,7 +462,7 @@ class Budget:
 
 
 def available_ram() -> int:
-    """Bytes of main memory that programs can still take, about."""
+    """Return about how many bytes of main memory programs can still take."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
@@ -518,7 +520,7 @@ def choose_memory(
 
 
 def step_ways(run: RunSection, method: str) -> Iterator[tuple[int, bool]]:
-    """Segments and recomputation that the configuration leaves open, cheap ones first."""
+    """Yield the segments and recomputation that the configuration leaves open, cheap ones first."""
     if method == "eagle3":
         yield 1, False
         return
@@ -566,7 +568,7 @@ def _refusal(shape: TrainingShape, run: RunSection, budget: Budget, least: PeakM
 
 
 def _smaller(rows: int, length: int) -> Iterator[tuple[int, int]]:
-    """Fewer rows, then shorter ones."""
+    """Yield smaller batches as (rows, length): fewer rows first, then shorter ones."""
     while rows > 1:
         rows //= 2
         yield rows, length
@@ -576,7 +578,7 @@ def _smaller(rows: int, length: int) -> Iterator[tuple[int, int]]:
 
 
 class MemoryProbe:
-    """Runs steps of a head and reads what they take; weights and optimizers stay as they are.
+    """Runs steps of a head and measures their needs; weights and optimizers stay as they are.
 
     A context manager: inside, the optimizers hold their states, of zeros. `batch` is the largest
     one, on the host; `build_step` makes a step with so many segments, with or without
@@ -613,7 +615,7 @@ class MemoryProbe:
         torch.cuda.empty_cache()
 
     def peak(self, segments: int, recompute: bool) -> int | None:
-        """Bytes of everything on the GPU at the peak of a step; None where they do not fit."""
+        """Return the bytes on the GPU at the peak of a step; None where they do not fit."""
         peak = None
         try:
             for _ in range(2):  # The first run compiles.

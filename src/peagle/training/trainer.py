@@ -98,7 +98,7 @@ class Trainer:
     the name of what the trainer begins to do, `stepped` the number of each step that is done.
     `clock` gives the seconds by which the run is timed and `run.minutes` plans its steps.
 
-    What the configuration leaves open is as the checkpoint in the output folder has it
+    Settings left open in the configuration come from the checkpoint in the output folder
     (`checkpoint_facts.continued`).
 
     Raises:
@@ -174,7 +174,7 @@ class Trainer:
         """Train to the end and write head, checkpoint and records; returns the record.
 
         With `resume` the run continues from the checkpoint in the output folder. It may have
-        another number of steps: its learning rate is then that of a run which had this number from
+        another number of steps: its learning rate then follows the schedule of this number from
         the start.
 
         The head that is kept is the best one by `selection`, or without validation data the newest.
@@ -253,7 +253,7 @@ class Trainer:
         return self._write_record()
 
     def validate(self) -> TrainingReport | None:
-        """Loss and simulated acceptance on every element of the validation data.
+        """Measure loss and simulated acceptance on every element of the validation data.
 
         Raises:
             UserError: the loss is not finite.
@@ -272,7 +272,7 @@ class Trainer:
         return self._reported("validation", window)
 
     def measure_memory(self) -> PeakMemory:
-        """The memory of a step as this run takes it, measured on its GPU."""
+        """Measure the memory of a step as this run takes it, on its GPU."""
         if not self.memory.parts:
             return self.memory
         segments, recompute = self.memory.segments, self.memory.recompute
@@ -281,7 +281,7 @@ class Trainer:
         return self.memory if peak is None else PeakMemory(segments, recompute, peak, {})
 
     def measure_step(self, most_seconds: float = inf) -> float:
-        """Return the mean seconds of a step, of a few after those that compile.
+        """Return the mean seconds of a step, of a few after the steps that compile.
 
         Weights and optimizers stay as they are before the first step. Of all processes the slowest
         counts.
@@ -331,7 +331,7 @@ class Trainer:
             require_room(self.config.output, *sizes, resume=resume)
 
     def _choose_memory(self, budget: Budget) -> PeakMemory:
-        """Segments and recomputation, where the configuration leaves them open."""
+        """Choose segments and recomputation, where the configuration leaves them open."""
         config, device, world_size = self.config, self.device, self.processes.world_size
         target, batch = TargetShape.read(config.target), BatchShape.of(self.stream)
         shape = TrainingShape(config, self.drafter.config, target, batch, device, world_size)
@@ -363,7 +363,7 @@ class Trainer:
         )
 
     def _build_step(self, segments: int, recompute: bool, processes: Processes) -> TrainingStep:
-        """What computes gradients, as the run section says."""
+        """Build the step that computes gradients, by the settings of the run section."""
         run, section = self.config.run, self.config.method
         flex, compiled = kernels_of(self.config, self.device)
         attention = flex_attention if flex else dense_attention
@@ -385,7 +385,7 @@ class Trainer:
         return TrainingStep(self.drafter, method, training, validation, segments, processes)
 
     def _agree(self, batch: Batch) -> bool:
-        """Whether a process asks to stop; adds the tokens of all processes."""
+        """Return whether a process asks to stop; add the tokens of all processes."""
         stops, num_tokens = self.processes.sum(
             torch.tensor([int(self.stop_requested), batch.num_tokens])
         ).tolist()
@@ -393,7 +393,7 @@ class Trainer:
         return stops > 0
 
     def _due(self, every: int) -> bool:
-        """Whether a periodic task, which also follows the last step, is due now."""
+        """Return whether a periodic task, which also follows the last step, is due now."""
         return self.step % every == 0 or self.step == self.config.optimizer.planned_steps
 
     def _select(self) -> None:
@@ -415,7 +415,7 @@ class Trainer:
     def _train_step(
         self, batch: Batch, states: TargetStates, rate: float
     ) -> tuple[GradedElements, Tensor]:
-        """One optimizer step; returns the norm of its gradients too, before they are clipped."""
+        """Take one optimizer step; return the norm of its gradients too, before clipping."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -505,23 +505,27 @@ class Trainer:
             )
 
     def _batch_at(self, step: int) -> Batch:
-        """A batch of training, its elements drawn."""
+        """Return a batch of training, its elements drawn."""
         batch = self.stream.at(step)
         return replace(batch, layout=self._step.lay_out(batch, self._sampling(step)))
 
     def _sampling(self, step: int) -> torch.Generator:
-        """Random numbers of a step's elements."""
+        """Return the random numbers of a step's elements."""
         return torch.Generator().manual_seed(self.config.run.seed * _COD_SEED + step)
 
     def _learning_rate(self, step: int) -> float:
-        """Linear warm-up, then linear decay to zero at the last step."""
+        """Return the learning rate: linear warm-up, then linear decay to zero at the last step."""
         options, steps = self.config.optimizer, self.config.optimizer.planned_steps
         warmup = max(1, round(steps * options.warmup_ratio))
         share = min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
         return options.learning_rate * min(1.0, share)
 
     def _reported(self, kind: str, window: Window) -> TrainingReport:
-        """The figures of a window, of all processes; refused where they are not finite."""
+        """Return the figures of a window, of all processes.
+
+        Raises:
+            UserError: one of them is not finite.
+        """
         window.pool(self.processes)
         require_finite(window, self.step, self.config)
         steps = self.config.optimizer.planned_steps
@@ -542,7 +546,7 @@ class Trainer:
             self.report(report)
 
     def _facts(self) -> dict[str, Any]:
-        """Facts that a resumed run must share with its checkpoint."""
+        """Return the facts that a resumed run must share with its checkpoint."""
         facts = config_facts(self.config)
         return facts | {
             **self._correction_facts(),
@@ -553,14 +557,14 @@ class Trainer:
         }
 
     def _correction_facts(self) -> dict[str, Any]:
-        """The correction's shape and the head that it is for; nothing where a head is trained."""
+        """Return the correction's shape and the head that it is for; {} where a head is trained."""
         if self.correction is None:
             return {}
         shape = config_facts(self.config)["correction"]
         return {"correction": shape | {"head": self._corrected_head}}
 
     def _provenance(self) -> dict[str, Any]:
-        """The origin of the run, read before it starts: commit and files may change during it."""
+        """Return the origin of the run, read before it starts: files may change during it."""
         config, data = self.config, self.inputs.data_facts
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
         paths["correction"] = True
@@ -575,7 +579,7 @@ class Trainer:
         }
 
     def _record(self) -> dict[str, Any]:
-        """The content of train.json: origin and progress of the run, and quality of its head."""
+        """Return the content of train.json: origin, progress and quality of the head."""
         planned, reason = self.config.optimizer.planned_steps, None
         if self.step == planned:
             reason = "steps"

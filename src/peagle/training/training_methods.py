@@ -53,7 +53,7 @@ class Selected:
 
     @classmethod
     def of(cls, elements: Elements, length: int) -> Selected:
-        """The supervised ones; `length` is N."""
+        """Select the supervised elements; `length` is N."""
         row, column = elements.supervised.nonzero(as_tuple=True)
         position = elements.positions[row, column] + 1
         order = (row * (length + 1) + position).argsort(stable=True)
@@ -76,7 +76,7 @@ class Graded:
 
     @classmethod
     def at(cls, selected: Selected, hidden_BED: Tensor) -> Graded:
-        """The selected ones among the outputs of all elements."""
+        """Take the selected elements' outputs out of the outputs of all elements."""
         # No row twice, so index_select's backward adds in no particular order and is still exact.
         return cls(selected, hidden_BED.flatten(0, 1).index_select(0, selected.index))
 
@@ -140,7 +140,7 @@ class TrainingMethod:
         *,
         light: bool = False,
     ) -> Tensor:
-        """What `Drafter.forward` computes, from embeddings in place of tokens.
+        """Compute `Drafter.forward` from embeddings in place of tokens.
 
         Args:
             drafter: the head.
@@ -188,11 +188,11 @@ class TrainingMethod:
 
 @cache
 def _compiled_layer() -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
-    """The layer's parts before and after attention, compiled for each shape.
+    """Return the layer's parts before and after attention, compiled for each shape.
 
-    Going backward they compute again what costs no product. By itself the compiler keeps whatever a
-    product reads, silu(gate) * up and the normed states among it: 40 of 124 KiB for an element and
-    layer of a head of width 4,096.
+    Going backward they compute again the values that cost no product. By itself the compiler keeps
+    every input of a product, silu(gate) * up and the normed states among it: 40 of 124 KiB for an
+    element and layer of a head of width 4,096.
     """
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
@@ -209,12 +209,12 @@ def _compiled_layer() -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., 
 
 
 def tokens_after(tokens_BN: Tensor) -> Tensor:
-    """x[a+1] of each anchor a, [B, N]; the last one, which is not graded, repeats x[a]."""
+    """Return x[a+1] of each anchor a, [B, N]; the last, ungraded anchor repeats x[a]."""
     return torch.cat((tokens_BN[:, 1:], tokens_BN[:, -1:]), dim=1)
 
 
 def concatenate(parts: Sequence[Elements]) -> Elements:
-    """The elements of all parts, one part's after the other's."""
+    """Return the elements of all parts, one part's after the other's."""
     return Elements(
         *(
             torch.cat([getattr(part, name) for part in parts], dim=1)
@@ -229,7 +229,7 @@ def concatenate(parts: Sequence[Elements]) -> Elements:
 def eagle3_graded(
     drafter: Drafter, batch: Batch, states: TargetStates, method: TrainingMethod
 ) -> Graded:
-    """All graded elements of a batch: every anchor, every depth."""
+    """Return all graded elements of a batch: every anchor, every depth."""
     by_depth, hidden_by_depth = zip(*eagle3_forward(drafter, batch, states, method), strict=True)
     selected = Selected.of(concatenate(by_depth), batch.tokens_BN.shape[1])
     return Graded.at(selected, torch.cat(hidden_by_depth, dim=1))

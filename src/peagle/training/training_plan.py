@@ -1,4 +1,4 @@
-"""What a training run takes, before it starts: data, memory, disk and hours.
+"""The needs of a training run, before it starts: data, memory, disk and hours.
 
 On a GPU that is here a few steps run, and the plan reports what they took. Elsewhere the plan is an
 estimate from the configuration, the data and the target's config.json and tokenizer.
@@ -77,7 +77,7 @@ class TrainingPlan:
 
     @property
     def steps(self) -> int | None:
-        """Steps of the run; None where `run.minutes` plans them and the speed is unknown."""
+        """Return the steps of the run; None if `run.minutes` plans them at an unknown speed."""
         if self.config.optimizer.steps is not None:
             return self.config.optimizer.steps
         if self.tokens_per_s is None:
@@ -86,25 +86,25 @@ class TrainingPlan:
 
     @property
     def epochs(self) -> float | None:
-        """Epochs of the run; None where the steps are unknown."""
+        """Return the epochs of the run; None where the steps are unknown."""
         return None if self.steps is None else self.steps / self.stream.steps_per_epoch
 
     @property
     def hours(self) -> float | None:
-        """Hours that all steps take, without validation and saving; None where unknown."""
+        """Return the hours that all steps take, without validation and saving; None if unknown."""
         if self.tokens_per_s is None or self.steps is None:
             return None
         return self.steps * self.stream.tokens_per_step / self.tokens_per_s / 3600
 
     @property
     def warning(self) -> str:
-        """A warning of too many epochs; "" if there is none."""
+        """Return a warning of too many epochs; "" if there is none."""
         stream = self.stream
         num_tokens = len(stream.dataset.tokens)
         return epochs_warning(self.steps or 0, stream.steps_per_epoch, num_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; sizes in bytes."""
+        """Return the plan as a JSON object; sizes in bytes."""
         config, shape, stream = self.config, self.shape, self.stream
         pace = {"tokens_per_s": self.tokens_per_s, "hours": self.hours, "basis": self.basis}
         return {

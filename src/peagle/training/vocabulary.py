@@ -26,18 +26,18 @@ COVERAGES = (0.95, 0.99, 0.999)
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Number of response tokens, and of those in the draft vocabulary."""
+    """The number of response tokens, and how many of them are in the draft vocabulary."""
 
     num_tokens: int
     num_inside: int
 
     @property
     def share(self) -> float:
-        """Tokens inside / all tokens."""
+        """Return the tokens inside over all tokens."""
         return self.num_inside / max(1, self.num_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the coverage as a JSON object."""
         return asdict(self) | {"share": self.share}
 
 
@@ -60,7 +60,7 @@ class VocabularyReport:
     sizes: dict[float, int]
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return {
             "size": self.size,
             "vocab_size": self.vocab_size,
@@ -88,7 +88,7 @@ def always_kept(
     special_tokens: bool,
     mask_token_id: int | None,
 ) -> set[int]:
-    """Return the tokens of every draft vocabulary, however rare: those that end the text.
+    """Return the tokens of every draft vocabulary, however rare: the tokens that end the text.
 
     `special_tokens` adds all special tokens but the mask token, which is never drafted.
     """
@@ -149,5 +149,5 @@ def _sizes(counts: Tensor) -> dict[float, int]:
 
 
 def _percent(share: float) -> str:
-    """Three figures, never rounded up to all."""
+    """Return a share as three figures, never rounded up to all."""
     return f"{int(share * 10_000) / 100:g}%"

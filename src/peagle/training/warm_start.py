@@ -66,7 +66,7 @@ class WarmStart:
             of those that the new head has no use for.
         differences: how the target differs from the one that the head was trained for.
         coverage: training responses within the head's draft vocabulary, None if it holds all.
-        warnings: what may be a mistake.
+        warnings: possible mistakes.
     """
 
     name: str
@@ -85,11 +85,11 @@ class WarmStart:
 
     @property
     def mask_hidden_is_new(self) -> bool:
-        """Whether the head it started from has no `mask_hidden` (see `training.warm_start`)."""
+        """Return whether the head it started from has no `mask_hidden`."""
         return "mask_hidden" in self.fresh
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the record as a JSON object."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         lists = {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
         coverage = self.coverage.to_json() if self.coverage else None
@@ -117,7 +117,7 @@ class InitHead:
         from_target: names of the tensors that are its target's.
         target: name of the target that it was trained for, None if unknown.
         differences: how that target differs from the one at hand.
-        warnings: what could not be checked.
+        warnings: facts that could not be checked.
     """
 
     folder: Path
@@ -148,7 +148,7 @@ class InitHead:
 
     @classmethod
     def shape_of(cls, folder: Path, target: TargetSizes) -> InitHead:
-        """The same without tensors and without the tokenizers' comparison, for `shape` alone."""
+        """Read the head's config alone, for `shape`: no tensors, no comparison of tokenizers."""
         return cls._read_config(folder, target)[0]
 
     @classmethod
@@ -167,9 +167,9 @@ class InitHead:
         return cls(folder, head.config, {}, from_target, head.target_name, (), ()), head
 
     def shape(self, section: HeadSection, depth: int, mask_token_id: int | None) -> DrafterConfig:
-        """The shape of the head that starts from this one and is trained to `depth`.
+        """Return the shape of the head that starts from this one and is trained to `depth`.
 
-        `mask_token_id` is None for an EAGLE-3 head; a P-EAGLE head keeps the one that it has.
+        `mask_token_id` is None for an EAGLE-3 head; a P-EAGLE head keeps its own.
 
         Raises:
             UserError: the section contradicts the head.
@@ -225,7 +225,7 @@ class InitHead:
     def record(
         self, drafter: Drafter, dataset: ResponseDataset, always: Collection[int]
     ) -> WarmStart:
-        """The record of the warm start, with what its user should look at twice.
+        """Return the record of the warm start, with the facts that its user should look at twice.
 
         `always` are the tokens that a new head would keep whatever their count.
         """
@@ -260,7 +260,7 @@ class InitHead:
 def _compare(
     fingerprint: TargetFingerprint | None, target: TargetFacts, folder: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Differences between the head's own target and this one, and what could not be checked."""
+    """Return the differences between the head's own target and this one, and facts unchecked."""
     if fingerprint is None:
         return (), (
             "the head does not say which target and tokenizer it was trained with; make sure that "
@@ -375,7 +375,7 @@ def start_mask_hidden(
 def features_by(
     target: TargetModel, dataset: ResponseDataset, aux_layer_ids: tuple[int, ...]
 ) -> Callable[[int], Tensor]:
-    """A function for `start_mask_hidden` that computes features with the target."""
+    """Return a function for `start_mask_hidden` that computes features with the target."""
     target.tap_aux(aux_layer_ids)
 
     def features_of(index: int) -> Tensor:

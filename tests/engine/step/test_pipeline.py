@@ -17,7 +17,7 @@ import torch
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import LLMEngine, Sequence
 from peagle.engine.depth import DecodeSeconds, ScheduledDepth
-from peagle.engine.drafting import has_fixed_k
+from peagle.engine.drafting import fixes_k
 from peagle.engine.features import FeatureRing
 from peagle.engine.outputs import SequenceOutput, StreamChunk
 from peagle.engine.requests import Requests
@@ -407,7 +407,7 @@ def test_drawn_drafts_of_a_seed_keep_a_step_out_of_the_graphs(
         depth = ScheduledDepth(lambda n, k=k: k)
         graphs = GraphRunner(buffers, unused, 4, 100, depth, unused, unused, None, unused)
         sequence = sequence_with(params=params)
-        sequence.has_fixed_k = has_fixed_k(params, speculative)
+        sequence.fixes_k = fixes_k(params, speculative)
         sequence.num_speculative_tokens = 2
         assert graphs.obstacle([sequence]) == (reason if k == 1 else None)
 

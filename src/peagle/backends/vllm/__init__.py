@@ -1,8 +1,8 @@
 """vLLM as the engine.
 
-`installation` finds it, `launch` holds what it serves, `command` makes the command line, `checks`
+`installation` finds it, `launch` describes a launch, `command` makes the command line, `checks`
 refuses known faults, `server` starts and ends it, `evidence` shows whether it drafts in parallel.
 The folder `inside` is on the path of vLLM's own processes, which may live in another environment:
-`peagle` is this package there. Modules that vLLM's processes import (`facts`,
-`serving.vllm_guard`) need the standard library only.
+`peagle` is this package there. Modules that vLLM's processes import (`facts`, `serving.vllm_guard`)
+need the standard library only.
 """

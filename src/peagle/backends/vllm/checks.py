@@ -226,12 +226,12 @@ def _check_groups(
 def is_scattered(
     num_full: int, num_sliding: int, num_draft: int, ratio: float, *, is_apart: bool = False
 ) -> bool:
-    """Whether vLLM splits the kind of layers that the drafter's are of into several groups.
+    """Return whether vLLM splits the layers of the drafter's kind into several groups.
 
     They are of full attention, or, with `is_apart`, of a window that no layer of the target has.
     Groups have as many layers as the rarer kind, or as the commoner one if that is less than
-    `ratio` times as many (`_get_kv_cache_groups_uniform_page_size` of vLLM). Layer i of a kind of
-    n groups goes to group i mod n.
+    `ratio` times as many (`_get_kv_cache_groups_uniform_page_size` of vLLM). Layer i of a kind of n
+    groups goes to group i mod n.
     """
     own = num_draft if is_apart else num_full + num_draft
     kinds = [num for num in (own, num_sliding, num_full if is_apart else 0) if num]
@@ -255,7 +255,7 @@ class _Target:
 
 
 def _read_target(name: str, revision: str | None) -> _Target | None:
-    """A target in a folder or in the hub's cache; None if it is not here. Nothing is fetched."""
+    """Read a target in a folder or the hub's cache; None if it is not here. Fetches nothing."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -410,6 +410,6 @@ def check_flags(extra: Sequence[str]) -> Iterator[str]:
 
 
 def _abbreviated(name: str) -> str:
-    """The flag that argparse would complete a word to, if it is one of those above."""
+    """Return the flag that argparse would complete a word to, if it is one of the flags above."""
     flags = [*_OWN_FLAGS, *_REFUSED, "--load-format"]
     return next((flag for flag in flags if flag.startswith(name) and flag != name), "")

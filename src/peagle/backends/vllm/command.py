@@ -48,7 +48,7 @@ SAFE_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class VllmCommand:
-    """A process to start: its command line, and its variables beside those of this process."""
+    """A process to start: its command line, and its variables beside this process's."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
@@ -98,7 +98,7 @@ def vllm_command(launch: VllmLaunch, installation: VllmInstallation) -> VllmComm
     """Return the process that serves `launch`.
 
     Raises:
-        UserError: the head cannot be read, or is asked for what it was not trained for.
+        UserError: the head cannot be read, or was not trained for the requested drafting.
     """
     launch = with_head(launch)
     arguments = engine_arguments(launch, installation) | _server_arguments(launch, installation)
@@ -107,7 +107,7 @@ def vllm_command(launch: VllmLaunch, installation: VllmInstallation) -> VllmComm
 
 
 def engine_arguments(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine by their names, without those that vLLM chooses."""
+    """Return the arguments of vLLM's engine by name, but for the ones that vLLM chooses."""
     arguments: dict[str, Any] = {
         "model": launch.target,
         "served_model_name": launch.name,
@@ -166,7 +166,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def vllm_environment(launch: VllmLaunch, installation: VllmInstallation) -> dict[str, str]:
-    """Return the variables that vLLM has beside those of this process."""
+    """Return the variables that vLLM gets beside this process's."""
     variables = dict(SAFE_ENVIRONMENT)
     inherited = os.environ.get("PYTHONPATH")
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(MODULE_FOLDER), inherited)))

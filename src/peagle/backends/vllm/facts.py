@@ -12,7 +12,7 @@ ENGINE_PATH = "/peagle/engine"
 
 
 def vllm_facts(config: Any) -> dict[str, Any]:
-    """Return what a VllmConfig came to, null where this vLLM does not say."""
+    """Return the resolved settings of a VllmConfig, null where this vLLM does not say."""
     drafting = getattr(config, "speculative_config", None)
     facts: dict[str, Any] = {"has_config": config is not None, "speculative": None}
     if drafting is not None:

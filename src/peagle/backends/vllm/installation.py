@@ -75,7 +75,7 @@ class VllmInstallation:
 
     @property
     def release(self) -> tuple[int, int] | None:
-        """Major and minor version; None for a build that does not state one."""
+        """Return the major and minor version; None for a build that does not state one."""
         match = re.match(r"(\d+)\.(\d+)", self.version)
         is_dev = self.version.startswith("0.1.dev")  # built from a checkout without tags
         return (int(match[1]), int(match[2])) if match and not is_dev else None
@@ -92,7 +92,7 @@ def find_vllm(
 
     Args:
         python: an interpreter; None takes the variable PEAGLE_VLLM_PYTHON, else looks around.
-        environ: variables; None takes those of this process.
+        environ: variables; None takes this process's.
 
     Raises:
         UserError: vLLM is not there, or is older than parallel drafting.

@@ -1,4 +1,4 @@
-"""A launch of vLLM: what it serves and how, with the facts that the head's files add."""
+"""A launch of vLLM: model, head and options, with the facts that the head's files add."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VllmLaunch:
-    """What vLLM serves, and how; None leaves a choice to vLLM.
+    """A launch of vLLM; None leaves a choice to vLLM.
 
-    Fields without a word here are those of EngineConfig and ServerConfig.
+    EngineConfig and ServerConfig describe the fields that are not described here.
 
     Attributes:
         target, revision: folder or hub id, and its revision.
@@ -92,11 +92,11 @@ class VllmLaunch:
 
     @property
     def name(self) -> str:
-        """The name that clients give the model."""
+        """Return the clients' name for the model."""
         return self.served_model_name or self.target
 
     def has_flag(self, name: str) -> bool:
-        """Whether a flag of vLLM is among those that the user hands on."""
+        """Return whether a flag of vLLM is among the flags that the user hands on."""
         return any(flag_name(word) == name for word in self.extra)
 
     def dtype_on(self, installation: VllmInstallation) -> str:
@@ -104,7 +104,7 @@ class VllmLaunch:
         return "float32" if self.dtype == "auto" and installation.is_cpu else self.dtype
 
     def is_greedy_only(self, installation: VllmInstallation) -> bool:
-        """Whether sampling would be wrong: speculation of a CPU build verifies greedily only."""
+        """Return whether sampling would be wrong: speculation of a CPU build is greedy only."""
         return installation.is_cpu and self.speculative is not None
 
 
@@ -122,7 +122,7 @@ def with_head(launch: VllmLaunch) -> VllmLaunch:
     of a compact head vLLM is given a folder in the cache.
 
     Raises:
-        UserError: the head is not there, or is asked for what it was not trained for.
+        UserError: the head is not there, or was not trained for the requested drafting.
     """
     launch = replace(launch, **_hub_id(launch.target, launch.revision, "target"))
     if is_gguf(Path(launch.target)):

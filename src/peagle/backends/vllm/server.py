@@ -41,7 +41,7 @@ class VllmServer:
     Its process leads a session of its own, so that a Ctrl-C comes to peagle alone.
 
     Args:
-        launch: what it serves; without keys it makes one.
+        launch: the model and its options; without keys the server makes one.
         installation: vLLM's.
         progress: gets a line about each wait.
         log: gets every line that vLLM prints.
@@ -164,7 +164,7 @@ class VllmServer:
             return False
 
     def tail(self) -> str:
-        """Return the end of what vLLM printed, up to the last error, for a message."""
+        """Return the end of vLLM's output, up to the last error, for a message."""
         if self.process is not None:
             self._reader.join(0.5 if self.process.poll() is None else 5)
         lines = list(self._lines)
@@ -177,7 +177,7 @@ class VllmServer:
     # ---- checks -----------------------------------------------------------------------------
 
     def check(self) -> tuple[str, ...]:
-        """Ask it a few prompts, refuse it unless it drafts as asked, and return what is unsure.
+        """Ask it a few prompts, refuse it unless it drafts as asked, and return notes on doubts.
 
         Raises:
             UserError: it does not draft, or not in parallel; or it refuses the prompts.

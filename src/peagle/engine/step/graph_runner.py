@@ -556,7 +556,7 @@ class GraphRunner:
         if not keeps_features and any(s.pending_features is not None for s in sequences):
             return "missed_features"
         k = self._depth(len(sequences))
-        if any(s.has_fixed_k and s.num_speculative_tokens > k for s in sequences):
+        if any(s.fixes_k and s.num_speculative_tokens > k for s in sequences):
             return "kept_k"
         has_many = any(len(s.stop_token_ids) > MAX_STOP_IDS for s in sequences)
         return "stop_token_ids" if has_many else None

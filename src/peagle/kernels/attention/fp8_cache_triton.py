@@ -1,4 +1,4 @@
-"""What a KV cache holds of a number, and what it gives back, inside Triton kernels.
+"""Numbers to and from the 8-bit floats of a KV cache, inside Triton kernels.
 
 A cache of 8-bit floats holds x / scale. Its tensor is of that type on a card that converts the type
 itself. Elsewhere kernels get its bytes (uint8), which stand for float8_e4m3fn, and convert them by
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def as_stored(x, factor, dtype: tl.constexpr, LIMIT: tl.constexpr):
-    """What the cache holds of x: x * factor, cut to LIMIT; or x itself where LIMIT is 0.
+    """Return x as the cache stores it: x * factor, cut to LIMIT; x itself if LIMIT is 0.
 
     LIMIT is the largest number of an 8-bit type, beyond which there is only NaN.
     """
@@ -26,7 +26,7 @@ def as_stored(x, factor, dtype: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def as_read(x, dtype: tl.constexpr):
-    """A number of the cache in the type that attention computes in."""
+    """Return a number of the cache in the type that attention computes in."""
     if x.dtype == tl.uint8:
         x = _from_e4m3(x)
     return x.to(dtype)
@@ -34,7 +34,7 @@ def as_read(x, dtype: tl.constexpr):
 
 @triton.jit
 def _to_e4m3(x):
-    """The bytes of float32 numbers within -448 and 448, rounded to the nearest, ties to even."""
+    """Return float32 numbers within -448 and 448 as e4m3 bytes, ties rounded to even."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -47,7 +47,7 @@ def _to_e4m3(x):
 
 @triton.jit
 def _from_e4m3(x):
-    """The numbers of e4m3 bytes, in float16: its exponent counts from 15 instead of 7."""
+    """Return e4m3 bytes as float16 numbers, whose exponent counts from 15 instead of 7."""
     q = x.to(tl.uint16)
     bits = ((q & 0x80) << 8) | ((q & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True) * 256.0

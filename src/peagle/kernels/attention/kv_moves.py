@@ -16,11 +16,11 @@ _BYTES_AT_ONCE = 2048  # of a slot, which a program moves
 
 
 def move_slots(caches: Iterable[Tensor], from_BD: Tensor, to_BD: Tensor) -> None:
-    """Copy slots within caches, all of a cache read before one is written.
+    """Copy slots within caches. All slots of a cache are read before one is written.
 
     Args:
         caches: [slots, ...] each, of any types, as many slots in all.
-        from_BD, to_BD: int64, slots; -1 is the last one, which is scrap.
+        from_BD, to_BD: int64, slots; -1 is the last slot, which is scrap.
     """
     caches = list(caches)
     source_X, target_X = (slots.flatten() % len(caches[0]) for slots in (from_BD, to_BD))
@@ -52,7 +52,7 @@ class SlotMoves:
         """Copy slots, all of a sequence's read before one is written; of several sequences at once.
 
         Args:
-            from_BD, to_BD: int64, slots. What moves to itself, or from -1 or to -1, stays.
+            from_BD, to_BD: int64, slots. A move to the same slot, from or to -1 changes nothing.
         """
         from peagle.kernels.attention import kv_moves_triton as kernels
 

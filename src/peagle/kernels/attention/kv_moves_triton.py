@@ -1,4 +1,4 @@
-"""Triton kernel of slot moves; `kv_moves` launches it and says what it computes."""
+"""Triton kernel of slot moves; `kv_moves` launches it and documents its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def move_slots_kernel(
     BLOCK_W: tl.constexpr,
     WORD: tl.constexpr,  # bytes of a word
 ):
-    """A part of the slots of one sequence in one cache."""
+    """Move a part of the slots of one sequence in one cache."""
     address = tl.load(addresses_ptr + tl.program_id(0))
     if WORD == 4:
         cache_ptr = address.to(tl.pointer_type(tl.int32))

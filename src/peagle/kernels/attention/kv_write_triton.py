@@ -1,4 +1,4 @@
-"""Triton kernel of the KV write; `kv_write` launches it and says what it computes."""
+"""Triton kernel of the KV write; `kv_write` launches it and documents its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kv_write_kernel(
     BLOCK_D: tl.constexpr,
     LIMIT: tl.constexpr,  # the largest number of an 8-bit cache; 0: copy as it is
 ):
-    """Keys and values of one token."""
+    """Write the keys and values of one token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:

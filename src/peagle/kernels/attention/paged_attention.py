@@ -33,7 +33,7 @@ _COMBINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the launch of one layer depends on; the length of a context is not part of it.
+    """The sizes and types that decide the launch of one layer; the length of a context does not.
 
     Attributes:
         num_sequences, num_tokens, max_query_len: sizes of the batch, padding included.
@@ -93,7 +93,7 @@ class QueryTiles:
 
     @staticmethod
     def of(shape: AttentionShape, block_m: int) -> QueryTiles:
-        """Choose the way with fewer tiles, in doubt the even one, which is simpler."""
+        """Choose the way with fewer tiles; with as many, the even way, because it is simpler."""
         queries = block_m // shape.group
         per_sequence = -(-shape.max_query_len // queries)
         even = shape.num_sequences * per_sequence
@@ -118,7 +118,7 @@ class Workspace:
     def make(
         shape: AttentionShape, config: PagedAttentionConfig, device: torch.device
     ) -> Workspace | None:
-        """Make room for what `paged_attention` keeps; None where nothing is split."""
+        """Allocate the buffers of `paged_attention`; None where nothing is split."""
         if config.num_splits == 1:
             return None
         tiles = QueryTiles.of(shape, config.block_m).count
@@ -243,7 +243,7 @@ def paged_attention(
         context_starts_B: first visible position of each context; None: 0.
         visible_T, positions_T: as `peagle.attention.TreeMask`, where the queries of a sequence are
             a tree; None: they are a chain.
-        key_scale, value_scale: factors on what the cache holds.
+        key_scale, value_scale: factors on the cache's numbers.
         config: default `choose_config`.
         workspace: of `Workspace.make`, to be shared by layers; default a new one.
         new: keys and values to write first, where `writes_new`.

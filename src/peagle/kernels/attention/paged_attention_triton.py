@@ -58,7 +58,9 @@ def combine_tile(
 def _sequence_of_tile(
     query_start_ptr, tile, num_sequences, BLOCK_Q: tl.constexpr, B2: tl.constexpr
 ):
-    """Sequence and tile inside it, where sequence b owns tiles from start_b // BLOCK_Q + b on.
+    """Return the sequence of a tile and the tile inside it.
+
+    Sequence b owns the tiles from start_b // BLOCK_Q + b on.
 
     That gives each at least as many tiles as it needs, and tokens // BLOCK_Q + sequences in all.
     """
@@ -75,7 +77,7 @@ def _sequence_of_tile(
 def _load_rows(
     cache_rows, new_rows, is_new, any_new, mask, factor, dtype: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """A tile of keys or values, the new ones from this pass, as the cache would give them back."""
+    """Load a tile of keys or values, the new ones from this pass, as the cache would give them."""
     if LIMIT > 0:
         rows = tl.load(cache_rows, mask=mask & ~is_new, other=0.0)
         x = as_read(rows, dtype)
@@ -108,7 +110,7 @@ def _write_rows(
     ROWS: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Keys and values of one sequence and head into the cache; slot -1 writes nothing."""
+    """Write the keys and values of one sequence and head into the cache; slot -1 writes nothing."""
     offs = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     row = (start + offs).to(tl.int64)
@@ -227,6 +229,7 @@ def attend_kernel(
     # In a short context it has no keys, and so the time for what has to be done once.
     is_last_split = split == num_splits - 1
 
+    # Find the sequence of this tile and its rows.
     offs_d = tl.arange(0, BLOCK_D)
     offs_m = tl.arange(0, BLOCK_M)
     in_row = offs_d < HEAD_DIM
@@ -273,6 +276,7 @@ def attend_kernel(
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < table_width, other=0)
     block = block.to(OFFSET)
 
+    # Fill the padding with zeros.
     if is_last_split:
         # Rows beyond the last sequence pad the batch: zero, so that nothing later sees a NaN.
         of_head = (offs_m < GROUP)[:, None] & in_row[None, :]
@@ -283,6 +287,7 @@ def attend_kernel(
     if first_query >= num_queries:
         return
 
+    # Locate the rows of the tile in the batch and in the output.
     query = first_query + offs_m // GROUP
     is_row = (offs_m < BLOCK_Q * GROUP) & (query < num_queries)
     mask = is_row[:, None] & in_row[None, :]
@@ -293,6 +298,7 @@ def attend_kernel(
     row = ((query_start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP)) + head
     out_tile = out_ptr + (row * HEAD_DIM)[:, None] + offs_d[None, :]
 
+    # Write the new keys and values into the cache.
     if WRITE_ROWS:
         key_ptr += kv_head * stride_key_head
         value_ptr += kv_head * stride_value_head
@@ -318,6 +324,7 @@ def attend_kernel(
                 ROWS=WRITE_ROWS,
                 LIMIT=LIMIT,
             )
+    # End here where this split has no keys.
     if IS_SPLIT:  # noqa: SIM102 (one is known when the kernel is compiled)
         if num_own == 0:
             if is_last_split & (num_active == 0):
@@ -325,6 +332,7 @@ def attend_kernel(
                 tl.store(out_tile, nothing, mask=mask)
             return
 
+    # Load the queries.
     source = (query_start + query).to(tl.int64) * stride_query_row + head * stride_query_head
     q = tl.load(query_ptr + source[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
@@ -332,6 +340,7 @@ def attend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     num_open = 0
+    # Attend to the keys that all rows see.
     if OPEN_TILES:
         # Of a prompt most tiles of keys are visible to all rows of a tile.
         num_visible = tl.minimum(num_cached + first_query + 1, high) // BLOCK_N - first_keys
@@ -351,6 +360,7 @@ def attend_kernel(
             if HAS_SOFTCAP:
                 scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
             highest, total, acc = _add_tile(scores, v, highest, total, acc, q.dtype)
+    # Attend to the other keys, masked.
     for i in range(num_open, num_own):
         key = (first_keys + i * step) * BLOCK_N + tl.arange(0, BLOCK_N)
         # Nothing else is loaded: unused and hidden slots may hold NaN, and 0 * NaN is NaN.
@@ -362,6 +372,7 @@ def attend_kernel(
         else:
             keys_mask = is_key[None, :] & in_row[:, None]
             values_mask = is_key[:, None] & in_row[None, :]
+        # Load keys and values, the new ones from their rows.
         if WRITE_ROWS:
             # With or without a slot: to ask for it would be one more load to wait for.
             is_new = key >= num_cached
@@ -395,9 +406,11 @@ def attend_kernel(
         ahead = key + BLOCK_N * step
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < high, other=0).to(OFFSET)
 
+        # Multiply and scale.
         scores = tl.dot(q, as_read(k, q.dtype), input_precision="ieee") * score_scale
         if HAS_SOFTCAP:
             scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
+        # Hide the keys that a row does not see.
         key_position = key
         if HAS_TREE:
             key_row = key - num_cached
@@ -416,6 +429,7 @@ def attend_kernel(
         scores = tl.where(visible, scores, float("-inf"))
         highest, total, acc = _add_tile(scores, v, highest, total, acc, q.dtype)
 
+    # Store the share of this split, and let the last split to arrive combine all shares.
     is_part = False
     if IS_SPLIT:
         is_part = num_active > 1

@@ -35,7 +35,7 @@ class PackedBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, in the order in which a batch is made of them."""
+        """Return all tensors, in the order in which a batch is made of them."""
         return [getattr(self, one.name) for one in fields(self)]
 
 

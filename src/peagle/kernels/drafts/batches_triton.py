@@ -21,7 +21,7 @@ MAX_SEQUENCES = 1024
 
 @triton.jit
 def kv_slots(table_ptr, positions, inside, table_width, limit, BLOCK_SIZE: tl.constexpr):
-    """Slots of positions of one sequence; -1 beyond the limit or the table."""
+    """Return the slots of positions of one sequence; -1 beyond the limit or the table."""
     block = positions // BLOCK_SIZE
     inside = inside & (positions < limit) & (block < table_width)
     blocks = tl.load(table_ptr + block, mask=inside, other=0).to(tl.int64)
@@ -53,6 +53,7 @@ def _target_batch_kernel(
     PADDING: tl.constexpr,
 ):
     b = tl.program_id(0)
+    # Find the rows of this sequence from the lengths of all.
     i = tl.arange(0, SEQS)
     known = i < num_seqs
     active = tl.load(active_ptr + i, mask=known, other=0) != 0
@@ -62,6 +63,7 @@ def _target_batch_kernel(
     length = tl.sum(tl.where(i == b, lens, 0))
     total = tl.sum(lens)
 
+    # Store its rows: the newest token and the drafts.
     first = tl.load(first_positions_ptr + b).to(tl.int64)
     o = tl.arange(0, ROWS)
     inside = (o < length) & (start + o < num_rows)
@@ -74,6 +76,7 @@ def _target_batch_kernel(
     tl.store(positions_ptr + start + o, first + o, mask=inside)
     tl.store(slots_ptr + start + o, slots, mask=inside)
     tl.store(sequences_ptr + start + o, (o * 0 + b).to(tl.int64), mask=inside)
+    # Store its start and its length.
     tl.store(start_loc_ptr + b, start)
     tl.store(seq_lens_ptr + b, tl.where(length > 0, first + length, 0))
     if b == num_seqs - 1:
@@ -166,6 +169,7 @@ def _expand_kernel(
     PADDING: tl.constexpr,
 ):
     b = tl.program_id(0)
+    # Find the rows of this sequence from the lengths of all.
     i = tl.arange(0, SEQS)
     known = i < num_seqs
     active = tl.load(active_ptr + i, mask=known, other=0) != 0
@@ -176,6 +180,7 @@ def _expand_kernel(
     length = tl.sum(tl.where(i == b, lens, 0))
     total = tl.sum(lens)
 
+    # Load the accepted prefix and the bonus token.
     runs = length > 0
     num_accepted = tl.load(num_accepted_ptr + b).to(tl.int64)
     num_masks = tl.load(num_masks_ptr + b).to(tl.int64)
@@ -183,6 +188,7 @@ def _expand_kernel(
     first = tl.load(target_positions_ptr + first_row, mask=runs, other=0).to(tl.int64)
     bonus = tl.load(next_tokens_ptr + b).to(tl.int64)
     table = tables_ptr + b.to(tl.int64) * table_width
+    # Store the rows: shifted tokens, the bonus token, masks.
     for offset in range(0, length, SLOTS):
         o = offset + tl.arange(0, SLOTS)
         inside = (o < length) & (start + o < num_slots)
@@ -197,6 +203,7 @@ def _expand_kernel(
         tl.store(slots_ptr + start + o, slots, mask=inside)
         tl.store(feature_rows_ptr + start + o, rows, mask=inside)
 
+    # Store the start, the length and the rows that draft.
     last_ntp = tl.where(runs, start + num_accepted, 0)
     tl.store(start_loc_ptr + b, start)
     tl.store(seq_lens_ptr + b, tl.where(runs, first + length, 0))
@@ -207,6 +214,7 @@ def _expand_kernel(
     draft_rows = last_ntp + tl.where(runs, tl.minimum(j, num_masks), 0)
     tl.store(draft_rows_ptr + b * max_drafts + j, draft_rows, mask=j < max_drafts)
 
+    # Every program clears its share of the padding.
     slot = b * PADDING + tl.arange(0, PADDING)
     is_padding = (slot >= total) & (slot < num_slots)
     zeros = tl.zeros([PADDING], dtype=tl.int64)

@@ -46,6 +46,7 @@ def _correct_kernel(
     # Any token will do where the logits mean nothing.
     draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
     draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
+    # term = down silu(state + embedding), summed over parts of the width.
     term = tl.zeros((ROWS, RANK), dtype=tl.float32)
     for first in range(0, width, WIDTH):
         w = first + tl.arange(0, WIDTH)
@@ -62,6 +63,7 @@ def _correct_kernel(
             other=0,
         )
         term = tl.dot(inner.to(down.dtype), down, term, input_precision="ieee")
+    # Multiply by the weights of these tokens, and add to the logits.
     weight = tl.load(
         weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None],
         mask=is_token[None, :] & is_rank[:, None],

@@ -1,4 +1,4 @@
-"""What the device keeps of each decoding sequence, and how a verified step changes it.
+"""The state of each decoding sequence on the device, and its change by a verified step.
 
 Shapes: B sequences, K most drafts, J = K + 1 tokens that a step can emit, E stop ids a sequence.
 """
@@ -60,7 +60,7 @@ class DecodeState:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """Where sequences end and how far they draft; int64.
+    """The ends of sequences and their most drafts; int64.
 
     Attributes:
         stop_ids_BE: ids that end the output; padded with -1.
@@ -80,7 +80,7 @@ class DecodeLimits:
 
     @property
     def draft_end(self) -> int:
-        """Length at which drafting ends; d tokens before it there are at most d drafts.
+        """Return the length at which drafting ends; d tokens before it are at most d drafts.
 
         The last of k drafts comes from the drafter slot at position length + k - 3.
         """
@@ -89,7 +89,7 @@ class DecodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """What a step tells the host, int64.
+    """The report of a step to the host, int64.
 
     Attributes:
         num_accepted_B: a, drafts accepted, before stop conditions trim; 0 where inactive.
@@ -132,10 +132,10 @@ def advance(
     """Move the state over the a + 1 tokens that a verification emitted, and check for the end.
 
     Emitted token i is the (n + i + 1)-th output and makes the sequence first_position + i + 2
-    tokens long. It ends the output as a stop id where n + i >= min_tokens, else where the output
-    or the sequence reaches its greatest length; what is emitted behind it is not kept. The state
-    moves over all emitted tokens, kept or not: their KV is written. Inactive and finished
-    sequences emit and keep nothing, and their state stays.
+    tokens long. It ends the output as a stop id where n + i >= min_tokens, else where the output or
+    the sequence reaches its greatest length; emitted tokens behind it are not kept. The state moves
+    over all emitted tokens, kept or not: their KV is written. Inactive and finished sequences emit
+    and keep nothing, and their state stays.
 
     A next token of NO_TOKEN says that the logits were NaN or infinite: it is emitted as such and
     ends the sequence; as the last token, which is embedded, 0 stands for it.

@@ -106,7 +106,7 @@ def report_kernel(
     STAMP_COLUMNS: tl.constexpr,
     TIMED: tl.constexpr,
 ):
-    """One sequence's row of the report, or the last row, of times."""
+    """Store one sequence's row of the report, or the last row, the times."""
     b = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     row = report_ptr + b.to(tl.int64) * width
@@ -145,7 +145,7 @@ def report_step(
     *,
     at: Stamp = Stamp.DRAFTED,
 ) -> None:
-    """Put what the host wants to know into one tensor; stamp the time.
+    """Put the host's report into one tensor; stamp the time.
 
     Args:
         num_drafted_B: drafts that were verified.
@@ -153,7 +153,7 @@ def report_step(
         drafts_BK: the next drafts.
         times: int64 [NUM_STAMPS].
         report_RX: int64 [B + 1, 2K + 4], or [B + 1, 4 + D + 3N] for trees: of each sequence the
-            drafts verified, those accepted, the drafts to come, the emitted tokens, the next
+            drafts verified, the drafts accepted, the drafts to come, the emitted tokens, the next
             drafts, and of trees the row of each one's parent and its score; the last row begins
             with the times.
         nodes_BX: where drafts are trees, int64 [B, 2N]: these parents and scores.
@@ -232,6 +232,7 @@ def advance(
     tl.store(accepted_out_ptr + b, num_accepted)
     tl.store(next_out_ptr + b, tl.maximum(next_token, 0))
 
+    # Store the emitted tokens: the accepted drafts and the next token.
     j = tl.arange(0, COLUMNS)
     is_emitted = j < num_emitted
     drafted = is_emitted & (j < num_accepted)
@@ -239,6 +240,7 @@ def advance(
     tokens = tl.where(is_emitted & (j == num_accepted), next_token, tokens)
     tl.store(emitted_ptr + b * (max_drafts + 1) + j, tokens, mask=j <= max_drafts)
 
+    # Find the first emitted token that ends the output.
     e = tl.arange(0, STOP_IDS)
     stop_ids = tl.load(stop_ids_ptr + b * num_stop_ids + e, mask=e < num_stop_ids, other=-1)
     hits = (tokens[:, None] == stop_ids[None, :]) & (stop_ids[None, :] >= 0)
@@ -255,6 +257,7 @@ def advance(
     finish = tl.where(last < COLUMNS, reason, finish)
     tl.store(kept_ptr + b, tl.minimum(num_emitted, last + 1))
 
+    # Move the state, and choose the next number of drafts.
     first += num_emitted
     room = tl.maximum(draft_end - 1 - first, 0)
     drafts = tl.minimum(tl.load(num_speculative_ptr + b), room)

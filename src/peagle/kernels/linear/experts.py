@@ -217,7 +217,7 @@ def run_experts(
 
 
 def layout_of(weight: PackedWeight) -> list[int]:
-    """Return what an operator needs beside the tensors of a weight."""
+    """Return the facts that an operator needs beside the tensors of a weight."""
     return [FORMATS.index(weight.format), *weight.block, *weight.padded]
 
 

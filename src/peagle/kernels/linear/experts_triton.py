@@ -70,7 +70,7 @@ def plan_kernel(
 
 @triton.jit
 def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
-    """Activation of gate and up, in float32."""
+    """Return the activation of gate and up, in float32."""
     if GATE == SILU:
         out = gate * tl.sigmoid(gate) * up
     elif GATE == CLAMPED:
@@ -85,7 +85,7 @@ def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
 
 @triton.jit
 def _load_x(x_ptrs, is_row, k, num_k, STEP: tl.constexpr, FORMAT: tl.constexpr):
-    """Inputs k to k + STEP of x, as `load_tiles` has them of the weight."""
+    """Load inputs k to k + STEP of x, in the order of the weight's by `load_tiles`."""
     if FORMAT < INT4:
         offs = k + tl.arange(0, STEP)[None, :]
         first = tl.load(x_ptrs + offs, mask=is_row & (offs < num_k), other=0.0)
@@ -148,8 +148,9 @@ def _finished(
     HAS_BIAS: tl.constexpr,
     WX: tl.constexpr,
 ):
-    """The sums as [BLOCK_M, BLOCK_N], with the scale of all inputs if it IS_OPEN, and with the
-    bias, rounded.
+    """Return the sums as float32 [BLOCK_M, BLOCK_N], with the bias, rounded to DTYPE.
+
+    If IS_OPEN, they are first multiplied by the scale that all inputs share.
     """
     if WX:
         acc = tl.trans(acc)
@@ -210,6 +211,7 @@ def grouped_kernel(
     tile = tl.program_id(1)
     tile_n = tl.program_id(0) // SPLIT_K
     split = tl.program_id(0) % SPLIT_K
+    # Find the expert and the assignments of this tile.
     rows = tl.arange(0, BLOCK_M)
     if MODE == 0:
         expert = tile * 0
@@ -242,6 +244,7 @@ def grouped_kernel(
     if not EVEN_N:  # the last again, where there are no more: that is not stored
         row_a = tl.minimum(row_a, num_stored - 1)
         row_b = tl.minimum(row_b, num_stored - 1)
+    # Locate their weights, scales and inputs.
     expert = expert.to(tl.int64)
     data_ptr += expert * stride_expert
     scale_ptr += expert * stride_scale_expert
@@ -253,6 +256,7 @@ def grouped_kernel(
     offset_b = (row_b // SCALE_ROWS if SCALE_ROWS > 0 else row_b * 0) * stride_scale_row
 
     x_ptrs = x_ptr + (assignment // chosen).to(tl.int64)[:, None] * stride_x
+    # Sum the products over this share of K.
     acc_a = tl.zeros([BLOCK_N, BLOCK_M] if WX else [BLOCK_M, BLOCK_N], tl.float32)
     acc_b = acc_a
     IS_SCALED: tl.constexpr = SCALE_K > 0
@@ -263,6 +267,7 @@ def grouped_kernel(
     for first in tl.range(split * share, last, STEP * STEPS, num_stages=STAGES):
         for i in tl.static_range(STEPS):
             k = first + i * STEP
+            # Load the scales and zeros where new ones begin.
             if i == 0:
                 scale_a = row_a
                 scale_b = row_b
@@ -278,6 +283,7 @@ def grouped_kernel(
                 if HAS_ZERO:
                     zero_a = tl.load(zero_ptr + offset_a + scale_at).to(tl.int32)
                     zero_b = tl.load(zero_ptr + offset_b + scale_at).to(tl.int32)
+            # Load x and multiply.
             x_first, x_last = _load_x(x_ptrs, is_row[:, None], k, num_k, STEP, FORMAT)
             acc_a = _add_product(
                 acc_a, x_first, x_last, data_a, scale_a, zero_a,
@@ -288,6 +294,7 @@ def grouped_kernel(
                 k, num_k, STEP, IS_SCALED, FORMAT, EVEN_K, ASM, WX,
             )  # fmt: skip
 
+    # Add up the shares; only the last program to arrive goes on.
     if SPLIT_K > 1:
         tiles_n = tl.num_programs(0) // SPLIT_K
         acc_a, acc_b, is_last = add_shares(
@@ -296,6 +303,7 @@ def grouped_kernel(
         if not is_last:
             return
 
+    # Scale, add the bias, apply the gate and store.
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     IS_OPEN: tl.constexpr = FORMAT != PLAIN and not IS_SCALED
     out_a = _finished(

@@ -1,12 +1,11 @@
-"""Grouped products of tiled weights in Gluon, the part of Triton where programs choose layouts.
+"""Hopper only; elsewhere, and for other types, `grouped_kernel` of `experts_triton` computes it.
 
-The words go from memory straight into the registers from which the matrix unit takes them unpacked;
-`packed_weights` says how they are arranged for that. x comes to shared memory by asynchronous
-copies. `grouped_kernel` of `experts_triton` computes the same for other types and cards, more
-slowly.
+Grouped products of tiled weights in Gluon, the part of Triton where programs choose layouts. The
+words go from memory straight into the registers from which the matrix unit takes them unpacked;
+`packed_weights` documents their order. x comes to shared memory by asynchronous copies.
 
-The scales of "mxfp4" are powers of two, which a thread multiplies in while it unpacks. Those of
-"fp8" are float32 and multiply sums: once at the end where all inputs share them, else the sum of
+The scales of "mxfp4" are powers of two, which a thread multiplies in while it unpacks. The scales
+of "fp8" are float32 and multiply sums: once at the end where all inputs share them, else the sum of
 each `STEP` inputs.
 """
 
@@ -79,14 +78,14 @@ _FP8_ASM = gl.constexpr(
 
 @gluon.jit
 def _row_offsets(row, stride_row):
-    """Where the first word of rows is; tiles have 64 rows of 64 bytes."""
+    """Return the offset of the first word of each row; tiles have 64 rows of 64 bytes."""
     row = row.to(gl.int64)
     return row // 64 * stride_row + row % 64 * 64
 
 
 @gluon.jit
 def _load_words(row_ptrs, k, FORMAT: gl.constexpr, WORDS: gl.constexpr):
-    """The words of inputs k to k + STEP: [rows, 16] of "mxfp4", [rows, 32] of "fp8"."""
+    """Load the words of inputs k to k + STEP: [rows, 16] of "mxfp4", [rows, 32] of "fp8"."""
     if FORMAT == MXFP4:
         i = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :]
         offs = k // STEP * TILE_WORDS + i
@@ -98,7 +97,7 @@ def _load_words(row_ptrs, k, FORMAT: gl.constexpr, WORDS: gl.constexpr):
 
 @gluon.jit
 def _load_scales(row_ptrs, k, stride_k, STORED_K: gl.constexpr):
-    """Of each row the scale of inputs k to k + STEP, or the word of four."""
+    """Load each row's scale of inputs k to k + STEP; of "mxfp4", the word of four scales."""
     return gl.load(row_ptrs + k // STORED_K * stride_k)
 
 
@@ -114,8 +113,10 @@ def _copy_x(tile, x_ptrs, is_row, k, end, X: gl.constexpr):
 
 @gluon.jit
 def _mxfp4_operand(words, scale, WORDS: gl.constexpr, A: gl.constexpr):
-    """The numbers of words, [rows, STEP], times their scales, of which `scale` has four of a row.
-    The matrix unit takes them from the registers in which they are.
+    """Return the numbers of words times their scales, bfloat16 [rows, STEP].
+
+    `scale` has four scales a row. The matrix unit takes the numbers from the registers that hold
+    them.
     """
     rows: gl.constexpr = words.shape[0]
     group = gl.arange(0, STEP // 8, layout=gl.SliceLayout(0, WORDS))[None, :] % 4
@@ -133,7 +134,7 @@ def _mxfp4_operand(words, scale, WORDS: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def _fp8_operand(words, A: gl.constexpr):
-    """The numbers of words, [rows, STEP], likewise, without a scale."""
+    """Return the numbers of words, bfloat16 [rows, STEP], for the matrix unit, without a scale."""
     rows: gl.constexpr = words.shape[0]
     numbers = gl.inline_asm_elementwise(
         _FP8_ASM, "=h,=h,=h,=h,r", [words], (gl.bfloat16,) * 4, True, 1
@@ -162,8 +163,9 @@ def _add_product(acc, operand, x_tile, B: gl.constexpr, WGMMA: gl.constexpr, FRE
 def _stored_rows(
     tile_n, num_columns, BLOCK_N: gl.constexpr, GATE: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """The rows of the weight in a tile. With a gate, 8 rows of gate and the same 8 of up take
-    turns: a thread has both of an output.
+    """Return the rows of the weight in a tile.
+
+    With a gate, 8 rows of gate and the same 8 of up take turns: a thread has both of an output.
     """
     row = gl.arange(0, 2 * BLOCK_N, layout=LAYOUT)
     if GATE == NO_GATE:
@@ -175,7 +177,7 @@ def _stored_rows(
 
 @gluon.jit
 def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
-    """All shares of a tile, which other programs wrote through the L2: not from the L1."""
+    """Sum all shares of a tile; other programs wrote them through the L2, so the L1 is skipped."""
     acc = gl.load(share_ptrs, cache_modifier=".cg")
     for share in gl.static_range(1, SPLIT_K):
         acc += gl.load(share_ptrs + share * STRIDE, cache_modifier=".cg")
@@ -184,7 +186,7 @@ def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
 
 @gluon.jit
 def _turns(tile):
-    """Rows of a tile that take turns by eight, as two tiles."""
+    """Return rows of a tile that take turns by eight, as two tiles."""
     rows: gl.constexpr = tile.shape[0]
     columns: gl.constexpr = tile.shape[1]
     turns = tile.reshape([rows // 16, 2, 8, columns]).permute([0, 2, 3, 1])
@@ -194,7 +196,7 @@ def _turns(tile):
 
 @gluon.jit
 def _gated(gate, up, alpha, limit, GATE: gl.constexpr):
-    """Activation of gate and up, in float32."""
+    """Return the activation of gate and up, in float32."""
     if GATE == SILU:
         out = gate / (1.0 + gl.exp(-gate)) * up
     elif GATE == CLAMPED:
@@ -246,7 +248,8 @@ def packed_kernel(
     SCALE_K: gl.constexpr,  # inputs that share a scale; 0: all
     WGMMA: gl.constexpr,
 ):
-    """As `experts_triton.grouped_kernel`."""
+    """Compute one share of K of one tile, as `experts_triton.grouped_kernel` does."""
+    # Choose the layouts of sums, operands and x.
     if WGMMA:
         ACC: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [gl.num_warps(), 1], instr_shape=[16, BLOCK_M, 16]
@@ -267,6 +270,7 @@ def packed_kernel(
     tile = gl.program_id(TILES)
     tile_n = gl.program_id(1 - TILES) // SPLIT_K
     split = gl.program_id(1 - TILES) % SPLIT_K
+    # Find the expert and the assignments of this tile.
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
     if MODE == 0:
         expert = tile * 0
@@ -287,6 +291,7 @@ def packed_kernel(
     # Scales of "mxfp4", four in a word, multiply numbers; those of "fp8" multiply sums.
     STORED_K: gl.constexpr = STEP if FORMAT == MXFP4 else SCALE_K
     SCALES: gl.constexpr = gl.SliceLayout(1, WORDS if FORMAT == MXFP4 else ACC)
+    # Locate the weight's rows, their scales and x.
     num_stored = num_columns if GATE == NO_GATE else 2 * num_columns
     row = _stored_rows(tile_n, num_columns, BLOCK_N, GATE, gl.SliceLayout(1, WORDS))
     scale_row = _stored_rows(tile_n, num_columns, BLOCK_N, GATE, SCALES)
@@ -301,6 +306,7 @@ def packed_kernel(
     scale_ptrs = scale_ptr + expert * stride_scale_expert + scale_row * stride_scale_row
     x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[:, None] * stride_x
 
+    # Sum the products over this share of K.
     acc = gl.zeros([2 * BLOCK_N, BLOCK_M], gl.float32, ACC)
     share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
     begin = split * share
@@ -314,6 +320,7 @@ def packed_kernel(
         scale = _load_scales(scale_ptrs, first, stride_scale_k, STORED_K)
     stage = 0
     for k in range(begin, end, STEP):
+        # Wait for x of this step, and start the loads of later steps.
         async_copy.wait_group(STAGES - 2)
         if WGMMA:
             fence_async_shared()
@@ -324,6 +331,7 @@ def packed_kernel(
         next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
         if SCALE_K > 0:
             next_scale = _load_scales(scale_ptrs, later, stride_scale_k, STORED_K)
+        # Unpack the words and multiply.
         x_tile = x_tiles.index(stage)
         if FORMAT == MXFP4:
             operand = _mxfp4_operand(words, scale, WORDS, A)
@@ -339,6 +347,7 @@ def packed_kernel(
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
 
+    # Add up the shares; only the last program to arrive goes on.
     n = gl.arange(0, 2 * BLOCK_N, layout=gl.SliceLayout(1, ACC))
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
     if SPLIT_K > 1:
@@ -354,6 +363,7 @@ def packed_kernel(
         acc = _sum_shares(partial_ptrs, SPLIT_K, SIZE)
         gl.store(arrivals_ptr + tile, 0)
 
+    # Scale, add the bias and round.
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     if SCALE_K == 0:
         acc *= gl.load(scale_ptrs)[:, None]
@@ -367,6 +377,7 @@ def packed_kernel(
         bias = gl.load(bias_ptr + expert * num_stored + stored, mask=is_output, other=0.0)
         acc += bias.to(gl.float32)[:, None]
     out = acc.to(DTYPE)
+    # Apply the gate and store.
     assignment = gl.convert_layout(assignment, gl.SliceLayout(0, ACC)).to(gl.int64)
     is_row = gl.convert_layout(is_row, gl.SliceLayout(0, ACC))
     if GATE == NO_GATE:

@@ -12,12 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.linear.experts import (
-    can_use_registers,
-    grouped_product,
-    layout_of,
-    make_weight,
-)
+from peagle.kernels.linear.experts import can_use_registers, grouped_product, layout_of, make_weight
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.kernels.linear.unpacking import unpack_weight
 

@@ -19,11 +19,11 @@ to 6, shifted to the right by 0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10.
 "fp8" has pair 0 at the bits where bfloat16 has it, 15 and 10 to 4. Of pair 1 the sign and the low
 four bits, 11 and 3 to 0, are shifted to the right by 4, and the others, 14 to 12, to the left by 4.
 
-The bytes of the last two lie in tiles of 64 rows of 64 bytes (`TILE`), which programs read whole:
-memory gives pieces of single rows more slowly. The 16 bytes of words 4t to 4t + 3 of a row are what
-the matrix unit takes from thread t of four. Of 128 inputs of "mxfp4", word 4t + g has in pair i the
+The bytes of "mxfp4" and "fp8" lie in tiles of 64 rows of 64 bytes (`TILE`), which programs read
+whole: memory gives pieces of single rows more slowly. The matrix unit takes the 16 bytes of words
+4t to 4t + 3 of a row from thread t of four. Of 128 inputs of "mxfp4", word 4t + g has in pair i the
 inputs 2t and 2t + 1 of the i-th 8 of the g-th 32; of 64 inputs of "fp8", word 4t + g has in pair i
-those of the i-th 8 of the g-th 16. Inputs are filled up with zeros to multiples of 128.
+the same two of the i-th 8 of the g-th 16. Inputs are filled up with zeros to multiples of 128.
 
 Shapes: E experts (left out of dense layers), N outputs, K inputs.
 """
@@ -85,14 +85,14 @@ class PackedWeight:
 
     @property
     def num_outputs(self) -> int:
-        """N."""
+        """Return N, the number of outputs of a matrix, without padding."""
         if self.is_tiled:
             return self.data.shape[-4] * TILE[0] - self.padded[0]
         return self.data.shape[-2]
 
     @property
     def num_inputs(self) -> int:
-        """K."""
+        """Return K, the number of inputs of a matrix, without padding."""
         per_byte = 2 if self.format in FOUR_BIT_FORMATS else 1
         if self.is_tiled:
             return self.data.shape[-3] * TILE[1] * per_byte - self.padded[1]
@@ -100,23 +100,23 @@ class PackedWeight:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether `data` lies in tiles."""
+        """Return whether `data` lies in tiles."""
         return self.format in TILED_FORMATS
 
     @property
     def row_stride(self) -> int:
-        """Numbers of `data` from a row to the next, or from a tile of rows to the next."""
+        """Return the numbers of `data` from a row, or from a tile of rows, to the next."""
         return self.data.stride(-4 if self.is_tiled else -2)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         tensors = (self.data, self.scale, self.zero)
         return sum(t.numel() * t.itemsize for t in tensors if t is not None)
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Return E, the number of matrices."""
         return self.data.shape[0]
 
     def expert(self, index: int) -> PackedWeight:
@@ -159,11 +159,11 @@ class PackedWeight:
         return replace(joined, data=data, padded=(-outputs % TILE[0], first.padded[1]))
 
     def _rows(self) -> Tensor:
-        """The bytes of rows of a tiled format out of their tiles, [E, N, bytes]."""
+        """Return the bytes of a tiled format as rows, [E, N, bytes]."""
         return _from_tiles(self.data)[..., : self.num_outputs, :]
 
     def _rowwise(self) -> PackedWeight:
-        """The same weight with scales of single rows."""
+        """Return the same weight with a scale, and a zero if it has them, for every single row."""
         rows, inputs = self.block
         if self.scale is None or rows == 1:
             return self
@@ -222,7 +222,7 @@ class PackedWeight:
 
 
 def _kept_strides(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor with its last two dimensions in memory as `like` has them."""
+    """Return the tensor with its last two dimensions in memory in the order of `like`."""
     if like.stride(-2) == 1 and like.stride(-1) != 1:
         return tensor.mT.contiguous().mT
     return tensor.contiguous()
@@ -239,7 +239,7 @@ def _in_words(q: Tensor, format: Format) -> Tensor:
 
 
 def _in_order(words: Tensor, format: Format) -> Tensor:
-    """Undo `_in_words`."""
+    """Return the numbers in the order of the inputs: the inverse of `_in_words`."""
     if format == "int4":
         halves = words.unflatten(-2, (2, 2)).unflatten(-4, (-1, 4)).transpose(-4, -3)
         return halves.flatten(-5)
@@ -258,7 +258,7 @@ def _to_words(q: Tensor, format: Format) -> Tensor:
 
 
 def _from_words(data: Tensor, format: Format) -> Tensor:
-    """Undo `_to_words`."""
+    """Return the numbers of the words, one uint8 each: the inverse of `_to_words`."""
     halves = data.contiguous().view(torch.int16).unflatten(-1, (-1, 2))
     *words, places = halves.shape
     q = torch.zeros(*words, len(_BIT_MOVES[format]), places, dtype=torch.uint8, device=data.device)
@@ -279,7 +279,7 @@ def _to_tiles(rows: Tensor) -> Tensor:
 
 
 def _from_tiles(data: Tensor) -> Tensor:
-    """Undo `_to_tiles`, but for what it rounded up."""
+    """Return the rows of the tiles: the inverse of `_to_tiles`, with its padding left in."""
     return data.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 
@@ -381,7 +381,7 @@ def int4_scale(weight: Tensor, group: int) -> Tensor:
 
 
 def _scaled(weight: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
-    """The weight over its blocks' scales, up to `largest`, and the scales."""
+    """Return the weight over its blocks' scales, within `largest`, and the scales."""
     (n, k), (rows, inputs) = weight.shape[-2:], block
     padded = F.pad(weight.float(), (0, -k % inputs, 0, -n % rows))
     blocks = padded.unflatten(-1, (-1, inputs)).unflatten(-3, (-1, rows))

@@ -88,7 +88,7 @@ _MXFP4_LAST_ASM = tl.constexpr(
 
 @triton.jit
 def row_offsets(row, stride_row, FORMAT: tl.constexpr):
-    """Where the first number of rows is; see `PackedWeight.row_stride`."""
+    """Return the offset of each row's first number; `PackedWeight.row_stride` is the stride."""
     row = row.to(tl.int64)
     if FORMAT == MXFP4 or FORMAT == FP8:  # noqa: SIM109 - Triton has no `in`
         offs = row // 64 * stride_row + row % 64 * 64
@@ -109,9 +109,11 @@ def load_tiles(
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Inputs k to k + STEP. In a 4-bit format the first and the last 16 of each 32 are two tiles,
-    [ROWS, STEP / 2]; else one tile [ROWS, STEP] is given twice. With ASM the numbers of "mxfp4" are
-    those of 128 inputs, in the order of the bytes.
+    """Load inputs k to k + STEP of the rows, as two tiles.
+
+    In a 4-bit format they hold the first and the last 16 of each 32 inputs, [ROWS, STEP / 2]; else
+    one tile [ROWS, STEP] is given twice. With ASM, "mxfp4" gives the numbers of 128 inputs, in the
+    order of the bytes.
     """
     if FORMAT == FP8:
         first = _select_fp8(row_ptrs, k, num_k, STEP).to(DTYPE)
@@ -170,7 +172,7 @@ def _load(row_ptrs, first, end, SIZE: tl.constexpr, IS_EVEN: tl.constexpr):
 
 @triton.jit
 def _select_fp8(row_ptrs, k, num_k, STEP: tl.constexpr):
-    """A tile of "fp8", in float32: four numbers out of each word."""
+    """Return a tile of "fp8", in float32: four numbers out of each word."""
     # Assembly that takes four bytes at once is wrong here: it reads registers in the order of the
     # layout, which the product chooses.
     i = tl.arange(0, STEP // 4)[None, :]
@@ -188,7 +190,7 @@ def _select_fp8(row_ptrs, k, num_k, STEP: tl.constexpr):
 
 @triton.jit
 def _pairs_fp8(words):
-    """The two bfloat16 numbers of each word, in float32, [..., 2]."""
+    """Return the two bfloat16 numbers of each word, in float32, [..., 2]."""
     low, high = words << 16, words & 0xFFFF0000
     return tl.join(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
 
@@ -197,7 +199,7 @@ def _pairs_fp8(words):
 def _select(
     row_ptrs, shared, k, num_k, FIRST: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """One tile of a 4-bit format, in float32: every number out of its word."""
+    """Return one tile of a 4-bit format, in float32: every number out of its word."""
     i = tl.arange(0, STEP // 2)[None, :]
     group = k // 32 + i // 16
     if FORMAT == INT4:
@@ -221,7 +223,7 @@ def _select(
 
 @triton.jit
 def scale_of(words, k):
-    """The scale of inputs k and later out of words of four "mxfp4" scales."""
+    """Return the scale of inputs k and later out of words of four "mxfp4" scales."""
     return ((words >> (k // 32 % 4 * 8) & 0xFF) << 23).to(tl.float32, bitcast=True)
 
 
@@ -251,6 +253,7 @@ def unpack_kernel(
     """out = scale * (q - zero), of ROWS rows and STEPS times STEP inputs. Inputs of a step share a
     scale, or a word of four.
     """
+    # Locate the rows and their scales.
     expert = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = (row < num_rows)[:, None]
@@ -264,10 +267,12 @@ def unpack_kernel(
     for i in tl.static_range(STEPS):
         k = (tl.program_id(1) * STEPS + i) * STEP
         offs = first_offs + tl.minimum(k, num_k - 1) // INPUTS * stride_scale_k
+        # Load scales, zeros and numbers.
         scale = tl.load(scale_ptr + offs)[:, None]
         if HAS_ZERO:
             zero = tl.load(zero_ptr + offs).to(tl.int32)
         first, last = load_tiles(row_ptrs, zero, k, num_k, STEP, DTYPE, FORMAT, EVEN_K, ASM)
+        # Find the input of each number, scale and store.
         if FORMAT < INT4:
             offs_k = k + tl.arange(0, STEP)[None, :]
         else:

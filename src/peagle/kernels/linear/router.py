@@ -32,7 +32,7 @@ def route(
         x_TH: the tokens' states.
         weight_EH, bias_E: of the router; up to `MAX_EXPERTS` experts.
         chosen: C.
-        among_chosen: weights of a token add up to 1; otherwise those of all experts would.
+        among_chosen: the weights of a token's chosen experts add up to 1, else of all its experts.
 
     Returns:
         logits [T, E], weights [T, C] in the type of x, the largest first, and experts int32 [T, C].

@@ -10,7 +10,7 @@ _LOWEST = tl.constexpr(-(2**31))  # below the key of every number
 
 @triton.jit
 def _sort_key(number):
-    """An integer for each float32, in the order of the numbers."""
+    """Return an integer for each float32, in the order of the numbers."""
     bits = (number + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -25,7 +25,7 @@ def choose_experts_kernel(
     EXPERTS: tl.constexpr,
     AMONG_CHOSEN: tl.constexpr,
 ):
-    """The experts of one token, which have the largest logits, and their shares of the softmax.
+    """Store one token's experts with the largest logits, and their shares of the softmax.
 
     A logit that is no number counts as the largest. Of equal logits the first is chosen first.
     """

@@ -71,13 +71,13 @@ class SkinnyConfig:
 
     @staticmethod
     def from_ints(numbers: list[int]) -> SkinnyConfig:
-        """Make a configuration from what `to_ints` returned."""
+        """Make a configuration from the numbers of `to_ints`."""
         *sizes, kind, tma = numbers
         name: Any = KINDS[kind]
         return SkinnyConfig(*sizes, kind=name, tma=bool(tma))
 
     def stage_bytes(self, itemsize: int, *, swiglu: bool = False) -> int:
-        """Shared memory of one stage: a tile of x, and one of the weight or two."""
+        """Return the shared bytes of one stage: a tile of x, and one or two of the weight."""
         rows = self.block_m + self.block_n * (2 if swiglu else 1)
         return rows * self.block_k * itemsize
 
@@ -154,8 +154,9 @@ def _swiglu(m: int, *, tma: bool) -> SkinnyConfig:
 
 
 def _up_to_16(tiles: int, k: int, num_sms: int, *, tma: bool) -> SkinnyConfig:
-    """Tiles of 64 rows of the weight, as wgmma takes them; half as tall where K is long and all
-    of these run at once.
+    """Choose tiles of 64 rows of the weight, as wgmma takes them.
+
+    They are half as tall where K is long and all of these run at once.
     """
     if 2 * tiles <= num_sms and (k >= 8192 or not tma):
         return SkinnyConfig(16, 32, 256, 1, 4, 6)
@@ -165,8 +166,9 @@ def _up_to_16(tiles: int, k: int, num_sms: int, *, tma: bool) -> SkinnyConfig:
 
 
 def _up_to_64(m: int, n: int, tiles: int, num_sms: int, *, tma: bool) -> SkinnyConfig:
-    """Tall tiles, which read x less often, where the last wave of them is nearly full; K is split
-    where there are fewer tiles than multiprocessors.
+    """Choose tall tiles, which read x less often, where the last wave of them is nearly full.
+
+    K is split where there are fewer tiles than multiprocessors.
     """
     block_m = 32 if m <= 32 else 64
     tall = -(-n // 128)
@@ -313,7 +315,7 @@ def _multiply(
     *,
     swiglu: bool,
 ) -> Tensor:
-    """Launch the kernel."""
+    """Return the product [M, N], or its SwiGLU [M, N / 2], from the Triton kernel."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from peagle.kernels.linear import skinny_linear_triton

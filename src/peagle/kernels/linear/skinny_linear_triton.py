@@ -1,8 +1,8 @@
-"""Triton kernel of the product for few rows; `skinny_linear` launches it and says what it computes.
+"""Triton kernel of the product for few rows; `skinny_linear` launches it and documents its result.
 
-One program computes BLOCK_M rows of x times BLOCK_N rows of the weight over one share of K. It is
-the weight that costs: it is read once, tile after tile along its rows, while the next tiles are on
-their way. x is small, stays in the L2 and is read by all programs.
+One program computes BLOCK_M rows of x times BLOCK_N rows of the weight over one share of K. Reading
+the weight costs the time: it is read once, tile after tile along its rows, while the next tiles are
+on their way. x is small, stays in the L2 and is read by all programs.
 
 KIND is the way to multiply:
 0: x W^T in the matrix unit, BLOCK_M being its rows.
@@ -46,7 +46,7 @@ def _load_weight(
 
 @triton.jit
 def _accumulate(acc, x, w, KIND: tl.constexpr):
-    """One tile of K more: x is [BLOCK_M, BLOCK_K], w [BLOCK_N, BLOCK_K]."""
+    """Add the product of one tile of K: x is [BLOCK_M, BLOCK_K], w [BLOCK_N, BLOCK_K]."""
     if KIND == 0:
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     elif KIND == 1:
@@ -58,7 +58,7 @@ def _accumulate(acc, x, w, KIND: tl.constexpr):
 
 @triton.jit
 def _rows_first(acc, KIND: tl.constexpr):
-    """The sums of `_accumulate` as [BLOCK_M, BLOCK_N]."""
+    """Return the sums of `_accumulate` as [BLOCK_M, BLOCK_N]."""
     if KIND == 0:
         rows = acc
     elif KIND == 1:
@@ -121,7 +121,8 @@ def skinny_kernel(
     TMA: tl.constexpr,
     X_TMA: tl.constexpr,
 ):
-    """A tile of the output, or one share of its sum over K."""
+    """Compute a tile of the output, or one share of its sum over K."""
+    # Find the tile of the output and the share of K.
     program = tl.program_id(0)
     tile_n = program // SPLIT_K
     split = program % SPLIT_K
@@ -146,6 +147,7 @@ def skinny_kernel(
 
     is_row = offs_m[:, None] < num_rows
     x_ptrs = is_row if X_TMA else x + offs_m.to(tl.int64)[:, None] * stride_x
+    # Sum the products over this share of K.
     if KIND == 0:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     elif KIND == 1:
@@ -168,6 +170,7 @@ def skinny_kernel(
             w = _load_weight(weight, up_ptrs, first_up, k, num_k, BLOCK_N, BLOCK_K, EVEN_K, TMA)
             up = _accumulate(up, x_tile, w, KIND)
 
+    # Add up the shares; only the last program to arrive stores.
     acc = _rows_first(acc, KIND)
     up = _rows_first(up, KIND)
     if SPLIT_K > 1:

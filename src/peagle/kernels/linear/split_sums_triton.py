@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _sum_shares(share_ptrs, SPLIT_K: tl.constexpr, STRIDE: tl.constexpr):
-    """All shares of a tile, which other programs wrote through the L2: not from the L1."""
+    """Sum all shares of a tile; other programs wrote them through the L2, so the L1 is skipped."""
     acc = tl.zeros(share_ptrs.shape, tl.float32)
     for share in range(SPLIT_K):
         acc += tl.load(share_ptrs + share * STRIDE, cache_modifier=".cg")

@@ -26,7 +26,7 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 def draw_chunk(vocab_size: int) -> int:
-    """Return the tokens of a chunk. The number of rows has no part in it, nor in what is drawn."""
+    """Return the tokens of a chunk. The number of rows has no part in it, nor in a draw."""
     return min(2048, triton.next_power_of_2(vocab_size))
 
 
@@ -38,7 +38,7 @@ def allocate_weights(num_rows: int, vocab_size: int, device: torch.device | str)
 
 @triton.jit
 def kept_weights(row_ptr, v, vocab_size, best, temperature, threshold, last_tie):
-    """Weights of tokens v of a row whose greatest logit is `best`; 0 for those that are cut."""
+    """Return the weights of tokens v of a row with greatest logit `best`; 0 for cut tokens."""
     inside = v < vocab_size
     x = tl.load(row_ptr + v, mask=inside, other=-float("inf"))
     weights = weights_of(x, best, temperature_rate(temperature))
@@ -47,7 +47,7 @@ def kept_weights(row_ptr, v, vocab_size, best, temperature, threshold, last_tie)
 
 @triton.jit
 def pick_item(weights, items, target):
-    """The first item at which the running sum passes the target, and the sum before it."""
+    """Return the first item whose cumulative weight exceeds `target`, and the weight before it."""
     through = tl.cumsum(weights.to(tl.float64), 0)
     picked = tl.min(tl.where((through > target) & (weights > 0), items, _FAR))
     # Rounding may leave no sum above the target: then the last that has weight.
@@ -69,7 +69,7 @@ def weigh_kernel(
     num_chunks,
     CHUNK: tl.constexpr,
 ):
-    """Weight of what is kept in one chunk of one row."""
+    """Store the float32 sum of the kept weights in one chunk of one row."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     sequence = tl.load(sequences_ptr + row)
@@ -120,17 +120,20 @@ def draw_kernel(
         token = tl.load(argmax_ptr + row)
         temperature = tl.load(temperature_ptr + sequence)
         if temperature != 0:
+            # Draw the random number of the row's position.
             if HAS_OFFSETS:
                 offset = tl.load(offsets_ptr + row)
             else:
                 offset = row - tl.load(start_loc_ptr + sequence)
             position = tl.load(positions_ptr + sequence) + offset + first
             u = uniform(tl.load(seeds_ptr + sequence), position, PURPOSE)
+            # Choose the chunk.
             c = tl.arange(0, CHUNKS)
             at = row * num_chunks + c
             sums = tl.load(weights_ptr + at, mask=c < num_chunks, other=0.0)
             target = u * tl.sum(sums)
             chunk, before = pick_item(sums, c, target)
+            # Choose the token in the chunk.
             v = chunk * CHUNK + tl.arange(0, CHUNK)
             weights = kept_weights(
                 logits_ptr + row * row_stride,
@@ -165,9 +168,9 @@ def draw_rows(
     """Draw a token from each row; at temperature 0 the argmax. Two launches.
 
     Row r of sequence s draws with the number of (seeds[s], positions[s] + first + r - start_loc[s],
-    purpose). What it draws is a function of that number, its logits and what is kept of them: other
-    rows, and how many there are, have no part in it. What is kept does not depend on them either,
-    but for the last token of top-p alone: the float32 sum of the whole row is that of `row_stats`.
+    purpose). The token is a function of that number, the row's logits and its kept tokens: other
+    rows, and how many there are, have no part in it. The kept tokens do not depend on them either,
+    but for the last token of top-p alone, for which `row_stats` sums the whole row in float32.
 
     Args:
         logits_RV: as `row_stats` got them.
@@ -175,10 +178,10 @@ def draw_rows(
         start_loc: the first row of each sequence, int64 [B] or longer.
         temperature_B: as in `probs_from_logits`.
         seeds_B, positions_B: int64.
-        stats: what `row_stats` found.
+        stats: the result of `row_stats`.
         weights_RC: buffer of `allocate_weights`.
         out_R: int64; NO_TOKEN where the greatest logit is NaN or infinite.
-        purpose: what the tokens are for.
+        purpose: the use of the tokens.
         first: added to all positions.
         offsets_R: int64, stands for r - start_loc[s], as the depth of a row of a tree does.
     """

@@ -1,7 +1,7 @@
 """Logits processing of verification rows: masks, bias, penalties, min-p and typical-p.
 
-Row j of a sequence predicts the token after its drafts 0..j-1, so every rule counts those drafts
-as if they were output: row j is then what plain decoding gives in that context, and verification of
+Row j of a sequence predicts the token after its drafts 0..j-1, so every rule counts those drafts as
+if they were output: row j is then what plain decoding gives in that context, and verification of
 the processed rows stays exact.
 
 Order:
@@ -10,12 +10,12 @@ Order:
     3. at the request's temperature min-p, then typical-p: `apply_probability_filters`;
     4. temperature, top-k and top-p: `probs_from_logits`.
 
-A row that step 1 leaves without a token keeps one: the most likely by the raw logits of those that
-grammar and allowed ids permit (the grammar alone where they share none; of all where the grammar
-permits none), whatever bias, bad words and minimum length say. The later steps always leave a
-token. So nothing outside the grammar is ever left, but in a row of which it permits nothing: one
-behind a draft that it refuses, which is never reached. Nothing here waits for the device. Logits
-may be -inf, never +inf or NaN.
+A row that step 1 leaves without a token keeps one, whatever bias, bad words and minimum length say:
+the most likely by the raw logits of the tokens that grammar and allowed ids permit. Where they
+share none, the grammar alone counts; where the grammar permits none, all tokens do. The later steps
+always leave a token. So no token outside the grammar is ever left, but in a row where the grammar
+permits nothing: a row behind a draft that it refuses, which is never reached. Nothing here waits
+for the device. Logits may be -inf, never +inf or NaN.
 
 Shapes: B sequences, R rows (packed or padded, see `kernels.sampling.logits_rules`), J = K + 1
 columns of the widest sequence, K most drafts, V vocabulary, S count slots, N entries of a sparse
@@ -52,13 +52,13 @@ def process_logits(
     grammar_RV: Tensor | None = None,
     penalise: Penalise | None = None,
 ) -> Tensor:
-    """Steps 1 to 3 of the module's order, for raw target logits.
+    """Apply steps 1 to 3 of the module's order to raw target logits.
 
     Args:
-        temperature_B: 0 is greedy; scales what min-p and typical-p see, not the result.
+        temperature_B: 0 is greedy; scales the input of min-p and typical-p, not the result.
         counts: counts up to row 0; needed where the rules have penalties.
-        grammar_RV: bool, what a grammar permits; rows of other sequences are all true.
-        penalise: computes what `apply_penalties` does; None: that itself.
+        grammar_RV: bool, tokens that a grammar permits; rows of other sequences are all true.
+        penalise: computes the result of `apply_penalties`; None: that function.
 
     Returns:
         [R, V] in at least float32 for `probs_from_logits` or `verify`; removed tokens are -inf.
@@ -85,7 +85,7 @@ def apply_masks(
     rules: LogitsRules,
     grammar_RV: Tensor | None = None,
 ) -> Tensor:
-    """Add the bias, then forbid (-inf) what grammar, allowed ids, bad words, minimum length say.
+    """Add the bias, then forbid (-inf) tokens by grammar, allowed ids, bad words, minimum length.
 
     Returns [R, V] in at least float32; the module says what a row that would be empty keeps.
     """
@@ -128,7 +128,7 @@ def _allowed(allowed: AllowedTokens, rows: VerificationRows) -> Tensor:
 
 
 def _banned(logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules) -> Tensor | None:
-    """Return what bad words and minimum length ban, bool [R, V]."""
+    """Return the tokens that bad words and minimum length ban, bool [R, V]."""
     if rules.bad_words is None and rules.min_tokens is None:
         return None
     num_rows, vocab_size = logits_RV.shape
@@ -196,7 +196,7 @@ def apply_penalties(
 
 
 def _output_counts(rows: VerificationRows, counts: TokenCounts, slots_R: Tensor) -> Tensor:
-    """Output tokens and drafts before each row, int32 [R, V]."""
+    """Count the output tokens and drafts before each row, int32 [R, V]."""
     drafts_RK = rows.drafts_BK[rows.sequences_R]
     return counts.outputs_SV[slots_R].scatter_add_(1, drafts_RK, rows.before_RK.int())
 

@@ -1,4 +1,4 @@
-"""What `kernels.sampling.logits` works on: the rules of a batch, its rows, its token counts.
+"""The input of `kernels.sampling.logits`: the rules of a batch, its rows, its token counts.
 
 Shapes: B sequences, R rows (packed, k_b + 1 of each sequence, or padded, J of each), J = K + 1
 columns of the widest sequence, K most drafts, V vocabulary, S count slots, A sets of allowed ids, N
@@ -23,7 +23,7 @@ ANY_TOKEN = -2
 
 @dataclass(frozen=True)
 class VerificationRows:
-    """Which context each packed row stands in; what follows from that is computed when asked for.
+    """The context of each packed row; further facts are computed from it when asked for.
 
     Attributes:
         draft_tokens_BK: int64, the drafts; columns at or above num_drafts are ignored.
@@ -41,50 +41,50 @@ class VerificationRows:
 
     @property
     def max_drafts(self) -> int:
-        """K."""
+        """Return K, the most drafts of a sequence."""
         return self.draft_tokens_BK.shape[1]
 
     @cached_property
     def columns_J(self) -> Tensor:
-        """0 to K."""
+        """Return the column numbers 0 to K."""
         return torch.arange(self.max_drafts + 1, device=self.num_drafts_B.device)
 
     @cached_property
     def first_row_B(self) -> Tensor:
-        """Row 0 of each sequence."""
+        """Return row 0 of each sequence."""
         num_rows_B = self.num_drafts_B + 1
         return num_rows_B.cumsum(0) - num_rows_B
 
     @cached_property
     def rows_BJ(self) -> Tensor:
-        """The rows of each sequence; past its own stand repeats of its last."""
+        """Return the rows of each sequence; columns past its last row repeat that row."""
         within_BJ = torch.minimum(self.columns_J, self.num_drafts_B.unsqueeze(1))
         return self.first_row_B.unsqueeze(1) + within_BJ
 
     @cached_property
     def drafted_BK(self) -> Tensor:
-        """Where there is a draft, bool."""
+        """Return where a sequence has a draft, bool."""
         return self.columns_J[:-1] < self.num_drafts_B.unsqueeze(1)
 
     @cached_property
     def drafts_BK(self) -> Tensor:
-        """The drafts, 0 where there is none."""
+        """Return the drafts of each sequence, 0 where there is none."""
         return torch.where(self.drafted_BK, self.draft_tokens_BK, 0)
 
     @cached_property
     def sequences_R(self) -> Tensor:
-        """The sequence of a row."""
+        """Return the sequence of each row."""
         return torch.repeat_interleave(self.num_drafts_B + 1, output_size=self.num_rows)
 
     @cached_property
     def offsets_R(self) -> Tensor:
-        """The drafts before a row: its j."""
+        """Return the number of drafts before each row: its j."""
         rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
         return rows_R - self.first_row_B[self.sequences_R]
 
     @property
     def before_RK(self) -> Tensor:
-        """Which drafts of its sequence a row stands behind, bool."""
+        """Return which drafts of its sequence a row stands behind, bool."""
         return self.columns_J[:-1] < self.offsets_R.unsqueeze(1)
 
     def of(self, sequences_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,13 +118,13 @@ class TreeRows(VerificationRows):
 
     @cached_property
     def _within_R(self) -> tuple[Tensor, Tensor]:
-        """Where the tensors of the paths have a packed row."""
+        """Return the indices of each packed row in the tensors of the paths: sequence and j."""
         rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
         return self.sequences_R, rows_R - self.first_row_B[self.sequences_R]
 
     @cached_property
     def offsets_R(self) -> Tensor:
-        """The drafts before a row: its depth."""
+        """Return the number of drafts before each row: its depth."""
         return self._paths.depths_BJ[self._within_R]
 
     @property
@@ -160,17 +160,17 @@ class TreeRows(VerificationRows):
 
 @dataclass(frozen=True)
 class PaddedRows(VerificationRows):
-    """J rows for every sequence; what stands in those past its own means nothing."""
+    """J rows for every sequence; rows past its own hold nothing of use."""
 
     @cached_property
     def first_row_B(self) -> Tensor:
-        """b * J."""
+        """Return the first row of each sequence, b * J."""
         width = self.max_drafts + 1
         return torch.arange(0, self.num_rows, width, device=self.num_drafts_B.device)
 
     @cached_property
     def sequences_R(self) -> Tensor:
-        """r // J."""
+        """Return the sequence of each row, r // J."""
         rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
         return rows_R // (self.max_drafts + 1)
 
@@ -221,7 +221,7 @@ class BadWords:
     def build(
         cls, words: Sequence[Sequence[Sequence[int]]], device: torch.device | str = "cpu"
     ) -> BadWords:
-        """From the words of each sequence; a word is a non-empty list of token ids."""
+        """Build from the words of each sequence; a word is a non-empty list of token ids."""
         flat = [(index, list(word)) for index, of in enumerate(words) for word in of]
         width = max((len(word) for _, word in flat), default=1) - 1
         prefixes = [[ANY_TOKEN] * (width + 1 - len(word)) + word[:-1] for _, word in flat]
@@ -233,7 +233,7 @@ class BadWords:
 
     @property
     def prefix_len(self) -> int:
-        """W, the least width of `context_tails`."""
+        """Return W, the least width of `context_tails`."""
         return self.prefixes_NW.shape[1]
 
 
@@ -275,18 +275,18 @@ class LogitsRules:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody asks for anything."""
+        """Return whether no sequence sets any rule."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
     @property
     def has_penalties(self) -> bool:
-        """Whether somebody needs TokenCounts."""
+        """Return whether a sequence has a penalty, which needs `TokenCounts`."""
         penalties = (self.repetition_penalty_B, self.presence_penalty_B, self.frequency_penalty_B)
         return any(penalty is not None for penalty in penalties)
 
 
 class TokenCounts:
-    """What each slot has in its prompt and how often in its output.
+    """The tokens in each slot's prompt, and their counts in its output.
 
     S slots, as many as sequences are penalised together; in_prompt_SV is bool, outputs_SV int32,
     five bytes a slot and token.

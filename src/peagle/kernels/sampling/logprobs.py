@@ -28,9 +28,10 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs(Mapping[int, Logprob]):
-    """What the target thought of one token, and which it thought most likely there.
+    """The target's log-probability of one token, and the tokens that it thought most likely there.
 
-    As a mapping it has vLLM's form: the `Logprob` of the token, then those of `top`, by token id.
+    As a mapping it has vLLM's form: the `Logprob` of the token, then the ones of `top`, by token
+    id.
 
     Attributes:
         token_id: the token.
@@ -89,7 +90,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     @property
     def has_nan(self) -> bool:
-        """Whether the log-probability of a token is NaN."""
+        """Return whether the log-probability of a token is NaN."""
         return any(bool(np.isnan(table[:, 0]).any()) for table in self.tables)
 
     def __len__(self) -> int:
@@ -140,7 +141,7 @@ def token_logprobs(
 
 
 def logprob_table(logits_NV: Tensor, tokens_N: Tensor, num_top: int) -> Tensor:
-    """What `token_logprobs` finds, as numbers on the device; does not wait for it.
+    """Return the results of `token_logprobs` as numbers on the device, without waiting for it.
 
     Returns float64 [N, X]: the log-probability of the row's token, its rank, the ids of the
     min(num_top, V) most likely tokens, and their log-probabilities.

@@ -37,7 +37,7 @@ def chunk_logprobs_kernel(
     MAX_TOP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Max, sum of exponentials, logits above the token's and the greatest ones of one chunk."""
+    """Store a chunk's maximum, sum of exponentials, count above the token, and greatest logits."""
     n = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     row_ptr = logits_ptr + tl.load(rows_ptr + n) * vocab_size
@@ -77,7 +77,7 @@ def join_logprobs_kernel(
     CHUNKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The columns of one row from its chunks."""
+    """Join the chunks of one row into its columns of the table."""
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     known = c < num_chunks

@@ -37,7 +37,10 @@ def penalise_kernel(
     num_drafts,
     BLOCK: tl.constexpr,
 ):
-    """One block of one row: count its tokens in prompt, output and drafts before it; penalise."""
+    """Apply the penalties to one vocabulary block of one row.
+
+    Count each token in the prompt, the output and the earlier drafts.
+    """
     row = tl.program_id(0).to(tl.int64)
     b = tl.load(sequences_ptr + row)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -66,7 +69,7 @@ def penalise_kernel(
 def penalise(
     logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules, counts: TokenCounts
 ) -> Tensor:
-    """Return what `apply_penalties` returns, in float32, up to its rounding.
+    """Return the logits of `apply_penalties`, in float32, up to its rounding.
 
     One variant of the kernel serves all rules: no request waits while another one compiles.
 

@@ -36,7 +36,7 @@ CAPACITY = 2048
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """What is known of each row's distribution.
+    """The statistics of each row's distribution.
 
     Attributes:
         max_R: greatest logit, float32.
@@ -110,7 +110,7 @@ def chunk_kernel(
     SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Max, its first index and (for sampling) the sum of weights of one chunk of one row."""
+    """Store the maximum of one chunk, its first index and (for sampling) the sum of weights."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     sequence = tl.load(sequences_ptr + row)
@@ -160,6 +160,7 @@ def cut_kernel(
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(sequences_ptr + row)
     if sequence >= 0:
+        # Join the chunks: maximum, argmax and sum of the weights.
         c = tl.arange(0, CHUNKS)
         known = c < num_chunks
         at = row * num_chunks + c
@@ -173,6 +174,7 @@ def cut_kernel(
         tl.store(max_ptr + row, best)
         tl.store(argmax_ptr + row, tl.min(tl.where(maxima == best, indices, 2147483647)))
 
+        # Begin with all tokens.
         row_ptr = logits_ptr + row * row_stride
         low = tl.full((), 0, tl.int32)
         count = vocab_size + low
@@ -181,6 +183,7 @@ def cut_kernel(
         buffer_ptr = candidates_ptr + row * CAPACITY
         num_ties = tl.full((), 0, tl.int32)  # 0: all tokens of the threshold's key
         samples = temperature != 0
+        # Cut by min-p.
         if HAS_MIN_P:
             min_p = tl.load(min_p_ptr + sequence).to(tl.float32)
             if samples & (min_p > 0):
@@ -189,6 +192,7 @@ def cut_kernel(
                     row_ptr, vocab_size, best, rate, low, low, low, BLOCK
                 )
                 passes += 1
+        # Cut by top-k.
         top_k = tl.load(top_k_ptr + sequence)
         if samples & (top_k > 0) & (top_k < count):
             k = top_k.to(tl.int32)
@@ -212,6 +216,7 @@ def cut_kernel(
                 num_ties = k - n_high
                 total = w_high + num_ties.to(tl.float32) * low.to(tl.float32, bitcast=True)
                 count = k
+        # Cut by top-p.
         top_p = tl.load(top_p_ptr + sequence).to(tl.float32)
         if samples & (top_p < 1):
             mass = top_p * total
@@ -241,6 +246,7 @@ def cut_kernel(
                 if needed < count - n_high:
                     num_ties = needed
                     total = w_high + needed.to(tl.float32) * weight
+        # Find the last token kept among equal weights, and store.
         last_tie = vocab_size + num_ties * 0
         # Tokens of weight 0 are never drawn: which of them stay does not matter.
         if (num_ties > 0) & (low > 0):
@@ -261,7 +267,7 @@ def row_stats(
     min_p_B: Tensor | None,
     out: RowStats,
 ) -> None:
-    """Find what the sampling parameters of its sequence keep of each row; two launches.
+    """Find the tokens of each row that the sequence's sampling parameters keep; two launches.
 
     Args:
         logits_RV: float32, bfloat16 or float16; each row has a finite logit, none is +inf or NaN.
@@ -305,7 +311,7 @@ def row_stats(
 def chunk_stats(
     logits_RV: Tensor, sequences_R: Tensor, temperature_B: Tensor, out: RowStats, *, sums: bool
 ) -> None:
-    """Max, argmax and (with `sums`) weight of every chunk of every row; one launch."""
+    """Compute maximum, argmax and (with `sums`) weight of every chunk of every row; one launch."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.dtype != torch.float64, "the kernels compute in float32"
     assert logits_RV.stride(1) == 1, "kernels read whole rows"

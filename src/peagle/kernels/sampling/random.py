@@ -28,10 +28,10 @@ DRAWS_PER_STEP = 64
 
 
 class Purpose(IntEnum):
-    """What a random number decides; separate purposes at one position are independent.
+    """The decision that a random number serves; separate purposes at one position are independent.
 
     SAMPLE draws the target's own token, or the one that replaces a rejected draft. DRAFT draws a
-    draft, ACCEPT lets it pass; their positions are those of `of_step`.
+    draft, ACCEPT lets it pass; `of_step` gives their positions.
     """
 
     ACCEPT = 0
@@ -54,7 +54,7 @@ def _mix(x: Word) -> Word:
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
-    """Uniform numbers in [0, 1) with 53 random bits.
+    """Return uniform numbers in [0, 1) with 53 random bits.
 
     Args:
         seeds: int64, any shape.

@@ -22,10 +22,7 @@ from peagle.kernels.sampling.draw_triton import draw_chunk, kept_weights, pick_i
 from peagle.kernels.sampling.random import DRAWS_PER_STEP, Purpose
 from peagle.kernels.sampling.random_triton import uniform
 from peagle.kernels.sampling.search_triton import is_kept, temperature_rate, weights_of
-from peagle.kernels.sampling.verify_triton import (
-    SequenceSampling,
-    VerifyScratch,
-)
+from peagle.kernels.sampling.verify_triton import SequenceSampling, VerifyScratch
 
 _PER_STEP = tl.constexpr(DRAWS_PER_STEP)
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
@@ -96,8 +93,8 @@ def _load_drafts(
     max_drafts,
     HAS_INDEX: tl.constexpr,
 ):
-    """Of the drafts of a sequence: p and q, whether they were drawn, whether they are the target's
-    own tokens, and how many of them can pass: those before the first row without an own token.
+    """Load p and q of a sequence's drafts, whether each was drawn, and whether it is the target's
+    own token; and how many can pass: the drafts before the first row without an own token.
     """
     temperature = tl.load(temperature_ptr + b)
     drafted = j < tl.load(num_drafts_ptr + b)
@@ -166,10 +163,11 @@ def weigh_rejected_kernel(
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The weight of max(p_j p - q, 0) in one chunk of the row of each draft j that can pass."""
+    """Store the sum of max(p_j p - q, 0) in one chunk of the row of each draft j that can pass."""
     b = tl.program_id(0)
     chunk = tl.program_id(1)
     if tl.load(active_ptr + b) != 0:
+        # Load p and q of the drafts.
         j = tl.arange(0, COLUMNS)
         p, q, is_drawn, _is_own, num_sound = _load_drafts(
             b, j, logits_ptr, row_stride, start_loc_ptr, temperature_ptr, num_drafts_ptr, max_ptr,
@@ -179,6 +177,7 @@ def weigh_rejected_kernel(
         num_drafts = tl.load(num_drafts_ptr + b)
         _is_block, before, _behind = _shares(j, p, q, is_drawn, num_drafts)
         first_row = tl.load(start_loc_ptr + b).to(tl.int64)
+        # Sum what the target gives above the drafter in this chunk, row by row.
         for i in range(tl.minimum(num_sound, num_drafts)):
             row = first_row + i
             weight = tl.full((), 0.0, tl.float64)
@@ -237,6 +236,7 @@ def draw_rejected_kernel(
     """
     b = tl.program_id(0)
     if tl.load(active_ptr + b) != 0:
+        # Load p and q of the drafts.
         j = tl.arange(0, COLUMNS)
         p, q, is_drawn, is_own, num_sound = _load_drafts(
             b, j, logits_ptr, row_stride, start_loc_ptr, temperature_ptr, num_drafts_ptr, max_ptr,
@@ -249,6 +249,7 @@ def draw_rejected_kernel(
         first_row = tl.load(start_loc_ptr + b).to(tl.int64)
         position = tl.load(num_outputs_ptr + b)
         seed = tl.load(seeds_ptr + b)
+        # Count the accepted drafts.
         u = uniform(seed + j * 0, position * _PER_STEP + j, _ACCEPT)
         c = tl.arange(0, CHUNKS)
         if is_block:
@@ -265,6 +266,7 @@ def draw_rejected_kernel(
             passes = can_pass & tl.where(is_drawn, u * q < p, is_own)
             num_accepted = tl.min(tl.where(passes, COLUMNS, j))
         tl.store(accepted_ptr + b, num_accepted.to(tl.int64))
+        # Weigh the leftover of the row behind them.
         is_rejected = tl.max(tl.where(is_drawn & can_pass & (j == num_accepted), 1, 0))
         row = first_row + num_accepted
         mask = c < num_chunks * is_rejected
@@ -273,6 +275,7 @@ def draw_rejected_kernel(
         # p = q to the last bit leaves nothing over: then the draw from p stays, as in the
         # reference. NaN compares as false.
         if total > 0:
+            # Draw the replacement: first the chunk, then the token in it.
             target = uniform(seed, position + num_accepted, _SAMPLE) * total
             chunk, passed = pick_item(sums, c, target)
             v = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -319,9 +322,9 @@ def reject_drafts(
         logits_RV: as `own_tokens` got them.
         start_loc: first row of each active sequence.
         drafts_BK: as many of them as `state.num_drafts_B` says.
-        active_B: bool or integers; the others keep what `num_accepted_B` holds.
+        active_B: bool or integers; the others keep their `num_accepted_B`.
         state: before the step.
-        scratch: what `own_tokens` found with this `sampling`; its tokens change.
+        scratch: the result of `own_tokens` with this `sampling`; its tokens change.
         num_accepted_B: int64.
         replaces: whether the token behind a rejected draft is replaced.
     """

@@ -28,7 +28,7 @@ _HUGE = tl.constexpr(2.0**100)
 
 @triton.jit
 def temperature_rate(temperature):
-    """1 / (temperature * log 2), limited to what float32 can hold; of greedy, that of 1."""
+    """Return 1 / (temperature * log 2), limited to float32; temperature 0 counts as 1."""
     scale = tl.minimum(tl.maximum(temperature.to(tl.float32), TINY), _HUGE)
     return _LOG2_E / tl.where(temperature == 0, 1.0, scale)
 
@@ -41,13 +41,13 @@ def weights_of(x, best, rate):
 
 @triton.jit
 def keys_of(weights):
-    """Integers in the order of the weights."""
+    """Return integers in the order of the weights."""
     return weights.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def is_kept(weights, v, threshold, last_tie):
-    """Whether tokens v of these weights are among the kept."""
+    """Return whether tokens v of these weights are among the kept."""
     keys = keys_of(weights)
     return (keys > threshold) | ((keys == threshold) & (v <= last_tie))
 
@@ -78,7 +78,7 @@ def count_above(row_ptr, vocab_size, best, rate, t1, t2, t3, BLOCK: tl.constexpr
 
 @triton.jit
 def _is_open(low, n_low, high, n_high, k):
-    """Whether the search goes on: more keys than one, and not just the tokens that are wanted."""
+    """Return whether the search goes on: keys are left, and more tokens than the wanted ones."""
     return (high - low > 1) & (n_low - n_high > 1) & (n_low != k)
 
 
@@ -101,7 +101,7 @@ def _narrow(
 ):
     """Narrow [low, high) until it is settled, or at most `capacity` tokens lie at or above low.
 
-    n and w are the count and the weight of what lies at or above a bound.
+    n and w are the count and the weight of the tokens at or above a bound.
     """
     passes = tl.full((), 0, tl.int32)
     while _is_open(low, n_low, high, n_high, k) & (n_low > capacity):
@@ -167,7 +167,7 @@ def search(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The greatest key at or above which there are k tokens, or (k = 0) the weight `mass`.
+    """Find the greatest key at or above which there are k tokens, or (k = 0) the weight `mass`.
 
     [low, high) always holds it. Ends when high is low + 1, or when exactly the tokens at or above
     low are wanted. `held` tokens above low are in the buffer, -1: not yet. Returns (held, low, its
@@ -177,6 +177,7 @@ def search(
     n_high = tl.full((), 0, tl.int32)
     w_high = tl.full((), 0.0, tl.float32)
     passes = tl.full((), 0, tl.int32)
+    # Narrow over the whole row, then copy the tokens that are left into the buffer.
     if held < 0:
         low, n_low, w_low, high, n_high, w_high, passes = _narrow(
             row_ptr,
@@ -198,6 +199,7 @@ def search(
             # The ties at low need no room: their count and weight are known.
             held = _compact(row_ptr, vocab_size, best, rate, low, buffer_ptr, BLOCK)
             passes += 1
+    # Narrow over the buffer.
     if held >= 0:
         low, n_low, w_low, high, n_high, w_high, _short = _narrow(
             buffer_ptr,
@@ -220,7 +222,7 @@ def search(
 
 @triton.jit
 def index_of_tie(row_ptr, vocab_size, best, rate, key, rank, BLOCK: tl.constexpr):
-    """Index of the rank-th token (from 1) that has this key."""
+    """Return the index of the rank-th token (from 1) that has this key."""
     found = tl.full((), -1, tl.int32)
     before = tl.full((), 0, tl.int32)
     for start in range(0, vocab_size, BLOCK):

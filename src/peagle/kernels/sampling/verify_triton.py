@@ -91,7 +91,7 @@ class VerifyScratch:
 def argmax_kernel(
     sequences_ptr, chunk_max_ptr, chunk_argmax_ptr, num_chunks, tokens_ptr, CHUNKS: tl.constexpr
 ):
-    """The argmax of one row from those of its chunks; NO_TOKEN where the maximum is not finite."""
+    """Store the argmax of one row from its chunks; NO_TOKEN if the maximum is not finite."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(sequences_ptr + row) >= 0:
         c = tl.arange(0, CHUNKS)
@@ -159,6 +159,7 @@ def match_kernel(
     num_drafts = tl.where(is_active, tl.load(num_drafts_ptr + b).to(tl.int32), -1)
     first_row = tl.load(start_loc_ptr + b).to(tl.int64)
     j = tl.arange(0, COLUMNS)
+    # Count the drafts that equal the target's own tokens.
     own = tl.load(tokens_ptr + first_row + j, mask=j <= num_drafts, other=_NO_TOKEN)
     drafted = j < num_drafts
     drafts = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0)
@@ -169,6 +170,7 @@ def match_kernel(
         num_accepted = num_accepted_synthetically(
             b, num_accepted, num_drafts, rates_ptr, synthetic_seeds_ptr, num_outputs_ptr, COLUMNS
         )
+    # Move the state over them.
     next_token = tl.sum(tl.where(j == num_accepted, own, 0))
     advance(
         b,
@@ -219,10 +221,11 @@ def own_tokens(
     *,
     offsets_R: Tensor | None = None,
 ) -> None:
-    """scratch.tokens_R = the target's own token of each row; rows of padding keep what they held.
+    """scratch.tokens_R = the target's own token of each row; rows of padding keep their old token.
 
-    That is the argmax, or what `draw_rows` draws for an output. NO_TOKEN stands for a row of NaN
-    and for a row whose maximum is infinite. (A row that holds NaN beside numbers may get either.)
+    The own token is the argmax, or the token that `draw_rows` draws for an output. NO_TOKEN stands
+    for a row of NaN and for a row whose maximum is infinite. (A row that holds NaN beside numbers
+    may get either.)
 
     Args:
         logits_RV: float32, bfloat16 or float16.
@@ -230,7 +233,7 @@ def own_tokens(
         sampling: how each sequence samples; None: all are greedy.
         num_outputs_B: output tokens before the first row of each sequence.
         scratch: see the class.
-        offsets_R: int64, the drafts before each row; None: those of chains.
+        offsets_R: int64, the drafts before each row; None: the offsets of chains.
     """
     stats = scratch.rows
     if sampling is None:
@@ -297,7 +300,7 @@ def match_drafts(
         state: before the step; changed in place.
         limits, out: see the classes.
         synthetic: accept so many drafts instead; None: acceptance is real.
-        given: accept the first out.num_accepted_B drafts instead of those that equal tokens_R.
+        given: accept the first out.num_accepted_B drafts, not the ones that equal tokens_R.
     """
     launch(
         match_kernel,

@@ -55,7 +55,7 @@ def best_first_trees(
         num_parallel_trees: most children of the root.
         max_nodes: N.
         temperature: above 0; sharpens the scores.
-        children: the candidates after each node; None takes those of the slot for every node.
+        children: the candidates after each node; None takes the slot's candidates for every node.
 
     Returns:
         Token (index into V) and parent row of each node, int64 [B, N], and its path's score, float
@@ -120,7 +120,7 @@ def searched_trees(
 
 
 def after_slots(logits_BKV: Tensor, count: int, temperature: float) -> After:
-    """Return what finds the likeliest tokens of a slot, the same ones after every token."""
+    """Return a function that finds the likeliest tokens of a slot, the same after every token."""
     count = min(count, logits_BKV.shape[2])
     best = _log_softmax(logits_BKV, temperature).topk(count, -1)
     values, tokens = best.values.tolist(), best.indices.tolist()
@@ -160,7 +160,7 @@ def _search(
 
 
 def _of_slots(logits_BKV: Tensor, count: int, temperature: float) -> Children:
-    """Return what finds the likeliest tokens of a slot, the same ones for every node."""
+    """Return a function that finds the likeliest tokens of a slot, the same for every node."""
     logprobs_BKV = _log_softmax(logits_BKV, temperature)
     tops = logprobs_BKV.topk(min(count, logits_BKV.shape[2]), -1)
 

@@ -24,7 +24,7 @@ _LOGITS_PER_PROGRAM = 2048  # logits of one program
 
 @triton.jit
 def _best_of(logit, inside, C: tl.constexpr):
-    """Which are the C greatest of those inside; of equal ones the first come first."""
+    """Mark the C greatest of the numbers inside; of equal ones the first come first."""
     bits = logit.to(tl.int32, bitcast=True)
     # Numbers from 1 to 2^32 - 1 in the order of the floats.
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000000
@@ -66,7 +66,7 @@ def _best_of_part_kernel(
     PART: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The C likeliest tokens of a part, and log sum exp(l / temperature) of its others."""
+    """Store the C likeliest tokens of a part, and log sum exp(l / temperature) of its others."""
     row, part = tl.program_id(0), tl.program_id(1)
     at = (row // num_slots).to(tl.int64) * stride_sequence + row % num_slots * stride_slot
     token = part * PART + tl.arange(0, PART)
@@ -81,7 +81,7 @@ def _best_of_part_kernel(
 
 @triton.jit
 def _log_sum_exp(x, inside):
-    """log sum exp of what is inside; a number far below all others where that is nothing."""
+    """Return log sum exp of the items inside; a number far below all others if none is inside."""
     x = tl.where(inside, x, -float("inf"))
     most = tl.maximum(tl.max(x, 0), -1e30)
     total = tl.sum(tl.exp(x - most), 0)  # at least 1, or nothing is inside
@@ -100,7 +100,7 @@ def _best_of_slot_kernel(
     PARTS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The C likeliest tokens of a slot, and log sum exp(l / temperature) of all others."""
+    """Store the C likeliest tokens of a slot, and log sum exp(l / temperature) of all others."""
     row = tl.program_id(0)
     i, p = tl.arange(0, PARTS * C), tl.arange(0, PARTS)
     at = row.to(tl.int64) * num_parts * C + i
@@ -126,7 +126,7 @@ def _children(
     inverse_temperature,
     C: tl.constexpr,
 ):
-    """The scores of the candidates behind a node; -inf where there is none."""
+    """Return the scores of the candidates behind a node; -inf where there is none."""
     c = tl.arange(0, C)
     logit = tl.load(logits_ptr + slot * C + c)
     others = tl.load(others_ptr + slot)
@@ -168,20 +168,22 @@ def _grow_kernel(
     IS_CORRECTED: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
-    """The tree of one sequence: N times the best of all paths that a node's next child would end.
+    """Grow the tree of one sequence: N times, add the best child that any row does not have yet.
 
-    `scores` holds those of the children of every row that are not in the tree yet.
+    `scores` holds, for every row, the scores of its children that are not in the tree yet.
     """
     b = tl.program_id(0)
     depth = tl.load(depths_ptr + b)
     first_slot = b * num_slots
     c, row = tl.arange(0, C), tl.arange(0, ROWS)
     scores_ptr += b.to(tl.int64) * ROWS * C
+    # Load the correction's down projection.
     if IS_CORRECTED:
         w, r = tl.arange(0, WIDTH), tl.arange(0, RANK)
         down_inside = (r < rank)[:, None] & (w < width)[None, :]
         down = tl.load(down_ptr + r[:, None] * width + w[None, :], mask=down_inside, other=0)
         down = down.to(tl.float32)
+    # Score the children of the root.
     nothing = tl.zeros((C,), dtype=tl.float32)
     children = _children(0.0, nothing, logits_ptr, others_ptr, first_slot, inverse_temperature, C=C)
     children = tl.where((c < num_candidates) & (depth > 0), children, -float("inf"))
@@ -192,6 +194,7 @@ def _grow_kernel(
     num_left = num_roots + tl.cast(0, tl.int32)  # a 1 is a constant otherwise
     for n in range(N):
         tl.debug_barrier()
+        # Find the best child that is left.
         best = tl.max(front, 0)
         parent = tl.min(tl.where(front == best, row, ROWS - 1), 0)
         above = tl.sum(tl.where(row == parent, depths, 0), 0)
@@ -199,14 +202,17 @@ def _grow_kernel(
         at = tl.min(tl.where(children == best, c, C - 1), 0)
         slot = first_slot + tl.minimum(above, num_slots - 1)
         token = tl.load(tokens_ptr + slot * C + at)
+        # Store it as node n.
         tl.store(out_tokens_ptr + b * N + n, token.to(tl.int64))
         tl.store(out_parents_ptr + b * N + n, parent.to(tl.int64))
         tl.store(out_scores_ptr + b * N + n, best)
+        # Take it off its parent's children.
         children = tl.where(c == at, -float("inf"), children)
         tl.store(scores_ptr + parent * C + c, children)
         num_left -= (parent == 0).to(tl.int32)
         next_best = tl.where((parent > 0) | (num_left > 0), tl.max(children, 0), -float("inf"))
         front = tl.where(row == parent, next_best, front)
+        # Score its own children.
         own_depth = above + 1
         depths = tl.where(row == n + 1, own_depth, depths)
         if (own_depth < depth) & (best > -float("inf")):
@@ -240,7 +246,7 @@ def _part_size(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GrowthScratch:
-    """What the launches hand on: the best of parts, those of slots, the scores of children."""
+    """The buffers between the launches: the best of parts and of slots, the scores of children."""
 
     best_RPC: Tensor
     best_tokens_RPC: Tensor
@@ -305,7 +311,7 @@ def grow_trees(
     Args:
         logits_BKV: the head's own, any strides between rows.
         depths_B: int64, most nodes on a path of each sequence, up to K.
-        term: what corrects the logits behind each node but the root; None: nothing does.
+        term: the correction of the logits behind each node but the root; None: there is none.
         tokens_BN, parents_BN, scores_BN: int64 and float32, contiguous; take draft ids, parent rows
             and scores.
     """

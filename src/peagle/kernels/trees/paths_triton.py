@@ -34,7 +34,7 @@ def place_rows_kernel(
     ROWS: tl.constexpr,
     PADDING: tl.constexpr,
 ):
-    """The paths and positions of one sequence's rows; the last program has the padding."""
+    """Store the paths and positions of one sequence's rows; the last program fills the padding."""
     b = tl.program_id(0)
     start = tl.load(start_loc_ptr + b)
     if b == num_seqs:
@@ -88,7 +88,7 @@ def descend_kernel(
     ROWS: tl.constexpr,
     PADDING: tl.constexpr,
 ):
-    """The path of one sequence, its rows brought together; the last program has the padding."""
+    """Store the accepted path of one sequence and its rows; the last program fills the padding."""
     b = tl.program_id(0)
     start = tl.load(start_loc_ptr + b)
     if b == num_seqs:
@@ -97,6 +97,7 @@ def descend_kernel(
             tl.store(rows_ptr + at, at, mask=at < num_rows)
         return
     count = tl.load(start_loc_ptr + b + 1) - start
+    # Load the tree.
     row = tl.arange(0, ROWS)
     is_node = (row > 0) & (row <= N)
     parent = tl.load(parents_ptr + b * parents_stride + row - 1, mask=is_node, other=-1)
@@ -104,6 +105,7 @@ def descend_kernel(
     num_drafts = tl.where(tl.load(running_ptr + b) != 0, tl.load(num_drafts_ptr + b), 0)
     is_node = is_node & (row <= num_drafts)
     root_slot = tl.load(slots_ptr + start, mask=count > 0, other=-1)
+    # Descend from the root while a child is the target's own token.
     at = tl.cast(0, tl.int32)
     accepted = at
     goes_on = count > 0
@@ -169,12 +171,12 @@ def place_rows(
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """Where verification went, int64.
+    """The path that verification took through each tree, int64.
 
     Attributes:
         num_accepted_B: nodes on the accepted path.
         path_BD: their tokens; 0 behind them.
-        from_BD, to_BD: KV slots of the path's rows, and those where a chain has them.
+        from_BD, to_BD: KV slots of the path's rows, and the slots that a chain has for them.
         rows_X: the row that stood where a row of the batch now stands, and T.
     """
 
@@ -212,7 +214,7 @@ def descend(
         own_tokens_T: int64, of each row.
         drafts_BN, parents_BN: int64, the nodes, any stride between trees; those at or above
             `num_drafts_B` are none.
-        running_B: int64; what does not run accepts nothing.
+        running_B: int64; a sequence that does not run accepts nothing.
     """
     num_seqs, max_nodes = drafts_BN.shape
     assert drafts_BN.stride(1) == parents_BN.stride(1) == 1

@@ -7,7 +7,7 @@ d nodes (`kernels.trees.growth.best_first_trees`). Then
     x = log(e^s / (1 - e^s)),    P(all d nodes are accepted) = sigmoid(w_d x + b_d).
 
 With w = 1 and b = 0 that is e^s, the head's own probability. w and b need no trained output:
-`engine.tree_record` fits them to what is accepted.
+`engine.tree_record` fits them to the tokens that are accepted.
 
 Shapes: B sequences, N nodes of a tree, D most nodes on a path.
 """
@@ -40,7 +40,7 @@ class Survival:
     """The calibrated survival of nodes.
 
     Attributes:
-        weights_D2: w and b of each depth, that of the first drafts first; changed in place.
+        weights_D2: w and b of each depth, depth 1 first; changed in place.
     """
 
     weights_D2: Tensor

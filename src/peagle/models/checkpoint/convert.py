@@ -18,16 +18,8 @@ from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.correction import CORRECTION_NAME, copy_correction
 from peagle.models.checkpoint.ends import ENDS, FROM_TARGET_KEY
 from peagle.models.checkpoint.formats import HeadFormat, verifier_of
-from peagle.models.checkpoint.head import (
-    check_fits,
-    fill_ends,
-    kept_tokens,
-    write_head,
-)
-from peagle.models.checkpoint.packed import (
-    compact_maps,
-    pack_tensors,
-)
+from peagle.models.checkpoint.head import check_fits, fill_ends, kept_tokens, write_head
+from peagle.models.checkpoint.packed import compact_maps, pack_tensors
 from peagle.models.checkpoint.stored import StoredHead, read_head
 from peagle.models.drafter import DrafterConfig
 from peagle.models.head_quantization import DEFAULT_GROUP, HeadQuantization, StoredQuantization
@@ -40,7 +32,7 @@ _WHOLE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What `convert_head` did.
+    """The result of `convert_head`.
 
     Attributes:
         source, destination: folders.

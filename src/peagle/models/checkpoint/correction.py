@@ -30,7 +30,7 @@ _SIZES = ("hidden_size", "vocab_size", "draft_vocab_size")
 
 
 def head_identity(folder: str | Path, config: DrafterConfig) -> dict[str, Any]:
-    """Return what ties a correction to the head in `folder`: its sizes and its `head_digest`.
+    """Return the facts that tie a correction to the head in `folder`: sizes and `head_digest`.
 
     Raises:
         CheckpointError: the head has no readable weights.

@@ -307,7 +307,7 @@ def _read_verifier(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_layers(config: DrafterConfig) -> dict[str, Any]:
-    """Keys of a transformers configuration for the layers of `config`.
+    """Return the keys of a transformers configuration for the layers of `config`.
 
     From the speculators style vLLM builds its configuration out of these keys and a few others, so
     the keys that it would not find otherwise are here: a number of aux states other than three, and
@@ -347,7 +347,7 @@ def _write_layers(config: DrafterConfig) -> dict[str, Any]:
 
 
 def _read_layers(data: Mapping[str, Any], model_type: str, path: str = "") -> dict[str, Any]:
-    """Read what the layers' keys say, as arguments of `DrafterConfig`; they stand at `path`."""
+    """Read the layers' keys, which stand at `path`, as arguments of `DrafterConfig`."""
     _refuse_unsupported(data, path)
 
     def need(key: str) -> Any:
@@ -415,7 +415,7 @@ def _read_windows(
 
 
 def _read_head(data: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Widths and options of the head; absent widths are the layers' own."""
+    """Return the widths and options of the head; absent widths are the layers' own."""
     return {
         "draft_vocab_size": _value_at(data, "draft_vocab_size", layers["vocab_size"]),
         "target_hidden_size": _value_at(data, "target_hidden_size", layers["hidden_size"]),

@@ -15,21 +15,9 @@ from torch import Tensor
 from peagle.disk import put_in_place
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.correction import CORRECTION_NAME
-from peagle.models.checkpoint.ends import (
-    ENDS,
-    FROM_TARGET_KEY,
-    end_rows,
-)
-from peagle.models.checkpoint.formats import (
-    HeadFormat,
-    config_to_json,
-    trained_length,
-)
-from peagle.models.checkpoint.packed import (
-    QUANTIZATION_KEY,
-    Rounding,
-    hold_packed,
-)
+from peagle.models.checkpoint.ends import ENDS, FROM_TARGET_KEY, end_rows
+from peagle.models.checkpoint.formats import HeadFormat, config_to_json, trained_length
+from peagle.models.checkpoint.packed import QUANTIZATION_KEY, Rounding, hold_packed
 from peagle.models.checkpoint.stored import CONFIG_NAME, read_head
 from peagle.models.checkpoint.weights import (
     fill,
@@ -151,8 +139,8 @@ def load_drafter(
 ) -> Drafter:
     """Load a head for `target`, onto its device.
 
-    `embed_tokens` and `lm_head` may be absent: they are then the target's own, as in vLLM, and of
-    lm_head the rows of the draft vocabulary (`checkpoint.ends`). Weights of linear layers may be
+    `embed_tokens` and `lm_head` may be absent: the target's own stand in, as in vLLM, of lm_head
+    the rows of the draft vocabulary (`checkpoint.ends`). Weights of linear layers may be
     quantised (`models.quantization`).
 
     Args:
@@ -160,7 +148,7 @@ def load_drafter(
         target: the model it drafts for.
         dtype: type of the weights; None takes the target's.
         check_target: compare the fingerprint where the head has one.
-        unpack: compute plain weights of quantised ones; else those of the layers stay packed.
+        unpack: compute plain weights of quantised ones; else the layers' weights stay packed.
 
     Raises:
         CheckpointError: another target; a tensor missing, unknown or misshapen; a pickle.
@@ -201,7 +189,7 @@ def kept_tokens(d2t: Tensor, config: DrafterConfig) -> Tensor:
 
 
 def check_fits(config: DrafterConfig, target: TargetSizes, head: str) -> None:
-    """Refuse a head whose sizes are not those of `target`.
+    """Refuse a head whose sizes differ from `target`'s.
 
     Raises:
         CheckpointError: naming both sizes.

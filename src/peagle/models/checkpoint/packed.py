@@ -1,4 +1,4 @@
-"""Heads that are stored quantised: their linear layers are read as those of targets are.
+"""Heads that are stored quantised: their linear layers are read as a target's are.
 
 `pack_tensors` writes them as compressed-tensors does, with a bfloat16 scale for each group of
 inputs. `Rounding` gives a head in training the weights that its file will hold.
@@ -41,7 +41,7 @@ def unpack_tensors(
         tensors: all of the head, by canonical name.
         config: shape of the head.
         data: its config.json.
-        source: what to name in messages.
+        source: the file, for messages.
 
     Returns:
         the packed weight [N, K] of each linear layer that has one and keeps the order of its
@@ -86,7 +86,7 @@ def quantization_in(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _suffixes(tensors: Mapping[str, Tensor], prefix: str) -> set[str]:
-    """The last names of the tensors of a layer."""
+    """Return the last names of the tensors of a layer."""
     rest = (name.removeprefix(prefix) for name in tensors if name.startswith(prefix))
     return {suffix for suffix in rest if "." not in suffix}
 
@@ -238,13 +238,13 @@ def _rounded(weight: Tensor, quantization: StoredQuantization, scale: Tensor) ->
 
 
 class Rounding:
-    """Rounds the linear layers of a head, while it is trained, to what its file will hold.
+    """Rounds the linear layers of a head, while it is trained, to the weights of its later file.
 
     Attributes:
         quantization: how the layers will be stored.
         names: names of the parameters of `Drafter` that are rounded.
-        scales: bfloat16 [N, K / group], by the layers' names in the checkpoint: those of the last
-            `round_into`.
+        scales: bfloat16 [N, K / group] of the last `round_into`, by the layers' names in the
+            checkpoint.
 
     Raises:
         UserError: as `HeadQuantization.types`.
@@ -272,7 +272,7 @@ class Rounding:
         Args:
             head: the parameter, [N, K] in the type that the head computes in.
             name: its name, one of `names`.
-            weight: what to round, [N, K] in float32 or wider.
+            weight: [N, K], in float32 or wider.
         """
         parts = self._parts[name]
         counts = [rows for _, rows in parts]
@@ -286,26 +286,26 @@ class Rounding:
         place.copy_(q.mul_(scale.float().unsqueeze(-1)).flatten(1))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `pack_tensors` returns of the head's tensors, which `round_into` wrote.
+        """Pack the head's tensors, which `round_into` wrote, as `pack_tensors` does.
 
-        The stored integers and scales are those of the last `round_into`: a weight of bfloat16 is
-        less than half a step off the number that it was rounded from.
+        The stored integers and scales come from the last `round_into`: a weight of bfloat16 is less
+        than half a step off the number that it was rounded from.
         """
         scales = {layer: scale.cpu() for layer, scale in self.scales.items()}
         return pack_tensors(tensors, self.quantization, scales)
 
     @property
     def largest(self) -> int:
-        """Numbers in the largest layer."""
+        """Return the count of numbers in the largest layer."""
         return max(self._sizes.values())
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of all layers."""
+        """Return the bytes of the scales of all layers."""
         return 2 * sum(self._sizes.values()) // self.quantization.group_size
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all layers in a file."""
+        """Return the bytes of all layers in a file."""
         bits = sum(_BITS[self._types[layer]] * size for layer, size in self._sizes.items())
         return bits // 8 + self.scale_bytes

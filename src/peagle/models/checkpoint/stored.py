@@ -70,27 +70,30 @@ class StoredHead:
 
     @property
     def format(self) -> HeadFormat:
-        """Style of the checkpoint."""
+        """Return the style of the checkpoint."""
         return format_of(self.data)
 
     @property
     def is_quantised(self) -> bool:
-        """Whether weights of linear layers are stored quantised."""
+        """Return whether weights of linear layers are stored quantised."""
         return bool(quantization_in(self.data))
 
     @property
     def is_compact(self) -> bool:
-        """Whether only peagle loads it: it names the ends that are its target's, or none."""
+        """Return whether only peagle loads it: it names the ends that are its target's, or none."""
         return FROM_TARGET_KEY in self.facts
 
     @property
     def from_target(self) -> tuple[str, ...]:
-        """The tensors that it takes from its target, see `ends_from_target` for the errors."""
+        """Return the names of the tensors that it takes from its target.
+
+        Raises the errors of `ends_from_target`.
+        """
         return ends_from_target(self.facts, self.config)
 
     @property
     def trained_length(self) -> int | None:
-        """Tokens of the longest sequence of its training, see `formats.trained_length`."""
+        """Return the longest sequence of its training in tokens, see `formats.trained_length`."""
         return trained_length(self.facts)
 
     @property
@@ -100,7 +103,7 @@ class StoredHead:
 
     @property
     def fingerprint(self) -> TargetFingerprint | None:
-        """Fingerprint of its target, None where it has none.
+        """Return the fingerprint of its target, None where it has none.
 
         Raises:
             CheckpointError: a field is missing or unknown.

@@ -80,7 +80,7 @@ def check_tensors(
     source: str,
     from_target: Collection[str] = (),
 ) -> None:
-    """Refuse tensors that are not those of a head of `config`.
+    """Refuse tensors that do not make a head of `config`.
 
     `embed_tokens` and `lm_head` may be absent (they are then the target's, and so they are where
     `from_target` names them), and so may `t2d`, which follows from `d2t`. Maps of a head that keeps
@@ -296,7 +296,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 
 def replace_weights(folder: Path, temporary: Path) -> None:
-    """Put new weights in the place of those in the folder, sharded ones included."""
+    """Put new weights in the place of the folder's own, sharded ones included."""
     put_in_place(temporary, folder / WEIGHTS_NAME)
     remove_weights(folder, keep=WEIGHTS_NAME)
 

@@ -26,10 +26,10 @@ _PARTIAL = ".part"
 def whole_head(folder: str | Path, target: str | Path, revision: str | None = None) -> Path:
     """Return the folder of a head that every runtime loads.
 
-    That is the head's own folder, or of a compact head one in the cache (`convert_head` in vLLM's
-    style). Its place there depends on the contents of the head's files and on the ends of the
-    target that the head takes, so it is written once. Of several processes one writes it and the
-    others wait.
+    A head that is not compact has its own folder. A compact head gets one in the cache
+    (`convert_head` in vLLM's style). Its place there depends on the contents of the head's files
+    and on the ends of the target that the head takes, so it is written once. Of several processes
+    one writes it and the others wait.
 
     Args:
         folder: the head.
