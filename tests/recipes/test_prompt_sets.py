@@ -8,7 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from peagle.data.readers import parts_of
+from peagle.data.readers import table_files
 
 ROOT = Path(__file__).parents[2]
 SENTENCE = "The value of each element of {} is read once and is kept for all later calls of it. "
@@ -61,4 +61,4 @@ def test_each_passage_of_packages_that_measure_nothing_is_asked_about_once(tmp_p
     assert sum("Summarize the text above" in one for one in prompts) >= 2
     assert any("Question: " in one or "as one JSON object" in one for one in prompts)
     assert not any("shift" in one for one in prompts)
-    assert parts_of(output)
+    assert table_files(output)
