@@ -134,7 +134,7 @@ def figures(
             is_valid(schema, output) for (_, schema), output in zip(jobs, outputs, strict=True)
         ),
         "finish_reasons": Counter(output.finish_reason for output in outputs),
-        "num_tokens": shaped.num_tokens,
+        "num_tokens": sum(map(len, shaped.token_ids)),
         "acceptance_length_constrained": shaped.stats.acceptance_length,
         "acceptance_length_free": free.stats.acceptance_length,
     }

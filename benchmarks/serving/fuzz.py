@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from load import Answer, Client, at_most, fault_in
+from load import Answer, Client, fault_in, run_clients
 from mutations import Case, make_case
 from served import Served
 
@@ -79,7 +79,7 @@ async def attack(client: Client, seed: int, numbers: Any) -> tuple[dict[str, Any
         case = make_case(seed, number)
         return case, await client.send("POST", case.path, case.body, case.headers)
 
-    results = await at_most(CLIENTS, numbers, work)
+    results = await run_clients(CLIENTS, numbers, work)
     bad = [Bad(case, fault) for case, answer in results if (fault := problem_of(case, answer))]
     kinds = Counter(one.problem.partition(":")[0] for one in bad)
     figures = {

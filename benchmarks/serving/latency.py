@@ -8,7 +8,7 @@ import random
 import time
 from typing import Any
 
-from load import Answer, Client, at_most, percentile
+from load import Answer, Client, percentile, run_clients
 from offline import prompts
 from served import Served
 from soak import fault
@@ -55,14 +55,14 @@ async def _capacity(client: Client, args: argparse.Namespace, fields: dict[str, 
     """Requests a second that many clients together get answered."""
     texts = prompts(4 * CONCURRENCY)
     start = time.perf_counter()
-    await at_most(CONCURRENCY, texts, lambda text: _ask(client, text, args, fields))
+    await run_clients(CONCURRENCY, texts, lambda text: _ask(client, text, args, fields))
     return len(texts) / (time.perf_counter() - start)
 
 
 async def _one_by_one(
     client: Client, args: argparse.Namespace, fields: dict[str, Any]
 ) -> list[Answer]:
-    return await at_most(1, _texts(args), lambda text: _ask(client, text, args, fields))
+    return await run_clients(1, _texts(args), lambda text: _ask(client, text, args, fields))
 
 
 async def poisson(

@@ -9,7 +9,7 @@ import time
 from statistics import median
 from typing import Any
 
-from load import Answer, at_most
+from load import Answer, run_clients
 from offline import make_llm, prompts
 from served import Served
 
@@ -76,6 +76,6 @@ async def _run_served(server: Served, texts: list[str], max_tokens: int) -> floa
         return await server.client.complete(text, max_tokens=max_tokens, ignore_eos=True)
 
     start = time.perf_counter()
-    answers = await at_most(CONCURRENCY, texts, work)
+    answers = await run_clients(CONCURRENCY, texts, work)
     seconds = time.perf_counter() - start
     return sum(answer.usage["completion_tokens"] for answer in answers) / seconds

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from statistics import median
 from typing import Any
 
-from load import Answer, at_most
+from load import Answer, run_clients
 from offline import prompts
 from served import Served
 
@@ -82,7 +82,7 @@ async def _normal(server: Served, args: argparse.Namespace) -> float:
         return await server.client.complete(text, max_tokens=args.max_tokens, ignore_eos=True)
 
     start = time.perf_counter()
-    answers = await at_most(NORMAL, prompts(args.prompts), work)
+    answers = await run_clients(NORMAL, prompts(args.prompts), work)
     seconds = time.perf_counter() - start
     return sum(answer.usage["completion_tokens"] for answer in answers) / seconds
 

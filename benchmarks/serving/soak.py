@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from load import Answer, at_most, slope
+from load import Answer, run_clients, slope
 from offline import Job, Offline, make_llm, mixed_jobs
 from served import Served
 
@@ -52,7 +52,7 @@ async def _serve(
 
         watching = asyncio.create_task(watch())
         start = time.perf_counter()
-        answers = await at_most(args.clients, jobs, work)
+        answers = await run_clients(args.clients, jobs, work)
         seconds = time.perf_counter() - start
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):

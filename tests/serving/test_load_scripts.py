@@ -179,7 +179,7 @@ def test_so_many_at_a_time_percentiles_and_slopes(load: Any) -> None:
         now -= 1
         return 2 * number
 
-    assert asyncio.run(load.at_most(4, range(20), work)) == [2 * i for i in range(20)]
+    assert asyncio.run(load.run_clients(4, range(20), work)) == [2 * i for i in range(20)]
     assert most == 4
     values = [float(i) for i in range(1, 101)]
     assert [load.percentile(values, share) for share in (0, 0.5, 0.95, 1)] == [1, 50, 95, 100]

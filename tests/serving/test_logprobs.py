@@ -279,7 +279,7 @@ def test_a_prompt_of_many_outputs_is_written_once() -> None:
         prompts=[ids],
         outputs=outputs,
         ordered=[*outputs.values()],
-        finish=finish,
+        run_to_end=finish,
     )
 
     async def turn() -> None:
