@@ -32,11 +32,9 @@ from peagle.data.segments import SegmentEncoder
 from peagle.errors import UserError
 from peagle.model_shape import ModelShape
 from peagle.models.checkpoint.files import read_object
-from peagle.models.end_tokens import eos_token_ids
 from peagle.thinking import END, START
 
 _ID_PAIRS = ("prompt_token_ids", "response_token_ids")
-stop_ids_of = eos_token_ids  # the name that scripts import from here
 _PROBE = [{"role": "user", "content": "Hello"}]
 # Reasoning without a word at the start of an answer, perhaps opened by the prompt.
 _NO_REASONING = re.compile(rf"\s*({START})?\s*{END}|\s*<\|channel>\w*\s*<channel\|>")
