@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools  # noqa: F401  (see below)
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -31,6 +32,10 @@ from tests.conftest import make_drafter
 from tests.models.paging import CHUNKS, LENS, Paged, largest_difference, make_sequences
 from tests.models.test_architectures import ARCHITECTURES
 from tests.models.tiny import make_model
+
+# Inductor imports setuptools when it first makes code, and setuptools then replaces Python's
+# distutils by its own. The import above does so while the tests are collected: one run failed
+# where this happened in the middle of the tests.
 
 # Different kinds of layers in a model: each is a graph.
 # Layers with and without a window are of one kind.
