@@ -32,7 +32,12 @@ from peagle.deploy import stack
 from peagle.deploy.models import ModelSource
 from tests.deploy.deployments import a_deployment
 
-NOW = datetime.now(UTC)
+
+def now() -> datetime:
+    """Return the time now: the whole suite may have run for long when a test begins."""
+    return datetime.now(UTC)
+
+
 SESSION = boto3.Session(ACCESS_KEY, SECRET_KEY, region_name=REGION)
 
 
@@ -188,8 +193,8 @@ def test_a_refusal_of_the_container(aws, run):
 
 
 def test_status(aws, run):
-    put(aws, "AWS/SageMaker", NOW - timedelta(minutes=5), Invocations=3)
-    put_acceptance(aws, NOW - timedelta(minutes=5), drafts(3, *[1] * 900))
+    put(aws, "AWS/SageMaker", now() - timedelta(minutes=5), Invocations=3)
+    put_acceptance(aws, now() - timedelta(minutes=5), drafts(3, *[1] * 900))
     result = run("status", "code", "--expected", "3")
     assert result.status == 0
     assert "code: InService" in result.out
@@ -227,7 +232,7 @@ def test_an_endpoint_that_is_not_there(aws, run):
 
 
 def test_logs(aws, run):
-    put_log(aws, "AllTraffic/i-1", (NOW - timedelta(minutes=3), "ready \x1b[31m"))
+    put_log(aws, "AllTraffic/i-1", (now() - timedelta(minutes=3), "ready \x1b[31m"))
     result = run("logs", "code")
     assert (result.status, result.err) == (0, "")
     assert result.out.endswith("Z AllTraffic/i-1 ready \ufffd[31m\n")
