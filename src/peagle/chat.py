@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 
-# Filters and methods.
+# Filters and methods that change a text.
 _CHANGES_OF_TEXT = {
     *("replace", "join", "translate", "format", "reject", "select", "map"),
     *("lower", "upper", "title", "capitalize", "swapcase", "casefold"),
@@ -71,17 +71,17 @@ def render_chat(
     check_text: Callable[[str], None] | None = None,
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, ready for the model to answer.
+    """Return the token ids of the prompt that opens the model's answer to a conversation.
 
     Args:
         messages: the conversation, as OpenAI's API has it; `peagle.messages` brings it into the
             form that the template reads. Other keys of a mapping reach the template as they are.
             Text parts are joined by newlines.
-        chat_template: None takes the tokenizer's own; else a path to a .jinja file, a Jinja
-            template, or the name of one of the tokenizer's named templates.
+        chat_template: path of a .jinja file, a Jinja template, or the name of one of the
+            tokenizer's templates; None takes the tokenizer's default.
         thinking: None leaves the template's default; True and False set `enable_thinking` and
             `thinking`, whichever the template reads. A template that reads neither renders the
-            same for False, which asks for nothing more, and refuses True.
+            same for False and refuses True.
         add_generation_prompt: end with the opening of an assistant message; None does so unless
             `continue_final_message`.
         continue_final_message: leave the final message open, for the model to go on with.
@@ -90,9 +90,9 @@ def render_chat(
             text.
         parse_special_tokens: let messages, tools and `template_kwargs` spell special tokens. They
             are text otherwise, so that the prompt has the special tokens of the template alone.
-        check_text: is called with the rendered text before it is encoded.
-        encode: makes the ids of a rendered text in which the conversation spells no special token;
-            None takes the tokenizer's own.
+        check_text: called with the rendered text before it is encoded.
+        encode: encodes a rendered text in which the conversation spells no special token; None
+            takes the tokenizer.
 
     Raises:
         UserError: the template is unknown, does not parse or refuses the messages; a message is
@@ -202,7 +202,7 @@ def _check_tools(tools: Sequence[Mapping[str, Any]], variables: frozenset[str]) 
 
 
 def _check_calls(conversation: Sequence[Mapping[str, Any]], rendered: str) -> None:
-    """Raise a UserError if a template that does not name calls leaves out those of a message."""
+    """Raise a UserError if the template leaves out the tool calls of a message."""
     for number, message in enumerate(conversation, 1):
         which = f"Message {number} of {len(conversation)}"
         calls = calls_of(message.get("tool_calls"), which)
@@ -240,10 +240,10 @@ def resolve_chat_template(
     *,
     with_tools: bool = False,
 ) -> str:
-    """The Jinja source that `chat_template` means; see `render_chat`.
+    """Return the Jinja source of the template that `chat_template` names, as in `render_chat`.
 
     Raises:
-        UserError: it means none, naming the value and the templates that exist.
+        UserError: no such template; the error names the value and the templates that exist.
     """
     own: Any = getattr(tokenizer, "chat_template", None)
     named: dict[str, str] = own if isinstance(own, dict) else {}
@@ -315,7 +315,7 @@ def _read_template(path: Path) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the model's words in a template; here it is only its content."""
+    """Parse `{% generation %}`, which marks the model's words, as its plain content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -326,15 +326,14 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What the source of a template says.
+    """The variables, words and fields in the source of a template.
 
     Attributes:
         variables: names that the template reads and does not define itself.
         literals: the texts that it writes or compares.
-        words: those of them that are one word in quotes, the roles that it knows among them; not
-            the names of the fields that it reads.
+        words: quoted literals of one word, the known roles among them, without names of fields.
         attributes: names of the attributes and fields that it reads.
-        changes_text: it may write a text without a part in the middle, or with other letters.
+        changes_text: whether it may shorten a text or change its letters.
     """
 
     variables: frozenset[str]
@@ -366,7 +365,7 @@ def _facts(source: str) -> _Facts:
     attributes = {node.attr for node in read if isinstance(node, nodes.Getattr)}
     used = attributes | {node.name for node in parsed.find_all(nodes.Filter)}
     return _Facts(
-        # It folds constants of the parsed template, so it comes last.
+        # find_undeclared_variables folds constants of the parsed template, so it comes last.
         frozenset(jinja2.meta.find_undeclared_variables(parsed)),
         frozenset({node.value for node in texts} | plain),
         frozenset(n.value for n in texts if id(n) not in fields and n.value.isidentifier()),
@@ -378,7 +377,7 @@ def _facts(source: str) -> _Facts:
 def _template_options(
     variables: frozenset[str], thinking: bool | None, template_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Variables for the template, each of which it reads."""
+    """Return the variables for the template; raise a UserError for one that it does not read."""
     options = dict(template_kwargs)
     known = variables - _renderer_names() - set(jinja2.sandbox.SandboxedEnvironment().globals)
     switches = _switches(variables)
@@ -416,7 +415,7 @@ def _template_options(
 
 @cache
 def _renderer_names() -> frozenset[str]:
-    """What the renderer itself gives to a template, and so no option of the template."""
+    """Return the names that the renderer defines for every template."""
     from transformers import PreTrainedTokenizerBase
 
     own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
@@ -424,7 +423,7 @@ def _renderer_names() -> frozenset[str]:
 
 
 def _switches(variables: frozenset[str]) -> list[str]:
-    """The variables that turn the template's thinking mode on and off."""
+    """Return the variables that turn the template's thinking mode on and off."""
     return [name for name in THINKING_VARIABLES if name in variables]
 
 
@@ -441,10 +440,10 @@ def split_thinking(
     was cut off before `end` leaves no answer. Newlines around the markers are dropped.
 
     Args:
-        text: what the model wrote.
-        start: opens reasoning.
-        end: closes it.
-        opened: the prompt ended with `start` already (see `opens_thinking`); None assumes so if
+        text: output of the model.
+        start: marker that opens the reasoning.
+        end: marker that closes the reasoning.
+        opened: whether the prompt ended with `start` (see `opens_thinking`); None assumes so if
             the text has `end` and does not begin with `start`.
     """
     body = text.lstrip()
@@ -459,7 +458,7 @@ def split_thinking(
 def opens_thinking(
     tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], start: str = "<think>"
 ) -> bool:
-    """Whether a prompt ends by opening the reasoning, so that the output begins inside it."""
+    """Return whether a prompt ends with `start`, so that the output begins inside the reasoning."""
     # A marker is at most one token a byte.
     tail = list(prompt_token_ids[-len(start.encode()) - 8 :])
     text: Any = tokenizer.decode(tail, skip_special_tokens=False)
@@ -474,7 +473,7 @@ def with_answer(
     end: str = "</think>",
     opened: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """The conversation with the model's output added, without its reasoning, for the next turn.
+    """Return the conversation with the model's output added, without its reasoning.
 
     After an assistant message (`continue_final_message`) the output goes on with that message.
     Arguments are those of `split_thinking`; `messages` is left as it is.
