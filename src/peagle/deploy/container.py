@@ -1,7 +1,7 @@
 """The container of a deployment: its image and its environment.
 
 Our container (`serving.sagemaker`) and the managed vLLM container both read SM_VLLM_* as options of
-vLLM, so one environment fits both.
+vLLM, so both take the same environment.
 Source of the managed container's rules: https://aws.github.io/deep-learning-containers/vllm/.
 """
 
@@ -55,7 +55,7 @@ _REFUSED = {
 
 
 def managed_image(region: str = "") -> str:
-    """URI of the managed vLLM image in a region; "" leaves the region to the stack."""
+    """Return the URI of the managed vLLM image; without a region CloudFormation fills it in."""
     if not region:
         return f"{_MANAGED_ACCOUNT}.dkr.ecr.${{AWS::Region}}.${{AWS::URLSuffix}}/vllm:{MANAGED_TAG}"
     account = sagemaker_facts()["accounts"].get(region, _MANAGED_ACCOUNT)
@@ -64,7 +64,7 @@ def managed_image(region: str = "") -> str:
 
 
 def default_ami(image: str) -> str:
-    """The hosts' image whose driver fits the CUDA version in the tag of a container's image.
+    """Return the host image (AMI) whose driver fits the CUDA version in the tag of `image`.
 
     A tag without a version counts as CUDA 13, the version of our image and of today's managed ones.
     """
@@ -72,7 +72,7 @@ def default_ami(image: str) -> str:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable or option of this name holds a secret."""
+    """Return whether a variable or option of this name holds a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
@@ -80,7 +80,7 @@ def container_environment(d: Deployment) -> dict[str, str]:
     """Return all variables of the container, sorted by name.
 
     Raises:
-        UserError: a name or value that SageMaker refuses, or one variable given in two ways.
+        UserError: SageMaker refuses a name or a value, or two options set one variable.
     """
     own = {variable_of(name): value for name, value in d.vllm_flags.items()}
     if d.target.kind == "hub":
@@ -102,7 +102,7 @@ def container_environment(d: Deployment) -> dict[str, str]:
     for name, value in d.environment.items():
         option = _option(name[len(PREFIX) :]) if name.upper().startswith(PREFIX) else ""
         if option == _SPECULATIVE_OPTION and not isinstance(value, KeptSecret):
-            # Nothing would check it, and the managed container has no candidate trees.
+            # peagle would not check such a value, and the managed container has no candidate trees.
             raise UserError(f"The variable {name} cannot be given with --env. {_REFUSED[option]}")
     merged = {**further, **own, **d.environment}
     if d.source == "native":
@@ -113,7 +113,7 @@ def container_environment(d: Deployment) -> dict[str, str]:
 
 
 def _speculative_config(d: Deployment) -> dict[str, Any]:
-    """vLLM's speculative configuration with the place where the container finds the head."""
+    """Return vLLM's speculative configuration with the folder or hub id of the head."""
     config = dict(d.speculative_config or {})
     if d.draft is None:
         return config
@@ -127,7 +127,7 @@ def _speculative_config(d: Deployment) -> dict[str, Any]:
 
 
 def variable_of(flag: str) -> str:
-    """The variable of the container for an option of vLLM."""
+    """Return the container's variable for an option of vLLM."""
     return PREFIX + flag.upper().replace("-", "_")
 
 
@@ -154,16 +154,15 @@ def _check(variables: Mapping[str, str]) -> None:
 
 
 def flags_from(pairs: list[str], words: list[str]) -> dict[str, str]:
-    """Return options of vLLM by name, as text of SM_VLLM_*.
+    """Return the options of vLLM by name, with values as SM_VLLM_* variables hold them.
 
     Args:
-        pairs: of --vllm-flag: "max-model-len=8192", the value as SM_VLLM_* has it; a switch has no
-            value.
+        pairs: values of --vllm-flag, like "max-model-len=8192"; a switch has no "=value".
         words: a command line of vLLM: "--max-model-len", "8192", "--enforce-eager". Values that a
             variable cannot hold as they are (several words, "true") become a JSON array of words.
 
     Raises:
-        UserError: no name, a name twice, or an option that users cannot set.
+        UserError: a name is missing or given twice, or users cannot set the option.
     """
     found: dict[str, str] = {}
     for pair in pairs:
@@ -194,7 +193,7 @@ def flags_from(pairs: list[str], words: list[str]) -> dict[str, str]:
 
 
 def _option(name: str) -> str:
-    """Return the name of an option of vLLM, whose parser completes names."""
+    """Return the full name of an option; like vLLM, complete a shortened "speculative-config"."""
     name = name.lower().replace("_", "-")
     is_short = name.startswith("spec") and _SPECULATIVE_OPTION.startswith(name)
     return _SPECULATIVE_OPTION if is_short else name
@@ -214,7 +213,7 @@ def _add(found: dict[str, str], name: str, value: str, typed: str) -> None:
 
 
 def choose_image(source: ContainerSource, image: str | None, region: str) -> tuple[str, str]:
-    """Return the image of the container, by default AWS's, and that of the hosts.
+    """Return the image of the container (by default AWS's) and the AMI of the hosts.
 
     Raises:
         UserError: source native without an image, or text that is no URI of an image.

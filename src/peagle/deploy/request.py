@@ -1,7 +1,7 @@
-"""From the options of `create` and `update` to a `Deployment`.
+"""Build a `Deployment` from the options of `create` and `update`.
 
-This file calls nothing that creates, and finds mistakes before anything is created: unknown names,
-no role, an instance that is too small, heads that do not fit.
+Nothing here creates anything. Mistakes are found before anything is created: unknown names, no
+role, an instance that is too small, heads that do not fit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DeploymentRequest:
     Attributes:
         model: a catalog name, a hub id, an s3:// prefix or a folder; "" keeps it in an update.
         region: AWS region; "" if unknown.
-        name: the endpoint's; "" makes one from the model's name.
+        name: name of the endpoint; "" makes one from the model's name.
         source: the container: "managed" or "native".
         image, ami, role, kms_key, alarm_topic, instance_type, instance_count, startup_timeout_s,
             vllm_flags: see `Deployment`.
@@ -63,8 +63,9 @@ class DeploymentRequest:
         tags, env: "NAME=VALUE" each; a variable without "=" takes its value in this process.
         subnets, security_groups: ids of the VPC.
         hf_token: token that the container gets as HF_TOKEN.
-        min_instances, max_instances, scale_target, scale_from: automatic scaling, by requests at
-            once on an instance or by a measured curve.
+        min_instances, max_instances: bounds of automatic scaling; None for the latter turns it off.
+        scale_target: requests at once on an instance that automatic scaling aims at.
+        scale_from: file of a measured curve, which gives that target instead.
     """
 
     model: str
@@ -108,7 +109,7 @@ class Lookups:
     notes: list[str] = field(default_factory=list)
 
     def read_head(self, draft: ModelSource) -> HeadFacts | None:
-        """Facts from a head's files; None if they are not read."""
+        """Return facts from a head's files; None for a remote head without a client of S3."""
         if draft.kind == "local" or self.s3 is not None:
             return model_files.head_facts(draft, self.s3)
         self.notes.append(
@@ -117,7 +118,7 @@ class Lookups:
         return None
 
     def check_target(self, facts: HeadFacts, draft: ModelSource, target: ModelSource) -> None:
-        """Refuse a head of another target, if the target is readable."""
+        """Raise a UserError for a head of another target, if peagle can read the target."""
         if target.kind == "local" or self.s3 is not None:
             model_files.check_target(facts, draft, target, self.s3)
 
@@ -142,7 +143,7 @@ class KnownModel:
 
     @cached_property
     def head(self) -> Defaults:
-        """The head of the entry, and its K."""
+        """Return the catalog's head and K for this target; empty `Defaults` if it has none."""
         entry = self.entry
         if entry is None or entry.draft is None:
             return Defaults()
@@ -154,7 +155,7 @@ def new_deployment(request: DeploymentRequest, stamp: str, lookups: Lookups) -> 
     """Return the deployment that `create` makes; `stamp` makes its names unique.
 
     Raises:
-        UserError: anything that would fail later, as far as peagle can know it now.
+        UserError: an option, the model, the head or the instance would make the deployment fail.
     """
     entry = catalog.lookup(request.model, lookups.entries)
     target = _target(request.model, entry, lookups)
@@ -201,7 +202,7 @@ def changed_deployment(
     """Return the present deployment with the changes of `update`; the rest stays.
 
     Raises:
-        UserError: as `new_deployment`.
+        UserError: as for `new_deployment`.
     """
     target = base.target
     entry = catalog.lookup(request.model or target.name, lookups.entries)
@@ -230,7 +231,7 @@ def changed_deployment(
 
 
 def _complete(base: Deployment, request: DeploymentRequest, lookups: Lookups) -> Deployment:
-    """Return the deployment with all options and with its places in S3, checked."""
+    """Return the checked deployment with all options and its places in S3."""
     d = _with_options(base, request)
     _check(d)
     require_fits(d.instance_type, lookups.memory_needed(d), d.vllm_flags)
@@ -316,14 +317,14 @@ def _warn_without_head(known: KnownModel) -> None:
 
 
 def _context(target: ModelSource, flags: Mapping[str, str]) -> int | None:
-    """Tokens of the longest request that the container takes; None if unknown."""
+    """Return the tokens of the longest request that the container takes; None if unknown."""
     if asked := token_count(flags.get("max-model-len", "")):
         return asked
     return facts_of_folder(Path(target.name)).max_model_len if target.kind == "local" else None
 
 
 def _warn_beyond_training(facts: HeadFacts, draft: ModelSource, context: int | None) -> None:
-    """Warn of contexts beyond the head's training, where its config.json gives it no window."""
+    """Warn of contexts longer than the head's training texts, if its config.json sets no window."""
     longest = facts.trained_length
     if not facts.is_parallel or facts.has_windows or longest is None:
         return
@@ -341,7 +342,7 @@ def _warn_beyond_training(facts: HeadFacts, draft: ModelSource, context: int | N
 
 
 def _name_of(entry: CatalogEntry | None, target: ModelSource) -> str:
-    """The model's name as a name of an endpoint, in characters that SageMaker takes."""
+    """Return a name for the endpoint: the model's name in the characters that SageMaker takes."""
     name = re.sub(r"[^a-zA-Z0-9-]+", "-", entry.name if entry else target.short_name)
     return f"peagle-{name.strip('-').lower()}"[:MAX_NAME].rstrip("-")
 
@@ -349,7 +350,10 @@ def _name_of(entry: CatalogEntry | None, target: ModelSource) -> str:
 def _spread(
     flags: Mapping[str, str], source: ContainerSource, instance_type: str
 ) -> dict[str, str]:
-    """Add the option that uses all GPUs: vLLM splits one copy, our engine runs one on each."""
+    """Return the options of vLLM, with one that uses all GPUs of the instance.
+
+    vLLM splits one copy of the model over the GPUs; our engine runs a copy on each.
+    """
     instance = find_instance_type(instance_type)
     if instance is None or instance.num_gpus == 1 or set(PARALLEL_SIZES) & set(flags):
         return dict(flags)
@@ -358,7 +362,7 @@ def _spread(
 
 
 def _respread(base: Deployment, instance_type: str, given: Mapping[str, str]) -> dict[str, str]:
-    """The present options of vLLM, with the number of GPUs of another instance type."""
+    """Return the present options of vLLM with the number of GPUs of another instance type."""
     kept = dict(base.vllm_flags)
     if instance_type == base.instance_type:
         return kept
@@ -423,7 +427,7 @@ def _tags(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def _environment(request: DeploymentRequest) -> dict[str, str]:
-    """Further variables of the container, all secret: even DATABASE_URL may hold a password."""
+    """Return the user's variables as secrets: even DATABASE_URL may hold a password."""
     found: dict[str, str] = {}
     for pair in request.env:
         name, equals, value = pair.partition("=")
@@ -443,7 +447,10 @@ def _environment(request: DeploymentRequest) -> dict[str, str]:
 def _autoscaling(
     request: DeploymentRequest, config: Mapping[str, Any] | None
 ) -> Autoscaling | None:
-    """The bounds and the target, which a curve gives at the deployment's K (0 without drafts)."""
+    """Return the bounds and the target of automatic scaling; None without --max-instances.
+
+    A measured curve is read at the deployment's K (0 without drafts).
+    """
     least, most, target = request.min_instances, request.max_instances, request.scale_target
     if most is None:
         return None
@@ -462,7 +469,7 @@ def _autoscaling(
 
 
 def check_autoscaling(wanted: Autoscaling) -> Autoscaling:
-    """Return the same; UserError if bounds or target are out of range."""
+    """Return `wanted`; raise a UserError if a bound or the target is out of range."""
     least, most = wanted.min_instances, wanted.max_instances
     if not 1 <= least <= most:
         raise UserError(
@@ -498,7 +505,7 @@ def _check(d: Deployment) -> None:
 
 
 def _bucket(request: DeploymentRequest, role: str) -> str:
-    """The prefix for uploads: --upload-to, else SageMaker's usual bucket of the role's account."""
+    """Return the prefix for uploads: --upload-to, else SageMaker's bucket of the role's account."""
     if request.upload_to:
         return s3_prefix(request.upload_to, "--upload-to")
     account = account_of(role) if role else "${AWS::AccountId}"
