@@ -1,1 +1,1 @@
-"""Prompt sets, acceptance metrics, comparisons of ways to decode."""
+"""Prompt sets, acceptance metrics, comparisons of decoding methods."""

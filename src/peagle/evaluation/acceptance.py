@@ -1,4 +1,4 @@
-"""Acceptance of drafts: pooled counters, the figures that follow from them, and their slices.
+"""Acceptance of drafts: pooled counters, the figures computed from them, and their slices.
 
 A small model falls into loops, and a loop is easy to draft. The figures up to the first loop tell
 how well a head drafts other text.
@@ -41,9 +41,9 @@ class RequestCounts:
 
 
 def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
-    """Return where the second occurrence of the first repeated n-gram begins, None without one.
+    """Return the index at which the first repeated n-gram begins again; None without a repeat.
 
-    [a b c a b c a], n = 3: "a b c" occurs again at index 3, so the answer is 3.
+    [a b c a b c a], n = 3: "a b c" occurs again at index 3, so the result is 3.
     """
     seen: set[tuple[int, ...]] = set()
     for start in range(len(token_ids) - ngram + 1):
@@ -57,7 +57,7 @@ def loop_start(token_ids: Sequence[int], ngram: int = LOOP_NGRAM) -> int | None:
 def _before_loop(
     token_ids: Sequence[int], steps: Sequence[DecodeCounts]
 ) -> tuple[SpeculationStats, int] | None:
-    """Count the decode steps that end where a loop begins or earlier; None without a loop."""
+    """Count the decode steps that end before a loop, and their drafts; None without a loop."""
     loop = loop_start(token_ids)
     if loop is None:
         return None
@@ -91,23 +91,23 @@ def _counts_of(answer: Answer, conversation: str = "") -> RequestCounts:
 
 
 def conditional_acceptance(stats: SpeculationStats) -> list[float | None]:
-    """P(draft token i accepted | the ones before it accepted); None where that never came up."""
+    """Return P(draft token i accepted | all before it accepted); None if never reached."""
     reached = [stats.num_drafts, *stats.num_accepted_tokens_per_pos]
     accepted = stats.num_accepted_tokens_per_pos
     return [a / r if r else None for a, r in zip(accepted, reached, strict=False)]
 
 
 def tokens_per_step(stats: SpeculationStats, steps: int) -> float:
-    """1 + accepted draft tokens / decode steps."""
+    """Return 1 + accepted draft tokens / decode steps."""
     return 1 + stats.num_accepted_tokens / steps if steps else 1.0
 
 
 def acceptance_figures(answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the pooled figures of answers with their steps as a JSON object.
 
-    acceptance_length = 1 + accepted draft tokens / drafts. tokens_per_step counts the steps that
-    had nothing to verify too: it is the same for heads, and lower for prompt lookup, which does not
-    find a draft at every step. Figures "before_loop" are of the steps that end before a loop.
+    acceptance_length = 1 + accepted draft tokens / drafts. tokens_per_step also counts the steps
+    without a draft: both figures are equal for heads, and tokens_per_step is lower for prompt
+    lookup. Figures "before_loop" count only the steps that end before a loop.
     """
     every = [_counts_of(answer) for answer in answers]
     total = SpeculationStats.pooled(counts.stats for counts in every)
@@ -133,9 +133,9 @@ def acceptance_figures(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def slice_of(counts: Sequence[RequestCounts], k: int = 0, *, seed: int = 0) -> Slice:
-    """Pool the counters of some requests; 95% intervals are None below 5 conversations.
+    """Pool the counters of requests; 95% intervals are None below 5 conversations.
 
-    `k` is the least number of positions to list, also where no draft was so long.
+    The slice lists at least `k` positions, even if every draft was shorter.
     """
     total = SpeculationStats.pooled(one.stats for one in counts)
     clusters: dict[str, SpeculationStats] = {}
@@ -189,7 +189,7 @@ def figures_of_answers(
     """Compute all figures of one entry, at `k` draft tokens a step, from answers with their drafts.
 
     Answers without steps give no figures by context or position. The target's tokenizer is for
-    texts by token; None leaves these out. `seed` is that of the intervals.
+    texts by token; None leaves these out. `seed` seeds the resamples of the intervals.
     """
     counts = [_counts_of(one.answer, one.conversation) for one in observations]
 
@@ -200,7 +200,7 @@ def figures_of_answers(
         return {name: slice_of(group, k, seed=seed) for name, group in groups.items()}
 
     def by_length(length: Callable[[VerifiedDraft], int], first: int) -> list[RangeSlice]:
-        """Slice the steps by a length at which they begin, in ranges that double."""
+        """Slice the steps by a length at their beginning, in ranges that double."""
         ranges = _steps_by(stepped, lambda step: (length(step) // first).bit_length())
         return [
             RangeSlice(
@@ -249,7 +249,7 @@ class GroupCounters:
 def figures_of_counters(groups: Sequence[GroupCounters], k: int) -> AcceptanceFigures:
     """Compute the figures of one entry from counters that do not tell requests apart.
 
-    The prompt pass gives a request its first token, and every further step gives the accepted
+    The prompt pass gives a request its first token, and every later step gives the accepted
     drafts and one token; the number of steps follows. There are no intervals. Where a server has
     no counters the acceptance length is None.
     """
@@ -297,7 +297,10 @@ def histogram(every: Iterable[SpeculationStats]) -> list[HistogramBin]:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedDraft:
-    """A decode step, and the tokens before it; accepted drafts count before stops trim them."""
+    """A decode step and the number of tokens before it.
+
+    `num_accepted` counts the accepted drafts before stop conditions trim them.
+    """
 
     context: int  # tokens of prompt and output before the step
     output: int  # tokens of the output before the step
@@ -313,7 +316,7 @@ def decode_steps(answer: Answer) -> Iterator[VerifiedDraft]:
     done, accepted = 0, 0
     last = len(answer.steps) - 1
     for number, step in enumerate(answer.steps):
-        # Only the last step can have been trimmed: what the others accepted tells its share.
+        # Stop conditions trim the last step alone: it has the accepted drafts that the others lack.
         true = answer.stats.num_accepted_tokens - accepted if number == last else step.num_accepted
         if number:
             context = answer.num_prompt_tokens + done
@@ -326,7 +329,7 @@ def decode_steps(answer: Answer) -> Iterator[VerifiedDraft]:
 def _steps_by(
     observations: Sequence[Observation], number_of: Callable[[VerifiedDraft], int]
 ) -> dict[int, list[RequestCounts]]:
-    """Count the steps of each request, grouped by a number of the step."""
+    """Count the steps of each request, grouped by the number that `number_of` gives a step."""
     found: dict[int, list[RequestCounts]] = {}
     for one in observations:
         own: dict[int, RequestCounts] = {}
@@ -343,10 +346,10 @@ def _steps_by(
 def beyond_training(
     observations: Sequence[Observation], length: int, k: int, *, seed: int = 0
 ) -> str | None:
-    """Say what contexts of `length` tokens and more cost a head; None where nothing is lost.
+    """Describe how much acceptance a head loses in contexts of `length` tokens and more.
 
-    A loss shows where the intervals of the acceptance length on both sides do not touch, or where
-    no draft passes any more. Answers without steps do not count.
+    None without a loss. A loss shows where the intervals of the acceptance length on both sides do
+    not overlap, or where no draft is accepted any more. Answers without steps do not count.
     """
     stepped = [one for one in observations if one.answer.steps is not None]
     sides = _steps_by(stepped, lambda step: int(step.context >= length))

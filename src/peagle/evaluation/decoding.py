@@ -21,7 +21,7 @@ Message = dict[str, Any]
 class Request:
     """A text to complete, or messages to answer behind the model's chat template.
 
-    `later_turns` are what the user says after the answer, turn by turn. A backend answers the
+    `later_turns` are the user's texts after the answer, turn by turn. A backend answers the
     prompt alone. `tools` are functions that the model may call, for messages.
     """
 
@@ -37,7 +37,7 @@ class DecodeCounts:
     """The tokens that one step added to one output.
 
     `num_drafted` draft tokens were verified; the first `num_accepted` tokens added are drafts.
-    `draft_depth` is that of a tree of them; None for a chain.
+    `draft_depth` is the depth of a tree; None for a chain.
     """
 
     num_tokens: int
@@ -48,26 +48,26 @@ class DecodeCounts:
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to a request. Times are seconds since it was sent.
+    """The answer to a request. Times are seconds since the request was sent.
 
-    `token_ids`, `steps` and `stats` are None where the backend does not tell them.
+    `token_ids`, `steps` and `stats` are None if the backend does not report them.
     """
 
     text: str = ""
-    finish_reason: str = ""  # "stop" or "length"; "" where it broke off
+    finish_reason: str = ""  # "stop" or "length"; "" for a broken answer
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)  # time, number of tokens
     seconds: float = 0.0  # time of the end
     token_ids: list[int] | None = None
-    texts: list[str] = field(default_factory=list)  # of each chunk
+    texts: list[str] = field(default_factory=list)  # one a chunk
     steps: list[DecodeCounts] | None = None  # one a chunk, the first is the prompt pass
     stats: SpeculationStats | None = None  # drafts of this request
     error: str = ""  # the reason why there is no whole answer
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """Seconds to the first chunk that holds a token; None without one."""
+        """Return the seconds to the first chunk that holds a token; None without one."""
         return next((when for when, count in self.chunks if count), None)
 
 
@@ -75,7 +75,7 @@ class Answer:
 class Run:
     """Answers in the order of their requests, and the seconds from first request to last answer.
 
-    `counters` are the drafts of the whole run by the backend's own counters, None without any.
+    `counters` are the backend's own draft counters of the whole run; None without any.
     """
 
     answers: list[Answer] = field(default_factory=list)
@@ -91,18 +91,18 @@ class Run:
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """Tokens of each answer, of a backend that tells them."""
+        """Return the tokens of each answer; empty lists if the backend does not report them."""
         return [answer.token_ids or [] for answer in self.answers]
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second."""
+        """Return output tokens a second."""
         num_tokens = sum(answer.num_tokens for answer in self.answers)
         return num_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def stats(self) -> SpeculationStats:
-        """Pooled counters of the drafts of each answer."""
+        """Return the pooled draft counters of all answers."""
         return SpeculationStats.pooled(one.stats for one in self.answers if one.stats)
 
 
@@ -130,14 +130,14 @@ class Backend(Protocol):
 
 
 def require_some(concurrency: int) -> None:
-    """Refuse to keep no request in flight."""
+    """Raise a UserError for a concurrency below 1."""
     if concurrency < 1:
         raise UserError(f"The concurrency is {concurrency}; expected at least 1 request in flight.")
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A turn of a prompt, counted from 0, and its answer; `prompt` is what the user wrote."""
+    """A turn of a prompt, counted from 0, and its answer; `prompt` is the user's text."""
 
     set: str
     category: str
@@ -148,10 +148,10 @@ class Observation:
 
     @property
     def conversation(self) -> str:
-        """The name that all turns of one prompt share."""
+        """Return the name that all turns of one prompt share."""
         return f"{self.set}/{self.id}"
 
     @property
     def group(self) -> str:
-        """Set and category."""
+        """Return "set/category", or the set alone without a category."""
         return f"{self.set}/{self.category}" if self.category else self.set

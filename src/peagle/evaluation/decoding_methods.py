@@ -1,4 +1,4 @@
-"""Ways to decode that stand side by side in a comparison."""
+"""The decoding methods of a comparison."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ PLAIN, NGRAM = "plain", "ngram"
 
 @dataclass(frozen=True, slots=True)
 class DecodingMethod:
-    """One way to decode, by its name in tables."""
+    """A decoding method, with its name in tables."""
 
     name: str
     source: str = ""  # folder or hub id of the head as the user gave it; "" without a head
     folder: str = ""  # the place where the head was found; "" before that
     trained_length: int | None = None  # tokens of the longest sequence of training, if known
     trained_depth: int | None = None  # K that the head was trained for, if known
-    trees: CandidateTrees | None = None  # shape of the trees that the head drafts; None: chains
+    trees: CandidateTrees | None = None  # shape of the head's trees; None drafts chains
 
     @classmethod
     def parse(cls, text: str) -> DecodingMethod:
         """Read "plain", "ngram" (prompt lookup) or "NAME=FOLDER" (a head, or its hub id).
 
         Raises:
-            UserError: it is none of these.
+            UserError: the text is none of these.
         """
         name, equals, source = text.partition("=")
         if not equals and name in (PLAIN, NGRAM):
@@ -46,11 +46,11 @@ class DecodingMethod:
         return replace(self, name=name, trees=trees)
 
     def depths(self, ks: Sequence[int]) -> Sequence[int]:
-        """Return the K to measure: those asked for, or of trees their depth."""
+        """Return the K to measure: `ks` for chains, the depth of the trees for trees."""
         return ks if self.trees is None else (self.trees.prediction_depth,)
 
     def config(self, k: int, **options: Any) -> SpeculativeConfig | None:
-        """Return how an engine drafts k tokens a step; None for plain decoding.
+        """Return the configuration that drafts k tokens a step; None for plain decoding.
 
         Further fields of SpeculativeConfig in `options` apply to heads alone.
 

@@ -1,4 +1,4 @@
-"""Conversations with a backend, turn by turn: those of prompt sets, and those of requests."""
+"""Conversations with a backend, turn by turn, from prompt sets or from requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DialogueResults:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens."""
+        """Return the output tokens of all answers."""
         return sum(one.answer.num_tokens for one in self.observations)
 
 
@@ -76,15 +76,15 @@ def run_dialogues(
     chat: bool,
     watch: Callable[[], None] | None = None,
 ) -> DialogueResults:
-    """Put every prompt to a backend, second turns behind the answers to first ones.
+    """Send every prompt to a backend, second turns behind the answers to first ones.
 
-    A backend that does not tell steps gets one category after the other, so that its counters tell
-    them apart. Turn t of prompt i of a set is sampled with the seed of `params` + i + 1,000,003 t.
-    With `chat` prompts go behind the model's chat template; else a second turn continues the text.
-    `watch` is called as each request ends.
+    A backend that does not report steps gets one category after the other, so that its counters
+    tell them apart. Turn t of prompt i of a set is sampled with the seed of `params` + i +
+    1,000,003 t. With `chat` prompts go behind the model's chat template; else a second turn
+    continues the text. `watch` is called as each request ends.
 
     Raises:
-        UserError: as `Backend.run`; or no request at all has an answer.
+        UserError: as for `Backend.run`; or no request has an answer.
     """
     results = DialogueResults()
     dialogues = [
@@ -146,13 +146,13 @@ def _run_group(
 def next_prompt(
     backend: Backend, request: Request, answer: Answer, text: str
 ) -> str | list[Message]:
-    """Return the prompt of the next turn: the answer behind the last prompt, and the user's text.
+    """Return the prompt of the next turn: the last prompt, its answer, and the user's text.
 
-    In a chat the answer stands there without its reasoning.
+    In a chat the answer is without its reasoning.
     """
     if isinstance(request.prompt, str):
         return f"{request.prompt}{answer.text}\n\n{text}"
-    # Elsewhere only the output can tell whether the prompt opened the reasoning.
+    # The prompts of a server are unknown: only the output can tell whether they open the reasoning.
     said, opened = answer.text, None
     if isinstance(backend, EngineBackend):
         said, opened = backend.answer_text(request, answer), False
@@ -163,11 +163,11 @@ def next_prompt(
 def run_conversations(backend: Backend, requests: Sequence[Request], concurrency: int) -> Run:
     """Answer requests with their later turns: first turns, then second ones behind their answers.
 
-    The passes are timed one by one, and the result has their sums. The turns after a request
-    without a whole answer are not sent.
+    The result has the summed times of all passes. The turns after a request without a whole answer
+    are not sent.
 
     Raises:
-        UserError: as `Backend.run`.
+        UserError: as for `Backend.run`.
     """
     whole = run = backend.run(requests, concurrency)
     while requests := [

@@ -1,4 +1,4 @@
-"""Any server with OpenAI's interface, as what answers the requests of an evaluation."""
+"""The backend that sends the requests of an evaluation to a server with OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -37,23 +37,22 @@ class EndpointBackend:
     Text goes to /v1/completions, messages to /v1/chat/completions, both streamed. A request's clock
     starts as it is written to an open connection, and a chunk came when its bytes did.
 
-    Drafts of a run come from the server's own counters at /metrics (those of vLLM and ours), read
-    before and after; a request's own drafts and steps where the server is ours and `report` is set.
+    The drafts of a run come from the counters at /metrics (vLLM's and ours), read before and after.
+    Our server also reports the drafts and steps of each request if `report` is set.
 
     Args:
         url: like http://127.0.0.1:8000, with or without /v1 at its end.
-        model: its name there; None takes the first that the server lists.
+        model: the server's name of the model; None takes the first that the server lists.
         api_key: None takes the variable PEAGLE_API_KEY, else OPENAI_API_KEY, else none.
         extra_body: further fields of every request, over those of its parameters.
         report: ask our server for the drafts of every step, which costs it a little time.
         timeout_s: limit of a request.
 
-    `facts` are what the server lists of the model, `notes` what does not work here, each once. Of a
-    server that `is_plain` no drafts are expected.
+    `facts` are the server's entry for the model. `notes` name each missing feature once. A server
+    that `is_plain` is not expected to draft.
 
     Raises:
-        UserError: the URL or the key is not usable, no server answers there, or there is no such
-            model.
+        UserError: the URL or the key is not usable, no server answers, or it lacks the model.
     """
 
     tells_steps = False
@@ -90,16 +89,16 @@ class EndpointBackend:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is `peagle serve`, which takes and reports speculation by request."""
+        """Return whether the server is `peagle serve`, which reports speculation by request."""
         return isinstance(self.facts.get("speculation"), dict)
 
     @property
     def has_chat(self) -> bool | None:
-        """Whether the model can converse; None where the server does not say."""
+        """Return whether the model can converse; None where the server does not say."""
         return self.facts.get("chat")
 
     def num_speculative_tokens(self) -> int | None:
-        """Return K, by the server's list of models or its counters; 0 without drafts, None unknown.
+        """Return K from the server's model list or counters: 0 without drafts, None if unknown.
 
         Raises:
             UserError: the server cannot be reached.
@@ -112,7 +111,7 @@ class EndpointBackend:
         return 0 if counters.drafts is None else len(counters.drafts.num_accepted_tokens_per_pos)
 
     def counters(self) -> Counters | None:
-        """Return what the server counted so far, None if it has no page of metrics.
+        """Return the server's counters so far; None if it has no page of metrics.
 
         Raises:
             UserError: the server cannot be reached.
@@ -121,7 +120,7 @@ class EndpointBackend:
         return read_counters(reply.text, self.model) if reply.status == 200 else None
 
     def _settled_counters(self) -> Counters | None:
-        """Return the counters once they stand still: servers write them after the tokens."""
+        """Return the counters once they no longer change: servers write them after the tokens."""
         now = self.counters()
         for _ in range(_SETTLE_LOOKS):
             time.sleep(_SETTLE_S)
@@ -139,8 +138,8 @@ class EndpointBackend:
         on. `counters` is None, with a note, where the server counts no drafts.
 
         Raises:
-            UserError: the concurrency is below 1; a request asks for what servers are not asked
-                for here; the server cannot be reached, refuses the key or the model, goes away, is
+            UserError: the concurrency is below 1; a request has a parameter that is not sent to
+                servers; the server cannot be reached, refuses the key or the model, goes away, is
                 no server of completions, or answers none of the requests.
         """
         require_some(concurrency)
@@ -208,7 +207,7 @@ class EndpointBackend:
         return run
 
     async def _agree(self, path: str) -> Mapping[str, Any] | None:
-        """Return the stream options that the server takes, found with requests of one token."""
+        """Find out with requests of one token which stream options the server takes."""
         prompt = "Hi" if path == COMPLETIONS else [{"role": "user", "content": "Hi"}]
         request = Request("", prompt, SamplingParams(max_tokens=1))
         for options in _STREAM_OPTIONS:
@@ -259,7 +258,7 @@ class EndpointBackend:
     # ---- errors -----------------------------------------------------------------------------
 
     def _check(self, reply: Reply) -> None:
-        """Stop the run if every further request would fail in the same way."""
+        """Raise a UserError if every further request would fail in the same way."""
         if reply.status in (401, 403):
             raise self._api.refusal(reply.status, reply.body)
         if reply.status == 404:
@@ -299,10 +298,10 @@ def _has_token_counts(reply: Reply) -> bool:
 
 
 def _fields(request: Request) -> dict[str, Any]:
-    """Return parameters as fields of a request; the server chooses those that have their default.
+    """Return the parameters of a request as fields; the server chooses parameters at their default.
 
     Raises:
-        UserError: a server is not asked for one of them here.
+        UserError: a parameter is not sent to servers.
     """
     params = request.params
     given = [one.name for one in fields(params) if getattr(params, one.name) != one.default]

@@ -1,4 +1,4 @@
-"""Reads the answer of a server with OpenAI's interface: texts, times, tokens, drafts."""
+"""The answer of a server with OpenAI's interface, read into texts, times, tokens and drafts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROBLEMS = {
 
 @dataclass(slots=True)
 class _OutputPart:
-    """The output of one step of the server, as far as events separate steps."""
+    """The output of one step of the server, as far as events tell steps apart."""
 
     seconds: float
     text: str = ""
@@ -41,12 +41,13 @@ class _OutputPart:
 def read_answer(reply: Reply) -> Answer:
     """Read the answer to a completion or a chat completion, streamed or whole.
 
-    Our server's reports, or usage in every chunk (`continuous_usage_stats`), count the tokens of a
-    chunk; else they are estimated: the tokens of the whole answer, shared out by the characters of
-    the chunks. Reasoning counts as output; `text` leaves it out where the server separates it.
+    The tokens of a chunk come from our server's reports or from usage in every chunk
+    (`continuous_usage_stats`). Without either, the tokens of the whole answer are divided by the
+    characters of the chunks. Reasoning counts as output; `text` leaves it out where the server
+    separates it.
 
     Raises:
-        ForeignAnswer: whatever answered knows nothing of completions.
+        ForeignAnswer: the answer is no completion.
     """
     if reply.problem and not reply.events:
         return Answer(seconds=reply.seconds, error=_PROBLEMS[reply.problem])
@@ -58,7 +59,7 @@ def read_answer(reply: Reply) -> Answer:
 
 
 def stats_of(drafts: DraftCounts | None) -> SpeculationStats | None:
-    """Return counts of drafts as the counters of an engine, None without any."""
+    """Return counts of drafts as the counters of an engine; None without any."""
     if drafts is None:
         return None
     return SpeculationStats(
@@ -70,7 +71,7 @@ def stats_of(drafts: DraftCounts | None) -> SpeculationStats | None:
 
 
 def _whole(reply: Reply) -> Answer:
-    """An answer in one part: its first token is its last."""
+    """Read an answer in one part: its first token is its last."""
     event = read_whole(reply.body)
     if not event.choices:
         raise ForeignAnswer(reply.body, is_object=True)
@@ -95,7 +96,7 @@ def _streamed(reply: Reply) -> Answer:
     read = [(when - reply.sent_s, answer.read(data)) for when, data in reply.events]
     events = [(seconds, event) for seconds, event in read if event is not None]
     written = [event for _, event in events if event.choices]
-    # Some put the usage of the whole answer into the last chunk that has text.
+    # Some servers put the usage of the whole answer into the last chunk that has text.
     has_usage = bool(written) and all(event.usage for event in written)
     has_steps = any(event.report for event in written)
     parts: list[_OutputPart] = []
@@ -119,7 +120,7 @@ def _streamed(reply: Reply) -> Answer:
         elif has_usage:
             count = max(usage.num_tokens or 0, so_far)
             part.num_tokens, so_far = count - so_far, count
-        # Without tokens of its own an event goes on with the step before it.
+        # An event without tokens of its own belongs to the step before it.
         is_new = part.num_tokens if has_steps or has_usage else text
         if is_new or (text and not parts):
             parts.append(part)

@@ -1,4 +1,4 @@
-"""Engines on one loaded target: as a backend of an evaluation, and for timed runs."""
+"""Engines on one loaded target: the backend of an evaluation, and timed runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build_llms(
     """Build one LLM for each configuration, all on the same target; None decodes plainly.
 
     Prefix caching is off unless asked for: repeated runs would find the KV of their prompts. On a
-    GPU the engines share what is free.
+    GPU the engines share the free memory.
 
     Raises:
         UserError: a head does not fit the target, or an option is not usable.
@@ -45,7 +45,7 @@ def build_llms(
     llms: dict[str, LLM] = {}
     for name, speculative in configurations.items():
         if (card := free_and_total(target.device)) is not None:
-            # Each engine still to come gets an equal part of what the others have left.
+            # Each engine still to come gets an equal part of the memory that is left.
             in_use = 1 - card[0] / card[1]
             share = max(0.0, most - in_use) / (len(configurations) - len(llms))
             options["gpu_memory_utilization"] = in_use + share
@@ -54,7 +54,7 @@ def build_llms(
 
 
 def release(target: TargetModel) -> None:
-    """Give back the memory of a target's engines that no caller holds any more."""
+    """Free the memory of a target's engines once no caller holds them."""
     target.drop_kv_caches()
     gc.collect()  # an engine and its parts refer to each other
     if target.device.type == "cuda":
@@ -96,10 +96,10 @@ def time_requests(
 
 @contextmanager
 def _collections_paused() -> Iterator[None]:
-    """Collect no garbage, as in `timeit`.
+    """Pause garbage collection, as `timeit` does.
 
-    To go through all that is loaded takes up to half a second, in one run of a few. The engine of a
-    server does not go through it either.
+    A collection goes through all loaded objects and takes up to half a second, in one run of a few.
+    The engine of a server does not go through them either.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -111,7 +111,7 @@ def _collections_paused() -> Iterator[None]:
 
 
 def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str | list[int]]) -> None:
-    """Run each engine a little, so that the first measurement is not slower than the others."""
+    """Run each engine for a few tokens: the first measurement would be slower otherwise."""
     for llm in llms.values():
         llm.generate(prompts, SamplingParams(max_tokens=WARM_UP_TOKENS))
 
@@ -120,11 +120,11 @@ def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str | list[int]]) -> None
 
 
 class EngineBackend:
-    """An engine that answers requests; see `Backend`.
+    """The backend that answers requests with an engine in this process; see `Backend`.
 
-    Prompts are rendered and tokenised before the clock starts; the time of a chunk is when the
-    engine's step that brought it ended. Nothing else may run on the engine meanwhile. Chat template
-    and thinking mode are for messages, as `peagle.chat.render_chat` has them.
+    Prompts are rendered and tokenised before the clock starts; the time of a chunk is the end of
+    the engine's step that brought it. Nothing else may run on the engine meanwhile. Chat template
+    and thinking mode are for messages, as in `peagle.chat.render_chat`.
     """
 
     name = "peagle"
@@ -143,11 +143,11 @@ class EngineBackend:
 
     @property
     def counters(self) -> SpeculationStats:
-        """Drafts that the engine made and accepted since it was built."""
+        """Return the drafts that the engine made and accepted since it was built."""
         return self.llm.engine.speculation_stats.copy()
 
     def encode(self, request: Request) -> list[int]:
-        """Return the token ids of the prompt, behind the chat template if it is messages.
+        """Return the token ids of the prompt; messages go through the chat template.
 
         Raises:
             UserError: the template cannot render the messages.
@@ -180,8 +180,8 @@ class EngineBackend:
     ) -> Run:
         """Answer requests, as `Backend.run`.
 
-        Where the engine refuses a request, for one because its prompt is too long, the answer has
-        the reason as its `error`; the others go on.
+        A request that the engine refuses, for one because its prompt is too long, has an answer
+        with the reason as its `error`; the others go on.
 
         Raises:
             UserError: the concurrency is below 1, a request asks for several outputs, messages
@@ -196,7 +196,7 @@ class EngineBackend:
                 raise UserError(f"Request {request.id}: n is {request.params.n}; expected 1.")
         prompts = [self.encode(one) for one in requests]
         answers = [Answer(num_prompt_tokens=len(prompt)) for prompt in prompts]
-        sent_s: dict[int, float] = {}  # of the requests in flight
+        sent_s: dict[int, float] = {}  # by request in flight
         unsent = iter(range(len(requests)))
 
         def end(index: int) -> None:
@@ -251,7 +251,7 @@ def open_engine(
     thinking: bool | None = None,
     **engine_options: Any,
 ) -> Iterator[EngineBackend]:
-    """Build an engine on a target, as `build_llms`, and free its memory at the end.
+    """Yield an engine on a target, built as by `build_llms`, and free its memory at the end.
 
     Raises:
         UserError: a head does not fit the target, or an option is not usable.

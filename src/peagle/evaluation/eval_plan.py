@@ -1,4 +1,4 @@
-"""The requests of `peagle eval`, and the settings that they amount to. It imports no torch."""
+"""The requests of `peagle eval` and their settings in its results. It imports no torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """The requests that every method gets."""
+    """The requests of `peagle eval`, which every method gets."""
 
     sets: PromptSets
     temperatures: tuple[float, ...]
     params: SamplingParams  # the seed is not None
-    draft_sampling: str  # of heads, where the temperature is not 0
+    draft_sampling: str  # for heads at temperatures above 0
     concurrency: int
     chat: bool  # prompts go behind the chat template
     thinking: bool | None = None  # mode of the template; None leaves it to the template
-    draft_window: int | None = None  # of heads; None is that of each
+    draft_window: int | None = None  # for heads; None takes each head's own
 
     def settings(self, target_sha256: str) -> dict[str, Any]:
         """Return the settings that all entries share, as JSON."""

@@ -33,13 +33,13 @@ from peagle.results import (
 
 
 class AcceptanceFile:
-    """The acceptance.json of an output folder, or its content alone where the folder is None.
+    """The acceptance.json of an output folder; its content in memory alone if the folder is None.
 
-    `provenance` has "target" and "dtype", `settings` are those that all entries share, and `turns`
-    are those of the sets whose prompts have several.
+    `provenance` has "target" and "dtype". All entries share `settings`. `turns` holds the turns of
+    the sets whose prompts have several.
 
     Raises:
-        UserError: the file there is not readable or newer, or was made with other settings.
+        UserError: the file is not readable or newer, or was made with other settings.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class AcceptanceFile:
 
     @property
     def entries(self) -> list[Entry]:
-        """Finished entries, in the order in which they were measured."""
+        """Return the finished entries, in the order in which they were measured."""
         return self.results.entries
 
     def find(self, key: EntryKey, weights_sha256: str) -> Entry | None:
-        """Return a finished entry; None if it is not there.
+        """Return a finished entry; None if the file lacks it.
 
         Raises:
             UserError: the head has changed since it was measured.
@@ -98,7 +98,7 @@ class AcceptanceFile:
         self._write()
 
     def conclude(self, comparisons: list[Comparison], advice: str) -> None:
-        """Set what follows from all entries and write the file."""
+        """Set the comparisons and the advice from all entries and write the file."""
         changes = {"comparisons": comparisons, "advice": advice}
         self.results = self.results.model_copy(update=changes)
         self._write()
@@ -112,19 +112,19 @@ class AcceptanceFile:
 class EvalArm:
     """A method at one K.
 
-    Each K is a run of its own: reading K = 3 off the first positions of a run at K = 7 would be
-    biased, since the steps of a shorter draft begin elsewhere in the text, more of them where
-    drafting is easy.
+    Each K is a run of its own. Figures of K = 3 from the first positions of a run at K = 7 would be
+    biased: the steps of a shorter draft begin elsewhere in the text, more of them where drafting is
+    easy.
     """
 
     method: DecodingMethod
     k: int
     open: Callable[[], AbstractContextManager[Backend]]
-    engine: str = "peagle"  # its name in the entries
+    engine: str = "peagle"  # name of the engine in the entries
     requested_k: int | None = None  # K that every request asks for; None asks for none
 
     def keys(self, plan: EvalPlan) -> list[EntryKey]:
-        """Return the keys of its entries, one a temperature."""
+        """Return the keys of the method's entries, one a temperature."""
         return [
             EntryKey(
                 method=self.method.name,
@@ -142,22 +142,22 @@ class EvaluationView(Protocol):
     """The progress that the user sees."""
 
     def begin(self, key: EntryKey, num_requests: int) -> None:
-        """Show that an entry is begun."""
+        """Show that the measurement of an entry begins."""
         ...
 
     def advance(self) -> None:
-        """Show that one of its requests ended."""
+        """Show that a request of the entry ended."""
         ...
 
     def end(self, entry: Entry, *, was_there: bool) -> None:
-        """Show an entry that is measured, or was there already."""
+        """Show an entry that is measured, or that the file had already."""
         ...
 
 
 def evaluate(
     arms: Sequence[EvalArm], plan: EvalPlan, file: AcceptanceFile, view: EvaluationView
 ) -> None:
-    """Measure the entries that the file does not have yet; it gets each as it is finished.
+    """Measure the entries that the file lacks; the file gets each as it is finished.
 
     Raises:
         UserError: an option is not usable, a head has changed since an entry of it was measured, a
@@ -192,7 +192,7 @@ def _measure(
     view: EvaluationView,
     weights_sha256: str,
 ) -> Entry:
-    """Measure one entry."""
+    """Measure one entry on the backend."""
     params = replace(
         plan.params, temperature=key.temperature, num_speculative_tokens=arm.requested_k
     )

@@ -28,7 +28,7 @@ def gpu_utilization(device: torch.device | None) -> Iterator[list[float]]:
     ended = threading.Event()
 
     def watch() -> None:
-        # The first value would tell of the time before.
+        # A value read at once would cover the time before the block.
         while not ended.wait(_INTERVAL_S):
             if (value := read()) is not None:
                 values.append(value)
@@ -54,7 +54,7 @@ def _reader(device: torch.device | None) -> Callable[[], float | None] | None:
         failed = failed or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
     except (OSError, AttributeError):
         return None
-    shares = (ctypes.c_uint * 2)()  # of computing, of memory traffic; percent
+    shares = (ctypes.c_uint * 2)()  # percent of time with kernels, with memory traffic
 
     def read() -> float | None:
         status = library.nvmlDeviceGetUtilizationRates(handle, shares)

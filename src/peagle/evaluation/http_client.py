@@ -1,4 +1,4 @@
-"""The HTTP client that measures load: asyncio, and connections that are used again.
+"""The HTTP client that measures load: asyncio, with connections that are used again.
 
 It keeps the chunks of a stream with their times and reads JSON after the clock has stopped. httpx
 costs several times the CPU time a chunk (benchmarks/evaluation/client_cost.py).
@@ -20,29 +20,29 @@ from peagle.client.events import EventReader
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-HANDSHAKE_S = 10.0  # of TLS; a server that speaks none may just keep silent
+HANDSHAKE_S = 10.0  # limit of a TLS handshake: a server without TLS may never answer it
 
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to a request, or the lack of one.
+    """The answer to a request, or the reason why there is none.
 
-    `problem` is "" for an answer that is whole; else "refused" (no connection), "unanswered",
-    "cut" (in the middle), "timeout", or "dropped" (by this client, as its caller wanted).
+    `problem` is "" for a whole answer; else "refused" (no connection), "unanswered", "cut" (in the
+    middle), "timeout", or "dropped" (by this client, as its caller asked).
     """
 
-    status: int = 0  # of HTTP; 0 if there was no answer
+    status: int = 0  # HTTP status; 0 without an answer
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
-    body: bytes = b""  # unless it was a stream of events
+    body: bytes = b""  # empty for a stream of events
     events: list[tuple[float, bytes]] = field(default_factory=list)  # time (perf_counter), data
     sent_s: float = 0.0  # when the request went out on an open connection
     ended_s: float = 0.0  # when the last byte came
     problem: str = ""
-    reason: str = ""  # the reason why there was no connection
+    reason: str = ""  # cause of a failed connection
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request to the end."""
+        """Return the seconds from the request to the end of the answer."""
         return self.ended_s - self.sent_s
 
 
@@ -79,13 +79,13 @@ class _Connection(asyncio.Protocol):
         return self.answer
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         if self.transport is not None:
             self.transport.close()
 
     @property
     def can_be_used_again(self) -> bool:
-        """Whether the answer is whole and the server keeps the connection."""
+        """Return whether the answer is whole and the server keeps the connection."""
         is_kept = self.answer.headers.get("connection", "").lower() != "close"
         return self.is_open and self._is_framed and is_kept and not self.answer.problem
 
@@ -110,7 +110,7 @@ class _Connection(asyncio.Protocol):
             self._end("cut" if self._is_framed else "")
 
     def _parse(self) -> Generator[None]:
-        """Read the answer from the bytes so far; each yield waits for more of them."""
+        """Read the answer from the bytes so far; each yield waits for more bytes."""
         raw, answer = self._raw, self.answer
         while (end := raw.find(b"\r\n\r\n")) < 0:
             yield
@@ -156,10 +156,10 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Sends requests to one server, whose paths are joined to `url` as they are.
+    """The client of one server, which joins paths to `url` unchanged.
 
-    With `keep_alive` a connection is used for the next request when one is done with it. A time to
-    the first token holds no handshake either way: clocks start as the request goes out.
+    With `keep_alive` a finished connection carries the next request. A time to the first token
+    never holds a handshake: clocks start as the request goes out.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class HttpClient:
         *,
         drop_after_s: float | None = None,
     ) -> Reply:
-        """Send a request and wait for all of its answer.
+        """Send a request and wait for its whole answer.
 
         A mapping goes out as JSON, bytes as they are. `headers` replace those of every request.
         After `drop_after_s` the client closes the connection.
@@ -199,7 +199,7 @@ class HttpClient:
         limit_s = self.timeout_s if drop_after_s is None else drop_after_s
         while self._idle:
             reply = await self._exchange(self._idle.pop(), request, limit_s)
-            # A server may close a connection that was idle for long: that says nothing.
+            # A server may close a connection that was idle for long: the request is sent again.
             if (reply.status, reply.problem) != (0, "unanswered"):
                 break
         else:
@@ -219,7 +219,7 @@ class HttpClient:
         return reply
 
     def close(self) -> None:
-        """Close the connections that wait for a next request; they belong to one event loop."""
+        """Close the idle connections; they belong to one event loop."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -250,12 +250,10 @@ class HttpClient:
 async def run_clients(
     count: int, items: Iterable[Item], work: Callable[[Item], Awaitable[Result]]
 ) -> list[Result]:
-    """Work on items with several clients, each of which takes the next as soon as it can.
+    """Return the results of `work` on all items, in their order.
 
-    The first error that `work` raises ends all clients.
-
-    Returns:
-        the results in the order of the items.
+    `count` clients each take the next item as soon as they can. The first error that `work` raises
+    ends all clients.
     """
     waiting = iter(list(enumerate(items)))
     results: dict[int, Result] = {}

@@ -1,6 +1,6 @@
 """95% confidence intervals of acceptance, by the bootstrap over requests.
 
-The drafts of one request are alike: where a head knows the subject, it knows it for many steps.
+The drafts of one request are alike: a head that knows the subject drafts well for many steps.
 Intervals that took every draft for an independent trial would be far too narrow. So whole requests
 are drawn again, with their counters, and the figure is computed from the pooled counters each time
 (a cluster bootstrap of a ratio of sums).
@@ -20,19 +20,19 @@ from peagle.evaluation.decoding_methods import NGRAM
 from peagle.results import Comparison, Entry, Interval
 
 RESAMPLES = 2000
-MIN_CLUSTERS = 5  # fewer say nothing about how requests vary
+MIN_CLUSTERS = 5  # fewer requests do not show how requests vary
 _LEVEL = 0.95
-_MAX_WEIGHTS = 4_000_000  # drawn at a time: 32 MB
+_MAX_WEIGHTS = 4_000_000  # weights drawn at a time: 32 MB
 
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals of the figures of some requests, those of positions in a list.
+    """Intervals of the pooled figures; one entry a position in lists.
 
-    An interval is None where too few requests bear on it, or where all drafts were accepted or
-    none: the resamples then show no spread and tell nothing about other requests.
+    An interval is None if too few requests have drafts at that position, or if all drafts were
+    accepted or none: the resamples then do not vary.
     """
 
     acceptance_length: Interval | None
@@ -45,8 +45,8 @@ def acceptance_intervals(
 ) -> Intervals:
     """Compute intervals from the counters of N clusters (requests, or conversations of turns).
 
-    They are percentiles of the figures of resamples, at levels widened for few clusters so that the
-    normal case has the coverage of Student's t with N - 1 degrees of freedom (the expanded
+    The ends are percentiles of the resampled figures, at levels widened for few clusters so that
+    the normal case has the coverage of Student's t with N - 1 degrees of freedom (the expanded
     percentile interval of Hesterberg, arXiv 1411.5279). Clusters without drafts are left out.
     `accepted_NK` counts the drafts whose first i + 1 tokens were all accepted.
     """
@@ -78,8 +78,8 @@ def paired_difference(
     """Return the difference of two ratios on the same clusters, and its paired interval.
 
     sum(one[:, 0]) / sum(one[:, 1]) - sum(other[:, 0]) / sum(other[:, 1]). Each resample draws
-    clusters once for both, so that what makes a request hard for both cancels out. The interval is
-    None below 5 clusters. The rows have numerator and denominator of each cluster, in one order.
+    clusters once for both, which cancels the difficulty that a request has for both. The interval
+    is None below 5 clusters. Row n of both arrays has numerator and denominator of cluster n.
     """
     values_N4 = np.concatenate([one_N2, other_N2], axis=1)
 
@@ -109,9 +109,9 @@ def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
 def _interval(
     values_R: NDArray[np.float64], num_clusters: int, ends: tuple[float, ...] = (0, 1)
 ) -> Interval | None:
-    """Return percentiles; None for few clusters, or where all values are at one end.
+    """Return percentiles of the values; None for few clusters, or where all values are at one end.
 
-    The percentile to cut at each end is Phi(-sqrt(N / (N - 1)) t), t Student's quantile.
+    Each end is cut at the percentile Phi(-sqrt(N / (N - 1)) t) with t Student's quantile.
     """
     if num_clusters < MIN_CLUSTERS or any((values_R == end).all() for end in ends):
         return None
@@ -122,9 +122,9 @@ def _interval(
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile of Student's t distribution, by its expansion about the normal one.
+    """Return a quantile of Student's t distribution, by its expansion about the normal quantile.
 
-    Abramowitz and Stegun 26.7.5; at 0.975 off by less than 0.001 from 4 degrees of freedom on.
+    Abramowitz and Stegun 26.7.5; at 0.975 the error is below 0.001 from 4 degrees of freedom on.
     """
     z, v = NormalDist().inv_cdf(probability), degrees
     return (
@@ -143,8 +143,8 @@ def compare_entries(entries: Sequence[Entry], *, seed: int = 0) -> list[Comparis
     """Compare the first head of some entries with every other method, at equal K and temperature.
 
     `difference` is the acceptance length of "method" less that of "over", and `ci` its 95%
-    interval, paired over requests. Prompt lookup does not draft at every step, so that it is
-    compared by tokens per step. Entries without figures of single requests are left out.
+    interval, paired over requests. Prompt lookup does not draft at every step, so its comparison is
+    by tokens per step. Entries without figures of single requests are left out.
     """
     known = [entry for entry in entries if entry.by_conversation]
     first = next((entry.method for entry in known if entry.method != NGRAM), None)

@@ -1,4 +1,4 @@
-"""Measurements kept in a file as they are finished, so that an interrupted command goes on."""
+"""Measurements kept in a file as they are finished, so that an interrupted command can go on."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Journal:
         return len(self._values)
 
     def get(self, key: Any) -> Any:
-        """Return a measurement; None if it was not made yet."""
+        """Return a measurement; None if it is not made yet."""
         return self._values.get(_name(key))
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Yield every key with its measurement, in the order in which they were made."""
+        """Yield every key with its measurement, in the order of measuring."""
         return ((json.loads(name), value) for name, value in self._values.items())
 
     def add(self, key: Any, value: Any) -> None:
@@ -116,9 +116,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 
 
 def require_same_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with a file whose measurements were made under other settings.
-
-    Settings are compared as JSON, in which a tuple is a list.
+    """Compare the settings of a file with the present ones, as JSON, in which a tuple is a list.
 
     Raises:
         UserError: they differ; it names the first difference.
@@ -146,7 +144,7 @@ def weights_digest(folder: str | Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make an output folder, unless it is there.
+    """Make an output folder, unless it exists.
 
     Raises:
         UserError: it cannot be made, or nothing can be written there.
@@ -162,7 +160,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _parse(path: Path, number: int, line: bytes, *keys: str) -> dict[str, Any]:
-    """Read a line that is an object with these keys, `settings` an object too."""
+    """Read a line that is a JSON object with these keys; `settings` must be an object too."""
     try:
         record = json.loads(line.decode("utf-8", "replace"))
         if set(keys) <= set(record) and isinstance(record.get("settings", {}), dict):

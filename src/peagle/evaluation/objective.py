@@ -1,4 +1,4 @@
-"""The latency that a service wants to keep. Reading it imports no torch."""
+"""The latency objective of a service. Reading it imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class LatencyObjective:
-    """Most milliseconds to the first token and between tokens (None is any) at a percentile.
+    """The most milliseconds to the first token and between tokens (None is any) at a percentile.
 
     The percentile, 50, 90 or 99, is over requests for TTFT and over tokens for ITL.
     """
@@ -24,7 +24,7 @@ class LatencyObjective:
 
     @classmethod
     def parse(cls, text: str) -> LatencyObjective:
-        """Read "ttft=500ms,itl=50ms@p90"; a part may be missing, seconds do as well ("ttft=1s").
+        """Read "ttft=500ms,itl=50ms@p90"; a part may be missing, and "ttft=1s" is allowed.
 
         Raises:
             UserError: the text does not have this form.
@@ -41,7 +41,7 @@ class LatencyObjective:
         return cls(found.get("ttft"), found.get("itl"), int(percentile[1:]) if at else 99)
 
     def is_met(self, figures: RunFigures) -> bool:
-        """Return whether these figures keep it; an unknown figure does not."""
+        """Return whether these figures keep the objective; an unknown figure does not."""
         bounds = ((figures.ttft_s, self.ttft_ms), (figures.itl_s, self.itl_ms))
         values = [(getattr(own, f"p{self.percentile}"), most) for own, most in bounds if most]
         return all(value is not None and value * 1e3 <= most for value, most in values)

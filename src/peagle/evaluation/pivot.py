@@ -19,9 +19,9 @@ class PivotRow:
 
     Attributes:
         command: the command that measured the row, "bench" or "eval".
-        k: 0 for plain decoding, and where a server does not tell its K.
-        temperature, concurrency: None where the file does not tell.
-        draft_sampling: how drafts were chosen; "" where the file does not tell.
+        k: 0 for plain decoding, and for a server that does not report its K.
+        temperature, concurrency: None if the file lacks them.
+        draft_sampling: way to choose drafts; "" if the file lacks it.
     """
 
     command: str
@@ -50,17 +50,17 @@ class Pivot:
 
     @property
     def sets(self) -> list[str]:
-        """The prompt sets, in the order of their first figures."""
+        """Return the prompt sets, in the order of their first figures."""
         return list(dict.fromkeys(name for figures in self.rows.values() for name in figures))
 
     @property
     def has_speed_ups(self) -> bool:
-        """Whether any speed-up is known."""
+        """Return whether any speed-up is known."""
         every = (one for figures in self.rows.values() for one in figures.values())
         return any(one.speed_up_over_plain is not None for one in every)
 
     def varies(self, name: str) -> bool:
-        """Return whether rows differ in a field, so that a table needs a column of it."""
+        """Return whether rows differ in a field, so that a table needs a column for it."""
         return len({getattr(row, name) for row in self.rows}) > 1
 
 

@@ -31,7 +31,7 @@ _BESIDE_MESSAGES = ("system", "system_prompt", "tools", "functions")
 _ID_COLUMNS = ("id", "question_id", "task_id", "unique_id")
 _SPLITS = ("test", "validation", "train")
 _SUFFIXES = (".parquet", ".jsonl")
-# SPEED-Bench says so where a prompt is not its own to give away.
+# SPEED-Bench's text in place of a prompt that it may not distribute.
 _WITHHELD_TEXT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
@@ -45,7 +45,7 @@ class HubSet:
     revision: str = "main"  # branch, tag or commit
     prompt: str = ""  # column with text, turns or messages; "" for the first of the usual names
     category: str = "category"  # column with the category
-    text: Callable[[Row], str] | None = None  # makes the prompt where no column alone is it
+    text: Callable[[Row], str] | None = None  # makes the prompt from several columns
 
     def __str__(self) -> str:
         return repr(":".join([self.repo, self.config, self.split]).rstrip(":"))
@@ -88,8 +88,8 @@ def load(
             folder of data, "-" for standard input; or a data set of the hub,
             owner/name[@revision][:config][:split]. A file named like a set is ./NAME.
         limit: number of prompts to take; None takes all.
-        seed: take them from all over the set, in a random order that depends on it; None takes
-            the first ones.
+        seed: seed of a random choice from the whole set, in random order; None takes the first
+            prompts.
         prompt_column: column with the prompts of a hub data set, if its name is not a usual one.
 
     Raises:
@@ -114,7 +114,7 @@ def _prompts(name: str, prompt_column: str) -> Iterator[Prompt]:
         return _read_hub_set(HUB_SETS[name])
     path = Path(name)
     if (path.suffix == ".parquet" and path.exists()) or is_folder(path) or _has_messages(path):
-        # Tables and conversations are read as training data is.
+        # Tables and conversations have the formats of training data.
         return (prompt_of(record) for record in read_records(path))
     if name == "-" or path.exists():
         return iter(read_prompts(path))
@@ -137,7 +137,7 @@ def _prompts(name: str, prompt_column: str) -> Iterator[Prompt]:
 
 
 def _has_messages(path: Path) -> bool:
-    """Whether the first line of a JSON Lines file is a conversation in messages."""
+    """Return whether the first line of a JSON Lines file is a conversation in messages."""
     if path.suffix != ".jsonl" or not path.is_file():
         return False
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
@@ -179,7 +179,7 @@ def prompt_of(record: Record, category_column: str = "category") -> Prompt:
     """Return the prompt in a record of training data.
 
     Raises:
-        UserError: it has none, it is malformed, or it holds results of tools.
+        UserError: the record has no prompt, is malformed, or holds results of tools.
     """
     dialogue, category = dialogue_of(record), record.data.get(category_column)
     if isinstance(dialogue, Dropped):
@@ -221,13 +221,13 @@ def _hub_prompt(record: Record, wanted: HubSet) -> Prompt:
 
 
 def choose(names: Sequence[str], wanted: HubSet) -> list[str]:
-    """Return the files of a config and split, among those of a data set.
+    """Return the files of a config and split, among all files of a data set.
 
     The usual layouts: CONFIG/SPLIT-00000-of-00001.parquet, data/SPLIT-*.parquet, SPLIT.jsonl,
     CONFIG/SPLIT/0000.parquet. Parquet goes before JSON Lines.
 
     Raises:
-        UserError: there is no such file; the message names those that there are.
+        UserError: there is no such file; the message names the files of the data set.
     """
     files = sorted(name for name in names if PurePosixPath(name).suffix in _SUFFIXES)
     suffix = next((one for one in _SUFFIXES if any(name.endswith(one) for name in files)), "")
@@ -260,7 +260,7 @@ def _has_split(name: str, split: str) -> bool:
 
 
 def _fetch(wanted: HubSet) -> list[Path]:
-    """Fetch the files into the hub's cache; those that lie there already need no network.
+    """Fetch the files into the hub's cache; files that are there already need no network.
 
     Raises:
         UserError: the hub does not give them; the message says why.
@@ -295,7 +295,7 @@ def _fetch(wanted: HubSet) -> list[Path]:
 
 
 def _cached(wanted: HubSet, cache: Path) -> list[Path]:
-    """The files where an earlier run has left all of them in the cache, else none."""
+    """Return the files from the cache if an earlier run fetched all of them, else none."""
     storage = cache / f"datasets--{wanted.repo.replace('/', '--')}"
     ref = storage / "refs" / wanted.revision
     folder = storage / "snapshots" / (ref.read_text() if ref.is_file() else wanted.revision)

@@ -1,4 +1,4 @@
-"""Prompts: the bundled sets, and files of the user's own."""
+"""Prompts from the bundled sets and from files of the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from peagle.bundled import BUNDLED_PROMPTS
 from peagle.errors import UserError
 
-# In the package; evaluation/prompt_sets.py knows more, from the hub.
+# Sets in the package; evaluation/prompt_sets.py adds sets of the hub.
 PROMPT_SETS = (
     "humaneval",
     "mt_bench",
@@ -28,11 +28,11 @@ PROMPT_SETS = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt.
+    """A prompt of one turn or of several.
 
     Attributes:
         id: the id in the file; without one, the number of the line.
-        turns: what the user says, turn by turn; at least one, none empty.
+        turns: the user's texts, turn by turn; at least one, none empty.
         category: the task's category in the file; "" without one.
         system: messages before the first turn.
         tools: functions that the model may call.
@@ -46,12 +46,12 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The first turn."""
+        """Return the user's first turn."""
         return self.turns[0]
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation up to the first turn."""
+        """Return the conversation up to the first turn."""
         return [*map(dict, self.system), {"role": "user", "content": self.text}]
 
 
@@ -68,7 +68,7 @@ def load_prompt_set(name: str, limit: int | None = None) -> list[Prompt]:
 
 
 def check_limit(limit: int | None) -> None:
-    """Refuse to take no prompt."""
+    """Raise a UserError for a limit below 1."""
     if limit is not None and limit < 1:
         raise UserError(f"The limit is {limit}; expected at least 1 prompt.")
 
@@ -76,12 +76,13 @@ def check_limit(limit: int | None) -> None:
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Read the prompts of a file, one a line; "-" is standard input.
 
-    The first line that is not blank decides how all are read: if it begins with `{` or `"`, every
+    The first line that is not blank decides the format of all: if it begins with `{` or `"`, every
     line is JSON ({"id", "turns"}, {"id", "prompt"} or a string; "category" is read too, further
-    keys are left alone), otherwise every line is a prompt as it stands. Blank lines are skipped.
+    keys are left alone), otherwise every line is a prompt by itself. Blank lines are skipped.
 
     Raises:
-        UserError: the file is not readable or has no prompt, or a line is not one (its number).
+        UserError: the file is not readable or has no prompt, or a line is no prompt; the message
+            has its number.
     """
     name = "standard input" if str(path) == "-" else repr(str(path))
     try:
@@ -93,7 +94,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name}, line {line}: not UTF-8 text.") from None
-    # Not splitlines(): it also splits at characters that JSON strings may hold as they are.
+    # Not splitlines(), which also splits at characters that JSON strings may hold unescaped.
     lines = [(i, line.strip("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{name} has no prompts: it is empty. Expected one prompt a line.")

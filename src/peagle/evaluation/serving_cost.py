@@ -1,7 +1,7 @@
 """The cost of serving on instances like the machine of a benchmark.
 
-All of the price is put on output tokens. Each instance is kept at the load that was measured: there
-is no idle time, and no room for peaks.
+Output tokens carry the whole price. Each instance runs at the measured load: there is no idle
+time, and no room for peaks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ def cost_per_million_tokens(price_per_hour: float, tokens_per_s: float) -> float
 def instances_for(requests_per_second: float, of_one: float | None) -> int | None:
     """Return the least number of instances that serve so many requests per second.
 
-    `of_one` is the requests per second of one instance; there is no number where it serves none.
+    `of_one` is the requests per second of one instance; None if it serves none.
     """
     return math.ceil(requests_per_second / of_one) if of_one else None

@@ -29,7 +29,7 @@ SLOT_REQUESTS = 3
 class SweepPoint:
     """A configuration to measure; its results are a cell of throughput.json.
 
-    `k` is 0 for plain decoding, and where a server does not tell its K.
+    `k` is 0 for plain decoding, and for a server that does not report its K.
     """
 
     method: str
@@ -44,7 +44,7 @@ class SweepPoint:
         return asdict(self)
 
     def key(self, repeat: int) -> dict[str, Any]:
-        """Return the key of one of its measurements in a journal."""
+        """Return the key of a repeat of the point in a journal."""
         return {"cell": self.to_json(), "repeat": repeat}
 
     def __str__(self) -> str:
@@ -54,10 +54,11 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A method at one K with its backend, and the device whose use is read (None for a server).
+    """A method at one K with its backend.
 
-    `close` ends a backend that needs the machine to itself. The runs of such an arm follow each
-    other, and its backend is closed before the next arm begins.
+    The use of `device` is read (None for a server). `close` ends a backend that needs the machine
+    to itself: the runs of such an arm follow each other, and its backend is closed before the next
+    arm.
     """
 
     method: str
@@ -72,9 +73,8 @@ class Arm:
 class SweepProgress:
     """The state of a sweep after a run, or before a warm-up, which has no `figures`.
 
-    `warm_up` has the number of a warm-up and the number of all, of one stage. `done` and `total`
-    count the runs of an earlier sitting too. `problem` is the first error among the requests of
-    this run.
+    `warm_up` is (number of this warm-up, number of all) in the stage. `done` and `total` include
+    the runs of earlier sittings. `problem` is the first error of this run's requests.
     """
 
     point: SweepPoint
@@ -91,7 +91,7 @@ Watch = Callable[[SweepProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The measurements of a benchmark."""
+    """The measurements of a benchmark: every arm on every set at every concurrency."""
 
     arms: Sequence[Arm]  # in the order of tables
     sets: Mapping[str, Sequence[Request]]
@@ -101,7 +101,7 @@ class Sweep:
 
     @property
     def points(self) -> dict[SweepPoint, Arm]:
-        """All points with their arms, in the order of tables."""
+        """Return all points with their arms, in the order of tables."""
         return {
             SweepPoint(arm.method, arm.source, arm.backend.name, arm.k, concurrency, name): arm
             for name in self.sets
@@ -112,7 +112,7 @@ class Sweep:
     def requests(self, point: SweepPoint) -> list[Request]:
         """Return the requests of a point: all prompts, repeated until every slot had a few.
 
-        With fewer, the time in which the slots fill and run dry would count for much.
+        With fewer requests, filling and emptying the slots would take a large share of the time.
         """
         own, slots = self.sets[point.set], point.concurrency
         return list(islice(cycle(own), max(len(own), SLOT_REQUESTS * slots if slots > 1 else 1)))
@@ -120,10 +120,9 @@ class Sweep:
     def stages(self) -> list[list[tuple[int, SweepPoint]]]:
         """Return (repeat, point) in the order of measurement, stage by stage.
 
-        Arms that take turns are one stage, and each arm with a machine to itself is another.
-
-        The points of a stage take turns, and each round begins at another one: a machine that grows
-        slower over the stage, or over a round, favours none of them.
+        Arms that take turns are one stage, and each arm with a machine to itself is another. The
+        points of a stage take turns, and each round begins at another point: a machine that slows
+        down over the stage, or over a round, favours none of them.
         """
         stages: dict[int | None, list[SweepPoint]] = {}
         for point, arm in self.points.items():
@@ -140,11 +139,11 @@ class Sweep:
     def run(
         self, log: Journal, watch: Watch = lambda _: None
     ) -> dict[SweepPoint, list[RunFigures]]:
-        """Measure the points that the log does not have yet, and keep the figures there.
+        """Measure the points that the log lacks, and keep the figures there.
 
         Returns:
-            the repeats of every point, in the order of the repeats; first the points of this sweep,
-            then further ones that the log has.
+            the repeats of every point: first the points of this sweep, then other points of
+            the log.
 
         Raises:
             UserError: a server cannot be reached, or no request of a point is answered (all prompts
@@ -202,7 +201,7 @@ class Sweep:
         return figures.model_copy(update={"other_cores": taken}), problem
 
     def _warm_up(self, due: Sequence[SweepPoint], watch: Watch, done: int, total: int) -> None:
-        """Run each arm shortly at each concurrency still to be measured, on one set."""
+        """Run each arm briefly at each concurrency still to be measured, on one set."""
         points = self.points
         once = {(id(points[point]), point.concurrency): point for point in reversed(due)}
         most = len(once) * self.warm_up

@@ -1,4 +1,4 @@
-"""Texts of an evaluation: where drafts fail most, and outputs with their accepted tokens marked."""
+"""Texts of an evaluation: the hardest to draft, and outputs with their accepted tokens marked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def hardest_texts(
 ) -> list[HardText]:
     """Find the stretch with the fewest accepted tokens in each output, the hardest first.
 
-    A stretch has `window` drafts, fewer where no answer has so many; `most` of them are returned.
+    A stretch has `window` drafts, or fewer if no answer has so many. At most `most` stretches are
+    returned.
     """
     drafting = [
         [number for number, step in enumerate(one.answer.steps or []) if step.num_drafted]
@@ -64,7 +65,7 @@ def coloured_samples(
 ) -> list[OutputSample]:
     """Cut some outputs into pieces: the middle one of each set, then the best and the worst of all.
 
-    `observations` are answers with their steps and tokens; at most `most` of them are cut.
+    `observations` are answers with their steps and tokens. At most `most` outputs are cut.
     """
     lengths = {
         number: one.answer.stats.acceptance_length
@@ -100,7 +101,7 @@ def pieces(
     tokenizer: PreTrainedTokenizerBase,
     most_tokens: int = _MAX_TOKENS,
 ) -> list[tuple[str, str]]:
-    """Cut the beginning of an output where accepted drafts and the target's tokens meet.
+    """Cut the beginning of an output into runs of accepted drafts and of the target's tokens.
 
     A character that spans tokens goes to the piece that completes it.
 

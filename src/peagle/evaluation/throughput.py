@@ -1,9 +1,9 @@
 """The results of a sweep: medians, spreads, speed-ups, the best K, goodput.
 
-The best K at a load is the smallest K that is not shown to be slower than another. Runs of one
-configuration differ, so the fastest median may be luck. Two speeds tie where the ranges of their
+The best K at a load is the smallest K that does not show to be slower than another. Runs of one
+configuration differ, so the fastest median may be luck. Two speeds tie if the ranges of their
 repeats overlap and their medians are close. Of the K that tie with the fastest the smallest is the
-best one: it drafts and verifies the fewest tokens for the same speed.
+best: it drafts and verifies the fewest tokens for the same speed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from peagle.results import (
 EAGLE3 = "eagle3"
 # Cells whose medians are further apart do not tie: ranges of few repeats overlap by one slow run.
 TIE_SHARE = 0.03
-# Beyond this the median of a few repeats is an accident; of the median.
+# Beyond this spread, as a share of the median, the median of a few repeats is an accident.
 MAX_SPREAD = 0.5
-# Other programs of one sitting and of another may differ by so many busy cores.
+# Most busy cores by which the other programs may differ between sittings.
 MAX_LOAD_DIFFERENCE = 0.5
 
 
 def tied_fastest(cells: Iterable[Cell]) -> list[Cell]:
     """Return the fastest cell by its median, and all that tie with it, in order.
 
-    A cell ties whose repeats overlap the fastest cell's, and whose median is at most TIE_SHARE
-    below its own. `cells` are those of one load, at least one.
+    A cell ties if its repeats overlap the fastest cell's, and its median is at most TIE_SHARE
+    below. `cells` are those of one load, at least one.
     """
     every = list(cells)
     fastest = max(every, key=lambda cell: cell.speed)
@@ -53,7 +53,7 @@ def tied_fastest(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def best_k_cell(cells: Iterable[Cell]) -> Cell:
-    """Return the cell with the best K, of those of one method at one load."""
+    """Return the cell with the best K among the cells of one method at one load."""
     return min(tied_fastest(cells), key=lambda cell: (cell.k or 0, -cell.speed))
 
 
@@ -71,20 +71,20 @@ def summarize(
 ) -> ThroughputResults:
     """Build throughput.json from the repeats of every point.
 
-    Of every cell, at equal set and concurrency:
+    The figures of a cell, at equal set and concurrency:
     - median and spread (least and most) of its repeats;
     - speed_up_over_plain: its output tokens/s over those of the method named plain, on the same
-      engine where it was measured there, else on the fastest;
-    - speed_up_over_eagle3: so over those of the method named eagle3, at its best K;
-    - linearity: tokens/s at concurrency c over c / c0 times those at the least concurrency c0;
-      1 where requests do not slow each other down;
+      engine if measured there, else on the fastest;
+    - speed_up_over_eagle3: the same over the method named eagle3, at its best K;
+    - linearity: tokens/s at concurrency c over c / c0 times tokens/s at the least concurrency c0;
+      1 if requests do not slow each other down;
     - meets_objective: whether the medians of its latencies keep the objective;
     - cost_per_million_tokens at `price_per_hour`, and the instances for `requests_per_second`.
-    `doubts` of a cell are repeats more than 50% apart and speed-ups above the acceptance length;
-    those of the file are sittings under different loads of the machine.
-    tied_k lists every K that ties with the fastest. Goodput is the most requests/s
-    of a method at one K among the concurrencies that keep the objective; where none does, there is
-    no entry. `training` has the length of each head's training by method, `experts` the distinct
+    `doubts` of a cell are repeats more than 50% apart and speed-ups above the acceptance length.
+    `doubts` of the file are sittings under different loads of the machine.
+    tied_k lists every K that ties with the fastest. Goodput is the most requests/s of a method at
+    one K among the concurrencies that keep the objective; without one there is no entry.
+    `training` has the length of each head's training by method, `experts` the distinct
     experts that a decode step touches, `turns` the turns of the sets whose prompts have several.
     """
     counts = experts or {}
@@ -101,7 +101,7 @@ def summarize(
             best[load] = best_k_cell(drafting)
 
     def over(method: str, cell: Cell) -> float | None:
-        """Return the speed over that of a method at the same load, with its best K."""
+        """Return the cell's speed over the speed of a method at the same load, with its best K."""
         speeds = {
             load[1]: best[load].speed if load in best else max(one.speed for one in own)
             for load, own in loads.items()
@@ -150,20 +150,20 @@ def summarize(
 
 
 def _doubts(cell: Cell) -> list[str]:
-    """Return what speaks against the speed of a cell: its repeats, or a speed-up that cannot be."""
+    """Return doubts about the speed of a cell: its repeats vary, or its speed-up is impossible."""
     found = []
     least, most = cell.speed_range
     if cell.speed and (spread := (most - least) / cell.speed) > MAX_SPREAD:
         found.append(f"its repeats are {spread:.0%} apart")
     up, length = cell.speed_up_over_plain, cell.median.acceptance_length
-    # A step writes this many tokens, and takes at least as long as one of plain decoding.
+    # A step writes `length` tokens, and takes at least as long as a step of plain decoding.
     if up is not None and length is not None and up > (1 + TIE_SHARE) * length:
         found.append(f"its speed-up of {up:.2f} is above its acceptance length of {length:.2f}")
     return found
 
 
 def _doubts_of_sittings(cells: Sequence[Cell]) -> list[str]:
-    """Return what speaks against a sweep that was resumed: other programs took more, or less."""
+    """Return a doubt about a resumed sweep if other programs took more cores in one sitting."""
     taken: dict[float, list[float]] = {}
     for repeat in (repeat for cell in cells for repeat in cell.repeats):
         if repeat.other_cores is not None:

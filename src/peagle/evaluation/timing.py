@@ -30,7 +30,7 @@ def figures_of(run: Run, gpu_busy: float | None = None) -> RunFigures:
     """Compute the figures of a run; requests without a whole answer count as errors alone.
 
     At least one answer is whole. `gpu_busy` is the share of the time in which the GPU computed,
-    where it could be read.
+    if it could be read.
     """
     whole = [answer for answer in run.answers if not answer.error]
     num_tokens = sum(answer.num_tokens for answer in whole)
@@ -53,7 +53,7 @@ def figures_of(run: Run, gpu_busy: float | None = None) -> RunFigures:
 
 
 def token_gaps(chunks: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return (seconds a token, tokens) of each chunk after the first that holds any.
+    """Return (seconds a token, tokens) of each chunk with tokens after the first.
 
     [(0.5, 1), (0.7, 2), (0.7, 2), (0.8, 1)] gives [(0.05, 4), (0.1, 1)]: 0.2 s for four tokens
     that came at once, 0.1 s for one.
@@ -69,7 +69,7 @@ def token_gaps(chunks: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def spread_of(values: Sequence[float], times: Sequence[int] | None = None) -> Percentiles:
-    """Return mean and percentiles of weighted values; None without any."""
+    """Return mean and percentiles of weighted values; None for each if there are no values."""
     if not values:
         return Percentiles()
     every = np.asarray(values) if times is None else np.repeat(values, times)
@@ -78,7 +78,7 @@ def spread_of(values: Sequence[float], times: Sequence[int] | None = None) -> Pe
 
 
 def median_of(repeats: Sequence[RunFigures]) -> RunFigures:
-    """Return the median of each figure over repeats; None where no repeat has it."""
+    """Return the median of each figure over repeats; None for a figure that no repeat has."""
 
     def middle(values: Sequence[Any]) -> Any:
         known = [value for value in values if value is not None]

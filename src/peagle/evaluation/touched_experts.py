@@ -1,8 +1,8 @@
 """The distinct experts that decode steps of a mixture touch, counted from the model's own routing.
 
 A step that is limited by memory reads the weights of each expert once, however many tokens chose
-it: its cost follows distinct experts. Steps are counted apart from those that are timed, because
-recording needs every kernel launched by itself.
+it: its cost follows distinct experts. The counted steps are not the timed ones, because recording
+needs every kernel launched by itself.
 
 Shapes: L layers with experts, T rows of a pass, C experts chosen for each, B sequences, E experts.
 """
@@ -32,7 +32,7 @@ COUNTED_STEPS = 16
 def expected_experts(num_tokens: float, num_chosen: int, num_experts: int) -> float:
     """Return the distinct experts that tokens touch on average under even routing.
 
-    E (1 - (1 - c / E)^T): each token chooses c of E experts, all equally likely, by itself.
+    E (1 - (1 - c / E)^T): each token chooses c of E experts, independently and all equally likely.
     """
     return num_experts * (1 - (1 - num_chosen / num_experts) ** num_tokens)
 
@@ -52,7 +52,7 @@ class DecodePass:
 
 @contextmanager
 def recorded_passes(llm: LLM) -> Iterator[list[DecodePass]]:
-    """Record the decode passes of an engine, of requests that begin and end meanwhile."""
+    """Yield a list that gets the decode passes of requests that begin and end meanwhile."""
     passes: list[DecodePass] = []
     engine = llm.engine
     run = engine.runner.run
@@ -74,7 +74,7 @@ def recorded_passes(llm: LLM) -> Iterator[list[DecodePass]]:
 
 
 def count_touched(passes: Sequence[DecodePass], num_experts: int) -> TouchedExperts | None:
-    """Return the mean distinct experts of a layer and step, of passes with the most sequences.
+    """Return the mean distinct experts of a layer and step, over passes with the most sequences.
 
     None without a pass.
     """
@@ -93,7 +93,8 @@ class ExpertCounts:
     """Distinct experts that a decode step touches in a layer, means over steps and layers.
 
     Attributes:
-        num_experts, num_chosen: experts of a layer, and those chosen for a token.
+        num_experts: experts of a layer.
+        num_chosen: experts chosen for a token.
         by_k: the counts by K, for 1, 2 and more sequences.
     """
 
@@ -102,7 +103,7 @@ class ExpertCounts:
     by_k: Mapping[int, Sequence[float]]
 
     def touched(self, batch: int, k: int) -> float:
-        """Return the distinct experts of a layer and step."""
+        """Return the distinct experts of a layer and step for `batch` sequences at K = `k`."""
         return self.by_k[k][batch - 1]
 
     def to_json(self) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class ExpertCounts:
 
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> ExpertCounts:
-        """Return the counts whose `to_json` this is."""
+        """Return the counts from the fields that `to_json` gave."""
         return cls(**{**fields, "by_k": dict(fields["by_k"])})
 
 
@@ -120,9 +121,9 @@ def count_by_batch(
 ) -> ExpertCounts:
     """Count the distinct experts by K, for 1 to B sequences.
 
-    All passes are over B sequences with at least the largest K drafts each. Fewer drafts are the
-    first rows of a sequence. Each count for b sequences is the mean over the B ways to take b that
-    follow each other (in a circle).
+    All passes are over B sequences with at least the largest K drafts each. The first rows of a
+    sequence stand for fewer drafts. Each count for b sequences is the mean over the B ways to take
+    b neighbours (in a circle).
     """
     found: dict[int, list[float]] = {k: [] for k in ks}
     experts = torch.stack([one.experts_LTC.unflatten(1, (len(one.num_rows), -1)) for one in passes])
@@ -141,9 +142,9 @@ def count_by_batch(
 def count_experts(sweep: Sweep, log: Journal) -> dict[SweepPoint, TouchedExperts]:
     """Count the experts that decode steps touch at each point of a sweep with an engine here.
 
-    The first decode steps in which all requests in flight take part are counted, at most
-    `COUNTED_STEPS`. Only mixtures of experts have counts. The log keeps them, and those that it has
-    of further points are returned too.
+    At most `COUNTED_STEPS` steps count: the first in which all requests in flight decode. Only
+    mixtures of experts have counts. The log keeps them, and its counts of further points are
+    returned too.
     """
     for point, arm in sweep.points.items():
         if not isinstance(arm.backend, EngineBackend):
@@ -163,7 +164,7 @@ def count_experts(sweep: Sweep, log: Journal) -> dict[SweepPoint, TouchedExperts
 
 
 def _first_passes(backend: EngineBackend, requests: Sequence[Request]) -> list[DecodePass]:
-    """Record the first decode steps of some requests, and cancel the requests."""
+    """Record the first decode passes of some requests, then cancel the requests."""
     engine, num_added = backend.llm.requests, 0
     with recorded_passes(backend.llm) as passes:
         try:

@@ -12,10 +12,10 @@ _NAME, _TRAINED_FOLDER = "train.json", "head"
 
 
 def read_training_record(head: str | Path) -> TrainingRecord | None:
-    """Read the record in a head's folder, or above it where `peagle train` left the head.
+    """Read the record in a head's folder, or above it where `peagle train` leaves it.
 
     Returns:
-        None where there is no record, or one that cannot be read.
+        None without a readable record.
     """
     folder = Path(head).resolve()
     path = folder / _NAME

@@ -1,4 +1,4 @@
-"""The turns of prompts that a measurement sends, and names of prompt sets that tell them.
+"""The turns of prompts that a measurement sends, and names of prompt sets that include them.
 
 Files keep the plain name of a set and its turns apart; tables show "mt_bench (both turns)".
 """
@@ -42,7 +42,7 @@ def name_turns(name: str, turns: Mapping[str, Turns]) -> str:
 
 
 def entry_with_turns(entry: Entry, turns: Mapping[str, Turns]) -> Entry:
-    """Return an entry in which names of sets and categories tell the turns."""
+    """Return an entry with the turns in its names of sets and categories."""
     return entry.model_copy(
         update={
             "by_set": _named(entry.by_set, turns),
@@ -52,13 +52,13 @@ def entry_with_turns(entry: Entry, turns: Mapping[str, Turns]) -> Entry:
 
 
 def eval_with_turns(file: AcceptanceResults) -> AcceptanceResults:
-    """Return results of `peagle eval` in which names of sets and categories tell the turns."""
+    """Return results of `peagle eval` with the turns in names of sets and categories."""
     entries = [entry_with_turns(entry, file.turns) for entry in file.entries]
     return file.model_copy(update={"entries": entries})
 
 
 def bench_with_turns(file: ThroughputResults) -> ThroughputResults:
-    """Return results of `peagle bench` in which names of sets tell the turns."""
+    """Return results of `peagle bench` with the turns in names of sets."""
 
     def renamed(items: Sequence[Any]) -> list[Any]:
         return [one.model_copy(update={"set": name_turns(one.set, file.turns)}) for one in items]

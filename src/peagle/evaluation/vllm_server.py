@@ -1,4 +1,4 @@
-"""vLLM as a backend of an evaluation: started for it, and ended with it."""
+"""The backend of an evaluation that starts vLLM and stops it at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def vllm_backend(
 ) -> Iterator[EndpointBackend]:
     """Run a server of vLLM on a free port of this machine, with its own key.
 
-    `say` gets a line about each thing that is waited for, `note` the notes on the server, and
+    `say` gets a line at the beginning of each wait, `note` the notes on the server, and
     `extra_body` has further fields of every request. With `as_asked` a server that does not draft
     as asked is refused.
 
@@ -53,16 +53,16 @@ def vllm_backend(
     except UserError as error:
         if as_asked:
             raise
-        # No request went to it before: it may have ended at the first one.
+        # Without the probe, the first request may have ended the server.
         raise UserError(f"{error} {server.tail()}") from None
     finally:
         server.stop()
 
 
 class VllmOnDemand:
-    """vLLM as a backend that starts with its first run, and ends with `close`.
+    """The backend that starts vLLM with its first run and stops it with `close`.
 
-    `start` opens the server. `notes` are those of the servers that ran.
+    `start` opens the server. `notes` collects the notes of all servers that ran.
     """
 
     name = ENGINE
@@ -85,7 +85,7 @@ class VllmOnDemand:
         return self._server.run(requests, concurrency, watch)
 
     def close(self) -> None:
-        """End the server; another run starts it again."""
+        """Stop the server; another run starts it again."""
         if self._server is not None:
             self.notes += self._server.notes
         self._server = None

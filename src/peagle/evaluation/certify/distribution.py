@@ -1,7 +1,7 @@
-"""Whether sampled outputs have the target's distribution: Pearson's test on their first tokens.
+"""Pearson's test of sampled outputs against the target's distribution of the first tokens.
 
-The exact joint distribution of the first tokens is worked out from transformers' logits where it
-has mass: a cell is a whole beginning, or "begins so, then goes on otherwise". Cells with fewer
+The exact joint distribution of the first tokens is computed from transformers' logits, as far as it
+has mass: a cell is a whole beginning, or a beginning with any other continuation. Cells with fewer
 expected outputs than MIN_EXPECTED are pooled. X2 = sum((O - E)^2 / E) over the cells is then
 compared with the chi-square distribution of cells - 1 degrees of freedom.
 """
@@ -26,7 +26,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well samples fit a distribution; see `peagle.results.SampledTest`."""
+    """The result of a test of samples against a distribution; see `peagle.results.SampledTest`."""
 
     num_samples: int
     num_cells: int
@@ -40,10 +40,9 @@ def joint_cells(
 ) -> dict[Tokens, float]:
     """Return a partition of all outputs by their first tokens, with exact probabilities.
 
-    The key (a, b, c) stands for outputs that begin so; a shorter key for those that begin so and
-    then as no longer key does. The longest keys have `num_tokens` tokens, and a key is made longer
-    where its probability stays at least `least`. `next_probs` gives p(next token | beginning) of
-    beginnings of one length, [B, V].
+    An output belongs to the longest key that it begins with. The longest keys have `num_tokens`
+    tokens, and a key is made longer where its probability stays at least `least`. `next_probs`
+    gives p(next token | beginning) of beginnings of one length, [B, V].
     """
     cells: dict[Tokens, float] = {}
     beginnings: dict[Tokens, float] = {(): 1.0}
@@ -75,9 +74,9 @@ def fit(
     num_tokens: int,
     significance: float,
 ) -> Fit:
-    """Compare outputs, at least `num_tokens` long, with the distribution that they should have.
+    """Compare outputs of at least `num_tokens` tokens with the target's distribution.
 
-    `cells` are those of `joint_cells`; p-values below `significance` are faults.
+    `cells` come from `joint_cells`; p-values below `significance` are faults.
     """
     observed = Counter(cell_of(cells, output, num_tokens) for output in outputs)
     total = observed.total()
@@ -101,7 +100,7 @@ def fit(
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
-    """P(X >= statistic) of the chi-square distribution; 1 without a degree of freedom."""
+    """Return P(X >= statistic) of the chi-square distribution; 1 without a degree of freedom."""
     if degrees < 1:
         return 1.0
     half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
@@ -111,8 +110,8 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
 def detectable_shift(masses: Sequence[float], total: int, significance: float) -> float:
     """Return the mass d that is found with POWER when it moves between the two likeliest cells.
 
-    X2 then has the noncentrality n d^2 (1/p + 1/q); its distribution is approximated by a normal
-    one of the same mean and variance. 1 where no shift can be found.
+    X2 then has the noncentrality n d^2 (1/p + 1/q); a normal distribution of the same mean and
+    variance approximates it. The result is 1 where no shift can be found.
     """
     degrees = len(masses) - 1
     if degrees < 1:
@@ -130,7 +129,7 @@ def detectable_shift(masses: Sequence[float], total: int, significance: float) -
 
 
 def _bisect(is_enough: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the least number that is enough."""
+    """Return the least number between `low` and `high` that is enough."""
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)

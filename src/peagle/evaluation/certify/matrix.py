@@ -1,6 +1,6 @@
-"""Features that must leave greedy output as it is, each tried under each way to decode.
+"""Features that must not change greedy output, each tried under each decoding method.
 
-A feature is some requests with the output that transformers gives for each, and the options of the
+A feature is some requests, the output that transformers gives for each, and the options of the
 engine that runs them. Outputs are compared token by token; the other promises of a feature (a text
 before a stop string, log-probabilities, a shape) have a check of their own.
 """
@@ -23,7 +23,7 @@ from peagle.llm import LLM
 from peagle.results import Difference
 
 _PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
-# Both have an end, so that whole outputs can be held against them.
+# Both shapes end, so that whole outputs can be compared with them.
 _SHAPES = (r"[ -~\n]{40}", r"(yes|no|maybe)(, (yes|no|maybe)){5}")
 _CHUNK_TOKENS = 16
 _NUM_TOP = 3
@@ -50,8 +50,8 @@ Check = Callable[[Case, RequestOutput, Difference | None], str]
 class Feature:
     """One row of the matrix.
 
-    `check` returns the fault of an output beside its tokens, "" if there is none. `used` returns
-    whether an engine that has run met the feature at all; None needs no proof.
+    `check` returns a fault of an output beyond its tokens, "" if there is none. `used` returns
+    whether an engine used the feature while it ran; None skips this check.
     """
 
     name: str
@@ -77,19 +77,19 @@ def matrix_features(
 ) -> list[Feature]:
     """Return all features of a target, with their references, for K up to `k`.
 
-    `plain` is an engine without drafts: it decodes text, and says what grammars permit. A request
-    holds `num_lookahead_slots` KV slots at most beyond its tokens.
+    `plain` is an engine without drafts: it decodes text and gives outputs under grammars. A request
+    holds at most `num_lookahead_slots` KV slots beyond its tokens.
     """
     longest = max(len(case.prompt) + case.params.max_tokens for case in cases)
     blocks = math.ceil(1.5 * (longest + num_lookahead_slots) / 16)  # for one sequence and a half
     schedule = [[1, 1, k], [2, 2, max(1, k // 2)], [3, 64, 0]]
 
     def again(case: Case, **options: Any) -> Case:
-        """The same prompt under other parameters that `generate` knows too."""
+        """Return the same prompt under other parameters that `generate` supports too."""
         return greedy_case(reference, case.id, case.prompt, replace(case.params, **options))
 
     def stopped_late(case: Case) -> Case:
-        """Stop at a token that comes early, but not before half of the output."""
+        """Return the request with an early stop token, and min_tokens of half its output."""
         tokens = case.reference.token_ids
         least = max(1, len(tokens) // 2)
         return again(case, stop_token_ids=(tokens[len(tokens) // 4],), min_tokens=least)
@@ -118,7 +118,7 @@ def matrix_features(
 
 
 def _every_k(cases: Sequence[Case], most: int) -> list[Case]:
-    """Two prompts at every K."""
+    """Return two prompts for every K up to `most`."""
     chosen = [(k, cases[(k + i) % len(cases)]) for k in range(1, most + 1) for i in range(2)]
     return [
         replace(
@@ -129,7 +129,7 @@ def _every_k(cases: Sequence[Case], most: int) -> list[Case]:
 
 
 def _with_stop(case: Case, plain: LLM) -> Case:
-    """Stop at some characters from the middle of the output's text."""
+    """Return the request with some characters from the middle of the output as its stop string."""
 
     def text_of(token_ids: Sequence[int]) -> str:
         return str(plain.tokenizer.decode([*token_ids], skip_special_tokens=True))
@@ -148,7 +148,7 @@ def _with_stop(case: Case, plain: LLM) -> Case:
 def _logprobs_fault(
     case: Case, output: RequestOutput, found: Difference | None, bound: float
 ) -> str:
-    """Compare with the reference's raw logits, as far as the tokens agree."""
+    """Compare log-probabilities with the reference's raw logits, up to the first other token."""
     until = len(output.token_ids) if found is None else found.position
     given = output.logprobs or []
     if len(given) != len(output.token_ids):
@@ -164,9 +164,9 @@ def _logprobs_fault(
 
 
 def _with_shapes(reference: TargetReference, plain: LLM, cases: Sequence[Case]) -> list[Case]:
-    """Outputs of a given shape: plain decoding gives them, transformers the logits of others.
+    """Return requests for outputs of a given shape, with the reference's logits of their tokens.
 
-    Empty where the package that compiles grammars is missing.
+    Plain decoding gives the tokens. The result is empty without the package that compiles grammars.
     """
     shapes = [StructuredOutput.regex(_SHAPES[i % 2]) for i in range(len(cases))]
     every = [replace(case.params, structured_output=shape) for case, shape in zip(cases, shapes)]
@@ -191,8 +191,8 @@ def _shape_fault(case: Case, output: RequestOutput, found: Difference | None) ->
 def difference(case: Case, token_ids: Sequence[int], bound: float) -> Difference | None:
     """Return where an output leaves its reference; see `first_difference`.
 
-    Under a grammar the runner-up of the raw logits may be forbidden: there the two tokens that
-    came are compared with each other alone.
+    A grammar may forbid the runner-up of the raw logits. So its gap is only between the token of
+    the output and the token of the reference.
     """
     found = first_difference(case.id, token_ids, case.reference, bound)
     if found is None or case.params.structured_output is None:

@@ -1,4 +1,4 @@
-"""The extent of a certificate. Its checks import no torch."""
+"""Options of a certificate, which can be checked without torch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Extent of the tests.
+    """The numbers of prompts, tokens and samples in the tests.
 
     Raises:
         UserError: a number is out of range.
     """
 
-    prompts: int = 8  # of the greedy part
+    prompts: int = 8  # prompts of the greedy part
     matrix_prompts: int = 3  # of each case of the matrix; 0 leaves it out
     prompt_set: str = "humaneval"
-    max_new_tokens: int = 48  # of each greedy output
+    max_new_tokens: int = 48  # tokens of each greedy output
     samples: int = 1000  # outputs of each prompt in the sampled part; 0 leaves it out
     sampled_prompts: int = 2
     sampled_tokens: int = 3  # first tokens whose joint distribution is tested
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
-    draft_samplings: tuple[str, ...] = ("argmax", "probabilistic")  # prompt lookup has none
+    draft_samplings: tuple[str, ...] = ("argmax", "probabilistic")  # for heads alone
     alpha: float = 0.001  # probability of a false alarm of the whole sampled part
     seed: int = 0
 

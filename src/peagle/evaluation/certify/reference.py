@@ -2,11 +2,11 @@
 next-token distributions.
 
 Nothing of our engine is used here but the tokenizer's ids: the model runs with its own attention,
-penalties and minimum lengths are those of `generate`, the rest are textbook formulas.
+`generate` applies penalties and minimum lengths, textbook formulas do the rest.
 
 In float64 there must be no difference. In float32 the shape of a batch moves logits by about 1e-6,
-so a difference is excused only where the reference itself was that undecided: a near-tie. In 16-bit
-types rounding moves them by more, and the bound is wider.
+so a difference is excused only at a near-tie, where two logits of the reference are as close. In
+16-bit types rounding moves logits by more, and the bound is wider.
 
 Shapes: N output tokens, B contexts, T their length, V vocabulary.
 """
@@ -49,7 +49,7 @@ class Reference:
 
 
 def near_tie_bound(dtype: torch.dtype) -> float:
-    """Return the largest gap between two logits that rounding can turn round."""
+    """Return the largest gap between two logits whose order rounding can reverse."""
     return _NEAR_TIES.get(dtype, NEAR_TIE)
 
 
@@ -58,7 +58,7 @@ def first_difference(
 ) -> Difference | None:
     """Return where our output first leaves the reference; None if they are the same.
 
-    `prompt` is its id, `bound` that of near-ties.
+    `prompt` is the id of the prompt, `bound` the largest gap of a near-tie.
     """
     expected = reference.token_ids
     if list(token_ids) == expected:
@@ -86,7 +86,7 @@ def first_difference(
 
 
 def load_reference(folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """Load the target as transformers runs it, with its own attention."""
+    """Load the target with transformers and its own attention."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, trust_remote_code=False
     )
@@ -95,7 +95,7 @@ def load_reference(folder: str | Path, dtype: torch.dtype, device: str = "cpu") 
 
 @dataclass(frozen=True, slots=True)
 class _OutputPenalties(LogitsProcessor):
-    """logit - presence * [in the output] - frequency * (times in the output)."""
+    """Compute logit - presence * [in the output] - frequency * (times in the output)."""
 
     prompt_len: int
     presence: float
@@ -109,7 +109,7 @@ class _OutputPenalties(LogitsProcessor):
 
 
 class TargetReference:
-    """The target in `folder` as transformers runs it; `bound` is that of near-ties."""
+    """The target in `folder`, run by transformers; `bound` is the largest gap of a near-tie."""
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
         self.model: Any = load_reference(folder, dtype, device)
@@ -118,9 +118,9 @@ class TargetReference:
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], params: SamplingParams) -> Reference:
-        """Return what `generate` gives under max_tokens, min_tokens, stop_token_ids and penalties.
+        """Return the output of `generate` under lengths, stop tokens and penalties of `params`.
 
-        The logits are those that each token was chosen from, after the rules.
+        The logits are after all rules: each token is the likeliest of its logits.
         """
         prompt_1T = torch.tensor([list(prompt)], device=self.model.device)
         penalties = params.presence_penalty, params.frequency_penalty
@@ -142,7 +142,7 @@ class TargetReference:
 
     @torch.inference_mode()
     def scored(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Reference:
-        """Return any output with the raw logits that each of its tokens could be chosen from."""
+        """Return the given output with the target's raw logits before each of its tokens."""
         text_1T = torch.tensor([[*prompt, *token_ids]], device=self.model.device)
         logits_NV = self.model(text_1T).logits[0, len(prompt) - 1 : -1]
         return Reference(list(token_ids), logits_NV)
@@ -151,7 +151,7 @@ class TargetReference:
     def next_token_probs(self, contexts: Sequence[Sequence[int]], params: SamplingParams) -> Tensor:
         """Return p(next token | context) after temperature, top-k and top-p, float64 [B, V].
 
-        All contexts have one length. Other rules of `params` are not applied.
+        All contexts have one length. Other parameters are not applied.
         """
         ids_BT = torch.tensor([list(one) for one in contexts], device=self.model.device)
         size = max(1, _BATCH_TOKENS // ids_BT.shape[1])
@@ -160,8 +160,10 @@ class TargetReference:
 
 
 def probabilities(logits_BV: Tensor, params: SamplingParams) -> Tensor:
-    """softmax(logits / temperature), cut to the top_k likeliest, then to the smallest set of mass
-    top_p; each cut is followed by a renormalisation.
+    """Return softmax(logits / temperature) after top-k and top-p.
+
+    The cut to the `top_k` likeliest comes first, then the cut to the smallest set of mass `top_p`;
+    the rest is renormalised after each.
     """
     probs_BV = torch.softmax(logits_BV / params.temperature, -1)
     ranked_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)

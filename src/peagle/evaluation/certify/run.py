@@ -1,4 +1,4 @@
-"""Runs the parts of the losslessness certificate, and writes it as text."""
+"""The parts of the losslessness certificate, run one after the other, and their text."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def run_certificate(
 ) -> CertificateResults:
     """Test that drafts change nothing: greedy outputs, the feature matrix, sampled outputs.
 
-    Greedy outputs are compared with transformers' own: each first difference is a near-tie (the
-    reference was that undecided itself) or a fault. Sampled outputs are compared with the exact
-    distribution of the target (`certify.distribution`). Drafts there have 1 to sampled_tokens - 1
-    tokens, so that each tested token is the prompt pass's own, an accepted draft, the correction of
-    a refused one, and a bonus token.
+    Greedy outputs are compared with transformers' own: each first difference is a near-tie of the
+    reference or a fault. Sampled outputs are compared with the exact distribution of the target
+    (`certify.distribution`). Drafts there have 1 to sampled_tokens - 1 tokens, so that each tested
+    token comes from the prompt pass, an accepted draft, the correction of a rejected one, and a
+    bonus token.
 
     Args:
         target: the target that our engine runs.
@@ -179,7 +179,7 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
     ]
     significance = options.alpha / max(1, len(ways) * len(cases))
     params = SamplingParams(
-        # One more than is tested, so that the last of them may be a draft.
+        # One token more than is tested, so that the last tested one may be a draft.
         max_tokens=num_tokens + 1,
         temperature=options.temperature,
         top_k=options.top_k,
@@ -216,18 +216,18 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
 
 
 def _draft_samplings(method: DecodingMethod, options: Options) -> tuple[str, ...]:
-    """Return the ways to choose drafts that a method has: trees are of the likeliest tokens."""
+    """Return the draft samplings of a method: trees hold the likeliest tokens only."""
     if not method.source:
         return ("",)
     return options.draft_samplings if method.trees is None else ("argmax",)
 
 
 def _context(subject: _Subject, prompt: list[int]) -> list[int]:
-    """Return a context after which drafts are as often right as wrong: faults show most there.
+    """Return a context after which drafts are as often right as wrong, where faults show most.
 
-    Of the places in a greedy output, with p_j the probability of its token there, that of the
-    greatest p_j (v_j+1 + p_j+1 v_j+2), v = p (1 - p): the first sampled token is likely the greedy
-    one, and those after it, which are drafted, are in doubt.
+    p_j is the probability of token j of a greedy output. The context ends before the token with
+    the greatest p_j (v_j+1 + p_j+1 v_j+2), v = p (1 - p): the first sampled token is likely the
+    greedy one, and the tokens after it, which are drafted, are uncertain.
     """
     tail = prompt[-_TAIL_TOKENS:]
     found = subject.reference.greedy(tail, SamplingParams(max_tokens=_MORE_TOKENS))
@@ -239,9 +239,9 @@ def _context(subject: _Subject, prompt: list[int]) -> list[int]:
 
 
 def _count_drafts(answers: Sequence[Answer], num_tokens: int) -> tuple[int, int]:
-    """Count the draft tokens for the first tokens of outputs, and the accepted ones of them.
+    """Count the draft tokens among the first tokens of outputs, and the accepted ones.
 
-    Of a tree those of its longest path count.
+    A tree counts as its longest path.
     """
     drafted = accepted = 0
     for answer in answers:
@@ -270,7 +270,7 @@ def _exact_cells(
 
 
 def certificate_text(certificate: CertificateResults) -> str:
-    """Return a certificate for a terminal or a file of text."""
+    """Return a certificate as text for a terminal or a file."""
     settings = ", ".join(f"{key} {value}" for key, value in certificate.settings.items())
     identity = ["Greedy outputs against transformers' own generation"]
     width = max(12, *(len(case.method) for case in certificate.identity))

@@ -22,18 +22,15 @@ REPORT, RESULTS = "report.html", "results.json"
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report of an output folder.
+    """Write the report of an output folder and return the path of report.html.
 
-    Reads whichever of acceptance.json, throughput.json and tune.json are there and writes, each
+    Reads those of acceptance.json, throughput.json and tune.json that exist and writes, each
     whole or not at all: results.json (all of them in one), acceptance.csv, throughput.csv,
     pivot.csv, PNGs (with matplotlib), and report.html, a single page that opens offline. The same
     inputs give the same files.
 
-    Returns:
-        the path of report.html.
-
     Raises:
-        UserError: none of the three is there, one is malformed (its name and the key) or of a newer
+        UserError: none of the three exists, one is malformed (its name and the key) or of a newer
             peagle, or the folder cannot be written to.
     """
     results = read_results(folder)
@@ -58,7 +55,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _pictures(results: Results) -> dict[str, list[charts.Chart]]:
-    """The charts for slides: those that the sections of the page show open, by file."""
+    """Return by file the charts for slides: those that the page shows unfolded."""
     cast, file = Cast.of(results), results.throughput
     drawn: dict[str, list[charts.Chart]] = {}
     sets = sets_of(results.cells)

@@ -1,4 +1,4 @@
-"""What to do about the results, in sentences: the same in text output, in JSON and in the report.
+"""Advice on the results, in sentences: the same in text output, in JSON and in the report.
 
 Nothing is recommended on a difference that the measurements do not show: where intervals or the
 ranges of repeats overlap, the sentence says so and names the simpler choice.
@@ -20,7 +20,7 @@ _NO_HEAD = "prompt lookup, which needs no head (--method ngram)"
 
 
 def advice_of(results: Results) -> list[str]:
-    """The advice of eval and of bench, those that there are."""
+    """Return the advice of eval and of bench, as far as there are results of them."""
     found = []
     if file := results.acceptance:
         found.append(acceptance_advice(file.entries, file.comparisons))
@@ -32,7 +32,7 @@ def advice_of(results: Results) -> list[str]:
 
 
 def acceptance_advice(entries: Sequence[Entry], comparisons: Sequence[Comparison]) -> str:
-    """What `peagle eval` advises: on the first head, at the lowest temperature and largest K."""
+    """Return advice on the first head of `peagle eval`, at the lowest temperature and largest K."""
     heads = [one for one in entries if one.pooled.num_drafts and one.method != NGRAM]
     if not heads:
         return "No head drafted anything here, so that none is judged."
@@ -54,7 +54,7 @@ def acceptance_advice(entries: Sequence[Entry], comparisons: Sequence[Comparison
 
 
 def _little(training: dict[str, TrainingRecord | None]) -> list[str]:
-    """A sentence on each head that cannot be judged yet."""
+    """Return a sentence on each head that was trained too little to be judged."""
     return [
         f"{name} was trained too little to be judged, for {record}: train it further."
         for name, record in training.items()
@@ -63,7 +63,7 @@ def _little(training: dict[str, TrainingRecord | None]) -> list[str]:
 
 
 def _compared(one: Comparison) -> str:
-    """Whether a head is better or worse than another method, or no difference is shown."""
+    """Say whether a head is better or worse than another method, or that no difference shows."""
     lookup = one.over == NGRAM
     name, other = method_name(one.method), "prompt lookup" if lookup else method_name(one.over)
     what = "tokens a step" if one.measure == "tokens_per_step" else "acceptance length"
@@ -86,10 +86,10 @@ def _compared(one: Comparison) -> str:
 
 
 def throughput_advice(file: ThroughputResults) -> str:
-    """What `peagle bench` advises: the simplest of the fastest methods at each load.
+    """Return the advice of `peagle bench`: the simplest of the fastest methods at each load.
 
-    A method takes part with its best K. Of those that tie with the fastest (`tied_fastest`) the
-    simplest is advised: plain decoding, then prompt lookup, then a head.
+    Each method takes part with its best K. Of the methods that tie with the fastest
+    (`tied_fastest`) the simplest is advised: plain decoding, then prompt lookup, then a head.
     """
     if not file.cells:
         return ""
@@ -123,7 +123,7 @@ def throughput_advice(file: ThroughputResults) -> str:
 
 
 def _choice(here: Sequence[Cell], cells: Iterable[Cell], cast: Cast) -> tuple[str, tuple[str, ...]]:
-    """Return the method and K to take among the best cells at one load, and what ties with it."""
+    """Return the best method and K at one load, and the methods and K that tie with it."""
     order = {PLAIN: 0, NGRAM: 1}
     chosen, *others = sorted(
         tied_fastest(here),

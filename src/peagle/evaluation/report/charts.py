@@ -29,13 +29,13 @@ _TEXT, _MUTED, _LINE, _PAGE = "#1b1d1f", "#5a5f66", "#e2e2dc", "#fbfbf9"
 _VARIABLES = {colour: f"var(--s{i})" for i, colour in enumerate(_SERIES)} | {
     **{_TEXT: "var(--text)", _MUTED: "var(--muted)", _LINE: "var(--line)", _PAGE: "var(--page)"}
 }
-_MARKERS = "vosD^<PX>pdhH8"  # of the methods
-_DASHES: tuple[Any, ...] = (  # of the engines
+_MARKERS = "vosD^<PX>pdhH8"  # one a method
+_DASHES: tuple[Any, ...] = (  # one an engine
     *("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (6, 1.5))),
     (0, (3, 1, 1, 1, 1, 1)),
 )
-_CHARACTER = 6.9  # pixels
-_DPI, _PANEL_HEIGHT, _LINE_HEIGHT = 160, 3.85, 0.16  # of pictures; heights are inches
+_CHARACTER = 6.9  # pixels of width
+_DPI, _PANEL_HEIGHT, _LINE_HEIGHT = 160, 3.85, 0.16  # PNGs; heights in inches
 _ATTRIBUTES = {"fill", "fill-opacity", "opacity", "stroke", "stroke-width", "stroke-dasharray",
                "stroke-linejoin", "font-size", "font-weight", "text-anchor"}  # fmt: skip
 
@@ -46,7 +46,7 @@ class Look:
 
     Attributes:
         method: number of the method; 0 is grey, and colours recur beyond 7 with other markers.
-        engine: number of the engine; markers of 0 are filled, those of the others hollow.
+        engine: number of the engine; engine 0 has filled markers, the others hollow ones.
     """
 
     method: int
@@ -54,14 +54,14 @@ class Look:
 
     @property
     def colour(self) -> str:
-        """The colour on a light page."""
+        """Return the colour on a light page."""
         most = len(_SERIES)
         return _SERIES[self.method if self.method < most else 1 + (self.method - 1) % (most - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class ChartPoint:
-    """One point: where it is, its interval, its tooltip, and a note above it."""
+    """A point of a line, with its interval, its tooltip, and a note above it."""
 
     x: float
     y: float
@@ -72,7 +72,7 @@ class ChartPoint:
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A series: its name, its style, and its points from left to right."""
+    """A series, with its name, its look, and its points from left to right."""
 
     name: str
     style: Look
@@ -81,7 +81,7 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One side of a chart; without ticks and ends, round numbers about the data."""
+    """One side of a chart; without ticks and ends it has round numbers about the data."""
 
     title: str
     ticks: Sequence[tuple[float, str]] | None = None
@@ -112,23 +112,23 @@ class Chart:
 
     @property
     def legend(self) -> list[tuple[Look, str]]:
-        """Style and name of each line."""
+        """Return the look and the name of each line."""
         return [] if self.bars else [(line.style, line.name) for line in self.lines]
 
     def svgs(self) -> list[tuple[str, Markup]]:
-        """The chart as SVG, each with the class of screens that it is for."""
+        """Return the chart as SVGs, each with the class of screens that it is for."""
         if not self.wide:
             return [("", _svg(self, NARROW))]
         return [("wide", _svg(self, self.wide)), ("narrow", _svg(self, NARROW))]
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def png(charts: Sequence[Chart], heading: str) -> bytes:
-    """Charts beside each other as a PNG, with one legend."""
+    """Return charts beside each other as a PNG, with one legend."""
     with _settings():
         buffer = io.BytesIO()
         figure = picture(charts, heading)
@@ -153,7 +153,7 @@ def picture(charts: Sequence[Chart], heading: str) -> Figure:
             _draw(chart, axes)
             axes.set_ylabel(_plain(chart.y.title), fontsize=9.5, color=_TEXT)
         more = _add_legend(figure, list(dict.fromkeys(one for c in charts for one in c.legend)))
-        # Titles are as wide as the axes, which the first layout tells.
+        # Titles are as wide as the axes, whose width the first layout gives.
         engine: Any = figure.get_layout_engine()
         engine.execute(figure)
         more += _add_titles(charts, panels) + _LINE_HEIGHT * words.count("\n")
@@ -166,7 +166,7 @@ def picture(charts: Sequence[Chart], heading: str) -> Figure:
 
 
 def _add_legend(figure: Figure, styles: Sequence[tuple[Look, str]]) -> float:
-    """Add a legend in as few rows as fit into the picture; returns its height in inches."""
+    """Add a legend in as few rows as fit into the picture; return its height in inches."""
     from matplotlib.lines import Line2D
 
     room, place = (figure.get_figwidth() - 0.2) * _DPI, "outside lower center"
@@ -183,7 +183,7 @@ def _add_legend(figure: Figure, styles: Sequence[tuple[Look, str]]) -> float:
 
 
 def _add_titles(charts: Sequence[Chart], panels: Sequence[Axes]) -> float:
-    """Write titles and small titles within the width of the axes; returns the inches they need."""
+    """Write titles and small titles within the width of the axes; return their height in inches."""
     titles, smalls = [], []
     for chart, axes in zip(charts, panels, strict=True):
         figure: Any = axes.get_figure()
@@ -216,7 +216,7 @@ def _wrapped(text: str, figure: Figure, room: float, **font: Any) -> str:
 
 @cache
 def key(style: Look) -> Markup:
-    """The line and the marker of a style, for a legend."""
+    """Return the line and the marker of a look, for a legend."""
     with _settings():
         figure = _new_svg(34, 14)
         axes = figure.add_axes((0, 0, 1, 1))
@@ -247,7 +247,7 @@ def _svg(chart: Chart, width: int) -> Markup:
 
 
 def _new_figure(width: float, height: float, dpi: int) -> Figure:
-    """A figure of so many inches, on a canvas that measures texts."""
+    """Return a figure of this size in inches, on a canvas that measures texts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -257,7 +257,7 @@ def _new_figure(width: float, height: float, dpi: int) -> Figure:
 
 
 def _new_svg(width: float, height: float) -> Figure:
-    """A figure of so many pixels, without a background."""
+    """Return a figure of this size in pixels, without a background."""
     figure = _new_figure(width / 72, height / 72, 72)
     figure.patch.set_visible(False)
     return figure
@@ -267,7 +267,7 @@ def _new_svg(width: float, height: float) -> Figure:
 def _settings() -> Iterator[None]:
     from matplotlib import rc_context
 
-    # Names are users': dollars in them are no formulas.
+    # Users choose the names: dollars in them are no formulas.
     own: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "peagle"}
     with rc_context(own), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
@@ -278,7 +278,7 @@ def _settings() -> Iterator[None]:
 
 
 def _draw(chart: Chart, axes: Axes) -> dict[str, Sequence[str]]:
-    """Draw a chart; returns the tooltips by the id of what they belong to."""
+    """Draw a chart; return the tooltips by the id of their marker or bar."""
     tips: dict[str, Sequence[str]] = {}
     axes.patch.set_visible(False)
     axes.set_xscale("log" if chart.x.log else "linear")
@@ -341,7 +341,7 @@ def _draw_intervals(chart: Chart, axes: Axes, line: ChartLine) -> None:
 
 
 def _set_ticks(chart: Chart, axes: Axes) -> None:
-    """Fix limits and ticks, and style what is not data."""
+    """Fix limits and ticks, and style axes and grid."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     for axis, own in ((chart.x, axes.xaxis), (chart.y, axes.yaxis)):
@@ -376,7 +376,7 @@ def _set_ticks(chart: Chart, axes: Axes) -> None:
 
 
 def tick_label(value: float, axis: Axis, ticks: Sequence[float]) -> str:
-    """The text of a tick, with as many digits as tell the ticks apart."""
+    """Return the text of a tick, with as many digits as tell the ticks apart."""
     if axis.is_share:
         return f"{100 * value:.0f}%"
     for digits in range(9):
@@ -402,7 +402,7 @@ def _annotate(chart: Chart, axes: Axes) -> None:
         labels.write(_plain(name), spots, _TEXT, is_needed=True)
     if chart.level is not None and chart.level[1]:
         labels.write(_plain(chart.level[1]), spots_of_level(chart.level[0]), _MUTED)
-    # The line that is drawn last is the one that the report is about.
+    # The line that is drawn last shows the head that the report is about.
     for line in reversed(chart.lines):
         for point in line.points:
             if point.note:
@@ -411,7 +411,7 @@ def _annotate(chart: Chart, axes: Axes) -> None:
 
 
 def _plain(text: str) -> str:
-    """A name as a chart can show it: on one line, not too long."""
+    """Return a name as a chart can show it: on one line, not too long."""
     return cut(visible(text), 90).replace("\n", " ")
 
 
@@ -419,7 +419,7 @@ def _plain(text: str) -> str:
 
 
 def _write(figure: Figure, tips: dict[str, Sequence[str]], attributes: str) -> Markup:
-    """The figure as inline SVG of paths and texts alone: no style, id, link or clip."""
+    """Return the figure as inline SVG of paths and texts alone: no style, id, link or clip."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     root = ElementTree.fromstring(buffer.getvalue())
@@ -437,7 +437,7 @@ def _elements(
     own_tips: list[str],
     kind: str = "",
 ) -> Iterator[str]:
-    """Paths and texts within an element; markers and bars take the tips of their group."""
+    """Yield paths and texts within an element; markers and bars take the tips of their group."""
     for item in parent:
         tag = _tag(item)
         if tag == "g":
@@ -468,7 +468,7 @@ def _tag(item: ElementTree.Element) -> str:
 
 
 def _hit(shape: str, tips: list[str], area: str) -> str:
-    """A shape with the next tooltip."""
+    """Return a shape with the next tooltip."""
     tip = tips.pop(0) if tips else ""
     if not tip:
         return shape
@@ -481,7 +481,7 @@ def _path(item: ElementTree.Element) -> str:
 
 
 def _style(item: ElementTree.Element) -> str:
-    """Declarations as attributes: the page's policy forbids inline styles."""
+    """Return declarations as attributes: the page's policy forbids inline styles."""
     pairs = (part.partition(":")[::2] for part in item.get("style", "").split(";"))
     found = {name.strip(): value.strip() for name, value in pairs}
     return "".join(

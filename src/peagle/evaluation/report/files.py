@@ -1,4 +1,4 @@
-"""The files of an output folder: results that are read, and tables that are written."""
+"""The files of an output folder: results to read, and tables to write."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results in an output folder: those of eval, bench and tune that are there."""
+    """The results of eval, bench and tune in an output folder."""
 
     acceptance: AcceptanceResults | None = None
     throughput: ThroughputResults | None = None
@@ -45,22 +45,22 @@ class Results:
 
     @property
     def documents(self) -> dict[str, Document]:
-        """The results that are there, by the name of their file."""
+        """Return the results by the name of their file."""
         every = {ACCEPTANCE: self.acceptance, THROUGHPUT: self.throughput, TUNE: self.tune}
         return {name: document for name, document in every.items() if document is not None}
 
     @property
     def entries(self) -> list[Entry]:
-        """The entries of acceptance.json; none without the file."""
+        """Return the entries of acceptance.json; none without the file."""
         return self.acceptance.entries if self.acceptance else []
 
     @property
     def cells(self) -> list[Cell]:
-        """The cells of throughput.json; none without the file."""
+        """Return the cells of throughput.json; none without the file."""
         return self.throughput.cells if self.throughput else []
 
     def with_turns(self) -> Results:
-        """Return the results under names of prompt sets that tell the turns that were sent."""
+        """Return the results with the turns that were sent in the names of prompt sets."""
         return replace(
             self,
             acceptance=eval_with_turns(self.acceptance) if self.acceptance else None,
@@ -69,26 +69,26 @@ class Results:
 
     @property
     def bench_pivot(self) -> Pivot:
-        """The figures of throughput.json by method, K and prompt set; none without the file."""
+        """Return the pivot of throughput.json; an empty one without the file."""
         return bench_pivot(self.throughput) if self.throughput else Pivot({})
 
     @property
     def eval_pivot(self) -> Pivot:
-        """The figures of acceptance.json by method, K and prompt set; none without the file."""
+        """Return the pivot of acceptance.json; an empty one without the file."""
         return eval_pivot(self.acceptance) if self.acceptance else Pivot({})
 
     @property
     def first(self) -> Document:
-        """The first of the results, for what all of them share."""
+        """Return the first of the results, for facts that all of them share."""
         return next(iter(self.documents.values()))
 
 
 def read_results(folder: Path) -> Results:
-    """Read whichever of acceptance.json, throughput.json and tune.json a folder holds.
+    """Read those of acceptance.json, throughput.json and tune.json that a folder holds.
 
     Raises:
-        UserError: there is none of them, or one is not what its command writes (file and key), or
-            a newer peagle wrote it.
+        UserError: the folder holds none of them, or one is malformed (file and key), or a newer
+            peagle wrote one.
     """
     results = Results(
         _read(folder / ACCEPTANCE, AcceptanceResults),
@@ -205,7 +205,7 @@ def _entry_rows(entry: Entry) -> Iterator[Row]:
     for kind, name, piece in _slices(entry):
         shared = dict(entry) | dict(piece) | {"slice_kind": kind, "slice": name}
         shared |= _ends("acceptance_length", piece.acceptance_length_ci)
-        # The shares of a position, not the lists of all.
+        # A row has the shares of its position, not the lists of all positions.
         shared |= {"unconditional": None, "conditional": None}
         positions = zip_longest(
             piece.num_accepted_tokens_per_pos,

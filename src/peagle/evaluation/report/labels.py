@@ -1,4 +1,4 @@
-"""Labels inside a chart: each stands where it covers no line, no marker and no other label."""
+"""Labels inside a chart, each placed where it covers no line, no marker and no other label."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.path import Path
     from matplotlib.transforms import Bbox
 
-FONT_SIZE = 11  # points, as all distances here
+FONT_SIZE = 11  # points, like all distances here
 _GAP = 7  # from the middle of a marker
 _LEVEL_GAP = 3
 _BEYOND_RIGHT, _BEYOND_TOP = 10, 5  # room for labels outside the axes
@@ -21,7 +21,7 @@ _BEYOND_RIGHT, _BEYOND_TOP = 10, 5  # room for labels outside the axes
 class Spot:
     """A place for a label: an anchor, the distance from it in points, and the label's alignment.
 
-    The anchor's x is a fraction of the axes where `is_fraction`, else a value of the data.
+    The anchor's x is a fraction of the axes with `is_fraction`, else a value of the data.
     """
 
     x: float
@@ -59,7 +59,7 @@ class Labels:
     """The labels of an axes.
 
     Args:
-        axes: with everything drawn, in its final place, on a canvas of Agg.
+        axes: axes with everything drawn, in their final place, on a canvas of Agg.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -78,10 +78,10 @@ class Labels:
     def write(
         self, text: str, spots: Sequence[Spot], colour: str, *, is_needed: bool = False
     ) -> None:
-        """Write a label at the first free spot; where none is free leave it out.
+        """Write a label at the first free spot; without one leave it out.
 
         Args:
-            is_needed: write it at the first spot then.
+            is_needed: without a free spot, write it at the first spot.
         """
         for spot in spots:
             label = self._annotate(text, spot, colour)

@@ -1,4 +1,4 @@
-"""The report as one page that opens anywhere: nothing in it is fetched."""
+"""The report as one page that opens offline: it fetches nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def hero_source(results: Results) -> str:
 
 
 def origin(results: Results) -> str:
-    """Return target, head, hardware and day, so that a picture alone says what it shows."""
+    """Return target, head, hardware and day, which a picture needs to be understood alone."""
     provenance, source = results.first.provenance, hero_source(results)
     facts = [
         text.short(provenance.target),
@@ -80,7 +80,7 @@ def origin(results: Results) -> str:
 
 
 def _facts(document: Document) -> dict[str, str]:
-    """Return what a file says of its making, in words."""
+    """Return the command, settings, models and machine of a results file, in words."""
     provenance = document.provenance
     facts: dict[str, Any] = {"command": provenance.command, "created": provenance.created}
     facts |= document.settings
@@ -125,5 +125,5 @@ def _environment() -> Environment:
 
 
 def _digest(source: str) -> str:
-    """Return what the policy allows: a script or style of exactly this text."""
+    """Return the policy's permission for a script or style of exactly this text."""
     return f"'sha256-{b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""The charts of a report: the points and lines that each draws, and the rows of its table."""
+"""The charts of a report: the points and lines of each, and the rows of its table."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _spaced(values: Sequence[Number], most: int) -> list[Number]:
 
 
 def _whole(title: str, values: Sequence[int]) -> Axis:
-    """An axis with a tick at each of some whole numbers."""
+    """Return an axis with a tick at each of some whole numbers."""
     ticks = [(value, str(value)) for value in values[:: -(-len(values) // 12)]]
     return Axis(title, ticks, values[0] - 0.35, values[-1] + 0.35)
 
 
 def _sizes(title: str, values: Sequence[Number]) -> Axis:
-    """A logarithmic axis with at most five of some values as ticks."""
+    """Return a logarithmic axis with at most five of the values as ticks."""
     ticks = [(value, f"{value:,g}") for value in _spaced(values, 5)]
     return Axis(title, ticks, min(values) / 1.1, max(values) * 1.1, log=True)
 
@@ -53,7 +53,7 @@ def _sizes(title: str, values: Sequence[Number]) -> Axis:
 
 
 def load_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
-    """Speed over concurrency on a prompt set; none where there is one concurrency."""
+    """Chart speed over concurrency on a prompt set; no chart for a single concurrency."""
     own = [cell for cell in file.cells if cell.set == name]
     loads = sorted({cell.concurrency for cell in own})
     if len(loads) < 2:
@@ -116,7 +116,7 @@ def _cell_tip(cell: Cell, cast: Cast) -> str:
 
 
 def k_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
-    """Speed by K on a prompt set, a chart for each concurrency; plain decoding is a level."""
+    """Chart speed by K on a prompt set, once for each concurrency; plain decoding is a level."""
     own = [cell for cell in file.cells if cell.set == name]
     charts = []
     for load in sorted({cell.concurrency for cell in own if cell.k})[:_MAX_CHARTS]:
@@ -163,14 +163,14 @@ def _named(entry: Entry, cast: Cast) -> str:
 
 
 def _length_point(x: float, piece: Slice, name: str) -> Iterator[ChartPoint]:
-    """Yield the acceptance length of a slice as a point; nothing where nothing was drafted."""
+    """Yield the acceptance length of a slice as a point; nothing for a slice without drafts."""
     if piece.length is not None:
         tip = f"{name}\n{with_interval(piece)} tokens a step"
         yield ChartPoint(x, piece.length, piece.acceptance_length_ci, tip)
 
 
 def position_charts(condition: Condition, cast: Cast) -> list[Chart]:
-    """Acceptance length by K, and acceptance by position at the largest K of each series."""
+    """Chart acceptance length by K, and acceptance by position at the largest K of each series."""
     lengths = []
     for key in cast.among(condition.entries):
         own = sorted(condition.of(key), key=lambda entry: entry.depth)
@@ -208,7 +208,7 @@ def position_charts(condition: Condition, cast: Cast) -> list[Chart]:
 
 
 def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[SliceRow]]:
-    """Acceptance length by prompt set and category; nothing where there is one set alone."""
+    """Chart acceptance length by prompt set and category; no chart for a single set."""
     entries = condition.deepest_of_all(cast)
     slices = [_named_slices(entry) for entry in entries]
     names = list(dict.fromkeys(name for own in slices for name in own))
@@ -219,7 +219,7 @@ def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Slic
     titles = {name: set_name(name) if name else "All prompts" for name in names}
     lines = []
     for i, (entry, own) in enumerate(zip(entries, slices, strict=True)):
-        # Side by side: on one line the intervals of several entries would hide each other.
+        # Entries stand side by side: on one line their intervals would hide each other.
         aside = 0.72 * ((i + 0.5) / len(entries) - 0.5)
         points = [
             ChartPoint(point.y, row + aside, point.interval, point.tip)
@@ -252,7 +252,7 @@ def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Slic
 
 
 def _row_titles(names: Sequence[str]) -> Iterator[str]:
-    """Yield a short name for each row: a category below its set goes without the set's name."""
+    """Yield a short name for each row; a category below its set goes without the set's name."""
     above = ""
     for name in names:
         group, _, category = name.partition("/")
@@ -264,7 +264,7 @@ def _row_titles(names: Sequence[str]) -> Iterator[str]:
 
 
 def _named_slices(entry: Entry) -> dict[str, Slice]:
-    """The pooled slice under "", then each set followed by its categories, then the rest."""
+    """Return the pooled slice under "", then each set followed by its categories, then the rest."""
     ordered = {"": entry.pooled}
     for name, piece in entry.by_set.items():
         ordered[name] = piece
@@ -276,7 +276,7 @@ def _named_slices(entry: Entry) -> dict[str, Slice]:
 
 
 def place_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[SliceRow]]:
-    """Acceptance length by context length and by output position."""
+    """Chart acceptance length by context length and by output position."""
     entries = condition.deepest_of_all(cast)
     charts, rows = [], []
     for title, axis, name in (
@@ -309,7 +309,7 @@ def _tokens(count: float) -> str:
 
 
 def request_charts(condition: Condition, cast: Cast) -> list[Chart]:
-    """Histograms of the requests' acceptance lengths, that of the report's head first."""
+    """Return histograms of the requests' acceptance lengths, first that of the report's head."""
     entries = condition.with_histogram(cast)
     end = max((b.last for e in entries for b in e.histogram if b.count), default=2.0)
     charts = []
@@ -339,7 +339,7 @@ def request_charts(condition: Condition, cast: Cast) -> list[Chart]:
 
 
 def schedule_chart(file: TuneResults) -> Chart:
-    """K over the sequences that decode together."""
+    """Chart K over the number of sequences that decode together."""
     points = []
     for low, high, k in file.schedule:
         tip = f"{f'K = {k}' if k else 'no drafts'} for {low} to {high} sequences together"
@@ -357,7 +357,7 @@ def schedule_chart(file: TuneResults) -> Chart:
 
 
 def cost_charts(file: TuneResults) -> list[Chart]:
-    """Milliseconds of the passes over their sizes, and the errors of predictions."""
+    """Chart milliseconds of the passes over their sizes, and the errors of predictions."""
     charts = []
     for title, axis, costs in file.costs.passes:
         points = []
@@ -398,7 +398,7 @@ def cost_charts(file: TuneResults) -> list[Chart]:
 
 
 def break_even_charts(file: TuneResults) -> list[Chart]:
-    """The acceptance length that is needed, over the sequences that decode together."""
+    """Chart the acceptance length at which drafting pays, over sequences decoding together."""
     charts = []
     for k in _spaced([item.k for item in file.break_even], _MAX_PANELS):
         own = sorted((item for item in file.break_even if item.k == k), key=lambda one: one.batch)

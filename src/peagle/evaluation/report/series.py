@@ -14,13 +14,13 @@ from peagle.evaluation.throughput import best_k_cell
 from peagle.results import Cell, Entry
 
 _NUMBERS = {"plain": 0, "peagle": 1, "eagle3": 2, "ngram": 3}  # as in `Style.method`
-_OTHERS = (1, 4, 5, 6, 7, 2, 3)  # for other methods, those that are free
+_OTHERS = (1, 4, 5, 6, 7, 2, 3)  # for other methods, if free
 
 Key = tuple[str, str]
 
 
 def series_of(item: Entry | Cell) -> Key:
-    """The series of an entry or a cell: its method and its engine."""
+    """Return the series of an entry or a cell: its method and its engine."""
     return item.method, item.engine
 
 
@@ -29,11 +29,11 @@ class Cast:
     """All series of a report.
 
     Attributes:
-        styles: style of each (method, engine), in the order in which they are drawn: plain decoding
-            first, the head that the report is about last. A method looks alike on all engines but
-            for dashes and filling, which are an engine's.
-        hero: the (method, engine) that the report is about; None where nothing is drafted.
-        many_engines: names say the engine too.
+        styles: look of each (method, engine), in the order of drawing: plain decoding first, the
+            head that the report is about last. A method has one colour and marker on all engines;
+            dashes and filling tell the engine.
+        hero: the (method, engine) that the report is about; None without drafts.
+        many_engines: whether names include the engine.
     """
 
     styles: dict[Key, Look]
@@ -52,22 +52,22 @@ class Cast:
         return cls(styles, hero, len(engines) > 1)
 
     def style(self, item: Entry | Cell) -> Look:
-        """The style of an entry or a cell."""
+        """Return the look of an entry or a cell."""
         return self.styles[series_of(item)]
 
     def name(self, key: Key) -> str:
-        """The name of a series."""
+        """Return the name of a series."""
         method, engine = key
         if not self.many_engines or engine == "peagle":
             return method_name(method)
         return f"{method_name(method)} on {engine_name(engine)}"
 
     def name_of(self, item: Entry | Cell) -> str:
-        """The name of the series of an entry or a cell."""
+        """Return the name of the series of an entry or a cell."""
         return self.name(series_of(item))
 
     def among(self, items: Iterable[Entry | Cell]) -> list[Key]:
-        """The series that have one of `items`, in the order of drawing."""
+        """Return the series of `items`, in the order of drawing."""
         found = set(map(series_of, items))
         return [key for key in self.styles if key in found]
 
@@ -95,7 +95,7 @@ def _hero(keys: Sequence[Key], entries: Sequence[Entry], cells: Sequence[Cell]) 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Entries that may stand in one chart: one temperature and one way to draw drafts."""
+    """Entries that may share one chart: they have one temperature and one draft sampling."""
 
     temperature: float
     draft_sampling: str
@@ -106,30 +106,30 @@ class Condition:
         return temperature(self.temperature) + (f", drafts by {drawn}" if drawn else "")
 
     def of(self, key: Key) -> list[Entry]:
-        """The entries of a series."""
+        """Return the entries of a series."""
         return [entry for entry in self.entries if series_of(entry) == key]
 
     def deepest(self, key: Key) -> Entry | None:
-        """The entry of a series with the largest K."""
+        """Return the entry of a series with the largest K."""
         return max(self.of(key), key=lambda entry: entry.depth, default=None)
 
     def deepest_of_all(self, cast: Cast) -> list[Entry]:
-        """Each series' entry with the largest K, in the order of drawing."""
+        """Return each series' entry with the largest K, in the order of drawing."""
         found = (self.deepest(key) for key in cast.among(self.entries))
         return [entry for entry in found if entry is not None]
 
     def positions(self, cast: Cast) -> range:
-        """The positions in the longest draft."""
+        """Return the positions in the longest draft."""
         return range(1, max([1, *(entry.depth for entry in self.deepest_of_all(cast))]) + 1)
 
     def with_histogram(self, cast: Cast) -> list[Entry]:
-        """The deepest entries that count requests by acceptance length, the report's head first."""
+        """Return the deepest entries with a histogram of requests, the report's head first."""
         entries = self.deepest_of_all(cast)[::-1]
         return [entry for entry in entries if any(one.count for one in entry.histogram)]
 
 
 def conditions(entries: Iterable[Entry]) -> list[Condition]:
-    """Group the entries that drafted something by temperature, the lowest first."""
+    """Group the entries with drafts by temperature and draft sampling, the lowest first."""
     groups: dict[tuple[float, str], list[Entry]] = {}
     for entry in entries:
         if entry.pooled.num_drafts:
@@ -138,7 +138,7 @@ def conditions(entries: Iterable[Entry]) -> list[Condition]:
 
 
 def sets_of(cells: Iterable[Cell]) -> list[str]:
-    """Prompt sets, the one with the most cells first."""
+    """Return the prompt sets, the one with the most cells first."""
     return [name for name, _ in Counter(cell.set for cell in cells).most_common()]
 
 
@@ -160,7 +160,7 @@ def best_cells_of_all(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def k_runs(best: Iterable[Cell]) -> list[tuple[int, list[int]]]:
-    """(K, the neighbouring concurrencies at which it is best), ascending."""
+    """Return (K, the neighbouring concurrencies at which K is best), ascending."""
     drafted = [(cell.k, cell.concurrency) for cell in best if cell.k]
     return [
         (k, [load for _, load in group]) for k, group in groupby(drafted, key=lambda item: item[0])

@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from peagle.results import HardText, OutputSample, Slice
 
-# Longer ones would make a page too large for browsers.
+# Longer texts would make a page too large for browsers.
 LONGEST_TEXT = 6000
 
 _NAMES = {
@@ -26,7 +26,7 @@ _SET_NAMES = {
     "heldout_code": "Held-out code",
 }
 _TREES = re.compile(r"(.+)-tree-w(\d+)-n(\d+)")
-# Invisible, or able to turn the order of the text around them.
+# Characters that are invisible, or that can reverse the order of the text around them.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff"
     "\ud800-\udfff]"
@@ -36,7 +36,7 @@ _COMMON_WORDS = ("target", "model", "head", "draft", "checkpoint", "correction",
 
 
 def method_name(method: str) -> str:
-    """The name of a method in a sentence: "peagle" is P-EAGLE.
+    """Return the name of a method in a sentence: "peagle" is P-EAGLE.
 
     "peagle-tree-w15-n15" (`DecodingMethod.with_trees`) is "P-EAGLE, trees of 15 nodes"; a width
     other than the number of nodes is named too.
@@ -49,12 +49,12 @@ def method_name(method: str) -> str:
 
 
 def engine_name(engine: str) -> str:
-    """The name of an engine in a sentence: "vllm" is vLLM, a server is its host and port."""
+    """Return the name of an engine in a sentence: vLLM, or host and port of a server."""
     return {"vllm": "vLLM"}.get(engine) or engine.partition("://")[2] or engine
 
 
 def set_name(name: str) -> str:
-    """The name of a prompt set or of a category: "mt_bench/math" is MT-Bench, math.
+    """Return the name of a prompt set or of a category: "mt_bench/math" is MT-Bench, math.
 
     Turns behind a set stay: "mt_bench (both turns)" is MT-Bench (both turns).
     """
@@ -65,7 +65,7 @@ def set_name(name: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Replace control characters and halves of characters by characters that can be seen."""
+    """Replace control characters and lone surrogates by visible characters."""
 
     def shown(match: re.Match[str]) -> str:
         code = ord(match.group())
@@ -77,78 +77,76 @@ def visible(text: str) -> str:
 
 
 def cut(text: str, most: int = LONGEST_TEXT) -> str:
-    """The beginning of a text, with an ellipsis where some was left out."""
+    """Return the first `most` characters of a text, with an ellipsis if more follow."""
     return text if len(text) <= most else text[:most] + " …"
 
 
 def figure(value: float | None, digits: int = 2) -> str:
-    """With so many digits behind the point; a dash where there is none."""
+    """Return a number with `digits` decimals; a dash for None."""
     return _MISSING if value is None else f"{value:,.{digits}f}"
 
 
 def count(value: int | None) -> str:
-    """A whole number; a dash where there is none."""
+    """Return a whole number with thousands separators; a dash for None."""
     return _MISSING if value is None else f"{value:,}"
 
 
 def rate(value: float | None) -> str:
-    """Tokens per second: three digits at least, none behind the point from 100 on."""
+    """Return tokens per second with at least three digits, from 100 on without decimals."""
     return figure(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 2)
 
 
 def money(value: float | None) -> str:
-    """An amount without its currency: like `rate` from 1 on, three digits below."""
+    """Return an amount without its currency: like `rate` from 1 on, with three digits below."""
     return rate(value) if value is None or value >= 1 else f"{value:#.3g}"
 
 
 def times(value: float | None) -> str:
-    """A factor."""
+    """Return a factor like "1.25×"; a dash for None."""
     return _MISSING if value is None else f"{value:.2f}×"
 
 
 def percent(value: float | None) -> str:
-    """A share."""
+    """Return a share (0 to 1) as a percentage; a dash for None."""
     return _MISSING if value is None else f"{100 * value:.1f}%"
 
 
 def milliseconds(value: float | None) -> str:
-    """Seconds, shown as milliseconds."""
+    """Return seconds as a number of milliseconds; a dash for None."""
     digits = 0 if value is None or value >= 0.1 else 1 if value >= 0.01 else 2
     return figure(None if value is None else 1000 * value, digits)
 
 
 def objective(meets: bool | None) -> str:
-    """Whether a latency objective is met; a dash where there is none."""
+    """Return "met" or "missed" for a latency objective; a dash for None."""
     return {None: _MISSING, True: "met", False: "missed"}[meets]
 
 
 def interval(low_high: tuple[float, float] | None, digits: int = 2) -> str:
-    """Both ends, "low to high"; a dash where there is none."""
+    """Return both ends, "low to high"; a dash for None."""
     if low_high is None:
         return _MISSING
     return f"{low_high[0]:,.{digits}f} to {low_high[1]:,.{digits}f}"
 
 
 def rates(low_high: tuple[float, float] | None) -> str:
-    """Like `interval`, of tokens per second."""
+    """Return an interval of tokens per second, "low to high"; a dash for None."""
     return _MISSING if low_high is None else f"{rate(low_high[0])} to {rate(low_high[1])}"
 
 
 def with_interval(piece: Slice) -> str:
-    """An acceptance length, and its interval in parentheses where there is one."""
+    """Return an acceptance length, with its interval in parentheses if there is one."""
     ends = piece.acceptance_length_ci
     return figure(piece.length) + (f" ({interval(ends)})" if ends else "")
 
 
 def depth(k: int | None) -> str:
-    """Like "K = 7"; nothing for plain decoding, or where a server does not tell."""
+    """Return "K = 7" for 7; "" for plain decoding and for an unknown K."""
     return f"K = {k}" if k else ""
 
 
 def short(source: str) -> str:
-    """The last part of a folder, with the one above where it says only what lies there; or a hub
-    id as it is.
-    """
+    """Return a hub id, or the last part of a folder, with its parent for a word like "head"."""
     path = PurePath(source)
     if not path.is_absolute() and not source.startswith("."):
         return source
@@ -157,12 +155,12 @@ def short(source: str) -> str:
 
 
 def temperature(value: float) -> str:
-    """Either "greedy" or the temperature."""
+    """Return "greedy" for 0, else "temperature" and the number."""
     return "greedy" if value == 0 else f"temperature {value:g}"
 
 
 def day(created: str) -> str:
-    """Like "21 November 2026" of an ISO time; as it stands if it is none."""
+    """Return an ISO time as a day like "21 November 2026"; any other text unchanged."""
     try:
         when = datetime.fromisoformat(created)
     except ValueError:
@@ -171,12 +169,12 @@ def day(created: str) -> str:
 
 
 def listed(items: list[str]) -> str:
-    """Words like "a, b and c"."""
+    """Join words like "a, b and c"."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
 
 
 def schedule_words(schedule: Sequence[tuple[int, int, int]]) -> str:
-    """A K schedule in words; "" for none."""
+    """Return a K schedule in words; "" for none."""
     words = [
         (f"K = {k}" if k else "no drafts")
         + (f" for {low}" if low == high else f" for {low} to {high}")
@@ -186,14 +184,14 @@ def schedule_words(schedule: Sequence[tuple[int, int, int]]) -> str:
 
 
 def text_title(item: OutputSample | HardText) -> str:
-    """Prompt set and id; the id alone where it begins with the set's name."""
+    """Return prompt set and id; the id alone if it begins with the set's name."""
     name = set_name(item.set) if item.set else ""
     parts = [item.id] if name and item.id.lower().startswith(name.lower()) else [name, item.id]
     return " · ".join(filter(None, parts)) or "Output"
 
 
 def shown_pieces(sample: OutputSample) -> Iterator[tuple[str, str]]:
-    """The kinds and texts of a sample's pieces, up to the longest text that a page shows."""
+    """Yield kinds and texts of a sample's pieces, up to the longest text that a page shows."""
     left = LONGEST_TEXT
     for text, kind in sample.pieces:
         if left > 0:

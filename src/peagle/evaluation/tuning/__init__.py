@@ -1,1 +1,1 @@
-"""What a decode step costs here, joined with acceptance: K by batch size."""
+"""The choice of K by batch size, from the costs of decode steps here and from acceptance."""

@@ -25,8 +25,8 @@ _CONCURRENCY = 8
 class AcceptanceByK:
     """The share of drafts that are accepted, by K.
 
-    Between two K that were measured, unconditional acceptance of a position is interpolated; below
-    the smallest it is that of the smallest. (A run with K = 7 cut after 3 is not a run with K = 3,
+    Between two measured K, the unconditional acceptance of a position is interpolated; below the
+    smallest it is that of the smallest. (A run with K = 7 cut after 3 is not a run with K = 3,
     whose drafts begin elsewhere: near, but not equal.)
 
     Raises:
@@ -49,14 +49,14 @@ class AcceptanceByK:
 
     @property
     def most(self) -> int:
-        """The largest known K."""
+        """Return the largest known K."""
         return max(self.per_pos)
 
     def rates(self, k: int) -> tuple[float, ...]:
         """Return the unconditional acceptance of the K positions.
 
         Raises:
-            UserError: K is above the largest that was measured.
+            UserError: K is above the largest measured K.
         """
         if k > self.most:
             raise UserError(
@@ -84,11 +84,11 @@ def acceptance_of_file(
 ) -> AcceptanceByK:
     """Read the acceptance of a head from acceptance.json, or from a folder that holds it.
 
-    The entries of `method` are read; without it those of the head `draft` (a folder or hub id), or
-    of the only head.
+    The entries of `method` are read; without it the entries of the head `draft` (a folder or hub
+    id), or of the only head.
 
     Raises:
-        UserError: not readable, not of this format, or without a fitting entry.
+        UserError: the file is not readable, has another format, or lacks such an entry.
     """
     file = path / ACCEPTANCE if path.is_dir() else path
     every = read_document(file, AcceptanceResults).entries
@@ -214,5 +214,5 @@ def _measured_rates(
 
 
 def _padded(rates: Sequence[float], k: int) -> list[float]:
-    """Rates of K positions; positions that were never drafted are not listed and pass nothing."""
+    """Return the rates of K positions, 0 for positions that were never drafted."""
     return [*rates, *[0.0] * (k - len(rates))]

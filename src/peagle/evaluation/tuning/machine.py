@@ -25,7 +25,7 @@ from peagle.models.routing import num_experts_of
 from peagle.models.target import TargetModel, load_tokenizer
 
 Clock = Callable[[], float]
-# Steps before those that count: the first ones find cold caches.
+# Steps before the timed ones: the first steps find cold caches.
 WARM_UP_STEPS = 3
 
 
@@ -47,7 +47,7 @@ class DecodeCost:
 
     @property
     def rest_s(self) -> float:
-        """Seconds of the rest of a step: scheduling, text, gaps."""
+        """Return the seconds of a step outside target and drafter: scheduling, text, gaps."""
         return max(0.0, self.seconds - self.target_s - self.draft_s)
 
 
@@ -56,17 +56,17 @@ class EngineMachine:
 
     A measurement runs sequences of `context` tokens together and times `steps` decode steps after a
     few that warm up. On a GPU, where steps are graphs, the parts are the device's own stamps; on a
-    CPU the time in the target's pass and in drafting. Where one thread computes everything its own
-    time counts, so that a busy machine measures like a quiet one. Drafts are accepted as often as
-    the head's acceptance says, whatever the text. `changes_k_cheaply` says whether K may change
+    CPU they are the time in the target's pass and in drafting. A CPU with one thread counts the
+    thread's own time, so that a busy machine measures like a quiet one. Drafts are accepted at the
+    head's acceptance rates, whatever the text. `changes_k_cheaply` says whether K may change
     between any two measurements: a CPU keeps an engine for each K, a GPU has room for one.
 
     Args:
-        target, head: the models; the head by its folder.
+        target: the target.
+        head: folder of the head.
         acceptance: acceptance of the head for each of `ks`.
-        ks: draft tokens per step; 0 comes by itself.
-        trees: shapes of candidate trees. Their drafts are accepted as the texts of the prompts have
-            it.
+        ks: draft tokens per step; 0 is added.
+        trees: shapes of candidate trees. The texts of the prompts decide about their drafts.
         prompts: token ids, at least `context` of each; one for every sequence of the largest batch.
         context: tokens of a sequence when the steps begin.
         steps: number of timed steps.
@@ -130,21 +130,21 @@ class EngineMachine:
         self._llms: dict[int | CandidateTrees, LLM] = {}
 
     def batch_rows(self, batch: int) -> int:
-        """Return the sequences for which a step has rows: on a GPU the graph's."""
+        """Return the number of sequences that a step computes: on a GPU the size of the graph."""
         if self.target.device.type != "cuda":
             return batch
         return next((size for size in buckets(len(self._prompts)) if size >= batch), batch)
 
     def measure(self, point: CostPoint) -> DecodeCost:
-        """Measure a step."""
+        """Return the cost of a decode step at a batch size and K."""
         return self._measure(point.batch, point.k)
 
     def measure_trees(self, batch: int, shape: CandidateTrees) -> DecodeCost:
-        """Measure a step with candidate trees."""
+        """Return the cost of a decode step with candidate trees."""
         return self._measure(batch, shape)
 
     def _measure(self, batch: int, drafts: int | CandidateTrees) -> DecodeCost:
-        """Measure a step with chains of K drafts or with trees."""
+        """Return the cost of a decode step with chains of K drafts or with trees."""
         llm = self._llm(drafts)
         with self._running(llm, batch):
             for _ in range(WARM_UP_STEPS):
@@ -156,7 +156,7 @@ class EngineMachine:
     def count_experts(self) -> ExpertCounts | None:
         """Count the distinct experts that decode steps touch; None for a dense target.
 
-        The steps are those of the largest batch at the largest K, apart from the timed ones.
+        The counted steps have the largest batch and the largest K, apart from the timed ones.
         """
         if not (num_experts := num_experts_of(self.target)):
             return None
@@ -170,7 +170,7 @@ class EngineMachine:
 
     @contextmanager
     def _running(self, llm: LLM, batch: int) -> Iterator[None]:
-        """Let so many sequences decode, and end them."""
+        """Let `batch` sequences decode, and cancel them at the end."""
         engine = llm.requests
         for index in range(batch):
             engine.add(index, self._prompts[index], self._params)
@@ -204,7 +204,7 @@ def contexts(target: TargetModel, sets: PromptSets, count: int, length: int) -> 
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock of this thread where it alone computes, else the clock on the wall.
+    """Return the clock of this thread if it alone computes, else the wall clock.
 
     The thread's clock leaves out the time that other processes take of the machine.
     """
@@ -213,7 +213,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def time_steps(llm: LLM, steps: int) -> DecodeCost:
-    """Return the medians over steps of the sequences that run."""
+    """Return the median costs of decode steps of the running sequences."""
     engine, clock = llm.engine, clock_of(llm.target.device)
     spent = [0.0, 0.0]  # in the target's pass and in drafting, within this step
 

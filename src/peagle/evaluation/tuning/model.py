@@ -1,13 +1,12 @@
-"""What a decode step costs at any batch size and K, from some that were measured.
+"""The cost of a decode step at any batch size and K, fitted to measured steps.
 
     t(b, K) = t_target(b (K + 1), b) + t_draft(b, K) + t_rest(b, K)
 
-Each part is a sum of terms with coefficients that are not negative, fitted to the relative error:
-a pass costs a constant (weights to read, launches), something for every sequence (its attention),
-and a function of its rows that never falls, linear between a few sizes: flat while the memory is
-what limits a pass, steep where arithmetic does. A pass of a mixture costs something for every
-distinct expert that it touches, too: the weights of an expert are read once, however many rows
-choose it.
+Each part is a sum of terms with coefficients that are not negative, fitted to the relative error.
+The terms of a pass are a constant (weights to read, launches), a cost for every sequence (its
+attention), and a function of its rows that never falls and is linear between a few sizes: flat
+where memory limits a pass, steep where arithmetic does. A mixture adds a cost for every distinct
+expert that a pass touches: the weights of an expert are read once, however many rows choose it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def nonnegative_least_squares(terms_NM: Array, values_N: Array) -> Array:
             if not low.any():
                 x_M = wanted_M
                 break
-            # As far towards the wanted ones as none turns negative.
+            # Move towards the wanted coefficients until the first turns 0.
             share = (x_M[low] / np.maximum(x_M[low] - wanted_M[low], 1e-300)).min()
             x_M = x_M + share * (wanted_M - x_M)
             is_free &= ~(low & (x_M <= 1e-15 * max(1.0, float(x_M.max()))))
@@ -59,7 +58,7 @@ def nonnegative_least_squares(terms_NM: Array, values_N: Array) -> Array:
 
 
 def choose_knots(rows: Sequence[float]) -> list[float]:
-    """Return ascending knots among these sizes, the smallest and the largest too."""
+    """Return ascending knots among these sizes, with the smallest and the largest."""
     ordered = sorted(set(rows))
     knots = ordered[:1]
     for size in ordered[1:]:
@@ -71,7 +70,7 @@ def choose_knots(rows: Sequence[float]) -> list[float]:
 
 
 def ramps(knots: Sequence[float], rows: float) -> list[float]:
-    """Return how far into each stretch between knots the rows are, 0 to 1; the last goes on.
+    """Return the share of each stretch between knots that the rows cover; the last may exceed 1.
 
     A function that never falls and is linear between knots is a sum of these terms.
     """
@@ -92,24 +91,24 @@ def _fit(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The composition of a step's rows."""
+    """The number of rows and passes in a step, by batch size and K."""
 
-    acceptance_length: Mapping[int, float]  # by K, K = 0 too: a drafter reads accepted tokens
-    is_parallel: bool = True  # all drafts come from one pass of the drafter, else a pass for each
+    acceptance_length: Mapping[int, float]  # by K from 0 on: a drafter reads accepted tokens
+    is_parallel: bool = True  # all drafts come from one pass of the drafter, else each from its own
     batch_rows: Callable[[int], int] = lambda batch: batch  # sequences for which a step has rows
     is_padded: bool = False  # the drafter has 2K rows for each sequence, as graphs have
-    experts: ExpertCounts | None = None  # of a mixture
+    experts: ExpertCounts | None = None  # None for a dense target
 
     def target_rows(self, point: CostPoint) -> int:
-        """Rows of the target's pass: b (K + 1)."""
+        """Return the rows of the target's pass: b (K + 1)."""
         return self.batch_rows(point.batch) * (point.k + 1)
 
     def touched_experts(self, point: CostPoint) -> list[float]:
-        """Distinct experts that the target's pass touches in a layer; none of a dense target."""
+        """Return the distinct experts that the target's pass touches; [] for a dense target."""
         return [] if self.experts is None else [self.experts.touched(point.batch, point.k)]
 
     def draft_rows(self, point: CostPoint) -> float:
-        """Rows of the drafter's passes: b (acceptance length + K - 1), 0 without drafts."""
+        """Return the rows of the drafter's passes: b (acceptance length + K - 1); 0 if K = 0."""
         if not point.k:
             return 0.0
         batch = self.batch_rows(point.batch)
@@ -118,7 +117,7 @@ class Shape:
         return batch * (self.acceptance_length[point.k] + point.k - 1)
 
     def draft_passes(self, point: CostPoint) -> int:
-        """Passes of the drafter."""
+        """Return the number of the drafter's passes."""
         return min(point.k, 1) if self.is_parallel else point.k
 
 
@@ -150,15 +149,15 @@ class CostModel:
         self._rest = _fit(rest_terms, {c: t.rest_s for c, t in costs.items()}, least)
 
     def seconds(self, batch: int, k: int) -> float:
-        """t(b, K)."""
+        """Return t(b, K), the seconds of a decode step."""
         point = CostPoint(batch, k)
         drafting = self._draft(point) if k else 0.0
         return self.target_seconds(point) + drafting + self._rest(point)
 
     def target_seconds(self, point: CostPoint) -> float:
-        """t_target, the target's pass of a step with its verification."""
+        """Return t_target, the seconds of the target's pass with its verification."""
         return self._target(point)
 
     def tokens_per_s(self, batch: int, k: int) -> float:
-        """b x acceptance length(K) / t(b, K)."""
+        """Return b x acceptance length(K) / t(b, K), output tokens a second."""
         return batch * self.shape.acceptance_length[k] / self.seconds(batch, k)

@@ -1,4 +1,4 @@
-"""K by batch size: the ranges of a schedule, the best single K, and what a head needs to pay."""
+"""K by batch size: the ranges of a schedule, the best single K, and speculative configurations."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def choose_schedule(
 ) -> Schedule:
     """Choose K by batch size, in as few ranges as lose nowhere more than the threshold.
 
-    Neighbouring sizes keep K as long as speed(b, K) >= max over K' of speed(b, K') / (1 +
-    threshold) for every size b in the range: K changes only where that gains more. Of all schedules
-    with the fewest such ranges this is the one with the highest speed, by geometric mean over the
-    sizes; of equal ones, that with fewer drafts. The threshold 0 takes the best K of every size.
+    Neighbouring sizes share a K if speed(b, K) >= max over K' of speed(b, K') / (1 + threshold)
+    for every size b in the range. Of all schedules with the fewest such ranges this is the one with
+    the highest speed, by geometric mean over the sizes; at equal speed, the one with fewer drafts.
+    The threshold 0 takes the best K of every size.
 
     Returns:
         (first, last, K), ascending; the ranges cover the sizes from 1 to `largest_batch`.
 
     Raises:
-        UserError: there is nothing to choose from, or the threshold is negative.
+        UserError: no size or no K is given, or the threshold is negative.
     """
     if largest_batch < 1 or not ks or threshold < 0:
         raise UserError(
@@ -58,17 +58,17 @@ def choose_schedule(
 
 
 def k_at(schedule: Schedule, batch: int) -> int:
-    """Return K of a schedule at a batch size; beyond the last range its K stays."""
+    """Return K of a schedule at a batch size; the last K holds beyond the last range."""
     return next((k for _, last, k in schedule if batch <= last), schedule[-1][2])
 
 
 def best_single_k(speed: Speed, batches: Sequence[int], ks: Sequence[int]) -> int:
-    """The one K with the highest speed over these batch sizes, by geometric mean."""
+    """Return the single K with the highest speed over these batch sizes, by geometric mean."""
     return max(ks, key=lambda k: (sum(math.log(speed(b, k)) for b in batches), -k))
 
 
 def speculative_config(draft: str, schedule: Schedule) -> dict[str, Any] | None:
-    """Return the value of `--speculative-config` for a schedule; None where it never drafts."""
+    """Return the value of `--speculative-config` for a schedule; None if it never drafts."""
     most = max(k for _, _, k in schedule)
     if not most:
         return None
@@ -79,10 +79,10 @@ def speculative_config(draft: str, schedule: Schedule) -> dict[str, Any] | None:
 
 
 def vllm_config(draft: str, schedule: Schedule, *, is_parallel: bool) -> dict[str, Any] | None:
-    """The same in vLLM's keys; None where it never drafts.
+    """Return vLLM's speculative configuration for a schedule; None if it never drafts.
 
-    vLLM has to be told of parallel drafting. Versions up to 0.32 crash on a schedule with it: they
-    take a single K, the schedule of one range.
+    vLLM needs the key `parallel_drafting`. Its versions up to 0.32 crash on a schedule with that
+    key: they take a single K, the schedule of one range.
     """
     config = speculative_config(draft, schedule)
     if config is not None and is_parallel:

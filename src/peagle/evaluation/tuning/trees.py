@@ -1,4 +1,4 @@
-"""Candidate trees of a few sizes beside chains: what their steps cost, and where they win."""
+"""Candidate trees of a few sizes beside chains: the cost of their steps, and where they win."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Measure = Callable[[int, CandidateTrees], DecodeCost]
 def tree_shapes(sizes: Sequence[int], head: DrafterConfig) -> list[CandidateTrees]:
     """Return the shape of trees of each number of nodes, as deep as the head was trained for.
 
-    Their nodes alone limit the different first tokens.
+    Only the number of nodes limits the number of first tokens.
 
     Raises:
         UserError: the head drafts one token a pass.
@@ -45,8 +45,8 @@ def measure_tree_steps(
 ) -> dict[tuple[int, int], float]:
     """Return the seconds of the fastest step by batch size and nodes, of `rounds` visits to each.
 
-    The journal gets every visit, and what it has is not measured again. `watch` is called after
-    each visit, with whether it was there already. Batch sizes take turns within a shape.
+    The journal gets every visit and saves measuring it again. `watch` is called after each visit,
+    with whether the journal had it. Batch sizes take turns within a shape.
     """
     seconds: dict[tuple[int, int], float] = {}
     for shape in shapes:
@@ -72,12 +72,12 @@ def tuned_trees(
 ) -> list[TunedTrees]:
     """Return the speed of each shape by batch size, and where it is the best configuration.
 
-    A shape wins at a batch size if it is the fastest one and gains more than the threshold over
-    every K that was measured, K = 0 too.
+    A shape wins at a batch size if it is the fastest shape and gains more than the threshold over
+    every measured K, K = 0 too.
 
     Args:
         lengths: acceptance length of each shape.
-        seconds: of a step, by batch size and nodes.
+        seconds: seconds of a step, by batch size and nodes.
         chains: measured speeds at every batch size and K.
     """
     batches = sorted({batch for batch, _ in seconds})
@@ -111,12 +111,12 @@ def tree_config(
 ) -> dict[str, Any] | None:
     """Return the value of `--speculative-config` for the shape that wins at most batch sizes.
 
-    Of shapes with as many the one of fewer nodes; None where chains or no drafts win everywhere.
-    From the temperature on requests draw chains if these are accepted longer than such trees.
+    Of shapes that win as often it is the one with fewer nodes; None if no shape wins anywhere. From
+    `temperature` on requests draw chains if chains have the longer acceptance length.
 
     Args:
-        temperature: at which all was measured.
-        drawn_length: acceptance length of chains of drawn drafts; None: not measured.
+        temperature: temperature of the measurements.
+        drawn_length: acceptance length of chains of drawn drafts; None if not measured.
     """
     best = max(trees, key=lambda one: len(one.wins_at), default=None)
     if best is None or not best.wins_at:

@@ -1,4 +1,4 @@
-"""`peagle tune`: costs measured and joined with acceptance; the contents of tune.json."""
+"""The measurements of `peagle tune`, and the contents of tune.json."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class Grid:
 
     @property
     def points(self) -> list[CostPoint]:
-        """All of them, K = 0 first."""
+        """Return all points, K = 0 first."""
         return [CostPoint(batch, k) for k in (0, *self.ks) for batch in self.batches]
 
     @property
     def fitted(self) -> frozenset[CostPoint]:
-        """The points that the checked model is fitted to; the others are its check.
+        """Return the points that the checked model is fitted to; the others check it.
 
-        Every second batch size and the largest; K = 0, the smallest, the largest and one between:
-        near a power of two less one, so that points of unlike batch sizes share their token counts,
-        and the cost of a sequence is told apart from that of a token.
+        They are every second batch size and the largest, at K = 0, the smallest, the largest and
+        one between: near a power of two less one, so that different batch sizes share token counts,
+        and the fit can tell the cost of a sequence from the cost of a token.
         """
         batches = {*self.batches[::2], self.batches[-1]}
         first, last = self.ks[0], self.ks[-1]
@@ -75,10 +75,10 @@ class Grid:
         return frozenset(CostPoint(b, k) for b in batches for k in {0, first, between, last})
 
     def visits(self, rounds: int, *, interleave_k: bool) -> Iterator[tuple[int, CostPoint]]:
-        """Return (round, point) in the order of measurement.
+        """Yield (round, point) in the order of measurement.
 
         All points take turns, beginning with another one in each round, so that a slow spell hits
-        all of them and not one. Where a change of K is dear, batch sizes alone take turns.
+        all of them and not one. Where a change of K is dear, only batch sizes take turns.
         """
         groups = [self.points]
         if not interleave_k:
@@ -91,10 +91,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The fastest visit to each point, since other processes only ever add to a step's time.
+    """The fastest visit to each point, since other processes only add to a step's time.
 
-    `spread` is how much longer the middle visit took, the median over points: near 0 on a quiet
-    machine.
+    `spread` is the extra share of time of the middle visit, the median over points: near 0 on a
+    quiet machine.
     """
 
     by_point: Mapping[CostPoint, DecodeCost]
@@ -120,9 +120,9 @@ def measure_costs(
     *,
     interleave_k: bool = True,
 ) -> Costs:
-    """Visit every point `rounds` times, except where the journal has the visit; it gets the others.
+    """Visit every point `rounds` times, except for visits in the journal; it gets the others.
 
-    `watch` is called after each visit, with whether it was there already. With `interleave_k` K may
+    `watch` is called after each visit, with whether the journal had it. With `interleave_k` K may
     change between any two visits.
     """
     visits: dict[CostPoint, list[DecodeCost]] = {point: [] for point in grid.points}
@@ -140,7 +140,7 @@ def measure_costs(
 def recall_experts(
     count: Callable[[], ExpertCounts | None], journal: Journal
 ) -> ExpertCounts | None:
-    """Count the experts that steps touch, unless the journal has the counts; it gets them."""
+    """Return the counts of experts from the journal; count and add them if it lacks them."""
     if (kept := journal.get("experts")) is not None:
         return ExpertCounts.of_json(kept)
     counts = count()
@@ -166,9 +166,9 @@ def tune_results(
 
     One model is fitted to `grid.fitted` alone, and the other points check it. The schedule and the
     break-even, t(b, K) / t(b, 0), rest on a model that is fitted to all points. Measured tokens per
-    second are b x acceptance length(K) / seconds of a step. `draft` is the head, as the user calls
-    it; K changes only for a gain above `threshold`. `trees` compares candidate trees with the
-    measured speeds of chains.
+    second are b x acceptance length(K) / seconds of a step. `draft` is the user's name of the head;
+    K changes only for a gain above `threshold`. `trees` compares candidate trees with the measured
+    speeds of chains.
     """
     by_point, lengths, points = costs.by_point, shape.acceptance_length, sorted(grid.points)
     model = CostModel(shape, by_point)
@@ -239,7 +239,7 @@ def tune_results(
 
 
 def _tuned_experts(experts: ExpertCounts, points: Sequence[CostPoint]) -> TunedExperts:
-    """Return the measured counts at these points, beside those under even routing."""
+    """Return the measured counts at these points, and those expected under even routing."""
 
     def even(point: CostPoint) -> float:
         rows = point.batch * (point.k + 1)
