@@ -1,1 +1,1 @@
-"""The commands: one thin file each, imported when the command is used."""
+"""The commands, one thin file each, imported when the command is used."""

@@ -100,7 +100,7 @@ _PREFIX_CACHING = group(
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options that `bench` has beside those of groups, as typed."""
+    """The options of `bench` outside the shared groups, as typed."""
 
     target_model: groups.Model = None
     flags: VllmFlags = None
@@ -197,7 +197,7 @@ class BenchOptions:
 def bench(given: Given, options: BenchOptions) -> None:
     """Measure throughput and latency by method, K and concurrency.
 
-    Of prompts with several turns the first is sent, or as many as --turns says. All configurations
+    A prompt sends its first turn, or as many turns as --turns says. All configurations
     take turns, so that a machine that slows down favours none. The result has medians and spreads
     over repeats, the speed-up over plain decoding and over EAGLE-3, and the best K by load. Several
     sets have one table of acceptance length and speed-up by method, K and set. For a mixture of
@@ -215,15 +215,15 @@ def bench(given: Given, options: BenchOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What `bench` measures, decided before a model is loaded.
+    """The measurements of `bench`, decided before a model is loaded.
 
     Attributes:
-        flags: of vLLM.
-        ks: () takes a few that the heads were trained for.
-        num_turns: turns that are sent of a prompt; None is all of them.
+        flags: flags of vLLM.
+        ks: K to measure; () takes a few that the heads were trained for.
+        num_turns: turns that a prompt sends; None sends all.
         extra_body: further fields of every request to a server, as given.
-        endpoints: the URL and the model, if it is named, of each server.
-        heads: the methods here; [] where only servers are measured.
+        endpoints: the URL of each server, and its model if one is named.
+        heads: the methods here; [] if only servers are measured.
     """
 
     options: BenchOptions
@@ -245,7 +245,7 @@ class BenchPlan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the results, without the chat template."""
+        """Return the settings of the results, without the chat template."""
         params = self.params
         return {
             "sets": {name: len(own) for name, own in self.prompts.items()},
@@ -335,7 +335,7 @@ def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str
 
 
 def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
-    """Load the models, and measure what the output folder does not hold yet."""
+    """Load the models, and measure what the output folder lacks."""
     found = harness.find_models(given, plan.heads) if plan.heads else None
     quiet_libraries()
     from peagle.evaluation.endpoint import EndpointBackend
@@ -400,7 +400,7 @@ def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
 
 
 def _ks(plan: BenchPlan, models: Models) -> Sequence[int]:
-    """Return the K to measure: those given, else a few that every head was trained for."""
+    """Return the K to measure: the given ones, else a few that every head was trained for."""
     return plan.ks or sorted({min(k, models.default_k) for k in _DEFAULT_KS})
 
 
@@ -420,7 +420,7 @@ def _engine_arms(
     head_options.pop("model", None)
     heads = [(one, k) for one in models.methods for k in one.depths(_ks(plan, models))]
     every = [(DecodingMethod(PLAIN), 0), *heads]
-    # Of a method with trees they are part of its own configuration.
+    # A method with trees has them in its own configuration.
     options = {n: value for n, value in head_options.items() if f"speculative.{n}" != _TREES}
     configurations = {
         f"{one.name} K={k}": one.config(k, **options if one.folder else {}) for one, k in every
@@ -471,7 +471,7 @@ def _vllm_arms(
 
 
 def _identity(models: Models, engine: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what tells these measurements from those of other models and engines."""
+    """Return digests and options that identify the models and the engine of measurements."""
     from peagle.evaluation.journal import weights_digest
 
     return {
@@ -539,7 +539,7 @@ def _is_chat(
         return chosen
     if models is not None:
         return models.has_template
-    # A server that does not say is taken for a chat server.
+    # A server that does not report it counts as a chat server.
     return all(server.has_chat is not False for server in servers.values())
 
 
@@ -551,7 +551,7 @@ def _open_journal(
     settings: Mapping[str, Any],
     identity: Mapping[str, Any],
 ) -> Journal:
-    """Open the measurements that the folder has already."""
+    """Open the journal of the output folder with its earlier measurements."""
     from peagle.evaluation.journal import Journal
 
     machine = provenance["environment"]
@@ -641,7 +641,7 @@ def bench_text(result: ThroughputResults) -> str:
 
 
 def doubts_of(result: ThroughputResults) -> list[str]:
-    """Return lines with what speaks against figures of a sweep."""
+    """Return a line for each doubt about figures of a sweep."""
     names = names_of(result.cells)
     lines = list(result.doubts)
     for cell in result.cells:
@@ -746,7 +746,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _experts(touched: TouchedExperts | None) -> str:
-    """Return the distinct experts of a layer and step, of how many."""
+    """Return "distinct experts of a layer and step/experts of a layer"; "-" if unknown."""
     return "-" if touched is None else f"{touched.mean:.1f}/{touched.num_experts}"
 
 

@@ -133,7 +133,7 @@ def facts(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def commands(entry: CatalogEntry, catalogs: Sequence[Path] = ()) -> list[str]:
-    """Return the commands that deploy and serve the model; HEAD stands for a head of one's own."""
+    """Return the commands that deploy and serve the model; HEAD stands for the user's own head."""
     create = ["peagle", "deploy", "sagemaker", "create", entry.name, "--role", "ROLE_ARN"]
     if entry.sources[0] == "native":
         create += ["--source", entry.sources[0]]
@@ -183,7 +183,7 @@ def _head(entry: CatalogEntry) -> str:
 
 
 def _details(entry: CatalogEntry) -> list[str]:
-    """Return all that the catalog knows about an entry."""
+    """Return all facts of the catalog about an entry."""
     flags = " ".join(f"--{flag} {value}" for flag, value in entry.vllm_flags.items())
     origin = entry.origin + (f", in place of the entry of {entry.replaces}" * bool(entry.replaces))
     gated = {None: "", True: ", to be accepted first", False: ", open to all"}[entry.gated]

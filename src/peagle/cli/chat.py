@@ -52,7 +52,7 @@ _DEFAULTS = Layer(
         "sampling.max_tokens": Setting(MAX_NEW_TOKENS, _OWN_SOURCE),
     }
 )
-# What a generation_config.json may say.
+# Fields that a generation_config.json may set.
 _OF_MODEL = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
@@ -116,7 +116,7 @@ def chat(
     """Talk with a model in the terminal.
 
     Answers stream to standard output, statistics go to standard error.
-    /help lists what else can be typed: /new, /undo, /stats, /save FILE, /exit.
+    /help lists the commands: /new, /undo, /stats, /save FILE, /exit.
     """
     name_target(given, target_model)
     if server is not None:
@@ -158,7 +158,7 @@ def _local(setup: Setup, system: str | None, template: dict[str, Any]) -> LocalM
 def _remote(
     given: Given, url: str, name: str | None, thinking: bool | None, chat_template: str | None
 ) -> RemoteModel:
-    """Return the model of a server, with the sampling that was given"""
+    """Return the model of a server, with the given sampling options."""
     for_servers = ("config", "no_speculation", _K)
     foreign = [
         setting.source
@@ -190,7 +190,7 @@ def _remote(
 def _converse(
     model: LocalModel | RemoteModel, name: str, system: str | None, output_format: OutputFormat
 ) -> None:
-    """Talk until the input ends; status 2 where a message in a pipe could not be answered."""
+    """Talk until the input ends; exit with status 2 if a message in a pipe got no answer."""
     from peagle.cli.conversation import Conversation, JsonScreen, TextScreen
 
     is_text = output_format is OutputFormat.TEXT
@@ -208,7 +208,7 @@ def _converse(
             if is_command:
                 _aside(conversation.command(line))
             elif line.strip():
-                # In a pipe, Ctrl-C ends the program as it does elsewhere.
+                # In a pipe, Ctrl-C ends the program as usual.
                 with interrupt_asks() if is_live else nullcontext(lambda: False) as stopped:
                     for piece in conversation.say(line.removeprefix("/"), stopped):
                         screen.show(piece)
@@ -263,7 +263,7 @@ def _aside(text: str) -> None:
 def _check_template(
     folder: Path, setup: Setup, system: str | None, template: dict[str, Any]
 ) -> None:
-    """Render a first message, before weights are loaded."""
+    """Render a first message, so that a wrong template is refused before weights are loaded."""
     from peagle.chat import render_chat
     from peagle.models.target import load_tokenizer
 
@@ -297,7 +297,7 @@ def _no_template(setup: Setup) -> UserError:
 
 @contextmanager
 def _naming(option: str) -> Iterator[None]:
-    """Let a user's mistake name the option that made it."""
+    """Add the option to the message of a UserError."""
     try:
         yield
     except UserError as error:

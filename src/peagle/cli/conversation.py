@@ -45,9 +45,9 @@ class Turn:
 
     Attributes:
         reasoning: text that a thinking model wrote before the answer.
-        answer: its text.
-        facts: figures of the finished request, for JSON; None where the answer was stopped.
-        num_prompt_tokens: tokens of the conversation before it.
+        answer: text of the answer.
+        facts: figures of the finished request, for JSON; None if the answer was stopped.
+        num_prompt_tokens: tokens of the conversation before the answer.
         num_cached_tokens: prompt tokens whose keys and values were cached.
         tally: tokens, drafts and seconds of the conversation.
         ended: "stop", "length", "context" (it is full) or "interrupt".
@@ -63,7 +63,7 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the conversation with this answer."""
+        """Return the number of tokens of the conversation with this answer."""
         return self.num_prompt_tokens + self.tally.num_tokens
 
 
@@ -72,7 +72,7 @@ class Conversation:
 
     Attributes:
         messages: the conversation so far.
-        turns: the turns in it.
+        turns: the turns of the conversation.
         answered: all turns, including those taken back or forgotten.
         is_over: the user wants to leave.
     """
@@ -86,9 +86,9 @@ class Conversation:
         self.is_over = False
 
     def say(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[Piece]:
-        """Send the user's text and yield the answer as it comes; the conversation then has both.
+        """Send the user's text, yield the answer as it comes, and add both to the conversation.
 
-        Stopped before there is an answer, it has neither.
+        A request that is stopped before its answer begins adds neither.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         turn = yield from self.model.answer(messages, stopped)
@@ -99,7 +99,7 @@ class Conversation:
 
     @property
     def last(self) -> Turn:
-        """The latest turn."""
+        """Return the latest turn."""
         return self.answered[-1]
 
     def command(self, line: str) -> str:
@@ -176,7 +176,7 @@ class Conversation:
 
 
 class LocalModel:
-    """An LLM that answers conversations; `template_options` are those of `render_chat`."""
+    """A model in this process that answers conversations; `render_chat` gets `template_options`."""
 
     def __init__(self, llm: LLM, params: SamplingParams, **template_options: Any) -> None:
         self.llm = llm
@@ -189,7 +189,7 @@ class LocalModel:
     def answer(
         self, messages: Messages, stopped: Callable[[], bool]
     ) -> Generator[Piece, None, Turn]:
-        """Yield the answer as it comes, and return its turn; `stopped` may end it early."""
+        """Yield the answer as it comes, and return its turn; `stopped` may end the answer early."""
         prompt = render_chat(self.llm.tokenizer, messages, **self.template_options)
         if len(prompt) >= self.max_model_len:
             raise UserError(
@@ -241,8 +241,8 @@ class ReportedPiece(Piece):
     """New text with a mark on each token that came from a draft.
 
     Attributes:
-        tokens: the text of each and whether it was accepted from a draft; empty where the server
-            did not say.
+        tokens: the text of each token and whether it was accepted from a draft; empty if the
+            server does not report it.
     """
 
     tokens: tuple[tuple[str, bool], ...] = ()
@@ -253,9 +253,9 @@ class RemoteModel:
 
     Attributes:
         name: name of the model, printable.
-        max_tokens: most tokens of an answer; 0 where the server decides.
-        max_model_len: most tokens of a conversation; 0 where the server does not say.
-        num_speculative_tokens: K; 0 where nothing is drafted.
+        max_tokens: most tokens of an answer; 0 if the server decides.
+        max_model_len: most tokens of a conversation; 0 if the server does not report it.
+        num_speculative_tokens: K; 0 without drafts.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class RemoteModel:
 
 
 def _pick(server: ApiClient, name: str | None) -> dict[str, Any]:
-    """Return the facts of a model that can converse."""
+    """Return the facts of the named or first model; refuse one without a chat template."""
     listed = {str(facts["id"]): facts for facts in server.models()}
     if not listed or (name is not None and name not in listed):
         names = printable(", ".join(listed)) or "none"
@@ -337,7 +337,7 @@ class _RemoteAnswer:
         self._first_s: float | None = None
 
     def add(self, event: AnswerEvent) -> Generator[Piece]:
-        """Take a chunk in and yield its text."""
+        """Add a chunk to the answer and yield its text."""
         report = event.report or DraftReport()
         self.tally.stats.record(report.num_drafted, report.num_accepted, report.draft_depth)
         for choice in event.choices:
@@ -357,7 +357,7 @@ class _RemoteAnswer:
             self.tally.stats = stats_of(usage.drafts) or self.tally.stats
 
     def turn(self, ended: str) -> Turn:
-        """Return the answer as it stands."""
+        """Return the answer so far as a turn."""
         answer, stats = self._texts[False], self.tally.stats
         facts = {
             "text": answer,
@@ -383,7 +383,7 @@ class _RemoteAnswer:
 
 
 class JsonScreen:
-    """Prints one JSON object a message, where a program reads."""
+    """Prints one JSON object a message, for a program."""
 
     def show(self, piece: Piece) -> None:
         """Print nothing: the object comes at the end."""
@@ -402,13 +402,13 @@ class JsonScreen:
         print(json.dumps(record), flush=True)
 
     def refuse(self, conversation: Conversation, problem: str) -> None:
-        """Print why a message got no answer, so that a program that waits gets an object."""
+        """Print the reason why a message got no answer: a waiting program expects an object."""
         record = {"turn": len(conversation.turns) + 1, "error": problem}
         print(json.dumps(record), flush=True)
 
 
 class TextScreen:
-    """Prints answers as they come, the reasoning apart from them, and figures after each."""
+    """Prints answers as they come, separate from the reasoning, and figures after each."""
 
     def __init__(self, is_live: bool) -> None:
         self._is_live = is_live
@@ -439,10 +439,10 @@ class TextScreen:
         print(dim(f"[{_figures(conversation)}]", sys.stderr), file=sys.stderr, flush=True)
 
     def refuse(self, conversation: Conversation, problem: str) -> None:
-        """Print nothing: the message is on standard error."""
+        """Print nothing: standard error has the reason already."""
 
     def _label(self, text: str) -> None:
-        # Where no style separates reasoning from answer; an answer in a pipe stands alone.
+        # A label separates reasoning from answer without styles; a pipe gets the answer alone.
         if not has_styles(self._aside):
             print(text, file=self._aside)
 

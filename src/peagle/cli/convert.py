@@ -1,4 +1,4 @@
-"""`peagle convert`: a draft head written anew, whole or compact, or a GGUF file as a folder."""
+"""`peagle convert`: rewrite a draft head, whole or compact, or a GGUF file as a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`peagle data synthesize | regenerate | prepare | inspect | features`: all that train reads."""
+"""`peagle data synthesize | regenerate | prepare | inspect | features`: the data of training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def inspect(
     from peagle.data.readers import split_of, table_files
 
     file = split_of(file, split)
-    table_files(file)  # refuses what is not there before torch is imported
+    table_files(file)  # refuses a missing file before torch is imported
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.data.inspect import inspect_data
@@ -245,7 +245,7 @@ class FeaturesOptions:
 def features(options: FeaturesOptions) -> None:
     """Store the target's hidden states of training data, to train from them.
 
-    For each sequence: the features of every position, and the final hidden states of the response,
+    Each sequence has the features of every position, and the final hidden states of the response,
     which the head imitates. Shards are written whole or not at all; existing shards are kept.
     """
     plan = _plan_features(options)
@@ -272,7 +272,7 @@ def features(options: FeaturesOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FeaturesPlan:
-    """A store that fits the disk, and the folder of the target that is still to be loaded."""
+    """A store that fits the disk, and the folder of the target, which is not loaded yet."""
 
     folder: Path
     engine: EngineConfig
@@ -310,7 +310,7 @@ def _plan_features(options: FeaturesOptions) -> FeaturesPlan:
         options.target_dtype, options.quantization, options.device, kv_cache_dtype=kv_dtype
     )
     folder = resolve_model(options.target)
-    # Sizes and identity of the target, without its layers: refusals come before the long part.
+    # The target without its layers gives sizes and identity: refusals come before the long part.
     ends = TargetEnds.load(folder)
     chosen = tuple(map(int, parts)) or default_aux_layer_ids(ends.num_layers)
     check_aux_layer_ids(chosen, ends.num_layers)
@@ -327,7 +327,7 @@ def _plan_features(options: FeaturesOptions) -> FeaturesPlan:
 
 
 def _show_plan(options: FeaturesOptions, plan: FeaturesPlan) -> None:
-    """Print the size of the store to standard error, and how much of it is there."""
+    """Print to standard error the size of the store and the number of existing shards."""
     from peagle.disk import size_text
 
     facts, need = plan.writer.facts, plan.need
@@ -453,7 +453,7 @@ def prepare(options: PrepareOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparePlan:
-    """The tables to read, and what becomes of them."""
+    """The tables to read, and the validation output with its share of the conversations."""
 
     sources: list[Path]
     validation: Path | None
@@ -461,7 +461,7 @@ class PreparePlan:
 
 
 def _plan_preparation(options: PrepareOptions) -> PreparePlan:
-    """Check the options, and that the sources and the target are there."""
+    """Check the options, the sources and the target."""
     output, validation, share = options.output, options.validation, options.validation_share
     if share is None:
         share = 0.0 if validation is None else _SHARE
@@ -479,9 +479,9 @@ def _plan_preparation(options: PrepareOptions) -> PreparePlan:
     check_limits(options.max_length, share)
     sources = [split_of(path, options.split) for path in options.sources]
     for source in sources:
-        table_files(source)  # refuses what is not there before torch is imported
+        table_files(source)  # refuses a missing file before torch is imported
         if source.is_file() and source.suffix not in (".safetensors", ".parquet"):
-            next(read_records(source), None)  # and what is not JSON
+            next(read_records(source), None)  # and a file that is not JSON
     check_paths(options.target, chat_template=options.chat_template)
     return PreparePlan(sources, validation, share)
 
@@ -671,8 +671,8 @@ def regenerate(given: Given, options: RegenerateOptions) -> None:
 
     The command writes each answer at once, and skips questions that the output already answers. It
     asks equal prompts once. The seed of a question depends only on --seed and the conversation.
-    OUTPUT.meta.json beside the output holds the provenance. The command counts what it leaves out,
-    by reason.
+    OUTPUT.meta.json beside the output holds the provenance. The command counts left-out prompts by
+    reason.
     """
     done = _regenerate(options, _plan_answers(given, options))
     if options.output_format is OutputFormat.JSON:
@@ -690,12 +690,12 @@ def regenerate(given: Given, options: RegenerateOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AnswersPlan:
-    """What is asked, and how.
+    """The prompts to answer and the settings of the answers.
 
     Attributes:
         prompts: the table of the prompts.
         found: the dialogues to ask, and records that are left out.
-        known: what decides the answers, as JSON, short of the model.
+        known: the settings that decide the answers, as JSON, without the model.
     """
 
     setup: Setup
@@ -737,7 +737,7 @@ def _check_jsonl(output: Path) -> None:
 
 
 def _begun(output: Path, deciding: Mapping[str, Any]) -> dict[str, Any]:
-    """Return as JSON what decides an output; refuse an output that was begun with other values."""
+    """Return the settings of an output as JSON; refuse an output that was begun with others."""
     from peagle.data.regenerate import check_begun
 
     known = json.loads(json.dumps(deciding, default=str))  # a setting may be no JSON
@@ -746,7 +746,7 @@ def _begun(output: Path, deciding: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _regenerate(options: RegenerateOptions, plan: AnswersPlan) -> RegenerateProgress:
-    """Ask what the output does not answer yet, the target here or a server."""
+    """Ask the questions that the output does not answer yet, of the target here or of a server."""
     from peagle.data.readers import AskedConversation, is_folder, sha256_of_table
 
     with ProgressLine("answer") as progress:
@@ -789,9 +789,9 @@ def _regenerate(options: RegenerateOptions, plan: AnswersPlan) -> RegenerateProg
 
 
 def _first_dialogues(file: Path, limit: int | None) -> Iterator[AskedConversation | Dropped]:
-    """Yield the first prompts of a file, and what is left out before the last of them.
+    """Yield the first prompts of a file, and the records left out before the last of them.
 
-    The detail of what is left out begins with its place.
+    The detail of a left-out record begins with its place.
 
     Raises:
         UserError: the file has no prompt.
@@ -867,7 +867,7 @@ def _load_for_batches(setup: Setup) -> tuple[LLM, dict[str, Any]]:
 
 
 def call_finder(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> CallFinder:
-    """Return what finds calls in the form that the server would expect for the chat template."""
+    """Return a finder of tool calls in the form that the server expects for the chat template."""
     from peagle.chat import resolve_chat_template
     from peagle.data.regenerate import CallFinder
     from peagle.serving.tool_parsers import PARSERS, detect_parser, parser_for
@@ -922,7 +922,7 @@ def _check_remote(given: Given, chat_template: str | None) -> None:
 
 
 def _template_id(chat_template: str | None) -> str | None:
-    """Return what identifies a template: its name, or the hash of its file."""
+    """Return the identity of a template: its name, or the hash of its file."""
     if chat_template is None or not Path(chat_template).is_file():
         return chat_template
     from peagle.model_folder import sha256_of

@@ -1,4 +1,4 @@
-"""What the defaults of a setup amount to on this machine, without loading a target."""
+"""The values that a setup's defaults get on this machine, without loading a target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def decided(
 ) -> dict[str, Any]:
     """Return the device, the type, K, the CPU threads and the longest sequence.
 
-    A value that a target which is not in a folder here decides is None.
+    A value that depends on the target is None for a target that is not in a folder here.
     """
     from peagle.engine.placement import resolve_device, resolve_dtype
 

@@ -1,4 +1,4 @@
-"""`peagle demo`: four ways to decode the same prompts, watched and compared.
+"""`peagle demo`: four decoding methods on the same prompts, shown live and compared.
 
 The screen shows text that grows in a terminal, lines elsewhere, and a table at the end.
 """
@@ -55,14 +55,14 @@ Models of your own:
 
 DEFAULT_LIMIT = 12
 PLAIN, EAGLE3, PEAGLE, TREE = "plain", "EAGLE-3", "P-EAGLE", "P-EAGLE tree"
-# Of the bundled pair's trees on a CPU, the fastest (docs/lab/trees.md).
+# The bundled pair's fastest trees on a CPU (docs/lab/trees.md).
 TREE_NODES, TREE_ROOTS = 19, 8
 _K, _REVISION = "speculative.num_speculative_tokens", "speculative.revision"
 _CODE, _QUESTIONS = "humaneval", "mt_bench"
 _TITLES = {_CODE: "HumanEval", _QUESTIONS: "MT-Bench"}
 _FRAMES_PER_S = 30
-_MAX_LINES = 22  # of the panel
-_LINES_BELOW = 10  # the table of the results so far, and the line of the prompt
+_MAX_LINES = 22  # lines of the panel
+_LINES_BELOW = 10  # lines of the table of results and of the prompt
 _MODELS = group(
     "Model",
     """
@@ -111,9 +111,9 @@ def demo(
     configurations = _heads(given)
     from peagle.models.loading import resolve_model, with_local_head
 
-    # Before the view, which would paint over the progress of a download.
+    # Downloads come before the view, which would paint over their progress.
     folder = resolve_model(target, given.value("revision"))
-    # K is the same for all, and on every machine.
+    # All heads have the same K on every machine.
     configurations = {
         kind: replace(with_local_head(one), num_speculative_tokens_per_batch_size=None)
         for kind, one in configurations.items()
@@ -154,7 +154,7 @@ def demo(
 
 
 def _prompts(llm: LLM, limit: int) -> tuple[str, list[tuple[Prompt, str | list[int]]]]:
-    """Return the prompt set, and each prompt with what the engine gets of it."""
+    """Return the prompt set, and each prompt with the text or token ids for the engine."""
     if not getattr(llm.tokenizer, "chat_template", None):
         return _CODE, [(prompt, prompt.text) for prompt in load_prompt_set(_CODE, limit)]
     from peagle.chat import render_chat
@@ -167,7 +167,7 @@ def _prompts(llm: LLM, limit: int) -> tuple[str, list[tuple[Prompt, str | list[i
 
 
 def _heads(given: Given) -> dict[str, SpeculativeConfig]:
-    """Return the speculative configuration of each method, in the order in which they run."""
+    """Return the speculative configuration of each method, in the order of the runs."""
     target, draft, eagle3 = (given.value(key) for key in ("target", "draft", "eagle3"))
     if (pair := pair_of(target)) is not None:
         draft, eagle3 = draft or pair, eagle3 or pair
@@ -196,7 +196,7 @@ def _check_kinds(configurations: dict[str, SpeculativeConfig], num_target_layers
 
 
 def _with_trees(config: SpeculativeConfig, num_target_layers: int) -> SpeculativeConfig:
-    """Return the configuration with trees as deep as its chains, and as the head was trained."""
+    """Return the configuration with trees as deep as its chains and the head's training allow."""
     from peagle.models.checkpoint import read_head
 
     assert config.model is not None
@@ -298,7 +298,7 @@ def _results_table(results: Mapping[str, Run]) -> Table:
 
 
 def print_next_steps(console: Console) -> None:
-    """Print commands that the user can type next, as they work in this folder."""
+    """Print commands that the user can type next in this folder."""
     peagle = command_prefix()
     console.print("\nNext:")
     for arguments, meaning in (
@@ -307,7 +307,7 @@ def print_next_steps(console: Console) -> None:
         ("eval --limit 8", "measure how many draft tokens are accepted"),
         ("--help", "see every command"),
     ):
-        # Text, not markup: a folder's name may hold brackets.
+        # A folder's name may hold brackets, which markup would interpret.
         line = Text(f"  {peagle} {arguments}").append(f"  # {meaning}", style="dim")
         console.print(line, soft_wrap=True)
 
@@ -371,21 +371,21 @@ class DemoView:
     """The display of a running demo; this one shows nothing."""
 
     def loading(self) -> AbstractContextManager[Any]:
-        """Show that the models are loaded and warmed up."""
+        """Return a context that shows that the models are loaded and warmed up."""
         return nullcontext()
 
     def running(self, llms: dict[str, LLM]) -> AbstractContextManager[Any]:
-        """Show that prompts are completed."""
+        """Return a context that shows the completion of prompts."""
         return nullcontext()
 
     def begin(self, prompt: Prompt, method: str) -> None:
-        """Begin a method on a prompt."""
+        """Begin to show a method on a prompt."""
 
     def show(self, chunk: StreamChunk) -> None:
-        """Show new tokens."""
+        """Show the new tokens of a chunk."""
 
     def end(self, results: dict[str, Run]) -> None:
-        """Show the results so far, once a method is done with a prompt."""
+        """Show the results so far, when a method has finished a prompt."""
 
 
 class LineView(DemoView):
@@ -410,7 +410,7 @@ class LiveView(DemoView):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        # Without colours bold alone: an underline hides the underscores of code.
+        # Without colours the style is bold: an underline would hide the underscores of code.
         self.accepted_style = "bold" if console.no_color else "bold green"
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._llms: dict[str, LLM] = {}

@@ -24,8 +24,8 @@ More about each:
   peagle deploy sagemaker create --help
 """
 
-# Module of peagle.cli and one-line help of each command. The command is the function of its name
-# there, and NAME_EXAMPLES close its help page; it is imported when somebody calls it.
+# Module of peagle.cli and one-line help of each command. The module has the command as a function
+# of its name, and NAME_EXAMPLES for its help page. It is imported when the command is called.
 SUBCOMMANDS = {
     "create": ("deploy_create", "Create an endpoint of a model and its draft head."),
     "update": ("deploy_create", "Change an endpoint: model, head, K, instances, image."),
@@ -50,7 +50,7 @@ class DeployCommand(LazyCommand):
 
 
 class SagemakerGroup(with_examples(TyperGroup, EXAMPLES)):
-    """The group of the commands in the table above."""
+    """The group of the commands in `SUBCOMMANDS`."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

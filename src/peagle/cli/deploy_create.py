@@ -1,4 +1,4 @@
-"""`peagle deploy sagemaker create | update | plan | template`: from options to a stack."""
+"""`peagle deploy sagemaker create | update | plan | template`: a stack built from options."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def create(
     if model.startswith((".", "/", "~")):
         from peagle.deploy.models import source_of
 
-        source_of(model)  # refuses what is not there before AWS is asked
+        source_of(model)  # refuses a missing folder before AWS is called
     from peagle.deploy import stack
     from peagle.deploy.aws import Clients
     from peagle.deploy.request import Lookups, new_deployment, require_role
@@ -133,7 +133,7 @@ def update(
     wait: Wait = True,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Change an endpoint: what no option names stays. It answers requests all the while.
+    """Change an endpoint: settings without an option stay. It answers requests all the while.
 
     SageMaker starts new instances beside the old ones and switches when they are healthy. If they
     are not, CloudFormation goes back, and the old ones go on.
@@ -194,8 +194,8 @@ def plan(
 ) -> None:
     """Print every call of AWS that a command would make as JSON, and make none.
 
-    Nothing is asked of a network; region, role and credentials are not needed. Secrets are not
-    shown. Draft heads on the hub or in S3 are not looked at; create does that.
+    The command needs no network, region, role or credentials. Secrets are not shown. It does not
+    read draft heads on the hub or in S3; create does.
     """
     lookups = options.offline_lookups(given)
     if planned is PlannedCommand.CREATE:

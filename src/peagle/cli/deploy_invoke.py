@@ -1,4 +1,4 @@
-"""`peagle deploy sagemaker invoke`: a request to an endpoint, its answer as it comes."""
+"""`peagle deploy sagemaker invoke`: send a request to an endpoint and stream the answer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def invoke(
         )
 
 
-# ---- what is asked --------------------------------------------------------------------------
+# ---- the request ----------------------------------------------------------------------------
 
 
 def _request(
@@ -172,7 +172,7 @@ def _parsed(text: str, flag: str) -> Any:
         raise UserError(f"{flag} is not JSON: {error}.") from None
 
 
-# ---- what is shown --------------------------------------------------------------------------
+# ---- the answer -----------------------------------------------------------------------------
 
 
 class _AnswerPrinter:
@@ -183,7 +183,7 @@ class _AnswerPrinter:
         self._start = time.perf_counter()
         self._first_s: float | None = None
         self._reasons = False  # reasoning was the last thing written
-        self._ends_line = True  # of standard output
+        self._ends_line = True  # standard output is at the beginning of a line
 
     def event(self, event: AnswerEvent) -> None:
         """Show an event of a stream."""
@@ -219,7 +219,7 @@ class _AnswerPrinter:
         self._ends_line = shown.endswith("\n")
 
     def end(self, answer: Completion) -> None:
-        """Show the other choices, and what the answer took."""
+        """Show the other choices, and the time, tokens and drafts of the answer."""
         if self._is_text:
             self._end_lines()
             for index in sorted(set(answer.texts) - {0}):

@@ -58,10 +58,11 @@ def status(
     region: Region = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Show an endpoint: state, instances, what it drafts with, metrics and acceptance.
+    """Show an endpoint: state, instances, how it drafts, metrics and acceptance.
 
-    Acceptance is that of the whole window: counts of our container in CloudWatch, else lines that
-    vLLM logged in the last hour. Less than 85% of what is expected is called drift.
+    Acceptance covers the whole window: it comes from counts of our container in CloudWatch, else
+    from lines that vLLM logged in the last hour. Less than 85% of the expected length is called
+    drift.
     """
     from peagle.deploy.aws import Clients
     from peagle.deploy.logs import seconds_ago
@@ -103,7 +104,7 @@ def logs(
     region: Region = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Show what the containers of an endpoint wrote.
+    """Show the log of the containers of an endpoint.
 
     Time, variant and instance come first on every line; times are UTC.
     """
@@ -280,7 +281,7 @@ def delete(
     """Delete an endpoint's stack (scaling, endpoint, configuration, model), then its uploads.
 
     A stack that is gone is no error, so that the command can be run again. Objects in S3 go only if
-    peagle put them there. What could not be deleted is listed with a command that does it.
+    peagle put them there. Anything that could not be deleted is listed with a command that does it.
     """
     from peagle.deploy import stack
     from peagle.deploy.aws import Clients

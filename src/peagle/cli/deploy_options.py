@@ -1,4 +1,4 @@
-"""The options that the commands of `peagle deploy sagemaker` share, and how they are read."""
+"""The options that the commands of `peagle deploy sagemaker` share, and their readers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ ALL_OPTIONS = (*ENDPOINT, *UPDATE_OPTIONS)
 def read_request(
     given: Given, model: str, region: str, vllm: Sequence[str], *, name: str = ""
 ) -> DeploymentRequest:
-    """Return the request that the options make; `vllm` is the command line behind --."""
+    """Return the options as a request; `vllm` is the command line behind --."""
     from peagle.deploy.container import flags_from
     from peagle.deploy.request import DeploymentRequest
     from peagle.deploy.speculation import SpeculationFlags
@@ -204,15 +204,15 @@ def region_of(given: Given) -> str:
 
 
 def new_stamp() -> str:
-    """Return the time with random letters, which tell two changes of one second apart."""
+    """Return the time with random letters, which tell two changes in one second apart."""
     return f"{time.strftime('%Y%m%d%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 @contextmanager
 def leftovers_printed(output_format: OutputFormat) -> Iterator[None]:
-    """Print an error that leaves resources behind as JSON too, where the output is JSON.
+    """If the output is JSON, print an error that leaves resources behind as JSON too.
 
-    One object on standard output: error, and stayed, a list of what, command and reason.
+    The object on standard output has the error, and `stayed`, a list with kind, command and reason.
     """
     from peagle.deploy.stack import Unfinished
 

@@ -1,4 +1,4 @@
-"""`peagle deploy sagemaker scale`: how many instances an endpoint has."""
+"""`peagle deploy sagemaker scale`: the number of an endpoint's instances."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _POLL_S = 15
 
 
 class ScalingMetric(StrEnum):
-    """The load of an instance that scaling keeps."""
+    """The load of an instance that automatic scaling keeps at its target."""
 
     CONCURRENCY = "concurrency"
     INVOCATIONS = "invocations"
@@ -154,7 +154,7 @@ def _change_scaling(
     *,
     print_calls: bool,
 ) -> None:
-    """Change the scaling of an endpoint's stack, or print the calls that would."""
+    """Change the scaling of an endpoint's stack, or print the calls that would change it."""
     from peagle.deploy import stack
     from peagle.deploy.template import deployment_of, with_autoscaling
 

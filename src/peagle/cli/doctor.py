@@ -1,4 +1,4 @@
-"""`peagle doctor`: why a draft head accepts less than it should."""
+"""`peagle doctor`: find out why a draft head accepts less than it should."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def doctor(
     """Find out why a draft head accepts less than it should.
 
     Looks through the files of the head, runs it as in training on fixed prompts, tries a repair for
-    each known fault, and compares with what is served. Names the cause and the remedy. With
-    candidate trees it starts our engine with them, and says what that refuses.
+    each known fault, and compares with the serving engine. Names the cause and the remedy. With
+    candidate trees it starts our engine with them, and shows why the engine refuses them.
     """
     if endpoint_model is not None and endpoint is None:
         raise UserError("--endpoint-model was given without --endpoint; give both.")
@@ -121,7 +121,7 @@ def doctor(
         raise UserError(f"There is no head to examine for {setup.target!r}. Name one with --draft.")
     setup.check_paths(chat_template)
     if prompts is not None:
-        read_prompts(prompts)  # refuses a file that is not there before torch is imported
+        read_prompts(prompts)  # refuses a missing file before torch is imported
     setup.prepare()
     with ProgressLine("step") as line:
         in_vllm = None
@@ -137,7 +137,7 @@ def doctor(
             endpoint=endpoint,
             endpoint_model=endpoint_model,
             vllm=in_vllm,
-            # The depth of trees may be more than the head can.
+            # The given K, and not the depth of the trees, which may exceed the head's.
             num_speculative_tokens=given.value("speculative.num_speculative_tokens"),
             trees=setup.speculative.parallel_drafting_spec,
             prompts=prompts,

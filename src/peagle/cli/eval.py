@@ -1,4 +1,4 @@
-"""`peagle eval`: how well drafts are accepted, and whether decoding is lossless."""
+"""`peagle eval`: measure the acceptance of drafts, or certify that decoding is lossless."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """The options that `eval` has beside those of groups, as typed."""
+    """The options of `eval` outside the shared groups, as typed."""
 
     target_model: groups.Model = None
     flags: VllmFlags = None
@@ -139,8 +139,8 @@ class EvalOptions:
 def eval(given: Given, options: EvalOptions) -> None:
     """Measure how well the drafts of a head are accepted, or certify that decoding is lossless.
 
-    Acceptance length and acceptance by position, with 95% intervals over requests.
-    In the report also by set, category, context length and output position.
+    The result has acceptance length and acceptance by position, with 95% intervals over requests.
+    The report also has them by set, category, context length and output position.
     """
     plan = _plan(given, options)
     if plan.certificate is not None:
@@ -156,14 +156,14 @@ def eval(given: Given, options: EvalOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AcceptancePlan:
-    """What `eval` measures, decided before a model is loaded.
+    """The measurements of `eval`, decided before a model is loaded.
 
     Attributes:
-        flags: of vLLM.
-        ks: () takes what the heads were trained for, or a server's own.
+        flags: flags of vLLM.
+        ks: K to measure; () takes the heads' trained K, or a server's own.
         heads: the methods here; () with a server.
-        certificate: what a certificate needs; None measures acceptance.
-        requests: what every method gets; whether in a chat template is open.
+        certificate: options of a certificate; None measures acceptance.
+        requests: the requests of every method; their chat template is decided later.
     """
 
     options: EvalOptions
@@ -176,8 +176,8 @@ class AcceptancePlan:
 
     @property
     def extra_body(self) -> dict[str, Any]:
-        """Further fields of every request to a server."""
-        # Left out, top_p would be the server's own, and the figures not those of the given options.
+        """Return the further fields of every request to a server."""
+        # Without top_p the server would sample with its own, not with the given one.
         requests = self.requests
         return harness.template_fields(requests.thinking, {"top_p": requests.params.top_p})
 
@@ -194,7 +194,7 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, methods)
     temperatures = _temperatures(options.temperature)
     draft_sampling, window = given.value(_DRAFT_SAMPLING, "argmax"), given.value(_WINDOW)
-    # Any head will do: only trees and how it drafts are checked.
+    # Any head will do: only the trees, the draft sampling and the window are checked.
     head = {"model": "head", "parallel_drafting_spec": given.value(_TREES)}
     SpeculativeConfig.parse({**head, "draft_sampling": draft_sampling, "draft_window": window})
     certificate = _certificate_options(given, options, temperatures) if options.certify else None
@@ -311,7 +311,7 @@ def _certificate_options(
 
 
 def _run(given: Given, plan: AcceptancePlan) -> tuple[AcceptanceFile, str]:
-    """Measure every entry, and return the file of them with what is left to print."""
+    """Measure every entry; return the file with all entries, and the text still to print."""
     endpoint = plan.options.endpoint
     subject = _on_server(plan, endpoint) if endpoint else _on_engines(given, plan)
     arms, chat, provenance, target_sha256 = subject
@@ -327,12 +327,12 @@ def _run(given: Given, plan: AcceptancePlan) -> tuple[AcceptanceFile, str]:
     return file, _measure(arms, requests, file, plan.options)
 
 
-# Arms, whether they get a chat template, the origin of the results, the target's hash if known.
+# Arms, whether prompts go through the chat template, provenance, the target's hash or "".
 Subject = tuple["list[EvalArm]", bool, dict[str, Any], str]
 
 
 def _on_engines(given: Given, plan: AcceptancePlan) -> Subject:
-    """Load the models, for engines here or for vLLM."""
+    """Load the models, for engines here or for vLLM, and make their arms."""
     installation = vllm.find(given) if plan.is_on_vllm else None
     models = _load(given, plan)
     requests, chat = plan.requests, plan.options.chat_template
@@ -373,7 +373,7 @@ def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
 def _vllm_arms(
     given: Given, plan: AcceptancePlan, models: Models, installation: VllmInstallation
 ) -> tuple[list[EvalArm], str]:
-    """Make arms that start vLLM for each head and K; return the data type that vLLM takes too."""
+    """Make arms that start vLLM for each head and K; return them with vLLM's data type."""
     from peagle.evaluation.eval_run import EvalArm
     from peagle.evaluation.vllm_server import ENGINE, vllm_backend
 
@@ -398,7 +398,7 @@ def _vllm_arms(
 
 
 def _on_server(plan: AcceptancePlan, endpoint: str) -> Subject:
-    """Reach the server, and find out whether it converses."""
+    """Connect to the server, find out whether it converses, and make its arms."""
     from peagle.evaluation.endpoint import EndpointBackend
 
     match = _NAMED_URL.fullmatch(endpoint)
@@ -432,7 +432,7 @@ def _server_arms(server: EndpointBackend, name: str, ks: Sequence[int]) -> list[
 
 
 def _converses(server: EndpointBackend, chat_template: bool | None, thinking: bool | None) -> bool:
-    """Decide whether the server gets messages: by the option, else by whether it answers one."""
+    """Decide whether the server gets messages: by the option, else by its answer to one."""
     from peagle.evaluation.decoding import Request
 
     if chat_template is not None:
@@ -519,13 +519,13 @@ class EvalView:
         self._done = self._total = 0
 
     def begin(self, key: EntryKey, num_requests: int) -> None:
-        """Say which entry is begun."""
+        """Show which entry begins."""
         self._line = ProgressLine("request")
         self._line.begin(f"{printable(str(key))}: {num_requests} requests")
         self._done, self._total = 0, num_requests
 
     def advance(self) -> None:
-        """Count a request."""
+        """Count a finished request."""
         self._done += 1
         self._line.update(self._done, self._total, "")
 

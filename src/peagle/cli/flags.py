@@ -1,8 +1,8 @@
 """Options declared once, in groups, and commands whose signatures are composed of them.
 
-typer reads a command's options from its signature. `takes` adds those of some groups to the
-parameters that the command has of its own, and hands it what the user gave as one mapping. `spread`
-makes those parameters of the fields of a dataclass.
+typer reads a command's options from its signature. `takes` adds the options of groups to the
+command's own parameters, and passes the command the given ones as one mapping. `spread` makes
+parameters of the fields of a dataclass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Flag:
         kind: type of the value; bool is a switch, a list may be given several times.
         name: the option, with its opposite after a slash; "" makes it of the key.
         default: the default on the help page; None takes that of the configuration's field.
-        read: makes the value of what the user typed.
+        read: function from the typed text to the value.
     """
 
     key: str
@@ -47,12 +47,12 @@ class Flag:
 
     @property
     def shown_name(self) -> str:
-        """The name in messages; of a switch the positive one."""
+        """Return the name in messages; a switch has its positive name."""
         return self.name.partition("/")[0] or _dashed(self.key)
 
     @property
     def parameter(self) -> Parameter:
-        """The parameter of a command's signature from which typer makes this option."""
+        """Return the parameter of a command's signature from which typer makes this option."""
         option: Any = typer.Option(
             *filter(None, (self.name or _dashed(self.key), self.short)),
             help=self.help,
@@ -68,7 +68,7 @@ class Flag:
         )
 
     def setting(self, typed: Any) -> Setting:
-        """Return what the user typed as a setting."""
+        """Return the typed value as a setting."""
         try:
             return Setting(typed if self.read is None else self.read(typed), self.shown_name)
         except UserError as error:
@@ -76,7 +76,7 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        """The default on the help page."""
+        """Return the default on the help page."""
         if self.default is not None:
             return self.default
         section, _, name = self.key.partition(".")
@@ -111,8 +111,8 @@ def group(
     The first line of an option is `-s, --name METAVAR:KIND ... = key`, of which only the name is
     required: no metavar makes a switch, KIND is TEXT unless it is given or is the metavar itself,
     three dots let the option repeat, and the key is the name, in the section, unless it is given.
-    The indented lines below are the help, with the default at its end. `read` makes the value of
-    the option of a name; a switch --no-x with the key x gives False.
+    The indented lines below are the help, with the default at its end. `read` has functions that
+    read values, by option name; a switch --no-x with the key x gives False.
     """
     flags = []
     for option in re.split(r"\n(?=-)", dedent(text).strip()):
@@ -163,7 +163,7 @@ class Given(dict[str, Setting]):
 
     @classmethod
     def read(cls, typed: Mapping[Flag, Any]) -> Given:
-        """Read what the user typed for each flag; None or an empty list is nothing."""
+        """Return the settings that the user typed; None or an empty list counts as not given."""
         given = cls()
         for flag, value in typed.items():
             if value is None or value == []:
@@ -180,7 +180,7 @@ class Given(dict[str, Setting]):
 def takes(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command so that it takes these options beside its own parameters.
 
-    It gets what was given of them as its first argument, a `Given`.
+    The command gets the given ones as its first argument, a `Given`.
     """
     composed = {flag.parameter.name: flag for flag in flags}
 
@@ -201,7 +201,7 @@ def takes(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command whose last parameter is a dataclass: each field is an option of its own.
+    """Decorate a command whose last parameter is a dataclass, with an option for each field.
 
     The field's annotation and default declare the option, as typer reads them.
     """

@@ -1,4 +1,4 @@
-"""The options that commands share: groups of them, and types of single parameters."""
+"""The options that commands share, in groups, and types of single parameters."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ Model = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help="The target model, like --target.", show_default=False),
 ]
-# Of commands that measure.
+# Parameters of the commands that measure.
 MoreHeads = Annotated[
     list[str] | None,
     typer.Option(

@@ -69,7 +69,7 @@ def load_prompts(
 ) -> dict[str, list[Prompt]]:
     """Load the prompts that --set, --limit and --shuffle-seed choose, by the name of their set.
 
-    Without a set a few prompts of the default one are taken.
+    Without --set a few prompts of the default set are taken.
     """
     from peagle.evaluation.prompt_sets import load
 
@@ -85,13 +85,13 @@ def load_prompts(
 
 
 def note_plain_prompts(sets: Mapping[str, Sequence[Prompt]]) -> None:
-    """Tell the user which parts of prompts are not sent where there is no chat template."""
+    """Tell the user which parts of prompts are not sent without a chat template."""
     if count := sum(bool(one.system or one.tools) for prompts in sets.values() for one in prompts):
         note(f"{count} prompts have system messages or tools; without a chat template none is sent")
 
 
 def sampling_params(given: Given) -> SamplingParams:
-    """Return how requests are sampled, with a seed."""
+    """Return the sampling parameters of requests, with a seed."""
     params = Settings(Layer(dict(given))).build("sampling")
     return params if params.seed is not None else replace(params, seed=0)
 
@@ -110,9 +110,10 @@ def template_fields(thinking: bool | None, extra_body: Mapping[str, Any]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A target (its TargetEnds where vLLM loads the rest) and the methods to measure on it.
+    """A target and the methods to measure on it.
 
-    `engine_options` are the fields of EngineConfig that were given.
+    `target` is its TargetEnds alone if vLLM loads the rest. `engine_options` are the given fields
+    of EngineConfig.
     """
 
     target: Any
@@ -124,21 +125,21 @@ class Models:
 
     @property
     def default_k(self) -> int:
-        """The K that every head was trained for, at most 7."""
+        """Return the K that every head was trained for, at most 7."""
         from peagle.models.head_json import default_depth
 
         return min(default_depth(one.trained_depth) for one in self.methods)
 
     @property
     def dtype(self) -> str:
-        """The type of the target, and of its weights where they are quantised."""
+        """Return the type of the target, and of its weights if they are quantised."""
         from peagle.models.target_facts import precision_of
 
         return precision_of(self.target)
 
     @property
     def target_sha256(self) -> str:
-        """A digest that distinguishes targets of the same name."""
+        """Return a digest that tells targets of the same name apart."""
         from peagle.models.fingerprint import TargetFingerprint
 
         return TargetFingerprint.of(self.target, tokens=False).lm_head_sha256
@@ -149,7 +150,7 @@ def named_methods(
 ) -> list[DecodingMethod]:
     """Return the methods that --draft, --eagle3 and --method name; by default the bundled heads.
 
-    With `ngram` prompt lookup is among them.
+    `ngram` adds prompt lookup.
     """
     named = [DecodingMethod.parse(text) for text in methods]
     if any(one.name == PLAIN for one in named):
@@ -169,7 +170,7 @@ def named_methods(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The folders of a target and of the heads of some methods; None for a method without."""
+    """The folders of a target and of the methods' heads; None for a method without a head."""
 
     target: Path
     heads: list[Path | None]
@@ -179,7 +180,7 @@ def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
     """Find the target and the heads, and fetch those of a hub; torch is not imported.
 
     Raises:
-        UserError: as `resolve_model`; or trees that are deeper than a head was trained for.
+        UserError: as for `resolve_model`; or trees are deeper than a head was trained for.
     """
     from peagle.model_folder import read_json
     from peagle.models.head_json import is_parallel, with_depth
@@ -291,7 +292,7 @@ def _with_head(
 def _each_once(methods: Sequence[DecodingMethod]) -> list[DecodingMethod]:
     """Return the methods with the chains and the trees of each head once.
 
-    A second name that the user has for a head is that of its trees.
+    If the user names a head twice, its trees get the second name.
     """
     with_trees = {one.folder for one in methods if one.trees}
     kept: dict[Any, DecodingMethod] = {}
@@ -305,7 +306,7 @@ def _each_once(methods: Sequence[DecodingMethod]) -> list[DecodingMethod]:
 
 
 def display_name(source: str) -> str:
-    """Return the name of a model as the user gave it, or of a bundled model its short name."""
+    """Return the user's name of a model; for a bundled model its short name."""
     root, path = BUNDLED_TARGET.parent, Path(source)
     if not path.is_relative_to(root):
         return source
@@ -337,8 +338,7 @@ def check_output(
 ) -> None:
     """Refuse an output folder that cannot be used, before anything is loaded.
 
-    That is one where nothing can be written, and one whose file `name` is not readable or holds
-    results that were made with other settings than the `known` ones.
+    It must be writable, and its file `name` must be readable, with the same settings as `known`.
     """
     if output is None:
         return
@@ -355,7 +355,7 @@ def check_output(
 def resumable(
     close_view: Callable[[], None], output: Path | None, measurements: Sized
 ) -> Iterator[None]:
-    """Measure; after an interruption or an error, say what is kept for the same command."""
+    """Run a measurement; if it is interrupted or fails, say what is kept for the same command."""
     try:
         yield
     except BaseException:
@@ -376,7 +376,7 @@ def conclude(
     output: Path | None,
     output_format: groups.OutputFormat,
 ) -> None:
-    """Write results to their file, report on all that the folder holds, and print the results.
+    """Write results to their file, report on the whole output folder, and print the results.
 
     Without an output folder nothing is written. `text` holds the results for people.
     """

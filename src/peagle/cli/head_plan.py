@@ -1,7 +1,7 @@
-"""Budgets of `peagle make-head`: what a probe measured, and the work that fits into the minutes.
+"""Budgets of `peagle make-head`: measured costs, and the work that fits the minutes.
 
-Training takes as long as it may and its data as little as it must: no more than `MAX_EPOCHS`
-epochs are trained, and data gets no less than `MIN_DATA_SHARE` of the time of both.
+Training gets as much time as possible and its data as little as needed: training sees the data at
+most `MAX_EPOCHS` times, and data gets at least `MIN_DATA_SHARE` of the time of both.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Any
 
 from peagle.errors import UserError
 
-MAX_EPOCHS = 3.0  # more overfit (docs/lab/bundled.md)
+MAX_EPOCHS = 3.0  # more epochs overfit (docs/lab/bundled.md)
 MIN_DATA_SHARE = 0.35
-CORRECTION_SHARE = 0.1  # of the time without starts
+CORRECTION_SHARE = 0.1  # share of the time without starts
 EVAL_SHARE = 0.05
 MAX_CORRECTION_STEPS = 1100
-MIN_STEPS = 50  # of training and of a correction, fewer of which are no head
-MIN_EVAL_PROMPTS = 4  # of each set
+MIN_STEPS = 50  # fewer steps make no useful head or correction
+MIN_EVAL_PROMPTS = 4  # prompts of each set
 ANSWERS_PER_PROMPT = 2  # one greedy, one at a temperature
 
 
 @dataclass(frozen=True, slots=True)
 class HeadProbe:
-    """What the small first part of each stage took on this machine.
+    """The times of the small first part of each stage on this machine.
 
     Attributes:
         spent_s: seconds of the probe.
         starts_s: seconds of each stage without its own work: loading, compiling, saving.
-        prompt_s: of a kept prompt; 0 where the user brings prompts.
-        answer_s: of an answer.
+        prompt_s: seconds for a kept prompt; 0 if the user brings prompts.
+        answer_s: seconds for an answer.
         answer_tokens: training tokens of an answer, its prompt included.
-        step_s: of a training step.
+        step_s: seconds of a training step.
         step_tokens: training tokens of a step.
-        eval_prompt_s: of a prompt of an evaluation set, with both methods.
-        num_sets: evaluation sets.
+        eval_prompt_s: seconds for a prompt of an evaluation set, with both methods.
+        num_sets: number of evaluation sets.
         has_correction: whether the head gets a correction.
     """
 
@@ -56,11 +56,11 @@ class HeadPlan:
 
     Attributes:
         prompts: prompts to write; each is answered `ANSWERS_PER_PROMPT` times.
-        steps: training steps, about; they are fixed when the data is there.
-        epochs: how often training sees the data.
+        steps: approximate training steps; the prepared data fixes the number.
+        epochs: times that training sees the data.
         correction_steps: steps of the correction, 0 without one.
-        eval_limit: prompts of each evaluation set, at most.
-        seconds: of each stage, in order; the first is the probe.
+        eval_limit: most prompts of each evaluation set.
+        seconds: seconds of each stage, in order; the first is the probe.
     """
 
     prompts: int
@@ -99,8 +99,8 @@ def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
     """Return the work that fits into `minutes`, the probe and all starts included.
 
     With x prompts, data takes c x seconds and has t x tokens, and training of r tokens/s gets the
-    rest R - c x. x is the larger one of r R / (MAX_EPOCHS t + r c), at which training sees the
-    data `MAX_EPOCHS` times, and MIN_DATA_SHARE R / c.
+    rest R - c x. x is the larger of r R / (MAX_EPOCHS t + r c), at which training sees the data
+    `MAX_EPOCHS` times, and MIN_DATA_SHARE R / c.
 
     Raises:
         UserError: `minutes` have no room for the least work of a stage; it names the stage and the
@@ -156,13 +156,13 @@ def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
 
 
 def training_steps(seconds: float, step_s: float, step_tokens: float, num_tokens: int) -> int:
-    """Return the steps that fit into `seconds`, of at most `MAX_EPOCHS` epochs."""
+    """Return the training steps that fit into `seconds`, in at most `MAX_EPOCHS` epochs."""
     most = max(1, int(MAX_EPOCHS * num_tokens / step_tokens))
     return min(most, max(MIN_STEPS, int(seconds / step_s)))
 
 
 def too_short(minutes: float, stage: str, needed_s: float) -> UserError:
-    """Return the error of minutes that have no room for a stage."""
+    """Return the error for minutes that are too short for a stage."""
     needed = 1.05 * needed_s / 60
     return UserError(
         f"--minutes is {minutes:g}, too short for the stage {stage!r}: this machine needs at least "

@@ -25,7 +25,7 @@ INTERRUPTED = 130
 _UNWRITABLE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 # Name and one-line help of each command. The command is the function of that name (_ for -) in the
-# module peagle.cli.NAME, whose EXAMPLES close the help page; it is imported when somebody calls it.
+# module peagle.cli.NAME, whose EXAMPLES close the help page; a call of the command imports it.
 COMMANDS = {
     "bench": "Measure throughput and latency by method, K and concurrency.",
     "catalog": "List the models with published draft heads, and what it takes to deploy them.",
@@ -45,12 +45,12 @@ COMMANDS = {
 }
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
-# click's own or the copy inside typer, by the version of typer.
+# The class of click, or of the copy inside typer, by the version of typer.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 def with_examples(kind: type[Any], examples: str) -> type[Any]:
-    """Return a kind of command whose help page ends with examples, printed as they were written."""
+    """Return a kind of command whose help page ends with these examples, unchanged."""
 
     class WithExamples(kind):
         def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -61,7 +61,7 @@ def with_examples(kind: type[Any], examples: str) -> type[Any]:
 
 
 def command_of(name: str, function: Callable[..., None], examples: str) -> TyperCommand:
-    """Return the command that a function is, with examples on its help page."""
+    """Return a function as a command, with examples on its help page."""
     app = typer.Typer(add_completion=False, context_settings=CONTEXT)
     app.command(name, cls=with_examples(TyperCommand, examples))(function)
     return cast(TyperCommand, typer.main.get_command(app))
@@ -87,7 +87,7 @@ class LazyCommand(TyperCommand):
 
 
 class LazyGroup(TyperGroup):
-    """The group of the commands in the table above."""
+    """The group of the commands in `COMMANDS`."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -101,7 +101,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-# A page without rich, whose import takes longer than all else that this page needs.
+# This page does without rich, whose import takes longer than everything else here.
 app = typer.Typer(
     cls=LazyGroup,
     add_completion=False,
@@ -124,7 +124,7 @@ def peagle(
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, by default that of this process, and return its exit status."""
+    """Run a command line, by default that of this process, and return its exit status."""
     try:
         status = typer.main.get_command(app).main(
             args=arguments, prog_name="peagle", standalone_mode=False
@@ -140,7 +140,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _UNWRITABLE_ERRORS:
             raise
-        # The interpreter flushes standard output once more at its end: into this.
+        # The interpreter flushes standard output again at its end, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             print(f"peagle: error: {error.strerror}: {error.filename or 'output'}", file=sys.stderr)
@@ -151,7 +151,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _right_name(error: Any) -> str:
-    """Say what the target's option is called, if the user calls it as other programs do."""
+    """Name the target's option to a user who typed --model, as other programs call it."""
     if getattr(error, "option_name", None) != "--model" or error.ctx is None:
         return ""
     options = error.ctx.command.params
@@ -168,20 +168,20 @@ def _fail(message: str) -> int:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning of peagle; those of libraries are for developers."""
+    """Print a warning of peagle; warnings of libraries are for developers."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__")).partition(".")[0]
-    # Code in C++ has no frame of its own, and torch says so in the text.
+    # Code in C++ has no frame of its own; torch marks its warnings in the text.
     if module == "peagle" and "(Triggered internally at" not in str(message):
         print(f"peagle: warning: {message}", file=sys.stderr)
 
 
 def main() -> NoReturn:
-    """The entry point of the `peagle` script."""
+    """Run the `peagle` script and exit with its status."""
     warnings.showwarning = _show_warning
-    # Torch reads these when it is imported: its loggers, and what its C++ code prints by itself.
+    # Torch reads both at its import: the levels of its loggers and of the log of its C++ code.
     os.environ.setdefault("TORCH_LOGS", "-all")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(run())

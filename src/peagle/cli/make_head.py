@@ -1,4 +1,4 @@
-"""`peagle make-head`: from a model without data to a draft head, by the other commands."""
+"""`peagle make-head`: make a draft head for a model without data, by the other commands."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ Another value of the training configuration, as in `peagle train`:
 Interrupted? The same command again goes on where it was.
 """
 HEADS = Literal["peagle", "eagle3"]
-_PROBE_MINUTES = 0.2  # of training
-_PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # of a process, some for each sequence of its batch
-# The host cannot keep a card busy with a target of at most so many bytes: several processes can.
+_PROBE_MINUTES = 0.2  # minutes of training
+_PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # a process, some for each sequence of its batch
+# One process cannot keep a card busy with a target of at most this size; several can.
 _SMALL_TARGET_BYTES = 2 * 2**30
 _MAX_PROCESSES = 4
 _CORES_PER_PROCESS = 2
 _KV_SHARE = 0.7  # of a card's free memory, for the KV caches of all processes together
-_TEMPERATURE = 0.7  # of half of the answers; the others are greedy
+_TEMPERATURE = 0.7  # for half of the answers; the others are greedy
 _EVAL_TOKENS = 256
 _EVAL_AT_ONCE = 16
 _VALIDATION_SHARE = 0.03
@@ -122,7 +122,7 @@ def make_head(
     if prompts is not None:
         from peagle.data.readers import table_files
 
-        table_files(prompts)  # refuses what is not there
+        table_files(prompts)  # refuses a missing file
     overrides = [*(_FREEZE if freeze else ()), *(overrides or ())]
     _check_overrides(head, overrides)
     check_paths(target)
@@ -170,7 +170,7 @@ def make_head(
 
 
 class _Maker:
-    """The stages of a run: their commands, in the folder of the output."""
+    """The commands of the stages of a run, in the output folder."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _Maker:
     # ---- the stages --------------------------------------------------------------------------
 
     def probe(self) -> HeadProbe:
-        """Run a small part of each stage, as the first part of it where it can go on."""
+        """Run a small part of each stage; a stage that can go on keeps it as its first part."""
         count = self._num_processes * _PROBE_PROMPTS["cuda" if self._on_gpu else "cpu"]
         at_once = 256 if self._on_gpu else 16
         prompt_s, starts = 0.0, {}
@@ -286,14 +286,14 @@ class _Maker:
         return self._write(name, commands, outputs)
 
     def _shares(self, count: int) -> list[str]:
-        """Return how many of `count` prompts each process has."""
+        """Return the share of `count` prompts of each process."""
         number = self._num_processes
         return [str(len(range(first, count, number))) for first in range(number)]
 
     def _write(
         self, name: str, commands: Sequence[Sequence[str]], outputs: Sequence[Path]
     ) -> Stage:
-        """Let the target write, in as many processes as there are commands."""
+        """Let the target write, in one process for each command."""
         more = [*self._mode, *self._memory(), "--format", "json"]
         first, *others = ([*words, *more] for words in commands)
         return self._stages.run(name, first, outputs, beside=others)
@@ -306,7 +306,7 @@ class _Maker:
         return ["--kv-cache-gib", f"{max(1, int(_KV_SHARE * free_gib / self._num_processes))}"]
 
     def _files(self, name: str) -> list[Path]:
-        """Return the file of each process that writes."""
+        """Return the output file of each writing process."""
         if self._num_processes == 1:
             return [self._output / f"{name}.jsonl"]
         return [self._output / f"{name}-{number}.jsonl" for number in range(self._num_processes)]
@@ -366,7 +366,7 @@ class _Maker:
         )
 
     def _eval(self, limit: int) -> None:
-        # By its name, a target of the package would bring its own heads along.
+        # The name of a bundled target would add its own heads.
         target = str(self._folder) if pair_of(self._target) else self._target
         words = ["eval", target, "--draft", str(self._output / "head")]
         words += ["--set", ",".join(self._sets), "--limit", str(limit), *self._mode]
@@ -376,14 +376,14 @@ class _Maker:
 
     @property
     def _sets(self) -> list[str]:
-        """The evaluation sets: conversations too if the target answers in a conversation."""
+        """Return the evaluation sets: conversations too if the target answers in a conversation."""
         side = self._answers[0][0].with_suffix(".jsonl.meta.json")
         is_chat = json.loads(side.read_text(encoding="utf-8"))["options"]["chat"]
         return ["humaneval", "mt_bench"] if is_chat else ["humaneval"]
 
 
 def _num_processes(folder: Path, on_gpu: bool) -> int:
-    """Return how many processes write side by side: several where a small target has a GPU."""
+    """Return the number of writing processes: several for a small target on a GPU."""
     if not on_gpu:
         return 1
     from peagle.engine.placement import usable_cores
@@ -412,10 +412,10 @@ def _most_seconds(stage: Stage) -> float:
 
 
 def _check_overrides(head: str, overrides: Sequence[str]) -> None:
-    """Refuse values of the training configuration that are not understood.
+    """Refuse wrong values of the training configuration.
 
     Raises:
-        UserError: naming the key.
+        UserError: a value is wrong; it names the key.
     """
     from peagle.training.config import TrainConfig
 
@@ -463,7 +463,7 @@ def _acceptance(file: Path) -> dict[str, Any]:
 
 
 def _result_lines(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Compare the head with prompt lookup, by tokens a step: lookup does not draft at every one."""
+    """Compare the head with prompt lookup by tokens a step: lookup does not draft at every step."""
     lines = []
     for name in dict.fromkeys(entry["set"] for entry in entries):
         rows = [entry for entry in entries if entry["set"] == name]

@@ -1,4 +1,4 @@
-"""A mix of requests: some of a benchmark's requests ask for more than the others.
+"""A mix of requests: some requests of a benchmark have further sampling parameters.
 
     [{"every": 4, "sampling": {"repetition_penalty": 1.1}},
      {"every": 8, "sampling": {"logprobs": 5}}]
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from peagle.evaluation.decoding import Request
 
 _EXAMPLE = '[{"every": 4, "sampling": {"repetition_penalty": 1.1}}]'
-# One request has one output here, and the benchmark sets K.
+# A request of a benchmark has one output, and the benchmark sets K.
 _UNSUPPORTED_FIELDS = ("n", "num_speculative_tokens", "prompt_logprobs")
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in _UNSUPPORTED_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Sampling parameters that one request in `every` gets; `entry` has them as written."""
+    """Sampling parameters for one request in `every`; `entry` has them as written."""
 
     every: int
     sampling: Mapping[str, Any]
@@ -81,7 +81,8 @@ def _share(entry: Any, where: str) -> Share:
 def apply_mix(requests: Sequence[Request], shares: Sequence[Share]) -> list[Request]:
     """Return the requests with the parameters of their shares.
 
-    Share s takes the requests s, s + every, s + 2 every, ...; where shares meet, all apply.
+    Share s takes the requests s, s + every, s + 2 every, ...; a request of several shares gets the
+    parameters of all.
 
     Raises:
         UserError: the parameters of a request contradict each other.

@@ -20,7 +20,7 @@ class ProgressLine:
 
     On a terminal one line is redrawn in place and cut at the terminal's width: the name of a phase
     with a moving bar and its seconds, or a count with a bar, figures and the time left. Elsewhere
-    each phase is a line of text, and counts are lines now and then.
+    each phase is a line of text, and counts are occasional lines.
     """
 
     def __init__(self, unit: str, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -65,7 +65,7 @@ class ProgressLine:
             self.print("; ".join(filter(None, (line, left))))
 
     def print(self, text: str) -> None:
-        """Print lines that stay, above the one that moves."""
+        """Print lines that stay, above the progress line."""
         if self.is_live:
             self._bar.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
@@ -74,7 +74,7 @@ class ProgressLine:
     def _show(self, text: str, total: int | None, done: int, figures: str) -> None:
         """Draw the line; a total of None makes the bar move back and forth."""
         if self._task is None or total is None:
-            # A task cannot lose its total, so that a phase is a new one.
+            # A task cannot lose its total, so a phase is a new task.
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(text, total=total, figures="")
@@ -101,7 +101,7 @@ class _Figures(ProgressColumn):
 
 
 def time_text(seconds: float) -> str:
-    """Return a duration in minutes and seconds, from an hour on with hours: 2:05, 1:02:05."""
+    """Return a duration as 2:05 (minutes and seconds), or 1:02:05 from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""`peagle push`: a draft head, with a model card, to a Hugging Face hub."""
+"""`peagle push`: push a draft head with a model card to a Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ A better head in its place; a trial on a branch of its own; for a program:
 """
 
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
-# Names that git takes for a branch, less those that a hub would read as something else.
+# Names that git takes for a branch, without names that mean something else to a hub.
 _BRANCH = re.compile(r"(?!refs/)[A-Za-z0-9_][A-Za-z0-9_.\-/]*(?<![./])")
 
 
@@ -73,7 +73,7 @@ def push(
 ) -> None:
     """Push a draft head and its model card to a Hugging Face hub.
 
-    Without --yes nothing is sent: the head is checked, and what would be uploaded is shown.
+    Without --yes nothing is sent: the command checks the head and shows the files to upload.
     """
     path = Path(expand_bundled(folder, "draft"))
     require_folder(path, "The draft head")

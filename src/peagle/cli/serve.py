@@ -1,4 +1,4 @@
-"""`peagle serve`: a model over HTTP, compatible with OpenAI's API."""
+"""`peagle serve`: serve a model over HTTP, compatible with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def serve(
     check_paths(None, eagle3=compare_draft)
     for package in ("fastapi", "prometheus_client", "uvicorn"):
         require_package(package, "serve", "peagle serve")
-    # Connections are accepted from here on, while all else is imported and loaded.
+    # Connections are accepted from here on, while everything else is imported and loaded.
     from peagle.serving.connections import listen
 
     listening = listen(config.host, config.port)
@@ -134,7 +134,7 @@ def _as_in_sagemaker(*, with_model: bool) -> None:
     from peagle.serving.sagemaker import arguments_from
 
     typed = [word for word in sys.argv[2:] if word != "--sagemaker"]
-    # What the environment gives cause to warn of is warned of before the options are read.
+    # Warnings about the environment come before the options are read.
     if "--log-format=json" in typed or ("--log-format", "json") in pairwise(typed):
         configure_logging("json")
     arguments = arguments_from(os.environ, with_model=with_model)
@@ -142,7 +142,7 @@ def _as_in_sagemaker(*, with_model: bool) -> None:
 
 
 def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[EngineSpec, str]:
-    """Return what the engines load, and the name of the model."""
+    """Return the models and limits of the engines, and the name of the model."""
     from peagle.models.loading import resolve_model, with_local_head
 
     folder = resolve_model(setup.target, setup.settings.value("revision"))

@@ -26,7 +26,7 @@ from peagle.serving.config import ServerConfig
 
 FORMAT_VERSION = 1
 SPECULATIVE_VARIABLE = "PEAGLE_SPECULATIVE_CONFIG"
-# Sections of which a variable holds all that is set, as a JSON object.
+# Sections whose values one variable holds as a JSON object.
 _TABLE_VARIABLES = {"sampling": "PEAGLE_SAMPLING", "server": "PEAGLE_SERVER"}
 SECTIONS: dict[str, Any] = {
     "engine": EngineConfig,
@@ -50,12 +50,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The settings of one place.
+    """The settings of one place, like a file or the environment.
 
     Attributes:
         settings: values by dotted key: "target", "engine.dtype", "speculative.model", ...
-        replaces: beginnings of keys that lower layers lose: a name takes its revision along, a
-            whole speculative configuration leaves nothing of another one.
+        replaces: prefixes of keys that this layer removes from lower layers: a target removes its
+            revision, a whole speculative configuration removes another one.
     """
 
     settings: dict[str, Setting]
@@ -71,12 +71,12 @@ class Settings:
             self.put(layer)
 
     def put(self, layer: Layer) -> None:
-        """Put a layer over what is there."""
+        """Put a layer over the present settings."""
         kept = {k: v for k, v in self._settings.items() if not k.startswith(layer.replaces)}
         self._settings = kept | layer.settings
 
     def value(self, key: str) -> Any:
-        """Return the value at a dotted key, or None."""
+        """Return the value at a dotted key; None if no layer gives one."""
         return self._settings[key].value if key in self._settings else None
 
     def source(self, key: str) -> str:
@@ -113,12 +113,10 @@ def speculative_layer(source: str, name: str) -> Layer:
 def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
     """Read PEAGLE_TARGET, PEAGLE_REVISION, PEAGLE_<ENGINE OPTION>, and three JSON objects.
 
-    These are PEAGLE_SPECULATIVE_CONFIG, in vLLM's form, and PEAGLE_SAMPLING and PEAGLE_SERVER, as
-    a file's tables.
-
-    Other variables of that beginning are left alone (Kubernetes sets PEAGLE_PORT and the like
-    where a service is called peagle), unless they look like a misspelt one. An empty variable
-    counts as none.
+    These are PEAGLE_SPECULATIVE_CONFIG, in vLLM's form, and PEAGLE_SAMPLING and PEAGLE_SERVER, as a
+    file's tables. Other variables that begin with PEAGLE_ are ignored (Kubernetes sets PEAGLE_PORT
+    and the like for a service called peagle), unless they look like a misspelt one. An empty
+    variable counts as none.
     """
     settings: dict[str, Setting] = {}
     keys = {f"PEAGLE_{name.upper()}": name for name in _NAMES}
@@ -148,7 +146,7 @@ def environment_layers(environ: Mapping[str, str]) -> list[Layer]:
 
 
 def _number(text: str) -> Any:
-    """Read a number or null; the configuration refuses other text, which stays as it is."""
+    """Read a number or null; other text stays for the configuration to refuse."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -188,7 +186,7 @@ def file_layer(path: Path) -> Layer:
             raise UserError(f"{source}: {key} is {value!r}; expected text.")
         if key == "revision" or expand_bundled(value, _ROLES[key]) != value:
             continue
-        # Not a Path, which would make a hub id of "./owner/name".
+        # No Path here: it would turn "./owner/name" into a hub id.
         beside = os.path.join(path.parent, value)
         if value.startswith(".") or os.path.exists(beside):
             settings[key] = Setting(beside, source)
@@ -216,7 +214,7 @@ def _keys() -> list[str]:
 
 
 def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a section's table as its configuration takes them."""
+    """Return the values of a section's table in the form of its configuration."""
     known = sorted(field.name for field in fields(SECTIONS[section]))
     if unknown := sorted(table.keys() - set(known)):
         name = unknown[0]
@@ -226,7 +224,7 @@ def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_object(text: str, example: str) -> dict[str, Any]:
-    """Read JSON text of an object; the error shows the example."""
+    """Read the JSON text of an object; the error shows the example."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -248,7 +246,7 @@ def one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def whole_numbers(flag: str, text: str, most: int) -> tuple[int, ...]:
-    """Read numbers and ranges between commas, like 1-4,8: ascending, each once."""
+    """Read numbers and ranges between commas, like 1-4,8; return them ascending, each once."""
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})\s*(?:(?:-|\.\.)\s*(\d{1,6}))?\s*", part)
@@ -298,7 +296,7 @@ def logit_bias(pairs: Mapping[str, Any]) -> dict[int, Any]:
 def structure(kind: str) -> Callable[[Any], StructuredOutput]:
     """Return a function that reads the source of a structure of this kind.
 
-    A schema is JSON text or the name of a file with it, a grammar the name of a file.
+    A schema is JSON text or the name of a file with JSON, a grammar the name of a file.
     """
 
     def read(text: Any) -> StructuredOutput:
@@ -319,7 +317,7 @@ def _content(file: str) -> str:
 
 
 def sampling_values(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a [sampling] table as SamplingParams takes them."""
+    """Return the values of a [sampling] table in the form of SamplingParams."""
     values = dict(table)
     if isinstance(bias := values.get("logit_bias"), Mapping):
         values["logit_bias"] = logit_bias(bias)
@@ -334,6 +332,6 @@ def sampling_values(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_written(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration as a user writes them in JSON."""
+    """Return the values of a configuration in the form that a user writes in JSON."""
     bias = {str(k): "-inf" if v == -math.inf else v for k, v in values.get("logit_bias", ())}
     return {**values, "logit_bias": bias} if "logit_bias" in values else dict(values)

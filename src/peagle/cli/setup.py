@@ -1,4 +1,4 @@
-"""What the options of a command amount to: models, a way to draft, an engine, sampling."""
+"""The models, drafts, engine and sampling that the options of a command choose."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Setup:
-    """The models to load and the way to run them, every value checked.
+    """The models to load and their options, every value checked.
 
     Flags override the environment, which overrides the file, which overrides the command's
     defaults. Without a `speculative` configuration the engine decodes plainly.
@@ -64,9 +64,9 @@ class Setup:
         *,
         with_decided: bool = True,
     ) -> None:
-        """Print the merged settings as JSON, in the tables of a file, and what is decided by them.
+        """Print the merged settings as JSON, in the tables of a file, and the values they decide.
 
-        Without `with_decided` another engine decides it.
+        Without `with_decided` the latter are left out, since another engine decides them.
         """
         given, speculative = self.settings, self._with_depth()
         tables = {name: as_written(asdict(given.build(name))) for name in sections}
@@ -104,7 +104,7 @@ class Setup:
         self.check_paths()
         from peagle.models.loading import resolve_model, with_local_head
 
-        # Before torch is imported, so that a hub that is not there is told at once.
+        # The hub comes before torch is imported, so that an unreachable hub is reported at once.
         folder = folder or resolve_model(self.target, self.settings.value("revision"))
         speculative = self.speculative and with_local_head(self.speculative)
         self.prepare()
@@ -120,19 +120,19 @@ class Setup:
         return llm
 
     def check_paths(self, chat_template: str | None = None) -> None:
-        """Refuse models and a template that are not there, and a missing package."""
+        """Refuse missing models, a missing template and a missing package."""
         if self.params.structured_output is not None:
             require_package("xgrammar", "grammar", "Structured output")
         head = self.speculative and self.speculative.model
         check_paths(self.target, head, chat_template=chat_template)
 
     def note_plain_decoding(self) -> None:
-        """Tell the user that nothing is drafted without a head."""
+        """Tell the user that the engine decodes plainly without a head."""
         if self.speculative is None and not self.is_off:
             note("no --draft: decoding plainly (--method ngram needs no head)")
 
     def prepare(self) -> None:
-        """Set up the libraries, before anything is loaded."""
+        """Set up the libraries before models are loaded."""
         set_threads(self.threads)
         quiet_libraries()
 
@@ -161,7 +161,7 @@ def _speculative_flags(given: Given) -> Layer:
         )
     if whole:
         return speculative_layer(whole.value, whole.source)
-    # With another source of drafts the keys of a lower layer's source do not apply.
+    # Another source of drafts drops the keys of the source in a lower layer.
     keys: tuple[str, ...] = ()
     if "speculative.model" in given or given.value("speculative.method") == "ngram":
         keys = ("method", "model", "revision", "parallel_drafting", "max_model_len")
@@ -196,7 +196,7 @@ def name_target(given: Given, model: str | None) -> None:
 
 
 def thinking_mode(thinking: bool | None, chat_template: bool | None) -> bool | None:
-    """Return the thinking mode to set; text without a template has none to turn off."""
+    """Return the thinking mode to set; None for text without a template."""
     if chat_template is not False:
         return thinking
     if thinking:
@@ -211,8 +211,8 @@ def check_paths(
     methods: Iterable[str] | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Refuse models that are neither here nor hub ids, GGUF files that cannot be read, and a
-    template file that is not there, before torch is imported.
+    """Refuse missing files before torch is imported: a model that is neither here nor a hub id, a
+    GGUF file that cannot be read, a template file.
     """
     from peagle.chat import check_template_file
     from peagle.evaluation.decoding_methods import DecodingMethod
@@ -230,7 +230,7 @@ def check_paths(
 
 
 def set_threads(threads: int | None) -> None:
-    """Let torch use so many CPU threads; None leaves the number to the model and the machine."""
+    """Set torch's number of CPU threads; None leaves it to the model and the machine."""
     if threads is None:
         return
     from peagle.engine import placement as library

@@ -1,4 +1,4 @@
-"""Stages of commands of peagle, one after another, and the journal of those that are done."""
+"""Stages of commands of peagle, run one after another, and the journal of the finished ones."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage that is done: a command, or several that ran side by side.
+    """A finished stage: a command, or several that ran side by side.
 
     Attributes:
-        name: of the stage.
+        name: name of the stage.
         arguments: words of the command behind `peagle`.
-        seconds: what it took; parts that were interrupted do not count.
-        outputs: size of each file that it wrote.
-        result: figures of it.
+        seconds: seconds of the stage, without interrupted parts.
+        outputs: size in bytes of each file that the stage wrote.
+        result: figures of the command.
         beside: words of each further command.
         results: figures of each further command.
     """
@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all files that it wrote are there, as large as they were."""
+        """Return whether all files that the stage wrote exist with their sizes."""
         return all(
             Path(name).is_file() and Path(name).stat().st_size == size
             for name, size in self.outputs.items()
@@ -55,12 +55,12 @@ class Stage:
 
 
 class Stages:
-    """Runs commands, and skips those that the journal has as done.
+    """Runs commands, and skips those that the journal has as finished.
 
     Args:
-        journal: JSON file of the stages that are done, and of the options that decide them.
-        options: of this run.
-        text_output: file descriptor that receives what commands print for people.
+        journal: JSON file of the finished stages, and of the options that decide them.
+        options: options of this run.
+        text_output: file descriptor for the text that commands print for people.
 
     Raises:
         UserError: the journal was begun with other options, or is damaged.
@@ -75,11 +75,11 @@ class Stages:
         self.fix(options)
 
     def seconds(self, *, without: Collection[str] = ()) -> float:
-        """Return the seconds of the stages that are done, some of them left out."""
+        """Return the seconds of the finished stages, except those named in `without`."""
         return sum(stage.seconds for stage in self.done if stage.name not in without)
 
     def fix(self, options: Mapping[str, Any]) -> None:
-        """Let options decide the stages from now on.
+        """Add options that all further stages must share.
 
         Raises:
             UserError: earlier stages had another value of one.
@@ -93,13 +93,13 @@ class Stages:
                 )
 
     def fixed(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return an option that the first run of the stages found; `find` finds it then."""
+        """Return an option of the journal; the first call takes it from `find`."""
         if name not in self._options:
             self._options[name] = find()
         return self._options[name]
 
     def find(self, name: str) -> Stage | None:
-        """Return a stage that is done and whose files are whole, None without."""
+        """Return a finished stage whose files are whole; None without one."""
         found = next((stage for stage in self.done if stage.name == name), None)
         return found if found is not None and found.is_whole else None
 
@@ -113,20 +113,20 @@ class Stages:
         going_on: Sequence[str] = (),
         beside: Sequence[Sequence[str | Path]] = (),
     ) -> Stage:
-        """Run a command of peagle, shown as a line to copy; return it at once if it is done.
+        """Run a command of peagle, shown as a line to copy; return a finished stage at once.
 
         Args:
-            name: of the stage.
+            name: name of the stage.
             arguments: words of the command.
             outputs: files that the stage writes.
-            result: reads its result from files; without, its standard output is one JSON object.
-            going_on: further words that let it go on with what an interrupted run left.
-            beside: words of further commands that run side by side with it; their standard output
-                is one JSON object each, and the progress of the first command stands for all.
+            result: reads the figures from files; without it, standard output is one JSON object.
+            going_on: further words that let the command resume after an interruption.
+            beside: words of further commands that run side by side with the first; each prints one
+                JSON object, and the progress of the first command stands for all.
 
         Raises:
-            typer.Exit: it failed, and has said why. The same command of ours goes on there.
-            KeyboardInterrupt: it was interrupted.
+            typer.Exit: the command failed and printed the reason; running it again resumes there.
+            KeyboardInterrupt: the command was interrupted.
         """
         words, *others = [[str(word) for word in one] for one in (arguments, *beside)]
         before = self.find(name)
@@ -187,8 +187,8 @@ def _stoppable(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start commands of peagle that end with this process.
 
-    Ctrl-C reaches all, and the commands save what they have; SIGTERM is handed on as one. What a
-    command behind the first one prints for people is shown where it fails.
+    Ctrl-C reaches all, and the commands save their work; SIGTERM is passed on as Ctrl-C. The
+    messages of the commands behind the first are shown only if they fail.
     """
     with ExitStack() as stack:
         said = [stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in commands[1:]]

@@ -9,7 +9,7 @@ from typing import Protocol
 from peagle.cli.terminal import printable
 from peagle.evaluation.pivot import Pivot, PivotFigures
 
-# Columns of a pivot, where rows differ in them.
+# Columns that a pivot has if its rows differ in them.
 _CONDITIONS = {"concurrency": "c", "temperature": "temperature", "draft_sampling": "drafts"}
 
 
@@ -29,7 +29,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def two_digits(value: float | None) -> str:
-    """Return a number with two digits behind the point, or - without one."""
+    """Return a number with two decimals; "-" for None."""
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -43,7 +43,7 @@ class OnEngine(Protocol):
 
 
 def names_of(rows: Iterable[OnEngine]) -> dict[tuple[str, str], str]:
-    """Return names by method and engine; they tell the engine of a method that several have."""
+    """Return names by method and engine; a method of several engines has the engine in its name."""
     keys = dict.fromkeys((row.method, row.engine) for row in rows)
     several = {method for method, n in Counter(method for method, _ in keys).items() if n > 1}
     return {(m, engine): f"{m} on {engine}" if m in several else m for m, engine in keys}

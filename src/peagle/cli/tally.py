@@ -1,4 +1,4 @@
-"""What a command counts while text is generated."""
+"""Counts of tokens, drafts and seconds while a command generates text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from peagle.llm import LLM, StreamChunk
 
 
 class Tally:
-    """Counts of tokens and drafts, and the seconds that the engine took for them.
+    """Counts of tokens and drafts, and the engine's seconds for them.
 
     Attributes:
         num_tokens: output tokens.
-        seconds: time of the engine with prompt passes; work between steps is left out.
+        seconds: time of the engine with prompt passes, without work between steps.
         stats: drafts of the finished outputs.
     """
 
@@ -24,7 +24,7 @@ class Tally:
         self.stats = SpeculationStats()
 
     def watch(self, stream: Iterator[StreamChunk]) -> Generator[StreamChunk]:
-        """Pass on the chunks of a stream and count them; closing this cancels the rest."""
+        """Yield the chunks of a stream and count them; closing this generator cancels the rest."""
         try:
             while True:
                 start = time.perf_counter()
@@ -48,11 +48,11 @@ class Tally:
 
     @property
     def tokens_per_s(self) -> float:
-        """The number of output tokens a second."""
+        """Return the number of output tokens a second."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def drafting(self, k: int) -> str:
-        """Describe how well drafts of K tokens were accepted; K = 0 drafts nothing."""
+        """Describe how well drafts of K tokens were accepted; K = 0 is no speculation."""
         if not k:
             return "no speculation"
         return f"acceptance length {self.stats.acceptance_length:.2f} at K={k}"

@@ -1,4 +1,4 @@
-"""Text for a terminal, and signals from it."""
+"""Text for a terminal, and Ctrl-C from it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import TextIO
 
 
 def command_prefix() -> str:
-    """Return what a user types in this folder to start this peagle.
+    """Return the words that start this peagle in this folder.
 
-    That is `peagle` where PATH leads to this environment, else the path of its script, else this
+    They are `peagle` if PATH leads to this environment, else the path of its script, else this
     Python with `-m peagle`.
     """
     script = Path(sys.executable).with_name("peagle")

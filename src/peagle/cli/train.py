@@ -1,4 +1,4 @@
-"""`peagle train`: train a draft head as a TOML file says."""
+"""`peagle train`: train a draft head by a TOML file."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def train(
                 processes.first(partial(check, run))
             if not plan:
                 with ExitStack() as held:
-                    # One process for all of a run; before it loads anything.
+                    # One process locks the output for the whole run, before anything is loaded.
                     processes.first(lambda: held.enter_context(locked(run.output)))
                     result = _train(run, processes, progress, resume=resume, as_json=as_json)
             elif processes.is_first:
@@ -211,7 +211,7 @@ def _train(
 
 
 def _facts(trainer: Trainer) -> Iterator[str]:
-    """Yield a line each for the size of the run, its warm start, memory and vocabulary."""
+    """Yield lines on the size of the run, its warm start, memory and vocabulary."""
     plan, count = trainer.config, trainer.processes.world_size
     places = str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
     parameters = sum(p.numel() for p in trainer.trained.parameters())
@@ -235,7 +235,7 @@ def _facts(trainer: Trainer) -> Iterator[str]:
 
 
 def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
-    """Let a first Ctrl-C finish and save the step at hand, and a second one stop at once."""
+    """Let a first Ctrl-C finish and save the present step, and a second one stop at once."""
 
     def stop(number: int, frame: object) -> None:
         if trainer.processes.is_first:
@@ -254,9 +254,9 @@ _LABEL = 27
 class TrainView:
     """The display of a run: its progress line, and text on standard output.
 
-    Where the line is live and standard output is the same terminal, reports of training are on the
-    line only, and validations are text above it. `steps` gives the number of all steps, which is
-    known when the first of them begins.
+    If the line is live and standard output is the same terminal, reports of training are only on
+    the line, and validations are text above it. `steps` gives the number of all steps, which is
+    known from the first step on.
     """
 
     def __init__(self, progress: ProgressLine, steps: Callable[[], int]) -> None:
@@ -294,7 +294,7 @@ def progress_text(report: TrainingReport) -> str:
 
 
 def training_text(record: dict[str, Any], folder: str) -> str:
-    """Say why a run stopped and where its head is."""
+    """Describe why a run stopped and where its head is."""
     best, lines = record["best"], []
     if record["stop_reason"] == "patience":
         patience = record["config"]["run"]["patience"]

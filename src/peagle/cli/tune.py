@@ -1,4 +1,4 @@
-"""`peagle tune`: the cost of drafts on this machine, and K by batch size."""
+"""`peagle tune`: measure the cost of drafts on this machine, and choose K by batch size."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def tune(given: Given, options: TuneOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TunePlan:
-    """What `tune` measures, decided before a model is loaded.
+    """The measurements of `tune`, decided before a model is loaded.
 
     Attributes:
         ks: the K to choose from; () takes every K that the head allows.
         tree_sizes: nodes of the candidate trees.
-        acceptance: of a file; None where it is measured.
-        settings: of the results, as far as they are known.
+        acceptance: acceptance from a file; None measures it.
+        settings: settings of the results, as far as they are known.
     """
 
     options: TuneOptions
@@ -188,7 +188,7 @@ def _plan(given: Given, options: TuneOptions) -> TunePlan:
     if method is not None and acceptance is None:
         raise UserError(f"--method is {method!r}: it chooses from a file; add --acceptance.")
     draft, pair = given.value("speculative.model"), pair_of(given.value("target"))
-    if draft:  # a target without one is refused for that
+    if draft:  # a target without a head is refused for that
         check_paths(given.value("target"), draft)
     if acceptance is not None and not acceptance.exists():
         raise UserError(f"--acceptance {str(acceptance)!r} is not readable: it is not there.")
@@ -226,7 +226,7 @@ def _plan(given: Given, options: TuneOptions) -> TunePlan:
 
 
 def _run(given: Given, plan: TunePlan) -> TuneResults:
-    """Load the models, measure what the output folder does not hold yet, and choose K."""
+    """Load the models, measure what the output folder lacks, and choose K."""
     from peagle.evaluation.journal import Journal, weights_digest
     from peagle.evaluation.tuning.acceptance import (
         measure_acceptance,
@@ -269,7 +269,7 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
 
     with harness.resumable(view.close, options.output, journal):
         if known is None:
-            # At the K that the model of costs is fitted to.
+            # Acceptance is measured at the K that the model of costs is fitted to.
             fitted_ks = sorted({point.k for point in grid.fitted if point.k})
             view.say(f"acceptance at K = {', '.join(map(str, fitted_ks))}")
             known = measured(measure_acceptance, fitted_ks, watch=view.say_of("at K = {}"))
@@ -323,7 +323,7 @@ def _grid(
     acceptance: AcceptanceByK | None,
     trained_depth: int | None,
 ) -> Grid:
-    """Return the batch sizes at every K, by default from 1 to what the head allows."""
+    """Return the batch sizes at every K, by default from 1 to the head's largest."""
     from peagle.evaluation.tuning.tune import Grid
 
     most = acceptance.most if acceptance is not None else trained_depth
@@ -349,15 +349,15 @@ class TuneView:
         self._line.print(text)
 
     def say_of(self, what: str) -> Callable[[int], None]:
-        """Return a function that says which acceptance, with a number in it, is measured."""
+        """Return a function that reports a finished acceptance; `what` formats its number."""
         return lambda number: self.say(f"acceptance {what.format(number)} is there")
 
     def visited(self, cell: CostPoint, was_there: bool) -> None:
-        """Count a visit."""
+        """Count a visit to a batch size and K."""
         self._visited(f"batch {cell.batch}, K = {cell.k}", was_there)
 
     def visited_trees(self, batch: int, shape: CandidateTrees, was_there: bool) -> None:
-        """Count a visit with candidate trees."""
+        """Count a visit to a batch size with candidate trees."""
         self._visited(f"batch {batch}, trees of {shape.max_nodes} nodes", was_there)
 
     def _visited(self, text: str, was_there: bool) -> None:
@@ -439,7 +439,7 @@ def _check(result: TuneResults) -> list[str]:
 
 
 def _experts(experts: TunedExperts | None) -> list[str]:
-    """Return the distinct experts that steps of a mixture touch; nothing of a dense target."""
+    """Return the distinct experts that steps of a mixture touch; no line for a dense target."""
     if experts is None:
         return []
     at = {(batch, k): f"{found:.0f}/{even:.0f}" for batch, k, found, even in experts.touched}
@@ -476,7 +476,7 @@ def _schedule(result: TuneResults) -> list[str]:
 
 
 def _trees(result: TuneResults) -> list[str]:
-    """Return the speeds of candidate trees, and where they win; nothing without trees."""
+    """Return the speeds of candidate trees, and where they win; no line without trees."""
     if not result.trees:
         return []
     rows: dict[str, list[str]] = {"length": []}

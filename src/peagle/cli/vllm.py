@@ -36,7 +36,7 @@ VllmFlags = Annotated[
         show_default=False,
     ),
 ]
-# Of EngineConfig: the fields that vLLM has too.
+# Fields of EngineConfig that vLLM has too.
 _MEASURED_KEYS = (
     *("dtype", "max_model_len", "max_num_batched_tokens", "kv_cache_gib"),
     *("gpu_memory_utilization", "enable_prefix_caching"),
@@ -60,7 +60,7 @@ def is_vllm(given: Given, flags: Sequence[str]) -> bool:
 
 
 def refuse_unmeasured(given: Given, methods: Sequence[str]) -> None:
-    """Refuse drafts with which the commands that measure do not start vLLM."""
+    """Refuse draft options that the measuring commands do not support with vLLM."""
     sampling = given.value("speculative.draft_sampling", "argmax")
     if sampling != "argmax":
         raise UserError(
@@ -72,7 +72,7 @@ def refuse_unmeasured(given: Given, methods: Sequence[str]) -> None:
 
 
 def model_and_flags(model: str | None, flags: list[str] | None) -> tuple[str | None, list[str]]:
-    """Separate the model from the flags of vLLM; without a model it is the first flag."""
+    """Separate the model from the flags of vLLM; without a model, `model` is the first flag."""
     flags = flags or []
     if model is not None and model.startswith("-"):
         return None, [model, *flags]
@@ -91,9 +91,9 @@ def find(given: Given) -> VllmInstallation:
 def launch_for(
     given: Given, flags: Sequence[str], target: Path, head: str | Path | None, k: int, **more: Any
 ) -> VllmLaunch:
-    """Return a launch of vLLM on a free port and under a key of its own.
+    """Return a launch of vLLM on a free port with a key of its own.
 
-    Prompts are computed anew each time unless the options say otherwise, as in engines of our own.
+    Prefix caching is off unless the options turn it on, as in our own engines.
     """
     from peagle.backends.vllm.launch import VllmLaunch
 
@@ -101,7 +101,7 @@ def launch_for(
     engine["enable_prefix_caching"] = bool(engine["enable_prefix_caching"])
     speculative = None
     if head is not None:
-        # The head was compared with its target already, or is about to be.
+        # The caller compares the head with its target.
         speculative = SpeculativeConfig(
             model=str(head), num_speculative_tokens=k, check_target=False
         )
@@ -141,7 +141,7 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
         )
 
 
-# Options that have no equal in vLLM, and why; a value of theirs that vLLM serves with anyway.
+# Options without an equal in vLLM, with the reason, and the value that vLLM has anyway.
 _UNSUPPORTED_OPTIONS = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
@@ -270,7 +270,7 @@ def _runtime_options(setup: Setup, given: Given) -> dict[str, Any]:
 
 
 def _model_name(target: str) -> str:
-    """Return the served name: that of the folder, or the hub id without its revision."""
+    """Return the served name: the name of the folder, or the hub id without its revision."""
     from peagle.bundled import BUNDLED_TARGET
 
     if target == str(BUNDLED_TARGET):
@@ -279,7 +279,7 @@ def _model_name(target: str) -> str:
 
 
 def _chat_template(template: str | None) -> str | None:
-    """Return a file or a template as text; vLLM knows no names of templates."""
+    """Return a file or a template unchanged; refuse the name of a template, unknown to vLLM."""
     if template is None or Path(template).is_file() or "{" in template:
         return template
     raise UserError(
