@@ -11,7 +11,7 @@ from itertools import islice
 
 from peagle.engine.sequence import Sequence
 
-# Ends of the hashes of blocks that the drafter has not read, or read without all before them.
+# Suffixes of the hashes of blocks that the drafter has not read, or read without their prefix.
 _UNREAD, _IN_PART = b"unread", b"in part"
 
 
@@ -24,12 +24,11 @@ class BlockManager:
     used free block is taken first.
 
     The next token counts because the drafter's slot p reads token p + 1: equal blocks before
-    different tokens hold different drafter KV. Blocks that the drafter has not read are published
-    under hashes of their own, and so are those that it has read without what stands before them:
-    their drafter KV is another one.
+    different tokens hold different drafter KV. Blocks that the drafter has not read, or has read
+    without their prefix, also hold different drafter KV: they have hashes of their own.
 
     Args:
-        kv_identity: what makes the KV of equal tokens differ between engines: its type and scales.
+        kv_identity: type and scales of the KV, by which it differs between engines.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._root = hashlib.sha256(kv_identity).digest()
-        # In the order in which they are taken.
+        # The block that is taken first comes first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_owners: Counter[int] = Counter()
         self._published: dict[bytes, int] = {}
@@ -52,7 +51,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks without an owner; some may still be published."""
+        """Return the number of blocks without an owner; some may still be published."""
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -62,11 +61,11 @@ class BlockManager:
     def match(self, sequence: Sequence, *, unread_until: int = 0) -> list[int]:
         """Return published blocks that hold the sequence's beginning without its last token.
 
-        A sequence that keeps its K gets none that the drafter has read in part: its drafts must not
-        depend on what others left.
+        A sequence that keeps its K gets no block that the drafter has read without its prefix: its
+        drafts must not depend on other sequences.
 
         Args:
-            unread_until: take blocks before this position that the drafter has not read, too.
+            unread_until: also take blocks before this position that the drafter has not read.
         """
         blocks: list[int] = []
         if self.enable_prefix_caching:
@@ -85,7 +84,7 @@ class BlockManager:
     def read_from(self, matched: list[int]) -> int:
         """Return the position from which on the drafter has read these blocks of a sequence.
 
-        0 says that it has read all of them, each with all that stands before it.
+        It is 0 if the drafter has read all of them, each with its whole prefix.
         """
         first = 0
         for index, block in enumerate(matched):
@@ -116,7 +115,7 @@ class BlockManager:
         assert self.extend(sequence, num_tokens), "not enough free blocks"
 
     def holds(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Return whether so many tokens fit into the blocks that a sequence has."""
+        """Return whether `num_tokens` tokens fit into the sequence's blocks."""
         return self.blocks_for(num_tokens) <= len(sequence.block_table)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -139,8 +138,8 @@ class BlockManager:
         The sequence must have one token more.
 
         Args:
-            num_read: the drafter has read from `drafter_start` to before this position. Where there
-                is no drafter, all tokens.
+            num_read: the drafter has read from `drafter_start` to before this position; without a
+                drafter all tokens count as read.
         """
         assert num_tokens < len(sequence), "the token after the last block is part of its hash"
         if not self.enable_prefix_caching:
@@ -178,9 +177,9 @@ class BlockManager:
 
     @contextmanager
     def borrowed(self, num_blocks: int) -> Iterator[None]:
-        """Put the first `num_blocks` free blocks first again at the end.
+        """Move the first `num_blocks` free blocks to the front again at the end.
 
-        Work that is repeated and keeps nothing then displaces cached prefixes only once.
+        Repeated work that keeps nothing then displaces cached prefixes only once.
         """
         first = list(islice(self._free, num_blocks))
         yield

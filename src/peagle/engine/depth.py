@@ -1,9 +1,9 @@
-"""K of a step: the drafts of each sequence that it verifies, by a schedule or by the load.
+"""K of a step: the number of drafts of each sequence that it verifies, by a schedule or the load.
 
-Of chains K is the length, of trees the number of nodes for each sequence, which the sequences of a
-step share (`kernels.trees.growth.allocate_nodes`). For drafts that are an argmax no output depends
-on K: the target's own token decides at every row, and a draft that is not verified only ends a step
-earlier. So K may change at every step, by whatever is known.
+K is the length of chains; for trees it is the number of nodes for each sequence, which the
+sequences of a step share (`kernels.trees.growth.allocate_nodes`). If drafts are the likeliest
+tokens, no output depends on K: the target's own token decides at every row, and a draft that is not
+verified only ends a step earlier. So K may change at every step.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from peagle.config.speculative import AUTO
 from peagle.engine.features import FEATURES_KEPT
 from peagle.engine.tree_record import FORGOTTEN_STEPS, PRIOR_SHARE, TreeRecord
 
-# Steps with drafts scheduled after which drafting resumes; what a pause costs, in plain steps.
+# Steps in a row with scheduled drafts before drafting resumes; also the price of a pause in plain
+# steps.
 RESUME_STEPS = 8
-# What another change of K costs, in plain steps: drafts that are dropped, or not there yet.
+# Price of any other change of K in plain steps: dropped or missing drafts.
 CHANGE_COST = 1.0
-# Gains up to this share of a step are left: estimates are no better.
+# Gains up to this share of a step do not count: estimates are no better.
 MIN_SPEED_GAIN = 0.01
 # A candidate below the greatest one has at most this share of its target rows.
 MAX_ROWS_RATIO = 0.8
 
-# How many drafts the prior counts for, and how many the latest ones do.
+# Weight of the prior and of the latest drafts, in drafts.
 PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
-# The latest requests that tell how long prompts are beside outputs.
+# Number of the latest requests whose lengths of prompts and outputs count.
 LATEST_REQUESTS = 64
-# The latest steps of which the mean tells what contexts add to a step.
+# Number of the latest steps whose mean is the time that contexts add to a step.
 LATEST_STEPS = 8
 # Steps of the same rows after which that mean holds for them.
 SETTLED_STEPS = 2 * LATEST_STEPS
-# By how much an entry of the table may be wrong until its K ran for so many steps at its rows, and
-# the share of a step's error that corrects it meanwhile.
+# Share by which an entry of the table may be wrong; steps of its rows and K until it is trusted;
+# and the share of a step's error that corrects it until then.
 TABLE_ERROR, TRUSTED_STEPS, CORRECTION_RATE = 0.2, 12, 0.3
-# The device waits for the host where it rests for more than this share of a step behind it.
+# The device waits for the host if it rests after a step for more than this share of the step.
 HOST_BOUND_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSeconds:
-    """What a decode step took.
+    """The duration of a decode step.
 
     Attributes:
-        device: seconds on the device; None where they are not known, or are also those of prompts.
-        period: seconds from the end of the step before to the end of this one, which the device
-            may in part have waited for the host; None where something else ran between.
+        device: seconds on the device; None if unknown, or if they include prompts.
+        period: seconds from the end of the step before to the end of this one, which may include
+            waiting for the host; None if something else ran between.
     """
 
     device: float | None = None
@@ -57,18 +58,18 @@ class DecodeSeconds:
 
 
 class DepthPolicy:
-    """K of a step by the number of sequences that run."""
+    """The choice of K of a step by the number of running sequences."""
 
     def __call__(self, num_sequences: int) -> int:
-        """Return K for so many sequences at this step."""
+        """Return K of this step for so many sequences."""
         raise NotImplementedError
 
     def possible(self, num_sequences: int) -> set[int]:
-        """Return every K that steps of so many sequences may have, short of a pause."""
+        """Return every K that steps of so many sequences may have, without a pause."""
         raise NotImplementedError
 
     def observe(self, load: int) -> None:
-        """Count a step that begins with so many sequences, as `Scheduler.load` counts them."""
+        """Count a step that begins with `load` sequences, as `Scheduler.load` counts them."""
         raise NotImplementedError
 
     def record(
@@ -77,17 +78,17 @@ class DepthPolicy:
         """Learn from a decode step of K drafts.
 
         Args:
-            accepted: number of accepted drafts of each sequence, without those that have just
-                joined and have no drafts yet.
-            num_sequences: in the step, with those.
-            seconds: what the step took.
+            accepted: number of accepted drafts of each sequence, except for sequences that have
+                just joined and had no drafts.
+            num_sequences: number of all sequences in the step.
+            seconds: duration of the step.
         """
 
     def served(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Learn from a request that ended how many prompt tokens a head reads for its output."""
+        """Learn from a finished request how many prompt tokens a head reads for its output."""
 
     def most_resuming(self, max_num_seqs: int) -> int:
-        """Return how many sequences at most resume drafting together; 0 where K is never 0."""
+        """Return the most sequences that resume drafting together; 0 if K is never 0."""
         every = [self.possible(n) for n in range(1, max_num_seqs + 1)]
         if not any(0 in depths for depths in every):
             return 0
@@ -95,16 +96,16 @@ class DepthPolicy:
 
 
 class ScheduledDepth(DepthPolicy):
-    """What is scheduled for a number of sequences, and 0 for a while after a 0.
+    """The scheduled K for a number of sequences, and 0 for a while after a scheduled 0.
 
     Drafting stops at once where 0 is scheduled. It begins again when drafts were scheduled at
-    RESUME_STEPS steps in a row, or when no sequence runs any more: resuming costs a pass over what
-    the drafter has missed, which a load that swings around a border would pay again and again.
-    Between other K a change costs little and comes at once.
+    RESUME_STEPS steps in a row, or when no sequence runs any more: resuming costs a pass over the
+    positions that the drafter missed, which a load that swings around a border would pay again and
+    again. A change between K above 0 costs little and comes at once.
 
     Args:
         scheduled: K by the number of sequences.
-        trees: learns from the trees that are verified.
+        trees: learns from the verified trees.
     """
 
     def __init__(self, scheduled: Callable[[int], int], trees: TreeRecord | None = None) -> None:
@@ -140,12 +141,12 @@ def make_depth(
     is_captured: bool,
     trees: TreeRecord | None = None,
 ) -> DepthPolicy:
-    """Return how K is chosen.
+    """Return the policy that chooses K.
 
     Args:
-        trained_depth: K that the head was trained for; None where it is not known.
-        is_captured: steps run as CUDA graphs.
-        trees: what is known of the trees, where drafts are trees.
+        trained_depth: K that the head was trained for; None if unknown.
+        is_captured: whether steps run as CUDA graphs.
+        trees: record of the trees; None if drafts are chains.
     """
     if speculative is None:
         return ScheduledDepth(lambda _: 0)
@@ -162,7 +163,7 @@ def make_depth(
 def candidates(most: int) -> tuple[int, ...]:
     """Return the K to choose from: 0, 1, 3, 7, ... below `most`, and `most`.
 
-    rows * (K + 1) then takes few values, and products are tuned for each of these. What costs
+    rows * (K + 1) then takes few values, and products are tuned for each of these. A K that costs
     nearly as much as `most` is left out.
     """
     depths = {0, most}
@@ -176,29 +177,29 @@ def candidates(most: int) -> tuple[int, ...]:
 def node_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of nodes to choose from: the K of chains, and 2.
 
-    Where many sequences run, a pass takes time by the token, and few nodes are best: from 1 to 3
-    it doubles.
+    With many sequences a pass takes time by the token, and few nodes are best: from 1 to 3 nodes
+    its time doubles.
     """
     return tuple(sorted({*candidates(most), min(2, most)}))
 
 
 class AcceptanceRecord:
-    """How many tokens a step brings a sequence at each K, by the latest steps.
+    """The expected tokens of a sequence in a step at each K, from the latest steps.
 
     c_i is the share of sequences that accept draft i among those that accepted the i - 1 before it
-    in a step that could have had it; a step brings 1 + c_1 + c_1 c_2 + ... + c_1 ... c_K tokens. A
-    sequence that drafts less than K by itself counts as one that accepts no more. With few tries
-    c_i is like c_{i-1}, and c_1 like PRIOR_SHARE. So a change of the first drafts, which are
-    always tried, is one of the deeper ones too. A record that nothing is added to fades over
-    thousands of steps: a K that has not paid for long is tried again, if it pays with the prior.
+    in steps that offered draft i; a step brings 1 + c_1 + c_1 c_2 + ... + c_1 ... c_K tokens. A
+    sequence that drafts less than K by itself counts as accepting no more. With few tries c_i is
+    like c_{i-1}, and c_1 like PRIOR_SHARE: a change of the first drafts, which are always tried,
+    changes the deeper ones too. Old measurements fade over thousands of steps: a K that has not
+    paid for long is tried again, if it pays with the prior.
     """
 
     def __init__(self, most: int) -> None:
         self._tried, self._passed = [0.0] * most, [0.0] * most
-        self._k_of_drafts = most  # of the step that made the drafts that are verified next
+        self._k_of_drafts = most  # K of the step that made the next drafts to verify
 
     def add(self, k: int, accepted: Sequence[int]) -> None:
-        """Count a step of depth k, with drafts of the step before it."""
+        """Count a step of depth k, which verified drafts of the step before it."""
         num_offered, self._k_of_drafts = min(k, self._k_of_drafts), k
         counts = Counter(accepted)
         num_reaching = len(accepted)
@@ -214,7 +215,7 @@ class AcceptanceRecord:
             num_reaching = num_passing
 
     def tokens(self, k: int) -> float:
-        """Return the tokens of a sequence in a step of depth k."""
+        """Return the expected tokens of a sequence in a step of depth k."""
         total = chain = 1.0
         share = PRIOR_SHARE
         for tried, passed in zip(self._tried[:k], self._passed[:k], strict=True):
@@ -225,17 +226,17 @@ class AcceptanceRecord:
 
 
 class CostTable:
-    """Seconds of a step, from a table and from the steps that run.
+    """The expected seconds of a step, from a table that the running steps correct.
 
-    A step takes what the table says of its rows and K, and as much again as its contexts, which are
-    read once whatever K is: the latest steps tell how much. That figure belongs to the rows of
-    these steps: after SETTLED_STEPS of them it is known, and the first steps of another K correct
-    the table, by TABLE_ERROR at most. Until then an entry counts for so much less: a K that might
-    pay is tried once. A step whose time is not known corrects nothing, and is a try all the same.
+    The seconds are the table's for the rows and K, and those that contexts add, whatever K is: the
+    mean error of the latest steps. After SETTLED_STEPS steps of the same rows that mean is known,
+    and the first steps of another K correct the table, by TABLE_ERROR at most. Until TRUSTED_STEPS
+    steps of a K its entry counts TABLE_ERROR less: a K that might pay is tried once. A step without
+    known seconds corrects nothing, and counts as a try.
 
-    Where the host takes longer for a step than the device, as it may for many sequences of a small
-    model, a step takes the host's time, whatever K is, if it has drafts; plain steps have less to
-    tell the host. That time is known where the device waits, and an upper bound of it elsewhere.
+    The host may take longer for a step than the device, as for many sequences of a small model.
+    Then a step with drafts takes the host's time, whatever K is; plain steps take less of the host.
+    That time is known if the device waits for the host; otherwise the period bounds it.
 
     Args:
         table: seconds by (rows, K), for every K at the same rows.
@@ -258,12 +259,12 @@ class CostTable:
         return max(table_s + self._contexts_s, table_s / 2, host_s)
 
     def _size_of(self, num_sequences: int) -> tuple[int, float]:
-        """Return the rows of a step's graph, and its sequences over these where none is larger."""
+        """Return the rows of a step's graph, and sequences / rows where that exceeds 1."""
         rows = self._rows[min(bisect_left(self._rows, num_sequences), len(self._rows) - 1)]
         return rows, max(1.0, num_sequences / rows)
 
     def add(self, num_sequences: int, k: int, seconds: DecodeSeconds) -> None:
-        """Count a step."""
+        """Count a step and correct the table by its seconds."""
         rows, share = self._size_of(num_sequences)
         if seconds.device is not None:
             self._correct(rows, share, k, seconds.device)
@@ -272,7 +273,7 @@ class CostTable:
         self._num_run[rows, k] += 1
 
     def _follow_host(self, key: tuple[int, bool], device_s: float, period_s: float) -> None:
-        """Learn the host's time from a step; one that stood still counts as twice the usual."""
+        """Learn the host's time from a step, which counts at most twice the present estimate."""
         if period_s > (1 + HOST_BOUND_SHARE) * device_s:
             host_s = self._host_s.get(key, device_s)
             change_s = min(period_s, 2 * host_s) - host_s
@@ -298,21 +299,21 @@ class CostTable:
 
 
 class AutomaticDepth(DepthPolicy):
-    """The K that brings most tokens a second at the present load, by what steps cost and bring.
+    """The K with most tokens a second at the present load, by the costs and acceptance of steps.
 
-    At each step another K would have gained or lost time for the same tokens. K changes when the
-    gains of another one have added up to what the change costs: at once where that gains much, and
-    not for small gains or short ones. A change from 0 costs most, because the drafter has to read
-    what it missed. With nothing running a change is free: a burst of requests begins with the
-    K that suits all of it.
+    Each step adds up the time that every other K would have gained or lost. K changes when the
+    gains of another K reach the price of the change: at once for large gains, and not for small
+    gains or short ones. A change from 0 has the highest price, because the drafter has to read the
+    positions that it missed. With nothing running a change is free: a burst of requests begins with
+    the K that suits all of it.
 
-    The target computes prompts whatever K is. The head reads them where K is above 0, and each
-    output token bears its share of that time, as in the latest requests. The first step of a
-    request has no drafts.
+    The target computes prompts whatever K is. The head reads them if K is above 0, and each output
+    token bears its share of that time, as in the latest requests. The first step of a request has
+    no drafts.
 
     Args:
         most: the greatest K.
-        trees: tells what steps bring where drafts are trees.
+        trees: record of the trees; None if drafts are chains.
     """
 
     def __init__(self, most: int, trees: TreeRecord | None = None) -> None:
@@ -372,7 +373,7 @@ class AutomaticDepth(DepthPolicy):
         self._is_idle = not load
 
     def _tokens(self, k: int) -> float:
-        """Return the tokens of a sequence in a step of depth k, its first step counted."""
+        """Return the mean tokens of a request in a step of depth k, its first step included."""
         tokens = self._acceptance.tokens(k)
         if self._num_requests:
             length = max(self._output_tokens / self._num_requests, 1.0)
@@ -380,7 +381,7 @@ class AutomaticDepth(DepthPolicy):
         return tokens
 
     def _price(self, k: int, missed: float) -> float:
-        """Return what a change to k costs, in plain steps: `missed` to read what was missed."""
+        """Return the price of a change to k in plain steps; `missed` is for missed positions."""
         if k and self._k:
             return CHANGE_COST
         return RESUME_STEPS + (missed if k else 0.0)

@@ -1,4 +1,4 @@
-"""Turns tokens into text while they arrive, and ends the text at a stop string."""
+"""Turn tokens into text while they arrive, and end the text at a stop string."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from peagle.thinking import family_splitter
 
 _REPLACEMENT = "\ufffd"
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Invalid bytes may go on for ever; beyond so many tokens only the last few stay in the window. Four
-# characters of it are enough: a UTF-8 decoder that starts anywhere is in step after three bytes.
+# Invalid bytes may go on for ever: beyond so many tokens only the last few stay in the window. Four
+# characters are enough: a UTF-8 decoder that starts anywhere is in step after three bytes.
 _MAX_UNSETTLED, _KEPT_UNSETTLED, _IN_STEP = 32, 8, 4
 
 
-# What a token is to a detokeniser, by id: learned as tokens come, shared by all of a tokenizer.
+# Kinds of tokens, by id: learned as tokens come, shared by all detokenisers of a tokenizer.
 _SILENT, _TEXT, _BYTE = range(3)
 _KINDS: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, dict[int, int]] = (
     WeakKeyDictionary()
 )
 _BYTES: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, _TokenBytes] = WeakKeyDictionary()
 
-# How byte-level vocabularies write bytes: printable Latin-1 characters as they are, others from
-# U+0100 on.
+# Byte-level vocabularies write printable Latin-1 bytes as characters, others from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_OF |= {chr(0x100 + i): b for i, b in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))}
 
 
 def token_bytes(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) -> bytes:
-    """The UTF-8 bytes that a token stands for inside a text, which may be part of a character."""
+    """Return the UTF-8 bytes of a token inside a text; they may be part of a character."""
     token = tokenizer.convert_ids_to_tokens(token_id)
     if not isinstance(token, str):  # a padding row of the embedding
         return b""
@@ -49,7 +48,7 @@ def token_bytes(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) 
             return bytes(_BYTE_OF[character] for character in token)
         if "ByteFallback" in decoder and _FALLBACK_BYTE.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-    # Behind itself, because some tokenizers write a token without its space at the start of a text.
+    # The token is decoded twice, because some tokenizers drop its space at the start of a text.
     alone, twice = (
         str(tokenizer.decode([token_id] * n, clean_up_tokenization_spaces=False)) for n in (1, 2)
     )
@@ -79,10 +78,11 @@ class _TokenBytes(dict[int, bytes]):
 class IncrementalDetokenizer:
     """Turns a growing list of tokens into a growing text.
 
-    The text is that of decoding all tokens at once, however they are cut into steps, and is only
-    ever appended to. Of a byte-level tokenizer the bytes of new tokens are looked up. Of others the
-    tokens since the last safe point are decoded anew, so the cost does not grow with the output.
-    Two things are held back until a later token settles them:
+    The text is that of decoding all tokens at once, in whatever steps they come, and only grows. A
+    byte-level tokenizer has the bytes of new tokens looked up. Other tokenizers decode the tokens
+    since the last safe point again, so the cost does not grow with the output.
+
+    Two kinds of text are held back until a later token settles them:
 
     - an incomplete UTF-8 character of a byte-level tokenizer;
     - a run of byte tokens (`<0xE6>`) of a byte-fallback tokenizer: one invalid byte turns all
@@ -95,7 +95,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         kinds = _KINDS.get(tokenizer)
         if kinds is None:
-            # Decoding leaves out what the backend flags as special, not the named tokens.
+            # Decoding leaves out tokens that the backend flags as special, not the named ones.
             special = tokenizer.all_special_ids
             if tokenizer.is_fast:
                 added = tokenizer.added_tokens_decoder
@@ -110,17 +110,17 @@ class IncrementalDetokenizer:
                 self._bytes = _BYTES[tokenizer] = _TokenBytes(backend)
         self._open = b""  # the beginning of a character, of a byte-level tokenizer
         self._pieces: list[str] = []
-        # The window: `_num_context` tokens whose text is out already, because some tokenizers write
-        # a token differently at the beginning of a text; then new ones, of which those after
+        # The window: `_num_context` tokens whose text is returned already, because some tokenizers
+        # write a token differently at the beginning of a text; then new tokens. The tokens after
         # `_num_ready` are an open run of byte tokens.
         self._window: list[int] = []
         self._num_context = 0
         self._num_ready = 0
-        self._num_shown = 0  # characters of the window's text that are out
+        self._num_shown = 0  # characters of the window's text that are returned already
 
     @property
     def text(self) -> str:
-        """All text given out so far."""
+        """Return all text given out so far."""
         return "".join(self._pieces)
 
     def add(self, token_ids: list[int], *, final: bool = False) -> str:
@@ -140,7 +140,7 @@ class IncrementalDetokenizer:
         if final:
             self._num_ready = len(self._window)
         text = self._decode(self._window[: self._num_ready])
-        # Bytes that may yet become a character are one U+FFFD, the last.
+        # Bytes that may yet become a character are one U+FFFD, the last one.
         incomplete = text.endswith(_REPLACEMENT) and not final
         settled = text[:-1] if incomplete else text
         new = settled[self._num_shown :]
@@ -164,7 +164,7 @@ class IncrementalDetokenizer:
                 self._num_ready = len(self._window)
 
     def _move_window(self, start: int) -> None:
-        """Let the ready tokens from `start` on be the context of what follows."""
+        """Make the ready tokens from `start` on the context of the next tokens."""
         del self._window[:start]
         self._num_ready -= start
         self._num_context = self._num_ready
@@ -182,7 +182,7 @@ class IncrementalDetokenizer:
 def _decoding(
     tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> tuple[Callable[[list[int]], str], Tokenizer | None]:
-    """How tokens become text, special ones left out; and the backend, where it does so alone."""
+    """Return a decoder that drops special tokens, and the backend if it decodes alone."""
     cls = type(tokenizer)
     is_plain = (
         isinstance(tokenizer, transformers.PreTrainedTokenizerFast)
@@ -190,7 +190,7 @@ def _decoding(
         and cls._decode is transformers.PreTrainedTokenizerFast._decode
     )
     if is_plain:
-        # What those two come to, at a third of the time.
+        # The same text as both methods give, in a third of the time.
         backend = cast(Tokenizer, tokenizer.backend_tokenizer)
         return backend.decode, backend
 
@@ -226,13 +226,13 @@ class SettledText(NamedTuple):
 class OutputText:
     """Turns tokens into text up to the first stop string, which is left out.
 
-    Where several could end the text, the one that is complete first does; of those complete with
-    the same token, the one that begins first. A tail that may yet become a stop string is held
-    back. Tokens are read one by one, so that the end does not depend on how many land at once.
+    Of several stop strings the one that is complete first ends the text; of those complete with the
+    same token, the one that begins first. A tail that may yet become a stop string is held back.
+    Tokens are read one by one, so that the end does not depend on how many arrive at once.
 
     Args:
-        marker_token_ids: special tokens that are part of the text all the same, each as
-            `markers.SIGN` and its name. No stop string contains one or reaches across one.
+        marker_token_ids: special tokens that stay in the text, each as `markers.SIGN` and its
+            name. No stop string contains one or reaches across one.
     """
 
     def __init__(
@@ -251,11 +251,11 @@ class OutputText:
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """Return all text so far."""
         return "".join(self._pieces)
 
     def add(self, token_ids: list[int], *, final: bool = False) -> SettledText:
-        """Read new tokens; `final` releases what is held back."""
+        """Read new tokens; `final` releases the text that is held back."""
         if not self._stop and self._markers.keys().isdisjoint(token_ids):
             self._pieces.append(self._detokenizer.add(token_ids, final=final))
             return SettledText(self._pieces[-1], len(token_ids))
@@ -294,9 +294,9 @@ def split_output(
     """Return the reasoning and the answer of a finished output.
 
     Args:
-        text, token_ids: of the output.
-        opened: the prompt ended by opening the reasoning (see `peagle.chat.opens_thinking`).
-        stop: the stop string that ended the output; anything else stands for none.
+        text, token_ids: text and tokens of the output.
+        opened: whether the prompt ended by opening the reasoning (`peagle.chat.opens_thinking`).
+        stop: the stop string that ended the output; any other value means none.
         markers: names of further marker tokens, for an answer that has all of its markers, each
             behind `SIGN`; None for an answer without the sign.
     """

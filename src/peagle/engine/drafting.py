@@ -1,10 +1,10 @@
-"""After a target pass: the drafter reads its states, and makes the drafts of the next step.
+"""Drafting after a target pass: the drafter reads the pass's states and drafts for the next step.
 
 A sequence that does not draft leaves a hole in the drafter's KV, its prompt included. Its last
 features are kept. Before it drafts again the drafter catches up: a pass over them closes the hole.
-If the hole is larger than what is kept, the drafter's context begins behind it. Where the drafter
-has a window, its context begins that far before the end of a prompt. Attention reads nothing before
-a context.
+If the hole is larger than the kept features, the drafter's context begins behind it. A drafter with
+a window has a context that begins one window before the end of a prompt. Attention reads nothing
+before a context.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from peagle.speculation import (
 from peagle.speculation.proposers import TREE_TEMPERATURE
 from peagle.speculation.verification import SamplingTensors
 
-# From so many positions on that no draft needs, a pass of their own pays.
+# Number of positions without drafts from which on a pass of their own pays.
 MIN_APART_POSITIONS = 256
 # Most positions of a pass that closes holes; with MAX_SEQUENCES sequences a graph can run it.
 MAX_CAUGHT_UP = TOKEN_BUCKETS[-1]
@@ -66,7 +66,7 @@ def make_drafting(
     max_model_len: int,
     max_draft_len: int,
 ) -> Drafting | None:
-    """Return the drafting of a configuration; a proposer has no KV caches yet."""
+    """Return the drafting of a configuration; its proposer has no KV caches yet."""
     if speculative is None:
         return None
     if drafter is None:
@@ -88,8 +88,7 @@ def make_drafting(
 def fixes_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
     """Return whether a request keeps its K under load.
 
-    Where drafts are drawn its output depends on them: with a seed it must not depend on the load as
-    well.
+    If drafts are drawn the output depends on them: with a seed it must not depend on the load.
     """
     if speculative is None or speculative.parallel_drafting_spec is not None:
         return False
@@ -97,9 +96,9 @@ def fixes_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bo
 
 
 def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
-    """Return whether a request gets chains of drawn drafts where others get trees.
+    """Return whether a request gets chains of drawn drafts while others get trees.
 
-    The output of a seed must not depend on drafts, and no grammar restricts such draws.
+    A seeded output must not depend on drafts, and no grammar restricts such draws.
     """
     first = None if speculative is None else speculative.drawn_chains_from
     is_free = params.seed is None and params.structured_output is None
@@ -107,11 +106,11 @@ def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -
 
 
 class Drafting:
-    """Leaves the drafts of the next step on the sequences of a target pass.
+    """The base class of drafting, which sets the next drafts on the sequences of a target pass.
 
     Attributes:
-        max_drafts: K of the batch, see `max_drafts_of`; a sequence may draft less. Where drafts
-            are trees, the nodes that a step verifies of each on the average.
+        max_drafts: K of the batch, see `max_drafts_of`; a sequence may draft less. For trees it is
+            the mean number of nodes that a step verifies of each.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -119,28 +118,28 @@ class Drafting:
         self.max_drafts = MAX_SPECULATIVE_TOKENS
 
     def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
-        """Read what was kept of those of the sequences that draft again, before their next pass."""
+        """Read the kept features of sequences that draft again, before their next pass."""
 
     def draft(self, done: TargetPass) -> None:
         """Draft for the sequences of a pass whose new tokens have been appended."""
         raise NotImplementedError
 
     def num_drafts(self, sequence: Sequence) -> int:
-        """Return the number of drafts of the next step; none may stand beyond the context."""
+        """Return the number of drafts of the next step; no draft may lie beyond the context."""
         room = self.max_model_len - len(sequence)
         return max(0, min(sequence.num_speculative_tokens, self.max_drafts_of(sequence), room))
 
     def max_drafts_of(self, sequence: Sequence) -> int:
-        """Return K of the batch, or the greatest K for a sequence whose K must not follow it."""
+        """Return K of the batch; for a sequence whose K must not follow it the greatest K."""
         return self.max_drafts
 
     def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
-        """Return how many drafts of each sequence a decode step verifies.
+        """Return the number of drafts of each sequence that a decode step verifies.
 
         A step that ran as a graph leaves drafts that a grammar may refuse.
 
         Args:
-            most: of each sequence on the average, where drafts are trees.
+            most: mean number of nodes of a sequence, if drafts are trees.
         """
         return [
             len(s.drafts if s.grammar is None else s.grammar.allowed(s.drafts)) for s in sequences
@@ -148,7 +147,7 @@ class Drafting:
 
 
 class LookupDrafting(Drafting):
-    """Drafts from the text: it needs no features and no KV."""
+    """Drafts by prompt lookup, which needs no features and no KV."""
 
     def __init__(self, lookup: PromptLookup, max_model_len: int) -> None:
         super().__init__(max_model_len)
@@ -171,7 +170,7 @@ class LookupDrafting(Drafting):
 class _Reading:
     """Positions `first` to before `end` of a sequence that the drafter reads now.
 
-    `row` is the row of the first one in the features that are read.
+    `row` is the row of `first` in the features.
     """
 
     sequence: Sequence
@@ -185,11 +184,11 @@ class _Reading:
 
     @property
     def rows(self) -> range:
-        """The rows of the positions."""
+        """Return the rows of the positions."""
         return range(self.row, self.row + len(self))
 
     def split(self) -> tuple[_Reading, _Reading]:
-        """Return the positions before the one from which drafts start, and that one."""
+        """Return the positions before the one that drafts start from, and that one."""
         at = self.end - 1 if self.num_drafts else self.end
         row = self.row + at - self.first
         return replace(self, end=at, num_drafts=0), replace(self, first=at, row=row)
@@ -268,12 +267,12 @@ class HeadDrafting(Drafting):
             self._read_kept(group)
 
     def _missed(self, sequence: Sequence) -> tuple[_Reading, Tensor] | None:
-        """Return what was kept of a sequence and its features, if the drafter is to read them."""
+        """Return the kept positions and features of a sequence, if the drafter is to read them."""
         ring = sequence.pending_features
         if ring is None or not self.max_drafts_of(sequence):
             return None
         if ring.first >= sequence.num_computed_tokens:
-            return None  # of a step in whose pass the sequence's prompt runs
+            return None  # a step keeps features while the sequence's prompt runs in its pass
         end = min(sequence.num_computed_tokens, self.max_draft_len)
         first = _first_unread(sequence, ring.first)
         # Captured steps keep features beyond the head's reach too.
@@ -293,9 +292,9 @@ class HeadDrafting(Drafting):
     def _set_trees(
         self, readings: list[_Reading], drafts: Drafts, parents_BN: Tensor, scores_BN: Tensor
     ) -> None:
-        """Leave trees on their sequences, cut to the slots of the context.
+        """Set trees on their sequences, cut to the slots of the context.
 
-        Under a grammar a tree grows anew, of what the grammar allows.
+        Under a grammar a tree grows again, from tokens that the grammar allows.
         """
         tokens, parents = torch.stack((drafts.tokens_BK, parents_BN)).tolist()
         scores = scores_BN.tolist()
@@ -326,7 +325,7 @@ class HeadDrafting(Drafting):
                 sequence.draft_parents = sequence.draft_scores = None
 
     def _logits_after(self, slots: TreeSlots) -> LogitsAfter:
-        """Return the logits behind a path of drafts, on the host, where grammars are."""
+        """Return the function of the logits behind a path of drafts, on the host like grammars."""
         logits_KV, correction = slots.logits_KV.cpu(), self._host_correction
         if correction is None or slots.states_KW is None:
             return lambda path: at_least_float32(logits_KV[len(path)])
@@ -343,7 +342,7 @@ class HeadDrafting(Drafting):
 
     @cached_property
     def _host_correction(self) -> DraftCorrection | None:
-        """The head's correction; a copy of it where the head is on a card."""
+        """Return the head's correction on the host, copied if the head is on a GPU."""
         correction = self.proposer.drafter.correction
         if correction is None or correction.weight_Vr.device.type == "cpu":
             return correction
@@ -351,9 +350,9 @@ class HeadDrafting(Drafting):
 
     @torch.inference_mode()
     def time_reading(self, num_tokens: int) -> float:
-        """Return the seconds in which the head reads a token of a prompt: the fastest of a few.
+        """Return the seconds in which the head reads a prompt token, the fastest of a few passes.
 
-        It writes to KV block 0: this is for the time before requests come.
+        It overwrites KV block 0, so it must run before requests come.
         """
         drafter, caches = self.proposer.drafter, self.proposer.caches
         weight, block_size = drafter.norm.weight, caches[0].keys.shape[1]
@@ -383,7 +382,7 @@ class HeadDrafting(Drafting):
 
     def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
         survival, budget = self.proposer.survival, most * len(sequences)
-        # How many drawn drafts are verified must not depend on any drafts.
+        # The number of verified drawn drafts must not depend on any drafts.
         counts = [
             min(count, most) if sequence.draws_chain else count
             for sequence, count in zip(sequences, super().num_verified(sequences, most))
@@ -407,7 +406,7 @@ class HeadDrafting(Drafting):
     def _read(
         self, chunk: Chunk, pass_start: int, row: int, features_TA: Tensor
     ) -> _Reading | None:
-        """Return what the drafter reads of one sequence; where it reads nothing, keep features."""
+        """Return the positions that the drafter reads of a sequence; if none, keep the features."""
         sequence = chunk.sequence
         end = min(sequence.num_computed_tokens, self.max_draft_len)
         k = 0
@@ -436,7 +435,7 @@ class HeadDrafting(Drafting):
             sequence.pending_features = ring
         if ring.end == start:
             ring.put(features_NA)
-        else:  # of a prompt in the pass of a step, which keeps what comes behind it
+        else:  # a prompt ran in the pass of a step, which keeps the later features
             ring.put_before(features_NA)
 
     def _num_drafts_within(self, sequence: Sequence) -> int:
@@ -456,8 +455,8 @@ class HeadDrafting(Drafting):
     def _read_apart(self, done: TargetPass, readings: list[_Reading]) -> list[_Reading]:
         """Read the positions whose hidden states no draft needs; return the rest.
 
-        Keys and values are all that the last layer computes of them. Beside drafts they must be
-        many for that.
+        The last layer computes only keys and values of such positions. A pass of their own pays
+        beside drafts only if they are many.
         """
         num_apart = sum(len(r) - (r.num_drafts > 0) for r in readings)
         are_drafting = any(r.num_drafts for r in readings)
@@ -468,7 +467,7 @@ class HeadDrafting(Drafting):
         return [last for _, last in parts if len(last)]
 
     def _step(self, done: TargetPass, readings: SequenceOf[_Reading]) -> ProposerInput:
-        """Return what is read of a pass: its rows where they are, or a copy of some of them."""
+        """Return the drafter's input for readings of a pass: all its rows, or a copy of some."""
         features_TA, sampled = done.features_TA, done.sampled
         if 2 * sum(map(len, readings)) < len(features_TA):
             every = [row for reading in readings for row in reading.rows]
@@ -476,7 +475,7 @@ class HeadDrafting(Drafting):
             readings = _one_behind_another(readings)
         sampling = None
         if any(reading.num_drafts for reading in readings):
-            # A decode step mostly reads all sequences of its pass, whose tensors are there already.
+            # A decode step mostly reads all sequences of its pass, whose tensors exist already.
             sequences = [reading.sequence for reading in readings]
             are_known = sequences == [chunk.sequence for chunk in done.chunks if chunk.samples]
             known = sampled.sampling if sampled is not None and are_known else None
@@ -487,7 +486,7 @@ class HeadDrafting(Drafting):
 def _proposer_input(
     readings: SequenceOf[_Reading], features_TA: Tensor, sampling: SamplingTensors | None = None
 ) -> ProposerInput:
-    """Return what is read of the rows of some features."""
+    """Return the drafter's input for readings of these features."""
     sequences = [reading.sequence for reading in readings]
     # Rows that belong to no reading keep token 0 and position 0, and are not read.
     tokens, positions = ([0] * len(features_TA) for _ in range(2))
@@ -514,7 +513,7 @@ def _proposer_input(
 
 
 def _first_unread(sequence: Sequence, known: int) -> int:
-    """Return the first position that the drafter has not read, of those from `known` on.
+    """Return the first position from `known` on that the drafter has not read.
 
     If it is `known`, the drafter's context begins there.
     """
@@ -524,6 +523,6 @@ def _first_unread(sequence: Sequence, known: int) -> int:
 
 
 def _one_behind_another(readings: SequenceOf[_Reading]) -> list[_Reading]:
-    """Return the readings of rows that were put together."""
+    """Return the readings with rows that follow each other."""
     starts = accumulate(map(len, readings), initial=0)
     return [replace(reading, row=start) for reading, start in zip(readings, starts, strict=False)]

@@ -56,10 +56,10 @@ _COUNTERS = (
     "num_output_tokens",
 )
 _CHECK_SALT = b"peagle self-check"
-# Made-up prompts: some that fill a pass together, one alone, and as many as a pass takes, of few
-# tokens each, as where most of a prompt is cached. The latter two would pad much of a graph.
+# Made-up prompts: several that fill a pass together, one alone, and as many short ones as a pass
+# takes, as if most of each were cached. The latter two would pad much of a graph.
 _NUM_LONG, _ALONE, _SHORT = 5, 520, (64, 32, 32, 32)
-# Prompt tokens of the pass that tells what the head's reading costs: few, as under load.
+# Prompt tokens of the pass that measures the head's reading: few, as under load.
 _TIMED_TOKENS = 512
 # Wait between two looks at grammars, while all sequences wait for theirs.
 _GRAMMAR_WAIT_S = 0.002
@@ -69,7 +69,7 @@ class LLMEngine:
     """Schedules, runs and finishes sequences. Engines may share a target and take turns to step.
 
     Args:
-        eos_token_ids: the target's, as `peagle.models.end_tokens` finds them; none ends no output.
+        eos_token_ids: end-of-text ids of the target, from `peagle.models.end_tokens`.
 
     Attributes:
         on_pass: called before each pass that no graph runs, with its number of tokens.
@@ -141,22 +141,22 @@ class LLMEngine:
         )
         self._pipeline = self._make_pipeline() if plan.is_pipelined else None
         self._outputs: list[SequenceOutput] = []
-        # Passes whose tokens are out and that are not drafted for yet, each with its K.
+        # Passes with emitted tokens and without drafts yet, each with its K.
         self._undrafted: list[tuple[TargetPass, int]] = []
         self.speculation_stats = SpeculationStats()
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._eager_steps: Counter[str] = Counter()
         self._decode_steps: Counter[int] = Counter()
-        # What `DepthPolicy.record` gets of the step read last, once it is known what that took.
+        # Arguments of `DepthPolicy.record` for the step read last, until its seconds are known.
         self._untimed: tuple[int, list[int], int] | None = None
-        # A tokenizer may have tokens that its model has no logits for.
+        # A tokenizer may have tokens for which its model has no logits.
         self.eos_token_ids = tuple(i for i in eos_token_ids if i < target.vocab_size)
         self._num_requests = 0
-        self._constrained: list[Sequence] = []  # whose outputs follow a grammar
+        self._constrained: list[Sequence] = []  # sequences whose outputs follow a grammar
         self._is_checking = False
 
     def _plan_memory(self) -> MemoryPlan:
-        """Measure the largest passes on a GPU, and give the KV cache what remains."""
+        """Measure the largest passes on a GPU, and give the KV cache the remaining memory."""
         plan, target = self._plan, self.target
 
         def run() -> None:
@@ -202,7 +202,7 @@ class LLMEngine:
         self._claim_target()
 
     def _make_pipeline(self) -> Pipeline:
-        """Capture the decode steps as graphs, and measure them where K follows from their costs."""
+        """Capture the decode steps as graphs, and time them if K depends on their costs."""
         plan, config = self._plan, self.config
         graphs = make_graph_runner(
             self.runner,
@@ -234,19 +234,19 @@ class LLMEngine:
         leader: Sequence | None = None,
         cache_salt: bytes = b"",
     ) -> Sequence:
-        """Queue a prompt for one output, whatever `params.n` says.
+        """Queue a prompt for one output, whatever `params.n` is.
 
         Args:
             params: sampling parameters, with `bad_words` as token ids.
             priority: requests with a lower number go first.
-            grammar: state at the start of the structure that `params` ask for.
+            grammar: state at the start of the structure in `params`.
             leader: a sequence with the same prompt, for whose KV this one waits.
             cache_salt: only requests with the same salt share cached KV.
 
         Raises:
             UserError: the prompt is empty, holds ids outside the vocabulary, leaves no room for
-                output, or could never fit the KV cache; or the engine or model cannot do what the
-                parameters ask for.
+                output, or could never fit the KV cache; or the engine or model does not support a
+                parameter.
         """
         prompt = token_ids(list(prompt_token_ids), self.target.vocab_size, "prompt_token_ids")
         if not prompt:
@@ -317,7 +317,7 @@ class LLMEngine:
     def touch_caches(self) -> None:
         """Write to every page of the empty KV cache, so that a server does not grow under load.
 
-        A CPU's system allocates pages at the first write.
+        On a CPU the system allocates pages at the first write.
         """
         assert not self.has_unfinished
         for cache in (*self._target_caches, *self._drafter_caches):
@@ -331,7 +331,7 @@ class LLMEngine:
     def rehearse(self) -> None:
         """Run made-up prompts and forget them, so that no request waits while their passes compile.
 
-        Attention has a kernel for passes like each of these. Without CUDA graphs nothing is
+        Each batch of prompts reaches another attention kernel. Without CUDA graphs nothing is
         compiled, and nothing runs.
         """
         if self._pipeline is None:
@@ -352,13 +352,13 @@ class LLMEngine:
         counts, drafts = dict(self._counts), self.speculation_stats.copy()
         eager, number = self._eager_steps.copy(), self._num_requests
         params, dice = SamplingParams(max_tokens=1, seed=0), random.Random(0)
-        # No request has these numbers, by which the sampler knows its batch.
+        # The sampler knows its batch by these numbers, which no request has.
         self._num_requests = -len(prompt_lens)
         self._is_checking = True
         lookahead = self.scheduler.num_lookahead_slots
         num_blocks = sum(self.blocks.blocks_for(length + lookahead) for length in prompt_lens)
         with self.blocks.borrowed(num_blocks):
-            for length in prompt_lens:  # of unlike tokens: none reuses the blocks of another
+            for length in prompt_lens:  # unlike tokens: no prompt reuses the blocks of another
                 tokens = dice.choices(range(self.target.vocab_size), k=length)
                 self.add_request(tokens, params, cache_salt=_CHECK_SALT)
             while self.has_unfinished:
@@ -368,7 +368,7 @@ class LLMEngine:
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
-        """Launch every kernel by itself meanwhile, so that hooks of modules are called.
+        """Launch every kernel by itself inside the context, so that hooks of modules are called.
 
         No request may be running at the start or at the end.
         """
@@ -385,18 +385,18 @@ class LLMEngine:
 
     @property
     def blocks(self) -> BlockManager:
-        """The KV blocks."""
+        """Return the manager of the KV blocks."""
         return self.scheduler.blocks
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
+        """Return whether a step has work to do."""
         return self.scheduler.has_unfinished
 
     def step(self) -> list[SequenceOutput]:
         """Run one step of prompts and decoding sequences, in one pass or two; return its outputs.
 
-        A sequence whose prompt is not yet computed has no output. A step begins with the drafts of
+        A sequence whose prompt is not yet computed has no output. A step first makes the drafts of
         the step before it, so that no token waits for the drafter.
         """
         self._claim_target()
@@ -432,7 +432,7 @@ class LLMEngine:
                 self._counts["num_prompt_tokens"] += sequence.num_prompt_tokens
                 self._counts["num_cached_tokens"] += sequence.num_cached_tokens or 0
         decoding = [chunk.sequence for chunk in plan.decode]
-        # Where the pass over a prompt's end samples nothing, the sequence decodes at once.
+        # If the pass over a prompt's end samples nothing, the sequence decodes at once.
         every = decoding + [c.sequence for c in plan.prefill if _ends_prompt(c)]
         if is_mixed := self._can_mix(plan.prefill, every):
             decoding = every
@@ -444,7 +444,8 @@ class LLMEngine:
     def _can_mix(self, prompts: list[Chunk], decoding: list[Sequence]) -> bool:
         """Return whether prompts can run in the target's pass of the sequences that decode.
 
-        The host waits for log-probabilities of a prompt, and broken ones end its sequence at once.
+        Prompts with log-probabilities cannot: the host waits for them, and broken ones end the
+        sequence at once.
         """
         if self._pipeline is None or not prompts:
             return False
@@ -454,14 +455,14 @@ class LLMEngine:
         return self._pipeline.runner.can_mix(decoding, num_tokens)
 
     def _decode(self, sequences: list[Sequence], prompts: list[Chunk], *, is_mixed: bool) -> None:
-        """Run a decode step, as a graph where one can.
+        """Run a decode step, as a graph if one can run.
 
-        A graph is launched behind the step in flight, and the results of that one are taken. Where
-        none can run, a step in flight is all of this step, so that no sequence has two outputs.
+        A graph is launched behind the step in flight, whose results are then taken. If no graph can
+        run, this step only finishes a step in flight, so that no sequence has two outputs.
 
         Args:
-            prompts: chunks that ran before it, or that run in its pass.
-            is_mixed: they run in its pass; a graph can run it then.
+            prompts: chunks that ran before the step, or that run in its pass.
+            is_mixed: whether the chunks run in its pass; a graph can run it then.
         """
         budget, pipeline = self.scheduler.prompt_budget, self._pipeline
         obstacle = None
@@ -499,7 +500,7 @@ class LLMEngine:
             self._depth.record(*counted, DecodeSeconds())
 
     def _count_read(self, pipeline: Pipeline) -> None:
-        """Count the step whose tokens were taken, if it brought any."""
+        """Count the step whose tokens were taken, if it gave any."""
         if self._outputs:
             self.scheduler.prompt_budget.gave()
             self._untimed = self._count_step(pipeline.runner.last_k, self._outputs)
@@ -507,7 +508,7 @@ class LLMEngine:
     def _count_step(
         self, k: int, outputs: list[SequenceOutput]
     ) -> tuple[int, list[int], int] | None:
-        """Count a decode step of depth k by its outputs; return what K may follow from, if any."""
+        """Count a decode step; return its K, accepted drafts and sequences for the choice of K."""
         decoded = [output for output in outputs if output.new_token_ids]
         if not decoded or self._is_checking:
             return None
@@ -516,7 +517,7 @@ class LLMEngine:
         return k, accepted, len(decoded)
 
     def _complete_drafts(self) -> None:
-        """Draft for the passes of the last step, or take its drafts and what it took."""
+        """Draft for the passes of the last step, or take its graph's drafts and seconds."""
         self._draft_for_passes()
         pipeline = self._pipeline
         if pipeline is None:
@@ -545,7 +546,7 @@ class LLMEngine:
                 self._settle(sequence)
 
     def _run(self, chunks: list[Chunk], run_target: RunTarget | None = None) -> None:
-        """Compute chunks, give their sequences the new tokens, and let these be drafted for."""
+        """Compute chunks, append new tokens to their sequences, and queue the pass for drafting."""
         if self.on_pass is not None:
             self.on_pass(sum(chunk.num_tokens + chunk.num_drafts for chunk in chunks))
         self._catch_up([chunk.sequence for chunk in chunks], len(self.scheduler.running))
@@ -559,11 +560,11 @@ class LLMEngine:
         max_drafts = self.drafting.max_drafts
         waits = self._pipeline is None or max_drafts > 0
         self._undrafted.append((_kept(done) if waits else done, max_drafts))
-        if not waits:  # the features are kept, to which the next graph adds
+        if not waits:  # the next graph adds to the kept features
             self._draft_for_passes()
 
     def _draft_for_passes(self) -> None:
-        """Let the drafter read the last passes, and draft for the sequences that go on."""
+        """Let the drafter read the last passes, and draft for the unfinished sequences."""
         for done, max_drafts in self._undrafted:
             assert self.drafting is not None
             sequences = [c.sequence for c in done.chunks if not c.sequence.is_finished]
@@ -575,7 +576,7 @@ class LLMEngine:
         self._undrafted = []
 
     def _catch_up(self, sequences: list[Sequence], num_sequences: int) -> None:
-        """Let the drafter read what it has missed, if K of so many sequences is above 0."""
+        """Let the drafter read the positions it missed, if K of so many sequences is above 0."""
         if self.drafting is not None:
             self.drafting.max_drafts = self._depth(num_sequences)
             self.drafting.catch_up(sequences)
@@ -587,7 +588,7 @@ class LLMEngine:
             self._retire(sequence)
 
     def _append(self, done: TargetPass) -> None:
-        """Give each sequence its new tokens."""
+        """Append its new tokens to each sequence of a pass."""
         row = 0
         for chunk in done.chunks:
             sequence = chunk.sequence
@@ -611,7 +612,7 @@ class LLMEngine:
                 self._fail_broken(sequence)
 
     def _append_tokens(self, sequence: Sequence, report: RowTokens) -> None:
-        """Give a sequence the tokens of a step that ran as a graph."""
+        """Append the tokens of a step that ran as a graph to a sequence."""
         sequence.num_computed_tokens += 1
         if report.new_token_ids[-1] < 0:
             self._fail_broken(sequence)
@@ -628,7 +629,7 @@ class LLMEngine:
         self._settle(sequence)
 
     def _set_drafts(self, sequence: Sequence, report: RowDrafts) -> None:
-        """Give a sequence the drafts of such a step."""
+        """Set the drafts of a step that ran as a graph on a sequence."""
         if sequence.num_speculative_tokens:
             sequence.drafts = report.token_ids
             if not sequence.draws_chain:
@@ -643,7 +644,7 @@ class LLMEngine:
         rejected: list[int],
         logprobs: Iterable[TokenLogprobs],
     ) -> None:
-        """Append verified tokens up to where the sequence ends."""
+        """Append verified tokens up to the end of the sequence."""
         sequence.num_computed_tokens += num_accepted
         tree = depth = None
         if num_drafted and sequence.draft_parents is not None:
@@ -652,7 +653,7 @@ class LLMEngine:
             depth = tree.depth
         record, parents = self._tree_record, sequence.draft_parents
         if record is not None and record.looks and parents and not self._is_checking:
-            # Trees of which nothing was verified too: those that are verified are the surer ones.
+            # Trees without a verified node count too: the verified trees are the surer ones.
             path = [] if tree is None else tree.path(new[:num_accepted])
             record.saw(sequence.draft_scores or [], parents, path, num_drafted)
         for stats in (sequence.stats, self.speculation_stats):
@@ -667,12 +668,12 @@ class LLMEngine:
         )
 
     def _fail(self, sequence: Sequence, code: str, error: str) -> None:
-        """End a sequence with an error; what it has output so far stands."""
+        """End a sequence with an error; its output so far stays."""
         sequence.fail(code, error)
         self._outputs.append(SequenceOutput(sequence, [], 0, 0))
 
     def _fail_broken(self, sequence: Sequence) -> None:
-        """End a sequence for which the target gave logits that are not numbers."""
+        """End a sequence for which the target's logits are not finite."""
         error = (
             f"The target's logits are NaN or infinite after {len(sequence)} tokens of this request "
             f"({sequence.num_output_tokens} of them output), in {self.target.dtype}. Load the "
@@ -686,7 +687,7 @@ class LLMEngine:
             cache.wipe(blocks)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Publish the blocks in which all slots are settled, the drafter's too."""
+        """Publish the blocks whose slots are all settled, the drafter's slots too."""
         if self._is_checking or sequence.error is not None:
             return
         settled = read = min(sequence.num_computed_tokens, len(sequence) - 1)
@@ -706,13 +707,13 @@ class LLMEngine:
         self._counts[ended] += 1
 
     def _release(self, sequence: Sequence) -> None:
-        """Free what the sequence holds beside its blocks."""
+        """Free the sampler's and the drafter's memory of a sequence."""
         self.sampler.release(sequence)
         self._features.release(sequence.seq_id)
         sequence.pending_features = None
 
     def cancel(self, sequence: Sequence) -> None:
-        """Stop a sequence and free what it holds; a finished one stays as it is."""
+        """Stop a sequence and free its memory; a finished one stays unchanged."""
         self._end(sequence, "cancelled")
 
     def stop(self, sequence: Sequence, num_surplus: int) -> None:
@@ -730,7 +731,7 @@ class LLMEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's state now, and its counters."""
+        """Return the engine's present state and its counters."""
         step_times = {} if self._pipeline is None else self._pipeline.runner.times
         trees = self._tree_record
         return EngineStats(
@@ -755,20 +756,20 @@ class LLMEngine:
 
 
 def _kept(done: TargetPass) -> TargetPass:
-    """Return a pass with features that no graph overwrites: graphs may have made the short ones."""
+    """Return a pass with features that no graph overwrites: short ones may be a graph's buffer."""
     if len(done.features_TA) > TOKEN_BUCKETS[-1] or not done.features_TA.is_cuda:
         return done
     return replace(done, features_TA=done.features_TA.clone())
 
 
 def _ends_prompt(chunk: Chunk) -> bool:
-    """Whether a chunk is the last of a prompt whose pass samples nothing."""
+    """Return whether a chunk is the last of a prompt whose pass samples nothing."""
     sequence = chunk.sequence
     end = sequence.num_computed_tokens + chunk.num_tokens
     return end == sequence.prefill_end and not sequence.samples_prompt
 
 
 def _starts_to_decode(sequence: Sequence) -> bool:
-    """Whether a sequence of a pass over prompts goes on in the decode step behind that pass."""
+    """Return whether a sequence of a prompt pass decodes in the step behind that pass."""
     is_ready = not (sequence.is_prefilling or sequence.waits_for_grammar)
     return is_ready and not (sequence.samples_prompt or sequence.is_finished)

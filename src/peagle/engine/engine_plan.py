@@ -1,4 +1,4 @@
-"""The plan of an engine: what its options and its head decide before it allocates anything."""
+"""The plan of an engine: decisions from its options and its head, before it allocates memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from peagle.models.target import TargetModel
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """How an engine drafts, how it runs its steps, and the sizes that follow.
+    """The drafting of an engine, the way it runs steps, and the sizes that follow.
 
     The number of KV blocks is not here: on a GPU the built engine measures its largest passes
     first (`make_memory_plan`).
@@ -28,10 +28,10 @@ class EnginePlan:
         max_model_len: tokens of the longest sequence.
         max_draft_len: positions up to which the drafter's KV matters; 0 without a head.
         num_speculative_tokens: most drafts of a request.
-        trees: the shape of candidate trees; None where drafts are chains.
-        tree_record: learns which nodes are accepted; None where drafts are chains.
+        trees: the shape of candidate trees; None if drafts are chains.
+        tree_record: learns which nodes are accepted; None if drafts are chains.
         depth: chooses K of each step.
-        is_pipelined: decode steps run as CUDA graphs, one of them in flight.
+        is_pipelined: whether decode steps run as CUDA graphs, one of them in flight.
         num_resuming: most sequences that resume drafting in the same step.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
         kept_bytes: memory of drawn drafts, hidden states and features that graphs keep.
@@ -53,17 +53,17 @@ class EnginePlan:
 
     @property
     def num_nodes(self) -> int | None:
-        """Most nodes of a candidate tree; None where drafts are chains."""
+        """Return the most nodes of a candidate tree; None if drafts are chains."""
         return None if self.trees is None else self.trees.max_nodes
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """Layers of the target whose entering states the drafter reads."""
+        """Return the layers of the target whose entering states the drafter reads."""
         return () if self.drafter is None else self.drafter.config.aux_layer_ids
 
     @property
     def synthetic_rates(self) -> tuple[float, ...] | None:
-        """Acceptance by position that takes the place of the drafts' own; None for their own."""
+        """Return acceptance by position that replaces the drafts' own; None keeps their own."""
         return None if self.speculative is None else self.speculative.synthetic_acceptance_rates
 
 
@@ -73,7 +73,7 @@ def plan_engine(
     """Load the head, and decide everything that needs no memory of the engine.
 
     Raises:
-        UserError: the context is longer than the target's, or a head is of another kind than asked.
+        UserError: the context is longer than the target's, or the head has another kind than asked.
         CheckpointError: the head does not fit the target.
     """
     limit, given = target.max_model_len, config.max_model_len

@@ -31,7 +31,7 @@ class FeatureRing:
     def put(self, features_NA: Tensor) -> None:
         """Add the features of the next positions, over the oldest ones.
 
-        The row behind them stays as it is: a step in flight may have written it.
+        The row behind them stays unchanged: a step in flight may have written it.
         """
         most = self.capacity - 1
         self.end += features_NA.shape[0]
@@ -40,9 +40,9 @@ class FeatureRing:
         self._rows_CA[self._index(self.end - kept_NA.shape[0], self.end)] = kept_NA
 
     def put_before(self, features_NA: Tensor) -> None:
-        """Add the features of the positions before the first one, where they displace none.
+        """Add the features of the positions before the first one, as far as there is room.
 
-        The row behind the last one stays as it is too.
+        The row behind the last position stays unchanged too.
         """
         room = max(0, self.capacity - 1 - (self.end - self.first))
         kept_NA = features_NA[max(0, features_NA.shape[0] - room) :]
@@ -50,7 +50,7 @@ class FeatureRing:
         self.first -= kept_NA.shape[0]
 
     def advance(self, num_new: int) -> None:
-        """Count features of the next positions, which a captured step has written."""
+        """Count the features of the next positions, which a captured step has written."""
         self.end += num_new
         self.first = max(self.first, self.end - self.capacity)
 
@@ -69,7 +69,7 @@ class FeatureRings:
     in one tensor.
 
     Attributes:
-        rows_SCA: that tensor, with one more ring at the end for padding; None before `reserve`.
+        rows_SCA: the tensor of all rings, with one more for padding; None before `reserve`.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class FeatureRings:
         self._free = list(range(num_seqs))
 
     def open(self, seq_id: int, position: int, like_NA: Tensor | None = None) -> FeatureRing:
-        """Return a new ring from `position` on; before `reserve` `like_NA` says how wide it is."""
+        """Return a new ring from `position` on; before `reserve` it has the width of `like_NA`."""
         if self.rows_SCA is not None:
             slot = self._slots[seq_id] = self._free.pop()
             return FeatureRing(self.rows_SCA[slot], position, slot)

@@ -1,4 +1,4 @@
-"""Structured output: grammars that say which tokens may come next."""
+"""Structured output: grammars that restrict the next tokens."""
 
 from peagle.engine.grammar.compiler import MAX_THREADS, GrammarCompiler, GrammarState, to_bools
 from peagle.engine.grammar.drafts import (

@@ -1,4 +1,4 @@
-"""Patience for grammars: what takes long goes on beside the engine, and ends if it takes too long.
+"""The time budget of grammars: long calls go on beside the engine, and end if they take too long.
 
 Some grammars make the matcher take seconds for one mask; no call of the matcher can be interrupted.
 So a thread of its own makes these calls. The engine waits some milliseconds of a step for each
@@ -26,7 +26,7 @@ _MAX_BESIDE = max(2, (os.cpu_count() or 1) // 2)
 
 
 class Spender:
-    """What spends the budget of a step.
+    """The base class of grammar states, which spend the budget of a step.
 
     Attributes:
         spent_s: processor seconds of this step so far.
@@ -42,11 +42,11 @@ class Spender:
 
     @property
     def is_free(self) -> bool:
-        """Whether work may be done now."""
+        """Return whether work may be done now."""
         return not (self.is_busy or self.is_over_budget) and self.error is None
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Do work; an exception becomes the `error`, which concerns nothing but this spender."""
+        """Do work; an exception becomes the `error` of this spender alone."""
         try:
             work()
         except Exception as error:
@@ -75,10 +75,10 @@ class GrammarBudget:
     ) -> set[int]:
         """Call `work(index, spender)` for each free spender; a long call makes its spender busy.
 
-        What a call raises becomes the error of its spender.
+        An exception of a call becomes the error of its spender.
 
         Args:
-            spenders: None and spenders that are not free are passed over.
+            spenders: None and spenders that are not free are skipped.
             afterwards: called in the same way behind a call that the engine did not wait for.
 
         Returns:
@@ -130,7 +130,7 @@ class GrammarBudget:
 
     @property
     def excess(self) -> str:
-        """What a user is told of a grammar that goes beyond the budget."""
+        """Return the message to a user whose grammar exceeds the budget."""
         return (
             f"the grammar took more than {self.seconds:g} s of the processor in one step. Bound "
             "its repeats more tightly, and write it so that a text can be read in one way only; "
@@ -139,7 +139,7 @@ class GrammarBudget:
 
 
 class _Job:
-    """Calls of one step. Engine and worker move it on under its lock."""
+    """Calls of one step; engine and worker change the job under its lock."""
 
     def __init__(self, items: _Items, work: Work, afterwards: Work | None, seconds: float) -> None:
         self.is_over = threading.Event()
@@ -147,13 +147,13 @@ class _Job:
         self._items, self._work, self._afterwards = items, work, afterwards
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._at: int | None = None  # the item whose call is under way
+        self._at: int | None = None  # index of the item whose call runs
         self._start_s = 0.0
-        self._worker: _Worker | None = None  # once the engine does not wait any more
-        self._last = len(items)  # items behind this one are not this job's
+        self._worker: _Worker | None = None  # set when the engine stops waiting
+        self._last = len(items)  # the job's items end before this index
 
     def carry_out(self) -> bool:
-        """In the worker: make the calls; whether the worker is still waited for."""
+        """Make the calls, in the worker; return whether the engine still waits for the worker."""
         try:
             for at, (index, spender) in enumerate(self._items):
                 if at >= self._last:
@@ -181,21 +181,21 @@ class _Job:
         return is_waited_for
 
     def _end(self, spender: Spender) -> None:
-        """A call has ended; the engine goes on to wait for the next."""
+        """Record the end of a call; the engine then waits for the next one."""
         self._at = None
         spender.spent_s += own_seconds() - self._start_s
         spender.is_over_budget |= spender.spent_s > self._seconds
         spender.is_busy = False
 
     def go_beside(self, worker: _Worker, *, alone: bool) -> tuple[_Items, _Items] | None:
-        """In the engine: stop waiting for a call that takes long.
+        """Stop waiting for a long call, in the engine.
 
         Args:
-            alone: the items behind it are done elsewhere; otherwise they go with it.
+            alone: whether the call goes on without the items behind it, which another worker gets.
 
         Returns:
-            the items that are left to do elsewhere, and those that go beside the engine; None
-            where the engine goes on waiting.
+            engine keeps waiting.
+            engine keeps waiting.
         """
         with self._lock:
             at = self._at
@@ -209,7 +209,7 @@ class _Job:
             return self._items[self._last :], beside
 
     def mark_excess(self) -> None:
-        """In the engine: mark the spender whose call has gone beyond the budget."""
+        """Mark, in the engine, the spender whose call has exceeded the budget."""
         with self._lock:
             if self._at is None or self._worker is None:
                 return
@@ -232,6 +232,6 @@ class _Worker(threading.Thread):
             pass
 
     def used_s(self) -> float:
-        """Processor seconds that the thread has used."""
+        """Return the processor seconds that the thread has used."""
         assert self.ident is not None
         return thread_seconds(self.ident)
