@@ -1,4 +1,4 @@
-"""The draft head that a speculative configuration names."""
+"""The draft head of a speculative configuration, loaded and checked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
             stacklevel=5,
         )
     unpack = target.device.type != "cuda"
-    # A compact head drafts as the whole one does, bit for bit.
+    # A compact head is unpacked, so that it drafts like the whole one, bit for bit.
     is_whole = unpack or stored.is_compact or speculative.quantization is not None
     drafter = load_drafter(
         speculative.model,
@@ -61,6 +61,6 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     if window is None and not head.windows:
         window = stored.trained_length
     if window is not None:
-        # Each layer looks back over the window alone, and drafts do without what stands before it.
+        # Each layer attends to the window alone, and drafts do without the tokens before it.
         drafter.windows, drafter.reach = (window or None,) * head.num_layers, window or None
     return drafter

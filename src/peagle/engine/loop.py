@@ -15,7 +15,7 @@ from peagle.engine.requests import Prompt, Requests
 from peagle.errors import UserError
 
 _COMPILERS = 2
-# Between two looks at a compilation.
+# Seconds between two looks at a compilation.
 _LOOK_EVERY_S = 0.05
 
 Order = Callable[[], object]
@@ -37,7 +37,7 @@ class Add:
 class _Compilation:
     """The compilation of a request's grammar, in a thread beside the loop.
 
-    `timer` posts the next look at its clock; None where no time is too long.
+    `timer` posts the next look at its clock; None without a limit of time.
     """
 
     message: Add
@@ -77,7 +77,7 @@ class EngineLoop:
         self._orders.put(order)
 
     def deliver(self, chunks: list[StreamChunk]) -> None:
-        """Hand over the chunks of a step."""
+        """Deliver the chunks of a step."""
         raise NotImplementedError
 
     def refuse(self, index: int, error: BaseException) -> None:
@@ -85,16 +85,16 @@ class EngineLoop:
         raise NotImplementedError
 
     def next_order(self) -> Order | None:
-        """Wait for an order."""
+        """Wait for an order and return it."""
         return self._orders.get()
 
     def step(self) -> list[StreamChunk]:
-        """Step every engine that has something to do."""
+        """Step every engine that has work, and return the chunks."""
         return [c for r in self._engines.values() if r.has_unfinished for c in r.step()]
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
+        """Return whether a step has work to do."""
         return any(requests.has_unfinished for requests in self._engines.values())
 
     def run(self) -> None:
@@ -144,7 +144,7 @@ class EngineLoop:
             self._queue(message)
 
     def _look_later(self, compilation: _Compilation, left_s: float) -> None:
-        """Look at a compilation when it may have used so many more processor seconds."""
+        """Look at a compilation once it may have used `left_s` more processor seconds."""
         wait_s = max(left_s / MAX_THREADS, _LOOK_EVERY_S)
         timer = threading.Timer(wait_s, self.post, (lambda: self._look(compilation),))
         timer.daemon = True
@@ -152,7 +152,7 @@ class EngineLoop:
         compilation.timer = timer
 
     def _look(self, compilation: _Compilation) -> None:
-        """Give a compilation up if it has used too much time."""
+        """Give up a compilation that has used too much time."""
         message, limit_s = compilation.message, self._compile_timeout_s
         if limit_s is None or self._compiling.get(message.index) is not compilation:
             return
@@ -181,7 +181,7 @@ class EngineLoop:
             self._running[message.index] = _Running(requests, seq_ids, message.params.n)
 
     def cancel(self, index: int) -> bool:
-        """Stop a request and free what it holds; return whether it was running."""
+        """Stop a request and free its memory; return whether it was running."""
         if (compilation := self._compiling.pop(index, None)) is not None:
             compilation.future.cancel()
         running = self._running.pop(index, None)

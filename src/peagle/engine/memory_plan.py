@@ -1,7 +1,8 @@
-"""The memory of an engine: what is taken when it starts, and what is left for KV blocks.
+"""The memory of an engine: the parts taken at its start, and the rest for KV blocks.
 
-On a GPU the largest passes run once: KV blocks get what weights, their peak and the graphs leave of
-the share that the engine may use. On a CPU KV blocks have a bound; the system manages the rest.
+On a GPU the largest passes run once: KV blocks get the engine's share of the memory without the
+weights, the peak of these passes and the graphs. On a CPU KV blocks have a bound; the system
+manages the rest.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from peagle.models.target import TargetModel
 
 CPU_CACHE_GIB = 2.0
 TYPICAL_LEN = 2048
-# Private pools of the CUDA graphs of decode steps, and buffers of these.
+# Private pools and buffers of the CUDA graphs of decode steps.
 GRAPH_BYTES = 512 * 2**20
-# With prefix caching the cache is at most so many times what all sequences together fill.
+# With prefix caching the cache is at most this many times the size that all sequences fill.
 _KEPT_TIMES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Where the memory of an engine goes, in bytes.
+    """The division of an engine's memory, in bytes.
 
     Attributes:
         device: name of the GPU, or "cpu".
@@ -48,7 +49,7 @@ class MemoryPlan:
         reserved_bytes: memory kept for activations and graphs; 0 on a CPU.
         budget_bytes: most memory of the KV blocks.
         target_block_bytes, drafter_block_bytes: one KV block of `block_size` slots, all layers.
-        kv_type: type of the target's KV; the drafter's has that of the activations.
+        kv_type: type of the target's KV; the drafter's KV has the type of the activations.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
     """
 
@@ -71,42 +72,42 @@ class MemoryPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block of target and drafter."""
+        """Return the bytes of one KV block of target and drafter."""
         return self.target_block_bytes + self.drafter_block_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all KV blocks."""
+        """Return the bytes of all KV blocks."""
         return self.num_blocks * self.block_bytes
 
     @property
     def num_slots(self) -> int:
-        """Number of tokens that the KV cache holds."""
+        """Return the number of tokens that the KV cache holds."""
         return self.num_blocks * self.block_size
 
     @property
     def longest_context(self) -> int:
-        """Number of tokens, prompt and output, that a request can have when it runs alone."""
+        """Return the most tokens, prompt and output, of a request that runs alone."""
         if self.num_slots >= self.max_model_len:
             return self.max_model_len  # positions beyond it have no slot
         return max(0, self.num_slots - self.num_lookahead_slots)
 
     @property
     def min_blocks(self) -> int:
-        """Number of blocks of the smallest request: one token and its lookahead slots."""
+        """Return the blocks of the smallest request: one token and its lookahead slots."""
         return self.blocks_for(1)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks of a request of so many tokens, slots ahead included."""
+        """Return the number of blocks of a request of so many tokens, with its lookahead slots."""
         slots = min(num_tokens + self.num_lookahead_slots, self.max_model_len)
         return -(-slots // self.block_size)
 
     def concurrency(self, num_tokens: int) -> int:
-        """Return how many requests of so many tokens run at once if they share no block."""
+        """Return the number of requests of this length that run at once without shared blocks."""
         return min(self.max_num_seqs, self.num_blocks // self.blocks_for(num_tokens))
 
     def __str__(self) -> str:
-        """A table of a few lines."""
+        """Return the plan as a table of a few lines."""
         rows = []
         if self.total_bytes is not None:
             assert self.free_bytes is not None and self.usable_bytes is not None
@@ -147,14 +148,14 @@ def make_memory_plan(
     kept_bytes: int = 0,
     has_trees: bool = False,
 ) -> MemoryPlan:
-    """Choose the number of KV blocks: what memory allows, at most what can be of use.
+    """Choose the number of KV blocks: as many as fit the memory and can be used.
 
-    All sequences together fill so many; with prefix caching a few times as many keep what was. On
-    a GPU the KV blocks may take, and at most `kv_cache_gib`,
+    All sequences together use so many; with prefix caching a few times as many keep old prefixes.
+    On a GPU the KV blocks may take, and at most `kv_cache_gib`,
 
-        total * gpu_memory_utilization - (total - free) - peak - graphs - kept - one block of scrap
+        total * gpu_memory_utilization - (total - free) - peak - graphs - kept - one scrap block
 
-    where the peak is that of `measure_peak`. Kept are drawn drafts (`drawn_bytes`), and the outputs
+    where the peak comes from `measure_peak`. Kept are drawn drafts (`drawn_bytes`), and the outputs
     (`output_bytes`) of passes over steps and prompts, of steps with trees, and of prompts that the
     head reads after the next step.
 
@@ -213,8 +214,8 @@ def make_memory_plan(
 def lookahead_slots(num_drafts: int, num_nodes: int | None = None, *, is_pipelined: bool) -> int:
     """Return the KV slots that a request holds beyond its tokens.
 
-    These are the K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those;
-    with a step in flight (`is_pipelined`, in CUDA graphs) also the K + 1 tokens that it may bring.
+    They are the K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those;
+    with a step in flight (`is_pipelined`, in CUDA graphs) also the K + 1 tokens that it may add.
     Each of a tree's `num_nodes` takes a slot, whatever its depth.
     """
     most_new = num_drafts + 1
@@ -223,18 +224,18 @@ def lookahead_slots(num_drafts: int, num_nodes: int | None = None, *, is_pipelin
 
 
 def drawn_bytes(drafter: Drafter, num_seqs: int, num_drafts: int) -> int:
-    """Return the bytes that captured steps keep of drawn drafts, see `DrawnDrafts`."""
+    """Return the bytes of the drawn drafts that captured steps keep, see `DrawnDrafts`."""
     return num_seqs * num_drafts * drafter.config.draft_vocab_size * torch.float32.itemsize
 
 
 def output_bytes(target: TargetModel, drafter: Drafter | None, num_rows: int) -> int:
-    """Return the bytes of what captured passes of so many rows give: hidden states and features."""
+    """Return the bytes of captured passes' outputs: hidden states and features of each row."""
     width = target.hidden_size + (0 if drafter is None else drafter.config.feature_size)
     return num_rows * width * target.dtype.itemsize
 
 
 def graph_bytes(peak_bytes: int, config: EngineConfig, *, has_trees: bool) -> int:
-    """Return the bytes for graphs: of decode steps, and of the largest pass that is captured.
+    """Return the bytes of the graphs of decode steps, and of the largest captured pass.
 
     A pass over prompts takes at most its share, by tokens, of the peak of all passes. A step with
     trees has many rows, and logits for each of them: it may be that peak.
@@ -253,12 +254,12 @@ def run_largest_passes(
     num_resuming: int,
     num_nodes: int | None = None,
 ) -> None:
-    """Run the largest prefill and the largest decode steps once, and drop what they compute.
+    """Run the largest prefill and the largest decode steps once, and drop their results.
 
-    The peak of memory of these passes is what a GPU must keep free. The sequences ask for all
-    that takes memory: sampling, penalties, log-probabilities of the prompt, K drafts each, or trees
-    of `num_nodes`. Where drafting may pause, `num_resuming` of them have features to read. All of
-    them share KV block 0, the only one that the caches need.
+    A GPU must keep free the peak of memory of these passes. The sequences use everything that takes
+    memory: sampling, penalties, log-probabilities of the prompt, K drafts each, or trees of
+    `num_nodes`. If drafting may pause, `num_resuming` of them have features to read. All of them
+    share KV block 0, the only one that the caches need.
     """
     max_len, most = runner.max_model_len, config.max_num_seqs
     k = max(0, min(num_drafts if num_nodes is None else num_nodes, max_len - 2))
@@ -293,7 +294,7 @@ def run_largest_passes(
         if drafting is not None:
             drafting.draft(done)
 
-    # Where the drafter has a window, its attention may begin behind the beginning of a prompt.
+    # The attention of a drafter with a window may begin behind the beginning of a prompt.
     has_window = isinstance(drafting, HeadDrafting) and drafting.proposer.drafter.reach is not None
     for start in (0, 1) if has_window else (0,):
         left, prompts = min(config.max_num_batched_tokens, most * max(1, max_len - 1)), []
@@ -306,19 +307,19 @@ def run_largest_passes(
             runner.sampler.release(prompt)
             features.release(prompt.seq_id)
 
-    kept = max(1, min(FEATURES_KEPT, max_len - 3 * k - 5))  # and three steps that accept all
+    kept = max(1, min(FEATURES_KEPT, max_len - 3 * k - 5))  # leaves room for three full steps
     every = [sequence(i, kept + 1 if i < num_resuming else 1) for i in range(most)]
     for one in every:
         one.num_computed_tokens = len(one)
         one.token_ids += [0]
         if num_nodes is None:
             one.drafts = [0] * k
-        else:  # siblings, which differ
+        else:  # siblings have different tokens
             one.drafts, one.draft_parents = list(range(k)), [0] * k
         one.num_drafter_tokens = len(one) - 1
     run([Chunk(one, 1, k) for one in every])
-    # The second step has the first one's drafts, whose probabilities take memory where they are
-    # drawn. Where drafting has paused, the drafter reads what was kept first.
+    # The second step has the first one's drafts, and their probabilities if they are drawn. After a
+    # pause of drafting the drafter first reads the kept features.
     for one in every:
         one.num_speculative_tokens = num_drafts
     if isinstance(drafting, HeadDrafting):
@@ -336,7 +337,7 @@ def run_largest_passes(
 
 
 def measure_peak(run: Callable[[], None], device: torch.device, config: EngineConfig) -> int:
-    """Return the bytes that `run` takes on a GPU at its peak, beyond what it leaves allocated.
+    """Return the peak of GPU bytes that `run` takes beyond the bytes that it leaves allocated.
 
     Raises:
         UserError: it takes more than is free.
@@ -358,7 +359,7 @@ def measure_peak(run: Callable[[], None], device: torch.device, config: EngineCo
 def free_and_total(device: torch.device) -> tuple[int, int] | None:
     """Return the free bytes of a GPU, and all of its bytes; None for a CPU.
 
-    Torch first hands back what it holds and does not use.
+    Torch first releases its unused memory.
     """
     if device.type != "cuda":
         return None

@@ -1,7 +1,7 @@
 """Runs the target over one batch of chunks: tensors of the batch, target pass, new tokens.
 
-Shapes: B sequences, T packed target rows, N rows that are sampled, M blocks of a sequence, J rows
-of the largest tree.
+Shapes: B sequences, T packed target rows, N sampled rows, M blocks of a sequence, J rows of the
+largest tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peagle.kernels.sampling.logprobs import logprob_table
 from peagle.kernels.upload import upload_ints, upload_together
 from peagle.models.target import TargetModel
 
-# Runs the target as `Passes.__call__` does.
+# A function that runs the target, with the signature of `Passes.__call__`.
 RunTarget = Callable[..., tuple[Tensor, ...]]
 
 # Prompt rows whose logits exist at the same time.
@@ -35,13 +35,13 @@ _LOGPROB_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """What one pass of the target left behind.
+    """The results of one pass of the target.
 
     Attributes:
         chunks: chunks of the pass, in the order of the packed rows.
         starts: position of the first row of each chunk.
-        features_TA: aux features of the packed rows; where drafts are trees, first those of the
-            newest token and of the accepted drafts of each sequence, as of a chain.
+        features_TA: aux features of the packed rows; for trees the rows of each sequence's newest
+            token and accepted drafts come first, as for a chain.
         sampled: new tokens of the chunks that sample; None if none does.
     """
 
@@ -80,10 +80,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk], run_target: RunTarget | None = None) -> TargetPass:
-        """Compute the chunks, and verify and sample where they end.
+        """Compute the chunks, and verify and sample at their ends.
 
         Args:
-            run_target: stands for `passes`.
+            run_target: replaces `passes`.
         """
         sequences = [chunk.sequence for chunk in chunks]
         first = [s.num_computed_tokens for s in sequences]
@@ -132,21 +132,21 @@ class ModelRunner:
         tables_BM: Tensor,
         paths: TreePaths | None,
     ) -> tuple[TargetBatch, Tensor, Tensor | None]:
-        """Return the batch of some rows on the device, its KV blocks, and which rows a row sees.
+        """Return the batch of some rows on the device, its KV blocks, and the mask of visible rows.
 
         The host makes them: launching a kernel takes longer than computing so little.
 
         Args:
             rows: the tokens of each sequence.
-            first: the position of its first row.
-            tables_BM: its KV blocks, on the host.
-            paths: how its rows relate, on the host; None: each sees those before it.
+            first: the position of each sequence's first row.
+            tables_BM: the KV blocks of each sequence, on the host.
+            paths: paths of the trees, on the host; None if each row sees all rows before it.
         """
         lens_B, first_B = torch.tensor([len(row) for row in rows]), torch.tensor(first)
         start_loc = torch.nn.functional.pad(lens_B.cumsum(0), (1, 0))
         sequences_T = torch.repeat_interleave(lens_B)
         offset_T = torch.arange(len(sequences_T)) - start_loc[sequences_T]
-        # In a tree the nodes of one depth have one position, but each has a slot of its own.
+        # In a tree the nodes of one depth share a position, but each has a slot of its own.
         slot_T = positions_T = first_B[sequences_T] + offset_T
         own_of_pass = [tables_BM]
         if paths is not None:
@@ -178,7 +178,7 @@ class ModelRunner:
         if not sampling:
             return None
         if sum(lens) > sum(1 + chunk.num_drafts for chunk in sampling):
-            # The rows that predict a new token: the last one of a chunk and those of the drafts.
+            # The last row of a chunk and the rows of its drafts predict new tokens.
             ends = list(accumulate(lens))
             sampled_rows = [
                 row
@@ -201,13 +201,13 @@ class ModelRunner:
     def _prompt_logprobs(
         self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]
     ) -> None:
-        """Add the log-probabilities of the prompt tokens that follow the rows, where asked for."""
+        """Add the log-probabilities of the prompt tokens after the rows, where requested."""
         row = 0
         for chunk, length in zip(chunks, lens, strict=True):
             sequence, given = chunk.sequence, chunk.sequence.prompt_logprobs
             if given is not None and sequence.needs_every_token:
                 start = sequence.num_computed_tokens
-                # A preempted sequence has those of its first pass already.
+                # A preempted sequence has the log-probabilities of its first pass already.
                 first = max(start, len(given) - 1)
                 last = min(start + length, sequence.num_prompt_tokens - 1)
                 for at in range(first, last, _LOGPROB_ROWS):
@@ -255,21 +255,21 @@ def cached_bytes(target: TargetModel) -> list[Tensor]:
 def move_path(target: TargetModel, slots_X2: Tensor) -> None:
     """Move the target's keys and values of accepted paths to the slots of chains.
 
-    The head's need no move: real tokens overwrite them.
+    The head's keys and values need no move: real tokens overwrite them.
 
     Args:
-        slots_X2: where they are, and where they go.
+        slots_X2: old and new slots.
     """
     move_slots(cached_bytes(target), slots_X2[:, 0], slots_X2[:, 1])
 
 
 def _starts(lens: list[int]) -> Iterator[int]:
-    """The packed row at which each sequence starts."""
+    """Yield the first packed row of each sequence."""
     return accumulate(lens[:-1], initial=0)
 
 
 def block_tables(sequences: SequenceOf[Sequence]) -> Tensor:
-    """Return the KV blocks of the sequences on the host, padded, [B, M]; M is of the longest.
+    """Return the KV blocks of the sequences on the host, padded to the longest table, [B, M].
 
     A sequence's own first block pads its row: attention multiplies masked values by a weight of 0,
     and a NaN in another request's block would still spread.

@@ -1,4 +1,4 @@
-"""What a request gives: chunks while it runs, an output when it is finished."""
+"""The results of a request: chunks while it runs, an output when it is finished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DraftTree(NamedTuple):
     """The drafts of a step that are a tree, see `kernels.trees.growth`.
 
     Attributes:
-        tokens: of the nodes, the likeliest first.
+        tokens: tokens of the nodes, the likeliest first.
         parents: the row of each node's parent; row 0 is the newest token, row i + 1 is node i.
         depth: most nodes on a path.
     """
@@ -38,9 +38,9 @@ class DraftTree(NamedTuple):
 
 
 class SequenceOutput(NamedTuple):
-    """What one step added to one sequence; the fields are those of `StreamChunk`.
+    """One step's addition to one sequence; the fields are those of `StreamChunk`.
 
-    Steps make many of both, and a named tuple is made in a third of a frozen dataclass's time.
+    Steps make many of both, and a named tuple takes a third of the time of a frozen dataclass.
     """
 
     sequence: Sequence
@@ -53,7 +53,7 @@ class SequenceOutput(NamedTuple):
 
     @property
     def begins_without_drafts(self) -> bool:
-        """Whether the sequence drafts, and this is its first step, before there was any draft."""
+        """Return whether this is the first step of a drafting sequence, which has no drafts yet."""
         if self.num_drafted or not self.sequence.num_speculative_tokens:
             return False
         return len(self.new_token_ids) == self.sequence.num_output_tokens
@@ -63,30 +63,30 @@ class SequenceOutput(NamedTuple):
 class RequestOutput:
     """A finished output of a prompt.
 
-    It has the attributes of vLLM's RequestOutput too, and stands in its own `outputs`, where it has
-    those of vLLM's CompletionOutput. `prompt`, `request_id` and `others` are set by `LLM.generate`.
+    It also has the attributes of vLLM's RequestOutput, and is part of its own `outputs`, with the
+    attributes of vLLM's CompletionOutput. `LLM.generate` sets `prompt`, `request_id` and `others`.
 
     Attributes:
         text: the output, without the end-of-text token or the stop string.
-        token_ids: output tokens, the stop token or those of the stop string included.
-        finish_reason: "stop" or "length"; "error" where `error` says why.
+        token_ids: output tokens, the stop token or the tokens of the stop string included.
+        finish_reason: "stop" or "length"; "error" with the reason in `error`.
         stats: drafts made and accepted.
         elapsed_s: seconds from the request to the last token.
-        index: number of this output among those of its prompt, 0 to n - 1.
+        index: number of this output among the outputs of its prompt, 0 to n - 1.
         time_to_first_token_s: seconds from the request to the first token.
-        queue_time_s: seconds of them before its prompt was begun.
-        num_cached_tokens: prompt tokens whose KV was there already.
+        queue_time_s: seconds from the request to the start of its prompt.
+        num_cached_tokens: prompt tokens whose KV was cached.
         num_preemptions: number of times that it lost its blocks and was computed again.
         logprobs: log-probabilities of the output tokens; None unless requested.
-        prompt_logprobs: those of the prompt tokens, None for the first; None unless requested. From
-            `LLM.generate` a list.
+        prompt_logprobs: log-probabilities of the prompt tokens, None for the first; None unless
+            requested. From `LLM.generate` a list.
         stop_reason: the stop string, or the id out of `stop_token_ids`, that ended the output; None
-            where the model's own end of text, or a length, did.
-        error: what went wrong, where `finish_reason` is "error".
-        error_code: "logits_not_finite", "grammar_too_slow" or "grammar_failed" then.
-        prompt: the text of the prompt; None where it was given as token ids.
-        request_id: number of the prompt among all that this LLM was given.
-        others: the further outputs of the same prompt, where `n` is above 1.
+            if the model's own end of text, or a length, ended it.
+        error: message of the error, if `finish_reason` is "error".
+        error_code: "logits_not_finite", "grammar_too_slow" or "grammar_failed" with an error.
+        prompt: the text of the prompt; None if it was given as token ids.
+        request_id: number of the prompt among all prompts of this LLM.
+        others: the further outputs of the same prompt, if `n` is above 1.
     """
 
     text: str
@@ -111,29 +111,29 @@ class RequestOutput:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The `n` outputs of the prompt: this one, then the others."""
+        """Return the `n` outputs of the prompt: this one, then the others."""
         return [self, *self.others]
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the log-probabilities of the output tokens; None unless asked for."""
+        """Return the sum of the log-probabilities of the output tokens; None unless requested."""
         return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
 
     @property
     def finished(self) -> bool:
-        """True: no output is given before it has ended."""
+        """Return True, because an output exists only after its end."""
         return True
 
     @property
     def metrics(self) -> None:
-        """None, as in vLLM by default; `elapsed_s`, `stats` and others say what was measured."""
+        """Return None, as vLLM does by default; `elapsed_s` and others have measurements."""
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object, the fields of `peagle generate --format json` without the id.
+        """Return a JSON object with the fields of `peagle generate --format json` without the id.
 
-        It has no index where there is one output, and the log-probabilities that the request asks
-        for. JSON has no -inf: an impossible token's log-probability is null.
+        It has an index if the prompt has several outputs, and the requested log-probabilities. JSON
+        has no -inf: an impossible token's log-probability is null.
         """
         fields: dict[str, Any] = {
             "text": self.text,
@@ -177,13 +177,13 @@ class StreamChunk(NamedTuple):
     Attributes:
         index: number of the prompt in the list given.
         text: new text; may be empty while a character is incomplete.
-        num_accepted: how many of the new tokens came from the draft (the first ones).
+        num_accepted: number of new tokens that are accepted drafts; they come first.
         num_drafted: draft tokens that the step verified, 0 in a prompt pass.
-        output: the finished output with its last chunk, None before.
-        output_index: number of the output among those of its prompt, 0 to n - 1.
+        output: the finished output in its last chunk; None in earlier ones.
+        output_index: number of the output among the outputs of its prompt, 0 to n - 1.
         logprobs: log-probabilities of the new tokens, if requested.
-        rejected_token_ids: draft tokens that the step refused.
-        draft_tree: the draft tokens that the step verified, where they were a tree.
+        rejected_token_ids: draft tokens that the step rejected.
+        draft_tree: the draft tokens that the step verified, if they were a tree.
     """
 
     index: int
@@ -199,5 +199,5 @@ class StreamChunk(NamedTuple):
 
     @property
     def draft_depth(self) -> int | None:
-        """Most draft tokens on a path where they were a tree; None for a chain."""
+        """Return the most draft tokens on a path of the tree; None for a chain."""
         return None if self.draft_tree is None else self.draft_tree.depth

@@ -1,8 +1,8 @@
-"""Where a model runs: its device, its types, and the CPU threads that torch computes with.
+"""The placement of a model: its device, its types, and the CPU threads of torch.
 
 In a decode step every product of the model ends with all threads waiting for the slowest. A small
-model's products are shorter than that wait, and where another program has one of the cores, every
-wait lasts until the scheduler gives that core back. A thread is worth its waits where it has many
+model's products are shorter than that wait, and if another program has one of the cores, every wait
+lasts until the scheduler gives that core back. A thread pays for its waits only if it has many
 bytes of weights to read.
 """
 
@@ -20,26 +20,30 @@ from peagle.config.engine import EngineConfig
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
 
-# At 10 GB/s a thread reads this much in 7 ms, many times what the waits of a step take.
+# At 10 GB/s a thread reads this much in 7 ms, many times the waits of a step.
 BYTES_PER_THREAD = 64 * 2**20
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPU_TIMES = Path("/proc/stat")
-_SHORTEST_S = 0.2  # of a time over which the use of cores says something
+_SHORTEST_S = 0.2  # seconds over which the use of cores can be measured
 
 _is_set = False
 _chosen: int | None = None
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch type of an EngineConfig dtype; "auto" is float32 on a CPU, bfloat16 on a GPU."""
+    """Return the torch type of an EngineConfig dtype; "auto" is float32 on a CPU, else bfloat16."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of an EngineConfig; a UserError where torch does not have it."""
+    """Return the device of an EngineConfig.
+
+    Raises:
+        UserError: torch does not have the device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -54,7 +58,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def gpu_names() -> list[str]:
-    """Return the GPUs that this process sees, each as CUDA_VISIBLE_DEVICES names it.
+    """Return the GPUs that this process sees, in the form that CUDA_VISIBLE_DEVICES has.
 
     A process that gets one of them in that variable sees this GPU alone. The variable may already
     name some of the machine's GPUs, by number or by identifier; a number then counts all GPUs of
@@ -84,7 +88,7 @@ def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
 
 
 def fix_threads(threads: int) -> None:
-    """Let torch use so many CPU threads; no model changes the number from then on."""
+    """Set torch's number of CPU threads; no model changes it from then on."""
     require(threads >= 1, "--threads", threads, "at least 1")
     global _is_set
     _is_set = True
@@ -92,15 +96,14 @@ def fix_threads(threads: int) -> None:
 
 
 def choose_threads(model: nn.Module) -> None:
-    """Let torch use the number of CPU threads that `fast_threads` gives for a model on a CPU.
+    """Set torch's number of CPU threads for a model on a CPU, by `fast_threads`.
 
-    The cores are those that other programs left free while the model was loaded.
+    The cores are those that other programs left free while the model was loaded. For a model on a
+    GPU the number is one: the CPU computes little, and threads that wait for more work take cores
+    from the threads that launch kernels, or serve.
 
-    For a model on a GPU it is one: the CPU computes little, and threads that wait for more of it
-    take the cores of those that launch kernels, or serve.
-
-    The number is the whole process's. It stays as it is after `fix_threads`, where the environment
-    sets OMP_NUM_THREADS or MKL_NUM_THREADS, and where a program has called torch.set_num_threads:
+    The number is the whole process's. It stays unchanged after `fix_threads`, if the environment
+    sets OMP_NUM_THREADS or MKL_NUM_THREADS, and if a program has called torch.set_num_threads:
     torch then has a number that is neither its own default nor one from here.
     """
     global _chosen
@@ -114,12 +117,12 @@ def choose_threads(model: nn.Module) -> None:
 
 
 def fast_threads(weight_bytes: int, cores: int) -> int:
-    """One thread for each `BYTES_PER_THREAD` of weights, at least one, at most one a core."""
+    """Return a thread for each `BYTES_PER_THREAD` of weights, at least one, at most `cores`."""
     return max(1, min(weight_bytes // BYTES_PER_THREAD, cores))
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: by its affinity, its cgroup's quota, and one a real core."""
+    """Return the cores that this process may use, by affinity and cgroup quota, one a real core."""
     quota = float("inf")
     try:
         limit, period = _CPU_MAX.read_text().split()
@@ -130,13 +133,13 @@ def usable_cores() -> int:
 
 
 class OtherPrograms:
-    """What other programs take of the processors that this process may use."""
+    """The use that other programs make of the processors of this process."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Look from now on."""
+        """Measure from now on."""
         self._since, self._busy_s, self._own_s = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def busy_cores(self) -> float | None:
@@ -153,7 +156,7 @@ class OtherPrograms:
 
 
 def _busy_seconds() -> float:
-    """Return the seconds that the processors of this process were in use; 0 where none tells."""
+    """Return the seconds that the processors of this process were in use; 0 if unknown."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     names, ticks = {f"cpu{number}" for number in usable}, 0
     try:
@@ -173,14 +176,14 @@ def _own_seconds() -> float:
 
 
 def _defaults() -> tuple[int, int]:
-    """The numbers that torch starts with, by build: all usable processors, or one a real core."""
+    """Return torch's two possible default numbers: all usable processors, and one a real core."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     processors = len(usable) if usable else os.cpu_count() or 1
     return processors, min(processors, _physical_cores() or processors)
 
 
 def _physical_cores() -> int:
-    """Cores of this machine, two threads of one counted once; 0 where the system does not say."""
+    """Return the cores of this machine, two threads of one counted once; 0 if unknown."""
     siblings = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     try:
         return len({file.read_text() for file in siblings})

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute while other sequences decode.
+"""The number of prompt tokens that a step may compute while other sequences decode.
 
 A step computes chunks of prompts and one pass of the sequences that decode. These get their next
 tokens when both are done: the chunk decides their inter-token latency.
@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-# The smallest budget, in tokens and in shares of a step's time: prompts must end at some time.
+# The smallest budget, in tokens and as a share of a step's time: prompts must make progress.
 MIN_TOKENS = 64
 MIN_SHARE = 0.25
 # Prompt tokens of a step before the first measurement.
 FIRST_TOKENS = 256
-# Medians are taken over so many measurements: one slow step, which compiles, changes nothing.
+# Number of measurements of a median: one slow step, which compiles, changes nothing.
 _NUM_KEPT = 9
 
 
 class PromptBudget:
-    """Learns what prompt tokens cost, and keeps steps within a limit of inter-token latency.
+    """Learns the cost of prompt tokens, and keeps steps within a limit of inter-token latency.
 
     With d the median time of a step without prompts and c the median time that a prompt token
-    adds, (limit - d) / c tokens fit into a step. Where the limit is too small for d, prompts take
+    adds, (limit - d) / c tokens fit into a step. If the limit is too small for d, prompts take
     MIN_SHARE * d.
 
     Args:
@@ -50,7 +50,7 @@ class PromptBudget:
         self._has_warned = False
 
     def __call__(self, *, decoding: bool) -> int:
-        """Return the most prompt tokens of the next step, beside sequences that decode or not."""
+        """Return the most prompt tokens of the next step; `decoding`: sequences decode too."""
         if not (self._limit_s and decoding):
             return self._max_tokens
         if not self._token_s:
@@ -64,7 +64,7 @@ class PromptBudget:
         return min(max(fitting, MIN_TOKENS), self._max_tokens)
 
     def limit(self, most: int) -> None:
-        """Let no step compute more prompt tokens than that."""
+        """Lower the most prompt tokens of a step to `most`."""
         self._max_tokens = min(self._max_tokens, most)
 
     def ran(self, num_tokens: int) -> None:
@@ -90,7 +90,7 @@ class PromptBudget:
         self.pause()
 
     def pause(self) -> None:
-        """Nothing decodes: the time to the next tokens is nobody's latency."""
+        """Stop the clock, because nothing decodes: the next tokens have no latency."""
         self._last_s, self._num_tokens = None, 0
 
     def _median_step(self) -> float:

@@ -1,4 +1,4 @@
-"""Text requests on an engine of tokens: encodes prompts, and detokenises outputs."""
+"""Text requests on an engine of tokens: encode prompts, and detokenise outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     """Return the token ids of a prompt: a text, token ids, or vLLM's mapping with one of the two.
 
-    Where a mapping has both `prompt_token_ids` and `prompt`, the ids count.
+    If a mapping has both `prompt_token_ids` and `prompt`, the ids count.
 
     Raises:
         UserError: the prompt is none of these.
@@ -113,11 +113,11 @@ class Requests:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
+        """Return whether a step has work to do."""
         return bool(self._running)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """As `encode_prompt`."""
+        """Return the token ids of a prompt, as `encode_prompt`."""
         return encode_prompt(self.tokenizer, prompt)
 
     def add(
@@ -138,13 +138,13 @@ class Requests:
             cache_salt: only requests with the same salt share cached KV.
 
         Raises:
-            UserError: as `LLMEngine.add_request`; the priority is no whole number, a bad word has
+            UserError: as for `LLMEngine.add_request`; the priority is no integer, a bad word has
                 no tokens, or the structured output does not compile. Nothing is queued then.
         """
         require(is_int(priority), "priority", priority, "a whole number; lower goes first")
         ids = self.encode(prompt)
         one, words = params, word_ids(self.tokenizer, params.bad_words)
-        if (params.n, params.bad_words) != (1, words):  # checking every field anew takes its time
+        if (params.n, params.bad_words) != (1, words):  # `replace` checks every field: it is slow
             one = replace(params, n=1, bad_words=words)
         start = time.perf_counter()
         structure = params.structured_output
@@ -179,18 +179,18 @@ class Requests:
         return added
 
     def step(self) -> list[StreamChunk]:
-        """Run one step of the engine; return what it added to each output."""
+        """Run one step of the engine; return its addition to each output."""
         return [self._chunk(step) for step in self.engine.step()]
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
-        """Stop outputs and free what they hold; finished ones stay as they are."""
+        """Stop outputs and free their memory; finished ones stay unchanged."""
         for seq_id in seq_ids:
             running = self._running.pop(seq_id, None)
             if running is not None:
                 self.engine.cancel(running.sequence)
 
     def cancel_all(self) -> None:
-        """Stop all outputs."""
+        """Stop all running outputs."""
         self.cancel(list(self._running))
 
     def compile_grammar(self, params: SamplingParams) -> None:
@@ -203,14 +203,14 @@ class Requests:
             self._grammars().compile(params.structured_output)
 
     def refuse_grammar(self, params: SamplingParams, reason: str) -> None:
-        """Refuse the structure of a request from now on: it takes too long to compile."""
+        """Refuse the structure of a request from now on, because it takes too long to compile."""
         if params.structured_output is not None:
             self._grammars().refuse(params.structured_output, reason)
 
     def warm_up_grammars(self) -> None:
-        """Compile a first grammar, so that no request pays for what all grammars share.
+        """Compile a first grammar, so that no request pays for the part that all grammars share.
 
-        Nothing is compiled where structured output cannot be used; requests are told why.
+        If structured output cannot be used, nothing is compiled, and requests get the reason.
         """
         with suppress(UserError):
             self._grammars().start(StructuredOutput.json_object())

@@ -1,4 +1,4 @@
-"""What the requests of a batch ask of the logits, as tensors, and the slots of their token counts.
+"""The rules of a batch's requests for the logits, as tensors, and the slots of their token counts.
 
 Shapes: B sequences, V vocabulary, A sets of allowed ids, N entries of a sparse rule.
 """
@@ -27,7 +27,7 @@ class CountSlots:
     """Hands out the slots of the token counts, one to each sequence with penalties.
 
     Args:
-        num_slots: most sequences that hold one together.
+        num_slots: most sequences that hold a slot at once.
 
     Attributes:
         counts: the counts; None until the first sequence needs them.
@@ -83,9 +83,9 @@ def has_masks(sequence: Sequence) -> bool:
 
 
 def has_rules(sequence: Sequence) -> bool:
-    """Return whether the request has a grammar, or `build_rules` finds a rule in it.
+    """Return whether the request has a grammar or a rule that `build_rules` finds.
 
-    Min-p alone is none.
+    Min-p alone does not count.
     """
     params = sequence.params
     is_typical = params.typical_p < 1 and not params.is_greedy
@@ -98,9 +98,9 @@ def build_rules(
     vocab_size: int,
     device: torch.device,
 ) -> LogitsRules | None:
-    """Return the rules of a batch, whose bad words are token ids; None if no request asks for any.
+    """Return the rules of a batch, whose bad words are token ids; None if no request has any.
 
-    Sequences with penalties get a slot of the token counts. Does not wait for the device.
+    Sequences with penalties get a slot of the token counts. The host does not wait for the device.
     """
     params = [s.params for s in sequences]
     count_slots = [slots.of(s) if has_penalties(s) else -1 for s in sequences]
@@ -115,7 +115,7 @@ def build_rules(
         presence_penalty_B=numbers([p.presence_penalty for p in params], 0),
         frequency_penalty_B=numbers([p.frequency_penalty for p in params], 0),
         count_slots_B=upload_ints(count_slots, device) if max(count_slots) >= 0 else None,
-        # Greedy rows are not filtered: a batch of them has no use for the two.
+        # Greedy rows are not filtered: a greedy batch needs neither of the two.
         min_p_B=numbers([0 if p.is_greedy else p.min_p for p in params], 0),
         typical_p_B=numbers([1 if p.is_greedy else p.typical_p for p in params], 1),
         bias=_bias(sequences, device),
@@ -185,7 +185,7 @@ def _min_tokens(sequences: SequenceOf[Sequence], device: torch.device) -> MinTok
 def without_reached_minimum(
     rules: LogitsRules, sequences: SequenceOf[Sequence]
 ) -> LogitsRules | None:
-    """Return the rules less min_tokens if that bans nothing any more: output only grows.
+    """Return the rules without min_tokens once it bans nothing more: outputs only grow.
 
     None if no other rule is left.
     """

@@ -1,4 +1,4 @@
-"""Turns the target's logits into tokens, by the sampling parameters of every request.
+"""Turn the target's logits into tokens, by the sampling parameters of every request.
 
 Shapes: B sequences, K most drafts of a sequence, J = K + 1, R packed target rows (k_b + 1 of each
 sequence), V vocabulary.
@@ -30,18 +30,18 @@ from peagle.speculation.verification import SamplingTensors, Verified, verify
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What one step sampled, one entry a sequence.
+    """The tokens that one step sampled, one entry a sequence.
 
     Attributes:
         verified: accepted drafts and next tokens, on the device.
-        num_accepted: the same counts on the host.
-        order: the rows of each sequence, those of the newest token and the accepted drafts first.
+        num_accepted: the number of accepted drafts, on the host.
+        order: the rows of each sequence, first those of the newest token and the accepted drafts.
         new_token_ids: the emitted tokens: accepted drafts, then the target's own.
         rejected_token_ids: the other drafts.
         sampling: with num_outputs counting the emitted tokens.
         logprobs: log-probabilities of the emitted tokens; None for sequences without the option.
-        is_broken: whether a row that a token was taken from holds NaN, +inf, or -inf alone: the
-            tokens of such a sequence mean nothing.
+        is_broken: whether a row that gave a token holds NaN, +inf, or -inf alone: the tokens of
+            such a sequence are meaningless.
     """
 
     verified: Verified
@@ -56,7 +56,7 @@ class SamplerOutput:
 
 @dataclass(slots=True)
 class _Batch:
-    """Tensors of a batch, kept while the next one has the same sequences.
+    """Tensors of a batch, kept while the next batch has the same sequences.
 
     The num_outputs of `sampling` is that of the first step.
     """
@@ -89,13 +89,13 @@ class Sampler:
         self.slots = CountSlots(max_num_seqs, vocab_size, device)
         self._synthetic_rates_K: Tensor | None = None
         if (rates := synthetic_acceptance_rates) is not None:
-            # In single precision, as the kernels of a captured step read them.
+            # The kernels of a captured step read the rates in single precision too.
             self._synthetic_rates_K = torch.tensor(rates, dtype=torch.float32, device=device)
         self._batch: _Batch | None = None
 
     @torch.inference_mode()
     def tensors(self, sequences: SequenceOf[Sequence]) -> SamplingTensors:
-        """Sampling parameters of any sequences as they stand."""
+        """Return the present sampling parameters of any sequences."""
         batch = self._batch
         if batch is not None and batch.seq_ids == [s.seq_id for s in sequences]:
             return self._current(batch, sequences)
@@ -113,12 +113,12 @@ class Sampler:
         """Verify the drafts of every sequence and draw its next token.
 
         Args:
-            logits_RV: raw target logits; row j of a sequence stands behind its first j drafts.
-            sequences: their tokens do not hold the drafts.
-            num_drafted: k_b, how many of its drafts each sequence has in the rows; may be 0.
-            masks_RV: bool, the tokens that a grammar permits, all of them for sequences without
-                one; others are never emitted. None if no sequence has a grammar.
-            paths: how the rows of a sequence relate where drafts are trees; None: they are chains.
+            logits_RV: raw target logits; row j of a sequence comes behind its first j drafts.
+            sequences: the sequences; their tokens do not include the drafts.
+            num_drafted: k_b, the number of drafts of each sequence in the rows; may be 0.
+            masks_RV: bool, the tokens that a grammar permits, all tokens for sequences without a
+                grammar; others are never emitted. None if no sequence has a grammar.
+            paths: the paths of the rows if drafts are trees; None for chains.
         """
         seq_ids = [s.seq_id for s in sequences]
         batch = self._batch
@@ -147,7 +147,7 @@ class Sampler:
         if batch.rules is not None and batch.rules.has_penalties:
             self._count(batch.rules, rows, verified)
 
-        # One copy to the host for all of them.
+        # All results go to the host in one copy.
         decided = [verified.num_accepted_B, verified.next_tokens_B]
         decided.append(_broken(logits_RV, rows, verified))
         if verified.order_BJ is not None:
@@ -187,7 +187,7 @@ class Sampler:
 
     def _sampling(self, sequences: SequenceOf[Sequence]) -> SamplingTensors:
         params = [s.params for s in sequences]
-        # In double precision, so that host and device agree on which temperature is 0.
+        # Double precision makes host and device agree on which temperature is 0.
         floats = [p.temperature for p in params], [p.top_p for p in params]
         ints = (
             [min(p.top_k, self.vocab_size) for p in params],
@@ -234,9 +234,9 @@ class Sampler:
     def _draft_probs(
         self, sequences: SequenceOf[Sequence], num_drafted: SequenceOf[int]
     ) -> Tensor | None:
-        """q of the batch, [B, K, V]; 0 for sequences whose drafts were not drawn.
+        """Return q of the batch, [B, K, V]; 0 for sequences whose drafts were not drawn.
 
-        None if no drafts were.
+        None if no drafts were drawn.
         """
         most = max(num_drafted)
         probs = [s.draft_probs_KV for s in sequences if s.draft_probs_KV is not None]
@@ -251,7 +251,7 @@ class Sampler:
         return stacked_BKV
 
     def _count(self, rules: LogitsRules, rows: VerificationRows, verified: Verified) -> None:
-        """Add the emitted tokens to the counts."""
+        """Add the emitted tokens to the token counts."""
         assert self.slots.counts is not None and rules.count_slots_B is not None
         last_B1 = verified.num_accepted_B.unsqueeze(1)
         drafts_BK = rows.drafts_BK
@@ -292,9 +292,9 @@ class Sampler:
 
 
 def _broken(logits_RV: Tensor, rows: VerificationRows, verified: Verified) -> Tensor:
-    """1 for each sequence that took a token from a row without a finite maximum, int64 [B].
+    """Return 1 for each sequence that took a token from a row without a finite maximum, int64 [B].
 
-    A maximum is NaN where the row holds NaN. Rows behind a refused draft do not count.
+    The maximum of a row with NaN is NaN. Rows behind a rejected draft do not count.
     """
     broken_R = ~logits_RV.amax(-1).isfinite()
     taken_BJ = rows.columns_J <= verified.num_accepted_B.unsqueeze(1)

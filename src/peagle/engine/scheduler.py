@@ -1,4 +1,4 @@
-"""Chooses the tokens and sequences of the next step."""
+"""The choice of the sequences and tokens of the next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peagle.engine.block_manager import BlockManager
 from peagle.engine.prompt_budget import PromptBudget
 from peagle.engine.sequence import Sequence, SequenceStatus
 
-# Blocks that sequences get before they need them, where many are free.
+# Blocks that sequences get before they need them, if many are free.
 BLOCKS_AHEAD = 4
 
 
@@ -47,24 +47,24 @@ class Schedule:
 class Scheduler:
     """Continuous batching with chunked prefill, by priority, then first come first served.
 
-    A running sequence holds blocks for its tokens and a few more. When it cannot get the next one,
-    the scheduler preempts the last sequence in order: that one gives up its blocks and is computed
-    again later. The first in order can always go on, so every sequence finishes. No sequence
-    overtakes a waiting one because it needs fewer blocks. A waiting sequence preempts running ones
-    of lower priority.
+    A running sequence holds blocks for its tokens and a few more. When it cannot get the next
+    block, the scheduler preempts the last sequence in order, which gives up its blocks and is
+    computed again later. The first in order can always go on, so every sequence finishes. No
+    sequence overtakes a waiting one because it needs fewer blocks. A waiting sequence preempts
+    running ones of lower priority.
 
     Args:
         max_num_seqs: most sequences that run together.
         max_num_batched_tokens: most prompt tokens of one step.
         max_itl_ms: as in `EngineConfig`.
         num_lookahead_slots: KV slots that a step may touch beyond the last token.
-        draft_window: tokens that a position of the drafter attends to. Of a longer prompt the
-            drafter reads only so many, the last ones: a text of the length that it knows from
-            training. None: all.
+        draft_window: tokens that a position of the drafter attends to. The drafter reads only
+            this many tokens at the end of a longer prompt, a length that it knows from training.
+            None sets no window.
 
     Attributes:
-        drafting_pauses: sequences may share blocks that the drafter has not read.
-        max_prompts: most prompts of which a step computes a part; None sets no limit.
+        drafting_pauses: whether sequences may share blocks that the drafter has not read.
+        max_prompts: most prompts in one step; None sets no limit.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Scheduler:
         self.draft_window = draft_window
         self.drafting_pauses = False
         self.max_prompts: int | None = None
-        # Both in the order of `Sequence.order`.
+        # Both queues are sorted by `Sequence.order`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         # Counts the events that may change the next step: arrivals, ends, changes of a sequence.
@@ -101,7 +101,7 @@ class Scheduler:
         return min(num_tokens + self.num_lookahead_slots, self.max_model_len)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
+        """Add a sequence to the queue."""
         self.version += 1
         insort(self.waiting, sequence, key=lambda s: s.order)
 
@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def load(self) -> int:
-        """Number of sequences that run, and of those for which places and blocks are free."""
+        """Return the number of running sequences, and of waiting ones with a place and blocks."""
         load, num_free = len(self.running), self.blocks.num_free_blocks
         for sequence in self.waiting[: self.max_num_seqs - load]:
             num_new = self.blocks.blocks_for(self._slots(len(sequence)))
@@ -137,8 +137,8 @@ class Scheduler:
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
         """Give running sequences the blocks of their next step without preemption.
 
-        Where many blocks are free, all get some more as soon as one needs any: a device that is
-        told of new blocks waits for the host.
+        If many blocks are free, all get some more as soon as one needs any: a device that is told
+        of new blocks waits for the host.
         """
         every = list(sequences)
         if all(self.blocks.holds(s, self._slots(len(s))) for s in every):
@@ -173,7 +173,7 @@ class Scheduler:
                 plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
 
     def _continue_prompts(self, plan: Schedule) -> int:
-        """Add chunks of the running prompts; return what is left of the step's tokens."""
+        """Add chunks of the running prompts; return the rest of the step's token budget."""
         budget = self.prompt_budget(decoding=bool(plan.decode))
         for sequence in self.running:
             if sequence.is_prefilling and budget and not sequence.waits_for_grammar:
@@ -215,7 +215,7 @@ class Scheduler:
                 plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
 
     def _add_prompt(self, plan: Schedule, sequence: Sequence, budget: int) -> int:
-        """Add a chunk of a prompt; return how many tokens of further prompts the step computes."""
+        """Add a chunk of a prompt; return the prompt tokens that the step may still compute."""
         remaining = sequence.prefill_end - sequence.num_computed_tokens
         num_tokens = min(remaining, budget)
         samples = num_tokens == remaining and sequence.prefill_end == len(sequence)
@@ -225,7 +225,8 @@ class Scheduler:
     def _window_start(self, sequence: Sequence) -> int:
         """Return the first position that the drafter reads of a sequence without cached blocks.
 
-        A block begins there, so that an equal prompt can share all that the drafter has read.
+        A block begins there, so that an equal prompt can share all blocks that the drafter has
+        read.
         """
         if self.draft_window is None or sequence.fixes_k:
             return 0
@@ -233,10 +234,10 @@ class Scheduler:
         return num_before // self.blocks.block_size * self.blocks.block_size
 
     def _unread_until(self, sequence: Sequence) -> int:
-        """Return before which position cached blocks need not be read by the drafter.
+        """Return the position before which the drafter need not have read cached blocks.
 
-        Half the window behind them is enough for it, or a prompt that is a little shorter than the
-        one before it would share few of its blocks.
+        Half the window behind it is enough for the drafter. Otherwise a prompt that is a little
+        shorter than the one before it would share few of its blocks.
         """
         if not sequence.num_speculative_tokens or (self.drafting_pauses and not sequence.fixes_k):
             return len(sequence)

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, what is computed of them, what is drafted."""
+"""One request inside the engine: its tokens, its KV and its drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-_FINISHED = SequenceStatus.FINISHED  # asked many times a step; a member's name costs a search
+_FINISHED = SequenceStatus.FINISHED  # read many times a step; a member's name costs a search
 
 
 @dataclass(slots=True, eq=False)
@@ -45,26 +45,25 @@ class Sequence:
         samples_prompt: whether the pass over a prompt's end gives the first token; else that pass
             leaves the last token to the first decode step.
         block_hashes: hashes of the full blocks so far, see BlockManager.
-        num_published_blocks: blocks that others may share; of `num_read_blocks` of them it is said
-            whether the drafter has read them.
+        num_published_blocks: blocks that others may share; the hashes of `num_read_blocks` of them
+            tell whether the drafter has read them.
         num_computed_tokens: tokens whose KV the target has written.
         num_drafter_tokens: slots that the drafter has written, or leaves out at the beginning.
         drafter_start: first slot that the drafter's attention may read; above 0 behind a hole, and
-            where the drafter reads the end of a prompt only.
+            if the drafter reads only the end of a prompt.
         pending_features: features that the drafter has not read; None if it has read all.
         drafts: tokens that the next step verifies; `draft_probs_KV` is their q, None for argmax.
             Preemption keeps them, so that it changes no output.
-        draft_parents: of drafts that are a tree the row of each one's parent, see
-            `kernels.trees.growth`; None for a chain. `draft_scores` has the score of each one's
-            path then.
-        draws_chain: whether its drafts are a drawn chain where those of others are trees.
-        fixes_k: whether its K does not follow that of the batch.
+        draft_parents: row of each draft's parent in a tree, see `kernels.trees.growth`, with the
+            score of each draft's path in `draft_scores`; None for a chain.
+        draws_chain: whether its drafts are a drawn chain while other sequences have trees.
+        fixes_k: whether its K does not follow the K of the batch.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
-        admitted_s: when it was first admitted, by `time.perf_counter`.
-        logprobs, prompt_logprobs: of the output, and of the prompt so far, if asked for.
+        admitted_s: time of its first admission, by `time.perf_counter`.
+        logprobs, prompt_logprobs: log-probabilities of output and prompt so far, if requested.
         finish_reason: "stop", "length", "cancelled" or "error" once finished; `error` and
-            `error_code` say why it ended with "error".
+            `error_code` have the reason for "error".
     """
 
     seq_id: int
@@ -131,12 +130,12 @@ class Sequence:
 
     @property
     def prefill_end(self) -> int:
-        """Number of tokens to compute before decoding."""
+        """Return the number of tokens to compute before decoding."""
         samples = self.samples_prompt and not self.num_output_tokens
         return len(self.token_ids) - (not samples)
 
     def rejected_drafts(self, accepted: list[int], num_verified: int) -> list[int]:
-        """Return the drafts that did not pass, of the first `num_verified`."""
+        """Return the rejected drafts among the first `num_verified`."""
         drafts = self.drafts[:num_verified]
         if self.draft_parents is None:
             return drafts[len(accepted) :]
@@ -149,31 +148,32 @@ class Sequence:
 
     @property
     def waits_for_grammar(self) -> bool:
-        """Whether the grammar's masks of the next step are still missing."""
+        """Return whether the grammar's masks of the next step are still missing."""
         return self.grammar is not None and not self.grammar.is_prepared_for(self.drafts)
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether the target must run the whole prompt even where its KV is cached."""
+        """Return whether the target must run the whole prompt even if its KV is cached."""
         given = self.prompt_logprobs
         return given is not None and len(given) < self.num_prompt_tokens
 
     @property
     def waits_for_leader(self) -> bool:
-        """Whether the leader has not yet computed the prompt that both share."""
+        """Return whether the leader has not yet computed the prompt that both share."""
         leader = self.leader
         return leader is not None and not (leader.is_finished or leader.num_output_tokens)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Key of the scheduling order: priority, then arrival."""
+        """Return the key of the scheduling order: priority, then arrival."""
         return self.priority, self.seq_id
 
     def append(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Add new tokens up to the first stop condition; return those that were kept.
+        """Add new tokens up to the first stop condition; return the kept ones.
 
-        A stop id is kept as the last token. At the end this sets `status` and `finish_reason`.
-        Where the grammar fails, the sequence ends with an error before the token that it refused.
+        A stop id is kept as the last token. At the end this sets `status` and `finish_reason`. If
+        the grammar fails, the sequence ends with an error before the token that the grammar
+        refused.
         """
         room = max(
             1,
@@ -195,16 +195,16 @@ class Sequence:
         return kept
 
     def fail(self, code: str, error: str) -> None:
-        """End with an error; the output so far stands."""
+        """End the sequence with an error; its output so far stays."""
         self.status, self.finish_reason = SequenceStatus.FINISHED, "error"
         self.error_code, self.error = code, error
 
     def trim(self, num_surplus: int) -> None:
-        """Drop the last tokens of a finished output, those after a stop string."""
+        """Drop the last tokens of a finished output, which follow a stop string."""
         del self.token_ids[len(self.token_ids) - num_surplus :]
         del self.logprobs[self.num_output_tokens :]
         self.finish_reason = "stop"
-        self.error = self.error_code = None  # what failed came after the stop string
+        self.error = self.error_code = None  # the failure came after the stop string
 
     def forget_computed(self) -> None:
         """Forget the KV, whose blocks are gone; keep tokens and drafts."""

@@ -1,4 +1,4 @@
-"""What speculation and the engine did, in counts."""
+"""Counters of speculation and of the engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class SpeculationStats:
 
     Attributes:
         num_drafts: verified drafts (a draft is up to K tokens, or the tree of a step).
-        num_draft_tokens: tokens in them: verified nodes, of trees.
+        num_draft_tokens: tokens in these drafts; for trees the verified nodes.
         num_accepted_tokens: tokens accepted.
-        num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted, in a tree a
-            path to depth i + 1.
+        num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted; for a tree
+            a path to depth i + 1.
     """
 
     num_drafts: int = 0
@@ -26,7 +26,7 @@ class SpeculationStats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def record(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
-        """Count one verified draft; `depth` is that of a tree, None for a chain."""
+        """Count one verified draft; `depth` is the depth of a tree, None for a chain."""
         if num_drafted == 0:
             return
         self.num_drafts += 1
@@ -40,7 +40,7 @@ class SpeculationStats:
             per_pos[position] += 1
 
     def add(self, other: SpeculationStats) -> None:
-        """Pool another's counters into these."""
+        """Add another's counters to these."""
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
@@ -50,7 +50,7 @@ class SpeculationStats:
             per_pos[position] += count
 
     def since(self, earlier: SpeculationStats) -> SpeculationStats:
-        """What was counted after `earlier`, a copy of these counters as they were then."""
+        """Return the counts after `earlier`, an earlier copy of these counters."""
         before = earlier.num_accepted_tokens_per_pos
         per_pos = self.num_accepted_tokens_per_pos
         before = [*before, *[0] * (len(per_pos) - len(before))]
@@ -63,24 +63,24 @@ class SpeculationStats:
 
     @classmethod
     def pooled(cls, every: Iterable[SpeculationStats]) -> SpeculationStats:
-        """The counters of several together."""
+        """Return the sum of several counters."""
         total = cls()
         for one in every:
             total.add(one)
         return total
 
     def copy(self) -> SpeculationStats:
-        """The counters as they are now."""
+        """Return a copy of the counters."""
         return replace(self, num_accepted_tokens_per_pos=[*self.num_accepted_tokens_per_pos])
 
     @property
     def acceptance_length(self) -> float:
-        """1 + accepted draft tokens / drafts; 1.0 where nothing was drafted."""
+        """Return 1 + accepted draft tokens / drafts; 1.0 without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def acceptance_per_pos(self) -> list[float]:
-        """Unconditional acceptance: P(the first i + 1 drafts are all accepted)."""
+        """Return the unconditional acceptance: P(the first i + 1 drafts are all accepted)."""
         return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
 
 
@@ -89,7 +89,7 @@ NUM_CALIBRATION_BINS = 10
 
 @dataclass(slots=True)
 class Calibration:
-    """How well `kernels.trees.survival` predicts the survival of nodes, by tenths of probability.
+    """Predicted and actual survival of nodes (`kernels.trees.survival`), by tenths of probability.
 
     Predictions are those from before the step that verified the nodes. They are counted for up to
     `engine.tree_record.TREES_A_STEP` trees of a step.
@@ -97,7 +97,7 @@ class Calibration:
     Attributes:
         num_nodes: verified nodes whose survival was predicted within each tenth.
         predicted: sums of these predictions.
-        accepted: how many of the nodes were accepted.
+        accepted: number of accepted nodes among them.
     """
 
     num_nodes: list[float] = field(default_factory=lambda: [0.0] * NUM_CALIBRATION_BINS)
@@ -106,7 +106,7 @@ class Calibration:
 
     @property
     def error(self) -> float | None:
-        """The expected calibration error, 0 to 1; None where no node was verified.
+        """Return the expected calibration error, 0 to 1; None without a verified node.
 
         sum_bins |predicted - accepted| / nodes
         """
@@ -117,19 +117,19 @@ class Calibration:
         return sum(abs(expected - found) for expected, found in pairs) / total
 
     def add(self, other: Calibration) -> None:
-        """Pool another's counts into these."""
+        """Add another's counts to these."""
         for f in fields(self):
             pairs = zip(getattr(self, f.name), getattr(other, f.name), strict=True)
             setattr(self, f.name, [one + more for one, more in pairs])
 
     def copy(self) -> Calibration:
-        """The counts as they are now."""
+        """Return a copy of the counts."""
         return Calibration([*self.num_nodes], [*self.predicted], [*self.accepted])
 
 
 @dataclass(slots=True)
 class GraphTimes:
-    """Where the device spent the decode steps that ran as CUDA graphs, in seconds.
+    """The device's seconds in the parts of decode steps that ran as CUDA graphs.
 
     Steps whose target pass computed prompts too are left out.
 
@@ -147,7 +147,7 @@ class GraphTimes:
     def add(self, stamps: Sequence[int]) -> float:
         """Count a step from its stamps (`drafts.step_state.Stamp`), nanoseconds; return seconds.
 
-        The time between verification and drafting is not the step's: the head may read prompts.
+        The time between verification and drafting does not count: the head may read prompts.
         """
         begin, target_done, verified, drafting, drafted = stamps[: len(Stamp)]
         self.num_steps += 1
@@ -161,21 +161,21 @@ class GraphTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One look at an engine; the counters run since it was made.
+    """The state of an engine at one time; the counters run since the engine was made.
 
     Attributes:
         num_waiting, num_running: sequences now.
         num_free_kv_blocks: blocks without an owner; some may keep KV for later requests.
         num_preemptions: times that a sequence gave its blocks up and was computed again.
         num_prompt_tokens: tokens of the prompts admitted.
-        num_cached_tokens: those of them whose KV was there already.
-        num_output_tokens: tokens given out.
+        num_cached_tokens: prompt tokens whose KV was cached.
+        num_output_tokens: output tokens of all sequences.
         speculation: drafts made and accepted.
         step_times: times of the steps that ran as CUDA graphs, by the rows of the graph.
-        eager_steps: decode steps that no CUDA graph could run, where there are graphs, by the first
+        eager_steps: decode steps that no CUDA graph could run, if there are graphs, by the first
             reason (`GraphRunner.obstacle`).
-        decode_steps: decode steps by K, that of the batch; of trees the nodes for each sequence.
-        calibration: how well the acceptance of trees' nodes is predicted.
+        decode_steps: decode steps by the K of the batch; for trees by nodes for each sequence.
+        calibration: predicted and actual acceptance of trees' nodes.
     """
 
     num_waiting: int

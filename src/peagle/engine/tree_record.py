@@ -1,4 +1,4 @@
-"""What is known of the trees that a head drafts: how often nodes are accepted, and what n bring.
+"""The record of the trees that a head drafts: acceptance of nodes, and tokens that n nodes bring.
 
 The estimate needs no trained output. It starts from the head's own probabilities, and the latest
 acceptances correct these (`kernels.trees.survival`).
@@ -21,25 +21,25 @@ from peagle.kernels.paths import row_depths
 from peagle.kernels.trees.survival import MAX_LOGIT, Survival, score_logits
 from peagle.kernels.upload import upload
 
-# Trees that are learnt from at once, and most of a step that are looked at: more say little that
-# is new. Once LATEST_TREES are known, the next ones are learnt from LEARN_STEPS later: to learn
-# takes half a millisecond of the host, a quarter of a small model's step.
+# Number of trees that are learnt from at once, and most recorded trees of a step: more add little.
+# Once LATEST_TREES are known, the record rests for LEARN_STEPS between them: to learn takes half a
+# millisecond of the host, a quarter of a small model's step.
 TREES_A_STEP, LEARN_STEPS = 16, 8
-# Steps that it looked at after which w and b are fitted anew; the first times come sooner.
+# Recorded steps after which w and b are fitted again; the first fits come sooner.
 REFIT_STEPS = 50
-# Verified nodes of a depth that count, and how many nodes w and b of the depth before count for.
+# Weight of the latest verified nodes of a depth, and of w and b of the depth before, in nodes.
 LATEST_NODES, PRIOR_NODES = 4096, 8
-# The latest trees, of which the mean tells what a tree brings, and the steps for which that is
-# held: while fewer are known, and later.
+# Number of the latest trees whose mean estimates a tree's tokens, and the steps for which that
+# estimate is kept: while fewer trees are known, and later.
 LATEST_TREES, FIRST_HELD_STEPS, HELD_STEPS = 128, 4, 8
-# How many trees the prior counts for, and how many the latest ones do.
+# Weight of the prior and of the latest trees, in trees.
 PRIOR_TREES, MAX_TREES = 1, 512
-# The share of each draft that is accepted, before there is a record: a good head's.
+# Acceptance of each draft before there is a record, that of a good head.
 PRIOR_SHARE = 0.8
 # Steps without drafts after which a record has lost two thirds of its weight.
 FORGOTTEN_STEPS = 4000
 
-_CELLS = 64  # of score logits
+_CELLS = 64  # cells of score logits
 _CENTRES_X = (torch.arange(_CELLS).double() + 0.5) * (2 * MAX_LOGIT / _CELLS) - MAX_LOGIT
 _FEATURES_X2 = torch.stack((_CENTRES_X, torch.ones_like(_CENTRES_X)), 1)
 _NEWTON_STEPS, _MIN_STEP = 8, 1e-4
@@ -50,9 +50,9 @@ class _Trees:
     """The latest trees of one greatest depth.
 
     Attributes:
-        scores_RN, depths_RN: a ring; nodes that a tree does not have are at depth 0.
-        count: trees that ever came.
-        weight: how many trees the record counts for; it fades.
+        scores_RN, depths_RN: ring of trees; missing nodes are at depth 0.
+        count: number of all trees so far.
+        weight: weight of the record in trees; it fades.
     """
 
     scores_RN: Tensor
@@ -70,21 +70,21 @@ class _Trees:
 
 
 class TreeRecord:
-    """How many tokens a step brings a sequence at each number of nodes, by the latest trees.
+    """The expected tokens of a sequence in a step at each number of nodes, by the latest trees.
 
-    A tree of n nodes brings 1 + the sum of its nodes' survival. Of the latest trees as many as run
+    A tree of n nodes brings 1 + the sum of its nodes' survival. As many of the latest trees as run
     together share their nodes (`trees.growth.allocate_nodes`), so that n is the mean of each.
-    Before there is a record a tree of n nodes is taken for a chain of n drafts of a good head. A
-    record that nothing is added to fades to that over thousands of steps. Steps of few nodes draft
-    trees of less depth (`CandidateTrees.depth`), which tell little of larger ones: a size is judged
-    by the latest trees as deep as its own, and these change as their first nodes do.
+    Before there is a record a tree of n nodes counts as a chain of n drafts of a good head. Without
+    new trees a record fades to that over thousands of steps. Steps of few nodes draft trees of less
+    depth (`CandidateTrees.depth`), which tell little of larger ones: a size is judged by the latest
+    trees of its own depth, scaled by the first nodes of the present trees.
 
     w and b of each depth are those of a logistic regression, by Newton's method, over the latest
-    verified nodes of the depth. With few nodes they are like those of the depth before, and of
-    depth 1 like those of the head's own probabilities.
+    verified nodes of the depth. With few nodes they are like those of the depth before; depth 1
+    starts from the head's own probabilities.
 
     Attributes:
-        calibration: predictions and what became of them.
+        calibration: predicted and actual acceptance of nodes.
     """
 
     def __init__(self, shape: CandidateTrees) -> None:
@@ -95,42 +95,42 @@ class TreeRecord:
         self._shared: Survival | None = None
         self._tried_DX, self._passed_DX = torch.zeros(2, depth, _CELLS, dtype=torch.float64)
         self._pending: list[tuple[Sequence[float], list[int], list[int], int]] = []
-        self._has_new = False  # trees of this step
+        self._has_new = False  # whether this step has recorded trees
         self._num_steps = self._next_fit = 0
-        self._num_resting = 0  # steps before it looks again
+        self._num_resting = 0  # steps before trees are recorded again
         self._trees: dict[int, _Trees] = {}  # by their greatest depth
-        self._latest = depth  # of the trees that are verified next
+        self._latest = depth  # greatest depth of the trees that are verified next
         self._group = 1
-        self._found: dict[int, float] = {}  # what `tokens` returns
-        self._curves: dict[int, list[float]] = {}  # what `_curve` returns
-        self._age = 0  # of both, in steps
+        self._found: dict[int, float] = {}  # results of `tokens`
+        self._curves: dict[int, list[float]] = {}  # results of `_curve`
+        self._age = 0  # age of both, in steps
 
     def calibrates(self, survival: Survival | None) -> None:
-        """Let w and b that are fitted go to `survival`, which decides about the nodes of steps."""
+        """Copy fitted w and b to `survival` from now on, which decides about the nodes of steps."""
         self._shared = survival
 
     @property
     def looks(self) -> bool:
-        """Whether `saw` may take another tree."""
+        """Return whether `saw` may record another tree now."""
         return not self._num_resting and len(self._pending) < TREES_A_STEP
 
     def saw(
         self, scores: Sequence[float], parents: Sequence[int], path: Sequence[int], verified: int
     ) -> None:
-        """Take what a step did with the tree of one sequence; `add` ends the step.
+        """Record the tree of one sequence and its acceptance in this step; `add` ends the step.
 
         Args:
-            scores, parents: of the whole tree.
-            path: the nodes that were accepted.
-            verified: the nodes that were verified, the first ones; may be 0.
+            scores, parents: scores and parents of the whole tree.
+            path: the accepted nodes.
+            verified: number of verified nodes, the first ones; may be 0.
         """
         self._pending.append((scores, row_depths(parents)[1:], [*path], verified))
         self._has_new = True
 
     def add(self, k: int, accepted: Sequence[int]) -> None:
-        """Count a step, and learn from the trees that it verified, those of the step before it.
+        """Count a step, and learn from the trees that it verified, which the step before drafted.
 
-        Trees wait until they are enough to be worth the small operations, or next ones are of
+        Trees wait until there are enough to be worth the small operations, or the next ones have
         another depth.
 
         Args:
@@ -139,7 +139,7 @@ class TreeRecord:
         """
         before = self._group, self._latest
         count = min(len(accepted), LATEST_TREES)
-        # About as many go on together while some join, whose first step has no drafts.
+        # The group keeps its size while some sequences join, whose first step has no drafts.
         if count and not self._group // 2 < count < 2 * self._group:
             self._group = 1 << (count.bit_length() - 1)
         for trees in self._trees.values():
@@ -163,7 +163,7 @@ class TreeRecord:
             self._curves.clear()
 
     def _learn(self, depth: int) -> None:
-        """Take the trees that wait, which were drafted up to a depth."""
+        """Learn from the waiting trees, which were drafted up to `depth`."""
         count, nodes = len(self._pending), self._num_nodes
         scores_SN = torch.tensor([[*s, *[0.0] * (nodes - len(s))] for s, *_ in self._pending])
         depths_SN = torch.tensor([[*d, *[0] * (nodes - len(d))] for _, d, *_ in self._pending])
@@ -183,7 +183,7 @@ class TreeRecord:
             self._fit()
 
     def _count(self, scores_X: Tensor, depths_X: Tensor, passed_X: Tensor) -> None:
-        """Count nodes by depth and score, and what was predicted of them."""
+        """Count nodes by depth and score, and their predicted survival."""
         logits_X = score_logits(scores_X)
         cell_X = (logits_X + MAX_LOGIT) * (_CELLS / (2 * MAX_LOGIT))
         at_X = (depths_X - 1) * _CELLS + cell_X.long().clamp_max(_CELLS - 1)
@@ -213,7 +213,7 @@ class TreeRecord:
             shared_D2.copy_(upload(weights_D2, shared_D2.device))
 
     def tokens(self, k: int) -> float:
-        """Return the tokens of a sequence in a step that verifies k nodes of each."""
+        """Return the expected tokens of a sequence in a step that verifies k nodes of each."""
         if k not in self._found:
             self._found[k] = self._tokens(k)
         return self._found[k]
@@ -230,7 +230,7 @@ class TreeRecord:
         return 1 + (found * trees.weight + prior * PRIOR_TREES) / (trees.weight + PRIOR_TREES)
 
     def _curve(self, depth: int) -> list[float]:
-        """Return the sum of survival of n nodes of each tree of a depth, for n from 0 to N."""
+        """Return the expected sum of survival of n nodes a tree, for n from 0 to N, at a depth."""
         if depth not in self._curves:
             self._curves[depth] = self._make_curve(self._trees[depth])
         return self._curves[depth]
@@ -251,16 +251,16 @@ class TreeRecord:
 
 
 def fit_logistic(tried_X: Tensor, passed_X: Tensor, prior_2: Tensor) -> Tensor:
-    """Return the w and b for which sigmoid(w x + b) predicts best which nodes passed, [2].
+    """Return the w and b for which sigmoid(w x + b) best predicts the accepted nodes, [2].
 
     They minimise
 
         - sum_x (passed log p + (tried - passed) log(1 - p)) + PRIOR_NODES / 2 |(w, b) - prior|^2
 
-    by Newton's method; a step that would not lower that is halved.
+    by Newton's method; a step that would not lower the loss is halved.
 
     Args:
-        tried_X, passed_X: nodes in the cells of score logits, and those of them that passed.
+        tried_X, passed_X: number of nodes in each cell of score logits, and of accepted ones.
     """
 
     tried, passed, prior = tried_X.numpy(), passed_X.numpy(), prior_2.numpy()

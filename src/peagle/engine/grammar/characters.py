@@ -1,10 +1,10 @@
 """Sets of characters, and the EBNF expressions for one character out of a set.
 
-To decide about tokens that end a rule, xgrammar looks ahead into what follows the rule. There it
-compares an ASCII character with the last 8 bits of the bounds of a range. So "A" (0x41) seems to
-fit a class from U+0430 to U+044F, and the mask allows a token that the matcher refuses, or the
-other way round. This concerns the classes that stand in a sequence behind a rule. A class that is a
-rule of its own is read as it is written.
+To decide about tokens that end a rule, xgrammar looks ahead behind the rule. There it compares an
+ASCII character with the last 8 bits of the bounds of a range. So "A" (0x41) seems to fit a class
+from U+0430 to U+044F, and the mask allows a token that the matcher refuses, or the other way round.
+Only classes in a sequence behind a rule are misread. A class that is a rule of its own is read as
+it is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersect(left: Ranges, right: Ranges) -> Ranges:
-    """Return the code points that are in both."""
+    """Return the code points that are in both sets."""
     pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return [(low, high) for low, high in pairs if low <= high]
 
@@ -50,7 +50,7 @@ def without_surrogates(ranges: Ranges) -> Ranges:
 
 
 def escaped(point: int) -> str:
-    """Return one code point as literals and character classes spell it."""
+    """Return the spelling of a code point in literals and character classes."""
     character = chr(point)
     return character if character.isascii() and character.isalnum() else f"\\U{point:08X}"
 
@@ -61,7 +61,7 @@ def literal(text: str) -> str:
 
 
 def character_options(ranges: Ranges) -> list[str]:
-    """Return expressions of which one character out of the ranges fits one, none for no ranges.
+    """Return expressions for one character out of the ranges, as alternatives; [] for no ranges.
 
     A class that the matcher's look-ahead would misread is split into two options: alternatives have
     a rule of their own.
@@ -92,10 +92,11 @@ def _class(ranges: Ranges) -> str:
 
 
 def _pieces(low: int, high: int) -> Ranges:
-    """Return ranges beyond ASCII that together make up one, and that read well if any do.
+    """Return ranges beyond ASCII that together make up one range, and that read well if any do.
 
-    A range whose lower bound ends in more than its upper bound takes no ASCII character: so the
-    first piece ends just before that, in the next block of 256, and the other begins with ...FF.
+    The look-ahead takes no ASCII character for a range whose lower bound ends in more than its
+    upper bound. So the first piece ends just before its own last byte in the next block of 256, and
+    the other begins with ...FF.
     """
     if _reads_well(low, high, []) or low >> 8 == high >> 8:
         return [(low, high)]
@@ -104,7 +105,7 @@ def _pieces(low: int, high: int) -> Ranges:
 
 
 def _reads_well(low: int, high: int, is_ascii: list[bool]) -> bool:
-    """Return whether the look-ahead takes no ASCII character for the range that is not in the set.
+    """Return whether the look-ahead takes no ASCII character outside the set for one of the range.
 
     Args:
         is_ascii: whether each ASCII character is in the set; [] for none.

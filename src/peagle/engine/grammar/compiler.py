@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # Compilation slows with the square of some sources and cannot be interrupted.
 MAX_SOURCE = 64 * 1024
 _SHOWN_CHARACTERS = 80
-# To move past the tokens of a step takes longer in few grammars only.
+# Seconds beyond which moving past a step's tokens is slow; few grammars take longer.
 _LONG_ACCEPT_S = 0.001
 # Threads of one compilation.
 MAX_THREADS = min(8, os.cpu_count() or 1)
@@ -61,9 +61,9 @@ class DraftMasks:
     """The masks that verify the drafts of a sequence.
 
     Row j has the tokens allowed after the first j drafts, in a tree after the drafts on its path.
-    Behind a draft that is not allowed a chain has no rows, and those of a tree allow everything, as
-    rows after a stop id do. Of a tree `parents` has the row of each draft's parent, and `scores`
-    the score of its path where it is known; None: a chain.
+    Behind a forbidden draft a chain has no rows, and a tree has rows that allow everything, as
+    after a stop id. For a tree `parents` has the row of each draft's parent, and `scores` the score
+    of its path if known; both are None for a chain.
     """
 
     drafts: tuple[int, ...]
@@ -82,8 +82,8 @@ class GrammarCompiler:
         step_budget_s: processor seconds that a grammar may take in one step; None sets no limit.
 
     Raises:
-        UserError: xgrammar is not installed, there is no end-of-text id, or the tokenizer's tokens
-            do not put together the text that they decode to.
+        UserError: xgrammar is not installed, there is no end-of-text id, or the tokens of the
+            tokenizer do not concatenate to the text that they decode to.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class GrammarCompiler:
         self._cache_size = cache_size
         self._budget = GrammarBudget(step_budget_s)
         self._slow: OrderedDict[StructuredOutput, str] = OrderedDict()
-        self._lock = threading.Lock()  # of the cache: compilations may run side by side
+        self._lock = threading.Lock()  # guards the cache: compilations may run side by side
 
     def compile(self, structure: StructuredOutput) -> CompiledGrammar:
-        """The compiled grammar of a structured output.
+        """Return the compiled grammar of a structured output.
 
         Raises:
             UserError: it does not compile, is too long, or no text fits it; the message has the
@@ -155,21 +155,21 @@ class GrammarCompiler:
     def start(
         self, structure: StructuredOutput, stop_token_ids: Iterable[int] | None = None
     ) -> GrammarState:
-        """A state before the first token; `stop_token_ids` are the request's, else the model's.
+        """Return a state before the first token, with the given stop ids, by default the model's.
 
         Raises:
-            UserError: as `compile`, or the request has no stop id.
+            UserError: as for `compile`, or the request has no stop id.
         """
         stop = self._stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
         return GrammarState(self.compile(structure), stop, self._budget)
 
     @property
     def step_excess(self) -> str:
-        """What a user is told of a grammar that went beyond the budget of a step."""
+        """Return the message to a user whose grammar exceeded the budget of a step."""
         return self._budget.excess
 
     def refuse(self, structure: StructuredOutput, reason: str) -> None:
-        """Compile a structure no more, for a reason that users are told: it takes too long."""
+        """Refuse a structure from now on, because it takes too long; users see `reason`."""
         with self._lock:
             self._cache.pop(structure, None)
             self._slow[structure] = reason
@@ -203,7 +203,7 @@ class GrammarCompiler:
 
 
 class GrammarState(Spender):
-    """Where one sequence stands in its grammar: exactly after its output tokens, between steps.
+    """The position of one sequence in its grammar: between steps, right behind its output tokens.
 
     A grammar that cannot go on (no token of the vocabulary fits) allows the stop ids, so that the
     output ends there rather than break the grammar.
@@ -214,7 +214,7 @@ class GrammarState(Spender):
         budget: budget of a step, shared by the states of an engine; None sets no limit.
 
     Attributes:
-        prepared: what `prepare` found for the next verification; None until then.
+        prepared: masks from `prepare` for the next verification; None until then.
 
     Raises:
         UserError: there is no stop id.
@@ -248,7 +248,7 @@ class GrammarState(Spender):
 
     @property
     def failure(self) -> tuple[str, str] | None:
-        """Code and text of the error with which the request must end; None: it goes on."""
+        """Return code and text of the error that must end the request; None without one."""
         if self.error is not None:
             what = _reason(self.error) or type(self.error).__name__
             return "grammar_failed", (
@@ -261,12 +261,12 @@ class GrammarState(Spender):
 
     @property
     def is_complete(self) -> bool:
-        """The text so far fits the grammar as it is; a stop id may follow, perhaps more text."""
+        """Return whether the text so far fits the whole grammar, so that a stop id may follow."""
         return self._matcher.is_completed()
 
     @property
     def is_stuck(self) -> bool:
-        """The text so far is incomplete and no token can follow."""
+        """Return whether the text so far is incomplete and no token can follow."""
         if self.is_finished or self.is_complete:
             return False
         bitmask = full_bitmask(1, self.vocab_size)
@@ -274,7 +274,7 @@ class GrammarState(Spender):
         return not bitmask.any()
 
     def mask_into(self, bitmask_RW: Tensor, row: int) -> None:
-        """Write the tokens allowed next into a row, int32 on the CPU; all of them once finished."""
+        """Write the tokens allowed next into a row, int32 on the CPU; all tokens once finished."""
         if self.is_finished:
             bitmask_RW[row] = -1
             return
@@ -283,7 +283,7 @@ class GrammarState(Spender):
             bitmask_RW[row] = self._stop_W
 
     def try_advance(self, token: int) -> bool:
-        """Move past a token if it is allowed; otherwise the state stays."""
+        """Move past a token and return True if it is allowed; else return False."""
         if self.is_finished:
             return False
         if token in self._stop:
@@ -294,7 +294,7 @@ class GrammarState(Spender):
         return self._matcher.accept_token(token)
 
     def rollback(self, count: int) -> None:
-        """Take back the last tokens, as many as there were if need be."""
+        """Take back the last tokens."""
         if count and self.is_finished:
             self.is_finished = False
             count -= 1
@@ -302,13 +302,13 @@ class GrammarState(Spender):
             self._matcher.rollback(count)
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """Move past tokens that were emitted under this state's masks: a step is over.
+        """Move past the tokens of a step, which were emitted under this state's masks.
 
-        The state is busy afterwards where that takes long. If the matcher refuses a token that a
-        mask allowed, or raises an exception, the state has a `failure` afterwards.
+        A long move leaves the state busy. If the matcher refuses a token that a mask allowed, or
+        raises an exception, the state has a `failure` afterwards.
 
         Returns:
-            how many of the tokens the grammar took: all of them, unless it failed.
+            number of tokens that the grammar accepted: all of them, unless it failed.
         """
         self.spent_s, self.prepared = 0.0, None
         num_taken = 0
@@ -322,7 +322,7 @@ class GrammarState(Spender):
                 num_taken += 1
             state._accept_s = time.thread_time() - start_s
 
-        # It grows slowly from token to token, so that the last one tells of this one.
+        # The time grows slowly from step to step, so the last one predicts this one.
         if self._accept_s > _LONG_ACCEPT_S:
             self.budget.each([self], move)
         else:
@@ -330,12 +330,12 @@ class GrammarState(Spender):
         return len(tokens) if self.is_busy else num_taken
 
     def prepare(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Find which drafts may stand, and the masks of the rows that verify them.
+        """Find the allowed drafts, and the masks of the rows that verify them.
 
-        The state ends where it was.
+        The state ends at its old position.
 
         Args:
-            parents: of a tree the row of each draft's parent; None: a chain.
+            parents: for a tree the row of each draft's parent; None for a chain.
         """
         bitmask_RW = full_bitmask(len(drafts) + 1, self.vocab_size)
         children: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
@@ -344,7 +344,7 @@ class GrammarState(Spender):
             children[row_before].append(node)
 
         def visit(row: int) -> int:
-            """Return the last row that a path of allowed drafts from here on comes to."""
+            """Return the last row that a path of allowed drafts reaches from this row."""
             last = row
             self.mask_into(bitmask_RW, row)
             for node in children[row]:
@@ -360,14 +360,14 @@ class GrammarState(Spender):
             self.prepared = DraftMasks(tuple(drafts), bitmask_RW, tuple(rows_before))
 
     def is_prepared_for(self, drafts: Sequence[int]) -> bool:
-        """Return whether the masks of these drafts are there, and the state is free."""
+        """Return whether the state is free and has the masks of these drafts."""
         prepared = self.prepared
         if not self.is_free or prepared is None:
             return False
         return prepared.drafts[: len(drafts)] == tuple(drafts)
 
     def allowed(self, drafts: list[int]) -> list[int]:
-        """Return the drafts up to the first that is not allowed; none without their masks."""
+        """Return the drafts before the first forbidden one; none without their masks."""
         if not self.is_prepared_for(drafts):
             return []
         assert self.prepared is not None
@@ -376,7 +376,7 @@ class GrammarState(Spender):
     def prepared_tree(self) -> tuple[list[int], list[int], list[float]]:
         """Return drafts, parents and scores of the tree that `grow_masked_trees` left.
 
-        They are empty while it works, and where it failed.
+        They are empty while the growth goes on, and if it failed.
         """
         if not self.is_free or self.prepared is None:
             return [], [], []
@@ -392,20 +392,20 @@ class GrammarState(Spender):
 
 def full_bitmask(rows: int, vocab_size: int) -> Tensor:
     """Return a packed mask that allows everything, int32 [R, W] on the CPU."""
-    # Threads outside of inference mode write into it.
+    # Threads outside of inference mode write into the mask.
     with torch.inference_mode(False):
         return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
 
 
 def to_bools(bitmask_RW: Tensor, vocab_size: int) -> Tensor:
-    """The packed mask as bool [R, V], on its device."""
+    """Return the packed mask as bool [R, V], on its device."""
     bits = torch.arange(32, dtype=torch.int32, device=bitmask_RW.device)
     unpacked = (bitmask_RW.unsqueeze(-1) >> bits).bitwise_and_(1).bool()
     return unpacked.flatten(-2)[..., :vocab_size]
 
 
 def to_mask(token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """A packed mask that allows these ids only, int32 [W] on the CPU."""
+    """Return a packed mask that allows only these ids, int32 [W] on the CPU."""
     allowed = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.int64)
     allowed[list(token_ids)] = 1
     words = (allowed.view(-1, 32) << torch.arange(32)).sum(-1)
@@ -426,7 +426,7 @@ def _import_xgrammar() -> Any:
 def _tokenizer_info(
     xgrammar: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: list[int]
 ) -> xgrammar.TokenizerInfo:
-    """The bytes of every token, as they stand in the output; none for special ones."""
+    """Return the bytes of every token in the output, none for special tokens, as TokenizerInfo."""
     try:
         detected = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=stop
@@ -438,7 +438,7 @@ def _tokenizer_info(
     token_bytes = detected.decoded_vocab
     added = tokenizer.added_tokens_decoder
     for token_id, token in added.items():
-        if token_id < vocab_size:  # xgrammar would take their text for encoded bytes
+        if token_id < vocab_size:  # xgrammar would read the text of added tokens as encoded bytes
             token_bytes[token_id] = b"" if token.special else token.content.encode()
     for token_id in tokenizer.all_special_ids:
         if token_id < vocab_size:
@@ -470,7 +470,7 @@ def _shown(structure: StructuredOutput) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What xgrammar says, without time and place in its source, in one short line."""
+    """Return xgrammar's message in one short line, without time and place in its source."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()
     text = re.sub(r"^Check failed: \(.*?\) is false: ", "", text)
     text = " ".join(text.split())

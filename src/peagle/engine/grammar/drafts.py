@@ -15,7 +15,7 @@ from torch import Tensor
 from peagle.config import CandidateTrees
 from peagle.engine.grammar.compiler import DraftMasks, GrammarState, full_bitmask, to_bools, to_mask
 
-# logits_after(path of drafts) -> [V], on the CPU: what may follow, in the slot behind that path.
+# logits_after(path of drafts) -> logits [V] of the slot behind that path, on the CPU.
 LogitsAfter = Callable[[Sequence[int]], Tensor]
 
 
@@ -26,11 +26,11 @@ def prepare_masks(
 ) -> None:
     """Find the masks that verify each state's drafts, unless the state has them.
 
-    A state whose grammar takes long is busy when this returns, see `GrammarBudget`. One whose
-    grammar has gone beyond the budget, or raised an exception, has a `failure`.
+    A grammar that takes long leaves its state busy, see `GrammarBudget`. A grammar that exceeded
+    the budget, or raised an exception, leaves its state with a `failure`.
 
     Args:
-        parents: of drafts that are a tree the row of each one's parent; None for a chain.
+        parents: for each tree the row of each draft's parent; None for a chain.
     """
     budget = states[0].budget
     missing = [
@@ -46,9 +46,9 @@ def verification_masks(
 ) -> Tensor | None:
     """Return the packed masks of the rows that verify drafts, int32 [R, W] on the CPU.
 
-    Row j of a sequence has the tokens allowed after its first j drafts, in a tree after those on
-    its path. Rows after a stop id, and those of sequences without a state, allow everything. None
-    if no sequence has a state. Every state must be prepared, and its drafts allowed.
+    Row j of a sequence has the tokens allowed after its first j drafts, in a tree after the drafts
+    on its path. Rows after a stop id, and rows of sequences without a state, allow everything. The
+    result is None if no sequence has a state. Every state must be prepared, and its drafts allowed.
     """
     if not any(states):
         return None
@@ -72,16 +72,16 @@ def grow_masked_trees(
     temperature: float,
     draft_token_ids: Tensor | None = None,
 ) -> None:
-    """Leave with each state, as `prepared`, the best tree that its grammar allows, with the masks.
+    """Set the `prepared` of each state to the best tree that its grammar allows, with its masks.
 
     The trees are those of `kernels.trees.growth.best_first_trees`, but a node's children are the
     tokens that the grammar allows behind its path, each with its probability among these. A state
     whose grammar takes long is busy when this returns, as after `prepare_masks`.
 
     Args:
-        logits_after: of each state.
+        logits_after: logits behind a path, one function a state.
         depths: most nodes on a path of each tree.
-        draft_token_ids: the id of each column of the logits; None: its number.
+        draft_token_ids: the id of each column of the logits; None if columns are ids.
     """
     budget = states[0].budget
 
@@ -100,15 +100,15 @@ def _grow(
     temperature: float,
     draft_token_ids: Tensor | None,
 ) -> None:
-    """Take the best path of the heap into the tree, and its sibling and first child into the heap.
+    """Grow a tree best-first: move the best path of the heap into the tree, push sibling and child.
 
-    The state ends where it was.
+    The state ends at its old position.
     """
     bitmask_RW = full_bitmask(shape.max_nodes + 1, state.vocab_size)
     paths: list[list[int]] = [[]]  # the tokens on the path to each row
     parents: list[int] = []
     scores: list[float] = []
-    candidates: list[list[tuple[float, int]]] = []  # of each row, with their scores, best first
+    candidates: list[list[tuple[float, int]]] = []  # scores and tokens of each row, best first
     heap: list[tuple[float, int, int, int]] = []  # score, depth, row of the parent, rank
 
     def push(row: int, rank: int) -> None:
@@ -156,12 +156,12 @@ def _grow(
 class DraftGrammar:
     """Masks the drafts of one batch column by column: `mask()`, choose, `advance(tokens)`.
 
-    At the end `finish()` leaves the masks with the states, for the verification. Drafting of a
-    sequence ends at a token that its grammar does not allow, after a stop id, and where no id of
-    the draft vocabulary is allowed; later tokens of the sequence are ignored.
+    At the end `restore_states()` leaves the masks with the states, for the verification. Drafting
+    of a sequence ends at a token that its grammar does not allow, after a stop id, and where no id
+    of the draft vocabulary is allowed; later tokens of the sequence are ignored.
 
     Args:
-        states: state of each sequence after its output tokens; None where nothing constrains it.
+        states: state of each sequence after its output tokens; None for one without a grammar.
         draft_token_ids: the draft vocabulary, if it is not all of V.
 
     Attributes:
@@ -190,21 +190,21 @@ class DraftGrammar:
     def mask(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return the tokens allowed as the next draft, bool [B, V]; None if nothing is constrained.
 
-        Rows without a state, and those whose drafting is over, are True throughout.
+        Rows without a state, and rows whose drafting is over, are all True.
         """
         if all(s is None or o for s, o in zip(self._states, self._is_over, strict=True)):
             return None
         return to_bools(self._bitmask_BW.to(device), self._vocab_size)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take the drafts just chosen, one a sequence."""
+        """Move past the drafts just chosen, one a sequence."""
         for b, state in enumerate(self._states):
             if state is None:
                 self.lens[b] += 1
         self._fill_column(tokens)
 
     def restore_states(self) -> None:
-        """Put the states back to where they were; busy ones go back when their call has ended."""
+        """Roll the states back to their output; busy ones roll back when their call has ended."""
         for b, state in enumerate(self._states):
             if state is not None and self._masks[b] and state.is_free and not self._was_busy[b]:
                 state.attempt(partial(state.rollback, self.lens[b]))
@@ -213,7 +213,7 @@ class DraftGrammar:
     def _fill_column(self, tokens: Sequence[int] | None) -> None:
         """Move the states past these tokens, and make the masks after the drafts so far.
 
-        Ends drafting where no id to draft is allowed, and where the grammar takes long.
+        Drafting of a sequence ends if no id is allowed, or if its grammar takes long.
         """
         # A new tensor: a state that is busy may still write into the last one.
         bitmask_BW = full_bitmask(len(self._states), self._vocab_size)

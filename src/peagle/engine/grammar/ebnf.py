@@ -1,4 +1,4 @@
-"""Grammars in xgrammar's EBNF notation, put together from expressions and named rules."""
+"""Grammars in xgrammar's EBNF notation, composed of expressions and named rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peagle.errors import UserError
 MAX_RULES = 20_000
 # Each round of a class is a state with a mask, of up to 50 KB for 50,000 tokens.
 MAX_CLASS_ROUNDS = 10_000
-# A larger count is made of blocks of so many rounds.
+# A larger count is composed of blocks of _BLOCK rounds.
 _LARGEST_COUNT = 128
 _BLOCK = 32
 
@@ -46,7 +46,7 @@ class Rules:
         self._bodies[int(name[len(self._prefix) :])] = body
 
     def add_class_rounds(self, expression: str, num_rounds: int) -> None:
-        """Note that a class is repeated so many times; equal expressions count once.
+        """Record the number of repeats of a class; equal expressions count once.
 
         Raises:
             UserError: the classes of the grammar have too many rounds together.
@@ -59,20 +59,20 @@ class Rules:
             )
 
     def grammar(self, named: Mapping[str, str]) -> str:
-        """Return the whole grammar: `named` rules, "root" among them, and these."""
+        """Return the whole grammar: the `named` rules, "root" among them, and these rules."""
         rules = {f"{self._prefix}{i}": body for i, body in enumerate(self._bodies)}
         return "\n".join(f"{name} ::= {body}" for name, body in {**named, **rules}.items())
 
 
 def join_parts(*parts: str) -> str:
     """Return an expression for the parts one after another; neighbouring literals become one."""
-    # Blanks inside literals are escaped, so `" "` stands between two literals only; a literal that
-    # is repeated stands in brackets.
+    # Blanks inside literals are escaped, so `" "` occurs only between two literals; a repeated
+    # literal is in brackets.
     return " ".join(part for part in parts if part not in ("", '""')).replace('" "', "") or '""'
 
 
 def any_of(options: Iterable[str]) -> str:
-    """Return an expression for one of the options."""
+    """Return an expression for any one of the options."""
     options = list(options)
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
@@ -80,13 +80,13 @@ def any_of(options: Iterable[str]) -> str:
 def repeated(item: str, least: int, most: int | None, rules: Rules) -> str:
     """Return an expression for an item from `least` to `most` times; `most` is None for no bound.
 
-    Of a large count xgrammar's matcher follows more than a hundred ways at a time, and of a class
-    it makes as many states as there are rounds. So a large count is made of blocks of rounds, and
-    of blocks of blocks: then few ways are open, and states are as many as a block has rounds.
+    In a large count xgrammar's matcher follows more than a hundred ways at a time, and a class gets
+    a state for each round. So a large count is composed of blocks of rounds, and of blocks of
+    blocks: then few ways are open, and there are as many states as rounds in a block.
     """
     if max(least, most or 0) <= _LARGEST_COUNT:
         return _counted(item, least, most, rules)
-    if " " in item or "(" in item:  # it is written more than once
+    if " " in item or "(" in item:  # an item that is written several times gets a rule
         item = rules.add(item)
     more = _counted(item, 0, None, rules) if most is None else _at_most(item, most - least, rules)
     return join_parts(_exactly(item, least, rules), more)
@@ -101,7 +101,10 @@ def _exactly(item: str, count: int, rules: Rules) -> str:
 
 
 def _at_most(item: str, count: int, rules: Rules) -> str:
-    """Either not all blocks and a part of one more, or all blocks and no more than the rest."""
+    """Return an expression for at most `count` items.
+
+    It is either fewer blocks and a part of one more, or all blocks and at most the rest.
+    """
     if count <= _BLOCK:
         return _counted(item, 0, count, rules)
     num_blocks, rest = divmod(count, _BLOCK)

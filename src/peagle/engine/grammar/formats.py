@@ -1,7 +1,7 @@
 """Regular expressions for the values of `format` in a JSON schema.
 
-A text that one of them matches as a whole has the format. Where a standard allows rare forms (a
-leap second, a quoted mailbox), an expression may leave these out, and no more.
+A text that one of them matches as a whole has the format. An expression may leave out the rare
+forms of a standard (a leap second, a quoted mailbox), and no more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _ipv6() -> str:
 
 _IPV6 = _ipv6()
 
-# RFC 1123: 253 characters at most, so 6 labels of 39 here. Two hyphens in a row stand in
+# RFC 1123: 253 characters at most, so 6 labels of 39 here. Two hyphens in a row mark
 # internationalized names, whose encoding no expression can check. The last label is not a number.
 _ALNUM = "[A-Za-z0-9]"
 _LABEL = rf"{_ALNUM}(?:-?{_ALNUM}){{0,19}}"

@@ -1,7 +1,7 @@
 """The grammar of the JSON texts that fit a schema.
 
-Between two parts of an array or object stands nothing, one blank, or a newline and an indent of up
-to four blanks or one tab a level: compact and pretty-printed texts, and no room to ramble.
+Between two parts of an array or object comes nothing, one blank, or a newline and an indent of up
+to four blanks or one tab a level: enough for compact and pretty-printed texts, and no more.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from peagle.engine.grammar.numbers import decimals, integers
 from peagle.engine.grammar.regex import json_character, translate
 from peagle.errors import UserError
 
-# Rules are written once for each level, because indents differ. From here on they are shared.
+# Indents differ, so each level has rules of its own; deeper levels than this share them.
 MAX_LEVEL = 4
-_DEEPEST = 10  # levels whose indent fits where rules are shared
+_DEEPEST = 10  # levels whose indent the shared rules allow
 _PLAIN = r"[ !#-\[\]-\uD7FF\uE000-\U0010FFFF]"
-# Knowing what comes next, xgrammar decides about tokens that begin with blanks when it compiles.
+# With this look-ahead xgrammar decides at compile time about tokens that begin with blanks.
 _AFTER_GAP = r'(=["\-0-9\[\]{}tfn])'
 _LONG_NAME = 64
 _BLANK = literal(" ")
 _HEX = "[0-9A-Fa-f]"
-# No half of a surrogate pair without the other.
+# A surrogate may only come as a pair.
 _UNICODE_ESCAPE = (
     f'"\\\\u" ([0-9A-Ca-cEeFf] {_HEX}{{3,3}} | [Dd] [0-7] {_HEX}{{2,2}}'
     f' | [Dd] [89ABab] {_HEX}{{2,2}} "\\\\u" [Dd] [C-Fc-f] {_HEX}{{2,2}})'
@@ -34,10 +34,10 @@ _UNICODE_ESCAPE = (
 
 
 def json_grammar(schema: Any, parts: Mapping[str, Any], rules: Rules, *, compact: bool) -> str:
-    """Return the grammar of what `prepare_schema` returns; `compact` allows no layout.
+    """Return the grammar of a schema that `prepare_schema` returned; `compact` allows no layout.
 
     Args:
-        rules: those that `prepare_schema` began.
+        rules: the rules that `prepare_schema` began.
 
     Raises:
         UserError: no text fits a part, or there are too many rules.
@@ -46,7 +46,7 @@ def json_grammar(schema: Any, parts: Mapping[str, Any], rules: Rules, *, compact
 
 
 class _JsonWriter:
-    """Methods return expressions; `level` counts the arrays and objects around a value."""
+    """Its methods return expressions; `level` counts the arrays and objects around a value."""
 
     def __init__(self, parts: Mapping[str, Any], rules: Rules, compact: bool) -> None:
         self.rules = rules
@@ -63,7 +63,7 @@ class _JsonWriter:
         )
 
     def value(self, schema: Any, level: int) -> str:
-        """A value that fits the schema."""
+        """Return a value that fits the schema."""
         if schema is True or not schema.keys() - {"$defs", "definitions"}:
             return self._once("", True, level)
         if "$ref" in schema:
@@ -75,7 +75,7 @@ class _JsonWriter:
         return any_of([self.typed(name, schema, level) for name in schema["type"]])
 
     def _once(self, name: str, schema: Any, level: int) -> str:
-        """The rule of a schema that may contain itself."""
+        """Return the rule of a schema that may contain itself."""
         key = (name, min(level, MAX_LEVEL))
         if key not in self._named:
             self._named[key] = rule = self.rules.reserve()
@@ -86,7 +86,7 @@ class _JsonWriter:
         return self._named[key]
 
     def typed(self, name: str, schema: Mapping[str, Any], level: int) -> str:
-        """A value of one type."""
+        """Return a value of one type."""
         match name:
             case "object":
                 return self.object(schema, level)
@@ -101,7 +101,7 @@ class _JsonWriter:
         return self.number(name, schema.get(name, (None, None, 1)), schema)
 
     def number(self, name: str, bounds: tuple[Any, Any, int], schema: Mapping[str, Any]) -> str:
-        """A number of type integer or number between bounds."""
+        """Return a number of type integer or number between bounds."""
         if (name, *bounds) not in self._numbers:
             low, high, multiple = bounds
             if name == "number":
@@ -114,7 +114,7 @@ class _JsonWriter:
         return self._numbers[name, *bounds]
 
     def string(self, schema: Mapping[str, Any]) -> str:
-        """A string."""
+        """Return a string that fits the schema."""
         if "pattern" in schema:
             inside = schema["pattern"]
         elif "format" in schema:
@@ -128,7 +128,7 @@ class _JsonWriter:
         return self.rules.add(join_parts('"\\""', inside, '"\\""'))
 
     def constant(self, value: Any, level: int) -> str:
-        """One value exactly, with any layout."""
+        """Return exactly this value, with any layout."""
         if isinstance(value, list):
             return self._enclosed("[]", [self.constant(v, level + 1) for v in value], level)
         if isinstance(value, dict):
@@ -137,7 +137,7 @@ class _JsonWriter:
         return _quoted(value)
 
     def array(self, schema: Mapping[str, Any], level: int) -> str:
-        """An array: the items of `prefixItems` in their order, then more of one kind."""
+        """Return an array: the items of `prefixItems` in their order, then more of one kind."""
         heads = [self.value(item, level + 1) for item in schema.get("prefixItems", ())]
         more = schema.get("items", False)
         more = self.value(more, level + 1) if more is not False else None
@@ -157,12 +157,12 @@ class _JsonWriter:
         return join_parts('"["', rest, self.gap(level), '"]"')
 
     def object(self, schema: Mapping[str, Any], level: int) -> str:
-        """An object: the named properties in their order, then others."""
+        """Return an object: the named properties in their order, then others."""
         named = schema.get("properties", {})
         required = schema.get("required", ())
         others = self._others(schema, level)
         least, most = schema.get("minProperties", 0), schema.get("maxProperties")
-        # What may follow depends on how many properties there are, as far as it matters.
+        # The number of properties so far decides what may follow, up to the largest bound.
         counts = range(max(1, min(len(named), max(least, most or 0))) + 1)
         comma = join_parts('","', self.gap(level + 1))
         ends = [n >= least for n in counts]
@@ -189,7 +189,7 @@ class _JsonWriter:
         return join_parts('"{"', inside, self.gap(level), '"}"')
 
     def _others(self, schema: Mapping[str, Any], level: int) -> str | None:
-        """A property that the schema does not name."""
+        """Return a property that the schema does not name; None if none is allowed."""
         if "patternProperties" in schema:
             ((pattern, inner),) = schema["patternProperties"].items()
             return self._pair(f'"\\"" {pattern} "\\""', self.value(inner, level + 1))
@@ -204,7 +204,7 @@ class _JsonWriter:
         return self._pair(key, self.value(inner, level + 1))
 
     def _more(self, others: str | None, comma: str, least: int, most: int | None) -> str | None:
-        """At least one other property; None if none is allowed, or their number is in doubt."""
+        """Return one or more other properties; None if none may come or equal names miscount."""
         if others is None or (most is not None and most < 1) or least > 1:  # names may be equal
             return None
         further = None if most is None else most - 1
@@ -212,13 +212,13 @@ class _JsonWriter:
         return self.rules.add(join_parts(others, further))
 
     def _other_name(self, names: list[str]) -> str:
-        """A quoted name other than these, spelled without \\u, so that none can be hidden."""
+        """Return a quoted name other than these; without \\u spellings no name can be hidden."""
         if not names:
             return self.rules.add(f'"\\"" {self._characters} "\\""')
         anything = self.rules.reserve()
         self.rules.define(anything, f'"" | {json_character()} {anything}')
-        # The rule of what follows each beginning of a name, from the longest to the shortest. What
-        # begins as a very long name does is left out altogether.
+        # Each beginning of a name gets a rule for the rest, from the longest to the shortest.
+        # Names that begin like a very long one are left out altogether.
         beginnings = sorted(
             {name[:i] for name in names for i in range(min(len(name), _LONG_NAME) + 1)}, key=len
         )
@@ -251,7 +251,7 @@ class _JsonWriter:
         return join_parts(name, self.rules.add(join_parts(blank, '":"', blank, value)))
 
     def gap(self, level: int) -> str:
-        """What may stand between two parts."""
+        """Return the layout allowed between two parts."""
         if self._compact:
             return ""
         level = level if level <= MAX_LEVEL else _DEEPEST
@@ -261,7 +261,7 @@ class _JsonWriter:
 
 
 def _rest(separator: str, more: str | None, end: bool) -> str | None:
-    """More after a separator, nothing, or either; None if both are impossible."""
+    """Return more after a separator, nothing, or either; None if both are impossible."""
     options = [] if more is None else [join_parts(separator, more)]
     if end:
         options.append('""')
@@ -269,5 +269,5 @@ def _rest(separator: str, more: str | None, end: bool) -> str | None:
 
 
 def _quoted(value: Any) -> str:
-    """A name or a scalar, as JSON writes it."""
+    """Return a name or a scalar in its JSON form."""
     return literal(json.dumps(value, ensure_ascii=False))

@@ -43,8 +43,8 @@ def integers(rules: Rules, low: int, high: int, multiple: int = 1) -> str | None
 def decimals(rules: Rules, low: Decimal | None, high: Decimal | None) -> str | None:
     """Return an expression for the numbers from `low` to `high`; None for none.
 
-    Exponents reach 307. Beside a bound they stand for numbers below 0.0001 and from 1e16 on only,
-    and where the bounds leave room for all of these.
+    Exponents reach 307. Beside a bound they are used only for numbers below 0.0001 and from 1e16
+    on, and only if the bounds leave room for all of these.
     """
 
     def unsigned(low: Decimal, high: Decimal | None) -> str | None:
@@ -96,7 +96,7 @@ class _Shape:
         integer_digits: digits before the point.
         fraction_digits: digits after the point at most; absent ones count as zeros.
         low: the least number, times 10 ** fraction_digits.
-        high: the greatest.
+        high: the greatest number, times 10 ** fraction_digits.
     """
 
     integer_digits: int
@@ -105,7 +105,7 @@ class _Shape:
     high: int
 
 
-# The shape, how many digits were read, whether they equal the first digits of its bounds, the
+# Index of the shape, number of digits read, whether they equal the first digits of each bound, the
 # remainder by `multiple`, and whether the point was read.
 _Part = tuple[int, int, bool, bool, int, bool]
 
@@ -113,7 +113,7 @@ _Part = tuple[int, int, bool, bool, int, bool]
 def _following(
     part: _Part, shape: _Shape, low: str, high: str, multiple: int
 ) -> Iterator[tuple[str, _Part]]:
-    """Yield each character that may come next, and the part behind it."""
+    """Yield each character that may come next, with the part behind it."""
     i, read, at_low, at_high, remainder, has_point = part
     if read == shape.integer_digits and shape.fraction_digits and not has_point:
         yield ".", (i, read, at_low, at_high, remainder, True)

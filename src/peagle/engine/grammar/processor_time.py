@@ -1,4 +1,4 @@
-"""Processor time of threads: how much work was done, however busy the machine is."""
+"""Processor time of threads: the work that was done, however busy the machine is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-# Where no thread's clock can be read by another thread, the time is that on the wall.
+# The wall clock serves where a thread cannot read another thread's clock.
 _HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")
 _TASKS = Path("/proc/self/task")
 _numbers = itertools.count()
@@ -26,10 +26,10 @@ def thread_seconds(ident: int) -> float:
 
 
 class WorkClock:
-    """Processor seconds of work that a thread does inside of `with`, and of threads it starts.
+    """Processor seconds of the work that a thread does inside `with`, and of the threads it starts.
 
-    On Linux a thread is born with the name of the thread that starts it: so the work gets a name of
-    its own. Elsewhere threads that it starts are not counted.
+    On Linux a new thread has the name of the thread that started it, so the work gets a name of its
+    own. On other systems started threads are not counted.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class WorkClock:
 
 
 def _rename(name: str) -> str | None:
-    """Give the calling thread a name in the system; return the last one, None where it has none."""
+    """Give the calling thread a name in the system; return the old one, None if it has none."""
     file = _TASKS / str(threading.get_native_id()) / "comm"
     try:
         last = file.read_text().rstrip("\n")
@@ -85,7 +85,7 @@ def _tasks() -> list[str]:
 
 
 def _seconds_if_named(task: Path, name: str) -> float:
-    """Return the processor seconds of a thread of this name; 0 for others, and where it ended."""
+    """Return the processor seconds of a thread of this name; 0 for other and ended threads."""
     try:
         before, fields = (task / "stat").read_text().rsplit(")", 1)
     except OSError:

@@ -1,9 +1,9 @@
 """Regular expressions as grammars in xgrammar's EBNF notation.
 
-Python's `re` parses an expression, and \\d, \\w and \\s have their ASCII meanings. xgrammar has a
-parser of its own, which ignores an anchor or an escape that it does not know, and which matches the
-patterns of a JSON schema against the JSON text rather than against the string that the text
-denotes. Both would let wrong outputs through.
+Python's `re` parses an expression, and \\d, \\w and \\s have their ASCII meanings. xgrammar's own
+parser ignores an anchor or an escape that it does not know, and it matches the patterns of a JSON
+schema against the JSON text rather than against the string that the text denotes. Both would let
+wrong outputs through.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def translate(pattern: str, rules: Rules, *, json_string: bool = False) -> str:
     """Return an EBNF expression for the texts that a regular expression matches as a whole.
 
     Args:
-        pattern: as Python's `re` reads it. Lazy repeats count as greedy ones, since they match the
-            same texts.
+        pattern: an expression of Python's `re`. Lazy repeats count as greedy ones, since they match
+            the same texts.
         rules: takes the rules that the expression needs.
         json_string: write it for the inside of a JSON string, where a quote is `\\"`.
 
     Raises:
-        UserError: it does not parse, or needs what a grammar cannot do: look-around, references to
-            groups, flags, word boundaries, anchors in the middle.
+        UserError: it does not parse, or needs a feature that grammars lack: look-around, references
+            to groups, flags, word boundaries, anchors in the middle.
     """
     try:
         with warnings.catch_warnings():
@@ -86,7 +86,7 @@ def json_character(*, but: Iterable[str] = ()) -> str:
 
 
 class _RegexWriter:
-    """Writes parsed items; `first` and `last` say that nothing comes before, or after, them."""
+    """Writes parsed items; `first` and `last` say that nothing comes before or after them."""
 
     def __init__(self, rules: Rules, json_string: bool) -> None:
         self.rules = rules
@@ -136,12 +136,12 @@ class _RegexWriter:
         at_start = value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
         at_end = value in (op.AT_END, op.AT_END_STRING)
         if kind is op.AT and ((at_start and first) or (at_end and last)):
-            return ""  # the whole text is matched anyway
+            return ""  # an anchor at an end: the whole text is matched anyway
         what = _UNSUPPORTED.get(kind, f"the construct {str(kind).lower()}")
         raise UserError(f"{what} cannot be enforced; leave it out.")
 
     def body(self, inner: Iterable[Any], rounds: int | None) -> str:
-        """What is repeated, up to `rounds` times unless that is fixed or unbounded."""
+        """Return the repeated part; `rounds` is the most rounds of an open count, else None."""
         self._rounds.append(rounds or 1)
         nested = [n for n in self._rounds if n > 1]
         if len(nested) > 1 and math.prod(nested) > MAX_ROUNDS:
@@ -154,7 +154,7 @@ class _RegexWriter:
         return body
 
     def characters(self, ranges: Ranges) -> str:
-        """One character out of the ranges."""
+        """Return an expression for one character out of the ranges."""
         if self.json_string:
             options = _json_options(ranges)
             if not options:
@@ -167,7 +167,7 @@ class _RegexWriter:
 
 
 def _json_options(ranges: Ranges) -> list[str]:
-    """Expressions of which one character inside a JSON string fits one."""
+    """Return expressions for one character inside a JSON string, as alternatives."""
     escapes = [
         literal(f"\\{letter}")
         for point, letter in _JSON_ESCAPES.items()
@@ -176,7 +176,7 @@ def _json_options(ranges: Ranges) -> list[str]:
     return character_options(intersect(ranges, _JSON_PLAIN)) + escapes
 
 
-# The matcher follows each way of sharing a text among repeats, so these are limits of time.
+# The matcher follows each way of dividing a text among repeats, so this limit bounds its time.
 def _check_row(items: Sequence[Any]) -> None:
     repeats = (op.MAX_REPEAT, op.MIN_REPEAT)
     is_open = [kind in repeats and value[0] != value[1] for kind, value in items]
@@ -190,7 +190,7 @@ def _check_row(items: Sequence[Any]) -> None:
 
 
 def _ranges(items: Sequence[Any]) -> Ranges:
-    """The code points of a character class."""
+    """Return the code points of a character class."""
     found: Ranges = []
     negated = False
     for kind, value in items:

@@ -1,14 +1,13 @@
-"""JSON schemas for the grammar compiler: checked, and reduced to what the grammar needs.
+"""JSON schemas for the grammar compiler: checked, and reduced to the parts that the grammar needs.
 
 An output that breaks the schema would be worse than a refusal, so each keyword of JSON Schema draft
 2020-12 that restricts values is enforced or refused by its path (`#/properties/age`). Annotations
-and keywords that the draft does not know are ignored, as it says.
+and keywords that the draft does not know are ignored, as the draft demands.
 
-Some rules are stricter than the draft: properties come in the order of the schema, only named ones
-unless `additionalProperties` says otherwise; `pattern` matches the whole string; a schema without
-`type` admits the types that its keywords are about; integers have 64 bits, or
-9 digits beside `multipleOf`. An object may repeat a
-key that the schema does not name.
+Some rules are stricter than the draft: properties come in the order of the schema, and only named
+ones unless `additionalProperties` allows others; `pattern` matches the whole string; a schema
+without `type` admits the types that its keywords are about; integers have 64 bits, or 9 digits
+beside `multipleOf`. An object may repeat a key that the schema does not name.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ _REFUSED_KEYWORDS = (
     *("dependentRequired", "dependentSchemas", "dependencies", "additionalItems"),
     *("$dynamicRef", "$recursiveRef", "extends", "disallow"),
 )
-_WITHOUT_RULES = ("password",)  # formats that say how to show a string, not what it may be
+_WITHOUT_RULES = ("password",)  # formats for display, which restrict nothing
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
 
 
 def prepare_schema(source: str, rules: Rules) -> tuple[Any, dict[str, Any]]:
-    """Return the schema with nothing but what restricts values, and its parts by path.
+    """Return the schema with only the keywords that restrict values, and its parts by path.
 
     Args:
         rules: takes the rules of its patterns, which are returned as EBNF expressions.
@@ -66,7 +65,7 @@ def prepare_schema(source: str, rules: Rules) -> tuple[Any, dict[str, Any]]:
         UserError: a keyword, or a combination, cannot be enforced or is not valid; the message has
             its path.
     """
-    source.encode()  # a ValueError tells of surrogates
+    source.encode()  # surrogates raise a ValueError
     schema = json.loads(source, parse_constant=_refuse_constant)
     preparation = _Preparation(rules)
     prepared = preparation.schema(schema, "#")
@@ -101,7 +100,7 @@ class _Preparation:
         self.one_of: list[tuple[str, list[Any]]] = []
 
     def schema(self, schema: Any, path: str, depth: int = 0) -> Any:
-        """One schema, prepared."""
+        """Return one schema, prepared."""
         prepared = self.prepared[path] = self._checked(schema, path, depth)
         return prepared
 
@@ -127,7 +126,7 @@ class _Preparation:
         return self.typed(schema, path, depth)
 
     def schemas(self, values: Any, path: str, depth: int) -> dict[str, Any]:
-        """A mapping of names to schemas."""
+        """Return the prepared schemas of a mapping from names."""
         if not isinstance(values, Mapping):
             raise UserError(f"{path} is {values!r}; expected a JSON object of schemas.")
         if len(values) > MAX_PROPERTIES:
@@ -135,13 +134,13 @@ class _Preparation:
         return {name: self.schema(v, f"{path}/{name}", depth + 1) for name, v in values.items()}
 
     def list_of(self, values: Any, path: str, depth: int) -> list[Any]:
-        """A list of schemas, not empty."""
+        """Return the prepared schemas of a list, which is not empty."""
         if not isinstance(values, list) or not values:
             raise UserError(f"{path} is {values!r}; expected a list of at least one schema.")
         return [self.schema(v, f"{path}/{i}", depth + 1) for i, v in enumerate(values)]
 
     def whole(self, schema: Mapping[str, Any], whole: list[str], path: str, depth: int) -> Any:
-        """A schema that a reference, a list of values or alternatives make up."""
+        """Return a prepared schema made of a reference, a list of values or alternatives."""
         (keyword, *more) = whole
         value = schema[keyword]
         beside = [*more, *(k for k in schema if k in _TYPED_KEYS)]
@@ -167,7 +166,7 @@ class _Preparation:
         return {"anyOf": parts}
 
     def typed(self, schema: Mapping[str, Any], path: str, depth: int) -> Any:
-        """A schema by type; without one, the types that its keywords are about."""
+        """Return a prepared schema by type; without `type`, by the types of its keywords."""
         types = schema.get("type", [t for t in _TYPE_KEYS if set(_TYPE_KEYS[t]) & set(schema)])
         if types == [] and "type" not in schema:
             return True
@@ -192,7 +191,7 @@ class _Preparation:
         return result
 
     def prepare_array(self, result: dict[str, Any], path: str, depth: int) -> None:
-        """Prepare the schemas within, in place."""
+        """Prepare the schemas of an array in place."""
         if "prefixItems" in result:
             result["prefixItems"] = self.list_of(
                 result["prefixItems"], f"{path}/prefixItems", depth
@@ -204,7 +203,7 @@ class _Preparation:
         result.setdefault("items", others)
 
     def prepare_object(self, result: dict[str, Any], path: str, depth: int) -> None:
-        """Prepare the schemas within, in place."""
+        """Prepare the schemas of an object in place."""
         given = dict(result)
         properties = result.get("properties", {})
         if "properties" in result:
@@ -250,7 +249,7 @@ def _is_of_strings(schema: Any) -> bool:
 
 
 def _bounds(schema: Mapping[str, Any], kind: str, path: str) -> tuple[Any, Any, int]:
-    """The least and the greatest number, None without, and what all are multiples of."""
+    """Return the least and the greatest number, None without one, and their divisor."""
     for key in _NUMBER:
         value = schema.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -281,7 +280,7 @@ def _bounds(schema: Mapping[str, Any], kind: str, path: str) -> tuple[Any, Any, 
 
 
 def _bound(value: float, kind: str, beyond: int) -> Any:
-    """The bound itself, or the next number above (1) or below (-1) that differs from it."""
+    """Return the bound, or the nearest other number above (`beyond` 1) or below (-1) it."""
     if kind == "integer":
         return int(value) + beyond
     if beyond:
@@ -291,7 +290,7 @@ def _bound(value: float, kind: str, beyond: int) -> Any:
 
 
 def _check_counts(result: dict[str, Any], path: str) -> None:
-    """Make whole numbers of the counts of a schema, in place; refuse others."""
+    """Turn the counts of a schema into whole numbers in place; refuse other values."""
     for key in set(_COUNTS) & set(result):
         if isinstance(result[key], float) and result[key].is_integer():
             result[key] = int(result[key])  # JSON Schema takes 129.0 for 129
@@ -305,7 +304,7 @@ def _check_counts(result: dict[str, Any], path: str) -> None:
 
 
 def _check_string(schema: dict[str, Any], path: str, rules: Rules) -> None:
-    """Check what a string must be, and prepare its pattern in place."""
+    """Check the keywords of a string, and prepare its pattern in place."""
     given = [k for k in ("pattern", "format") if k in schema]
     if given and (schema.get("minLength", 0) or "maxLength" in schema):
         raise UserError(
@@ -335,7 +334,7 @@ def _pattern(pattern: Any, path: str, rules: Rules) -> str:
 
 
 def _values(schema: Mapping[str, Any], keyword: str, path: str) -> Any:
-    """The values of `const` or `enum`; only those of `type` if the schema has one."""
+    """Return the values of `const` or `enum`; refuse a value of another type than `type`."""
     values = schema["enum"] if keyword == "enum" else [schema["const"]]
     if not isinstance(values, list) or not values:
         raise UserError(f"enum at {path} is {values!r}; expected a list of at least one value.")
@@ -356,7 +355,7 @@ def _types_of(value: Any) -> set[str]:
 
 
 def _disjoint(left: Any, right: Any, seen: Mapping[str, Any], depth: int = 0) -> bool:
-    """Whether no value fits both, by values, types or a required property (a discriminator)."""
+    """Return whether no value fits both, by values, types or a required discriminator property."""
     left, right = _resolved(left, seen), _resolved(right, seen)
     if not isinstance(left, Mapping) or not isinstance(right, Mapping) or depth > MAX_DEPTH:
         return False

@@ -1,11 +1,11 @@
 """Grammars of users in EBNF notation: checked, and written anew for the compiler.
 
 The matcher follows all ways to read a text at once. Nested counts, repeats of something that may be
-empty and rules that are put together of themselves have so many ways that one mask takes seconds.
-Whether a grammar is ambiguous cannot be decided in general; these forms can be.
+empty and rules that derive themselves have so many ways that one mask takes seconds. Whether a
+grammar is ambiguous cannot be decided in general; these forms can be found.
 
-Classes and large counts are written anew as `characters` and `ebnf.repeated` do it, without which
-the compiled masks would be wrong or slow.
+Classes and large counts are written anew by `characters` and `ebnf.repeated`, without which the
+compiled masks would be wrong or slow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOKEN = re.compile(
 _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 # Rules over token ids bypass the text, and xgrammar's tags match nothing or anything.
 _EXTENSION = re.compile(r"\b(Token|ExcludeToken|TagDispatch|TokenTagDispatch)\s*\(")
-# A code point of a class; xgrammar reads as many digits behind \\x as there are.
+# A code point of a class; xgrammar reads all digits behind \\x.
 _POINT = re.compile(
     r"\\x(?P<x>[0-9A-Fa-f]+)|\\u(?P<u>[0-9A-Fa-f]{4})|\\U(?P<U>[0-9A-Fa-f]{8})"
     r"|\\(?P<escape>.)|(?P<plain>.)",
@@ -78,13 +78,13 @@ _Node = _Rule | _Text | _Choice | _Repeat
 
 
 def user_grammar(source: str) -> str | None:
-    """Return a grammar in EBNF notation as the compiler is to read it.
+    """Return a grammar in EBNF notation, written for the compiler; None if it does not parse here.
 
-    None: it does not parse here, and the compiler says why.
+    The compiler has the messages about a grammar that does not parse.
 
     Raises:
-        UserError: its texts can be read in too many ways, or it has what no grammar may have; the
-            message names the rule, and says how to write it.
+        UserError: its texts can be read in too many ways, or it has a forbidden extension; the
+            message names the rule or extension, and says how to write it.
     """
     if extension := _EXTENSION.search(source):
         raise UserError(f"{extension[1]}(...) is not supported; write the text itself.")
@@ -95,7 +95,7 @@ def user_grammar(source: str) -> str | None:
 
 
 def _parse(source: str) -> dict[str, _Choice] | None:
-    """The body of each rule by its name; None for a source that does not parse here."""
+    """Return the body of each rule by its name; None for a source that does not parse here."""
     tokens: list[re.Match[str]] = []
     at = 0
     while at < len(source):
@@ -118,7 +118,7 @@ def _parse(source: str) -> dict[str, _Choice] | None:
 
 
 def _choice(tokens: list[re.Match[str]], depth: int) -> _Choice:
-    """Take alternatives off the end of the tokens; a LookupError says that they do not parse."""
+    """Pop alternatives from the end of the tokens; raise a LookupError if they do not parse."""
     if depth > _MAX_DEPTH:
         raise UserError(f"its brackets are nested deeper than {_MAX_DEPTH}; use rules instead.")
     options: list[list[_Node]] = [[]]
@@ -155,12 +155,12 @@ def _choice(tokens: list[re.Match[str]], depth: int) -> _Choice:
 
 
 class _Grammar:
-    """The rules of a grammar, and what follows from them."""
+    """The rules of a grammar, with the checks on them."""
 
     def __init__(self, rules: dict[str, _Choice]) -> None:
         self.rules = rules
         self._rounds: dict[str, tuple[int, ...]] = {}
-        # The names that each rule may begin (1) or end (-1) with, and the cycles of that.
+        # The names that each rule may begin (1) or end (-1) with, and their cycles.
         self._corners = {
             side: {name: set(self._corner_names(body, side)) for name, body in rules.items()}
             for side in (1, -1)
@@ -168,7 +168,7 @@ class _Grammar:
         self._cycles = {side: _components(edges) for side, edges in self._corners.items()}
 
     def check(self) -> None:
-        """Refuse what has too many readings."""
+        """Raise a UserError for a grammar with too many readings of a text."""
         for name, body in self.rules.items():
             for node in _nodes(body):
                 if isinstance(node, _Repeat) and node.most != 1 and self._may_be_empty(node.item):
@@ -191,7 +191,7 @@ class _Grammar:
 
     @cached_property
     def _empty(self) -> set[str]:
-        """Names of the rules that may be empty."""
+        """Return the names of the rules that may be empty."""
         users: dict[str, set[str]] = {}
         for name, body in self.rules.items():
             for node in _nodes(body):
@@ -210,7 +210,7 @@ class _Grammar:
         return _may_be_empty(node, self._empty)
 
     def _check_cycles(self) -> None:
-        """Refuse rules that derive themselves and nothing else."""
+        """Refuse a rule that may derive itself alone."""
         unit: dict[str, set[str]] = {name: set() for name in self.rules}
         for name, body in self.rules.items():
             for items in _sequences(body):
@@ -256,14 +256,14 @@ class _Grammar:
             )
 
     def _outer(self, items: tuple[_Node, ...], side: int) -> Iterator[int]:
-        """Indices of the items that may come first (1) or last (-1)."""
+        """Yield the indices of the items that may come first (1) or last (-1)."""
         for at in range(len(items))[::side]:
             yield at
             if not self._may_be_empty(items[at]):
                 return
 
     def _corner_names(self, node: _Node, side: int) -> Iterator[str]:
-        """The rules that a node may begin (1) or end (-1) with."""
+        """Yield the rules that a node may begin (1) or end (-1) with."""
         match node:
             case _Rule(name):
                 yield name
@@ -275,7 +275,7 @@ class _Grammar:
                         yield from self._corner_names(items[at], side)
 
     def _rounds_of(self, name: str, above: tuple[str, ...]) -> tuple[int, ...]:
-        """The counts along the nesting with the largest product; recursion counts once."""
+        """Return the counts along the nesting with the largest product; recursion counts once."""
         if name in above or name not in self.rules:
             return ()
         if name not in self._rounds:
@@ -297,7 +297,7 @@ class _Grammar:
 
 
 class _Writer:
-    """Writes rules with classes and counts that the matcher reads as they are meant."""
+    """Writes rules with classes and counts in a form that the matcher reads correctly."""
 
     def __init__(self, rules: dict[str, _Choice]) -> None:
         prefix = "r"
@@ -325,7 +325,7 @@ class _Writer:
 
 
 def _class_options(source: str) -> list[str]:
-    """Expressions for one character out of a class such as `[^a-z]`."""
+    """Return expressions for one character out of a class such as `[^a-z]`, as alternatives."""
     inside = source[1:-1]
     is_negative = inside.startswith("^")
     points = [_point(found) for found in _POINT.finditer(inside, int(is_negative))]
@@ -344,7 +344,7 @@ def _class_options(source: str) -> list[str]:
 
 
 def _point(found: re.Match[str]) -> tuple[int, bool]:
-    """The code point that a class spells, and whether it is escaped."""
+    """Return the code point that a class spells, and whether it is escaped."""
     digits = found["x"] or found["u"] or found["U"]
     if digits:
         return int(digits, 16), True
@@ -364,7 +364,7 @@ def _nodes(node: _Node) -> Iterator[_Node]:
 
 
 def _sequences(node: _Node) -> Iterator[tuple[_Node, ...]]:
-    """All sequences of a body, those in brackets too."""
+    """Yield all sequences of a body, those in brackets too."""
     for inner in _nodes(node):
         if isinstance(inner, _Choice):
             yield from inner.options
@@ -383,7 +383,7 @@ def _may_be_empty(node: _Node, empty: set[str]) -> bool:
 
 
 def _components(edges: dict[str, set[str]]) -> dict[str, str]:
-    """The strongly connected component of each node, by one of its nodes (Kosaraju)."""
+    """Return the strongly connected component of each node, named by a node (Kosaraju)."""
     order: list[str] = []
     seen: set[str] = set()
     users: dict[str, list[str]] = {name: [] for name in edges}

@@ -1,4 +1,4 @@
-"""CUDA graphs of what a function launches."""
+"""Capture and replay of the kernels that a function launches, as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 _WARM_UPS = 2
 
-# Makes a function that replays what another one launches on the device.
+# Turns a function into one that replays its kernels.
 Capturer = Callable[[Callable[[], None]], Callable[[], None]]
 
 
@@ -36,5 +36,5 @@ class _Capture:
 
 
 def make_capturer(device: torch.device) -> Capturer:
-    """Return what captures graphs on a GPU; on a CPU, for tests, functions replay themselves."""
+    """Return the capturer of a GPU; on a CPU, for tests, functions replay themselves."""
     return _Capture() if device.type == "cuda" else lambda run: run

@@ -1,13 +1,13 @@
 """One decode step on the device: target, verification, new state, drafter, next drafts.
 
-Everything that changes from step to step lies in buffers, so that CUDA graphs can hold the parts of
+All data that changes from step to step lies in buffers, so that CUDA graphs can hold the parts of
 a step: no size depends on data, and the host reads nothing. All steps work on the first rows of the
 same buffers, whatever their size.
 
-Shapes: B rows of a step, one a sequence (some may be empty), K most drafts of a sequence (where
-drafts are trees those that a step verifies on the average), J = K + 1, T target rows (B * J, or
-some more), S drafter slots, M blocks a sequence, E stop ids a sequence, F fields of a row, N rows
-that the host writes.
+Shapes: B rows of a step, one a sequence (some may be empty), K most drafts of a sequence (for trees
+the mean number of nodes that a step verifies of each), J = K + 1, T target rows (B * J, or some
+more), S drafter slots, M blocks a sequence, E stop ids a sequence, F fields of a row, N rows that
+the host writes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from peagle.kernels.upload import upload, upload_ints
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
 
-# One integer, or one number, a row; the first five are the fields of `DecodeState`.
+# Fields of one integer, or one float, a row; the first five are those of `DecodeState`.
 _INTS = (
     "last_tokens",
     "first_positions",
@@ -68,13 +68,13 @@ _INTS = (
     "min_tokens",
     "max_tokens",
     "wanted_drafts",  # K of the sequence
-    "num_speculative",  # that, or K of the step where it is less
+    "num_speculative",  # wanted_drafts, or K of the step if it is less
     "top_k",
     "seeds",
     "active",
     "context_starts",
     "feature_slots",
-    "draws_chain",  # where the drafts of others are trees
+    "draws_chain",  # 1 for drawn chains while other sequences have trees
 )
 _FLOATS = ("temperature", "top_p", "min_p")
 
@@ -96,11 +96,11 @@ class BufferSizes:
     def max_drafts(self, num_drafts: int) -> int:
         """Return the most drafts that a sequence has in steps of K drafts."""
         if self.trees is not None and num_drafts:
-            return self.trees.max_nodes  # a tree stays whole, however much of it steps verify
+            return self.trees.max_nodes  # a tree stays whole, however many nodes steps verify
         return num_drafts
 
     def num_columns(self, num_drafts: int) -> int:
-        """Return the columns that a step of K drafts has for them, at least one."""
+        """Return the number of draft columns in a step of K drafts, at least one."""
         return max(self.max_drafts(num_drafts), 1)
 
     def depth(self, num_drafts: int) -> int:
@@ -115,15 +115,14 @@ class DecodeRows:
     Attributes:
         synthetic: acceptance set for measurements; None for the real one.
         drafts_BK: drafts that the next step verifies, or the whole trees of which it verifies some
-            nodes; one column where K is 0.
-        nodes_BX: of trees the row of each draft's parent, and its score in units; means nothing
-            where drafts are chains.
-        draft_probs: q of these drafts; None where drafts are an argmax, or K is 0.
+            nodes; one column if K is 0.
+        nodes_BX: parent's row and score in units of each node of a tree; undefined for chains.
+        draft_probs: q of these drafts; None if drafts are an argmax, or K is 0.
         block_tables_BM: KV blocks, int64.
         active_B: 1 for rows that are sequences, else 0; int64.
         context_starts_B: first drafter slot that attention may read.
         feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
-        draws_chain_B: 1 where drafts are a drawn chain and those of others trees, else 0; int64.
+        draws_chain_B: 1 for drawn chains while other sequences have trees, else 0; int64.
     """
 
     state: DecodeState
@@ -141,22 +140,22 @@ class DecodeRows:
 
     @property
     def parents_BK(self) -> Tensor:
-        """The row of each node's parent."""
+        """Return the row of each node's parent."""
         return self.nodes_BX.tensor_split(2, 1)[0]
 
     @property
     def scores_BK(self) -> Tensor:
-        """The score of each node, in units."""
+        """Return the score of each node, in units of SCORE_UNIT."""
         return self.nodes_BX.tensor_split(2, 1)[1]
 
 
 class DecodeBuffers:
-    """State on the device of the sequences that decode, a row each, and what passes between parts.
+    """State on the device of the decoding sequences, a row each, and data passed between parts.
 
-    Steps of different K keep their drafts apart; `switch` takes them along.
+    Steps of different K have draft buffers of their own; `switch` copies the drafts.
 
     Args:
-        drawn: where drafts are drawn.
+        drawn: q of drawn drafts; None if drafts are not drawn.
 
     Attributes:
         num_drafts: K of the steps that run now.
@@ -184,7 +183,7 @@ class DecodeBuffers:
 
     @property
     def trees(self) -> CandidateTrees | None:
-        """The shape of the trees that are drafted; None: drafts are chains."""
+        """Return the shape of the drafted trees; None if drafts are chains."""
         return self.sizes.trees
 
     def rows(self, num_seqs: int, num_drafts: int) -> DecodeRows:
@@ -233,7 +232,7 @@ class DecodeBuffers:
 
     @torch.inference_mode()
     def switch(self, num_drafts: int) -> None:
-        """Let the next step verify and make up to `num_drafts` drafts."""
+        """Prepare the buffers for steps that verify and make up to `num_drafts` drafts."""
         before, after = self._drafts_of(self.num_drafts), self._drafts_of(num_drafts)
         both = min(before.shape[1], after.shape[1]) if self.num_drafts and num_drafts else 0
         if after is not before:
@@ -245,9 +244,9 @@ class DecodeBuffers:
 
     @torch.inference_mode()
     def write(self, rows: Mapping[int, Sequence | None], vocab_size: int) -> None:
-        """Put sequences into rows, as the host knows them; None empties a row.
+        """Write the host's state of sequences into rows; None empties a row.
 
-        Tables of blocks are `add_blocks`'s.
+        `add_blocks` writes the block tables.
         """
         values = [self._values(sequence, vocab_size) for sequence in rows.values()]
         ints, floats = [list(column) for column in zip(*values, strict=True)]
@@ -313,7 +312,7 @@ class DecodeBuffers:
 
     @torch.inference_mode()
     def move(self, moves: Mapping[int, int]) -> None:
-        """Copy rows to others, from: to; the row that was left is as it was."""
+        """Copy rows to others, from: to; the old row stays unchanged."""
         from_N, to_N = upload_ints(list(moves.items()), self._device).unbind(1)
         for fields_FB in (self._ints_FB, self._floats_FB):
             fields_FB[:, to_N] = fields_FB[:, from_N]
@@ -324,7 +323,7 @@ class DecodeBuffers:
             self.drawn.move(from_N, to_N)
 
     def copy_outputs(self, outputs: SequenceOf[Tensor]) -> list[Tensor]:
-        """Copy a pass's outputs, T rows each, to where other parts of the step read them.
+        """Copy a pass's outputs, T rows each, into the buffers that other parts of the step read.
 
         Return the copies. The buffers get their widths and types from the first pass.
         """
@@ -340,24 +339,24 @@ class DecodeBuffers:
 class DecodeStep:
     """The parts of a step over the first rows of the buffers, in their order.
 
-    `run_target`, `find_own_tokens`, `verify`, `draft`: each can be captured, but not where rules of
-    requests change the target's own tokens. In place of `run_target`, a pass that computes more
-    rows can run between its two halves, `build_batch` and `set_outputs`.
+    `run_target`, `find_own_tokens`, `verify`, `draft`: each can be captured, unless rules of
+    requests change the target's own tokens. A pass over more rows can replace `run_target` if it
+    runs between the two halves `build_batch` and `set_outputs`.
 
     Args:
         target: the target, its KV caches set.
         proposer: the head with its KV caches; None decodes plainly.
         num_seqs, num_drafts: B and K; K is 0 without a head.
-        num_rows: T, at least B * J. Trees share all that the newest tokens leave of them.
+        num_rows: T, at least B * J. Trees share all rows but those of the newest tokens.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
             later; None keeps none. With rings there is no drafter, and one row a sequence.
 
     Attributes:
         rows: state of the sequences.
-        trees: where drafts are trees, what the step does about them.
-        out: what the last step decided.
-        report_RX: the same in one tensor for the host, see `kernels.drafts.step_state_triton`.
-        max_accepted, max_drafts: most drafts of a sequence that a step accepts, and that it has.
+        trees: the trees of the step; None if drafts are chains.
+        out: the result of the last step.
+        report_RX: that result in one tensor for the host, see `kernels.drafts.step_state_triton`.
+        max_accepted, max_drafts: most accepted drafts of a sequence, and most drafts.
     """
 
     def __init__(
@@ -454,14 +453,14 @@ class DecodeStep:
 
     @torch.inference_mode()
     def set_outputs(self, outputs: SequenceOf[Tensor]) -> None:
-        """Keep what the target gives for the batch: hidden states and features, T rows each."""
+        """Keep the target's outputs of the batch: hidden states and features, T rows each."""
         self.hidden_TH, self._features_TA = self.buffers.copy_outputs(outputs)
         if self.kept_SCA is not None:
             self._put_features(self._features_TA, self.kept_SCA)
         stamp(self._times, Stamp.TARGET_DONE)
 
     def _put_features(self, features_TA: Tensor, kept_SCA: Tensor) -> None:
-        """Put features into the sequences' rings; those of padding go to the last ring."""
+        """Put features into the sequences' rings; padding goes to the last ring."""
         batch, capacity = self.batch, kept_SCA.shape[1]
         slots_T = self.rows.feature_slots_B[batch.sequences_R]
         slots_T = slots_T.masked_fill(batch.sequences_R < 0, NO_SLOT)
@@ -469,18 +468,18 @@ class DecodeStep:
 
     @property
     def draws(self) -> bool:
-        """Whether drafts are drawn; if all are, greedy sequences take the way of the others."""
+        """Return whether drafts are drawn; without trees greedy sequences are then rejected too."""
         return self.rows.draft_probs is not None
 
     @torch.inference_mode()
     def find_own_tokens(self, *, greedy: bool, rules: DecodeRules | None = None) -> None:
         """Find the target's own token of each row: the argmax, or also draws.
 
-        Where drafts are drawn this rejects them too.
+        This also rejects drawn drafts.
 
         Args:
-            rules: replace the tokens where requests have rules; not to be captured. None: no
-                request asks for any.
+            rules: replace the tokens of requests with rules, which cannot be captured; None if no
+                request has any.
         """
         may_skip = self.trees is not None or not self.draws
         assert may_skip or not greedy, "only draws leave what the rejection reads"
@@ -522,7 +521,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def sit_out(self, rows: list[int]) -> None:
-        """Leave rows as they are in this step, but for their drafts, which are dropped."""
+        """Leave rows unchanged in this step, but drop their drafts."""
         self.running_B[upload_ints(rows, self.running_B.device)] = 0
 
     def _apply(self, rules: DecodeRules, logits_TV: Tensor) -> None:
@@ -542,7 +541,7 @@ class DecodeStep:
             rules.drop_refused(own.state)
 
     def logprobs(self, rules: DecodeRules) -> PendingLogprobs | None:
-        """Let the rules see what the step emitted; return the log-probabilities wanted of it."""
+        """Pass the emitted tokens to the rules; return the requested log-probabilities of them."""
         rows_X = None if self.trees is None else self.trees.rows_X
         return rules.after(self.out, self.batch.query_start_loc, rows_X)
 
@@ -568,7 +567,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def draft(self) -> None:
-        """Draft for the next step, and report again; only where there is a head."""
+        """Draft for the next step, and report again; needs a head."""
         assert self._proposer is not None, "K is above 0"
         stamp(self._times, Stamp.DRAFTING)
         self._proposer.draft(self._draft, self._features_TA)

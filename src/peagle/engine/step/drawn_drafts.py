@@ -1,8 +1,8 @@
-"""The distributions q that the drafts of captured steps were drawn from, a row a sequence.
+"""The distributions q of the drawn drafts of captured steps, a row a sequence.
 
 A step draws drafts and the next one verifies them by their q, so q stays on the device between
-them. Elsewhere a sequence carries the q of its drafts itself (`Sequence.draft_probs_KV`): it brings
-q along when it joins the captured steps, and takes q away when it leaves.
+them. Outside captured steps a sequence holds the q of its drafts (`Sequence.draft_probs_KV`): it
+brings q along when it joins the captured steps, and takes q away when it leaves.
 
 Shapes: B rows of a step, N of them, K most drafts, V target vocabulary, D draft vocabulary.
 """
@@ -20,7 +20,7 @@ from peagle.models.drafter import Drafter
 
 
 class DrawnDrafts:
-    """q of every row, float32 as it was drawn from, in the draft vocabulary.
+    """q of every row, float32 like the draws, in the draft vocabulary.
 
     Args:
         num_seqs, num_drafts: rows of the largest step, and its K.
@@ -56,7 +56,7 @@ class DrawnDrafts:
                 self._probs_BKD[row, : len(probs_KD)] = probs_KD
 
     def move(self, from_N: Tensor, to_N: Tensor) -> None:
-        """Copy rows to others."""
+        """Copy q from rows to others."""
         self._probs_BKD[to_N] = self._probs_BKD[from_N]
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: which sequences stand in which rows, launches, results.
+"""Decode steps as CUDA graphs: the rows of sequences, launches, results.
 
 Sequences join and leave between two steps without a wait: the host writes their rows on the stream
 of the steps. A sequence that gets freed blocks writes them later on the same stream.
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 MAX_STOP_IDS = 8
 # Steps of more sequences take long enough for the host to launch their kernels one by one.
 MAX_GRAPH_ROWS = 256
-# Rows of the passes over a step and prompts, all of which are graphs. The read of the weights that
-# such a pass saves is a small part of a larger one.
+# Rows of the passes over a step and prompts, all of which are graphs. The saved read of the weights
+# would be a small part of a larger pass.
 _MIXED_BUCKETS = (128, 256, 384, 512, 640)
 # Sequences with longer contexts decode in a pass of their own, whose attention splits contexts.
 _MAX_MIXED_CONTEXT = 4096
@@ -59,7 +59,7 @@ def runs_as_graphs(
     speculative: SpeculativeConfig | None,
     drafter: Drafter | None,
 ) -> bool:
-    """Return whether decode steps run as CUDA graphs: plain ones, and those with a head."""
+    """Return whether decode steps run as CUDA graphs: plain steps, and steps with a head."""
     can_draft = speculative is None or drafter is not None
     return device.type == "cuda" and not config.enforce_eager and can_draft
 
@@ -74,8 +74,8 @@ def buckets(max_num_seqs: int) -> list[int]:
 def mixed_buckets(target: TargetModel) -> tuple[int, ...]:
     """Return the numbers of rows for which a pass over a step and prompts has a graph.
 
-    Weights of 4 or 8 bits are read as they are for few rows, and unpacked first for many: there a
-    step and short prompts are faster apart.
+    Weights of 4 or 8 bits are used directly for few rows, and unpacked first for many: there a step
+    and short prompts are faster apart.
     """
     return _MIXED_BUCKETS if target.quantization is None else ()
 
@@ -85,9 +85,8 @@ def graph_sizes(
 ) -> list[tuple[int, int]]:
     """Return (rows, K) of the graphs; `possible` is `DepthPolicy.possible`.
 
-    Of trees K is the number of nodes for each row, which the rows of a graph share.
-
-    Where K may be 0 for some number of sequences, a pause may make it 0 for every number.
+    For trees K is the number of nodes for each row, which the rows of a graph share. If K may be 0
+    for some number of sequences, a pause may make it 0 for every number.
     """
     found: list[tuple[int, int]] = []
     smaller = 0
@@ -100,7 +99,7 @@ def graph_sizes(
 
 
 def greatest_depths(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return the greatest K of each number of rows, of (rows, K)."""
+    """Return the greatest K of each number of rows, from pairs (rows, K)."""
     greatest: dict[int, int] = {}
     for rows, k in sizes:
         greatest[rows] = max(k, greatest.get(rows, 0))
@@ -110,9 +109,9 @@ def greatest_depths(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
 def count_target_rows(sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """Return T of each (rows, K): rows * (K + 1), or a little more.
 
-    Each T of up to MAX_FIXED_ROWS is compiled for, which takes seconds. So where several K may run
-    at the same rows, only the greatest has a T of its own. The others are padded to one of those,
-    or to a power of two.
+    Each T of up to MAX_FIXED_ROWS is compiled for, which takes seconds. So if several K may run at
+    the same rows, only the greatest has a T of its own. The others are padded to one of those, or
+    to a power of two.
     """
     sizes = set(sizes)
     greatest = greatest_depths(sizes)
@@ -136,7 +135,7 @@ def accelerate(
     """Fuse and compile the modules that the graphs run."""
     num_rows = count_target_rows(graph_sizes(max_num_seqs, depth.possible))
     accelerate_target(target, set(num_rows.values()))
-    # A head is small: only for the greatest K at the same rows it is compiled for its sizes.
+    # A head is small: it is compiled only for the greatest K at the same rows.
     sizes = [(rows, k) for rows, k in greatest_depths(num_rows).items() if k]
     if drafter is None or not sizes:
         return
@@ -165,7 +164,7 @@ def make_graph_runner(
 ) -> GraphRunner:
     """Return the runner of decode steps for up to `max_num_seqs` sequences.
 
-    On a GPU this makes all graphs, and gives `runner` and the proposer those of short passes.
+    On a GPU this makes all graphs, and gives `runner` and the proposer the graphs of short passes.
     """
     from peagle.engine.step.decode_step import BufferSizes, DecodeBuffers, DecodeStep
     from peagle.engine.step.drawn_drafts import DrawnDrafts
@@ -241,12 +240,12 @@ def make_graph_runner(
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """What a step verified of one sequence.
+    """The tokens that a step verified of one sequence.
 
     Attributes:
-        num_drafted, num_accepted: drafts that were verified, and those accepted.
+        num_drafted, num_accepted: number of verified and of accepted drafts.
         new_token_ids: the accepted drafts and the target's own token, before stop conditions.
-        logprobs: of the new tokens, where the request wants them.
+        logprobs: log-probabilities of the new tokens, if requested.
     """
 
     num_drafted: int
@@ -257,11 +256,11 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class RowDrafts:
-    """What a step drafted for one sequence.
+    """The drafts that a step made for one sequence.
 
     Attributes:
         token_ids: drafts for the next step.
-        parents, scores: where drafts are trees, the row of each one's parent and its score.
+        parents, scores: row of each draft's parent in a tree, and its score; None for a chain.
     """
 
     token_ids: list[int]
@@ -276,7 +275,7 @@ def read_tokens(row: list[int]) -> RowTokens:
 
 
 def read_drafts(row: list[int], max_accepted: int, max_drafts: int) -> RowDrafts:
-    """Read the drafts in such a row.
+    """Read the drafts in a row of `DecodeStep.report_RX` on the host.
 
     Args:
         max_accepted: most drafts that a step accepts of a sequence.
@@ -294,14 +293,14 @@ class Report:
 
     Attributes:
         rows_RX: the report, on the host once `done` has happened.
-        done: None on a CPU, where all is there at once.
+        done: event of the copy; None on a CPU, where the report exists at once.
     """
 
     rows_RX: Tensor
     done: torch.cuda.Event | None
 
     def read(self) -> list[list[int]]:
-        """Wait for the report; return its rows, the last one of times."""
+        """Wait for the report; return its rows, of which the last has the times."""
         if self.done is not None:
             self.done.synchronize()
         return self.rows_RX.tolist()
@@ -309,16 +308,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched.
+    """A launched step.
 
     Attributes:
-        num_drafts: K, of trees the nodes for each row.
+        num_drafts: K; for trees the nodes for each row.
         sequences: the sequence of each row; None for an empty row.
         max_accepted, max_drafts: as `DecodeStep`, for the reading of the reports.
-        tokens: what the step verified, before it drafts.
-        drafts: the same with the drafts for the next step; that report itself where K is 0.
-        logprobs: log-probabilities, on the host with the tokens; None where nobody wants any.
-        has_prompts: the target's pass computed prompts too: its time is not that of a step.
+        tokens: report of the verified tokens, before the step drafts.
+        drafts: the same with the drafts for the next step; that report itself if K is 0.
+        logprobs: log-probabilities, on the host with the tokens; None if no request wants any.
+        has_prompts: whether the target's pass computed prompts too, which its time includes.
     """
 
     num_drafts: int
@@ -345,7 +344,7 @@ class _Graph:
         self._verify = capture(step.verify)
         self._draft = capture(step.draft) if step.num_drafts else None
         shape, self._is_cuda = step.report_RX.shape, step.report_RX.is_cuda
-        # Two of the step in flight, and two of the one that the host reads.
+        # Two reports of the step in flight, and two of the step that the host reads.
         self._reports = deque(
             torch.empty(shape, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(4)
         )
@@ -358,7 +357,7 @@ class _Graph:
         run_mixed: Callable[[DecodeStep], None] | None,
         before_drafts: Callable[[], None] | None,
     ) -> Flight:
-        """Launch the step; the arguments are as `GraphRunner.launch` takes them."""
+        """Launch the step; the arguments are those of `GraphRunner.launch`."""
         if run_mixed is None:
             self._run_target()
         else:
@@ -404,7 +403,7 @@ class _Graph:
         return Report(rows_RX, done)
 
     def _without_waiting(self, sequences: SequenceOf[Sequence | None]) -> list[Sequence | None]:
-        """Let the sequences sit this step out whose grammars are not ready."""
+        """Let sequences whose grammars are not ready sit this step out; return the others."""
         waiting = {
             row: s
             for row, s in enumerate(sequences)
@@ -425,14 +424,14 @@ class GraphRunner:
         make_step: makes the step of (rows, K).
         depth: K of each step.
         capture: makes the graphs; no sequence is active, so that no KV is written.
-        rules: what requests ask for beside temperature, top-k, top-p and min-p.
-        features: takes the features of steps without drafts, where drafting may pause.
-        mixed_pass: runs the target over a step and prompts; None where prompts run apart.
+        rules: rules of requests beyond temperature, top-k, top-p and min-p.
+        features: takes the features of steps without drafts, if drafting may pause.
+        mixed_pass: runs the target over a step and prompts; None if prompts run apart.
 
     Attributes:
         times: device times of the steps without prompts, by the rows of the graph.
         last_k: K of the step whose tokens were read last.
-        last_seconds: what the step took whose drafts were read last.
+        last_seconds: duration of the step whose drafts were read last.
         most_prompt_tokens: prompts of more tokens are computed faster in several passes; None sets
             no limit.
     """
@@ -460,19 +459,19 @@ class GraphRunner:
         self._rules = rules
         self._features = features
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._size = 0, 0  # of the step launched last
+        self._size = 0, 0  # rows and K of the step launched last
         self._sequences: list[Sequence | None] = [None] * self._buckets[-1]
-        self._num_blocks = [0] * self._buckets[-1]  # of each row, those that the device knows
+        self._num_blocks = [0] * self._buckets[-1]  # blocks of each row that the device knows
         self._has_warned = False
         self.times: dict[int, GraphTimes] = {}
         self.last_k = 0
         self.last_seconds = DecodeSeconds()
-        self._last_end_ns = 0  # of the step that was read last
+        self._last_end_ns = 0  # end of the step that was read last
         self.most_prompt_tokens: int | None = None
 
     @property
     def draws(self) -> bool:
-        """Whether drafts are drawn."""
+        """Return whether drafts are drawn from the head's distribution."""
         return self._buffers.drawn is not None
 
     def capture_all(self) -> None:
@@ -481,7 +480,7 @@ class GraphRunner:
             self._graph_of(size)
 
     def time_step(self, num_rows: int, num_drafts: int) -> float:
-        """Return the seconds of a greedy step of (rows, K) on the device: the fastest of a few."""
+        """Return the seconds of a greedy step of (rows, K) on the device, the fastest of a few."""
         params, seconds = SamplingParams(max_tokens=1 << 20), list[float]()
         for _ in self._make_up(num_rows, num_drafts, params, _TIMED_STEPS):
             device_s = self.last_seconds.device
@@ -490,15 +489,15 @@ class GraphRunner:
         return min(seconds)
 
     def warm_up_rules(self, release: Callable[[Sequence], None]) -> None:
-        """Compile what rules and log-probabilities launch, before a request has to wait for it.
+        """Compile the kernels of rules and log-probabilities, before a request waits for them.
 
         Args:
-            release: takes back what the sampler keeps for a sequence.
+            release: releases a sequence in the sampler.
         """
         penalised = SamplingParams(
             max_tokens=1 << 20, temperature=1.0, frequency_penalty=0.1, typical_p=0.9, logprobs=1
         )
-        # Masks give float32, where others have the type of the target.
+        # Logits are float32 after masks, and otherwise have the type of the target.
         for params in (penalised, replace(penalised, logit_bias={0: 0.1})):
             for rows, most in greatest_depths(self._sizes).items():
                 for sequences in self._make_up(rows, most, params, 1):
@@ -511,7 +510,7 @@ class GraphRunner:
         """Run steps of made-up sequences; yield these after each step.
 
         Their tokens are random, so that a mixture reads about as many experts as for real ones.
-        They write to KV block 0: this is for the time before requests come.
+        They overwrite KV block 0, so this must run before requests come.
         """
         dice, sequences = random.Random(0), list[Sequence]()
         for row in range(num_rows):
@@ -535,11 +534,10 @@ class GraphRunner:
         self.times.clear()
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
-        """Return why no graph can run these sequences; None: one can.
+        """Return the reason why no graph can run these sequences; None if one can.
 
-        It is what a request asks for, "too_many_sequences", "missed_features" until the head has
-        caught up, or "kept_k" where drafts are drawn for a request that keeps a greater K than the
-        step has.
+        It is "too_many_sequences", "stop_token_ids" for a request with more than MAX_STOP_IDS, or
+        "missed_features" until the head has caught up, or "kept_k" for one with a greater fixed K.
         """
         most = self._buckets[-1]
         if len(sequences) > most:
@@ -572,7 +570,7 @@ class GraphRunner:
         return is_small and all(len(sequence) <= _MAX_MIXED_CONTEXT for sequence in sequences)
 
     def is_tight(self, num_sequences: int) -> bool:
-        """Return whether the step launched last is the one for so many sequences."""
+        """Return whether the step launched last has the size for so many sequences."""
         return self._size_for(num_sequences) == self._size
 
     def _size_for(self, num_sequences: int) -> tuple[int, int]:
@@ -584,7 +582,7 @@ class GraphRunner:
     def needs_results(self, sequences: SequenceOf[Sequence]) -> bool:
         """Return whether the host must read the step in flight before it launches one of these.
 
-        That is where drafting stops: rings of features begin where the sequences stand.
+        It must when drafting stops: rings of features begin at the sequences' present positions.
         """
         num_drafts = self._size_for(len(sequences))[1]
         return self._features is not None and self._size[1] > 0 == num_drafts
@@ -598,16 +596,16 @@ class GraphRunner:
     ) -> Flight:
         """Launch a step of these sequences.
 
-        Those of the step before go on in its state, which may be in flight; others join as the host
-        knows them. Sequences that ended on the device do nothing.
+        Sequences of the step before go on in its state, which may be in flight; others join with
+        the host's state. Sequences that ended on the device do nothing.
 
         Args:
-            meanwhile: called while the target runs, before anything is verified; behind it the
-                masks of grammars are there. A sequence whose grammar is not ready sits out.
+            meanwhile: called while the target runs, before verification; afterwards the masks of
+                grammars are ready. A sequence whose grammar is not ready sits out.
             run_prompts: computes prompts with the function that it gets, which runs the target over
-                this step too; only where `can_mix`. None: no prompts.
-            before_drafts: called when all that the tokens need is launched, before any draft is:
-                lets the head read prompts.
+                this step too; requires `can_mix`. None if there are no prompts.
+            before_drafts: called between the launches of verification and of drafting; lets
+                the head read prompts.
         """
         num_rows, num_drafts = self._size = self._size_for(len(sequences))
         if num_drafts != self._buffers.num_drafts:
@@ -615,7 +613,7 @@ class GraphRunner:
         if self._features is not None and not num_drafts:
             for sequence in sequences:
                 if sequence.num_speculative_tokens and sequence.pending_features is None:
-                    # Where the prompt runs in this pass its end is not computed yet.
+                    # A prompt that runs in this pass is not computed to its end yet.
                     ring = self._features.open(sequence.seq_id, len(sequence) - 1)
                     sequence.pending_features = ring
         self._seat(sequences, num_rows)
@@ -624,10 +622,10 @@ class GraphRunner:
         return self.go_on(meanwhile, run_prompts, before_drafts)
 
     def _seat(self, sequences: SequenceOf[Sequence], num_rows: int) -> None:
-        """Give each sequence a row below `num_rows`; empty the rows of those that left.
+        """Give each sequence a row below `num_rows`; empty the rows of sequences that left.
 
-        Where drafts are drawn, their q joins and leaves with a sequence. The q that leaves belongs
-        to the drafts of the step in flight: one that was preempted does not get these, and its
+        The q of drawn drafts joins and leaves with its sequence. The q that leaves belongs to the
+        drafts of the step in flight: a preempted sequence does not get those drafts, and its own
         drafts count as not drawn.
         """
         seats, staying, drawn = self._sequences, set(sequences), self._buffers.drawn
@@ -686,12 +684,12 @@ class GraphRunner:
         run_prompts(partial(self._mixed_pass, step))
 
     def clear(self) -> None:
-        """Forget the sequences: something else has changed them, and they join anew."""
+        """Forget the sequences, because something else has changed them; they join again."""
         self._seat([], 0)
         self._rules.set_rows([], 0)
 
     def read(self, flight: Flight) -> list[RowTokens]:
-        """Wait for what a step verified; return it, a row a sequence."""
+        """Wait for the verified tokens of a step; return them, a row a sequence."""
         self.last_k = flight.num_drafts
         *rows, _ = flight.tokens.read()
         reports = [read_tokens(row) for row in rows]
@@ -704,7 +702,7 @@ class GraphRunner:
         """Wait for the end of a step; return its drafts, a row a sequence.
 
         Args:
-            follows: the device had nothing to run between the step read last and this one.
+            follows: whether the device ran nothing between the step read last and this one.
         """
         *rows, times = flight.drafts.read()
         seconds, before_ns = DecodeSeconds(), self._last_end_ns
@@ -713,7 +711,7 @@ class GraphRunner:
             device_s = self.times.setdefault(len(rows), GraphTimes()).add(times)
             period_s = (self._last_end_ns - before_ns) * 1e-9 if follows else None
             seconds = DecodeSeconds(device_s, period_s)
-        # Sequences that ended in the step before may leave a graph larger than the others need.
+        # After sequences ended in the step before, the graph may be larger than the others need.
         num_active = sum(first_token != NO_TOKEN for _, _, _, first_token, *_ in rows)
         if not num_active or self._rows_for(num_active) != len(rows):
             seconds = DecodeSeconds()

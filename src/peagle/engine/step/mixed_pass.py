@@ -27,11 +27,11 @@ class MixedPass:
     this pass writes.
 
     Args:
-        target_passes: the target's.
-        has_trees: drafts are candidate trees.
+        target_passes: passes of the target.
+        has_trees: whether drafts are candidate trees.
 
     Attributes:
-        passes: these, with keys and values written before any row attends.
+        passes: passes of the target that write all keys and values before any row attends.
     """
 
     def __init__(self, target_passes: Passes, *, has_trees: bool) -> None:
@@ -49,14 +49,14 @@ class MixedPass:
         max_seq_len: int,
         visible_R: None = None,
     ) -> tuple[Tensor, ...]:
-        """Give the step its rows; return the outputs of the prompts, R rows each.
+        """Set the outputs of the step's rows; return the outputs of the prompts, R rows each.
 
         Args:
             step: the step, whose rows come first.
             batch: the prompts.
             block_tables_BM: KV blocks of the prompts, [b, m].
-            max_query_len, max_seq_len: of the prompts, as `Passes` takes them.
-            visible_R: of candidate trees; prompts have none, and the step has its own.
+            max_query_len, max_seq_len: lengths of the prompts, as in `Passes`.
+            visible_R: always None: prompts have no trees, and the step has its own mask.
         """
         step.build_batch()
         own, tables_BM = step.batch, step.rows.block_tables_BM

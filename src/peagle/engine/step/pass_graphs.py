@@ -20,15 +20,15 @@ from peagle.kernels.drafts.batches import PADDING_SLOT, PackedBatch, TargetBatch
 
 # Tokens of the passes that have graphs.
 TOKEN_BUCKETS = (32, 128, 256, 512, 1024, 2048)
-# Larger passes run as graphs where launching their kernels takes longer than running them, or where
-# they have no more than this share of padding.
+# Larger passes run as graphs if launching their kernels takes longer than running them, or if they
+# have no more than this share of padding.
 ALWAYS_GRAPHED_ROWS = 512
 MAX_PADDING_SHARE = 0.1
 MAX_SEQUENCES = 32
 
 
 class PassGraphs:
-    """Runs passes over inputs that it copies into fixed buffers, a graph a number of rows.
+    """Runs passes over inputs that it copies into fixed buffers, with a graph a number of rows.
 
     The next graph that runs, of this or of a decode step, overwrites the outputs.
 
@@ -40,9 +40,9 @@ class PassGraphs:
             for a model that reads none.
         token_buckets: tokens of the passes that have graphs.
         max_sequences: most sequences of a pass that runs as a graph.
-        always_pays: a graph runs every pass that fits, whatever its padding.
-        has_trees: passes say which rows a row sees (`TreeMask`); else none does.
-        has_starts: passes may say where contexts begin; else none does.
+        always_pays: whether a graph runs every pass that fits, whatever its padding.
+        has_trees: whether passes have a mask of visible rows (`TreeMask`); all or none have.
+        has_starts: whether passes may have starts of contexts.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PassGraphs:
         has_starts: bool = False,
     ) -> None:
         launched = Passes(passes.run, passes.backend)
-        # Of all passes, because only one of them runs at a time.
+        # All passes share the tables, because only one of them runs at a time.
         tables_BM = torch.zeros(max_sequences, table_width, dtype=torch.int64, device=device)
         starts_B = torch.zeros_like(tables_BM[:, 0]) if has_starts else None
         self._max_sequences, self._has_trees = max_sequences, has_trees
@@ -76,7 +76,7 @@ class PassGraphs:
 
     @property
     def most_rows(self) -> int | None:
-        """Rows of the largest graph, if it is faster than its kernels one by one with few rows too.
+        """Return the rows of the largest graph, if it pays for every number of rows; else None.
 
         Then several passes of that size are faster than a larger one, which has no graph.
         """
@@ -91,7 +91,7 @@ class PassGraphs:
         visible_R: Tensor | None = None,
         starts_B: Tensor | None = None,
     ) -> tuple[Tensor, ...] | None:
-        """Return the model's outputs; None where no graph fits the pass, or none pays."""
+        """Return the model's outputs; None if no graph fits the pass, or none pays."""
         num_rows, has_trees = batch.tokens_R.shape[0], visible_R is not None
         if batch.seq_lens_B.shape[0] > self._max_sequences or has_trees != self._has_trees:
             return None
@@ -138,12 +138,12 @@ class _Pass:
         self._replay = capture(self._set_outputs)
 
     def find_least_rows(self) -> None:
-        """Measure from how many rows on the graph pays."""
+        """Measure the number of rows from which on the graph pays."""
         if self.num_rows > ALWAYS_GRAPHED_ROWS and not self._is_bound_by_launches():
             self.least_rows = int((1 - MAX_PADDING_SHARE) * self.num_rows)
 
     def _is_bound_by_launches(self) -> bool:
-        """Whether the host takes longer to launch the kernels than the device to run them."""
+        """Return whether the host launches the kernels more slowly than the device runs them."""
         if not self._tables_BM.is_cuda:
             return True
         seconds: list[float] = []

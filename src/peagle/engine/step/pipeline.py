@@ -1,8 +1,8 @@
 """One decode step in flight while the host reads the step before.
 
-The host knows each sequence as it was before the step in flight, and reserves KV blocks for that
-step and the next. It takes the tokens of a step as soon as they are verified, and the drafts when
-the next step of the engine begins, or where the masks of grammars follow from them.
+The host knows each sequence from before the step in flight, and reserves KV blocks for that step
+and the next. It takes the tokens of a step as soon as they are verified, and the drafts when the
+next step of the engine begins, or earlier if the masks of grammars depend on them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from peagle.engine.step.graph_runner import Flight, GraphRunner, RowDrafts, RowT
 
 
 class Pipeline:
-    """Decides when a step may be launched before the last one is read.
+    """Decides whether a step may be launched before the last one is read.
 
     Args:
-        append_tokens: called with each sequence and what a step verified of it.
-        set_drafts: called with each sequence and what a step drafted for it.
+        append_tokens: called with each sequence and the tokens that a step verified of it.
+        set_drafts: called with each sequence and its drafts of a step.
         prepare: finds the masks of grammars, for the drafts that the host knows.
     """
 
@@ -41,13 +41,13 @@ class Pipeline:
         self._prepare = prepare
         self._flight: Flight | None = None
         self._follows = False  # the step in flight runs right behind the one before it
-        self._drafting: tuple[Flight, bool] | None = None  # whose tokens alone are taken, `follows`
+        self._drafting: tuple[Flight, bool] | None = None  # drafts not taken yet; `follows`
         self._has_grammars = False
-        self._version: int | None = None  # of the scheduler, at the last launch; None: others wait
+        self._version: int | None = None  # scheduler's at the last launch; None while others wait
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step was launched whose results are not taken yet."""
+        """Return whether a step was launched whose results are not taken yet."""
         return self._flight is not None
 
     def launch(
@@ -58,11 +58,11 @@ class Pipeline:
         *,
         is_alone: bool = True,
     ) -> None:
-        """Launch a step of these sequences, then take the tokens of the one in flight.
+        """Launch a step of these sequences, then take the tokens of the step in flight.
 
         Args:
-            run_prompts, before_drafts: as of `GraphRunner.launch`.
-            is_alone: nothing else was launched since the last step.
+            run_prompts, before_drafts: as for `GraphRunner.launch`.
+            is_alone: whether nothing else was launched since the last step.
         """
         if self._flight is not None and self.runner.needs_results(sequences):
             self.drain()
@@ -82,7 +82,7 @@ class Pipeline:
     ) -> None:
         """Launch a step and take the tokens of the last.
 
-        Masks of grammars follow from these and from the drafts: then both are taken while the
+        Masks of grammars depend on these tokens and on the drafts: then both are taken while the
         target runs.
         """
         flight, follows = self._flight, self._follows
@@ -100,12 +100,11 @@ class Pipeline:
             self._read(flight, follows)
 
     def go_on(self) -> bool:
-        """Launch the next step, then take the tokens of the last; return false if that cannot be.
+        """Launch the next step, then take the tokens of the last; return False if that cannot be.
 
-        It cannot where a sequence came, was stopped or changed, where K changes, or where blocks
-        run out: the scheduler decides then. The device knows the sequences that ended by
-        themselves: the others go on, unless a waiting sequence can take the place or a smaller
-        graph would do.
+        The scheduler must decide first if a sequence came, was stopped or changed, if K changes, or
+        if blocks run out. The device knows the sequences that ended by themselves: the others go
+        on, unless a waiting sequence can take the place or a smaller graph would do.
         """
         flight = self._flight
         if flight is None or self._version != self._scheduler.version:
@@ -119,13 +118,13 @@ class Pipeline:
     def must_drain(self) -> bool:
         """Return whether the results in flight must be taken before the scheduler decides.
 
-        A sequence that loses its blocks keeps its drafts. Where they are drawn the host must know
-        them, as their q on the device is that of the latest ones.
+        A sequence that loses its blocks keeps its drafts. If they are drawn the host must know
+        them, as the device has only the q of the latest drafts.
         """
         return self.is_in_flight and self.runner.draws and self._scheduler.may_preempt()
 
     def drain(self) -> None:
-        """Take the results of the step in flight, if there is one; the sequences then join anew."""
+        """Take the results of the step in flight, if there is one; sequences then join again."""
         flight, self._flight = self._flight, None
         self._read(flight, self._follows)
         self.read_drafts()
@@ -150,7 +149,7 @@ class Pipeline:
         num_ended = num_left = 0
         reports = self.runner.read(flight)
         for sequence, report in zip(flight.sequences, reports, strict=True):
-            # One that was preempted meanwhile computes the same again.
+            # A sequence that was preempted meanwhile computes the same tokens again.
             if sequence is not None and sequence.status is SequenceStatus.RUNNING:
                 self._append_tokens(sequence, report)
                 num_ended += sequence.is_finished

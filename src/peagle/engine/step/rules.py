@@ -1,11 +1,12 @@
 """Rules and log-probabilities of requests in a captured decode step.
 
-The graphs of a step know neither. Where sequences ask for them, the step finds the target's own
-tokens outside a graph, and `DecodeRules` replaces those of these sequences. It launches kernels on
-the step's stream and never waits for the device: what changes from step to step lies there.
+The graphs of a step know neither. If sequences ask for them, the step finds the target's own tokens
+outside a graph, and `DecodeRules` replaces the tokens of these sequences. It launches kernels on
+the step's stream and never waits for the device, which holds all data that changes from step to
+step.
 
 Shapes: B rows of the step's buffers, K most drafts of a sequence, J = K + 1, T target rows, V
-vocabulary. P sequences want log-probabilities, and of those with rules M are treated together; R
+vocabulary. P sequences want log-probabilities, and M sequences have rules that apply together; R
 rows, J a sequence, W tokens of a tail, X columns of `logprob_table`.
 """
 
@@ -52,8 +53,8 @@ class PendingLogprobs:
 
     Attributes:
         rows: the step's rows of the P sequences.
-        num_top: how many most likely tokens each of them wants.
-        table_PJX: on the host, written once all that was launched up to `after` is done.
+        num_top: number of most likely tokens that each of them wants.
+        table_PJX: table on the host, complete once all kernels launched up to `after` are done.
     """
 
     rows: SequenceOf[int]
@@ -64,8 +65,8 @@ class PendingLogprobs:
         """Return the log-probabilities of each row's tokens, None for rows that want none.
 
         Args:
-            new_token_ids: of each row of the step, the emitted tokens or the first of them. From
-                NO_TOKEN on, a row's tokens get none.
+            new_token_ids: all or the first emitted tokens of each row. From NO_TOKEN on,
+                a row's tokens get none.
         """
         found: list[list[TokenLogprobs] | None] = [None] * len(new_token_ids)
         for row, num_top, table in zip(
@@ -101,7 +102,7 @@ class _Tails:
         device: torch.device,
         old: _Tails | None,
     ) -> _Tails:
-        """Take tails from the host, or from `old` where the device has seen more tokens."""
+        """Return tails from the host, or from `old` where the device has seen more tokens."""
         contexts = [s.token_ids for s in sequences]
         tails_MW = context_tails(contexts, width, device)
         lengths_M = upload_ints([len(context) for context in contexts], device)
@@ -109,7 +110,7 @@ class _Tails:
             at = [old.index.get(s.seq_id, -1) for s in sequences]
             at_M = upload_ints(at, device)
             seen_M = torch.where(at_M >= 0, old.lengths_M[at_M.clamp_min(0)], 0)
-            # A sequence had room for its own words before: what it needs is never cut off.
+            # A sequence had room for its own words before: no token that it needs is cut off.
             missing = width - old.tails_MW.shape[1]
             old_MW = torch.nn.functional.pad(old.tails_MW, (missing, 0), value=NO_TOKEN)
             is_newer_M1 = (seen_M > lengths_M).unsqueeze(1)
@@ -132,14 +133,14 @@ class _Ruled:
 
     Attributes:
         num_columns: J.
-        sequences: the M.
+        sequences: the M sequences.
         rows: the step's row of each.
-        rules: None without any but grammars.
-        has_grammars: whether some have one.
+        rules: rules besides grammars; None without any.
+        has_grammars: whether some have a grammar.
         rows_M: `rows` on the device.
         start_loc_B: first of the R rows of each sequence, by its row in the step.
-        scratch: for the R rows.
-        tails: None where no rule needs any.
+        scratch: scratch memory for the R rows.
+        tails: last tokens of the contexts; None if no rule needs them.
     """
 
     num_columns: int
@@ -161,7 +162,7 @@ class _Wanting:
         rows: the step's row of each.
         num_top: most likely tokens that each wants.
         rows_P: `rows` on the device.
-        logits_TV: of the step, between `DecodeRules.apply` and `DecodeRules.after`.
+        logits_TV: logits of the step, between `DecodeRules.apply` and `DecodeRules.after`.
     """
 
     rows: list[int]
@@ -174,11 +175,11 @@ class DecodeRules:
     """Applies the rules of sequences, and measures log-probabilities, between a step's graphs.
 
     A step is `apply`, the match of its drafts with the tokens, `after`. The result is that of
-    `Sampler.sample`, up to the rounding of the kernels. Masks pass the logits several times, so
-    sequences that have any go apart from the others.
+    `Sampler.sample`, up to the rounding of the kernels. Masks take several passes over the logits,
+    so sequences with masks are treated apart from the others.
 
     Args:
-        slots: the sampler's, so that its steps and these may take turns.
+        slots: slots of the sampler, so that its steps and these may take turns.
     """
 
     def __init__(self, slots: CountSlots, vocab_size: int, device: torch.device) -> None:
@@ -192,7 +193,7 @@ class DecodeRules:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a sequence of the step has rules or wants log-probabilities."""
+        """Return whether a sequence of the step has rules or wants log-probabilities."""
         return bool(self._ruled or self._wanting)
 
     @property
@@ -202,12 +203,11 @@ class DecodeRules:
 
     @torch.inference_mode()
     def set_rows(self, sequences: SequenceOf[Sequence | None], num_drafts: int) -> None:
-        """Say which sequences stand in the rows of the next steps, and how many drafts these have.
+        """Set the sequences in the rows of the next steps, and the number of their drafts.
 
-        The host may know a sequence as it was before the step in flight, if the sequence was in
-        `apply` and `after` of that step. A sequence whose tokens of a step are thrown away must
-        be missing once before it comes back. Wherever a sequence is released, call this before
-        the next step.
+        The host may know a sequence from before the step in flight, if the sequence was in `apply`
+        and `after` of that step. A sequence whose tokens of a step are thrown away must be missing
+        once before it comes back. After a sequence is released, call this before the next step.
 
         Args:
             sequences: one a row; None for empty rows.
@@ -240,9 +240,9 @@ class DecodeRules:
     def _build(
         self, sequence_of: dict[int, Sequence], num_columns: int, tails: _Tails | None
     ) -> _Ruled | None:
-        """Return the sequences of some rows with their rules; `tails` are those of the step before.
+        """Return the sequences of some rows with their rules; None without sequences.
 
-        None: there are no sequences.
+        `tails` are those of the step before.
         """
         if not sequence_of:
             return None
@@ -282,21 +282,21 @@ class DecodeRules:
     ) -> None:
         """Replace the target's own tokens in the rows of sequences with rules.
 
-        The masks of grammars must be prepared by then.
+        The masks of grammars must be prepared before.
 
         Args:
-            logits_TV: the target's, float32, bfloat16 or float16.
+            logits_TV: logits of the target, float32, bfloat16 or float16.
             start_loc: first row of each sequence, as in `TargetBatch`; sequence b has
                 state.num_drafts_B[b] + 1 rows if it runs.
-            drafts_BK: as many of them as `state.num_drafts_B` says.
-            state: before the step.
-            sampling: how each sequence samples; min-p is taken from the rules instead.
+            drafts_BK: drafts; `state.num_drafts_B` of each row count.
+            state: state before the step.
+            sampling: sampling parameters; min-p is taken from the rules instead.
             running_B: not 0 for sequences that run.
             tokens_T: int64, changed in place; NO_TOKEN where the raw logits are broken.
-            paths_of: where drafts are trees, their paths, see `DecodeTrees`.
-            reject: rejects drawn drafts, see `DecodeStep`: called with logits of rows, the first
-                row of each sequence, which sequences run there, and what was found of the rows.
-                None: no draft was drawn.
+            paths_of: returns the paths of trees, see `DecodeTrees`; None for chains.
+            reject: rejects drawn drafts, see `DecodeStep`: called with logits, the first row of
+                each sequence, the running sequences, and the scratch memory with their own tokens.
+                None if no draft was drawn.
         """
         if self._wanting is not None:
             self._wanting.logits_TV = logits_TV
@@ -339,7 +339,7 @@ class DecodeRules:
                 ruled.scratch,
                 offsets_R=None if paths is None else paths.depths_BJ.flatten(),
             )
-            # Rules may hide that the logits mean nothing.
+            # Rules may hide broken logits, so the raw ones are checked.
             is_broken_R = ~raw_RV.amax(-1).isfinite()
             own_R = ruled.scratch.tokens_R.masked_fill_(is_broken_R, NO_TOKEN)
             if reject is not None:
@@ -351,7 +351,7 @@ class DecodeRules:
             tokens_T.index_add_(0, at_R, change_R)
 
     def _grammar_masks(self, ruled: _Ruled) -> Tensor | None:
-        """Return what grammars permit in the R rows, bool; None without grammars.
+        """Return the tokens that grammars permit in the R rows, bool; None without grammars.
 
         Rows behind a draft that a grammar refuses permit everything: no token is taken from them.
         """
@@ -366,9 +366,10 @@ class DecodeRules:
 
     @torch.inference_mode()
     def drop_refused(self, state: DecodeState) -> None:
-        """Drop the drafts from the first one that a grammar refuses, where acceptance is synthetic.
+        """Drop the drafts from the first one that a grammar refuses, if acceptance is synthetic.
 
-        Such acceptance takes drafts that no grammar permits. The masks must be prepared by then.
+        Synthetic acceptance would take drafts that no grammar permits. The masks must be prepared
+        before.
         """
         if self._masked is None or not self._masked.has_grammars:
             return
@@ -381,14 +382,13 @@ class DecodeRules:
     def after(
         self, out: DecodeResult, start_loc: Tensor, rows_X: Tensor | None = None
     ) -> PendingLogprobs | None:
-        """Count what the step emitted, and measure log-probabilities where they are wanted.
+        """Count the emitted tokens of the step, and measure the requested log-probabilities.
 
         Args:
-            out: of the step that `apply` began. All emitted tokens count, those behind a stop
-                condition too: the sequence has ended then.
-            start_loc: as of `apply`.
-            rows_X: where drafts are trees, where the row of a token was at `apply`, see
-                `DecodeTrees`. None: where it is.
+            out: result of the step that `apply` began. All emitted tokens count, even behind a stop
+                condition: the sequence has ended then.
+            start_loc: as for `apply`.
+            rows_X: for trees the row of each token at `apply`, see `DecodeTrees`; None for chains.
         """
         for ruled in self._ruled:
             emitted_MJ = out.emitted_BJ[ruled.rows_M, : ruled.num_columns]

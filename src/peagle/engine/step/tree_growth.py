@@ -1,4 +1,4 @@
-"""Growing the candidate trees of a captured decode step.
+"""Growth of the candidate trees of a captured decode step.
 
 Shapes: B rows of a step, one a sequence; K slots; V draft vocabulary; W width of a correction; N
 nodes of a tree.

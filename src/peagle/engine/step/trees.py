@@ -1,13 +1,12 @@
 """Candidate trees in a captured decode step.
 
-The rows of a sequence are a tree until the step has verified them. Then those of the accepted path
-come first, and the rest of the step sees a chain. `ModelRunner.run` is the same over exact sizes.
+The rows of a sequence are a tree until the step has verified them. Then the rows of the accepted
+path come first, and the rest of the step sees a chain. `ModelRunner.run` does the same over exact
+sizes. The trees share the rows of the step: the step itself chooses the nodes that it verifies, out
+of all that were drafted (`allocate_nodes`). Drafts are deterministic, so this changes no output.
 
-The trees share the rows of the step: which nodes it verifies, of all that were drafted, the step
-itself decides (`allocate_nodes`). Drafts are deterministic, so this changes no output.
-
-Some sequences may have chains of drawn drafts in place of trees. Rejection sampling says how many
-of these pass, and how many are verified depends on no draft.
+Some sequences may have chains of drawn drafts in place of trees. Rejection sampling decides how
+many of these pass, and the number of verified ones depends on no draft.
 
 Shapes: B rows of a step, one a sequence; T target rows; N nodes of a tree, J = N + 1; D most nodes
 on a path; K drafts of a chain.
@@ -35,17 +34,17 @@ class DecodeTrees:
 
     Args:
         batch, state, drafts_BN, parents_BN, scores_BN, running_B, num_accepted_B: the step's.
-        target: whose KV caches hold the rows.
-        survival: how probable it is that a node is accepted.
-        draws_chain_B: which sequences have drawn chains; None: none can have any.
-        max_drawn: drafts of a chain that the step verifies at most.
+        target: the target whose KV caches hold the rows.
+        survival: estimates the probability that a node is accepted.
+        draws_chain_B: not 0 for sequences with drawn chains; None if none can have any.
+        max_drawn: most drafts of a chain that the step verifies.
         max_model_len: no node has a slot from here on.
         vocab_size: tokens from which the head drafts.
 
     Attributes:
-        visible_T: which rows of its sequence a row sees, as `TreeMask`.
+        visible_T: mask of the rows of its sequence that a row sees, as `TreeMask`.
         depths_T: drafts before a row.
-        rows_X: after `descend`, the row that stood where a row of the batch now stands, and T.
+        rows_X: after `descend`, the old row of each row of the batch, and T.
         path_BD: after `descend`, the accepted drafts.
     """
 
@@ -86,9 +85,10 @@ class DecodeTrees:
         self._num_nodes_K = torch.tensor(sizes, device=device)
 
     def allocate_nodes(self) -> None:
-        """Leave each running sequence the nodes of its tree that the rows of the step verify.
+        """Choose the nodes of each running sequence's tree that the rows of the step verify.
 
-        All rows take nodes, the most probable ones of all trees, but one for each sequence.
+        One row of each sequence is for its newest token; all other rows take the most probable
+        nodes of all trees.
         """
         num_nodes_B = self._state.num_drafts_B
         num_nodes_B.mul_(self._running_B)
@@ -105,7 +105,7 @@ class DecodeTrees:
             num_nodes_B.copy_(allocate_nodes(survival_BN, num_nodes_B, budget))
 
     def place_rows(self) -> None:
-        """Put the rows of the batch at the positions of their depths."""
+        """Set the positions of the batch's rows by the depths of their nodes."""
         first_B = self._state.first_positions_B
         place_rows(self._parents_BN, first_B, self._batch, self.visible_T, self.depths_T)
 
@@ -113,14 +113,14 @@ class DecodeTrees:
         """Return the paths of the trees of some rows, between `place_rows` and `descend`.
 
         Args:
-            at_MJ: where the batch has the rows of these trees. What it says of rows that a tree
-                lacks means nothing.
+            at_MJ: rows of the batch that hold these trees; entries beyond the end of a tree are
+                ignored.
         """
         parents_MN = self._parents_BN[rows_M]
         return TreePaths(parents_MN, self.visible_T[at_MJ], self.depths_T[at_MJ], self._depth)
 
     def descend(self, tokens_T: Tensor) -> None:
-        """Accept a path of each sequence; put its rows and its keys and values where a chain's are.
+        """Accept a path of each sequence; move its rows, keys and values to those of a chain.
 
         Args:
             tokens_T: the target's own token of each row; they move too.
@@ -133,9 +133,10 @@ class DecodeTrees:
         self._move(found.from_BD, found.to_BD)
 
     def _pass_drawn(self, tokens_T: Tensor, is_drawn_B1: Tensor) -> Tensor:
-        """Let the drafts of drawn chains that passed be the own tokens of their rows.
+        """Replace the own tokens of rows by the drafts of drawn chains that passed.
 
-        Returns the nodes to which each sequence may descend: those that passed are all of a chain.
+        Returns the number of nodes to which each sequence may descend, for a chain those that
+        passed.
         """
         num_nodes_B, num_passed_B = self._state.num_drafts_B, self._descent.num_accepted_B
         runs_B1 = self._running_B.unsqueeze(1) != 0
@@ -158,7 +159,7 @@ class DecodeTrees:
         The state has K of each sequence, and gets the number of its nodes.
 
         Args:
-            chains_BK: of sequences that draw them; None: no sequence does.
+            chains_BK: drafts of sequences that draw chains; None if no sequence does.
         """
         state = self._state
         num_nodes_B = self._num_nodes_K[state.num_drafts_B]
