@@ -275,7 +275,7 @@ def may_have_template(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     except (OSError, ValueError):
-        return True  # what is wrong with the file is for the tokenizer to say
+        return True  # the tokenizer reports the fault of the file
     return not isinstance(config, dict) or bool(config.get("chat_template"))
 
 
@@ -381,7 +381,7 @@ def _template_options(
     options = dict(template_kwargs)
     known = variables - _renderer_names() - set(jinja2.sandbox.SandboxedEnvironment().globals)
     switches = _switches(variables)
-    # "No thinking" needs no switch where there is no thinking; efforts are a thinking mode too.
+    # "No thinking" needs no switch in a template without thinking; efforts are a thinking mode too.
     is_met = not switches and "reasoning_effort" not in known
     if is_met:
         options = {n: v for n, v in options.items() if not _names_no_thinking({n: v})}

@@ -207,7 +207,7 @@ class LLM:
         return replace(first, others=tuple(others))
 
     def _with_texts(self, given: Sequence[TokenLogprobs | None] | None) -> Any:
-        """Log-probabilities with the texts of their tokens."""
+        """Return log-probabilities with the texts of their tokens."""
         decode = self.tokenizer.decode
         return given and [
             one and replace(one, texts={token_id: decode([token_id]) for token_id in one})
@@ -263,7 +263,7 @@ class LLM:
             raise CheckpointError(f"{path}: {error} Mend the file, or give params.") from None
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """`default_params` under vLLM's name."""
+        """Return `default_params` under vLLM's name."""
         return self.default_params()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

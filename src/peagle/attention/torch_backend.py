@@ -291,7 +291,7 @@ def _attend_rows(
     mask: Tensor | None,
     **options: Unpack[ScoreOptions],
 ) -> Tensor:
-    """Attention within rows of equal length; causal where `mask` is None."""
+    """Attend within rows of equal length, causally if `mask` is None."""
     # In float32 a GPU has no kernel for grouped heads but the one that keeps all scores.
     groups = query_THd.shape[1] // key_THd.shape[1]
     repeated = (x.repeat_interleave(groups, dim=1) for x in (key_THd, value_THd))

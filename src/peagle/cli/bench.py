@@ -83,7 +83,7 @@ the others are compared with:
 
 _DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
-# Settings that may change when a sweep goes on: more of the same is measured, or judged otherwise.
+# Settings that may change when a sweep goes on: they add measurements or change their judgement.
 _TREES = "speculative.parallel_drafting_spec"
 _DRAFT_SAMPLING = "speculative.draft_sampling"
 _WINDOW = "speculative.draft_window"

@@ -48,7 +48,7 @@ Numbers alone, for a program:
 What prepare would make of conversations:
   peagle data inspect chats.jsonl --target ./Qwen3-0.6B --no-thinking
 """
-_SHOWN_CHARACTERS = 600  # of each part of a sample
+_SHOWN_CHARACTERS = 600  # shown characters of each part of a sample
 
 
 def inspect(
@@ -144,7 +144,7 @@ def _print_inspection(
 
 
 def _sample_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return the end of the first prompt and what follows it, with the answers marked."""
+    """Return the end of the first prompt and the rest of the sample, with the answers marked."""
     borders = [0, *(place for answer in sample.answers for place in answer)]
     parts = [sample.ids[begin:end] for begin, end in pairwise(borders)]
     texts = [printable(_text_of(part, tokenizer)) for part in parts]

@@ -106,7 +106,7 @@ def group(
     section: str = "",
     read: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> Group:
-    """Return the options that stand together on the help page, declared in its form.
+    """Return a group of options of the help page, declared in the form of that page.
 
     The first line of an option is `-s, --name METAVAR:KIND ... = key`, of which only the name is
     required: no metavar makes a switch, KIND is TEXT unless it is given or is the metavar itself,

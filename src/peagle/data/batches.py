@@ -117,7 +117,7 @@ def make_batch(
 
 
 def anchor_bound(anchors: int, length: int) -> int:
-    """`Batch.max_anchors` of rows with at most so many supervised anchors."""
+    """Return the `Batch.max_anchors` of rows with at most so many supervised anchors."""
     share = max(1, length // _ANCHOR_SHARES)
     return min(length, anchors + -anchors % share)
 
@@ -151,7 +151,7 @@ def fill_rows(
 def by_length(
     lengths: Sequence[int], batch_tokens: int, length_multiple: int
 ) -> list[tuple[int, list[list[int]]]]:
-    """(row length, rows) of batches with one sequence a row, longest last; every sequence once."""
+    """Return (row length, rows) of batches with each sequence once, one a row, longest last."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     batches: list[tuple[int, list[list[int]]]] = []
     rows: list[list[int]] = []

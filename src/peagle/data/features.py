@@ -319,7 +319,7 @@ class Index:
 
     @property
     def sha256(self) -> str:
-        """Hash of all facts, and of the names, sizes and hashes of the shards."""
+        """Return the hash of all facts, and of the names, sizes and hashes of the shards."""
         shards = [asdict(entry) for entry in self.shards]
         return hashlib.sha256(json.dumps([self.facts.sha256, shards]).encode()).hexdigest()
 

@@ -344,7 +344,7 @@ class AskedConversation:
 
     @property
     def sha256(self) -> str:
-        """Hash of system messages, turns and tools; the id does not count."""
+        """Return the hash of system messages, turns and tools; the id does not count."""
         content: list[Any] = [self.system, self.turns]
         content += [self.tools] if self.tools else []
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

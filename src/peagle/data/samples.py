@@ -83,7 +83,7 @@ class Sample:
 
     @property
     def loss_mask(self) -> bytearray:
-        """1 for each token of an answer, else 0."""
+        """Return 1 for each token of an answer, else 0."""
         mask = bytearray(len(self.ids))
         for begin, end in self.answers:
             mask[begin:end] = b"\1" * (end - begin)

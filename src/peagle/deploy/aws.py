@@ -88,7 +88,7 @@ class Clients:
             raise UserError(f"No AWS credentials were found. {_CREDENTIALS_HELP}")
 
     def client(self, service: str) -> Any:
-        """boto3's client of a service, like "sagemaker-runtime".
+        """Return boto3's client of a service, like "sagemaker-runtime".
 
         Raises:
             UserError: boto3 cannot make the client with its configuration.
@@ -197,12 +197,12 @@ def explained_errors() -> Iterator[None]:
 
 
 def _response(error: BaseException) -> dict[str, Any]:
-    """AWS's answer; an error of the connection has no answer."""
+    """Return AWS's answer; {} for an error of the connection."""
     return getattr(error, "response", None) or {}
 
 
 def error_code(error: BaseException) -> str:
-    """AWS's code of an error, "ThrottlingException"; "" for an error that AWS did not answer."""
+    """Return AWS's code of an error, like "ThrottlingException"; "" without an answer of AWS."""
     return str(_response(error).get("Error", {}).get("Code", ""))
 
 

@@ -176,7 +176,7 @@ def memory_needed(
 def memory_for_flags(
     target: ModelFacts, draft: ModelFacts | None, flags: Mapping[str, str], *, native: bool = False
 ) -> MemoryNeeded:
-    """`memory_needed` with options of vLLM, by name without dashes."""
+    """Return `memory_needed` with options of vLLM, by name without dashes."""
     if flags.get("dtype") in ("half", "float16") and target.precision in ("bf16", "fp32"):
         target = replace(target, precision="fp16")
     return memory_needed(
@@ -273,7 +273,7 @@ def _kv_layers(shape: ModelShape) -> tuple[KvLayers, ...]:
 
 
 def _kv_shape(shape: ModelShape, index: int, kind: str) -> tuple[int, int, int | None]:
-    """KV heads of a layer, their size and the layer's window."""
+    """Return the number of KV heads of a layer, their size and the layer's window."""
     text, kv_heads, head_dim = shape.text, shape.num_kv_heads, shape.head_dim
     if kind == "full_attention":  # in Gemma 4 these layers have other heads
         kv_heads = text.get("num_global_key_value_heads") or kv_heads

@@ -187,7 +187,7 @@ def _named_draft(options: SpeculationFlags, config: dict[str, Any]) -> ModelSour
 
 
 def _is_parallel(asked: bool | None, draft: ModelSource, facts: HeadFacts | None) -> bool:
-    """`parallel_drafting` by the head's kind, which no container finds out by itself."""
+    """Return `parallel_drafting` by the head's kind, which no container finds out by itself."""
     if facts is None:
         return True if asked is None else asked
     if asked not in (None, facts.is_parallel):

@@ -46,7 +46,7 @@ class Metric:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """CloudWatch's statistics from which any number of periods can be summed up."""
+        """Return the CloudWatch statistics from which any number of periods can be summed up."""
         return ("Sum",) if self.is_total else ("Sum", "SampleCount", "Maximum")
 
 

@@ -225,7 +225,7 @@ def _fits_target(files: HeadFiles) -> bool:
 
 
 def _mend_values(files: HeadFiles) -> None:
-    """NaN, infinities, and norms that were never trained."""
+    """Mend NaN, infinities, and norms that were never trained."""
     broken = {
         name: int((~value.isfinite()).sum())
         for name, value in files.tensors.items()
@@ -279,7 +279,7 @@ def _mend_norms(files: HeadFiles) -> None:
 
 
 def _mend_mask(files: HeadFiles) -> None:
-    """Mask token id and mask_hidden: both there, once, and filled."""
+    """Mend the mask token id and mask_hidden: both present, once, and filled."""
     data, last = files.data, files.target.vocab_size - 1
     is_nested = format_of(data) == "speculators"
     keys = MASK_KEYS[:1] if is_nested else MASK_KEYS

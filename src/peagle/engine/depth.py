@@ -324,7 +324,7 @@ class AutomaticDepth(DepthPolicy):
         self._is_idle = True
         self._gains = dict.fromkeys(self._candidates, 0.0)  # in plain steps
         self._reading_s = 0.0  # seconds in which the head reads a prompt token
-        self._num_requests = self._prompt_tokens = self._output_tokens = 0.0  # the latest ones
+        self._num_requests = self._prompt_tokens = self._output_tokens = 0.0  # latest requests
 
     def measure(
         self,

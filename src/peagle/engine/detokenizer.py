@@ -48,7 +48,7 @@ def token_bytes(tokenizer: transformers.PreTrainedTokenizerBase, token_id: int) 
             return bytes(_BYTE_OF[character] for character in token)
         if "ByteFallback" in decoder and _FALLBACK_BYTE.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-    # The token is decoded twice, because some tokenizers drop its space at the start of a text.
+    # The token is decoded behind itself: some tokenizers drop its space at the start of a text.
     alone, twice = (
         str(tokenizer.decode([token_id] * n, clean_up_tokenization_spaces=False)) for n in (1, 2)
     )

@@ -45,8 +45,8 @@ class Sequence:
         samples_prompt: whether the pass over a prompt's end gives the first token; else that pass
             leaves the last token to the first decode step.
         block_hashes: hashes of the full blocks so far, see BlockManager.
-        num_published_blocks: blocks that others may share; the hashes of `num_read_blocks` of them
-            tell whether the drafter has read them.
+        num_published_blocks: blocks that others may share; the first `num_read_blocks` of them
+            keep their hashes when the drafter reads more.
         num_computed_tokens: tokens whose KV the target has written.
         num_drafter_tokens: slots that the drafter has written, or leaves out at the beginning.
         drafter_start: first slot that the drafter's attention may read; above 0 behind a hole, and

@@ -316,7 +316,7 @@ def decode_steps(answer: Answer) -> Iterator[VerifiedDraft]:
     done, accepted = 0, 0
     last = len(answer.steps) - 1
     for number, step in enumerate(answer.steps):
-        # Stop conditions trim the last step alone: it has the accepted drafts that the others lack.
+        # Stop conditions trim the last step alone: it accepted the total less the others' drafts.
         true = answer.stats.num_accepted_tokens - accepted if number == last else step.num_accepted
         if number:
             context = answer.num_prompt_tokens + done
@@ -359,7 +359,7 @@ def beyond_training(
     if beyond.num_requests < MIN_CLUSTERS or within.acceptance_length_ci is None:
         return None
     if beyond.acceptance_length_ci is None:
-        # Where every draft was rejected there is no interval, and no doubt either.
+        # There is no interval if every draft was rejected, and no doubt either.
         is_lost = beyond.num_drafts > 0 and not beyond.num_accepted_tokens
     else:
         is_lost = beyond.acceptance_length_ci[1] < within.acceptance_length_ci[0]

@@ -39,7 +39,7 @@ class Journal:
         self._values: dict[str, Any] = {}
         if path is None:
             return
-        # It brings torch along, and the functions below are called before that is imported.
+        # This import brings torch, before which the functions below are called.
         from peagle.models.checkpoint.files import replace_file
 
         try:

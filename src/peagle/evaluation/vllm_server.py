@@ -37,7 +37,7 @@ def vllm_backend(
         UserError: a known fault; vLLM does not start, or does not draft as asked.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are the notes
+        warnings.simplefilter("ignore")  # `server.notes` has the warnings
         server = VllmServer(launch, installation, progress=say, probe=as_asked)
         server.start()
     try:

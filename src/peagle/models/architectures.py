@@ -89,14 +89,14 @@ def check_architecture(config: Any) -> None:
 
 
 def final_softcap(config: Any) -> float | None:
-    """c where the architecture bends its logits x to c * tanh(x / c), else None."""
+    """Return c if the architecture bends its logits x to c * tanh(x / c), else None."""
     if config.model_type == "gemma3":  # it has the setting and ignores it
         return None
     return getattr(config.get_text_config(), "final_logit_softcapping", None)
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap); without a cap the logits as they are."""
+    """Return cap * tanh(logits / cap); without a cap the logits unchanged."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 

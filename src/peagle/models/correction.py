@@ -225,10 +225,10 @@ class DraftCorrection(nn.Module):
 
 
 def _at(slots_JW: Tensor, slot: Tensor) -> Tensor:
-    """p of slots, [..., W]."""
+    """Return p of slots, [..., W]."""
     return slots_JW[(slot - 1).clamp(0, len(slots_JW) - 1)]
 
 
 def _scaled(embedding: Tensor) -> Tensor:
-    """embedding / its root mean square: models differ widely in the size of their embeddings."""
+    """Return embedding / its root mean square: models differ widely in its size."""
     return F.rms_norm(embedding, embedding.shape[-1:], eps=1e-12)

@@ -250,7 +250,7 @@ class DrafterAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [..., Hq, d], key and value [..., Hkv, d]; RoPE is in the first two."""
+        """Return query [..., Hq, d], key and value [..., Hkv, d]; RoPE is in the first two."""
         qkv = self.qkv_proj(x).unflatten(-1, (sum(self.split), self.head_dim))
         num_rotated = self.split[0] + self.split[1]
         unrotated = qkv[..., :num_rotated, :]
@@ -475,7 +475,7 @@ class Drafter(nn.Module):
             self._num_positions, self._rope = count, None
 
     def _rope_at(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """cos and sin at the positions, [..., 1, d], broadcasting over heads."""
+        """Return cos and sin at the positions, [..., 1, d], broadcasting over heads."""
         if (
             self._rope is None
             or self._rope[0].dtype != dtype

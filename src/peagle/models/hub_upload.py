@@ -223,7 +223,7 @@ class _Upload:
     def _commit(
         self, files: Sequence[UploadFile], removed: Sequence[str], message: str, parent: str | None
     ) -> tuple[str, str]:
-        """Commit and address of the commit."""
+        """Commit the files; return the commit and its address."""
         operations = [
             *(CommitOperationAdd(file.name, file.content) for file in files),
             *(CommitOperationDelete(name, is_folder=False) for name in removed),

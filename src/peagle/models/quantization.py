@@ -421,7 +421,7 @@ def _check_stored_shape(stored: StoredLinear) -> None:
 
 
 def _arrange_bytes(stored: StoredLinear) -> PackedWeight:
-    """compressed-tensors and FP8: numbers of 8 bits, as they are or in words of q + 128."""
+    """Arrange compressed-tensors and FP8: 8-bit numbers, as they are or in words of q + 128."""
     (n, k), tensors = stored.shape, stored.tensors
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and bool(zeros.float().any()):
@@ -448,7 +448,7 @@ def _nibbles(words: Tensor, dim: int) -> Tensor:
 
 
 def _arrange_words(stored: StoredLinear) -> PackedWeight:
-    """compressed-tensors: words along the inputs, of q + 8."""
+    """Arrange compressed-tensors: words along the inputs, of q + 8."""
     zeros = stored.tensors.get("weight_zero_point")
     if zeros is not None:
         zeros = _nibbles(zeros, 0)[: stored.shape[0]]

@@ -194,7 +194,7 @@ class TargetModel(TargetFacts):
             )
 
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """(key/value heads, head size) of each KV cache; layers may share one."""
+        """Return (key/value heads, head size) of each KV cache; layers may share one."""
         return list({layer.cache: layer.kv_shape for layer in self._attention_layers}.values())
 
     @property

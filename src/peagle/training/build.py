@@ -191,7 +191,7 @@ def _fresh_shape(
 
 
 def _rope_parameters(model: PretrainedConfig) -> dict[str, Any]:
-    """RoPE of the target's global layers, over the whole of the head's own heads."""
+    """Return the RoPE of the target's global layers, over the whole of the head's own heads."""
     rope = model.rope_parameters
     rope = dict(rope.get("full_attention", rope))
     rope.pop("partial_rotary_factor", None)

@@ -295,7 +295,7 @@ class OptimizerSection(_Section):
 
     @property
     def planned_steps(self) -> int:
-        """`steps` of a run that has begun, when `run.minutes` has planned them."""
+        """Return `steps` of a run that has begun, when `run.minutes` has planned them."""
         assert self.steps is not None, "steps are planned before the first of them"
         return self.steps
 

@@ -31,7 +31,7 @@ ElementAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def dense_attention(
     queries: Elements, keys: Elements, blocks: BlockTable | None = None
 ) -> ElementAttention:
-    """Attention of [B, E, H, d] tensors through an explicit mask."""
+    """Return attention of [B, E, H, d] tensors through an explicit mask."""
     mask = attention_mask(queries, keys)
     return lambda query, key, value: _with_all_heads(query, key, value, mask=mask)
 
@@ -110,7 +110,7 @@ class BlockTable:
         return cls(*tables)
 
     def mask(self, queries: Elements, keys: Elements) -> Any:
-        """FlexAttention's `BlockMask`, on the device of table and elements."""
+        """Return FlexAttention's `BlockMask`, on the device of table and elements."""
         from torch.nn.attention.flex_attention import BlockMask
 
         q, k = (
@@ -206,7 +206,7 @@ def _greatest(x_BE: Tensor) -> Tensor:
 
 
 def _blocks(x_BE: Tensor, beyond: int) -> Tensor:
-    """[B, blocks, 128], the last block filled with a value that the reduction ignores."""
+    """Return [B, blocks, 128], the last block filled with a value that the reduction ignores."""
     missing = -x_BE.shape[1] % BLOCK
     return F.pad(x_BE, (0, missing), value=beyond).unflatten(1, (-1, BLOCK))
 

@@ -223,7 +223,7 @@ class _ContextPass:
         )
 
     def lent(self) -> list[Tensor]:
-        """Mask embedding [1, D], h_shared [D], then keys and values of layer 0, 1, ..."""
+        """Return mask embedding [1, D], h_shared [D], then keys and values of layer 0, 1, ..."""
         pairs = (self._keys_values[layer] for layer in sorted(self._keys_values))
         return [self._mask_embedding, self._shared, *(x for pair in pairs for x in pair)]
 

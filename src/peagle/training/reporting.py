@@ -310,7 +310,7 @@ class Selection:
 
     @property
     def exhausted(self) -> bool:
-        """`run.patience` validations in a row brought no better head."""
+        """Return whether `run.patience` validations in a row brought no better head."""
         return self.patience is not None and self.stale >= self.patience
 
     def to_json(self) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class TrainingShape:
 
     @property
     def trained(self) -> dict[str, int]:
-        """`parameters` that are trained."""
+        """Return the `parameters` that are trained."""
         frozen = self.config.head.frozen
         return {name: n for name, n in self.parameters.items() if name not in frozen}
 
@@ -170,7 +170,7 @@ class TrainingShape:
 
     @property
     def in_layers(self) -> dict[str, int]:
-        """`parameters` of the decoder layers."""
+        """Return the `parameters` of the decoder layers."""
         return {name: n for name, n in self.parameters.items() if name.startswith("layers.")}
 
     @property
@@ -384,7 +384,7 @@ def _loss_bytes(shape: TrainingShape, graded: int) -> int:
 
 
 def estimate_flops(shape: TrainingShape, recompute: bool) -> dict[str, int]:
-    """Floating-point operations of a mean step by purpose; a product and its sum are two.
+    """Return floating-point operations of a mean step by purpose; a product and its sum are two.
 
     Matrix products count, and pairs of elements that see each other; norms, losses, copies and
     padding of the deeper elements do not. A backward pass is two forward ones.

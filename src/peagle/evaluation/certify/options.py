@@ -16,7 +16,7 @@ class Options:
     """
 
     prompts: int = 8  # prompts of the greedy part
-    matrix_prompts: int = 3  # of each case of the matrix; 0 leaves it out
+    matrix_prompts: int = 3  # prompts of each case of the matrix; 0 leaves it out
     prompt_set: str = "humaneval"
     max_new_tokens: int = 48  # tokens of each greedy output
     samples: int = 1000  # outputs of each prompt in the sampled part; 0 leaves it out

@@ -212,7 +212,7 @@ def set_charts(condition: Condition, cast: Cast) -> tuple[list[Chart], list[Slic
     entries = condition.deepest_of_all(cast)
     slices = [_named_slices(entry) for entry in entries]
     names = list(dict.fromkeys(name for own in slices for name in own))
-    if len(names) < 3:  # all prompts, and the one set that they are
+    if len(names) < 3:  # "" for all prompts, and a single set
         return [], []
     sets = {name for entry in entries for name in entry.by_set}
     names.sort(key=lambda name: (name != "", name.partition("/")[0] not in sets))

@@ -52,7 +52,7 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Return the number of query heads of a key/value head."""
         return self.num_heads // self.num_kv_heads
 
 

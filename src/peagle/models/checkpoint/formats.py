@@ -175,7 +175,7 @@ def _own_facts(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_vllm(config: DrafterConfig) -> dict[str, Any]:
-    """config.json but for "peagle"; some readers look for the aux layers at the top level only."""
+    """Return config.json without "peagle"; some readers need the aux layers at the top level."""
     layers = _write_layers(config)
     aux_layer_ids = list(config.aux_layer_ids)
     architecture = next(n for n, kind in _ARCHITECTURES.items() if kind == layers["model_type"])
@@ -233,7 +233,7 @@ def _read_vllm(data: Mapping[str, Any], num_target_layers: int | None) -> dict[s
 
 
 def _write_speculators(config: DrafterConfig, verifier: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json but for "peagle"; `verifier` has the target's "name_or_path", "architectures"."""
+    """Return config.json without "peagle"; `verifier` has the target's name and architectures."""
     kind = "peagle" if config.is_parallel else "eagle3"
     width = config.target_hidden_size if config.target_hidden_size != config.hidden_size else None
     data: dict[str, Any] = {
