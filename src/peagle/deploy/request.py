@@ -350,10 +350,7 @@ def _name_of(entry: CatalogEntry | None, target: ModelSource) -> str:
 def _spread(
     flags: Mapping[str, str], source: ContainerSource, instance_type: str
 ) -> dict[str, str]:
-    """Return the options of vLLM, with one that uses all GPUs of the instance.
-
-    vLLM splits one copy of the model over the GPUs; our engine runs a copy on each.
-    """
+    """Return the options with one that uses all GPUs: vLLM splits a model, our engine copies it."""
     instance = find_instance_type(instance_type)
     if instance is None or instance.num_gpus == 1 or set(PARALLEL_SIZES) & set(flags):
         return dict(flags)
@@ -447,10 +444,7 @@ def _environment(request: DeploymentRequest) -> dict[str, str]:
 def _autoscaling(
     request: DeploymentRequest, config: Mapping[str, Any] | None
 ) -> Autoscaling | None:
-    """Return the bounds and the target of automatic scaling; None without --max-instances.
-
-    A measured curve is read at the deployment's K (0 without drafts).
-    """
+    """Return the bounds and the target of scaling; a curve gives it at the deployment's K."""
     least, most, target = request.min_instances, request.max_instances, request.scale_target
     if most is None:
         return None

@@ -18,8 +18,7 @@ from peagle.config.speculative import AUTO
 from peagle.engine.features import FEATURES_KEPT
 from peagle.engine.tree_record import FORGOTTEN_STEPS, PRIOR_SHARE, TreeRecord
 
-# Steps in a row with scheduled drafts before drafting resumes; also the price of a pause in plain
-# steps.
+# Steps in a row with scheduled drafts before drafting resumes; price of a pause in plain steps.
 RESUME_STEPS = 8
 # Price of any other change of K in plain steps: dropped or missing drafts.
 CHANGE_COST = 1.0

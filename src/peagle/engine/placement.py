@@ -39,11 +39,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of an EngineConfig.
-
-    Raises:
-        UserError: torch does not have the device.
-    """
+    """Return the device of an EngineConfig; raise a UserError if torch does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
