@@ -230,6 +230,7 @@ class SpeculativeConfig:
     quantization: Quantization | None = None
     check_target: bool = True
     correction: bool = True
+    prompt_lookup: bool | None = None
     max_model_len: int | None = None
     draft_window: int | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -316,6 +317,11 @@ class SpeculativeConfig:
         """Return the shape of the candidate trees, with its defaults; None: chains."""
         shape = self.parallel_drafting_spec
         return None if shape is None else CandidateTrees.parse(shape)
+
+    @property
+    def copies_join_trees(self) -> bool:
+        """Return whether continuations of the text compete with the head's drafts."""
+        return self.parallel_drafting_spec is not None and self.prompt_lookup is not False
 
     @property
     def num_drafts(self) -> int:

@@ -32,6 +32,14 @@ from peagle.engine.sequence import Sequence
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.kernels.paths import row_depths
 from peagle.kernels.sampling.probabilities import at_least_float32
+from peagle.kernels.trees.copies import (
+    MAX_MATCH,
+    NO_COPY,
+    TextIndex,
+    Tree,
+    find_matches,
+    join_copies,
+)
 from peagle.kernels.trees.growth import allocate_nodes
 from peagle.kernels.trees.survival import SURELY_VERIFIED, Survival
 from peagle.kernels.upload import upload_ints
@@ -54,6 +62,8 @@ MIN_APART_POSITIONS = 256
 # Most positions of a pass that closes holes; with MAX_SEQUENCES sequences a graph can run it.
 MAX_CAUGHT_UP = TOKEN_BUCKETS[-1]
 _TIMED_READINGS = 4
+# The root and the likeliest nodes, behind which a copy may begin.
+SEARCHED_ROWS = 6
 
 
 def make_drafting(
@@ -82,7 +92,12 @@ def make_drafting(
         draws=speculative.draws,
     )
     vocab_size = sampler.vocab_size
-    return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
+    lookup = None
+    if speculative.copies_join_trees:
+        lookup = MAX_MATCH, 2
+    return HeadDrafting(
+        proposer, sampler, vocab_size, max_model_len, max_draft_len, features, lookup
+    )
 
 
 def fixes_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
@@ -199,6 +214,7 @@ class HeadDrafting(Drafting):
 
     Args:
         features: features of sequences that do not draft at present.
+        lookup: longest and shortest match of copies that join trees; None: no copies do.
     """
 
     def __init__(
@@ -209,6 +225,7 @@ class HeadDrafting(Drafting):
         max_model_len: int,
         max_draft_len: int,
         features: FeatureRings,
+        lookup: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(max_model_len)
         self.proposer = proposer
@@ -216,6 +233,7 @@ class HeadDrafting(Drafting):
         self.sampler = sampler
         self.max_draft_len = max_draft_len
         self.features = features
+        self.lookup = lookup
         draftable = proposer.draft_token_ids
         self._draft_token_ids = None if draftable is None else torch.tensor(draftable)
         self._has_warned = False
@@ -319,10 +337,38 @@ class HeadDrafting(Drafting):
                 found = grammar.prepared_tree()
             # The nodes of a depth share a position, but each needs a slot.
             count = min(len(found[0]), self.max_model_len - len(sequence))
-            sequence.drafts, sequence.draft_parents = (some[:count] for some in found[:2])
-            sequence.draft_scores = found[2][:count]
+            found = [some[:count] for some in found]
             if sequence.draws_chain:
-                sequence.draft_parents = sequence.draft_scores = None
+                sequence.drafts = found[0]
+                continue
+            if self.lookup is not None and grammar is None:
+                *found, sequence.draft_worths, sequence.draft_cells = self._with_copies(
+                    sequence, *found
+                )
+            sequence.drafts, sequence.draft_parents, sequence.draft_scores = found
+
+    def _with_copies(
+        self, sequence: Sequence, tokens: list[int], parents: list[int], scores: list[float]
+    ) -> Tree:
+        """Return the tree of a sequence with the copies that its text has."""
+        proposer, text = self.proposer, sequence.token_ids
+        assert self.lookup is not None and proposer.trees is not None
+        assert proposer.survival is not None
+        if sequence.text_index is None:
+            sequence.text_index = TextIndex(*self.lookup)
+        index = sequence.text_index
+        index.extend(text)
+        depths = row_depths(parents)[1:]
+        survival = Survival(proposer.survival.weights_D2.cpu())
+        worths = survival(torch.tensor([scores]), torch.tensor([depths]))[0].tolist()
+        for node, parent in enumerate(parents):
+            worths[node] = min(worths[node], worths[parent - 1] if parent else 1.0)
+        tree = Tree(tokens, parents, scores, worths, [NO_COPY] * len(tokens))
+        matches = find_matches(index, text, tokens, parents, SEARCHED_ROWS)
+        if not matches:
+            return tree
+        room = min(proposer.trees.max_nodes, self.max_model_len - len(text))
+        return join_copies(tree, text, matches, proposer.copy_rates, max_nodes=room)
 
     def _logits_after(self, slots: TreeSlots) -> LogitsAfter:
         """Return the function of the logits behind a path of drafts, on the host like grammars."""
@@ -395,6 +441,9 @@ class HeadDrafting(Drafting):
         scores_BN = torch.tensor([some + [0.0] * (width - len(some)) for some in scores])
         depths_BN = torch.tensor([some + [0] * (width - len(some)) for some in depths])
         survival_BN = Survival(survival.weights_D2.cpu())(scores_BN, depths_BN)
+        for row, sequence in enumerate(sequences):
+            if sequence.draft_worths is not None:
+                survival_BN[row, : len(sequence.draft_worths)] = torch.tensor(sequence.draft_worths)
         survival_BN[[s.draws_chain for s in sequences]] = SURELY_VERIFIED
         return allocate_nodes(survival_BN, torch.tensor(counts), budget).tolist()
 
@@ -414,6 +463,7 @@ class HeadDrafting(Drafting):
             k = self._num_drafts_within(sequence)
             sequence.drafts, sequence.draft_probs_KV = [], None
             sequence.draft_parents = sequence.draft_scores = None
+            sequence.draft_worths = sequence.draft_cells = None
         if not sequence.num_speculative_tokens:
             return None
         if not self.max_drafts_of(sequence):

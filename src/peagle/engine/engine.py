@@ -122,7 +122,7 @@ class LLMEngine:
         )
         self._proposer = drafting.proposer if isinstance(drafting, HeadDrafting) else None
         if plan.tree_record is not None and self._proposer is not None:
-            plan.tree_record.calibrates(self._proposer.survival)
+            plan.tree_record.calibrates(self._proposer.survival, self._proposer.copy_rates)
         self.memory_plan = self._plan_memory()
         self._make_caches(self.memory_plan.num_blocks)
         self.scheduler = Scheduler(
@@ -655,7 +655,9 @@ class LLMEngine:
         if record is not None and record.looks and parents and not self._is_checking:
             # Trees without a verified node count too: the verified trees are the surer ones.
             path = [] if tree is None else tree.path(new[:num_accepted])
-            record.saw(sequence.draft_scores or [], parents, path, num_drafted)
+            worths, cells = sequence.draft_worths, sequence.draft_cells
+            scores = sequence.draft_scores or []
+            record.saw(scores, parents, path, num_drafted, worths, cells)
         for stats in (sequence.stats, self.speculation_stats):
             stats.record(num_drafted, num_accepted, depth)
         kept = sequence.append(new, self.max_model_len)

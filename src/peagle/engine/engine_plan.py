@@ -108,7 +108,10 @@ def plan_engine(
         is_pipelined,
         num_resuming=0 if drafter is None else depth.most_resuming(config.max_num_seqs),
         num_lookahead_slots=lookahead_slots(
-            num_drafts, trees.max_nodes if trees else None, is_pipelined=is_pipelined
+            num_drafts,
+            trees.max_nodes if trees else None,
+            has_copies=speculative is not None and speculative.copies_join_trees,
+            is_pipelined=is_pipelined,
         ),
         kept_bytes=kept_bytes,
     )

@@ -25,6 +25,7 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.pass_graphs import TOKEN_BUCKETS
 from peagle.errors import UserError
+from peagle.kernels.trees.copies import MAX_COPIED
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
@@ -211,16 +212,24 @@ def make_memory_plan(
     return plan
 
 
-def lookahead_slots(num_drafts: int, num_nodes: int | None = None, *, is_pipelined: bool) -> int:
+def lookahead_slots(
+    num_drafts: int,
+    num_nodes: int | None = None,
+    *,
+    has_copies: bool = False,
+    is_pipelined: bool,
+) -> int:
     """Return the KV slots that a request holds beyond its tokens.
 
     They are the K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those;
     with a step in flight (`is_pipelined`, in CUDA graphs) also the K + 1 tokens that it may add.
-    Each of a tree's `num_nodes` takes a slot, whatever its depth.
+    Each of a tree's `num_nodes` takes a slot, whatever its depth. With copies a step may accept
+    `MAX_COPIED` more, as far as there are nodes.
     """
-    most_new = num_drafts + 1
+    nodes = 0 if num_nodes is None else num_nodes
+    most_new = 1 + (min(nodes, num_drafts + MAX_COPIED) if has_copies else num_drafts)
     in_flight = most_new if is_pipelined else 0
-    return in_flight + max(2 * most_new, 0 if num_nodes is None else num_nodes + 1)
+    return in_flight + max(most_new + num_drafts + 1, nodes + 1)
 
 
 def drawn_bytes(drafter: Drafter, num_seqs: int, num_drafts: int) -> int:

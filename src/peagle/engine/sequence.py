@@ -13,6 +13,7 @@ from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.paths import path_nodes
 from peagle.kernels.sampling.logprobs import PromptLogprobs, TokenLogprobs
+from peagle.kernels.trees.copies import TextIndex
 
 
 class SequenceStatus(Enum):
@@ -56,6 +57,9 @@ class Sequence:
             Preemption keeps them, so that it changes no output.
         draft_parents: row of each draft's parent in a tree, see `kernels.trees.growth`, with the
             score of each draft's path in `draft_scores`; None for a chain.
+        draft_worths: how probable it is that each node is accepted, and `draft_cells` which rate of
+            copies it had (`kernels.trees.copies`); None where the tree has no copies.
+        text_index: where the text has which tokens; None until copies are looked for.
         draws_chain: whether its drafts are a drawn chain while other sequences have trees.
         fixes_k: whether its K does not follow the K of the batch.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
@@ -90,6 +94,9 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)
     draft_parents: list[int] | None = None
     draft_scores: list[float] | None = None
+    draft_worths: list[float] | None = None
+    draft_cells: list[int] | None = None
+    text_index: TextIndex | None = None
     draft_probs_KV: Tensor | None = None
     draws_chain: bool = False
     fixes_k: bool = False

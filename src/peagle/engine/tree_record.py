@@ -8,7 +8,7 @@ Shapes: D depths, X cells of score logits, R trees, N nodes of a tree, S trees o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from peagle.config import CandidateTrees
 from peagle.engine.stats import NUM_CALIBRATION_BINS, Calibration
 from peagle.kernels.paths import row_depths
+from peagle.kernels.trees.copies import NO_COPY, NUM_LENGTHS, PRIOR_RATES
 from peagle.kernels.trees.survival import MAX_LOGIT, Survival, score_logits
 from peagle.kernels.upload import upload
 
@@ -29,6 +30,8 @@ TREES_A_STEP, LEARN_STEPS = 16, 8
 REFIT_STEPS = 50
 # Weight of the latest verified nodes of a depth, and of w and b of the depth before, in nodes.
 LATEST_NODES, PRIOR_NODES = 4096, 8
+# Weight of the latest copied tokens of a cell, and of its prior rate, in tokens.
+LATEST_COPIES, PRIOR_COPIES = 512, 8
 # Number of the latest trees whose mean estimates a tree's tokens, and the steps for which that
 # estimate is kept: while fewer trees are known, and later.
 LATEST_TREES, FIRST_HELD_STEPS, HELD_STEPS = 128, 4, 8
@@ -45,26 +48,67 @@ _FEATURES_X2 = torch.stack((_CENTRES_X, torch.ones_like(_CENTRES_X)), 1)
 _NEWTON_STEPS, _MIN_STEP = 8, 1e-4
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One tree that a step verified: the arguments of `TreeRecord.saw`, with depths for parents."""
+
+    scores: Sequence[float]
+    depths: list[int]
+    path: list[int]
+    verified: int
+    worths: Sequence[float] | None
+    cells: Sequence[int] | None
+
+
+class CopyRates:
+    """How often a copied token passes where its parent does, for each cell, by the latest copies.
+
+    Args:
+        rates: the rate of each cell, changed in place.
+    """
+
+    def __init__(self, rates: list[float]) -> None:
+        self.rates = rates
+        self._tried = [0.0] * len(rates)
+        self._passed = [0.0] * len(rates)
+
+    def add(
+        self, parents: Sequence[int], cells: Sequence[int], path: Sequence[int], verified: int
+    ) -> None:
+        """Count the copies of one tree; arguments as in `TreeRecord.saw`."""
+        reached = {0, *(node + 1 for node in path)}
+        kept = LATEST_COPIES / (LATEST_COPIES + 1)
+        for node, (parent, cell) in enumerate(zip(parents[:verified], cells, strict=False)):
+            if cell != NO_COPY and parent in reached:
+                self._tried[cell] = self._tried[cell] * kept + 1
+                self._passed[cell] = self._passed[cell] * kept + (node + 1 in reached)
+                prior = PRIOR_RATES[cell] * PRIOR_COPIES
+                self.rates[cell] = (self._passed[cell] + prior) / (self._tried[cell] + PRIOR_COPIES)
+
+
 @dataclass(slots=True)
 class _Trees:
     """The latest trees of one greatest depth.
 
     Attributes:
         scores_RN, depths_RN: ring of trees; missing nodes are at depth 0.
+        worths_RN: worth of copies; NaN for other nodes.
         count: number of all trees so far.
         weight: weight of the record in trees; it fades.
     """
 
     scores_RN: Tensor
     depths_RN: Tensor
+    worths_RN: Tensor
     count: int = 0
     weight: float = 0.0
 
-    def put(self, scores_SN: Tensor, depths_SN: Tensor) -> None:
+    def put(self, scores_SN: Tensor, depths_SN: Tensor, worths_SN: Tensor) -> None:
         """Add the trees of a step."""
         count = len(scores_SN)
         places_S = torch.arange(self.count, self.count + count) % LATEST_TREES
         self.scores_RN[places_S], self.depths_RN[places_S] = scores_SN, depths_SN
+        self.worths_RN[places_S] = worths_SN
         self.count += count
         self.weight = self.weight * MAX_TREES / (MAX_TREES + count) + count
 
@@ -93,8 +137,9 @@ class TreeRecord:
         self._shape, self._depth, self._num_nodes = shape, depth, nodes
         self._survival = Survival.uncalibrated(depth, "cpu")
         self._shared: Survival | None = None
+        self._rates = CopyRates(list(PRIOR_RATES))
         self._tried_DX, self._passed_DX = torch.zeros(2, depth, _CELLS, dtype=torch.float64)
-        self._pending: list[tuple[Sequence[float], list[int], list[int], int]] = []
+        self._pending: list[_Seen] = []
         self._has_new = False  # whether this step has recorded trees
         self._num_steps = self._next_fit = 0
         self._num_resting = 0  # steps before trees are recorded again
@@ -105,9 +150,15 @@ class TreeRecord:
         self._curves: dict[int, list[float]] = {}  # results of `_curve`
         self._age = 0  # age of both, in steps
 
-    def calibrates(self, survival: Survival | None) -> None:
-        """Copy fitted w and b to `survival` from now on, which decides about the nodes of steps."""
+    def calibrates(self, survival: Survival | None, copy_rates: list[float]) -> None:
+        """Copy what is learnt from now on to where it decides about the nodes of steps.
+
+        Args:
+            survival: takes the fitted w and b.
+            copy_rates: takes the rate of each cell.
+        """
         self._shared = survival
+        self._rates = CopyRates(copy_rates)
 
     @property
     def looks(self) -> bool:
@@ -115,7 +166,13 @@ class TreeRecord:
         return not self._num_resting and len(self._pending) < TREES_A_STEP
 
     def saw(
-        self, scores: Sequence[float], parents: Sequence[int], path: Sequence[int], verified: int
+        self,
+        scores: Sequence[float],
+        parents: Sequence[int],
+        path: Sequence[int],
+        verified: int,
+        worths: Sequence[float] | None = None,
+        cells: Sequence[int] | None = None,
     ) -> None:
         """Record the tree of one sequence and its acceptance in this step; `add` ends the step.
 
@@ -123,8 +180,13 @@ class TreeRecord:
             scores, parents: scores and parents of the whole tree.
             path: the accepted nodes.
             verified: number of verified nodes, the first ones; may be 0.
+            worths, cells: worth and cell of each node where copies may have joined the tree
+                (`kernels.trees.copies`).
         """
-        self._pending.append((scores, row_depths(parents)[1:], [*path], verified))
+        depths = row_depths(parents)[1:]
+        self._pending.append(_Seen(scores, depths, [*path], verified, worths, cells))
+        if cells is not None:
+            self._rates.add(parents, cells, path, verified)
         self._has_new = True
 
     def add(self, k: int, accepted: Sequence[int]) -> None:
@@ -164,20 +226,29 @@ class TreeRecord:
 
     def _learn(self, depth: int) -> None:
         """Learn from the waiting trees, which were drafted up to `depth`."""
-        count, nodes = len(self._pending), self._num_nodes
-        scores_SN = torch.tensor([[*s, *[0.0] * (nodes - len(s))] for s, *_ in self._pending])
-        depths_SN = torch.tensor([[*d, *[0] * (nodes - len(d))] for _, d, *_ in self._pending])
-        verified_S = torch.tensor([verified for *_, verified in self._pending])
-        passed_SN = torch.zeros(count, nodes, dtype=torch.bool)
-        for tree, (_, _, path, _) in enumerate(self._pending):
-            passed_SN[tree, path] = True
-        self._pending.clear()
+        seen, nodes = self._pending, self._num_nodes
+
+        def padded(rows: Iterable[Sequence[float]], filling: float) -> Tensor:
+            return torch.tensor([[*row, *[filling] * (nodes - len(row))] for row in rows])
+
+        scores_SN = padded((one.scores for one in seen), 0.0)
+        depths_SN = padded((one.depths for one in seen), 0)
+        cells_SN = padded((one.cells or () for one in seen), NO_COPY)
+        worths_SN = padded((one.worths or () for one in seen), torch.nan)
+        verified_S = torch.tensor([one.verified for one in seen])
+        passed_SN = torch.zeros(len(seen), nodes, dtype=torch.bool)
+        for tree, one in enumerate(seen):
+            passed_SN[tree, one.path] = True
+        seen.clear()
+        # The head says nothing of a node that only the text has.
         is_seen_SN = torch.arange(nodes) < verified_S.unsqueeze(1)
+        is_seen_SN &= (cells_SN == NO_COPY) | (cells_SN >= NUM_LENGTHS)
         self._count(scores_SN[is_seen_SN], depths_SN[is_seen_SN], passed_SN[is_seen_SN])
         if depth not in self._trees:
             empty_RN = torch.zeros(LATEST_TREES, nodes)
-            self._trees[depth] = _Trees(empty_RN, empty_RN.long())
-        self._trees[depth].put(scores_SN, depths_SN)
+            self._trees[depth] = _Trees(empty_RN, empty_RN.long(), empty_RN.clone())
+        worths_SN = worths_SN.where(cells_SN != NO_COPY, torch.nan)
+        self._trees[depth].put(scores_SN, depths_SN, worths_SN)
         if self._num_steps >= self._next_fit:
             self._next_fit = self._num_steps + min(self._num_steps, REFIT_STEPS)
             self._fit()
@@ -241,6 +312,8 @@ class TreeRecord:
         known -= known % group
         depths_RN = trees.depths_RN[:known]
         survival_RN = self._survival(trees.scores_RN[:known], depths_RN) * (depths_RN > 0)
+        worths_RN = trees.worths_RN[:known]
+        survival_RN = torch.where(worths_RN.isnan(), survival_RN, worths_RN)
         worth_GX, survival_GX = (
             x.reshape(-1, group * self._num_nodes)
             for x in (survival_RN.cummin(1).values, survival_RN)

@@ -23,6 +23,7 @@ from peagle.config import CandidateTrees
 from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.sampling.probabilities import sample_from_weights
 from peagle.kernels.sampling.random import Purpose, of_step, uniform
+from peagle.kernels.trees.copies import PRIOR_RATES
 from peagle.kernels.trees.growth import after_slots, best_first_trees, count_nodes, searched_trees
 from peagle.kernels.trees.survival import Survival
 from peagle.kernels.upload import upload_ints, upload_together
@@ -173,6 +174,7 @@ class HeadProposer:
         passes: passes of the drafter.
         readings: passes that give keys and values alone.
         survival: where drafts are trees, how probable it is that a node is accepted.
+        copy_rates: where they have copies, the rate of each cell (`kernels.trees.copies`).
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class HeadProposer:
             self.survival = Survival.uncalibrated(
                 trees.prediction_depth, drafter.norm.weight.device
             )
+        self.copy_rates = list(PRIOR_RATES)
         if drafter.config.is_parallel:
             self.h_shared_1D = drafter.shared_hidden().unsqueeze(0)
         self.scaling = drafter.config.head_dim**-0.5

@@ -55,7 +55,9 @@ class Survival:
 
         Args:
             scores_BN: scores of the nodes' paths.
-            depths_BN: int64, nodes on these paths, 1 to D.
+            depths_BN: int64, nodes on these paths; beyond D the deepest weights count.
         """
-        slopes_BN, offsets_BN = self.weights_D2[(depths_BN - 1).clamp_min(0)].unbind(-1)
+        slopes_BN, offsets_BN = self.weights_D2[
+            (depths_BN - 1).clamp(0, len(self.weights_D2) - 1)
+        ].unbind(-1)
         return torch.sigmoid(slopes_BN * score_logits(scores_BN) + offsets_BN)

@@ -1,0 +1,194 @@
+"""Copies: what stood behind earlier occurrences of a path in the text, as nodes of its tree.
+
+Prompt lookup (Saxena, 2023) drafts what stood behind the latest occurrence of the newest tokens.
+Here a copy may begin at the root of a tree or behind one of its nodes, and its tokens compete with
+the head's for the nodes that are verified. What competes is the probability of being accepted. A
+copied token passes, where its parent does, with a rate that depends on two things alone: how many
+tokens match before it, and whether the head drafted it too. `engine.tree_record` learns the rates.
+
+A tree has its root, the newest token, in row 0 and its nodes in the rows after it, a parent always
+before its children.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+NO_COPY = -1
+# The least number of matching tokens of each class of lengths but the first.
+_LENGTHS = (3, 4, 6, 9, 16)
+NUM_LENGTHS = len(_LENGTHS) + 1
+MAX_MATCH = _LENGTHS[-1]  # tokens beyond it tell nothing more
+# Whether the head has the copied token too: not at all, behind a likelier one, or as its likeliest.
+NOT_DRAFTED, DRAFTED, LIKELIEST = range(3)
+# Rates of the classes of lengths before any copy was verified, by what the head has.
+PRIOR_RATES = (
+    *(0.15, 0.22, 0.45, 0.65, 0.63, 0.87),
+    *(0.25, 0.30, 0.42, 0.50, 0.60, 0.88),
+    *(0.80, 0.88, 0.88, 0.90, 0.94, 0.98),
+)
+MAX_COPIED = 32  # tokens of one copy
+
+
+class Match(NamedTuple):
+    """Where the text has the end of a path.
+
+    Attributes:
+        row: the row of the tree in which the path ends.
+        length: tokens that match.
+        start: place of the token behind the match.
+    """
+
+    row: int
+    length: int
+    start: int
+
+
+class Tree(NamedTuple):
+    """A tree whose nodes may be copies.
+
+    Attributes:
+        tokens, parents: token and parent's row of each node.
+        scores: the head's score of the node's path (`trees.growth`); of a node that only the text
+            has, the logarithm of its worth.
+        worths: the probability that the node is accepted; never above the parent's.
+        cells: which rate a copied node had; NO_COPY for the others.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    worths: list[float]
+    cells: list[int]
+
+
+def cell_of(length: int, drafted: int) -> int:
+    """Return which rate a copied token has, behind so many tokens that match."""
+    return drafted * NUM_LENGTHS + sum(length >= least for least in _LENGTHS)
+
+
+class TextIndex:
+    """The places of every run of `shortest` tokens in a text that grows.
+
+    Args:
+        longest, shortest: most tokens that are compared, and fewest that are a match.
+    """
+
+    # Of a run that occurs more often, the latest places are compared.
+    _MAX_PLACES = 64
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self.longest, self.shortest = longest, shortest
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._known = 0
+
+    def extend(self, text: Sequence[int]) -> None:
+        """Learn the runs that end in the text's new tokens; the text before them is as it was."""
+        for end in range(max(self._known, self.shortest - 1), len(text)):
+            run = tuple(text[end + 1 - self.shortest : end + 1])
+            self._ends.setdefault(run, []).append(end)
+        self._known = max(self._known, len(text))
+
+    def find(self, text: Sequence[int], path: Sequence[int]) -> tuple[int, int] | None:
+        """Return length and start of the longest match of text and path, the latest of these.
+
+        Something stands behind a match, so the text's own end is none.
+        """
+        count = len(path)
+        end = [*text[max(0, len(text) + count - self.longest) :], *path][-self.longest :]
+        best = None
+        for at in reversed(self._ends.get(tuple(end[-self.shortest :]), ())[-self._MAX_PLACES :]):
+            if at == len(text) - 1:
+                continue
+            length, most = self.shortest, min(len(end), at + 1)
+            while length < most and text[at - length] == end[-1 - length]:
+                length += 1
+            if best is None or length > best[0]:
+                best = length, at + 1
+                if length == self.longest:
+                    break
+        return best
+
+
+def find_matches(
+    index: TextIndex, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int], rows: int
+) -> list[Match]:
+    """Return the matches of the paths to the first rows of a tree."""
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(tokens[: rows - 1], parents, strict=False):
+        paths.append([*paths[parent], token])
+    found = ((row, index.find(text, path)) for row, path in enumerate(paths))
+    return [Match(row, *match) for row, match in found if match is not None]
+
+
+def copied_tokens(text: Sequence[int], start: int, count: int) -> list[int]:
+    """Return the tokens from a place on; behind its end the text repeats what stands from there."""
+    left = len(text) - start
+    return [text[start + step % left] for step in range(count)]
+
+
+def join_copies(
+    tree: Tree,
+    text: Sequence[int],
+    matches: Sequence[Match],
+    rates: Sequence[float],
+    *,
+    max_nodes: int,
+) -> Tree:
+    """Return the nodes of a tree and of the copies that are worth most, most first.
+
+    A token that both have is one node, worth the greater of both. Of equal nodes the tree's own
+    come first, and a parent before its children.
+
+    Args:
+        tree: the head's nodes, most probable first.
+        matches: where copies begin.
+        rates: the rate of each cell.
+        max_nodes: most nodes of the result.
+    """
+    tokens, parents, scores, worths, cells = (list(field) for field in tree)
+    rows = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens), 1)}
+    likeliest: dict[int, int] = {}
+    for row, parent in enumerate(parents, 1):
+        likeliest.setdefault(parent, row)
+    num_own = len(tokens)
+    # A node that is worth less than all of these is not taken.
+    least = sorted(worths, reverse=True)[max_nodes - 1] if num_own >= max_nodes else 0.0
+    for row, length, start in matches:
+        worth = worths[row - 1] if row else 1.0
+        for step, token in enumerate(copied_tokens(text, start, MAX_COPIED)):
+            child = rows.get((row, token), 0)
+            drafted = NOT_DRAFTED
+            if 0 < child <= num_own:
+                drafted = LIKELIEST if likeliest[row] == child else DRAFTED
+            cell = cell_of(length + step, drafted)
+            worth *= rates[cell]
+            if not child:
+                if worth <= least:
+                    break
+                tokens.append(token)
+                parents.append(row)
+                scores.append(0.0)
+                worths.append(0.0)
+                cells.append(cell)
+                child = rows[row, token] = len(tokens)
+            worths[child - 1] = worth = max(worth, worths[child - 1])
+            if cells[child - 1] == NO_COPY:
+                cells[child - 1] = cell
+            row = child
+    for node, parent in enumerate(parents):
+        if parent:
+            worths[node] = min(worths[node], worths[parent - 1])
+    order = sorted(range(len(tokens)), key=lambda node: -worths[node])[:max_nodes]
+    new_rows = {0: 0} | {node + 1: row for row, node in enumerate(order, 1)}
+    for node in range(num_own, len(tokens)):
+        scores[node] = math.log(worths[node])
+    return Tree(
+        [tokens[node] for node in order],
+        [new_rows[parents[node]] for node in order],
+        [scores[node] for node in order],
+        [worths[node] for node in order],
+        [cells[node] for node in order],
+    )
