@@ -26,7 +26,7 @@ from peagle.kernels.attention import kv_moves_triton, kv_write_triton, paged_att
 from peagle.kernels.attention.paged_attention import MAX_WRITE_ROWS, AttentionShape, choose_config
 from peagle.kernels.drafts import draw_triton as drafts_draw_triton
 from peagle.kernels.drafts import step_state_triton
-from peagle.kernels.launch import DeviceLimits
+from peagle.kernels.launch import DeviceLimits, power_of_two
 from peagle.kernels.linear import experts_triton, packed_gluon, packed_weights_triton
 from peagle.kernels.linear.experts import GroupedConfig, max_registers
 from peagle.kernels.linear.packed_weights import FORMATS
@@ -38,7 +38,8 @@ from peagle.kernels.sampling import (
     verify_triton,
 )
 from peagle.kernels.sampling.random import Purpose
-from peagle.kernels.trees import growth_triton, paths_triton
+from peagle.kernels.trees import copies_triton, growth_triton, paths_triton
+from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DATA = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8", "int4": "*u8", "mxfp4": "*u8"}
@@ -396,8 +397,31 @@ def trees() -> dict[str, dict[str, Any]]:
     return found
 
 
+def copies() -> dict[str, dict[str, Any]]:
+    """Kernels that find copies of the text and join them to trees of 31 and of 63 nodes."""
+    floats = ("scores_ptr", "weights_ptr", "rates_ptr", "worths_ptr")
+    types = dict.fromkeys((*floats, "out_scores_ptr", "out_worths_ptr"), "*fp32")
+    types |= dict.fromkeys(("text_ptr", "cells_ptr", "firsts_ptr", "ranks_ptr"), "*i32")
+    found = {}
+    for nodes in (31, 63):
+        width = power_of_two(nodes)
+        sizes: dict[str, Any] = {"N": nodes, "NODES": width, "M": 8, "S": MAX_COPIED}
+        sizes |= {"X": power_of_two(256 + nodes), "CHUNK": 16, "NUM_LENGTHS": NUM_LENGTHS}
+        sizes |= {"NO_COPY": NO_COPY, "MAX_LOGIT": 8.0, "PLACES": 1024, "LONGEST": MAX_MATCH}
+        kernels = {copies_triton._find_kernel: 4, copies_triton._join_kernel: 8}
+        for kernel, num_warps in kernels.items():
+            of_kernel = {n: types.get(n, "*i64") for n in kernel.arg_names if n[-4:] == "_ptr"}
+            constants = {n: v for n, v in sizes.items() if n in kernel.arg_names}
+            loose = tuple(n for n in kernel.arg_names if not n.endswith("_ptr"))
+            options = {"num_warps": num_warps}
+            compiled = compile_kernel(kernel, ASTSource, of_kernel, constants, options, loose)
+            found[f"{kernel.__name__} {nodes}"] = compiled
+    return found
+
+
 if __name__ == "__main__":
     of_kind = {
+        "copies": copies,
         "experts": experts,
         "unpacking": unpacking,
         "caches": caches,

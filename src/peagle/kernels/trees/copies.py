@@ -139,8 +139,9 @@ def join_copies(
 ) -> Tree:
     """Return the nodes of a tree and of the copies that are worth most, most first.
 
-    A token that both have is one node, worth the greater of both. Of equal nodes the tree's own
-    come first, and a parent before its children.
+    A copied token is worth the rate of its cell times what the token before it is worth; where the
+    head has the token too, the head's worth if that is more. A node that several have is one node,
+    worth the most of them. Of equal nodes the tree's own come first, then those of earlier matches.
 
     Args:
         tree: the head's nodes, most probable first.
@@ -148,16 +149,14 @@ def join_copies(
         rates: the rate of each cell.
         max_nodes: most nodes of the result.
     """
+    rows = {(parent, token): row for row, (parent, token) in enumerate(zip(*tree[1::-1]), 1)}
+    likeliest = dict(reversed([(parent, row) for row, parent in enumerate(tree.parents, 1)]))
+    num_own = len(tree.tokens)
+    # A copy ends where its tokens are worth less than enough nodes of the tree.
+    least = sorted(tree.worths)[-max_nodes] if num_own >= max_nodes else 0.0
     tokens, parents, scores, worths, cells = (list(field) for field in tree)
-    rows = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens), 1)}
-    likeliest: dict[int, int] = {}
-    for row, parent in enumerate(parents, 1):
-        likeliest.setdefault(parent, row)
-    num_own = len(tokens)
-    # A node that is worth less than all of these is not taken.
-    least = sorted(worths, reverse=True)[max_nodes - 1] if num_own >= max_nodes else 0.0
     for row, length, start in matches:
-        worth = worths[row - 1] if row else 1.0
+        worth = tree.worths[row - 1] if row else 1.0
         for step, token in enumerate(copied_tokens(text, start, MAX_COPIED)):
             child = rows.get((row, token), 0)
             drafted = NOT_DRAFTED
@@ -165,22 +164,20 @@ def join_copies(
                 drafted = LIKELIEST if likeliest[row] == child else DRAFTED
             cell = cell_of(length + step, drafted)
             worth *= rates[cell]
+            if drafted:
+                worth = max(worth, tree.worths[child - 1])
+            if worth <= least:
+                break
             if not child:
-                if worth <= least:
-                    break
                 tokens.append(token)
                 parents.append(row)
                 scores.append(0.0)
-                worths.append(0.0)
+                worths.append(worth)
                 cells.append(cell)
                 child = rows[row, token] = len(tokens)
-            worths[child - 1] = worth = max(worth, worths[child - 1])
-            if cells[child - 1] == NO_COPY:
-                cells[child - 1] = cell
+            if worth > worths[child - 1] or cells[child - 1] == NO_COPY:
+                worths[child - 1], cells[child - 1] = worth, cell
             row = child
-    for node, parent in enumerate(parents):
-        if parent:
-            worths[node] = min(worths[node], worths[parent - 1])
     order = sorted(range(len(tokens)), key=lambda node: -worths[node])[:max_nodes]
     new_rows = {0: 0} | {node + 1: row for row, node in enumerate(order, 1)}
     for node in range(num_own, len(tokens)):

@@ -1,0 +1,410 @@
+"""Copies found and joined to trees on a card: two launches whatever the number of nodes.
+
+The reference is `peagle.kernels.trees.copies`. The search compares every place of the text, not the
+latest of a run alone.
+
+Shapes: B sequences, L most tokens of a text, N nodes of a tree, M rows of it whose paths are looked
+for, S tokens of a copy, X nodes of a tree and of all copies, D depths, C cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.launch import launch, power_of_two
+from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY
+from peagle.kernels.trees.survival import MAX_LOGIT
+
+_PLACES = 1024  # places that a program compares at a time
+_PROGRAMS = 16  # programs of a sequence
+_CHUNK = 16  # nodes that all others are compared with at a time
+
+
+@triton.jit
+def _find_kernel(
+    text_ptr,
+    stride_text,
+    lens_ptr,
+    tokens_ptr,
+    parents_ptr,
+    num_nodes_ptr,
+    found_ptr,
+    num_rows,
+    shortest,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    PLACES: tl.constexpr,
+    LONGEST: tl.constexpr,
+):
+    """Raise each row's best match, length * 2^32 + place behind it, to the best of some places."""
+    b = tl.program_id(0)
+    length_of_text = tl.load(lens_ptr + b).to(tl.int32)
+    num_nodes = tl.load(num_nodes_ptr + b).to(tl.int32)
+    text_ptr += b.to(tl.int64) * stride_text
+    m = tl.arange(0, M)
+    is_row = (m < num_rows) & (m <= num_nodes)
+    step = PLACES * tl.num_programs(1)
+    for first in range(tl.program_id(1) * PLACES, length_of_text - 1, step):
+        at = first + tl.arange(0, PLACES)
+        matches = is_row[:, None] & (at < length_of_text - 1)[None, :]
+        lengths = tl.zeros((M, PLACES), tl.int32)
+        # Walk back from each row to the root, and on into the text.
+        row, place = m, tl.full((M,), 0, tl.int32) + length_of_text - 1
+        for back in range(LONGEST):
+            is_node = (row > 0) & is_row
+            node = b * N + tl.maximum(row - 1, 0)
+            drafted = tl.load(tokens_ptr + node, mask=is_node, other=0).to(tl.int32)
+            written = tl.load(text_ptr + place, mask=(is_node == 0) & (place >= 0), other=-1)
+            end = tl.where(is_node, drafted, written)
+            shifted = tl.load(text_ptr + at - back, mask=at >= back, other=-2)
+            matches = matches & (shifted[None, :] == end[:, None])
+            lengths += matches.to(tl.int32)
+            parent = tl.load(parents_ptr + node, mask=is_node, other=0).to(tl.int32)
+            place = tl.where(is_node, place, place - 1)
+            row = tl.where(is_node, parent, 0)
+        keys = lengths.to(tl.int64) * 4294967296 + (at + 1)[None, :]
+        best = tl.max(tl.where(lengths >= shortest, keys, 0), 1)
+        tl.atomic_max(found_ptr + b * M + m, best, mask=best > 0)
+
+
+@triton.jit
+def _class_of(length):
+    """Return the class of a match's length, see `copies.cell_of`."""
+    least_3_4 = (length >= 3).to(tl.int32) + (length >= 4).to(tl.int32)
+    return least_3_4 + (length >= 6).to(tl.int32) + (length >= 9) + (length >= 16)
+
+
+@triton.jit
+def _join_kernel(
+    text_ptr,
+    stride_text,
+    lens_ptr,
+    tokens_ptr,
+    parents_ptr,
+    scores_ptr,
+    num_nodes_ptr,
+    room_ptr,
+    found_ptr,
+    weights_ptr,
+    rates_ptr,
+    hashes_ptr,
+    worths_ptr,
+    copied_ptr,
+    cells_ptr,
+    firsts_ptr,
+    ranks_ptr,
+    out_tokens_ptr,
+    out_parents_ptr,
+    out_scores_ptr,
+    out_worths_ptr,
+    out_cells_ptr,
+    out_num_nodes_ptr,
+    num_rows,
+    depth,
+    N: tl.constexpr,
+    NODES: tl.constexpr,
+    M: tl.constexpr,
+    S: tl.constexpr,
+    X: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_LENGTHS: tl.constexpr,
+    NO_COPY: tl.constexpr,
+    MAX_LOGIT: tl.constexpr,
+):
+    """Join the copies of one sequence to its tree."""
+    b = tl.program_id(0)
+    n, m, x = tl.arange(0, NODES), tl.arange(0, M), tl.arange(0, X)
+    text_ptr += b.to(tl.int64) * stride_text
+    length_of_text = tl.load(lens_ptr + b).to(tl.int32)
+    num_nodes = tl.load(num_nodes_ptr + b).to(tl.int32)
+    room = tl.load(room_ptr + b).to(tl.int32)
+    is_node = n < num_nodes
+    token = tl.load(tokens_ptr + b * N + n, mask=is_node, other=-1).to(tl.int64)
+    parent = tl.load(parents_ptr + b * N + n, mask=is_node, other=0).to(tl.int32)
+    score = tl.load(scores_ptr + b * N + n, mask=is_node, other=0)
+    # Find depth, path and worth of the head's nodes.
+    is_parent = (parent[:, None] - 1 == n[None, :]) & is_node[:, None]
+    level = tl.zeros((NODES,), tl.int32) + 1
+    path = (token + 1) * -7046029254386353131 + 1442695040888963407
+    for _ in range(depth - 1):
+        above = tl.sum(tl.where(is_parent, level[None, :], 0), 1)
+        level = above + 1
+    score = tl.minimum(tl.where(score == score, score, -MAX_LOGIT - 1), -1e-9)
+    score = tl.maximum(score, -MAX_LOGIT - 1)
+    logit = score - tl.log(tl.where(score > -1e-4, -score, 1 - tl.exp(score)))
+    logit = tl.minimum(tl.maximum(logit, -MAX_LOGIT), MAX_LOGIT)
+    weight_at = weights_ptr + (tl.minimum(level, depth) - 1) * 2
+    logit = tl.load(weight_at) * logit + tl.load(weight_at + 1)
+    worth = tl.where(is_node, 1 / (1 + tl.exp(-logit)), -1.0)
+    own_worth = worth
+    root_path = path
+    for _ in range(depth - 1):
+        above_path = tl.sum(tl.where(is_parent, path[None, :], 0), 1)
+        path = tl.where(
+            parent > 0,
+            (above_path ^ (above_path >> 29)) * 6364136223846793005 + root_path,
+            root_path,
+        )
+        above_worth = tl.sum(tl.where(is_parent, worth[None, :], 0.0), 1)
+        worth = tl.where(parent > 0, tl.minimum(own_worth, above_worth), own_worth)
+    is_sibling = (parent[:, None] == parent[None, :]) & (n[None, :] < n[:, None])
+    is_likeliest = tl.max((is_sibling & is_node[None, :]).to(tl.int32), 1) == 0
+    base = b * X
+    tl.store(hashes_ptr + base + n, path, mask=is_node)
+    tl.store(worths_ptr + base + n, worth, mask=n < N)
+    tl.store(copied_ptr + base + n, token, mask=is_node)
+    tl.store(cells_ptr + base + n, tl.full((NODES,), NO_COPY, tl.int32), mask=n < N)
+    # A copy ends where its tokens are worth less than enough nodes of the tree.
+    behind = tl.sum((is_node[None, :] & (worth[None, :] >= worth[:, None])).to(tl.int32), 1)
+    least = tl.max(tl.where(is_node & (behind >= room), worth, 0.0), 0)
+    # Walk along all copies together.
+    found = tl.load(found_ptr + b * M + m, mask=m < num_rows, other=0)
+    length, start = (found >> 32).to(tl.int32), (found & 0xFFFFFFFF).to(tl.int32)
+    left = tl.maximum(length_of_text - start, 1)
+    is_base = (m[:, None] - 1 == n[None, :]) & is_node[None, :]
+    row = m
+    copy_worth = tl.where(m == 0, 1.0, tl.sum(tl.where(is_base, worth[None, :], 0.0), 1))
+    copy_path = tl.sum(tl.where(is_base, path[None, :], 0), 1)
+    is_open = (length > 0) & (m < num_rows)
+    has_path = m > 0
+    for s in range(S):
+        copied = tl.load(text_ptr + start + s % left, mask=is_open, other=0).to(tl.int64)
+        is_child = (parent[None, :] == row[:, None]) & (token[None, :] == copied[:, None])
+        is_child = is_child & is_node[None, :]
+        child = tl.sum(tl.where(is_child, n[None, :] + 1, 0), 1)
+        likeliest = tl.sum((is_child & is_likeliest[None, :]).to(tl.int32), 1)
+        cell = ((child > 0).to(tl.int32) + likeliest) * NUM_LENGTHS + _class_of(length + s)
+        copy_worth *= tl.load(rates_ptr + cell)
+        of_head = tl.sum(tl.where(is_child, worth[None, :], 0.0), 1)
+        copy_worth = tl.maximum(copy_worth, of_head)
+        own = (copied + 1) * -7046029254386353131 + 1442695040888963407
+        next_path = (copy_path ^ (copy_path >> 29)) * 6364136223846793005 + own
+        copy_path = tl.where(has_path, next_path, own)
+        has_path = m >= 0
+        is_open = is_open & (copy_worth > least)
+        at = base + N + m * S + s
+        tl.store(hashes_ptr + at, copy_path)
+        tl.store(worths_ptr + at, tl.where(is_open, copy_worth, -1.0), mask=m < num_rows)
+        tl.store(copied_ptr + at, copied, mask=m < num_rows)
+        tl.store(cells_ptr + at, cell, mask=m < num_rows)
+        row = tl.where(child > 0, child, -1)
+    tl.debug_barrier()
+    # Let the first of the nodes of one path stand for all, with the worth of the best copy.
+    num_all = N + num_rows * S
+    is_any = x < num_all
+    own_path = tl.load(hashes_ptr + base + x, mask=is_any, other=0)
+    x_worth = tl.load(worths_ptr + base + x, mask=is_any, other=-1.0)
+    x_cell = tl.load(cells_ptr + base + x, mask=is_any, other=NO_COPY)
+    best_worth, best_cell, first = x_worth, x_cell, x
+    is_any = is_any & (x_worth > 0)
+    tl.debug_barrier()
+    for c in range(0, X, CHUNK):
+        y = c + tl.arange(0, CHUNK)
+        y_worth = tl.load(worths_ptr + base + y, mask=y < num_all, other=-1.0)
+        y_path = tl.load(hashes_ptr + base + y, mask=y < num_all, other=0)
+        y_cell = tl.load(cells_ptr + base + y, mask=y < num_all, other=NO_COPY)
+        same = (own_path[:, None] == y_path[None, :]) & (y_worth > 0)[None, :] & is_any[:, None]
+        first = tl.minimum(first, tl.min(tl.where(same, y[None, :], X), 1))
+        copies = tl.where(same & (y_cell != NO_COPY)[None, :], y_worth[None, :], -1.0)
+        worth_of_chunk = tl.max(copies, 1)
+        is_best = (copies == worth_of_chunk[:, None]) & (copies > 0)
+        at = tl.min(tl.where(is_best, y[None, :], X), 1)
+        is_better = (worth_of_chunk > 0) & ((worth_of_chunk > best_worth) | (best_cell == NO_COPY))
+        cell_there = tl.load(cells_ptr + base + at, mask=is_better & (at < X), other=NO_COPY)
+        best_cell = tl.where(is_better, cell_there, best_cell)
+        best_worth = tl.where(is_better, worth_of_chunk, best_worth)
+    is_first = is_any & (first == x)
+    tl.debug_barrier()
+    tl.store(worths_ptr + base + x, tl.where(is_first, best_worth, -1.0))
+    tl.store(firsts_ptr + base + x, first)
+    tl.debug_barrier()
+    rank = tl.zeros((X,), tl.int32)
+    for c in range(0, X, CHUNK):
+        y = c + tl.arange(0, CHUNK)
+        y_worth = tl.load(worths_ptr + base + y)[None, :]
+        before = (y_worth == best_worth[:, None]) & (y[None, :] < x[:, None])
+        before = (before | (y_worth > best_worth[:, None])) & (y_worth > 0)
+        rank += tl.sum(before.to(tl.int32), 1)
+    tl.store(ranks_ptr + base + x, rank)
+    tl.debug_barrier()
+    # Write the nodes that are worth most.
+    count = tl.minimum(tl.sum(is_first.to(tl.int32), 0), room)
+    is_taken = is_first & (rank < count)
+    of_tree = x < N
+    in_tree = tl.load(parents_ptr + b * N + x, mask=of_tree & is_taken, other=0).to(tl.int32) - 1
+    behind_copy = tl.where((x - N) % S == 0, (x - N) // S - 1, x - 1)
+    parent_at = tl.where(of_tree, in_tree, behind_copy)
+    has_parent = is_taken & (parent_at >= 0)
+    parent_first = tl.load(firsts_ptr + base + parent_at, mask=has_parent, other=0)
+    parent_rank = tl.load(ranks_ptr + base + parent_first, mask=has_parent, other=-1)
+    out = b * N + rank
+    own_score = tl.load(scores_ptr + b * N + x, mask=of_tree & is_taken, other=0)
+    own_score = tl.where(of_tree, own_score, tl.log(tl.maximum(best_worth, 1e-30)))
+    tl.store(out_tokens_ptr + out, tl.load(copied_ptr + base + x, mask=is_taken), mask=is_taken)
+    tl.store(out_parents_ptr + out, (parent_rank + 1).to(tl.int64), mask=is_taken)
+    tl.store(out_scores_ptr + out, own_score, mask=is_taken)
+    tl.store(out_worths_ptr + out, best_worth, mask=is_taken)
+    tl.store(out_cells_ptr + out, best_cell.to(tl.int64), mask=is_taken)
+    tl.store(out_num_nodes_ptr + b, count.to(tl.int64))
+    tl.store(found_ptr + b * M + m, tl.zeros((M,), tl.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class CopyScratch:
+    """The buffers of both launches.
+
+    Attributes:
+        found_BM: best match of each row; 0 between launches.
+        hashes_BX, worths_BX, tokens_BX, cells_BX, firsts_BX, ranks_BX: of each node.
+    """
+
+    found_BM: Tensor
+    hashes_BX: Tensor
+    worths_BX: Tensor
+    tokens_BX: Tensor
+    cells_BX: Tensor
+    firsts_BX: Tensor
+    ranks_BX: Tensor
+    num_rows: int
+
+    @classmethod
+    def allocate(
+        cls, num_seqs: int, max_nodes: int, num_rows: int, device: torch.device | str
+    ) -> CopyScratch:
+        """Allocate buffers for B trees of N nodes, of which `num_rows` rows are looked for."""
+        width = power_of_two(max_nodes + power_of_two(num_rows) * MAX_COPIED)
+        rows = num_seqs, width
+
+        def zeros(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            zeros((num_seqs, power_of_two(num_rows)), torch.int64),
+            zeros(rows, torch.int64),
+            zeros(rows, torch.float32),
+            zeros(rows, torch.int64),
+            *(zeros(rows, torch.int32) for _ in range(3)),
+            num_rows,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedTrees:
+    """Trees with copies: token, parent's row, score, worth and cell of each node, [B, N].
+
+    Attributes:
+        num_nodes_B: how many nodes each tree has.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    scores_BN: Tensor
+    worths_BN: Tensor
+    cells_BN: Tensor
+    num_nodes_B: Tensor
+
+    @classmethod
+    def allocate(cls, num_seqs: int, max_nodes: int, device: torch.device | str) -> JoinedTrees:
+        """Allocate B trees of N nodes."""
+        ints, floats = (
+            [torch.zeros(num_seqs, max_nodes, dtype=t, device=device) for _ in range(3)]
+            for t in (torch.int64, torch.float32)
+        )
+        count_B = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+        return cls(ints[0], ints[1], floats[0], floats[1], ints[2], count_B)
+
+
+def join_copies(
+    text_BL: Tensor,
+    lens_B: Tensor,
+    tokens_BN: Tensor,
+    parents_BN: Tensor,
+    scores_BN: Tensor,
+    num_nodes_B: Tensor,
+    room_B: Tensor,
+    weights_D2: Tensor,
+    rates_C: Tensor,
+    scratch: CopyScratch,
+    out: JoinedTrees,
+    *,
+    shortest: int,
+    num_lengths: int,
+) -> None:
+    """Find the copies of each text and join them to its tree, as `trees.copies` does.
+
+    Needs no synchronisation and allocates nothing, so that a CUDA graph can hold it.
+
+    Args:
+        text_BL: int32, the tokens of each sequence, the newest included; any stride between rows.
+        lens_B: int64, how many they are.
+        tokens_BN, parents_BN, scores_BN, num_nodes_B: the trees, as `grow_trees` leaves them.
+        room_B: int64, most nodes of each result.
+        weights_D2: of `Survival`.
+        rates_C: float32, the rate of each cell.
+        shortest: fewest tokens that are a match.
+    """
+    num_seqs, max_nodes = tokens_BN.shape
+    rows = scratch.num_rows
+    num_programs = min(_PROGRAMS, triton.cdiv(text_BL.shape[1], _PLACES))
+    launch(
+        _find_kernel,
+        (num_seqs, num_programs),
+        text_BL,
+        text_BL.stride(0),
+        lens_B,
+        tokens_BN,
+        parents_BN,
+        num_nodes_B,
+        scratch.found_BM,
+        rows,
+        shortest,
+        N=max_nodes,
+        M=power_of_two(rows),
+        PLACES=min(_PLACES, power_of_two(text_BL.shape[1])),
+        LONGEST=MAX_MATCH,
+        num_warps=4,
+    )
+    launch(
+        _join_kernel,
+        (num_seqs,),
+        text_BL,
+        text_BL.stride(0),
+        lens_B,
+        tokens_BN,
+        parents_BN,
+        scores_BN,
+        num_nodes_B,
+        room_B,
+        scratch.found_BM,
+        weights_D2,
+        rates_C,
+        scratch.hashes_BX,
+        scratch.worths_BX,
+        scratch.tokens_BX,
+        scratch.cells_BX,
+        scratch.firsts_BX,
+        scratch.ranks_BX,
+        out.tokens_BN,
+        out.parents_BN,
+        out.scores_BN,
+        out.worths_BN,
+        out.cells_BN,
+        out.num_nodes_B,
+        rows,
+        len(weights_D2),
+        N=max_nodes,
+        NODES=power_of_two(max_nodes),
+        M=power_of_two(rows),
+        S=MAX_COPIED,
+        X=scratch.hashes_BX.shape[1],
+        CHUNK=_CHUNK,
+        NUM_LENGTHS=num_lengths,
+        NO_COPY=NO_COPY,
+        MAX_LOGIT=MAX_LOGIT,
+        num_warps=8,
+    )

@@ -1,0 +1,192 @@
+"""Copies joined to trees: against a search written anew, and the kernels against the reference."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.kernels.paths import row_depths
+from peagle.kernels.trees.copies import (
+    MAX_COPIED,
+    MAX_MATCH,
+    NO_COPY,
+    NUM_LENGTHS,
+    PRIOR_RATES,
+    TextIndex,
+    Tree,
+    copied_tokens,
+    find_matches,
+    join_copies,
+)
+from peagle.kernels.trees.survival import Survival
+from tests.kernels.devices import compile_for_card
+
+
+def longest_match(text: list[int], path: list[int], longest: int, shortest: int) -> tuple | None:
+    """Every place compared token by token: longest first, then latest."""
+    end, best = [*text, *path], None
+    for at in range(len(text) - 1):
+        length = 0
+        while length < min(longest, at + 1, len(end)) and text[at - length] == end[-1 - length]:
+            length += 1
+        if length >= shortest and (best is None or length >= best[0]):
+            best = length, at + 1
+    return best
+
+
+def random_tree(rng: random.Random, count: int, vocab: int, most_depth: int = 4) -> Tree:
+    """A tree whose siblings differ and whose scores fall."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    scores: list[float] = []
+    for _ in range(count):
+        for _ in range(20):
+            row, token = rng.randrange(len(tokens) + 1), rng.randrange(vocab)
+            taken = {(p, t) for p, t in zip(parents, tokens, strict=True)}
+            if (row, token) not in taken and row_depths(parents)[row] < most_depth:
+                above = scores[row - 1] if row else 0.0
+                parents.append(row)
+                tokens.append(token)
+                scores.append(above - rng.uniform(0.05, 1.5))
+                break
+    order = sorted(range(len(tokens)), key=lambda node: -scores[node])
+    rows = {0: 0} | {node + 1: place for place, node in enumerate(order, 1)}
+    tokens, scores = [tokens[node] for node in order], [scores[node] for node in order]
+    parents = [rows[parents[node]] for node in order]
+    depths = row_depths(parents)[1:]
+    survival = Survival.uncalibrated(most_depth, "cpu")
+    worths = survival(torch.tensor([scores]), torch.tensor([depths]))[0].tolist() if tokens else []
+    return Tree(tokens, parents, scores, worths, [NO_COPY] * len(tokens))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    path=st.lists(st.integers(0, 3), max_size=3),
+    shortest=st.integers(1, 3),
+)
+def test_the_longest_and_latest_match(text: list[int], path: list[int], shortest: int) -> None:
+    index = TextIndex(MAX_MATCH, shortest)
+    for end in range(1, len(text) + 1):
+        index.extend(text[:end])
+    assert index.find(text, path) == longest_match(text, path, MAX_MATCH, shortest)
+
+
+def test_a_copy_goes_on_with_its_own_tokens() -> None:
+    assert copied_tokens([1, 2, 3], 1, 5) == [2, 3, 2, 3, 2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10_000), max_nodes=st.integers(1, 12))
+def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
+    """Every path of every copy is written out, and the best are chosen by their worth."""
+    rng = random.Random(seed)
+    text = [rng.randrange(4) for _ in range(30)]
+    tree = random_tree(rng, rng.randrange(8), 5)
+    index = TextIndex(MAX_MATCH, 2)
+    index.extend(text)
+    matches = find_matches(index, text, tree.tokens, tree.parents, 4)
+    joined = join_copies(tree, text, matches, PRIOR_RATES, max_nodes=max_nodes)
+
+    paths = [()]
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*paths[parent], token))
+    worth = dict(zip(paths[1:], tree.worths, strict=True))
+    every = dict(worth)
+    for row, length, start in matches:
+        path, w = paths[row], worth.get(paths[row], 1.0)
+        for step, token in enumerate(copied_tokens(text, start, MAX_COPIED)):
+            siblings = [p for p in paths[1:] if p[:-1] == path]
+            path = (*path, token)
+            drafted = 0 if path not in worth else 2 if siblings[0] == path else 1
+            least = (2, 3, 4, 6, 9, 16)
+            column = sum(length + step >= one for one in least) - 1
+            w = max(w * PRIOR_RATES[6 * drafted + column], worth.get(path, 0.0))
+            every[path] = max(every.get(path, 0.0), w)
+    best = sorted(every.values(), reverse=True)[:max_nodes]
+    assert joined.worths == pytest.approx(best)
+    rows = [()]
+    for token, parent in zip(joined.tokens, joined.parents, strict=True):
+        assert parent < len(rows)
+        rows.append((*rows[parent], token))
+    assert len(set(rows)) == len(rows)
+    for path, w in zip(rows[1:], joined.worths, strict=True):
+        assert every[path] == pytest.approx(w)
+
+
+def test_kernels_equal_the_reference() -> None:
+    triton = pytest.importorskip("triton")
+    del triton
+    from peagle.kernels.trees.copies_triton import CopyScratch, JoinedTrees
+    from peagle.kernels.trees.copies_triton import join_copies as join_on_device
+
+    rng, rows, nodes, batch = random.Random(5), 4, 12, 6
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rates = [rng.uniform(0.1, 0.98) for _ in PRIOR_RATES]
+    weights_D2 = torch.tensor([[1.0, 0.0], [0.9, 0.1], [1.1, -0.2], [0.8, 0.0]])
+    scratch = CopyScratch.allocate(batch, nodes, rows, device)
+    out = JoinedTrees.allocate(batch, nodes, device)
+    for _ in range(3):
+        texts = [[rng.randrange(5) for _ in range(rng.randrange(1, 60))] for _ in range(batch)]
+        trees = [random_tree(rng, rng.randrange(nodes + 1), 6) for _ in range(batch)]
+        room = [rng.randrange(1, nodes + 1) for _ in range(batch)]
+        text_BL = torch.zeros(batch, 80, dtype=torch.int32)
+        given = [torch.zeros(batch, nodes, dtype=t) for t in (torch.int64, torch.int64)]
+        scores_BN = torch.zeros(batch, nodes)
+        for b, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+            text_BL[b, : len(text)] = torch.tensor(text)
+            count = len(tree.tokens)
+            given[0][b, :count] = torch.tensor(tree.tokens, dtype=torch.int64)
+            given[1][b, :count] = torch.tensor(tree.parents, dtype=torch.int64)
+            scores_BN[b, :count] = torch.tensor(tree.scores)
+        lens_B, counts_B, room_B = (
+            torch.tensor(x, device=device)
+            for x in ([len(t) for t in texts], [len(t.tokens) for t in trees], room)
+        )
+        join_on_device(
+            text_BL.to(device),
+            lens_B,
+            *(x.to(device) for x in given),
+            scores_BN.to(device),
+            counts_B,
+            room_B,
+            weights_D2.to(device),
+            torch.tensor(rates, device=device),
+            scratch,
+            out,
+            shortest=2,
+            num_lengths=NUM_LENGTHS,
+        )
+        for b, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+            depths = row_depths(tree.parents)[1:]
+            worths = list[float]()
+            if depths:
+                survival = Survival(weights_D2)
+                found = survival(torch.tensor([tree.scores]), torch.tensor([depths]))[0].tolist()
+                for parent, worth in zip(tree.parents, found, strict=True):
+                    worths.append(min(worth, worths[parent - 1] if parent else 1.0))
+            tree = tree._replace(worths=worths)
+            index = TextIndex(MAX_MATCH, 2)
+            index.extend(text)
+            matches = find_matches(index, text, tree.tokens, tree.parents, rows)
+            wanted = join_copies(tree, text, matches, rates, max_nodes=room[b])
+            count = int(out.num_nodes_B[b])
+            assert count == len(wanted.tokens)
+            assert out.tokens_BN[b, :count].tolist() == wanted.tokens
+            assert out.parents_BN[b, :count].tolist() == wanted.parents
+            assert out.cells_BN[b, :count].tolist() == wanted.cells
+            assert out.worths_BN[b, :count].tolist() == pytest.approx(wanted.worths, rel=1e-4)
+            assert out.scores_BN[b, :count].tolist() == pytest.approx(wanted.scores, abs=1e-4)
+            assert all(math.isfinite(x) for x in wanted.scores)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_card() -> None:
+    found = compile_for_card("copies")
+    assert len(found) == 4
+    assert not any(kernel["stack"] for kernel in found.values()), "nothing spills"
