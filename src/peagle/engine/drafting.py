@@ -35,6 +35,8 @@ from peagle.kernels.sampling.probabilities import at_least_float32
 from peagle.kernels.trees.copies import (
     MAX_MATCH,
     NO_COPY,
+    SEARCHED_ROWS,
+    SHORTEST_MATCH,
     TextIndex,
     Tree,
     find_matches,
@@ -62,8 +64,6 @@ MIN_APART_POSITIONS = 256
 # Most positions of a pass that closes holes; with MAX_SEQUENCES sequences a graph can run it.
 MAX_CAUGHT_UP = TOKEN_BUCKETS[-1]
 _TIMED_READINGS = 4
-# The root and the likeliest nodes, behind which a copy may begin.
-SEARCHED_ROWS = 6
 
 
 def make_drafting(
@@ -90,14 +90,10 @@ def make_drafting(
         max_model_len=max_model_len,
         trees=speculative.trees,
         draws=speculative.draws,
+        has_copies=speculative.copies_join_trees,
     )
     vocab_size = sampler.vocab_size
-    lookup = None
-    if speculative.copies_join_trees:
-        lookup = MAX_MATCH, 2
-    return HeadDrafting(
-        proposer, sampler, vocab_size, max_model_len, max_draft_len, features, lookup
-    )
+    return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
 
 
 def fixes_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
@@ -214,7 +210,6 @@ class HeadDrafting(Drafting):
 
     Args:
         features: features of sequences that do not draft at present.
-        lookup: longest and shortest match of copies that join trees; None: no copies do.
     """
 
     def __init__(
@@ -225,7 +220,6 @@ class HeadDrafting(Drafting):
         max_model_len: int,
         max_draft_len: int,
         features: FeatureRings,
-        lookup: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(max_model_len)
         self.proposer = proposer
@@ -233,7 +227,6 @@ class HeadDrafting(Drafting):
         self.sampler = sampler
         self.max_draft_len = max_draft_len
         self.features = features
-        self.lookup = lookup
         draftable = proposer.draft_token_ids
         self._draft_token_ids = None if draftable is None else torch.tensor(draftable)
         self._has_warned = False
@@ -337,38 +330,34 @@ class HeadDrafting(Drafting):
                 found = grammar.prepared_tree()
             # The nodes of a depth share a position, but each needs a slot.
             count = min(len(found[0]), self.max_model_len - len(sequence))
-            found = [some[:count] for some in found]
+            sequence.drafts = found[0][:count]
             if sequence.draws_chain:
-                sequence.drafts = found[0]
                 continue
-            if self.lookup is not None and grammar is None:
-                *found, sequence.draft_worths, sequence.draft_cells = self._with_copies(
-                    sequence, *found
-                )
-            sequence.drafts, sequence.draft_parents, sequence.draft_scores = found
+            sequence.draft_parents, sequence.draft_scores = found[1][:count], found[2][:count]
+            if self.proposer.has_copies and grammar is None:
+                self._join_copies(sequence)
 
-    def _with_copies(
-        self, sequence: Sequence, tokens: list[int], parents: list[int], scores: list[float]
-    ) -> Tree:
-        """Return the tree of a sequence with the copies that its text has."""
+    def _join_copies(self, sequence: Sequence) -> None:
+        """Let copies of the text join the tree of a sequence."""
         proposer, text = self.proposer, sequence.token_ids
-        assert self.lookup is not None and proposer.trees is not None
-        assert proposer.survival is not None
+        assert proposer.trees is not None and proposer.survival is not None
+        tokens, parents = sequence.drafts, sequence.draft_parents or []
+        scores = sequence.draft_scores or []
         if sequence.text_index is None:
-            sequence.text_index = TextIndex(*self.lookup)
-        index = sequence.text_index
-        index.extend(text)
+            sequence.text_index = TextIndex(MAX_MATCH, SHORTEST_MATCH)
+        sequence.text_index.extend(text)
         depths = row_depths(parents)[1:]
         survival = Survival(proposer.survival.weights_D2.cpu())
         worths = survival(torch.tensor([scores]), torch.tensor([depths]))[0].tolist()
         for node, parent in enumerate(parents):
             worths[node] = min(worths[node], worths[parent - 1] if parent else 1.0)
         tree = Tree(tokens, parents, scores, worths, [NO_COPY] * len(tokens))
-        matches = find_matches(index, text, tokens, parents, SEARCHED_ROWS)
-        if not matches:
-            return tree
+        matches = find_matches(sequence.text_index, text, tokens, parents, SEARCHED_ROWS)
         room = min(proposer.trees.max_nodes, self.max_model_len - len(text))
-        return join_copies(tree, text, matches, proposer.copy_rates, max_nodes=room)
+        if matches and room > 0:
+            tree = join_copies(tree, text, matches, proposer.copy_rates, max_nodes=room)
+        sequence.drafts, sequence.draft_parents, sequence.draft_scores = tree[:3]
+        sequence.draft_worths, sequence.draft_cells = tree[3:]
 
     def _logits_after(self, slots: TreeSlots) -> LogitsAfter:
         """Return the function of the logits behind a path of drafts, on the host like grammars."""

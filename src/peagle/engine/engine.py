@@ -122,7 +122,9 @@ class LLMEngine:
         )
         self._proposer = drafting.proposer if isinstance(drafting, HeadDrafting) else None
         if plan.tree_record is not None and self._proposer is not None:
-            plan.tree_record.calibrates(self._proposer.survival, self._proposer.copy_rates)
+            plan.tree_record.calibrates(
+                self._proposer.survival, self._proposer.copy_rates, self._proposer.copy_rates_C
+            )
         self.memory_plan = self._plan_memory()
         self._make_caches(self.memory_plan.num_blocks)
         self.scheduler = Scheduler(
@@ -634,6 +636,7 @@ class LLMEngine:
             sequence.drafts = report.token_ids
             if not sequence.draws_chain:
                 sequence.draft_parents, sequence.draft_scores = report.parents, report.scores
+                sequence.draft_worths, sequence.draft_cells = report.worths, report.cells
 
     def _emit(
         self,

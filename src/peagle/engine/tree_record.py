@@ -138,6 +138,7 @@ class TreeRecord:
         self._survival = Survival.uncalibrated(depth, "cpu")
         self._shared: Survival | None = None
         self._rates = CopyRates(list(PRIOR_RATES))
+        self._shared_rates_C: Tensor | None = None
         self._tried_DX, self._passed_DX = torch.zeros(2, depth, _CELLS, dtype=torch.float64)
         self._pending: list[_Seen] = []
         self._has_new = False  # whether this step has recorded trees
@@ -150,15 +151,17 @@ class TreeRecord:
         self._curves: dict[int, list[float]] = {}  # results of `_curve`
         self._age = 0  # age of both, in steps
 
-    def calibrates(self, survival: Survival | None, copy_rates: list[float]) -> None:
+    def calibrates(
+        self, survival: Survival | None, copy_rates: list[float], copy_rates_C: Tensor
+    ) -> None:
         """Copy what is learnt from now on to where it decides about the nodes of steps.
 
         Args:
             survival: takes the fitted w and b.
-            copy_rates: takes the rate of each cell.
+            copy_rates, copy_rates_C: take the rate of each cell, on the host and on the device.
         """
         self._shared = survival
-        self._rates = CopyRates(copy_rates)
+        self._rates, self._shared_rates_C = CopyRates(copy_rates), copy_rates_C
 
     @property
     def looks(self) -> bool:
@@ -282,6 +285,8 @@ class TreeRecord:
         if self._shared is not None:
             shared_D2 = self._shared.weights_D2
             shared_D2.copy_(upload(weights_D2, shared_D2.device))
+        if (rates_C := self._shared_rates_C) is not None and rates_C.is_cuda:
+            rates_C.copy_(upload(torch.tensor(self._rates.rates), rates_C.device))
 
     def tokens(self, k: int) -> float:
         """Return the expected tokens of a sequence in a step that verifies k nodes of each."""

@@ -169,12 +169,14 @@ class HeadProposer:
         max_model_len: positions from here on write no KV.
         trees: draft trees of this shape; None: chains.
         draws: whether drafts of some sequences are drawn.
+        has_copies: whether continuations of the text join trees (`kernels.trees.copies`).
 
     Attributes:
         passes: passes of the drafter.
         readings: passes that give keys and values alone.
         survival: where drafts are trees, how probable it is that a node is accepted.
-        copy_rates: where they have copies, the rate of each cell (`kernels.trees.copies`).
+        copy_rates: where they have copies, the rate of each cell (`kernels.trees.copies`);
+            `copy_rates_C` has these on the device.
     """
 
     def __init__(
@@ -186,6 +188,7 @@ class HeadProposer:
         max_model_len: int,
         trees: CandidateTrees | None = None,
         draws: bool = False,
+        has_copies: bool = False,
     ) -> None:
         self.drafter = drafter
         self.drafter.reserve_positions(max_model_len)
@@ -195,12 +198,14 @@ class HeadProposer:
         self.max_model_len = max_model_len
         self.trees = trees
         self.draws = draws
+        self.has_copies = has_copies
         self.survival: Survival | None = None
         if trees is not None:
             self.survival = Survival.uncalibrated(
                 trees.prediction_depth, drafter.norm.weight.device
             )
         self.copy_rates = list(PRIOR_RATES)
+        self.copy_rates_C = torch.tensor(PRIOR_RATES, device=drafter.norm.weight.device)
         if drafter.config.is_parallel:
             self.h_shared_1D = drafter.shared_hidden().unsqueeze(0)
         self.scaling = drafter.config.head_dim**-0.5

@@ -15,7 +15,6 @@ from peagle.kernels.trees.copies import (
     MAX_COPIED,
     MAX_MATCH,
     NO_COPY,
-    NUM_LENGTHS,
     PRIOR_RATES,
     TextIndex,
     Tree,
@@ -160,7 +159,6 @@ def test_kernels_equal_the_reference() -> None:
             scratch,
             out,
             shortest=2,
-            num_lengths=NUM_LENGTHS,
         )
         for b, (text, tree) in enumerate(zip(texts, trees, strict=True)):
             depths = row_depths(tree.parents)[1:]

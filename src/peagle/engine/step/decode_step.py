@@ -25,6 +25,7 @@ from peagle.config import CandidateTrees
 from peagle.engine.features import NO_SLOT
 from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
+from peagle.engine.step.decode_rows import DecodeRows
 from peagle.engine.step.drawn_drafts import DrawnDrafts
 from peagle.engine.step.rules import DecodeRules, PendingLogprobs
 from peagle.engine.step.tree_growth import TreeGrowth
@@ -45,7 +46,7 @@ from peagle.kernels.drafts.correction_triton import correct_logits
 from peagle.kernels.drafts.draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState, Stamp
 from peagle.kernels.drafts.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
-from peagle.kernels.sampling.rejection_triton import DraftProbs, reject_drafts
+from peagle.kernels.sampling.rejection_triton import reject_drafts
 from peagle.kernels.sampling.verify_triton import (
     SequenceSampling,
     SyntheticAcceptance,
@@ -53,6 +54,8 @@ from peagle.kernels.sampling.verify_triton import (
     match_drafts,
     own_tokens,
 )
+from peagle.kernels.trees.copies import MAX_COPIED, NO_COPY
+from peagle.kernels.trees.copies_triton import append_emitted
 from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
 from peagle.kernels.upload import upload, upload_ints
 from peagle.models.target import TargetModel
@@ -92,6 +95,19 @@ class BufferSizes:
     max_draft_len: int
     synthetic_rates: tuple[float, ...] | None = None
     trees: CandidateTrees | None = None
+    has_copies: bool = False
+
+    @property
+    def node_fields(self) -> int:
+        """Return the numbers of a node: parent and score, with copies worth and cell too."""
+        return 4 if self.has_copies else 2
+
+    @property
+    def max_path(self) -> int:
+        """Return the most nodes on a path of a tree."""
+        assert self.trees is not None, "drafts are trees"
+        depth = self.trees.prediction_depth
+        return min(depth + MAX_COPIED, self.trees.max_nodes) if self.has_copies else depth
 
     def max_drafts(self, num_drafts: int) -> int:
         """Return the most drafts that a sequence has in steps of K drafts."""
@@ -106,47 +122,6 @@ class BufferSizes:
     def depth(self, num_drafts: int) -> int:
         """Return the most drafts on a path in steps of K drafts."""
         return num_drafts if self.trees is None else self.trees.depth(num_drafts)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """State of the rows of one step, parts of the buffers.
-
-    Attributes:
-        synthetic: acceptance set for measurements; None for the real one.
-        drafts_BK: drafts that the next step verifies, or the whole trees of which it verifies some
-            nodes; one column if K is 0.
-        nodes_BX: parent's row and score in units of each node of a tree; undefined for chains.
-        draft_probs: q of these drafts; None if drafts are an argmax, or K is 0.
-        block_tables_BM: KV blocks, int64.
-        active_B: 1 for rows that are sequences, else 0; int64.
-        context_starts_B: first drafter slot that attention may read.
-        feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
-        draws_chain_B: 1 for drawn chains while other sequences have trees, else 0; int64.
-    """
-
-    state: DecodeState
-    limits: DecodeLimits
-    sampling: SequenceSampling
-    synthetic: SyntheticAcceptance | None
-    drafts_BK: Tensor
-    nodes_BX: Tensor
-    draft_probs: DraftProbs | None
-    block_tables_BM: Tensor
-    active_B: Tensor
-    context_starts_B: Tensor
-    feature_slots_B: Tensor
-    draws_chain_B: Tensor
-
-    @property
-    def parents_BK(self) -> Tensor:
-        """Return the row of each node's parent."""
-        return self.nodes_BX.tensor_split(2, 1)[0]
-
-    @property
-    def scores_BK(self) -> Tensor:
-        """Return the score of each node, in units of SCORE_UNIT."""
-        return self.nodes_BX.tensor_split(2, 1)[1]
 
 
 class DecodeBuffers:
@@ -175,7 +150,11 @@ class DecodeBuffers:
         self._tables_BM = torch.zeros(batch, sizes.table_width, **types)
         self._drafts: dict[int, Tensor] = {}
         num_nodes = sizes.trees.max_nodes if sizes.trees else 1
-        self._nodes_BX = torch.zeros(batch, 2 * num_nodes, **types)
+        self._nodes_BX = torch.zeros(batch, sizes.node_fields * num_nodes, **types)
+        self._text_BL: Tensor | None = None
+        if sizes.has_copies:
+            shape = batch, sizes.max_model_len
+            self._text_BL = torch.zeros(shape, dtype=torch.int32, device=device)
         self._outputs: tuple[Tensor, ...] = ()
         self._rates_K: Tensor | None = None
         if (rates := sizes.synthetic_rates) is not None:
@@ -212,6 +191,8 @@ class DecodeBuffers:
             synthetic=rates_K if rates_K is None else SyntheticAcceptance(rates_K, seeds_B),
             drafts_BK=self._drafts_of(num_drafts)[:num_seqs],
             nodes_BX=self._nodes_BX[:num_seqs],
+            node_fields=sizes.node_fields,
+            text_BL=None if self._text_BL is None else self._text_BL[:num_seqs],
             draft_probs=None if drawn is None else drawn.rows(num_seqs, sizes.depth(num_drafts)),
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],
@@ -263,13 +244,20 @@ class DecodeBuffers:
         self._floats_FB[:, rows_N] = upload(floats_NF, self._device).T
         if self.drawn is not None:
             self.drawn.write(rows_N, rows)
+        if self._text_BL is not None:
+            for row, sequence in rows.items():
+                if sequence is not None:
+                    tokens_T = torch.tensor(sequence.token_ids, dtype=torch.int32)
+                    self._text_BL[row, : len(tokens_T)] = upload(tokens_T, self._device)
 
     def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
         """Return a row's integers (fields, stop ids, drafts, nodes) and its other numbers."""
-        num_stop_ids, num_nodes = self.sizes.num_stop_ids, self._nodes_BX.shape[1] // 2
+        num_stop_ids, fields_of_node = self.sizes.num_stop_ids, self.sizes.node_fields
+        num_nodes = self._nodes_BX.shape[1] // fields_of_node
         columns, depth = (f(self.num_drafts) for f in (self.sizes.num_columns, self.sizes.depth))
         if sequence is None:
-            empty = [0] * len(_INTS) + [-1] * num_stop_ids + [0] * (columns + 2 * num_nodes)
+            empty = [0] * len(_INTS) + [-1] * num_stop_ids
+            empty += [0] * (columns + fields_of_node * num_nodes)
             return empty, [0.0] * len(_FLOATS)
         params, ring = sequence.params, sequence.pending_features
         drafts = sequence.drafts[: columns if self.num_drafts else 0]
@@ -302,6 +290,12 @@ class DecodeBuffers:
         ints += parents + [0] * (num_nodes - len(parents))
         ints += [round(max(score, MIN_SCORE) / SCORE_UNIT) for score in scores]
         ints += [0] * (num_nodes - len(scores))
+        if self.sizes.has_copies:
+            worths = (sequence.draft_worths or [1.0] * len(drafts))[: len(drafts)]
+            cells = (sequence.draft_cells or [NO_COPY] * len(drafts))[: len(drafts)]
+            ints += [round(worth / SCORE_UNIT) for worth in worths]
+            ints += [0] * (num_nodes - len(worths))
+            ints += cells + [NO_COPY] * (num_nodes - len(cells))
         return ints, [getattr(params, name) for name in _FLOATS]
 
     @torch.inference_mode()
@@ -319,6 +313,8 @@ class DecodeBuffers:
         drafts_BK = self._drafts_of(self.num_drafts)
         for rows_BX in (self._stop_ids_BE, self._tables_BM, drafts_BK, self._nodes_BX):
             rows_BX[to_N] = rows_BX[from_N]
+        if self._text_BL is not None:
+            self._text_BL[to_N] = self._text_BL[from_N]
         if self.drawn is not None:
             self.drawn.move(from_N, to_N)
 
@@ -388,26 +384,21 @@ class DecodeStep:
         self.trees, width = None, 4 + 2 * self.max_drafts
         shape = None if proposer is None else proposer.trees
         if shape is not None:
-            self.max_accepted = shape.prediction_depth
-            width = 4 + self.max_accepted + 3 * self.max_drafts
+            self.max_accepted = buffers.sizes.max_path
+            width = 4 + self.max_accepted + (1 + own.node_fields) * self.max_drafts
         self.out = DecodeResult.allocate(num_seqs, self.max_accepted, device)
         if proposer is not None and shape is not None:
-            assert proposer.survival is not None, "the head drafts trees"
             self.trees = DecodeTrees(
                 shape,
                 self.batch,
-                own.state,
-                own.drafts_BK,
-                own.parents_BK,
-                own.scores_BK,
+                own,
                 self.running_B,
                 self.out.num_accepted_B,
                 self.target,
-                survival=proposer.survival,
-                draws_chain_B=own.draws_chain_B if self.draws else None,
+                proposer,
+                depth=self.max_accepted,
                 max_drawn=num_drafts,
                 max_model_len=buffers.sizes.max_model_len,
-                vocab_size=proposer.drafter.config.draft_vocab_size,
             )
         self.report_RX = torch.zeros(num_seqs + 1, width, dtype=torch.int64, device=device)
         if proposer is not None:
@@ -563,6 +554,8 @@ class DecodeStep:
             synthetic=own.synthetic,
             given=self.draws or trees is not None,
         )
+        if own.text_BL is not None:
+            append_emitted(own.text_BL, own.state.first_positions_B, self.out.emitted_BJ)
         self._report(Stamp.VERIFIED)
 
     @torch.inference_mode()
@@ -599,7 +592,10 @@ class CapturedDraft:
         self.num_drafts = k = sizes.depth(step.num_drafts)
         self._drafter, self._step, self._sizes = drafter, step, sizes
         self._passes = Passes(proposer.passes.run, TritonAttention())
-        num_slots = num_seqs * (step.max_accepted + (k if config.is_parallel else 1))
+        # Each row of the target's batch is read once at most.
+        num_read = min(num_seqs * (step.max_accepted + 1), len(step.batch.tokens_R))
+        num_slots = num_read + num_seqs * (k - 1 if config.is_parallel else 0)
+        self._max_slots = min(step.max_accepted + k, num_slots)
         self._batch = DraftBatch.allocate(num_seqs, num_slots, k, device)
         self._num_mask_slots_B = step.out.num_mask_slots_B
         self._h_shared_D = torch.zeros_like(drafter.norm.weight)
@@ -658,7 +654,7 @@ class CapturedDraft:
             batch,
             own.block_tables_BM,
             hidden_SD,
-            max_query_len=hidden_SD.shape[0] // len(own.active_B),
+            max_query_len=self._max_slots if len(hidden_SD) == len(self._hidden_SD) else 1,
             max_seq_len=self._sizes.max_model_len,
             context_starts_B=own.context_starts_B,
         )

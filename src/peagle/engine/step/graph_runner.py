@@ -185,6 +185,7 @@ def make_graph_runner(
         max_draft_len=max_draft_len,
         synthetic_rates=synthetic_rates,
         trees=trees,
+        has_copies=proposer is not None and proposer.has_copies,
     )
     drawn, max_drafts = None, max(k for _, k in num_rows)
     if proposer is not None and proposer.draws:
@@ -261,11 +262,14 @@ class RowDrafts:
     Attributes:
         token_ids: drafts for the next step.
         parents, scores: row of each draft's parent in a tree, and its score; None for a chain.
+        worths, cells: worth and cell of each node; None where trees have no copies.
     """
 
     token_ids: list[int]
     parents: list[int] | None = None
     scores: list[float] | None = None
+    worths: list[float] | None = None
+    cells: list[int] | None = None
 
 
 def read_tokens(row: list[int]) -> RowTokens:
@@ -282,9 +286,16 @@ def read_drafts(row: list[int], max_accepted: int, max_drafts: int) -> RowDrafts
         max_drafts: most drafts of a sequence.
     """
     num_next, following = row[2], row[4 + max_accepted :]
-    drafts, parents, units = (following[at * max_drafts :][:num_next] for at in range(3))
+    fields = len(following) // max_drafts
+    drafts, *of_nodes = (following[at * max_drafts :][:num_next] for at in range(fields))
+    if not of_nodes or not num_next:
+        return RowDrafts(drafts)
+    parents, units = of_nodes[:2]
     scores = [unit * SCORE_UNIT for unit in units]
-    return RowDrafts(drafts, parents or None, scores or None)
+    if len(of_nodes) == 2:
+        return RowDrafts(drafts, parents, scores)
+    worths = [unit * SCORE_UNIT for unit in of_nodes[2]]
+    return RowDrafts(drafts, parents, scores, worths, of_nodes[3])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,32 +19,33 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.engine.model_runner import cached_bytes
+from peagle.engine.step.copies import DecodeCopies
+from peagle.engine.step.decode_rows import DecodeRows
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.drafts.batches import TargetBatch
-from peagle.kernels.drafts.step_state import DecodeState
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.trees.growth import allocate_nodes, count_nodes
 from peagle.kernels.trees.paths_triton import Descent, descend, place_rows
-from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT, SURELY_VERIFIED, Survival
+from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT, SURELY_VERIFIED
 from peagle.models.target import TargetModel
+from peagle.speculation.proposers import HeadProposer
 
 
 class DecodeTrees:
     """The trees of a step's rows.
 
     Args:
-        batch, state, drafts_BN, parents_BN, scores_BN, running_B, num_accepted_B: the step's.
-        target: the target whose KV caches hold the rows.
-        survival: estimates the probability that a node is accepted.
-        draws_chain_B: not 0 for sequences with drawn chains; None if none can have any.
-        max_drawn: most drafts of a chain that the step verifies.
+        batch, rows, running_B, num_accepted_B: the step's.
+        target: the target, whose KV caches hold the rows.
+        proposer: the head that drafts the trees.
+        depth: D, most nodes on a path.
+        max_drawn: drafts of a chain that the step verifies at most.
         max_model_len: no node has a slot from here on.
-        vocab_size: tokens from which the head drafts.
 
     Attributes:
-        visible_T: mask of the rows of its sequence that a row sees, as `TreeMask`.
+        visible_T: which rows of its sequence a row sees, as `TreeMask`.
         depths_T: drafts before a row.
-        rows_X: after `descend`, the old row of each row of the batch, and T.
+        rows_X: after `descend`, the row that stood where a row of the batch now stands, and T.
         path_BD: after `descend`, the accepted drafts.
     """
 
@@ -52,25 +53,28 @@ class DecodeTrees:
         self,
         shape: CandidateTrees,
         batch: TargetBatch,
-        state: DecodeState,
-        drafts_BN: Tensor,
-        parents_BN: Tensor,
-        scores_BN: Tensor,
+        rows: DecodeRows,
         running_B: Tensor,
         num_accepted_B: Tensor,
         target: TargetModel,
+        proposer: HeadProposer,
         *,
-        survival: Survival,
-        draws_chain_B: Tensor | None,
+        depth: int,
         max_drawn: int,
         max_model_len: int,
-        vocab_size: int,
     ) -> None:
-        device, depth = drafts_BN.device, shape.prediction_depth
-        self._batch, self._state, self._running_B = batch, state, running_B
-        self._drafts_BN, self._parents_BN = drafts_BN, parents_BN
-        self._scores_BN, self._survival = scores_BN, survival
-        self._draws_B1 = None if draws_chain_B is None else draws_chain_B.unsqueeze(1)
+        assert proposer.survival is not None, "the head drafts trees"
+        device = running_B.device
+        self._batch, self._state, self._running_B = batch, rows.state, running_B
+        self._drafts_BN, self._parents_BN, self._scores_BN = (
+            rows.drafts_BK,
+            rows.nodes(0),
+            rows.nodes(1),
+        )
+        self._survival = proposer.survival
+        self._draws_B1 = None
+        if rows.draft_probs is not None:
+            self._draws_B1 = rows.draws_chain_B.unsqueeze(1)
         self._max_drawn = max_drawn
         self._max_model_len, self._depth = max_model_len, depth
         self._move = SlotMoves(cached_bytes(target))
@@ -78,11 +82,15 @@ class DecodeTrees:
         self._descent = Descent.allocate(num_accepted_B, depth, len(batch.tokens_R))
         self.rows_X, self.path_BD = self._descent.rows_X, self._descent.path_BD
         self.visible_T, self.depths_T = (torch.zeros_like(batch.tokens_R) for _ in range(2))
+        vocab_size = proposer.drafter.config.draft_vocab_size
         sizes = [
             count_nodes(k, shape.num_parallel_trees, shape.max_nodes, vocab_size)
-            for k in range(depth + 1)
+            for k in range(shape.prediction_depth + 1)
         ]
         self._num_nodes_K = torch.tensor(sizes, device=device)
+        self._copies = None
+        if rows.text_BL is not None:
+            self._copies = DecodeCopies(rows, proposer, shape.max_nodes)
 
     def allocate_nodes(self) -> None:
         """Choose the nodes of each running sequence's tree that the rows of the step verify.
@@ -98,8 +106,11 @@ class DecodeTrees:
             num_nodes_B.copy_(torch.where(is_drawn_B, num_drawn_B, num_nodes_B))
         budget = len(self._batch.tokens_R) - len(num_nodes_B)
         if budget < self._scores_BN.numel():
-            paths = TreePaths.of(self._parents_BN, self._depth)
-            survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
+            if self._copies is not None:
+                survival_BN = self._copies.worths_BN * SCORE_UNIT
+            else:
+                paths = TreePaths.of(self._parents_BN, self._depth)
+                survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
             if self._draws_B1 is not None:
                 survival_BN = torch.where(self._draws_B1 != 0, SURELY_VERIFIED, survival_BN)
             num_nodes_B.copy_(allocate_nodes(survival_BN, num_nodes_B, budget))
@@ -163,6 +174,10 @@ class DecodeTrees:
         """
         state = self._state
         num_nodes_B = self._num_nodes_K[state.num_drafts_B]
+        if self._copies is not None:
+            joined = self._copies.join(tokens_BN, parents_BN, scores_BN, num_nodes_B)
+            tokens_BN, parents_BN, scores_BN = joined.tokens_BN, joined.parents_BN, joined.scores_BN
+            num_nodes_B = torch.where(state.num_drafts_B > 0, joined.num_nodes_B, 0)
         if chains_BK is not None and self._draws_B1 is not None:
             is_drawn_B1, width = self._draws_B1 != 0, chains_BK.shape[1]
             pairs = (tokens_BN, chains_BK), (parents_BN, self._columns_N[:width])

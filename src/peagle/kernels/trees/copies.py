@@ -30,6 +30,9 @@ PRIOR_RATES = (
     *(0.80, 0.88, 0.88, 0.90, 0.94, 0.98),
 )
 MAX_COPIED = 32  # tokens of one copy
+SHORTEST_MATCH = 2
+# The root and the likeliest nodes, behind which a copy may begin.
+SEARCHED_ROWS = 6
 
 
 class Match(NamedTuple):
@@ -154,7 +157,8 @@ def join_copies(
     num_own = len(tree.tokens)
     # A copy ends where its tokens are worth less than enough nodes of the tree.
     least = sorted(tree.worths)[-max_nodes] if num_own >= max_nodes else 0.0
-    tokens, parents, scores, worths, cells = (list(field) for field in tree)
+    tokens, parents, cells = list(tree.tokens), list(tree.parents), list(tree.cells)
+    scores, worths = list(tree.scores), list(tree.worths)
     for row, length, start in matches:
         worth = tree.worths[row - 1] if row else 1.0
         for step, token in enumerate(copied_tokens(text, start, MAX_COPIED)):

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.launch import launch, power_of_two
-from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY
+from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
 from peagle.kernels.trees.survival import MAX_LOGIT
 
 _PLACES = 1024  # places that a program compares at a time
@@ -333,7 +333,6 @@ def join_copies(
     out: JoinedTrees,
     *,
     shortest: int,
-    num_lengths: int,
 ) -> None:
     """Find the copies of each text and join them to its tree, as `trees.copies` does.
 
@@ -403,8 +402,54 @@ def join_copies(
         S=MAX_COPIED,
         X=scratch.hashes_BX.shape[1],
         CHUNK=_CHUNK,
-        NUM_LENGTHS=num_lengths,
+        NUM_LENGTHS=NUM_LENGTHS,
         NO_COPY=NO_COPY,
         MAX_LOGIT=MAX_LOGIT,
         num_warps=8,
+    )
+
+
+@triton.jit
+def _append_kernel(
+    text_ptr,
+    stride_text,
+    first_positions_ptr,
+    emitted_ptr,
+    num_columns,
+    max_len,
+    COLUMNS: tl.constexpr,
+):
+    """Write the emitted tokens of one sequence to the end of its text."""
+    b = tl.program_id(0)
+    j = tl.arange(0, COLUMNS)
+    inside = j < num_columns
+    token = tl.load(emitted_ptr + b * num_columns + j, mask=inside, other=-1)
+    is_emitted = inside & (token >= 0)
+    end = tl.load(first_positions_ptr + b) + 1
+    place = end - tl.sum(is_emitted.to(tl.int64), 0) + j
+    at = text_ptr + b.to(tl.int64) * stride_text + place
+    tl.store(at, token.to(tl.int32), mask=is_emitted & (place < max_len))
+
+
+def append_emitted(text_BL: Tensor, first_positions_B: Tensor, emitted_BJ: Tensor) -> None:
+    """Write what a step emitted to the ends of the texts. One launch.
+
+    Args:
+        text_BL: int32, any stride between rows.
+        first_positions_B: int64, the place of each sequence's newest token, an emitted one where
+            any was.
+        emitted_BJ: int64, contiguous; -1 behind the emitted tokens.
+    """
+    num_seqs, num_columns = emitted_BJ.shape
+    launch(
+        _append_kernel,
+        (num_seqs,),
+        text_BL,
+        text_BL.stride(0),
+        first_positions_B,
+        emitted_BJ,
+        num_columns,
+        text_BL.shape[1],
+        COLUMNS=power_of_two(num_columns),
+        num_warps=1,
     )

@@ -1,0 +1,52 @@
+"""The rows of one captured decode step: what is known of its sequences, on the device.
+
+Shapes: B rows of a step, one a sequence; K most drafts of a sequence; N nodes of a tree; M blocks a
+sequence; L most tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from peagle.kernels.drafts.step_state import DecodeLimits, DecodeState
+from peagle.kernels.sampling.rejection_triton import DraftProbs
+from peagle.kernels.sampling.verify_triton import SequenceSampling, SyntheticAcceptance
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """State of the rows of one step, parts of the buffers.
+
+    Attributes:
+        synthetic: acceptance set for measurements; None for the real one.
+        drafts_BK: drafts that the next step verifies, or the whole trees of which it verifies some
+            nodes; one column if K is 0.
+        nodes_BX: parent's row and score in units of each node of a tree; undefined for chains.
+        draft_probs: q of these drafts; None if drafts are an argmax, or K is 0.
+        block_tables_BM: KV blocks, int64.
+        active_B: 1 for rows that are sequences, else 0; int64.
+        context_starts_B: first drafter slot that attention may read.
+        feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
+        draws_chain_B: 1 for drawn chains while other sequences have trees, else 0; int64.
+    """
+
+    state: DecodeState
+    limits: DecodeLimits
+    sampling: SequenceSampling
+    synthetic: SyntheticAcceptance | None
+    drafts_BK: Tensor
+    nodes_BX: Tensor
+    node_fields: int
+    text_BL: Tensor | None
+    draft_probs: DraftProbs | None
+    block_tables_BM: Tensor
+    active_B: Tensor
+    context_starts_B: Tensor
+    feature_slots_B: Tensor
+    draws_chain_B: Tensor
+
+    def nodes(self, field: int) -> Tensor:
+        """Return one number of each node: parent's row, score, worth or cell."""
+        return self.nodes_BX.tensor_split(self.node_fields, 1)[field]
