@@ -1,0 +1,66 @@
+"""Copies of the text in captured steps: the outputs of plain decoding, the counters of eager steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle import LLM, SamplingParams
+from peagle.engine.tree_record import TreeRecord
+
+pytest.importorskip("triton")
+ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.usefixtures("graphs_everywhere")
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.4, seed=3)
+PROMPTS = [[5, 9, 200, 31, 5, 9], [17] * 8, [8, 8, 9, 9, 8, 8, 9], list(range(20, 40))]
+
+
+def make(
+    target: Path, head: Path | None, *, eager: bool, copies: bool = True, **options: Any
+) -> LLM:
+    config: dict[str, Any] | None = None
+    if head is not None:
+        shape = {"num_parallel_trees": 3, "prediction_depth": 3, "max_nodes": 9}
+        config = {"model": str(head), "parallel_drafting_spec": shape, "prompt_lookup": copies}
+        config["num_speculative_tokens"] = 3  # else K would follow the load
+    options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, **options}
+    return LLM(
+        target,
+        speculative_config=config,
+        dtype="float32",
+        device="cpu",
+        enforce_eager=eager,
+        **options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+def test_captured_steps_join_the_copies_of_eager_ones(
+    target_folder: Path, head_folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A captured step learns a step later.
+    monkeypatch.setattr(TreeRecord, "looks", False)
+    head = head_folders(parallel=True)
+    params = [GREEDY, GREEDY, SAMPLED, GREEDY]
+    plain = make(target_folder, None, eager=True).generate(PROMPTS, params)
+    eager = make(target_folder, head, eager=True)
+    wanted = eager.generate(PROMPTS, params)
+    captured = make(target_folder, head, eager=False)
+    found = captured.generate(PROMPTS, params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert [o.token_ids for o in wanted] == [o.token_ids for o in plain]
+    assert captured.stats.eager_steps == {}
+    assert captured.stats.speculation == eager.stats.speculation
+    accepted = captured.stats.speculation.num_accepted_tokens_per_pos
+    assert len(accepted) > 3 and accepted[4] > 0, "deeper than the head drafts"
+    without = make(target_folder, head, eager=True, copies=False)
+    without.generate(PROMPTS, params)
+    assert eager.stats.speculation.acceptance_length > without.stats.speculation.acceptance_length
