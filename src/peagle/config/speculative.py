@@ -145,6 +145,7 @@ _CHECKS = {
     "quantization": choice_of(None, *get_args(Quantization)),
     "check_target": BOOLEAN,
     "correction": BOOLEAN,
+    "prompt_lookup": BOOLEAN,
     "max_model_len": whole(1, optional=True),
     "drawn_chains_from": FieldCheck(
         lambda value: value is None or (is_number(value) and 0 < value < math.inf),
@@ -189,6 +190,9 @@ class SpeculativeConfig:
             (`peagle tune --max-nodes` tells from where). Requests with a seed or a structured
             output keep trees. K of such chains never follows their acceptance, so "auto" means the
             same nodes in every step. None: all requests get trees.
+        prompt_lookup: where drafts are trees, let continuations of the text join them: what stood
+            behind earlier occurrences of a path's last tokens (`kernels.trees.copies`). Such paths
+            may be deeper than the head drafts.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
         quantization: type that the weights of the head's layers get when they are loaded; None
             takes them as they are stored.
@@ -230,7 +234,7 @@ class SpeculativeConfig:
     quantization: Quantization | None = None
     check_target: bool = True
     correction: bool = True
-    prompt_lookup: bool | None = None
+    prompt_lookup: bool = False
     max_model_len: int | None = None
     draft_window: int | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -256,6 +260,8 @@ class SpeculativeConfig:
             self._check_trees(self.parallel_drafting_spec)
         elif (first := self.drawn_chains_from) is not None:
             require(False, "drawn_chains_from", first, f"none without {_TREES}")
+        elif self.prompt_lookup:
+            require(False, "prompt_lookup", True, f"false without {_TREES}")
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.synthetic_acceptance_rates is not None:
@@ -320,8 +326,8 @@ class SpeculativeConfig:
 
     @property
     def copies_join_trees(self) -> bool:
-        """Return whether continuations of the text compete with the head's drafts."""
-        return self.parallel_drafting_spec is not None and self.prompt_lookup is not False
+        """Return whether continuations of the text join the head's trees."""
+        return self.parallel_drafting_spec is not None and self.prompt_lookup
 
     @property
     def num_drafts(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from peagle.config import CandidateTrees, EngineConfig, SpeculativeConfig
 from peagle.engine.depth import DepthPolicy, make_depth
 from peagle.engine.head import load_head
@@ -94,7 +96,9 @@ def plan_engine(
     is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
     record = None if trees is None else TreeRecord(trees)
     depth = make_depth(speculative, trained_depth, is_captured=is_pipelined, trees=record)
-    kept_bytes = _kept_bytes(target, drafter, config, speculative) if is_pipelined else 0
+    kept_bytes = 0
+    if is_pipelined:
+        kept_bytes = _kept_bytes(target, drafter, config, speculative, max_model_len)
     return EnginePlan(
         config,
         speculative,
@@ -122,8 +126,9 @@ def _kept_bytes(
     drafter: Drafter | None,
     config: EngineConfig,
     speculative: SpeculativeConfig | None,
+    max_model_len: int,
 ) -> int:
-    """Return the bytes that the graphs of steps and passes keep."""
+    """Return the bytes that the graphs of steps and passes keep, and the texts of copies."""
     num_rows, num_bytes = buckets(config.max_num_seqs)[-1], 0
     num_outputs = sum(mixed_buckets(target))
     if speculative is not None and speculative.trees is not None:
@@ -132,4 +137,6 @@ def _kept_bytes(
         num_outputs += max(TOKEN_BUCKETS[-1], config.max_num_batched_tokens)
         if speculative is not None and speculative.draws:
             num_bytes = drawn_bytes(drafter, num_rows, speculative.num_drafts)
+        if speculative is not None and speculative.copies_join_trees:
+            num_bytes += num_rows * max_model_len * torch.int32.itemsize
     return num_bytes + output_bytes(target, drafter, num_outputs)
