@@ -345,6 +345,98 @@ def test_nouns_describe_classes_alone():
     assert not vague_docstrings('class Built:\n    """The head that a run makes."""\n')
 
 
+# ---- tests assert something ----------------------------------------------------------------------
+
+
+def is_assertion(node: ast.AST) -> bool:
+    if isinstance(node, ast.Raise):
+        raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        return isinstance(raised, ast.Name) and raised.id == "AssertionError"
+    name = dotted(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    return isinstance(node, ast.Assert) or name.startswith(("raises", "warns", "fail", "assert_"))
+
+
+def unasserting_tests(files: dict[str, str]) -> list[str]:
+    """Return the tests in some files that neither assert nor use a helper or fixture that does.
+
+    A name is looked up in its own file, in the one it is imported from, or in each conftest.py.
+    """
+    imported = dict[str, dict[str, str]]()
+    used = dict[tuple[str, str], set[str]]()
+    asserting = set[tuple[str, str]]()
+    for file, source in files.items():
+        nodes = list(ast.walk(ast.parse(source)))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        imported[file] = {
+            a.name: Path(i.module.replace(".", "/")).name for i in imports for a in i.names
+        }
+        for part in nodes:
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inside, names = list(ast.walk(part)), used.setdefault((file, part.name), set())
+                names |= {node.id for node in inside if isinstance(node, ast.Name)}
+                names |= {node.arg for node in inside if isinstance(node, ast.arg)}
+                if any(map(is_assertion, inside)):
+                    asserting.add((file, part.name))
+    while True:
+        shared = {(Path(file).stem, name) for file, name in asserting}
+        found = {
+            (file, part)
+            for (file, part), names in used.items()
+            for name in names
+            if (file, name) in asserting
+            or ((file, name) not in used and (imported[file].get(name, "conftest"), name) in shared)
+        }
+        if found <= asserting:
+            rest = used.keys() - asserting
+            return sorted(f"{file}: {name}" for file, name in rest if name.startswith("test_"))
+        asserting |= found
+
+
+@pytest.mark.slow
+def test_every_test_asserts_something():
+    files = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert unasserting_tests(files) == []
+
+
+def test_tests_without_an_assertion_are_found():
+    helpers = """
+        def check(x): assert x
+        def call(x): return x
+        def go(x): check(x)
+        def run(x): check(x)
+        class Host:
+            def look(self): raise AssertionError("no")
+    """
+    fixtures = """
+        @pytest.fixture
+        def idle(engine):
+            yield
+            assert engine.is_idle
+    """
+    tests = """
+        from helpers import Host, go
+        def call(x): return x
+        def test_nothing(): call(1)
+        def test_run(): run = subprocess.run([], check=True)
+        def test_own(): assert call(1)
+        def test_error():
+            with pytest.raises(ValueError): call(1)
+        def test_helper(): go(1)
+        def test_host(): Host().look()
+        def test_fixture(idle): call(1)
+        def test_close(): torch.testing.assert_close(1, 1)
+    """
+    files = {"helpers.py": helpers, "conftest.py": fixtures, "test_x.py": tests}
+    files = {file: textwrap.dedent(source) for file, source in files.items()}
+    assert unasserting_tests(files) == [
+        "test_x.py: test_nothing",
+        "test_x.py: test_run",
+    ]
+
+
 # ---- agreement of files ---------------------------------------------------------------------
 
 

@@ -291,7 +291,7 @@ def test_contexts_beyond_the_heads_training(
         "vllm_flags": {} if context is None else {"max-model-len": context},
     }
     if asked is None:
-        made(str(target_folder), **options)
+        assert made(str(target_folder), **options).vllm_flags["max-model-len"] == context
         return
     with pytest.raises(UserWarning, match=f"{asked} the head .* {BEYOND}"):
         made(str(target_folder), **options)
@@ -302,7 +302,8 @@ def test_a_head_with_windows_may_have_longer_contexts(
 ) -> None:
     head = trained_on(head_folders(windows=(64, 64)), 64)
     options = {"instance_type": "ml.g6.xlarge", "vllm_flags": {"max-model-len": "65"}}
-    made(str(target_folder), speculation=SpeculationFlags(draft=str(head)), **options)
+    found = made(str(target_folder), speculation=SpeculationFlags(draft=str(head)), **options)
+    assert found.vllm_flags["max-model-len"] == "65"
 
 
 @pytest.mark.filterwarnings("ignore:peagle did not check")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +187,23 @@ def test_an_update_that_fails_goes_back(
     ],
 )
 def test_stacks_that_cannot_be_updated(status: str, remedy: str) -> None:
-    with pytest.raises(UserError, match=f"(?s){remedy}"):
-        stack.require_updatable({"StackStatus": status}, NAME, "us-east-1")
+    assert re.search(f"(?s){remedy}", refusal_of(status))
 
 
-def test_stacks_that_can_be_updated() -> None:
-    for status in ("CREATE_COMPLETE", "UPDATE_COMPLETE", "UPDATE_ROLLBACK_COMPLETE"):
+@pytest.mark.parametrize(
+    "status", ["CREATE_COMPLETE", "UPDATE_COMPLETE", "UPDATE_ROLLBACK_COMPLETE"]
+)
+def test_stacks_that_can_be_updated(status: str) -> None:
+    assert refusal_of(status) == ""
+
+
+def refusal_of(status: str) -> str:
+    """Return what is said of an update of a stack in this state; nothing where it may come."""
+    try:
         stack.require_updatable({"StackStatus": status}, NAME, "us-east-1")
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def test_a_rollback_that_fails_has_a_name(

@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 import tomllib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,17 @@ from tests.docs.pages import ROOT
 
 class NotUnderstoodError(Exception):
     """A command that does not exist, or arguments that it does not take."""
+
+
+def complaints(check: Callable[[Any], Any], shown: Iterable[Any]) -> list[str]:
+    """Return what a check says against some commands or code; nothing where it takes all."""
+    found = []
+    for one in shown:
+        try:
+            check(one)
+        except NotUnderstoodError as error:
+            found.append(str(error))
+    return found
 
 
 def check(words: list[str]) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from peagle.bundled import SMOLLM2_WHEEL
 from peagle.cli.demo import print_next_steps
 from peagle.cli.main import COMMANDS
-from tests.docs.command_line import NotUnderstoodError, check, check_peagle, check_span
+from tests.docs.command_line import NotUnderstoodError, check, check_peagle, check_span, complaints
 from tests.docs.pages import NEEDS, PAGES, ROOT, Block, blocks, commands, spans
 from tests.docs.shell import Servers, Shell
 from tests.fetched import why_not
@@ -77,9 +77,7 @@ def test_commands_of_a_page_run_in_order(page: Path, shell: Shell) -> None:
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_commands_are_understood(block: Block) -> None:
-    assert not block.needs or block.needs in NEEDS, f"{block}: {block.needs!r} is not in NEEDS"
-    for words in commands(block.text):
-        check(words)
+    assert complaints(check, commands(block.text)) == []
 
 
 # Configurations that a page shows, or that a command makes: a file, or what stands behind > or -o.
@@ -95,18 +93,24 @@ def test_configurations_of_commands_are_there(block: Block) -> None:
                 assert (ROOT / name).is_file() or Path(name).name in SHOWN, f"{block}: {name}"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
-def test_python_of_a_page_runs(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = compile(block.text, str(block), "exec")
-    if not block.needs:
-        skip_without_model(block)
-        exec(code, {"__name__": "__main__"})
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+
+@pytest.mark.parametrize("block", [b for b in PYTHON if not b.needs], ids=str)
+def test_python_of_a_page_runs(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    skip_without_model(block)
+    exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip() or "\nassert " in block.text, "it shows no result"
+
+
+@pytest.mark.parametrize("block", [b for b in PYTHON if b.needs], ids=str)
+def test_python_that_cannot_run_here_compiles(block: Block) -> None:
+    assert compile(block.text, str(block), "exec").co_names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_in_sentences_exist(page: Path) -> None:
-    for span in spans(page):
-        check_span(span)
+    assert complaints(check_span, spans(page)) == []
 
 
 INSTALLS = sorted(
@@ -118,7 +122,7 @@ FROM_CLONE = [words for words in INSTALLS if words[2].startswith(".")]
 
 @pytest.mark.parametrize("words", INSTALLS, ids=" ".join)
 def test_install_lines_are_understood(words: tuple[str, ...]) -> None:
-    check(list(words))
+    assert complaints(check, [list(words)]) == []
 
 
 @pytest.mark.parametrize("words", FROM_CLONE, ids=" ".join)
@@ -166,9 +170,8 @@ def test_an_install_from_an_index_is_found(line: str, is_from_index: bool) -> No
 def test_examples_of_help_are_understood(name: str) -> None:
     for text in examples(name):
         lines = [line for line in text.splitlines() if line.startswith("  ")]
-        for words in commands("\n".join(lines)):
-            if "peagle" in words:
-                check(words[words.index("peagle") :])
+        shown = [words for words in commands("\n".join(lines)) if "peagle" in words]
+        assert complaints(check, [words[words.index("peagle") :] for words in shown]) == []
 
 
 def examples(name: str) -> list[str]:
@@ -197,9 +200,10 @@ def test_next_steps_of_the_demo_are_understood() -> None:
         check_peagle(words[words.index("peagle") + 1 if "-m" in words else 1 :])
 
 
-def test_every_block_names_its_language() -> None:
-    """A block without one would be seen by no test here."""
+def test_every_block_names_its_language_and_its_needs() -> None:
+    """A block without a language would be seen by no test here, one of unknown needs never run."""
     assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+    assert {block.needs for block in BLOCKS} <= {"", *NEEDS}
 
 
 @pytest.mark.parametrize(

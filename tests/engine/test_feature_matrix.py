@@ -86,11 +86,15 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 CHAINS = ("plain", "eagle3", "peagle")
 WAYS = (*CHAINS, "trees")
 # A corrected head chooses column by column, as one does for a grammar.
-CASES = [*itertools.product(FEATURES, CHAINS), ("together", "corrected"), ("regex", "corrected")]
-TREES = [
-    *itertools.product(FEATURES, ["trees"]),
-    ("together", "corrected trees"),
-    ("regex", "corrected trees"),
+GREEDY = [
+    *itertools.product(FEATURES, WAYS),
+    *itertools.product(("together", "regex"), ("corrected", "corrected trees")),
+]
+# Drafts are drawn, by one kind of head or the other.
+SAMPLED = [
+    *((feature, "plain") for feature in FEATURES),
+    *zip(FEATURES, itertools.cycle(("eagle3", "peagle")), strict=False),
+    *itertools.product(("together", "regex"), ("corrected",)),
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "roomy": {},
@@ -157,7 +161,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("feature", "way"), [*CASES, *TREES])
+@pytest.mark.parametrize(("feature", "way"), GREEDY)
 def test_greedy_output_is_the_references(world: World, feature: str, way: str) -> None:
     k, shape = 3, {"max_tokens": 16, "temperature": 0.0}
     asked, ignored = (make_params({**f, **shape}) for f in FEATURES[feature])
@@ -189,11 +193,9 @@ def test_greedy_output_is_the_references(world: World, feature: str, way: str) -
     assert (plain == wanted) == of_sampling
 
 
-def sample(
-    world: World, way: str, draft_sampling: str, params: SamplingParams, name: str
-) -> list[list[Output]]:
+def sample(world: World, way: str, params: SamplingParams, name: str) -> list[list[Output]]:
     """Outputs of one prompt with COUNT seeds, `params.n` of each; drafts are often accepted."""
-    llm = world.make_llm(way, 2, {PROMPT: params}, draft_sampling, max_num_seqs=500)
+    llm = world.make_llm(way, 2, {PROMPT: params}, "probabilistic", max_num_seqs=500)
     first_seed = zlib.crc32(f"{way} {name}".encode()) << 16
     every = [replace(params, seed=first_seed + i) for i in range(COUNT // params.n)]
     found = [
@@ -206,16 +208,13 @@ def sample(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("feature", "way"), CASES)
+@pytest.mark.parametrize(("feature", "way"), SAMPLED)
 def test_sampled_outputs_have_the_references_distribution(
     world: World, feature: str, way: str
 ) -> None:
     shape = {"max_tokens": 3, "temperature": 0.8}
     asked, ignored = (make_params(f, **shape) for f in FEATURES[feature])
-    # Every feature meets both ways of sampling drafts, and so does every head.
-    turn = CASES.index((feature, way)) % 2
-    draft_sampling = ("argmax", "probabilistic")[turn or way == "corrected"]
-    outputs = [output for (output,) in sample(world, way, draft_sampling, asked, feature)]
+    outputs = [output for (output,) in sample(world, way, asked, feature)]
     assert fit(outputs, world.reference.joint(asked, PROMPT)) > 1e-3
     assert fit(outputs, world.reference.joint(ignored, PROMPT)) < 1e-4
 
@@ -224,7 +223,7 @@ def test_sampled_outputs_have_the_references_distribution(
 @pytest.mark.parametrize("way", CHAINS)
 def test_n_outputs_are_independent_samples(world: World, way: str) -> None:
     params = make_params({"n": 3}, max_tokens=3, temperature=0.8)
-    found = sample(world, way, "probabilistic", params, "n")
+    found = sample(world, way, params, "n")
     joint = world.reference.joint(params, PROMPT)
     assert fit(itertools.chain(*found), joint) > 1e-3
     last = [sum(p for o, p in joint.items() if o[2] == token) for token in range(VOCAB)]
@@ -293,7 +292,7 @@ def check_logprobs(
 def test_a_seeded_request_gives_the_output_of_plain_decoding(world: World, way: str) -> None:
     """Alone or beside others, with any K, preempted or not.
 
-    For trees it says more than the distributions above.
+    For drafts by argmax, trees among them, it says more than the distributions above.
     """
     features = {name: asked for name, (asked, _) in FEATURES.items()}
     features |= {"logprobs": {"logprobs": 2}, "prompt_logprobs": {"prompt_logprobs": 2}}

@@ -79,7 +79,7 @@ WAYS: dict[str, tuple[str, Options]] = {
     "chunked prompts": ("peagle", {"max_num_batched_tokens": 7, "block_size": 4}),
     "alone": ("peagle", {"max_num_seqs": 1, "enable_prefix_caching": False}),
     # 105 slots of the longest request; all of them together have 278.
-    "preemption": ("peagle", {"num_kv_blocks": 35, "block_size": 4}),
+    "preemption": ("peagle", {"num_kv_blocks": 30, "block_size": 4}),
 }
 
 

@@ -1,13 +1,12 @@
 """Greedy output equals transformers' own generation.
 
-Every architecture, way to draft, shape of head and schedule of requests is tested. In float64 there
-is no difference at all. In float32 the shape of a batch moves logits by 1e-6, so a
-first difference must be a near-tie.
+Every architecture meets every way to draft, and each of these every shape of head, schedule of
+requests and K. In float64 there is no difference at all. In float32 the shape of a batch moves
+logits by 1e-6, so a first difference must be a near-tie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from peagle import LLM, SamplingParams
 from peagle.attention.torch_backend import TorchPreparedAttention
@@ -26,12 +25,13 @@ from peagle.kernels.paths import TreePaths
 from peagle.kernels.sampling.logits_rules import TreeRows
 from peagle.models.checkpoint import save_drafter
 from peagle.models.target import TargetModel
-from tests.conftest import CONFIGS, make_drafter, make_target_folder
-from tests.corrections import add_correction
-from tests.engine.engines import TREES, assert_idle, config_of, know_the_answer
+from tests.conftest import CONFIGS, byte_tokenizer, make_drafter, make_target_folder
+from tests.engine.engines import assert_idle, config_of, know_the_answer
+from tests.models.test_architectures import ARCHITECTURES, reference
+from tests.models.tiny import make_model
 
 PROMPTS = [[5, 9, 200, 31], [17] * 40, [3], list(range(20, 95)), [8, 8, 9, 9, 8, 8, 9, 9, 8, 8]]
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 NEAR_TIE = 1e-4
 
 
@@ -42,7 +42,7 @@ def reference_outputs(
     make_cache: type[DynamicCache] = DynamicCache,
 ) -> list[list[int]]:
     """What transformers' own `generate` gives for PROMPTS, one at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = reference(folder, dtype)
     outputs = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -85,63 +85,65 @@ def engine_outputs(
     return [output.token_ids for output in found]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target_folder(tmp_path_factory.mktemp("target"), request.param)
+# Models of every type; the others of `ARCHITECTURES` have other positions or heads.
+MODELS = [
+    name for name, a in ARCHITECTURES.items() if name in CONFIGS or a.model_type not in CONFIGS
+]
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"draft_vocab_size": 100},
+    {"hidden_size": 48, "num_attention_heads": 2, "num_kv_heads": 1, "head_dim": 16},
+    {"num_layers": 1, "norm_before_residual": True},
+    {"num_layers": 4, "norm_before_fc": True},
+    {"fc_norm": True, "attention_bias": True},
+    {"aux_layer_ids": (2,)},
+]
+# Few blocks and prompts in several passes are in the feature matrix.
+SCHEDULES: list[dict[str, Any]] = [
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 2, "block_size": 3},
+    {"block_size": 1},
+    {"block_size": 256},
+    {"block_size": 4, "max_model_len": max(map(len, PROMPTS)) + NEW_TOKENS},
+]
+DEPTHS = (7, 1, 5, 2)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def own_heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    """A P-EAGLE head (True), with a correction, and an EAGLE-3 head (False) of the target."""
-    found = {}
-    for parallel in (True, False):
-        found[parallel] = str(tmp_path_factory.mktemp("head"))
-        save_drafter(found[parallel], make_drafter(load_target(folder), parallel=parallel))
-    add_correction(Path(found[True]))
-    return found
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, architecture = tmp_path_factory.mktemp("target"), ARCHITECTURES[model]
+    make_model(architecture.model_type, **architecture.options).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    assert len({tuple(tokens) for tokens in reference_outputs(folder)}) == len(PROMPTS)
+    return folder
 
 
 @pytest.mark.slow
-def test_plain_output_equals_transformers(folder: Path) -> None:
-    expected = reference_outputs(folder)
-    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS), "outputs must differ"
-    assert engine_outputs(folder, None) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "k"), [(True, 7), (False, 5)], ids=["peagle", "eagle3"])
-def test_drafted_output_equals_transformers(
-    folder: Path, own_heads: dict[bool, str], parallel: bool, k: int
-) -> None:
-    """The P-EAGLE head drafts with its correction."""
-    config = {"model": own_heads[parallel], "num_speculative_tokens": k}
-    # As drafted (nearly all wrong), and with drafts accepted and rejected at every position.
-    for right_share in (0.0, 0.8):
-        outputs = engine_outputs(folder, config, right_share=right_share)
-        assert outputs == reference_outputs(folder), right_share
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "k"), [(True, 1), (True, 2), (True, 7), (False, 1)])
-def test_every_k_is_lossless(
-    target_folder: Path, heads: dict[bool, Path], parallel: bool, k: int
-) -> None:
-    config = {"model": str(heads[parallel]), "num_speculative_tokens": k}
-    outputs = engine_outputs(target_folder, config, right_share=0.8)
-    assert outputs == reference_outputs(target_folder)
-
-
-@pytest.mark.slow
-def test_trees_equal_transformers(folder: Path, own_heads: dict[bool, str]) -> None:
-    config = {"model": own_heads[True], "parallel_drafting_spec": TREES}
-    for right_share in (0.0, 0.8):
-        outputs = engine_outputs(folder, config, right_share=right_share)
-        assert outputs == reference_outputs(folder), right_share
-
-
-def test_prompt_lookup_equals_transformers(folder: Path) -> None:
-    config = {"method": "ngram", "num_speculative_tokens": 4}
-    assert engine_outputs(folder, config) == reference_outputs(folder)
+@pytest.mark.parametrize("way", ["plain", "peagle", "trees", "eagle3", "ngram"])
+def test_output_equals_transformers(folder: Path, model: str, way: str, tmp_path: Path) -> None:
+    """The head drafts itself, or is made right, so that drafts pass and fail at every position."""
+    index = MODELS.index(model)
+    k, schedule = DEPTHS[index % len(DEPTHS)], SCHEDULES[index % len(SCHEDULES)]
+    config: dict[str, Any] | None = {"model": str(tmp_path), "num_speculative_tokens": k}
+    if way == "plain":
+        config = None
+    elif way == "ngram":
+        config = {"method": "ngram", "num_speculative_tokens": k}
+    else:
+        shape = HEADS[index % len(HEADS)]
+        head = make_drafter(load_target(folder), parallel=way != "eagle3", **shape)
+        save_drafter(tmp_path, head)
+    if way == "trees":
+        tree = {"num_parallel_trees": 3, "prediction_depth": k, "max_nodes": 2 * k + 1}
+        config = {"model": str(tmp_path), "parallel_drafting_spec": tree}
+    share = 0.0 if way in ("plain", "ngram") else 0.8
+    outputs = engine_outputs(folder, config, right_share=share, **schedule)
+    assert outputs == reference_outputs(folder)
 
 
 @torch.no_grad()
@@ -150,72 +152,26 @@ def gap_of_first_difference(folder: Path, prompt: list[int], a: list[int], b: li
     length = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
     if length is None:
         return 0.0
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = reference(folder, torch.float32)
     logits = model(torch.tensor([prompt + a[:length]])).logits[0, -1]
     return float((logits[a[length]] - logits[b[length]]).abs())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
-def test_float32_differs_at_near_ties_only(
-    folder: Path, own_heads: dict[bool, str], parallel: bool
-) -> None:
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_float32_differs_at_near_ties_only(kind: str, tmp_path: Path) -> None:
+    folder = make_target_folder(tmp_path / "target", kind)
     expected = reference_outputs(folder, torch.float32)
-    config: dict[str, Any] = {"model": own_heads[parallel], "num_speculative_tokens": 7}
-    for speculative in (None, config):
-        outputs = engine_outputs(folder, speculative, dtype=torch.float32)
+    configs: list[dict[str, Any] | None] = [None]
+    for parallel in (True, False):
+        head = tmp_path / str(parallel)
+        save_drafter(head, make_drafter(load_target(folder), parallel=parallel))
+        configs.append({"model": str(head), "num_speculative_tokens": 7})
+    for config in configs:
+        outputs = engine_outputs(folder, config, dtype=torch.float32)
         pairs = zip(PROMPTS, outputs, expected, strict=True)
         gaps = [gap_of_first_difference(folder, p, o, e) for p, o, e in pairs]
         assert max(gaps) < NEAR_TIE, f"{sum(gap > 0 for gap in gaps)} outputs differ: {gaps}"
-
-
-HEADS: dict[str, dict[str, Any]] = {
-    "pruned vocabulary": {"draft_vocab_size": 100},
-    "wider than the target": {
-        "hidden_size": 48,
-        "num_attention_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 16,
-    },
-    "one layer": {"num_layers": 1, "norm_before_residual": True},
-    "four layers": {"num_layers": 4, "norm_before_fc": True},
-    "norms and biases": {"fc_norm": True, "attention_bias": True},
-    "one aux state": {"aux_layer_ids": (2,)},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
-@pytest.mark.parametrize("name", HEADS)
-def test_every_kind_of_head_is_lossless(
-    target_folder: Path, head_folders: Callable[..., Path], name: str, parallel: bool
-) -> None:
-    head = head_folders(parallel=parallel, **HEADS[name])
-    config = {"model": str(head), "num_speculative_tokens": 5}
-    outputs = engine_outputs(target_folder, config, right_share=0.5)
-    assert outputs == reference_outputs(target_folder)
-
-
-# Few blocks and prompts in several passes are in the feature matrix, for every way but ngram.
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "one at a time": {"max_num_seqs": 1},
-    "two at a time, small blocks": {"max_num_seqs": 2, "block_size": 3},
-    "one slot a block": {"block_size": 1},
-    "one block a sequence": {"block_size": 256},
-    "context just long enough": {"max_model_len": max(map(len, PROMPTS)) + NEW_TOKENS},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["plain", "peagle", "trees", "eagle3", "ngram"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_scheduling_does_not_change_output(
-    target_folder: Path, heads: dict[bool, Path], way: str, name: str
-) -> None:
-    speculative = config_of(way, heads)
-    share = 0.6 if speculative and "model" in speculative else 0.0
-    outputs = engine_outputs(target_folder, speculative, right_share=share, **SCHEDULES[name])
-    assert outputs == reference_outputs(target_folder)
 
 
 def test_a_wrong_slot_is_noticed(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,16 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from peagle import LLM, SamplingParams
 from peagle.attention import Prepared, TorchAttention
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.errors import CheckpointError
 from peagle.models.architectures import SUPPORTED_MODEL_TYPES
-from peagle.models.checkpoint import save_drafter
-from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
-from tests.conftest import CONFIGS, byte_tokenizer, make_drafter
-from tests.engine.engines import TREES, know_the_answer
+from tests.conftest import CONFIGS, byte_tokenizer
 from tests.models.paging import LENS, Paged, largest_difference, make_sequences
 from tests.models.tiny import EXPERTS, LOCAL, LOCAL_GLOBAL, TEXT_SIZES, VISION, make_model
 
@@ -306,46 +302,6 @@ def test_each_special_way_of_attending_is_probed(
     difference = largest_difference(paged.verify(), probe.after_prompts())
     assert all(call.was_asked == (name in probe.architecture.special) for call in asked)
     assert (difference > 1e-4) == (name in probe.architecture.special)
-
-
-# ---- end to end -----------------------------------------------------------------------------
-
-PROMPTS = [[5, 9, 200, 31], [17] * 20, list(range(20, 62)), [8, 8, 9, 9, 8, 8, 9, 9, 8, 8]]
-NEW_TOKENS = 16
-
-
-@torch.no_grad()
-def generated(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=0, **options)
-    return out[0, len(prompt) :].tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(  # the others: tests/engine/test_lossless.py
-    "name", [name for name, a in ARCHITECTURES.items() if a.model_type not in CONFIGS]
-)
-def test_drafting_is_lossless(probes: Callable[[str], Probe], name: str, tmp_path: Path) -> None:
-    probe = probes(name)
-    model = reference(probe.folder)
-    expected = [generated(model, prompt) for prompt in PROMPTS]
-    target = probe.target()
-    heads = {kind: tmp_path / kind for kind in ("parallel", "autoregressive")}
-    for kind, folder in heads.items():
-        drafter = make_drafter(target, parallel=kind == "parallel")
-        save_drafter(folder, drafter, fingerprint=TargetFingerprint.of(target))
-    depth = {"num_speculative_tokens": 4}
-    drafting = [{**depth, "model": str(folder)} for folder in heads.values()]
-    trees = {"model": str(heads["parallel"]), "parallel_drafting_spec": TREES}
-    answers = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
-    for config in [*drafting, trees, {**depth, "method": "ngram"}]:
-        llm = LLM(model=target, speculative_config=config, block_size=4)
-        if config is trees:  # with paths that pass, and others
-            know_the_answer(llm, answers, share=0.9)
-        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
-        assert [output.token_ids for output in outputs] == expected, config
-        assert all(output.stats.num_drafts for output in outputs) or "method" in config
 
 
 # ---- mixtures of experts --------------------------------------------------------------------

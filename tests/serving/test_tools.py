@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -33,14 +32,18 @@ def tool(name: Any, parameters: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def check(tools: Any, choice: Any) -> None:
+def refusal_of(tools: Any, choice: Any) -> ApiError | None:
     """Check tools as a request brings them."""
     given = {"tools": tools, "tool_choice": choice, "messages": [{"role": "user", "content": "x"}]}
-    body = parsed(ChatBody, {name: value for name, value in given.items() if value is not None})
-    chosen = body.tool_choice
-    check_tools(
-        tool_dicts(body.tools), chosen.model_dump() if isinstance(chosen, ToolChoice) else chosen
-    )
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        body = parsed(ChatBody, given)
+        chosen = body.tool_choice
+        chosen = chosen.model_dump() if isinstance(chosen, ToolChoice) else chosen
+        check_tools(tool_dicts(body.tools), chosen)
+    except ApiError as error:
+        return error
+    return None
 
 
 # ---- requests -------------------------------------------------------------------------------
@@ -50,10 +53,10 @@ def test_good_tools_and_choices_pass():
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tools = [tool("get", parameters, strict=True), tool("x" * 64, {}), named("without")]
     for choice in (None, "none", "auto", "required", named("get")):
-        check(tools, choice)
-    check(None, None)
-    check([], "none")
-    check([tool(f"f{i}") for i in range(128)], "auto")
+        assert refusal_of(tools, choice) is None
+    assert refusal_of(None, None) is None
+    assert refusal_of([], "none") is None
+    assert refusal_of([tool(f"f{i}") for i in range(128)], "auto") is None
 
 
 @pytest.mark.parametrize(
@@ -103,15 +106,14 @@ def test_good_tools_and_choices_pass():
     ],
 )
 def test_bad_tools_and_choices_are_refused(tools, choice, param, message):
-    with pytest.raises(ApiError, match=re.escape(message)) as caught:
-        check(tools, choice)
-    assert (caught.value.status, caught.value.param) == (400, param)
+    refusal = refusal_of(tools, choice)
+    assert refusal is not None and message in str(refusal)
+    assert (refusal.status, refusal.param) == (400, param)
 
 
 def test_long_values_are_shortened_in_errors():
-    with pytest.raises(ApiError) as caught:
-        check([tool("a", {"type": ["x" * 10_000]})], None)
-    assert len(caught.value.message) < 400
+    refusal = refusal_of([tool("a", {"type": ["x" * 10_000]})], None)
+    assert refusal is not None and len(refusal.message) < 400
 
 
 # ---- forced calls ---------------------------------------------------------------------------

@@ -106,6 +106,7 @@ def test_a_step_under_the_interpreter(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 def test_a_seed_gives_the_output_of_plain_decoding_under_the_interpreter() -> None:
     """With the bundled head, whose drafts often pass."""
@@ -148,6 +149,7 @@ def test_a_rehearsal_leaves_no_trace(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
 @pytest.mark.parametrize("device", ["cpu"])
 def test_arrivals_under_the_interpreter(

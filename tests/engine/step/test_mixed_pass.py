@@ -317,7 +317,10 @@ def test_long_prompts_mix_while_drafting_pauses(
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("has_trees", [False, True])
 def test_graphs_of_mixed_passes(
-    has_trees: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    has_trees: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Over fixed buffers with padding, and over KV that is poisoned where nothing was written."""
     options: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 3}
@@ -329,8 +332,8 @@ def test_graphs_of_mixed_passes(
         2: [([*range(300, 315)], replace(SAMPLED, max_tokens=2))],
         4: [([41, 42, 43], replace(GREEDY, max_tokens=2))],
     }
-    llms = [make(head, device, dtype="float32", **options) for _ in range(2)]
-    engine: Any = llms[0].engine
+    llm = make(head, device, dtype="float32", **options)
+    engine: Any = llm.engine
     passes = engine._pipeline.runner._mixed_pass.passes
     graphs = PassGraphs(
         passes,
@@ -349,11 +352,13 @@ def test_graphs_of_mixed_passes(
         return done
 
     passes.graphs = call
-    for cache in llms[0].target.kv_caches:
+    for cache in llm.target.kv_caches:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
-    mixed = run(llms[0], arrivals, monkeypatch)
-    assert_same(mixed, run(llms[1], arrivals, monkeypatch, mixes=False))
+    mixed = run(llm, arrivals, monkeypatch)
+    request.getfixturevalue("torch_attention")
+    apart = make(head, device, dtype="float32", **options)
+    assert_same(mixed, run(apart, arrivals, monkeypatch, mixes=False))
     assert taken == {True: len(mixed.mixed)} and len(mixed.mixed) > 3
 
 

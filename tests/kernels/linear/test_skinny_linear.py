@@ -136,7 +136,9 @@ def test_counters_first_made_in_inference_mode_may_change_outside() -> None:
     arrivals.cache_clear()
     with torch.inference_mode():
         counters = arrivals(torch.device("cpu"))
+    assert not counters.is_inference()
     counters[0] = 1
+    assert counters.sum() == 1
     counters[0] = 0
 
 

@@ -1,4 +1,6 @@
-"""The time budget of grammars: long calls go on beside the engine, and end if they take too long.
+"""The time budget of a step's grammars; `engine.loop` holds the limit of compiling one.
+
+Long calls go on beside the engine, and end if they take too long.
 
 Some grammars make the matcher take seconds for one mask; no call of the matcher can be interrupted.
 So a thread of its own makes these calls. The engine waits some milliseconds of a step for each
@@ -194,7 +196,7 @@ class _Job:
             alone: whether the call goes on without the items behind it, which another worker gets.
 
         Returns:
-            engine keeps waiting.
+            The items for another worker and the items that go on beside the engine; None while the
             engine keeps waiting.
         """
         with self._lock:

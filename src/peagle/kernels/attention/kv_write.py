@@ -1,4 +1,6 @@
-"""Keys and values of packed tokens into the paged cache.
+"""Write keys and values of packed tokens into the paged cache.
+
+The attention kernel writes those of a pass itself where each sequence has few (`paged_attention`).
 
 Shapes: T packed tokens, N blocks, S slots of a block, Hkv key/value heads, d head size.
 """

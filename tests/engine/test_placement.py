@@ -121,10 +121,11 @@ def test_an_option_and_a_program_win() -> None:
 def test_torch_starts_with_one_of_the_numbers_that_count_as_its_own() -> None:
     code = (
         "import torch; from peagle.engine import placement\n"
-        "assert torch.get_num_threads() in placement._defaults(), placement._defaults()\n"
+        "print(torch.get_num_threads(), *placement._defaults())\n"
         "from peagle import LLM\n"
-        "LLM('bundled'); assert torch.get_num_threads() == 1"
+        "LLM('bundled'); print(torch.get_num_threads())"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True
-    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    at_start, *defaults, of_a_small_model = output.split()
+    assert at_start in defaults and of_a_small_model == "1"
