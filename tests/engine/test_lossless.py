@@ -124,7 +124,7 @@ def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["plain", "peagle", "trees", "eagle3", "ngram"])
+@pytest.mark.parametrize("way", ["plain", "peagle", "trees", "copies", "eagle3", "ngram"])
 def test_output_equals_transformers(folder: Path, model: str, way: str, tmp_path: Path) -> None:
     """The head drafts itself, or is made right, so that drafts pass and fail at every position."""
     index = MODELS.index(model)
@@ -138,9 +138,10 @@ def test_output_equals_transformers(folder: Path, model: str, way: str, tmp_path
         shape = HEADS[index % len(HEADS)]
         head = make_drafter(load_target(folder), parallel=way != "eagle3", **shape)
         save_drafter(tmp_path, head)
-    if way == "trees":
+    if way in ("trees", "copies"):
         tree = {"num_parallel_trees": 3, "prediction_depth": k, "max_nodes": 2 * k + 1}
         config = {"model": str(tmp_path), "parallel_drafting_spec": tree}
+        config["prompt_lookup"] = way == "copies"
     share = 0.0 if way in ("plain", "ngram") else 0.8
     outputs = engine_outputs(folder, config, right_share=share, **schedule)
     assert outputs == reference_outputs(folder)

@@ -1,4 +1,4 @@
-"""Copies of the text in captured steps: the outputs of plain decoding, the counters of eager steps."""
+"""Copies of the text in captured steps: outputs of plain decoding, counters of eager steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from peagle import LLM, SamplingParams
+from peagle.config import StructuredOutput
 from peagle.engine.tree_record import TreeRecord
 
 pytest.importorskip("triton")
@@ -22,12 +23,19 @@ PROMPTS = [[5, 9, 200, 31, 5, 9], [17] * 8, [8, 8, 9, 9, 8, 8, 9], list(range(20
 
 
 def make(
-    target: Path, head: Path | None, *, eager: bool, copies: bool = True, **options: Any
+    target: Path,
+    head: Path | None,
+    *,
+    eager: bool,
+    copies: bool = True,
+    drawn_chains_from: float | None = None,
+    **options: Any,
 ) -> LLM:
     config: dict[str, Any] | None = None
     if head is not None:
         shape = {"num_parallel_trees": 3, "prediction_depth": 3, "max_nodes": 9}
         config = {"model": str(head), "parallel_drafting_spec": shape, "prompt_lookup": copies}
+        config["drawn_chains_from"] = drawn_chains_from
         config["num_speculative_tokens"] = 3  # else K would follow the load
     options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, **options}
     return LLM(
@@ -64,3 +72,28 @@ def test_captured_steps_join_the_copies_of_eager_ones(
     without = make(target_folder, head, eager=True, copies=False)
     without.generate(PROMPTS, params)
     assert eager.stats.speculation.acceptance_length > without.stats.speculation.acceptance_length
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
+@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+def test_rules_drawn_chains_and_preemption(
+    target_folder: Path, head_folders: Callable[..., Path]
+) -> None:
+    """A grammar, penalties, and a chain of drawn drafts run beside; blocks are few."""
+    head = head_folders(parallel=True)
+    letters = StructuredOutput("regex", "[a-c]{18}")
+    params = [
+        replace(GREEDY, structured_output=letters, ignore_eos=False),
+        replace(GREEDY, repetition_penalty=1.2, logprobs=1),
+        replace(GREEDY, temperature=1.2, seed=None),
+        GREEDY,
+    ]
+    plain = make(target_folder, None, eager=True).generate(PROMPTS, params)
+    llm = make(target_folder, head, eager=False, drawn_chains_from=1.0, num_kv_blocks=20)
+    found = llm.generate(PROMPTS, params)
+    for i in (0, 1, 3):
+        assert found[i].token_ids == plain[i].token_ids
+    assert len(found[2].token_ids) == 24
+    assert llm.stats.eager_steps == {} and llm.stats.num_preemptions > 0
+    assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
