@@ -152,7 +152,15 @@ def circle(package: Path) -> list[str]:
 # Modules that are imported lazily themselves.
 OF_STEPS = tuple(
     f"engine.step.{name}"
-    for name in ("decode_step", "drawn_drafts", "rules", "trees", "tree_growth")
+    for name in (
+        "copies",
+        "decode_rows",
+        "decode_step",
+        "drawn_drafts",
+        "rules",
+        "trees",
+        "tree_growth",
+    )
 )
 
 

@@ -152,16 +152,21 @@ class TreeRecord:
         self._age = 0  # age of both, in steps
 
     def calibrates(
-        self, survival: Survival | None, copy_rates: list[float], copy_rates_C: Tensor
+        self,
+        survival: Survival | None,
+        copy_rates: list[float] | None = None,
+        copy_rates_C: Tensor | None = None,
     ) -> None:
         """Copy what is learnt from now on to where it decides about the nodes of steps.
 
         Args:
             survival: takes the fitted w and b.
-            copy_rates, copy_rates_C: take the rate of each cell, on the host and on the device.
+            copy_rates, copy_rates_C: take the rate of each cell, on the host and on the device;
+                None where trees have no copies.
         """
         self._shared = survival
-        self._rates, self._shared_rates_C = CopyRates(copy_rates), copy_rates_C
+        self._rates = CopyRates(copy_rates or list(PRIOR_RATES))
+        self._shared_rates_C = copy_rates_C
 
     @property
     def looks(self) -> bool:

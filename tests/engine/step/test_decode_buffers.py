@@ -200,10 +200,10 @@ def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
         buffers.switch(k)
         rows = buffers.rows(ROWS, k)
         assert rows.drafts_BK[3].tolist() == [*sequence.drafts, 0]
-        assert rows.parents_BK[3].tolist() == [*sequence.draft_parents, 0]
+        assert rows.nodes(0)[3].tolist() == [*sequence.draft_parents, 0]
         assert int(rows.state.num_drafts_B[3]) == 5
         expected = [*sequence.draft_scores[:4], MIN_SCORE, 0]
-        assert (rows.scores_BK[3] * SCORE_UNIT).tolist() == expected
+        assert (rows.nodes(1)[3] * SCORE_UNIT).tolist() == expected
         assert int(rows.limits.num_speculative_B[3]) == min(K, k + 1)
     for k in (0, 6):
         buffers.switch(k)

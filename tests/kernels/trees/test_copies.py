@@ -119,10 +119,8 @@ def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
 
 
 def test_kernels_equal_the_reference() -> None:
-    triton = pytest.importorskip("triton")
-    del triton
-    from peagle.kernels.trees.copies_triton import CopyScratch, JoinedTrees
-    from peagle.kernels.trees.copies_triton import join_copies as join_on_device
+    pytest.importorskip("triton")
+    from peagle.kernels.trees.copies_triton import CopyScratch, JoinedTrees, join_found_copies
 
     rng, rows, nodes, batch = random.Random(5), 4, 12, 6
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,7 +145,7 @@ def test_kernels_equal_the_reference() -> None:
             torch.tensor(x, device=device)
             for x in ([len(t) for t in texts], [len(t.tokens) for t in trees], room)
         )
-        join_on_device(
+        join_found_copies(
             text_BL.to(device),
             lens_B,
             *(x.to(device) for x in given),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peagle.engine.step.decode_rows import DecodeRows
 from peagle.kernels.trees.copies import SEARCHED_ROWS, SHORTEST_MATCH
-from peagle.kernels.trees.copies_triton import CopyScratch, JoinedTrees, join_copies
+from peagle.kernels.trees.copies_triton import CopyScratch, JoinedTrees, join_found_copies
 from peagle.kernels.trees.survival import SCORE_UNIT
 from peagle.speculation.proposers import HeadProposer
 
@@ -43,7 +43,7 @@ class DecodeCopies:
     ) -> JoinedTrees:
         """Return the trees with their copies, until the next call; keep worths and cells."""
         joined = self._joined
-        join_copies(
+        join_found_copies(
             self._text_BL,
             self._state.first_positions_B + 1,
             tokens_BN.contiguous(),

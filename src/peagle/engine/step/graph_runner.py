@@ -286,9 +286,11 @@ def read_drafts(row: list[int], max_accepted: int, max_drafts: int) -> RowDrafts
         max_drafts: most drafts of a sequence.
     """
     num_next, following = row[2], row[4 + max_accepted :]
+    if not num_next:
+        return RowDrafts([])
     fields = len(following) // max_drafts
     drafts, *of_nodes = (following[at * max_drafts :][:num_next] for at in range(fields))
-    if not of_nodes or not num_next:
+    if not of_nodes:
         return RowDrafts(drafts)
     parents, units = of_nodes[:2]
     scores = [unit * SCORE_UNIT for unit in units]

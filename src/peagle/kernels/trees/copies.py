@@ -36,7 +36,7 @@ SEARCHED_ROWS = 6
 
 
 class Match(NamedTuple):
-    """Where the text has the end of a path.
+    """An occurrence of the end of a path in the text.
 
     Attributes:
         row: the row of the tree in which the path ends.
@@ -67,7 +67,7 @@ class Tree(NamedTuple):
     cells: list[int]
 
 
-def cell_of(length: int, drafted: int) -> int:
+def rate_cell(length: int, drafted: int) -> int:
     """Return which rate a copied token has, behind so many tokens that match."""
     return drafted * NUM_LENGTHS + sum(length >= least for least in _LENGTHS)
 
@@ -166,7 +166,7 @@ def join_copies(
             drafted = NOT_DRAFTED
             if 0 < child <= num_own:
                 drafted = LIKELIEST if likeliest[row] == child else DRAFTED
-            cell = cell_of(length + step, drafted)
+            cell = rate_cell(length + step, drafted)
             worth *= rates[cell]
             if drafted:
                 worth = max(worth, tree.worths[child - 1])

@@ -74,7 +74,7 @@ def _find_kernel(
 
 @triton.jit
 def _class_of(length):
-    """Return the class of a match's length, see `copies.cell_of`."""
+    """Return the class of a match's length, see `copies.rate_cell`."""
     least_3_4 = (length >= 3).to(tl.int32) + (length >= 4).to(tl.int32)
     return least_3_4 + (length >= 6).to(tl.int32) + (length >= 9) + (length >= 16)
 
@@ -319,7 +319,7 @@ class JoinedTrees:
         return cls(ints[0], ints[1], floats[0], floats[1], ints[2], count_B)
 
 
-def join_copies(
+def join_found_copies(
     text_BL: Tensor,
     lens_B: Tensor,
     tokens_BN: Tensor,
