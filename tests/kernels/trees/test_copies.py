@@ -23,12 +23,15 @@ from peagle.kernels.trees.copies import (
     join_copies,
 )
 from peagle.kernels.trees.survival import Survival
-from tests.kernels.devices import compile_for_card
+from tests.kernels.devices import DEVICES, compile_for_card
 
 
-def longest_match(text: list[int], path: list[int], longest: int, shortest: int) -> tuple | None:
+def longest_match(
+    text: list[int], path: list[int], longest: int, shortest: int
+) -> tuple[int, int] | None:
     """Every place compared token by token: longest first, then latest."""
-    end, best = [*text, *path], None
+    end: list[int] = [*text, *path]
+    best: tuple[int, int] | None = None
     for at in range(len(text) - 1):
         length = 0
         while length < min(longest, at + 1, len(end)) and text[at - length] == end[-1 - length]:
@@ -92,7 +95,7 @@ def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
     matches = find_matches(index, text, tree.tokens, tree.parents, 4)
     joined = join_copies(tree, text, matches, PRIOR_RATES, max_nodes=max_nodes)
 
-    paths = [()]
+    paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((*paths[parent], token))
     worth = dict(zip(paths[1:], tree.worths, strict=True))
@@ -109,7 +112,7 @@ def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
             every[path] = max(every.get(path, 0.0), w)
     best = sorted(every.values(), reverse=True)[:max_nodes]
     assert joined.worths == pytest.approx(best)
-    rows = [()]
+    rows: list[tuple[int, ...]] = [()]
     for token, parent in zip(joined.tokens, joined.parents, strict=True):
         assert parent < len(rows)
         rows.append((*rows[parent], token))
@@ -118,12 +121,12 @@ def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
         assert every[path] == pytest.approx(w)
 
 
-def test_kernels_equal_the_reference() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_equal_the_reference(device: str) -> None:
     pytest.importorskip("triton")
     from peagle.kernels.trees.copies_triton import CopyScratch, JoinedTrees, join_found_copies
 
     rng, rows, nodes, batch = random.Random(5), 4, 12, 6
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     rates = [rng.uniform(0.1, 0.98) for _ in PRIOR_RATES]
     weights_D2 = torch.tensor([[1.0, 0.0], [0.9, 0.1], [1.1, -0.2], [0.8, 0.0]])
     scratch = CopyScratch.allocate(batch, nodes, rows, device)
@@ -133,13 +136,13 @@ def test_kernels_equal_the_reference() -> None:
         trees = [random_tree(rng, rng.randrange(nodes + 1), 6) for _ in range(batch)]
         room = [rng.randrange(1, nodes + 1) for _ in range(batch)]
         text_BL = torch.zeros(batch, 80, dtype=torch.int32)
-        given = [torch.zeros(batch, nodes, dtype=t) for t in (torch.int64, torch.int64)]
+        tokens_BN, parents_BN = torch.zeros(2, batch, nodes, dtype=torch.int64)
         scores_BN = torch.zeros(batch, nodes)
         for b, (text, tree) in enumerate(zip(texts, trees, strict=True)):
             text_BL[b, : len(text)] = torch.tensor(text)
             count = len(tree.tokens)
-            given[0][b, :count] = torch.tensor(tree.tokens, dtype=torch.int64)
-            given[1][b, :count] = torch.tensor(tree.parents, dtype=torch.int64)
+            tokens_BN[b, :count] = torch.tensor(tree.tokens, dtype=torch.int64)
+            parents_BN[b, :count] = torch.tensor(tree.parents, dtype=torch.int64)
             scores_BN[b, :count] = torch.tensor(tree.scores)
         lens_B, counts_B, room_B = (
             torch.tensor(x, device=device)
@@ -148,7 +151,8 @@ def test_kernels_equal_the_reference() -> None:
         join_found_copies(
             text_BL.to(device),
             lens_B,
-            *(x.to(device) for x in given),
+            tokens_BN.to(device),
+            parents_BN.to(device),
             scores_BN.to(device),
             counts_B,
             room_B,
