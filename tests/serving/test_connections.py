@@ -578,11 +578,14 @@ ENDLESS_TEMPLATE = """\
 
 
 @pytest.fixture
-def hung(tmp_path: Path) -> Iterator[LiveServer]:
-    """A server whose tokenizer's thread is held up by a template that loops."""
+def hung(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LiveServer]:
+    """A server whose tokenizer's thread is held up by a template that loops.
+
+    Its parameter is how many seconds it drains.
+    """
     template = tmp_path / "chat.jinja"
     template.write_text(ENDLESS_TEMPLATE)
-    options = ("--no-playground", "--chat-template", template, "--drain-timeout", 1)
+    options = ("--no-playground", "--chat-template", template, "--drain-timeout", request.param)
     with running(*options, warm=True) as server, contextlib.ExitStack() as stack:
         body = {"messages": [{"role": "user", "content": "hello"}]}
         connect(server, stack, request_of(body, path="/v1/chat/completions"))
@@ -591,6 +594,7 @@ def hung(tmp_path: Path) -> Iterator[LiveServer]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hung", [1], indirect=True)
 def test_one_signal_ends_it_though_a_template_loops(hung: LiveServer) -> None:
     """All requests that cannot end in time are told, whatever they wait for."""
     with contextlib.ExitStack() as stack:
@@ -638,7 +642,9 @@ def events_of(stream: socket.socket) -> list[str]:
             return [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event]
 
 
+@pytest.mark.parametrize("hung", [600], indirect=True)
 def test_two_signals_end_it_though_a_template_loops(hung: LiveServer) -> None:
+    """The first alone would let the request have its time."""
     hung.terminate()
     wait_for(lambda: "SIGTERM" in hung.text)
     hung.terminate()
