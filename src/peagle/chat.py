@@ -121,9 +121,7 @@ def render_chat(
 
     def render(conversation: Sequence[Mapping[str, Any]]) -> str:
         formed = in_template_form(
-            conversation,
-            knows_developer="developer" in facts.words,
-            is_harmony=is_harmony(source),
+            conversation, knows_developer="developer" in facts.words, is_harmony=is_harmony(source)
         )
         given = {"tools": formed_tools or None, **options}
         try:

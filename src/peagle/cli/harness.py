@@ -198,11 +198,7 @@ def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
 
 
 def load_models(
-    given: Given,
-    methods: Sequence[DecodingMethod],
-    found: Found,
-    *,
-    whole: bool = True,
+    given: Given, methods: Sequence[DecodingMethod], found: Found, *, whole: bool = True
 ) -> Models:
     """Load the target and the heads, and check each head before anything runs.
 
@@ -370,11 +366,7 @@ def resumable(
 
 
 def conclude(
-    results: Document,
-    text: str,
-    name: str,
-    output: Path | None,
-    output_format: groups.OutputFormat,
+    results: Document, text: str, name: str, output: Path | None, output_format: groups.OutputFormat
 ) -> None:
     """Write results to their file, report on the whole output folder, and print the results.
 

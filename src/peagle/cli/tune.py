@@ -31,13 +31,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.tuning.acceptance import AcceptanceByK
     from peagle.evaluation.tuning.machine import CostPoint
     from peagle.evaluation.tuning.tune import Grid
-    from peagle.results import (
-        BreakEven,
-        Prediction,
-        TunedAcceptance,
-        TunedExperts,
-        TuneResults,
-    )
+    from peagle.results import BreakEven, Prediction, TunedAcceptance, TunedExperts, TuneResults
 
 EXAMPLES = """
 The bundled pair on this machine; about two minutes:

@@ -31,9 +31,7 @@ OPTIONS = pick_flags(groups.VLLM, "engine_name", "vllm_python", "tensor_parallel
 VllmFlags = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[-- FLAGS OF VLLM]",
-        help="Flags that vLLM gets as they are.",
-        show_default=False,
+        metavar="[-- FLAGS OF VLLM]", help="Flags that vLLM gets as they are.", show_default=False
     ),
 ]
 # Fields of EngineConfig that vLLM has too.
@@ -145,10 +143,7 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 _UNSUPPORTED_OPTIONS = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
-    "engine.kv_cache_dtype": (
-        "vLLM has a --kv-cache-dtype of its own: give it behind --",
-        "auto",
-    ),
+    "engine.kv_cache_dtype": ("vLLM has a --kv-cache-dtype of its own: give it behind --", "auto"),
     "engine.max_itl_ms": ("vLLM bounds a step by --max-num-batched-tokens", 0),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),

@@ -11,14 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.config.checks import near_names
 from peagle.deploy.deployment import ContainerSource
@@ -144,10 +137,7 @@ class CatalogEntry(BaseModel):
 
 
 def _facts(
-    model: str | None,
-    weights_gib: float | None,
-    layers: tuple[KvLayers, ...],
-    precision: str,
+    model: str | None, weights_gib: float | None, layers: tuple[KvLayers, ...], precision: str
 ) -> ModelFacts | None:
     if weights_gib is not None:
         return ModelFacts(int(weights_gib * GIB), precision, layers)

@@ -338,11 +338,7 @@ def _alarm_resources(d: Deployment) -> Resources:
         return alarms
 
     def counted(name: str, metric: str) -> dict[str, Any]:
-        described = {
-            "Namespace": names.NAMESPACE,
-            "MetricName": metric,
-            "Dimensions": dimensions,
-        }
+        described = {"Namespace": names.NAMESPACE, "MetricName": metric, "Dimensions": dimensions}
         stat = {"Stat": "Sum", "Period": 300, "Metric": described}
         return {"Id": name, "ReturnData": False, "MetricStat": stat}
 

@@ -245,11 +245,7 @@ def examine_serving(serving: Serving, probe: Probe, files: HeadFiles) -> None:
 
 
 def examine_trees(
-    target: TargetModel,
-    head: Path,
-    trees: TreeShape,
-    engine: EngineConfig,
-    report: Examination,
+    target: TargetModel, head: Path, trees: TreeShape, engine: EngineConfig, report: Examination
 ) -> None:
     """Start our engine with candidate trees, and report its refusal, or its KV cache.
 

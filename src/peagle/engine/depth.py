@@ -326,10 +326,7 @@ class AutomaticDepth(DepthPolicy):
         self._num_requests = self._prompt_tokens = self._output_tokens = 0.0  # latest requests
 
     def measure(
-        self,
-        rows: Iterable[int],
-        time_step: Callable[[int, int], float],
-        reading_s: float = 0.0,
+        self, rows: Iterable[int], time_step: Callable[[int, int], float], reading_s: float = 0.0
     ) -> None:
         """Measure the table of costs; K is `most` until then.
 

@@ -6,11 +6,7 @@ import warnings
 
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
-from peagle.models.checkpoint import (
-    load_correction,
-    load_drafter,
-    read_head,
-)
+from peagle.models.checkpoint import load_correction, load_drafter, read_head
 from peagle.models.drafter import Drafter
 from peagle.models.head_json import check_trees
 from peagle.models.quantize import quantize_head
@@ -48,10 +44,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     # A compact head is unpacked, so that it drafts like the whole one, bit for bit.
     is_whole = unpack or stored.is_compact or speculative.quantization is not None
     drafter = load_drafter(
-        speculative.model,
-        target,
-        check_target=speculative.check_target,
-        unpack=is_whole,
+        speculative.model, target, check_target=speculative.check_target, unpack=is_whole
     )
     if speculative.correction:
         drafter.correction = load_correction(speculative.model, drafter)

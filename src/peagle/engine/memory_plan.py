@@ -274,12 +274,7 @@ def run_largest_passes(
 
     def sequence(seq_id: int, num_tokens: int) -> Sequence:
         made = Sequence(
-            seq_id,
-            [0] * num_tokens,
-            params,
-            seq_id,
-            frozenset(),
-            num_speculative_tokens=num_drafts,
+            seq_id, [0] * num_tokens, params, seq_id, frozenset(), num_speculative_tokens=num_drafts
         )
         made.block_table = [0] * -(-max_len // runner.block_size)
         return made

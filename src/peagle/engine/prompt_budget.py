@@ -35,10 +35,7 @@ class PromptBudget:
     """
 
     def __init__(
-        self,
-        max_itl_ms: float,
-        max_tokens: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, max_itl_ms: float, max_tokens: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._limit_s = max_itl_ms / 1000
         self._max_tokens = max_tokens

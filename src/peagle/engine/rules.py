@@ -93,10 +93,7 @@ def has_rules(sequence: Sequence) -> bool:
 
 
 def build_rules(
-    sequences: SequenceOf[Sequence],
-    slots: CountSlots,
-    vocab_size: int,
-    device: torch.device,
+    sequences: SequenceOf[Sequence], slots: CountSlots, vocab_size: int, device: torch.device
 ) -> LogitsRules | None:
     """Return the rules of a batch, whose bad words are token ids; None if no request has any.
 

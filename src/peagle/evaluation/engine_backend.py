@@ -131,11 +131,7 @@ class EngineBackend:
     tells_steps = True
 
     def __init__(
-        self,
-        llm: LLM,
-        *,
-        chat_template: str | Path | None = None,
-        thinking: bool | None = None,
+        self, llm: LLM, *, chat_template: str | Path | None = None, thinking: bool | None = None
     ) -> None:
         self.llm = llm
         self.chat_template = chat_template

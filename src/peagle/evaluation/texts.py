@@ -59,9 +59,7 @@ def hardest_texts(
 
 
 def coloured_samples(
-    observations: Sequence[Observation],
-    tokenizer: PreTrainedTokenizerBase,
-    most: int = MAX_SAMPLES,
+    observations: Sequence[Observation], tokenizer: PreTrainedTokenizerBase, most: int = MAX_SAMPLES
 ) -> list[OutputSample]:
     """Cut some outputs into pieces: the middle one of each set, then the best and the worst of all.
 

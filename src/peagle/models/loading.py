@@ -23,10 +23,7 @@ _ROLE_NAMES: dict[Role, str] = {
 
 
 def resolve_model(
-    name_or_path: str | os.PathLike[str],
-    revision: str | None = None,
-    *,
-    role: Role = "target",
+    name_or_path: str | os.PathLike[str], revision: str | None = None, *, role: Role = "target"
 ) -> Path:
     """Return the folder of a model, fetched from the hub where the name is not a path.
 

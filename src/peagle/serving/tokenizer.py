@@ -51,11 +51,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        folder: str,
-        chat_template: str | None = None,
-        *,
-        parse_special_tokens: bool = False,
+        self, folder: str, chat_template: str | None = None, *, parse_special_tokens: bool = False
     ) -> None:
         self.tokenizer = load_tokenizer(folder)
         is_file = chat_template is not None and Path(chat_template).is_file()

@@ -809,9 +809,7 @@ def detect_parser(chat_template: str) -> str:
 
 
 def parser_for(
-    kind: str,
-    tools: Sequence[Mapping[str, Any]] | None,
-    tool_choice: ToolChoiceDict = None,
+    kind: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: ToolChoiceDict = None
 ) -> ToolCallParser:
     """Return a parser for one output of a request, whose tools were checked.
 

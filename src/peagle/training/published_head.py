@@ -20,17 +20,9 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 from peagle.config import require_folder
 from peagle.data.origins import AnswerOrigin
 from peagle.errors import CheckpointError, UserError
-from peagle.models.checkpoint import (
-    CORRECTION_NAME,
-    HeadFormat,
-    StoredHead,
-    read_head,
-)
+from peagle.models.checkpoint import CORRECTION_NAME, HeadFormat, StoredHead, read_head
 from peagle.models.checkpoint.files import read_object
-from peagle.models.checkpoint.weights import (
-    INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from peagle.models.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.head_json import default_depth
@@ -311,12 +303,7 @@ _Rows = list[tuple[str, str | None]]
 
 
 def model_card(
-    head: PublishedHead,
-    repo: str,
-    target: str,
-    license: str,
-    *,
-    revision: str = DEFAULT_REVISION,
+    head: PublishedHead, repo: str, target: str, license: str, *, revision: str = DEFAULT_REVISION
 ) -> str:
     """Return README.md of a head: metadata for the hub, then text.
 

@@ -21,12 +21,7 @@ from peagle.models.drafter import Attend, Drafter, DrafterLayer, Rope
 from peagle.models.elements import Elements, sample_elements
 from peagle.training.chunked_loss import TargetOrder
 from peagle.training.config import MethodSection
-from peagle.training.element_attention import (
-    BLOCK,
-    BlockTable,
-    ElementAttention,
-    dense_attention,
-)
+from peagle.training.element_attention import BLOCK, BlockTable, ElementAttention, dense_attention
 
 # make_attention(queries, keys, blocks that were listed ahead)
 MakeAttention = Callable[[Elements, Elements, BlockTable | None], ElementAttention]

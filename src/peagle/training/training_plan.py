@@ -261,11 +261,7 @@ def make_plan(
     target, tokenizer = TargetShape.read(config.target), load_tokenizer(config.target)
     dataset = ResponseDataset.load(data.train, tokenizer, target.vocab_size, data.max_length)
     stream = BatchStream(
-        dataset,
-        data.batch_tokens,
-        data.length_multiple,
-        config.run.seed,
-        world_size=num_gpus,
+        dataset, data.batch_tokens, data.length_multiple, config.run.seed, world_size=num_gpus
     )
     head, batch = planned_shape(config, target, tokenizer), BatchShape.of(stream)
     shape = TrainingShape(config, head, target, batch, device, num_gpus)

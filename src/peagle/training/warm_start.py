@@ -247,10 +247,7 @@ class InitHead:
             dropped=tuple(sorted(self.tensors.keys() - names)),
             differences=self.differences,
             coverage=coverage,
-            warnings=(
-                *self.warnings,
-                *_warnings(self, drafter, dataset, fresh, coverage, always),
-            ),
+            warnings=(*self.warnings, *_warnings(self, drafter, dataset, fresh, coverage, always)),
         )
 
 

@@ -190,10 +190,7 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
 
 
 def _check_groups(
-    launch: VllmLaunch,
-    installation: VllmInstallation,
-    head: DrafterConfig,
-    target: _Target,
+    launch: VllmLaunch, installation: VllmInstallation, head: DrafterConfig, target: _Target
 ) -> None:
     """Refuse a drafter whose layers vLLM would scatter over groups of the KV cache."""
     if launch.has_flag(_HYBRID_OFF):

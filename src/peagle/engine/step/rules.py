@@ -96,11 +96,7 @@ class _Tails:
 
     @classmethod
     def start(
-        cls,
-        sequences: SequenceOf[Sequence],
-        width: int,
-        device: torch.device,
-        old: _Tails | None,
+        cls, sequences: SequenceOf[Sequence], width: int, device: torch.device, old: _Tails | None
     ) -> _Tails:
         """Return tails from the host, or from `old` where the device has seen more tokens."""
         contexts = [s.token_ids for s in sequences]

@@ -53,9 +53,7 @@ class DecodeState:
     @classmethod
     def allocate(cls, num_seqs: int, device: torch.device | str) -> DecodeState:
         """Allocate zeros for B sequences."""
-        return cls(
-            *(torch.zeros(num_seqs, dtype=torch.int64, device=device) for _ in range(5)),
-        )
+        return cls(*(torch.zeros(num_seqs, dtype=torch.int64, device=device) for _ in range(5)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,12 +124,7 @@ def load_tiles(
             first = packed.to(DTYPE)
         elif ASM:
             first = tl.inline_asm_elementwise(
-                _INT8_ASM,
-                "=r,=r,r",
-                [packed],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=4,
+                _INT8_ASM, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
             )
         else:
             first = packed.to(DTYPE)

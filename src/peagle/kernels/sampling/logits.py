@@ -80,10 +80,7 @@ def process_logits(
 
 
 def apply_masks(
-    logits_RV: Tensor,
-    rows: VerificationRows,
-    rules: LogitsRules,
-    grammar_RV: Tensor | None = None,
+    logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules, grammar_RV: Tensor | None = None
 ) -> Tensor:
     """Add the bias, then forbid (-inf) tokens by grammar, allowed ids, bad words, minimum length.
 

@@ -61,11 +61,7 @@ class RowStats:
 
     @classmethod
     def allocate(
-        cls,
-        num_rows: int,
-        vocab_size: int,
-        device: torch.device | str,
-        capacity: int = CAPACITY,
+        cls, num_rows: int, vocab_size: int, device: torch.device | str, capacity: int = CAPACITY
     ) -> RowStats:
         """Allocate buffers for R rows, which decide the chunks. `capacity` is a power of two."""
         chunks = triton.cdiv(vocab_size, chunk_size(num_rows, vocab_size))

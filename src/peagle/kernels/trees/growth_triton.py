@@ -117,15 +117,7 @@ def _best_of_slot_kernel(
 
 
 @triton.jit
-def _children(
-    score,
-    added,
-    logits_ptr,
-    others_ptr,
-    slot,
-    inverse_temperature,
-    C: tl.constexpr,
-):
+def _children(score, added, logits_ptr, others_ptr, slot, inverse_temperature, C: tl.constexpr):
     """Return the scores of the candidates behind a node; -inf where there is none."""
     c = tl.arange(0, C)
     logit = tl.load(logits_ptr + slot * C + c)
