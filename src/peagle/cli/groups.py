@@ -1,7 +1,5 @@
 """The options that commands share, in groups, and types of single parameters."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

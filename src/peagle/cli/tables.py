@@ -1,7 +1,5 @@
 """Tables of results as text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol

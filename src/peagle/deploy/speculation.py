@@ -1,7 +1,5 @@
 """The speculative configuration of a deployment, from options and a head's files."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Properties have the names of the resource schemas AWS::SageMaker::*, AWS::Applic
 AWS::SecretsManager::Secret and AWS::CloudWatch::Alarm.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

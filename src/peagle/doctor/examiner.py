@@ -1,7 +1,5 @@
 """The examination of a head: files, training side, prompts, serving side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import log

@@ -6,8 +6,6 @@ where changes compete (`repair`), so a mend need only be a reasonable beginning.
 Shapes: DV draft vocabulary, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

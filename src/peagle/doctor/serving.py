@@ -4,8 +4,6 @@ The same prompts go through our engine, vLLM or a server. Where drafts differ, t
 fault whose drafts, or whose counters, are those that were served.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace

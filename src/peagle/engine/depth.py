@@ -6,8 +6,6 @@ tokens, no output depends on K: the target's own token decides at every row, and
 verified only ends a step earlier. So K may change at every step.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

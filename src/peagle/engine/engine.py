@@ -1,7 +1,5 @@
 """The engine loop: requests in, tokens out, one step at a time."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The plan of an engine: decisions from its options and its head, before it allocates memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from peagle.config import CandidateTrees, EngineConfig, SpeculativeConfig

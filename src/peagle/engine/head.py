@@ -1,7 +1,5 @@
 """The draft head of a speculative configuration, loaded and checked."""
 
-from __future__ import annotations
-
 import warnings
 
 from peagle.config import SpeculativeConfig

@@ -1,7 +1,5 @@
 """The loop around engines: it carries out orders between steps, and delivers chunks after them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

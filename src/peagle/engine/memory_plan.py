@@ -5,8 +5,6 @@ weights, the peak of these passes and the graphs. On a CPU KV blocks have a boun
 manages the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain

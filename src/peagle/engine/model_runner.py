@@ -4,8 +4,6 @@ Shapes: B sequences, T packed target rows, N sampled rows, M blocks of a sequenc
 largest tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A step computes chunks of prompts and one pass of the sequences that decode. The
 tokens when both are done: the chunk decides their inter-token latency.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import deque

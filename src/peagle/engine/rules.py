@@ -3,8 +3,6 @@
 Shapes: B sequences, V vocabulary, A sets of allowed ids, N entries of a sparse rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Engines on one loaded target: the backend of an evaluation, and timed runs."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

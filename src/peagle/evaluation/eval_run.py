@@ -1,7 +1,5 @@
 """The measurements of `peagle eval`, kept in acceptance.json entry by entry."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace

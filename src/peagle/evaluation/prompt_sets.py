@@ -4,8 +4,6 @@ Parquet and JSON Lines files of the hub are fetched into its cache and read; no 
 runs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

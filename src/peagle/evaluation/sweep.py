@@ -1,7 +1,5 @@
 """Throughput sweeps: methods x K x concurrency x prompt set, repeated in rotating order."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

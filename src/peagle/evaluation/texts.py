@@ -1,7 +1,5 @@
 """Texts of an evaluation: the hardest to draft, and outputs with their accepted tokens marked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

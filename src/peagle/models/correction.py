@@ -17,8 +17,6 @@ the term, r its rank, V target and DV draft vocabulary; of trees B sequences, P 
 candidates of a slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

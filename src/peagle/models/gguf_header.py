@@ -6,8 +6,6 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Only the standard lib
 so that a wrong file is refused at once.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct

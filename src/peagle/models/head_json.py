@@ -1,7 +1,5 @@
 """Facts of a config.json before anything is loaded: whether it is a head's, and the head's K."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models by folder, by GGUF file or by hub id: found, and checked before anything is loaded."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace

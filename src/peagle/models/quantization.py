@@ -15,8 +15,6 @@ out.
 Shapes: N outputs, K inputs, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The routes of the server, and the form of their errors."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine

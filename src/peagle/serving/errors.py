@@ -1,7 +1,5 @@
 """Errors as clients see them: a status and an object in OpenAI's form."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ it would change nothing, or refuse it. Options outside the tables are refused to
 silently ignored.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

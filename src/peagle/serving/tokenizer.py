@@ -5,8 +5,6 @@ of its own, take short and long texts, so that a short one never waits behind lo
 more characters than the context can hold is refused before any of this.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import threading

@@ -1,7 +1,5 @@
 """Drafts from the text itself."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ Shapes: B sequences, N of them, T packed target rows, S drafter slots, A * H fea
 drafter width, K drafts, J columns of them, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add

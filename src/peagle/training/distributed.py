@@ -9,8 +9,6 @@ its GPU by then cannot report it, because NCCL's kernels wait without an end: to
 the death, or NCCL's own watchdog ends it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

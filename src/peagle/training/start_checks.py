@@ -3,8 +3,6 @@
 So `peagle train` refuses a mistake at once, not after a model has been loaded.
 """
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The training loop: one optimizer step after another, validated, saved, exactly resumable."""
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings

@@ -4,8 +4,6 @@ On a GPU that is here a few steps run, and the plan reports what they took. Else
 estimate from the configuration, the data and the target's config.json and tokenizer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

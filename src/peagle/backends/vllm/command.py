@@ -1,7 +1,5 @@
 """The command line and the environment that start vLLM, made of our options."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -8,8 +8,6 @@ counters of accepted tokens. The last works because a P-EAGLE head was never tra
 output: one after another, every draft token after the first is refused (docs/vllm.md has figures).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ more), S drafter slots, M blocks a sequence, E stop ids a sequence, F fields of 
 the host writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ brings q along when it joins the captured steps, and takes q away when it leaves
 Shapes: B rows of a step, N of them, K most drafts, V target vocabulary, D draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

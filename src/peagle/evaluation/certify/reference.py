@@ -11,8 +11,6 @@ so a difference is excused only at a near-tie, where two logits of the reference
 Shapes: N output tokens, B contexts, T their length, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

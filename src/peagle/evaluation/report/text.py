@@ -1,7 +1,5 @@
 """Texts and numbers as the page shows them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime

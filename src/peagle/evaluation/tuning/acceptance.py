@@ -1,7 +1,5 @@
 """Acceptance length by K, from a file of `peagle eval` or measured here at some K."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Seconds of decode steps, measured through the engine itself."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Candidate trees of a few sizes beside chains: the cost of their steps, and where they win."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

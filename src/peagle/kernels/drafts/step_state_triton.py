@@ -6,8 +6,6 @@ stays on the device.
 Shapes: B sequences (a bucket), K most drafts, J = K + 1; of trees N nodes, D most on a path.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -11,8 +11,6 @@ Shapes: T tokens, C experts chosen for each, S = T * C assignments, E experts, H
 between the two products, N outputs and K inputs of a product.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec

@@ -6,8 +6,6 @@ once: that leaves the product to the library.
 Shapes: M rows of x, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

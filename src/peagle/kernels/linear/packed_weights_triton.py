@@ -8,8 +8,6 @@ have the exponent and the mantissa of a small bfloat16, and one product moves th
 bias. Integers become the mantissa of 128 + q.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

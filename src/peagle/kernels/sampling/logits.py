@@ -22,8 +22,6 @@ columns of the widest sequence, K most drafts, V vocabulary, S count slots, N en
 rule, W prefix tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

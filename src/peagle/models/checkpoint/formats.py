@@ -7,8 +7,6 @@ key "peagle" in both. The target's name, for which the speculators style has a p
 from "peagle" and back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 

@@ -1,7 +1,5 @@
 """A head as a folder: config.json and tensors, saved and loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace
