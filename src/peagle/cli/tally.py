@@ -1,9 +1,8 @@
 """Counts of tokens, drafts and seconds while a command generates text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Iterator
+from typing import Self
 
 from peagle.engine import SpeculationStats
 from peagle.llm import LLM, StreamChunk
@@ -40,7 +39,7 @@ class Tally:
             if isinstance(stream, Generator):
                 stream.close()
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: Self) -> None:
         """Add the counts of another tally."""
         self.num_tokens += other.num_tokens
         self.seconds += other.seconds

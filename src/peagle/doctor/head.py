@@ -4,11 +4,9 @@ Shapes: A aux states, H target width, D drafter width, DV draft vocabulary; P pr
 C anchors of a prompt, K depths, M graded elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -55,15 +53,15 @@ class Head:
     shared_state: SharedState = "fc"
     dtype: torch.dtype = torch.float32
 
-    def configured(self, **changes: Any) -> Head:
+    def configured(self, **changes: Any) -> Self:
         """Return the head with other values in its configuration."""
         return replace(self, config=replace(self.config, **changes))
 
-    def read(self, **changes: Any) -> Head:
+    def read(self, **changes: Any) -> Self:
         """Return the head with other attributes."""
         return replace(self, **changes)
 
-    def filled(self, tensors: Mapping[str, Tensor]) -> Head:
+    def filled(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return the head with other tensors under these names."""
         return replace(self, tensors={**self.tensors, **tensors})
 
@@ -72,7 +70,7 @@ class Head:
         ids = torch.arange(self.config.draft_vocab_size)
         return ids + self.tensors["d2t"] if self.config.is_pruned else ids
 
-    def with_target_ids(self, ids: Tensor) -> Head:
+    def with_target_ids(self, ids: Tensor) -> Self:
         """Return the head with another draft vocabulary."""
         kept = torch.zeros(self.config.vocab_size, dtype=torch.bool)
         kept[ids] = True

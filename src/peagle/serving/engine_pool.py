@@ -4,8 +4,6 @@ It runs in one event loop, and in two threads for each process: one receives its
 it orders, so that a process that no longer reads blocks that thread alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -18,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from peagle.config import SamplingParams
 from peagle.engine.loop import Add
@@ -61,7 +59,7 @@ class Deadline(NamedTuple):
     error: ApiError
 
     @classmethod
-    def after(cls, timeout_s: float) -> Deadline | None:
+    def after(cls, timeout_s: float) -> Self | None:
         """Return the deadline of a request that came now; None if `timeout_s` is 0."""
         if not timeout_s:
             return None
@@ -153,7 +151,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self, number: int, spec: EngineSpec, on_message: Callable[[EngineProcess, Any], None]
+        self, number: int, spec: EngineSpec, on_message: Callable[[Self, Any], None]
     ) -> None:
         self.number = number
         self.info: EngineInfo | None = None

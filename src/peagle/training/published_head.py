@@ -4,15 +4,13 @@ The card says what the head's config.json, its tensors and the record of its tra
 nothing else: "not recorded" stands for what they leave out. Its template is model_card.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub import ModelCard, ModelCardData
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
@@ -97,7 +95,7 @@ class TrainRecord(BaseModel):
     )
 
     @classmethod
-    def read(cls, path: Path) -> TrainRecord:
+    def read(cls, path: Path) -> Self:
         """Read train.json.
 
         Raises:

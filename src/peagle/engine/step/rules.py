@@ -10,11 +10,10 @@ vocabulary. P sequences want log-probabilities, and M sequences have rules that 
 rows, J a sequence, W tokens of a tail, X columns of `logprob_table`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -96,8 +95,8 @@ class _Tails:
 
     @classmethod
     def start(
-        cls, sequences: SequenceOf[Sequence], width: int, device: torch.device, old: _Tails | None
-    ) -> _Tails:
+        cls, sequences: SequenceOf[Sequence], width: int, device: torch.device, old: Self | None
+    ) -> Self:
         """Return tails from the host, or from `old` where the device has seen more tokens."""
         contexts = [s.token_ids for s in sequences]
         tails_MW = context_tails(contexts, width, device)
@@ -114,7 +113,7 @@ class _Tails:
             lengths_M = torch.maximum(lengths_M, seen_M)
         return cls({s.seq_id: i for i, s in enumerate(sequences)}, tails_MW, lengths_M)
 
-    def shifted(self, emitted_MJ: Tensor) -> _Tails:
+    def shifted(self, emitted_MJ: Tensor) -> Self:
         """Return the tails behind the emitted tokens."""
         return replace(
             self,

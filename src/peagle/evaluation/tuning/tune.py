@@ -1,12 +1,10 @@
 """The measurements of `peagle tune`, and the contents of tune.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import log2
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
@@ -101,7 +99,7 @@ class Costs:
     spread: float
 
     @classmethod
-    def of(cls, visits: Mapping[CostPoint, Sequence[DecodeCost]]) -> Costs:
+    def of(cls, visits: Mapping[CostPoint, Sequence[DecodeCost]]) -> Self:
         """Join all visits, at least one to each point."""
         fastest = {c: min(costs, key=lambda cost: cost.seconds) for c, costs in visits.items()}
         spreads = (

@@ -3,10 +3,9 @@
 Shapes: B sequences, K most drafts, J = K + 1 tokens that a step can emit, E stop ids a sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class DecodeState:
     finish_B: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, device: torch.device | str) -> DecodeState:
+    def allocate(cls, num_seqs: int, device: torch.device | str) -> Self:
         """Allocate zeros for B sequences."""
         return cls(*(torch.zeros(num_seqs, dtype=torch.int64, device=device) for _ in range(5)))
 
@@ -104,7 +103,7 @@ class DecodeResult:
     num_mask_slots_B: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> DecodeResult:
+    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> Self:
         """Allocate buffers for B sequences and K drafts."""
 
         def ints(*shape: int) -> Tensor:

@@ -11,9 +11,8 @@ Shapes: B sequences, K most drafts, J = K + 1, R packed rows (a bucket), V vocab
 row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -78,7 +77,7 @@ class VerifyScratch:
     tokens_R: Tensor
 
     @classmethod
-    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> VerifyScratch:
+    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> Self:
         """Allocate buffers for R rows."""
         return cls(
             RowStats.allocate(num_rows, vocab_size, device),

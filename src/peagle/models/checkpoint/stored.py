@@ -1,11 +1,9 @@
 """The one reader of a head's folder: its config.json, and its tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -50,7 +48,7 @@ class StoredHead:
     @classmethod
     def from_json(
         cls, data: Mapping[str, Any], source: str, *, num_target_layers: int | None = None
-    ) -> StoredHead:
+    ) -> Self:
         """Read the content of a config.json.
 
         Args:
