@@ -16,16 +16,6 @@ import typer
 
 from peagle.cli import groups, harness, vllm
 from peagle.cli.flags import Given, group, pick_flags, spread, takes
-from peagle.cli.groups import (
-    Format,
-    MoreHeads,
-    OutputFormat,
-    PromptLimit,
-    Results,
-    ShuffleSeed,
-    Thinking,
-    UseTemplate,
-)
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.mix import Share, apply_mix, read_mix
 from peagle.cli.progress import ProgressLine, time_text
@@ -105,7 +95,7 @@ class BenchOptions:
     target_model: groups.Model = None
     flags: VllmFlags = None
     eagle3: Eagle3 = None
-    method: MoreHeads = None
+    method: groups.MoreHeads = None
     endpoint: list[str] | None = typer.Option(
         None,
         metavar="NAME=URL",
@@ -143,16 +133,16 @@ class BenchOptions:
         "1,4,16", metavar="C,...", help="Numbers of requests in flight."
     )
     sets: Sets = None
-    limit: PromptLimit = None
-    shuffle_seed: ShuffleSeed = None
+    limit: groups.PromptLimit = None
+    shuffle_seed: groups.ShuffleSeed = None
     turns: str = typer.Option(
         "1",
         metavar="N",
         help="Turns to send of each prompt that has several, or all; each follows the answer to "
         "the turn before.",
     )
-    chat_template: UseTemplate = None
-    thinking: Thinking = None
+    chat_template: groups.UseTemplate = None
+    thinking: groups.Thinking = None
     repeats: int = typer.Option(3, help="Measurements of each configuration.")
     warm_up: int = typer.Option(1, help="Short runs of each before the first measurement.")
     objective: str | None = typer.Option(
@@ -176,8 +166,8 @@ class BenchOptions:
         "machine are needed.",
         show_default="none",
     )
-    output: Results = None
-    output_format: Format = OutputFormat.TEXT
+    output: groups.Results = None
+    output_format: groups.Format = groups.OutputFormat.TEXT
 
 
 @takes(

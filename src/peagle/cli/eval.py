@@ -15,16 +15,6 @@ import typer
 
 from peagle.cli import groups, harness, vllm
 from peagle.cli.flags import Given, pick_flags, spread, takes
-from peagle.cli.groups import (
-    Format,
-    MoreHeads,
-    OutputFormat,
-    PromptLimit,
-    Results,
-    ShuffleSeed,
-    Thinking,
-    UseTemplate,
-)
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
@@ -82,13 +72,13 @@ class EvalOptions:
     target_model: groups.Model = None
     flags: VllmFlags = None
     eagle3: Eagle3 = None
-    method: MoreHeads = None
+    method: groups.MoreHeads = None
     ngram: bool = typer.Option(
         True, help="Measure prompt lookup too, the baseline that needs no head."
     )
     sets: Sets = None
-    limit: PromptLimit = None
-    shuffle_seed: ShuffleSeed = None
+    limit: groups.PromptLimit = None
+    shuffle_seed: groups.ShuffleSeed = None
     prompt_column: str = typer.Option(
         "",
         metavar="NAME",
@@ -105,8 +95,8 @@ class EvalOptions:
     )
     temperature: str = typer.Option("0", metavar="T,...", help="Temperatures; 0 is greedy.")
     concurrency: int = typer.Option(16, help="Number of requests in flight.")
-    chat_template: UseTemplate = None
-    thinking: Thinking = None
+    chat_template: groups.UseTemplate = None
+    thinking: groups.Thinking = None
     endpoint: str | None = typer.Option(
         None,
         metavar="[NAME=]URL",
@@ -121,8 +111,8 @@ class EvalOptions:
         help="With --certify: outputs of a prompt, in the test of their distribution.",
         show_default="1000",
     )
-    output: Results = None
-    output_format: Format = OutputFormat.TEXT
+    output: groups.Results = None
+    output_format: groups.Format = groups.OutputFormat.TEXT
 
 
 @takes(
@@ -462,7 +452,7 @@ def _measure(
     dtype = file.results.provenance.dtype
 
     def show(entry: Entry) -> None:
-        if options.output_format is OutputFormat.TEXT:
+        if options.output_format is groups.OutputFormat.TEXT:
             shown = entry_with_turns(entry, file.results.turns)
             print(entry_text(shown, dtype, chat=requests.chat) + "\n", flush=True)
 
@@ -499,7 +489,7 @@ def _certify(given: Given, plan: AcceptancePlan, certificate: Options) -> bool:
     )
     if output is not None:
         write_json(output / "certificate.json", found.to_json())
-    as_json = plan.options.output_format is OutputFormat.JSON
+    as_json = plan.options.output_format is groups.OutputFormat.JSON
     print(json.dumps(found.to_json(), indent=2) if as_json else certificate_text(found))
     return found.passed
 

@@ -314,23 +314,3 @@ def match_drafts(
         **state_sizes(drafts_BK.shape[1], limits),
         num_warps=4,
     )
-
-
-def verify_drafts(
-    logits_RV: Tensor,
-    sequences_R: Tensor,
-    start_loc: Tensor,
-    drafts_BK: Tensor,
-    active_B: Tensor,
-    state: DecodeState,
-    limits: DecodeLimits,
-    scratch: VerifyScratch,
-    out: DecodeResult,
-    *,
-    sampling: SequenceSampling | None = None,
-    synthetic: SyntheticAcceptance | None = None,
-) -> None:
-    """Accept drafts while they equal the target's own tokens: `own_tokens`, then `match_drafts`."""
-    own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
-    batch = start_loc, drafts_BK, active_B
-    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic)
