@@ -454,7 +454,7 @@ def split_thinking(
 
 
 def opens_thinking(tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int]) -> bool:
-    """Return whether a prompt ends with "<think>", so that the output begins inside the reasoning."""
+    """Return whether a prompt ends with "<think>": the output then begins inside the reasoning."""
     # A marker is at most one token a byte.
     tail = list(prompt_token_ids[-len("<think>") - 8 :])
     text: Any = tokenizer.decode(tail, skip_special_tokens=False)

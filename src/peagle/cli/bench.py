@@ -74,9 +74,6 @@ the others are compared with:
 _DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
 # Settings that may change when a sweep goes on: they add measurements or change their judgement.
-_TREES = "speculative.parallel_drafting_spec"
-_DRAFT_SAMPLING = "speculative.draft_sampling"
-_WINDOW = "speculative.draft_window"
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
 _PREFIX_CACHING = group(
@@ -172,7 +169,7 @@ class BenchOptions:
 
 @takes(
     *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick_flags(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
+    *pick_flags(groups.SPECULATION, groups.TREES, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick_flags(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick_flags(groups.FINER_SAMPLING, "sampling.ignore_eos"),
@@ -268,8 +265,10 @@ def _plan(given: Given, options: BenchOptions) -> BenchPlan:
     fields = json_object(options.extra_body, '{"top_k": 20}') if options.extra_body else {}
     endpoints = _endpoints(options.endpoint, options.model)
     is_on_vllm = vllm.is_vllm(given, flags)
-    if is_on_vllm and _TREES in given:
-        raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
+    if is_on_vllm and groups.TREES in given:
+        raise UserError(
+            f"{given[groups.TREES].source} and --engine vllm: vLLM drafts chains alone."
+        )
     eagle3, methods = options.eagle3, options.method or []
     if is_on_vllm:
         vllm.refuse_unmeasured(given, methods)
@@ -411,7 +410,7 @@ def _engine_arms(
     heads = [(one, k) for one in models.methods for k in one.depths(_ks(plan, models))]
     every = [(DecodingMethod(PLAIN), 0), *heads]
     # A method with trees has them in its own configuration.
-    options = {n: value for n, value in head_options.items() if f"speculative.{n}" != _TREES}
+    options = {n: value for n, value in head_options.items() if f"speculative.{n}" != groups.TREES}
     configurations = {
         f"{one.name} K={k}": one.config(k, **options if one.folder else {}) for one, k in every
     }
@@ -592,7 +591,7 @@ class BenchView:
         elif self._is_on_gpu:
             known = "kernels compile first, which may take minutes"
         else:
-            from peagle.evaluation.sweep import WARM_UP_TOKENS
+            from peagle.evaluation.engine_backend import WARM_UP_TOKENS
 
             known = f"it writes {WARM_UP_TOKENS} tokens for each request in flight"
         self._warmed = now

@@ -147,7 +147,10 @@ def _sample_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> s
     """Return the end of the first prompt and the rest of the sample, with the answers marked."""
     borders = [0, *(place for answer in sample.answers for place in answer)]
     parts = [sample.ids[begin:end] for begin, end in pairwise(borders)]
-    texts = [printable(_text_of(part, tokenizer)) for part in parts]
+    texts = [
+        printable(" ".join(map(str, part)) if tokenizer is None else _decode(tokenizer, part))
+        for part in parts
+    ]
     if len(texts[0]) > _SHOWN_CHARACTERS:
         texts[0] = "..." + texts[0][-_SHOWN_CHARACTERS:]
     room = _SHOWN_CHARACTERS
@@ -163,10 +166,6 @@ def _sample_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> s
         return f"[[{text}]]" if is_answer else text
 
     return "".join(marked(text, index % 2 == 1) for index, text in enumerate(texts))
-
-
-def _text_of(ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
-    return " ".join(map(str, ids)) if tokenizer is None else _decode(tokenizer, ids)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

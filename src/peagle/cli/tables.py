@@ -26,6 +26,11 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(printable(f"  {line.rstrip()}") for line in lines)
 
 
+def short_share(value: float | None) -> str:
+    """Return a share without its leading 0, or - if it is unknown."""
+    return "-" if value is None else f"{value:.2f}".removeprefix("0")
+
+
 def two_digits(value: float | None) -> str:
     """Return a number with two decimals; "-" for None."""
     return "-" if value is None else f"{value:.2f}"

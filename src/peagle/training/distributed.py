@@ -89,10 +89,6 @@ class Processes:
         dist.all_reduce(answer, dist.ReduceOp.MAX)
         return int(answer)
 
-    def own_indices(self, count: int) -> range:
-        """Return the indices of this process's share of `count` things."""
-        return range(self.rank, count, self.world_size)
-
     def first(self, action: Callable[[], object]) -> None:
         """Let the first process do something; the others wait for it.
 
