@@ -126,9 +126,9 @@ class Models:
     @property
     def default_k(self) -> int:
         """Return the K that every head was trained for, at most 7."""
-        from peagle.models.head_json import default_depth
+        from peagle.models.head_json import default_k
 
-        return min(default_depth(one.trained_depth) for one in self.methods)
+        return min(default_k(one.trained_depth) for one in self.methods)
 
     @property
     def dtype(self) -> str:
@@ -261,7 +261,7 @@ def _with_head(
     one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: TreeShape | None
 ) -> list[DecodingMethod]:
     from peagle.models.checkpoint import read_head
-    from peagle.models.head_json import default_depth
+    from peagle.models.head_json import default_k
 
     if folder is None:
         return [one]
@@ -281,7 +281,7 @@ def _with_head(
     )
     if trees is None or not config.is_parallel:
         return [found]
-    shape = CandidateTrees.parse(trees, default_depth(config.trained_depth))
+    shape = CandidateTrees.parse(trees, default_k(config.trained_depth))
     return [found, found.with_trees(shape)]
 
 

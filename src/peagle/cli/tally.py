@@ -60,4 +60,4 @@ class Tally:
 def drafts_of(llm: LLM) -> int:
     """Return K, the number of draft tokens of a step, or 0 without drafts."""
     speculative = llm.engine.speculative
-    return 0 if speculative is None else speculative.num_drafts
+    return 0 if speculative is None else speculative.k

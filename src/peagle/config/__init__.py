@@ -16,7 +16,7 @@ from peagle.config.sampling import (
     StructuredOutputsParams,
 )
 from peagle.config.speculative import (
-    DEFAULT_DEPTH,
+    DEFAULT_K,
     MAX_SPECULATIVE_TOKENS,
     MAX_TREE_NODES,
     RUNTIME_KEYS,
@@ -30,7 +30,7 @@ from peagle.config.speculative import (
 from peagle.config.structured import StructuredOutput
 
 __all__ = [
-    "DEFAULT_DEPTH",
+    "DEFAULT_K",
     "MAX_LOGPROBS",
     "MAX_OUTPUTS",
     "MAX_SEED",

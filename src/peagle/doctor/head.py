@@ -163,12 +163,12 @@ def drafted(
     if foreign_features:
         features = features.roll(1, dims=0)
     states = TargetStates(features, features[..., :0])
-    shape = (*anchors_PC.shape, probe.num_drafts)
+    shape = (*anchors_PC.shape, probe.k)
     draft_ids = torch.zeros(shape, dtype=torch.int64, device=device)
     logprobs = torch.full(shape, WORST_LOGPROB, dtype=torch.float64, device=device)
     columns_PC = torch.arange(anchors_PC.shape[1], device=device).expand_as(anchors_PC)
     column_PN = torch.zeros_like(probe.tokens_PN).scatter(1, anchors_PC, columns_PC)
-    for graded in _graded(drafter, head, batch, states, probe.num_drafts):
+    for graded in _graded(drafter, head, batch, states, probe.k):
         chosen = graded.selected
         at = (chosen.row, column_PN[chosen.row, chosen.anchor], chosen.depth)
         truth_M = probe.tokens_PN[chosen.row, chosen.anchor + chosen.depth + 2]
@@ -179,14 +179,14 @@ def drafted(
 
 
 def _graded(
-    drafter: Drafter, head: Head, batch: Batch, states: TargetStates, num_drafts: int
+    drafter: Drafter, head: Head, batch: Batch, states: TargetStates, k: int
 ) -> Iterator[Graded]:
     window = head.window
     if window is not None and window >= batch.tokens_BN.shape[1]:
         window = None  # it hides nothing
     attention = dense_attention if window is None else _windowed_attention(window)
     kind = "peagle" if head.config.is_parallel else "eagle3"
-    section = MethodSection.model_validate({"name": kind, "depth": num_drafts})
+    section = MethodSection.model_validate({"name": kind, "depth": k})
     method = TrainingMethod(section, attention)
     if kind == "eagle3":
         yield eagle3_graded(drafter, batch, states, method)

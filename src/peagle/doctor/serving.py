@@ -93,11 +93,11 @@ class Serving(Protocol):
 
 @dataclass
 class EngineServing:
-    """Our engine in this process, which reports every draft token; K is `num_drafts`."""
+    """Our engine in this process, which reports every draft token; K is `k`."""
 
     target: TargetModel
     head: Path
-    num_drafts: int
+    k: int
     name: str = "the engine"
     notes: Sequence[str] = ()
 
@@ -114,7 +114,7 @@ class EngineServing:
         """
         speculative = {
             "model": str(self.head),
-            "num_speculative_tokens": self.num_drafts,
+            "num_speculative_tokens": self.k,
             "check_target": False,
             # As the forward pass of the examination, and as vLLM.
             "draft_window": self._window(),

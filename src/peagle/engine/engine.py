@@ -164,7 +164,7 @@ class LLMEngine:
                 self.drafting,
                 self._features,
                 plan.config,
-                num_drafts=plan.num_speculative_tokens,
+                num_speculative_tokens=plan.num_speculative_tokens,
                 num_nodes=plan.num_nodes,
                 num_resuming=plan.num_resuming,
             )

@@ -32,9 +32,9 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     depth = head.trained_depth
     if (trees := speculative.trees) is not None:
         check_trees(trees, speculative.model, head.is_parallel, depth)
-    if depth is not None and speculative.num_drafts > depth:
+    if depth is not None and speculative.k > depth:
         warnings.warn(
-            f"num_speculative_tokens is {speculative.num_drafts}, but the head "
+            f"num_speculative_tokens is {speculative.k}, but the head "
             f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
             stacklevel=5,
         )

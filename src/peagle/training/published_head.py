@@ -23,7 +23,7 @@ from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.head_json import default_depth
+from peagle.models.head_json import default_k
 from peagle.models.head_quantization import DEFAULT_GROUP, HeadQuantization, StoredQuantization
 from peagle.models.hub import DEFAULT_REVISION
 from peagle.models.loading import resolve_model
@@ -317,7 +317,7 @@ def model_card(
         tags=[*tags, "speculators"] if head.format == "speculators" else tags,
     )
     is_main, depth = revision == DEFAULT_REVISION, head.config.trained_depth
-    k = default_depth(depth)
+    k = default_k(depth)
     speculation = {"method": "eagle3", "model": repo}
     speculation |= {} if is_main else {"revision": revision}
     speculation |= {"num_speculative_tokens": k}

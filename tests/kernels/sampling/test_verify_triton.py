@@ -499,7 +499,7 @@ def test_can_be_captured(greedy: bool) -> None:
         tensors += [case.sampling.top_k_B, case.sampling.top_p_B, case.sampling.seeds_B]
         limits = case.limits
         tensors += [limits.stop_ids_BE, limits.min_tokens_B, limits.max_tokens_B]
-        return [*tensors, limits.num_speculative_B]
+        return [*tensors, limits.k_B]
 
     held = [tensor.cuda() for tensor in inputs(cases[0])]
     state = DecodeState(*held[:5])

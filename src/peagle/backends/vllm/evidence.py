@@ -69,7 +69,7 @@ def judge(
         if looks_up:
             return ("the probes brought no drafts: prompt lookup found nothing to repeat",)
         raise _refusal("its counters show no drafts at all")
-    k = config.num_drafts
+    k = config.k
     most = k * counts.num_drafts
     has_one_k = not looks_up and config.num_speculative_tokens_per_batch_size is None
     # The last draft of a text may be shorter.

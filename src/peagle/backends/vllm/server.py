@@ -246,7 +246,7 @@ class VllmServer:
             drafting, config = ", without drafts", self.launch.speculative
             if config is not None:
                 how = "in parallel" if self.launch.is_parallel else f"by {config.method}"
-                drafting = f", K = {config.num_drafts} drafted {how}"
+                drafting = f", K = {config.k} drafted {how}"
             self._is_serving = True
             self._progress(f"{self.model} is served at {self.url}{drafting}")
             status = _wait(self.process)

@@ -63,7 +63,7 @@ class DecodeLimits:
         stop_ids_BE: ids that end the output; padded with -1.
         min_tokens_B: a stop id ends the output only behind so many tokens.
         max_tokens_B: output tokens at which it ends.
-        num_speculative_B: K of each sequence; 0 drafts nothing.
+        k_B: K of each sequence; 0 drafts nothing.
         max_model_len: tokens of prompt and output at which it ends; no draft stands beyond.
         max_draft_len: positions up to which the head drafts.
     """
@@ -71,7 +71,7 @@ class DecodeLimits:
     stop_ids_BE: Tensor
     min_tokens_B: Tensor
     max_tokens_B: Tensor
-    num_speculative_B: Tensor
+    k_B: Tensor
     max_model_len: int
     max_draft_len: int
 
@@ -169,7 +169,7 @@ def advance(
     state.num_outputs_B.add_(num_emitted_B)
     room_B = (limits.draft_end - 1 - state.first_positions_B).clamp_min(0)
     drafting_B = active_B & (state.finish_B == Finish.RUNNING)
-    k_B = torch.where(drafting_B, torch.minimum(limits.num_speculative_B, room_B), 0)
+    k_B = torch.where(drafting_B, torch.minimum(limits.k_B, room_B), 0)
     state.num_drafts_B.copy_(k_B)
     masks_B = (k_B - 1).clamp_min(0)
     return DecodeResult(num_accepted_B, next_tokens_B, emitted_BJ, num_kept_B, masks_B)
