@@ -27,16 +27,16 @@ from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
-from peagle.evaluation.journal import BENCH_LOG, read_settings
+from peagle.evaluation.journal import BENCH_LOG, Journal, read_settings, weights_digest
 from peagle.evaluation.objective import LatencyObjective
 from peagle.evaluation.pivot import bench_pivot
+from peagle.results import THROUGHPUT
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.installation import VllmInstallation
     from peagle.config import SamplingParams
     from peagle.evaluation.decoding import Request
     from peagle.evaluation.endpoint import EndpointBackend
-    from peagle.evaluation.journal import Journal
     from peagle.evaluation.prompts import Prompt
     from peagle.evaluation.sweep import Arm, Sweep, SweepProgress
     from peagle.results import BestK, Cell, ThroughputResults, TouchedExperts, TrainingRecord, Turns
@@ -191,8 +191,6 @@ def bench(given: Given, options: BenchOptions) -> None:
     experts the result also has the distinct experts that a decode step touches in a layer.
     """
     results = _run(given, _plan(given, options))
-    from peagle.results import THROUGHPUT
-
     text = bench_text(results)
     harness.conclude(results, text, THROUGHPUT, options.output, options.output_format)
 
@@ -461,8 +459,6 @@ def _vllm_arms(
 
 def _identity(models: Models, engine: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return digests and options that identify the models and the engine of measurements."""
-    from peagle.evaluation.journal import weights_digest
-
     return {
         "target_sha256": models.target_sha256,
         "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
@@ -541,8 +537,6 @@ def _open_journal(
     identity: Mapping[str, Any],
 ) -> Journal:
     """Open the journal of the output folder with its earlier measurements."""
-    from peagle.evaluation.journal import Journal
-
     machine = provenance["environment"]
     shared = {name: provenance[name] for name in ("target", "dtype")}
     shared |= {name: value for name, value in settings.items() if name not in _MAY_DIFFER}

@@ -30,6 +30,7 @@ from peagle.config.engine import TARGET_DEFAULTS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
+from peagle.models.head_json import default_k, is_parallel, with_depth
 
 if TYPE_CHECKING:
     import torch
@@ -126,8 +127,6 @@ class Models:
     @property
     def default_k(self) -> int:
         """Return the K that every head was trained for, at most 7."""
-        from peagle.models.head_json import default_k
-
         return min(default_k(one.trained_depth) for one in self.methods)
 
     @property
@@ -183,7 +182,6 @@ def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
         UserError: as for `resolve_model`; or trees are deeper than a head was trained for.
     """
     from peagle.model_folder import read_json
-    from peagle.models.head_json import is_parallel, with_depth
     from peagle.models.loading import resolve_model
 
     sources = [expand_bundled(one.source, "draft") for one in methods]
@@ -261,7 +259,6 @@ def _with_head(
     one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: TreeShape | None
 ) -> list[DecodingMethod]:
     from peagle.models.checkpoint import read_head
-    from peagle.models.head_json import default_k
 
     if folder is None:
         return [one]

@@ -206,7 +206,7 @@ def _measured_rates(
             found = run_dialogues(backend, sets, params, _CONCURRENCY, chat=chat).observations
             del backend  # its memory is released with the context
         stats = SpeculationStats.pooled(o.answer.stats for o in found if o.answer.stats)
-        rates = _padded(stats.acceptance_per_pos if stats.k else [], config.k)
+        rates = _padded(stats.acceptance_per_pos if stats.num_drafts else [], config.k)
         journal.add(key, rates)
     return rates
 
