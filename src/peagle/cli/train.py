@@ -194,7 +194,7 @@ def _train(
     if not as_json and processes.is_first:
         for line in _facts(trainer):
             progress.print(line)
-    _stop_on_interrupt(trainer, progress)
+    _stop_on_interrupt(trainer)
     try:
         record = trainer.run(resume=resume, is_locked=True)
     except TrainingStopped as stopped:
@@ -235,7 +235,7 @@ def _facts(trainer: Trainer) -> Iterator[str]:
         yield str(trainer.vocabulary)
 
 
-def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
+def _stop_on_interrupt(trainer: Trainer) -> None:
     """Let a first Ctrl-C finish and save the present step, and a second one stop at once."""
 
     def stop(number: int, frame: object) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 from peagle.config import SamplingParams
 from peagle.engine.loop import Add
 from peagle.engine.outputs import StreamChunk
+from peagle.engine.placement import gpu_names
 from peagle.errors import UserError
 from peagle.serving.engine_process import (
     Cancel,
@@ -517,8 +518,6 @@ def specs_for(spec: EngineSpec, count: int) -> list[EngineSpec]:
         return [spec]
     if spec.engine.device == "cpu":
         return [spec] * count
-    from peagle.engine.placement import gpu_names
-
     gpus = gpu_names()
     if not gpus and spec.engine.device == "auto":
         return [spec] * count
