@@ -34,7 +34,7 @@ class MadeUpSteps:
 
     Args:
         text: tokens that outputs are made of.
-        num_drafts: K.
+        k: K.
 
     Attributes:
         draws: whether drafts are drawn.
@@ -43,11 +43,11 @@ class MadeUpSteps:
 
     draws = False
 
-    def __init__(self, text: list[int], num_drafts: int) -> None:
-        self._text, self._num_drafts = text, num_drafts
+    def __init__(self, text: list[int], k: int) -> None:
+        self._text, self._k = text, k
         self._random = random.Random(0)
         self._sequences: list[Sequence] = []
-        self.last_k, self.last_seconds = num_drafts, DecodeSeconds()
+        self.last_k, self.last_seconds = k, DecodeSeconds()
 
     def obstacle(self, sequences: SequenceOf[Sequence]) -> str | None:
         return None
@@ -84,11 +84,11 @@ class MadeUpSteps:
         return [self._tokens() for _ in self._sequences]
 
     def read_drafts(self, flight: MadeUpSteps, *, follows: bool) -> list[RowDrafts]:
-        return [RowDrafts(self._some(self._num_drafts)) for _ in self._sequences]
+        return [RowDrafts(self._some(self._k)) for _ in self._sequences]
 
     def _tokens(self) -> RowTokens:
-        accepted = self._random.randrange(self._num_drafts + 1)
-        return RowTokens(self._num_drafts, accepted, self._some(accepted + 1))
+        accepted = self._random.randrange(self._k + 1)
+        return RowTokens(self._k, accepted, self._some(accepted + 1))
 
     def _some(self, count: int) -> list[int]:
         at = self._random.randrange(len(self._text) - 20)

@@ -115,8 +115,8 @@ def test_keys_of_trees_that_are_left_out(
         model="head", num_speculative_tokens=k, parallel_drafting_spec={**given}
     )
     assert config.trees == CandidateTrees(*expected)
-    assert (config.num_drafts, config.num_verified) == expected[1:]
-    again = replace(config, num_speculative_tokens=config.num_drafts)
+    assert (config.k, config.num_verified) == expected[1:]
+    again = replace(config, num_speculative_tokens=config.k)
     assert again.parallel_drafting_spec == config.trees
 
 

@@ -103,17 +103,11 @@ class Step:
         self.out = DecodeResult.allocate(num_seqs, K, DEVICE)
 
     def verify(self, sampling: verify_triton.SequenceSampling | None) -> None:
-        verify_triton.verify_drafts(
-            self.logits,
-            self.sequences,
-            self.start_loc,
-            self.drafts,
-            self.active,
-            self.state,
-            self.limits,
-            self.scratch,
-            self.out,
-            sampling=sampling,
+        batch, outputs = (self.sequences, self.start_loc), self.state.num_outputs_B
+        verify_triton.own_tokens(self.logits, *batch, sampling, outputs, self.scratch)
+        drafted = self.start_loc, self.drafts, self.active
+        verify_triton.match_drafts(
+            self.scratch.tokens_R, *drafted, self.state, self.limits, self.out
         )
 
     def greedy(self) -> None:

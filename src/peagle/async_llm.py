@@ -1,13 +1,11 @@
 """`AsyncLLM`: many clients on one engine, each with its own stream."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from peagle.config import SamplingParams
 from peagle.engine import EngineStats
@@ -80,7 +78,7 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._work, name="peagle-engine", daemon=True)
         self._thread.start()
 
-    async def __aenter__(self) -> AsyncLLM:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -121,9 +121,7 @@ def render_chat(
 
     def render(conversation: Sequence[Mapping[str, Any]]) -> str:
         formed = in_template_form(
-            conversation,
-            knows_developer="developer" in facts.words,
-            is_harmony=is_harmony(source),
+            conversation, knows_developer="developer" in facts.words, is_harmony=is_harmony(source)
         )
         given = {"tools": formed_tools or None, **options}
         try:
@@ -455,23 +453,16 @@ def split_thinking(
     return reasoning.strip(), answer.lstrip("\n")
 
 
-def opens_thinking(
-    tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], start: str = "<think>"
-) -> bool:
-    """Return whether a prompt ends with `start`, so that the output begins inside the reasoning."""
+def opens_thinking(tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int]) -> bool:
+    """Return whether a prompt ends with "<think>": the output then begins inside the reasoning."""
     # A marker is at most one token a byte.
-    tail = list(prompt_token_ids[-len(start.encode()) - 8 :])
+    tail = list(prompt_token_ids[-len("<think>") - 8 :])
     text: Any = tokenizer.decode(tail, skip_special_tokens=False)
-    return text.rstrip().endswith(start)
+    return text.rstrip().endswith("<think>")
 
 
 def with_answer(
-    messages: Sequence[Message],
-    text: str,
-    *,
-    start: str = "<think>",
-    end: str = "</think>",
-    opened: bool | None = None,
+    messages: Sequence[Message], text: str, *, opened: bool | None = None
 ) -> list[dict[str, Any]]:
     """Return the conversation with the model's output added, without its reasoning.
 
@@ -490,8 +481,8 @@ def with_answer(
     conversation = checked_messages(messages, roles)
     last = conversation[-1]
     if last["role"] != "assistant":
-        _, answer = split_thinking(text, start, end, opened=opened)
+        _, answer = split_thinking(text, opened=opened)
         return [*conversation, {"role": "assistant", "content": answer}]
     before = last.get("content", "")
-    _, answer = split_thinking(before + text, start, end, opened=opened)
+    _, answer = split_thinking(before + text, opened=opened)
     return [*conversation[:-1], {**last, "content": answer}]

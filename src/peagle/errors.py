@@ -4,8 +4,6 @@ Anything raised from here is a mistake in the input, not a fault of peagle: the 
 value given, what was expected and what to do. Commands print it and exit with status 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The commands that install missing packages, for the environment that runs this program."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ They come as OpenAI's API has them. Templates differ from it: the arguments of a
 some templates know no developer message, and the template of gpt-oss has a form of its own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

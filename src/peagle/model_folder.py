@@ -4,8 +4,6 @@ JSON of up to 100 MB, nested up to 64 deep; headers of safetensors files of up t
 format's own limit, and never more than the file has.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -26,7 +24,7 @@ _READ_ELSEWHERE = (
     *("special_tokens_map.json", "preprocessor_config.json", "processor_config.json"),
 )
 _LOOKED_AT_BYTES = 1 << 20
-_LFS_POINTER = b"version https://git-lfs"
+LFS_POINTER = b"version https://git-lfs"
 _VALUE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -133,7 +131,7 @@ def read_header(data: Readable, size: int | None = None) -> dict[str, dict[str, 
     first = data.read(8)
     if len(first) < 8:
         raise ValueError(f"it has {len(first)} bytes, too few for a header")
-    if _LFS_POINTER.startswith(first):
+    if LFS_POINTER.startswith(first):
         raise ValueError("it is a pointer of Git LFS, not the weights; `git lfs pull` fetches them")
     length = int.from_bytes(first, "little")
     if length == 0 or (size is not None and length > size - 8):

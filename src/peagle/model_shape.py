@@ -1,10 +1,8 @@
 """The sizes of a language model, as its config.json has them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class ModelShape:
     layer_kinds: tuple[str, ...]
 
     @classmethod
-    def from_json(cls, data: Any) -> ModelShape:
+    def from_json(cls, data: Any) -> Self:
         """Read the content of a config.json; content of another form gives no facts."""
         file = data if isinstance(data, Mapping) else {}
         inner = file.get("transformer_layer_config") or file.get("text_config")

@@ -5,8 +5,6 @@ an earlier peagle may lack a key that has a default, and null stands for a defau
 is not listed is refused, except in `provenance` and `settings`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import fmean

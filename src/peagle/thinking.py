@@ -4,8 +4,6 @@ Most families put the reasoning between `<think>` and `</think>`. gpt-oss and Ge
 between special tokens. `family_splitter` knows them by their chat template.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

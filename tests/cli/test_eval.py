@@ -23,7 +23,9 @@ from tests.evaluation.fake_endpoint import Script, endpoint, metrics
 JSON = ("--format", "json")
 
 
-SMALL = ("--set", "heldout_code", "--limit", 5, "--max-new-tokens", 8, "--concurrency", 3)
+# Long prompts would take most of the time of a tiny pair.
+PROMPTS = Path(__file__).resolve().parents[1] / "fixtures" / "short_prompts.jsonl"
+SMALL = ("--set", PROMPTS, "--limit", 5, "--max-new-tokens", 8, "--concurrency", 3)
 
 
 def write_prompts(path: Path) -> Path:
@@ -68,7 +70,7 @@ def test_every_method_at_every_k_and_temperature(
         (name, k, t) for name in names for k in (2, 3) for t in (0.0, 0.7)
     ]
     data = json.loads(result.out)
-    assert data["format_version"] == 1 and data["settings"]["sets"] == {"heldout_code": 5}
+    assert data["format_version"] == 1 and data["settings"]["sets"] == {str(PROMPTS): 5}
     assert data["provenance"]["target"] == str(pair.target)
     assert data["provenance"]["dtype"] == "float32"
     for entry in entries:
@@ -299,7 +301,7 @@ def test_another_run_is_not_taken_for_the_same(peagle: Peagle, pair: Pair, tmp_p
     before = (out / "acceptance.json").read_bytes()
     for extra, message in (
         (("--max-new-tokens", 9), "max_new_tokens 8, not 9"),
-        (("--limit", 4), 'sets {"heldout_code": 5}, not {"heldout_code": 4}'),
+        (("--limit", 4), f'sets {{"{PROMPTS}": 5}}, not {{"{PROMPTS}": 4}}'),
         (("--shuffle-seed", 3), "prompts_sha256"),
         (("--dtype", "float64"), 'dtype "float32", not "float64"'),
         (("--seed", 5), "seed 0, not 5"),

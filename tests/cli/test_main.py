@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,18 +15,9 @@ import pytest
 import peagle as package
 from peagle.cli import main
 from peagle.errors import UserError
+from serving.live import wait_for
+from serving.warm import WarmProcess
 from tests.cli.conftest import Pair, Peagle, environment
-
-
-def start(*arguments: object) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "peagle", *map(str, arguments)],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_help_lists_every_command(peagle: Peagle) -> None:
@@ -51,13 +41,11 @@ def test_version(peagle: Peagle) -> None:
     assert (result.status, result.out) == (0, f"peagle {package.__version__}\n")
 
 
-@pytest.mark.parametrize(
-    "command", ["--help", "--version", "demo --help", "generate --help", "chat --help"]
-)
-def test_help_needs_no_torch(command: str) -> None:
+def test_help_needs_no_torch() -> None:
+    commands = [["--help"], ["--version"], *([name, "--help"] for name in main.COMMANDS)]
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        f"from peagle.cli.main import run; sys.exit(run({command.split()!r}))"
+        f"from peagle.cli.main import run; sys.exit(max(map(run, {commands!r})))"
     )
     result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
     assert result.returncode == 0, result.stderr
@@ -125,26 +113,24 @@ def test_faults_of_peagle_are_not_hidden(peagle: Peagle, monkeypatch: pytest.Mon
         peagle("generate", "--prompt", "x")
 
 
-@pytest.fixture
-def busy(pair: Pair, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A command with much to print, of which the first line was read."""
-    prompts = tmp_path / "prompts.txt"
+def test_interrupt_ends_cleanly(pair: Pair, tmp_path: Path) -> None:
+    """In the midst of much output."""
+    prompts, log = tmp_path / "prompts.txt", tmp_path / "log"
     prompts.write_text("some text\n" * 5000)
-    process = start(
-        "generate", *pair.options, "--prompts", prompts, "--max-new-tokens", 4, "--format", "json"
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("{")
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_interrupt_ends_cleanly(busy: subprocess.Popen[str]) -> None:
-    busy.send_signal(signal.SIGINT)
-    _, err = busy.communicate(timeout=240)
-    assert busy.returncode == main.INTERRUPTED
-    assert err == "peagle: interrupted\n"
+    command = ["generate", *pair.options, "--prompts", prompts, "--max-new-tokens", 4]
+    words = ["peagle", *map(str, command), "--format", "json"]
+    process = WarmProcess(words, {**environment(), "OMP_NUM_THREADS": "1"}, log)
+    try:
+        wait_for(lambda: "}\n" in log.read_text())
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == main.INTERRUPTED
+    *lines, last = text.splitlines(keepends=True)
+    assert last == "peagle: interrupted\n" and 0 < len(lines) < 5000
+    assert all(line.startswith("{") for line in lines)
 
 
 def test_a_reader_that_goes_away_is_no_error(

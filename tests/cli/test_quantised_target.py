@@ -11,7 +11,7 @@ from tests.cli.conftest import Pair, Peagle
 from tests.conftest import byte_tokenizer
 from tests.models.test_packed_loading import AWQ, change, dense, edit, write_checkpoint
 
-SCALES = "model.layers.3.mlp.down_proj.scales"
+SCALES = "model.layers.1.mlp.down_proj.scales"
 
 
 @pytest.fixture

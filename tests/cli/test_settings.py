@@ -201,7 +201,7 @@ def test_show_config_says_what_is_decided(peagle: Peagle, pair: Pair) -> None:
     assert found == {
         "device": "cpu",
         "dtype": str(llm.target.dtype).removeprefix("torch."),
-        "num_speculative_tokens": llm.engine.speculative.num_drafts,
+        "num_speculative_tokens": llm.engine.speculative.k,
         "threads": torch.get_num_threads(),
         "max_model_len": llm.engine.max_model_len,
     }

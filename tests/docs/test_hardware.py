@@ -27,7 +27,7 @@ from peagle.errors import UserError
 from peagle.kernels.attention import kv_write
 from peagle.kernels.linear import experts, unpacking
 from peagle.models import skinny
-from peagle.models.head_json import default_depth
+from peagle.models.head_json import default_k
 from tests.docs.pages import ROOT
 
 if not (ROOT / "README.md").is_file():
@@ -56,7 +56,7 @@ def test_bytes_of_a_head_and_of_a_token(entry: Any) -> None:
         sum(kind.token_bytes for kind in kinds)
         for kinds in (entry.kv_layers, entry.draft_kv_layers)
     )
-    k = entry.num_speculative_tokens or default_depth(None)
+    k = entry.num_speculative_tokens or default_k(None)
     slots = lookahead_slots(k, is_pipelined=True)
     assert {"draft_weights_gib", "draft_kv_layers"} <= set(entry.estimates)
     assert row[1:] == [

@@ -31,15 +31,10 @@ def pair2_texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def pair2() -> Probe:
-    return make_probe(PAIR2 / "target", PAIR2 / "peagle", pair2_texts()[:36])
-
-
-@pytest.fixture(scope="session")
-def pair2_small() -> Probe:
     return make_probe(PAIR2 / "target", PAIR2 / "peagle", pair2_texts()[:24])
 
 
 @pytest.fixture(scope="session")
 def bundled() -> Probe:
-    texts = choose_texts(None, load_tokenizer(BUNDLED_TARGET))[::3]
+    texts = choose_texts(None, load_tokenizer(BUNDLED_TARGET))[::5]
     return make_probe(BUNDLED_TARGET, BUNDLED_PEAGLE, texts)

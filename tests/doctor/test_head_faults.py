@@ -86,13 +86,13 @@ def test_a_fault_of_the_bundled_head(bundled: Probe, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_of_another_style(pair2_small: Probe) -> None:
+def test_prompts_of_another_style(pair2: Probe) -> None:
     """The pair was trained with its chat template, thinking as the template has it."""
     for style, cause in (
         (PromptStyle(False), "chat_template"),
         (PromptStyle(True, None, False), "thinking"),
     ):
-        report = examine(pair2_small.in_other_styles[style], HEADS["pair2"])
+        report = examine(pair2.in_other_styles[style], HEADS["pair2"])
         assert ids(report) == {cause}, style
         assert report.causes[0].where == "prompts"
 
@@ -152,20 +152,20 @@ def record(head: Path, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undertrained(pair2_small: Probe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undertrained(pair2: Probe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new head of the second pair after a dozen steps on answers of its target."""
-    return train_shortly(pair2_small, tmp_path_factory.mktemp("undertrained"), steps=12)
+    return train_shortly(pair2, tmp_path_factory.mktemp("undertrained"), steps=12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_record", [True, False])
 def test_a_head_that_was_trained_too_little(
-    pair2_small: Probe, undertrained: Path, tmp_path: Path, has_record: bool
+    pair2: Probe, undertrained: Path, tmp_path: Path, has_record: bool
 ) -> None:
     head = undertrained
     if not has_record:
         head = copy_head(undertrained, tmp_path / "copy")
-    report = examine(pair2_small, head)
+    report = examine(pair2, head)
     if has_record:
         assert ids(report) == {"training"}
         assert "trained for 12 steps" in report.causes[0].evidence

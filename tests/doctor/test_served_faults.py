@@ -43,21 +43,21 @@ def named(report: Examination) -> set[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["aux layers", "mask id", "no fc", "one by one", "d2t"])
 def test_a_fault_of_the_engine_is_named_by_its_drafts(
-    pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str
+    pair2: Probe, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (cause,), change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
-    assert named(serve(pair2_small)) == {(cause, "serving")}
+    assert named(serve(pair2)) == {(cause, "serving")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "theta", "mask_hidden 0"])
 def test_a_fault_of_a_server_is_named_by_its_counters(
-    pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str
+    pair2: Probe, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (cause,), change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
-    assert named(serve(pair2_small, lambda one: one)) == {(cause, "serving")}
+    assert named(serve(pair2, lambda one: one)) == {(cause, "serving")}
 
 
 @pytest.mark.slow
@@ -66,26 +66,26 @@ def test_a_fault_of_a_server_is_named_by_its_counters(
     [("any mask id", True), ("any mask id", False), ("mask state", False), ("layer noise", False)],
 )
 def test_faults_without_a_name(
-    pair2_small: Probe, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
+    pair2: Probe, monkeypatch: pytest.MonkeyPatch, name: str, tells_drafts: bool
 ) -> None:
     """No known fault makes such drafts; the doctor names the slots that they come from."""
     monkeypatch.setattr("peagle.doctor.serving._FOR_PAIRS", 1)
     causes, change = HEAD_CHANGES[name]
     serve_changed(monkeypatch, change)
-    found = named(serve(pair2_small, None if tells_drafts else lambda one: one))
+    found = named(serve(pair2, None if tells_drafts else lambda one: one))
     assert len(found) == 1
     assert found <= {(cause, "serving") for cause in causes}
 
 
 @pytest.mark.slow
-def test_shifted_tokens_and_windows(pair2_small: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shifted_tokens_and_windows(pair2: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         serve_shifted(patch)
-        assert named(serve(pair2_small)) == {("token_shift", "serving")}
+        assert named(serve(pair2)) == {("token_shift", "serving")}
     with monkeypatch.context() as patch:
         serve_windowed(patch, 16)
-        assert named(serve(pair2_small)) == {("sliding_window", "serving")}
-    assert named(serve(pair2_small)) == named(serve(pair2_small, lambda one: one)) == set()
+        assert named(serve(pair2)) == {("sliding_window", "serving")}
+    assert named(serve(pair2)) == named(serve(pair2, lambda one: one)) == set()
 
 
 @pytest.mark.slow
@@ -97,20 +97,20 @@ def test_the_engine_drafts_what_training_foresees(bundled: Probe) -> None:
     served = EngineServing(bundled.target, BUNDLED_PEAGLE, 6).answer(bundled.questions, tokens)
     ours = drafted(head, bundled, every_anchor=True)
     found = agreement(served, ours, bundled, chained=False)
-    assert found.count > 500
+    assert found.count > 400
     assert found.share > 0.998  # rounding may turn a draft whose two best logits are equal
 
 
 @pytest.mark.slow
-def test_servers_that_differ_in_more_than_drafts(pair2_small: Probe) -> None:
+def test_servers_that_differ_in_more_than_drafts(pair2: Probe) -> None:
     """Prompts rendered otherwise, other outputs, no drafts, no counters."""
-    plain = {text: len(pair2_small.tokenizer(text).input_ids) for text in pair2_small.texts}
-    sizes = iter([plain[q.text] for q in pair2_small.questions[::2]])
-    report = serve(pair2_small, lambda one: replace(one, num_prompt_tokens=next(sizes)))
+    plain = {text: len(pair2.tokenizer(text).input_ids) for text in pair2.texts}
+    sizes = iter([plain[q.text] for q in pair2.questions[::2]])
+    report = serve(pair2, lambda one: replace(one, num_prompt_tokens=next(sizes)))
     assert named(report) == {("chat_template", "serving")}
-    report = serve(pair2_small, lambda one: replace(one, text="something else"))
+    report = serve(pair2, lambda one: replace(one, text="something else"))
     assert named(report) == {("wrong_target", "serving")}
-    report = serve(pair2_small, lambda one: replace(one, stats=SpeculationStats()))
+    report = serve(pair2, lambda one: replace(one, stats=SpeculationStats()))
     assert named(report) == {("parallel_drafting", "serving")}
-    report = serve(pair2_small, lambda one: replace(one, stats=None))
+    report = serve(pair2, lambda one: replace(one, stats=None))
     assert report.is_healthy and report.checks[-1].status == "not checked"

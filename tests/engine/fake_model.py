@@ -294,7 +294,7 @@ def _row(sequence: Sequence) -> Row:
 
 @dataclass(eq=False)
 class Flight:
-    num_drafts: int
+    k: int
     sequences: list[Sequence]
     tokens: list[Any]
     drafts: list[Any]
@@ -391,7 +391,7 @@ class FakeGraphs:
         assert not self._undrafted, "the drafts of a step come before the next one's tokens"
         self._undrafted.append(flight)
         self.num_reads += 1
-        self.last_k = flight.num_drafts
+        self.last_k = flight.k
         return flight.tokens
 
     def read_drafts(self, flight: Flight, *, follows: bool = False) -> list[Any]:

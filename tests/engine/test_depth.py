@@ -586,7 +586,7 @@ def test_which_configurations_choose_nodes(tmp_path: Path) -> None:
     def depth_of(is_captured: bool = True, **options: Any) -> DepthPolicy:
         config = SpeculativeConfig(model="head", parallel_drafting_spec=shape, **options)
         config = with_depth(config, tmp_path)
-        assert config.num_drafts == 5
+        assert config.k == 5
         return make_depth(config, 5, is_captured=is_captured, trees=TreeRecord(shape))
 
     open_ = depth_of()

@@ -121,7 +121,10 @@ def largest_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     if engine.max_draft_len:
         watch(engine.drafting.proposer.passes, "run", "drafter")
         watch(engine.drafting.proposer.readings, "run", "drafter")
-    sizes = {"num_drafts": engine.num_speculative_tokens, "num_nodes": engine._plan.num_nodes}
+    sizes = {
+        "num_speculative_tokens": engine.num_speculative_tokens,
+        "num_nodes": engine._plan.num_nodes,
+    }
     sizes |= {"num_resuming": 0, **options}
     run_largest_passes(engine.runner, engine.drafting, engine._features, engine.config, **sizes)
     assert len(engine.sampler.slots._free) == engine.config.max_num_seqs

@@ -45,7 +45,7 @@ FEATURES = [
     "logprobs",
     "grammar",
 ]
-SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 60}
+SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 40}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_trees_are_certified(
 ) -> None:
     """Of another depth than the chains, and with more nodes than these reserve slots."""
     trees = methods[0].with_trees(CandidateTrees(3, 2, 20))
-    certificate = certify([methods[0], trees])
+    certificate = certify([methods[0], trees], samples=10)
     assert certificate.passed and trees.name in certificate_text(certificate)
     cells = [cell for cell in certificate.matrix if cell.method == trees.name]
     assert [cell.feature for cell in cells] == FEATURES
@@ -134,7 +134,7 @@ def test_a_fault_of_trees_is_found_and_named(
     """The accepted path stays where the nodes lie."""
     monkeypatch.setattr(model_runner, "move_path", lambda *_: None)
     trees = methods[0].with_trees(CandidateTrees(9, K, 30))
-    certificate = certify([trees], samples=0, max_new_tokens=48)
+    certificate = certify([trees], samples=0, prompts=1, matrix_prompts=1, max_new_tokens=48)
     faults = {cell.method for cell in certificate.matrix if cell.status == "fault"}
     assert faults == {trees.name}
     assert any(f", {trees.name}: " in line for line in certificate.faults)

@@ -1,4 +1,4 @@
-"""Verification of drawn drafts in one call: parts that a captured decode step runs one by one."""
+"""Verification of drafts in one call: parts that a captured decode step runs one by one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,26 @@ from peagle.kernels.sampling.verify_triton import (
     match_drafts,
     own_tokens,
 )
+
+
+def verify_drafts(
+    logits_RV: Tensor,
+    sequences_R: Tensor,
+    start_loc: Tensor,
+    drafts_BK: Tensor,
+    active_B: Tensor,
+    state: DecodeState,
+    limits: DecodeLimits,
+    scratch: VerifyScratch,
+    out: DecodeResult,
+    *,
+    sampling: SequenceSampling | None = None,
+    synthetic: SyntheticAcceptance | None = None,
+) -> None:
+    """Accept drafts while they equal the target's own tokens: `own_tokens`, then `match_drafts`."""
+    own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
+    batch = start_loc, drafts_BK, active_B
+    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic)
 
 
 def verify_drawn(
@@ -32,7 +52,7 @@ def verify_drawn(
 ) -> None:
     """Verify drawn drafts: `own_tokens`, `reject_drafts`, then `match_drafts`. Seven launches.
 
-    The arguments are those of `verify_triton.verify_drafts`.
+    The arguments are those of `verify_drafts`.
     """
     own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
     reject_drafts(

@@ -12,7 +12,7 @@ from peagle.bundled import BUNDLED_TARGET
 from peagle.cli.main import run
 from peagle.config import CandidateTrees
 from peagle.errors import UserError
-from peagle.models.head_json import default_depth, with_depth
+from peagle.models.head_json import default_k, with_depth
 from peagle.models.loading import resolve_model, with_local_head
 
 PAIR2 = Path(__file__).resolve().parents[1] / "fixtures" / "pair2"
@@ -26,7 +26,7 @@ def head_config(folder: Path, **keys: object) -> Path:
 
 
 def test_the_trained_depth_bounds_the_default() -> None:
-    assert [default_depth(k) for k in (None, 1, 3, 7, 8, 16)] == [7, 1, 3, 7, 7, 7]
+    assert [default_k(k) for k in (None, 1, 3, 7, 8, 16)] == [7, 1, 3, 7, 7, 7]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_it_is_read_in_every_style(tmp_path: Path, keys: dict[str, object], k: i
     for schedule in (None, "auto"):
         given = SpeculativeConfig(model=str(folder), num_speculative_tokens_per_batch_size=schedule)
         found = with_depth(given, folder)
-        assert found.num_drafts == k
+        assert found.k == k
         assert found.num_speculative_tokens_per_batch_size == "auto"
         assert with_depth(found, folder) == found
 
@@ -105,12 +105,12 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
         SpeculativeConfig(method="ngram"),
     ):
         assert with_depth(config, folder) == config
-    assert SpeculativeConfig(method="ngram").num_drafts == 7
+    assert SpeculativeConfig(method="ngram").k == 7
 
 
 @pytest.mark.slow
 def test_every_engine_drafts_so_many() -> None:
-    assert with_local_head(SpeculativeConfig(model=HEAD)).num_drafts == 6
+    assert with_local_head(SpeculativeConfig(model=HEAD)).k == 6
     llm = LLM(TARGET, speculative_config={"model": HEAD}, device="cpu")
     assert llm.engine.num_speculative_tokens == 6
     assert len(llm.generate("the")[0].stats.num_accepted_tokens_per_pos) == 6

@@ -33,10 +33,10 @@ from peagle.serving.keys import ApiKeys
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.server import CountOpen
 from serving.live import (
+    SMALL_CACHE,
     LiveServer,
     environment,
     running,
-    serve_command,
     wait_for,
     wait_until_ready,
 )
@@ -123,7 +123,9 @@ def test_silent_connections_beyond_the_limit_leave_room(
         assert is_healthy(small)
     # The oldest are closed; the stream and the newest are not.
     wait_for(lambda: sum(map(is_closed, silent)) >= 9 * MAX_CONNECTIONS)
-    assert not is_closed(silent[-1])
+    newest = connect(small, opened)
+    assert is_healthy(small)
+    assert not is_closed(newest)
     assert stream.recv(1)
     wait_for(lambda: f"at the limit of {MAX_CONNECTIONS} connections" in small.text)
 
@@ -319,7 +321,7 @@ def test_silent_connections_do_not_use_up_the_files(
     script = tmp_path / "few_files.py"
     script.write_text(FEW_FILES)
     log = tmp_path / "log"
-    words = ["peagle", "serve", "--port", "0", "--no-playground"]
+    words = ["peagle", "serve", "--port", "0", "--no-playground", *map(str, SMALL_CACHE)]
     process = WarmProcess(words, environment(), log, script=script)
     try:
         server = LiveServer("", process, log)
@@ -576,11 +578,14 @@ ENDLESS_TEMPLATE = """\
 
 
 @pytest.fixture
-def hung(tmp_path: Path) -> Iterator[LiveServer]:
-    """A server whose tokenizer's thread is held up by a template that loops."""
+def hung(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LiveServer]:
+    """A server whose tokenizer's thread is held up by a template that loops.
+
+    Its parameter is how many seconds it drains.
+    """
     template = tmp_path / "chat.jinja"
     template.write_text(ENDLESS_TEMPLATE)
-    options = ("--no-playground", "--chat-template", template, "--drain-timeout", 1)
+    options = ("--no-playground", "--chat-template", template, "--drain-timeout", request.param)
     with running(*options, warm=True) as server, contextlib.ExitStack() as stack:
         body = {"messages": [{"role": "user", "content": "hello"}]}
         connect(server, stack, request_of(body, path="/v1/chat/completions"))
@@ -589,6 +594,7 @@ def hung(tmp_path: Path) -> Iterator[LiveServer]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hung", [1], indirect=True)
 def test_one_signal_ends_it_though_a_template_loops(hung: LiveServer) -> None:
     """All requests that cannot end in time are told, whatever they wait for."""
     with contextlib.ExitStack() as stack:
@@ -636,26 +642,52 @@ def events_of(stream: socket.socket) -> list[str]:
             return [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event]
 
 
+@pytest.mark.parametrize("hung", [600], indirect=True)
 def test_two_signals_end_it_though_a_template_loops(hung: LiveServer) -> None:
-    hung.terminate()
-    wait_for(lambda: "SIGTERM" in hung.text)
-    hung.terminate()
-    assert hung.process.wait(60) == 0
+    """The first alone would let the stream come to its end."""
+    with contextlib.ExitStack() as stack:
+        stream = connect(hung, stack, request_of({**LONG, "n": 4}))
+        assert stream.recv(12) == b"HTTP/1.1 200"
+        hung.terminate()
+        wait_for(lambda: "SIGTERM" in hung.text)
+        hung.terminate()
+        assert hung.process.wait(60) == 0
+        rest = b""
+        with contextlib.suppress(OSError):
+            while part := stream.recv(65536):
+                rest += part
+        assert b"[DONE]" not in rest
+
+
+ENDLESS_LOADING = """
+import time
+from pathlib import Path
+from peagle.serving import engine_process
+
+def load(*_):  # in the engine's process, which imports this file too
+    Path(__file__).with_name("loading").touch()
+    time.sleep(1000)
+
+engine_process._load = load
+if __name__ == "__main__":
+    from peagle.cli.main import main
+    main()
+"""
 
 
 def test_it_can_be_interrupted_twice_while_it_loads(tmp_path: Path) -> None:
+    script = tmp_path / "endless_loading.py"
+    script.write_text(ENDLESS_LOADING)
     log = tmp_path / "log"
-    with log.open("wb") as stream:  # a cold start, which takes a while
-        command = serve_command("--port", 0, "--no-playground")
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment())
+    words = ["peagle", "serve", "--port", "0", "--no-playground"]
+    process = WarmProcess(words, environment(), log, script=script)
     server = LiveServer("", process, log)
     try:
-        wait_for(lambda: "at most" in server.text, timeout_s=120)
-        for _ in range(2):
-            process.send_signal(signal.SIGINT)
-            wait_for(lambda: "finishing 0 requests" in server.text)
+        wait_for(lambda: "at most" in server.text and (tmp_path / "loading").exists())
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: "finishing 0 requests" in server.text)
+        process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-        assert "engine 0 is ready" not in server.text
     finally:
         process.kill()
         process.wait()

@@ -28,6 +28,8 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 PRELOADED = ["peagle.cli.serve", "peagle.serving.server", "peagle.serving.engine_process"]
 # What transformers and torch import when a model is loaded, by its kind.
 PRELOADED += ["transformers.models.llama.modeling_llama", "peagle.models.loading"]
+# For processes that train together; the first step of an optimizer imports torch._dynamo.
+PRELOADED += ["peagle.training.trainer", "torch._dynamo", "torch.distributed.checkpoint"]
 
 
 class WarmProcess:

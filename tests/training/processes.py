@@ -14,16 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Children begin where the modules are imported already: seconds less each.
-_CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "peagle.training.trainer",
-        "torch._dynamo",  # which the first step of an optimizer imports
-        "torch.distributed.checkpoint",
-        "transformers.models.llama.modeling_llama",
-    ]
-)
+from serving.warm import forks
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ def run_together(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = get_context("spawn") if fresh else _CONTEXT
+    context = get_context("spawn") if fresh else forks()
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     children = [
         context.Process(

@@ -23,6 +23,7 @@ from peagle.training.config import TrainConfig
 from peagle.training.distributed import ONE_PROCESS
 from peagle.training.step_memory import estimate_memory
 from peagle.training.trainer import Trainer
+from serving.warm import WarmProcess
 from tests.training import runs, together
 from tests.training.processes import Ending, run_together, values
 from tests.training.runs import read_checkpoint
@@ -316,17 +317,20 @@ def write_config(folder: Path, target: Path, responses: Path) -> str:
 
 @pytest.mark.slow
 def test_torchrun_trains_a_head(target_folder: Path, responses: Path, tmp_path: Path) -> None:
+    """The processes that torchrun starts import everything; torchrun itself is forked."""
     config = write_config(tmp_path, target_folder, responses)
-    done = subprocess.run(
-        [*TORCHRUN, "-m", "peagle", "train", config],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("train      3/3") == done.stdout.count("head written to") == 1
-    assert done.stderr.count("3 steps on 2 times cpu") == 1
+    script = tmp_path / "torchrun.py"
+    script.write_text("from torch.distributed.run import main\nmain()\n")
+    words = ["torchrun", *TORCHRUN[3:], "-m", "peagle", "train", config]
+    torchrun = WarmProcess(words, ENVIRONMENT, tmp_path / "log", script=script)
+    try:
+        told, _ = torchrun.communicate(timeout=400)
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    assert torchrun.returncode == 0, told
+    assert told.count("train      3/3") == told.count("head written to") == 1
+    assert told.count("3 steps on 2 times cpu") == 1
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
     assert {p.name for p in (tmp_path / "run/head").iterdir()} >= {"model.safetensors"}
 

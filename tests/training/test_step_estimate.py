@@ -32,10 +32,7 @@ CASES: dict[str, Case] = {
     "S=1": Case(),
     "S=8": Case(8),
     "S=1, recomputed": Case(1, True),
-    "S=8, recomputed": Case(8, True),
-    "S=1, packed": Case(1, packed=True),
     "S=8, packed": Case(8, packed=True),
-    "wide MLP": Case(4, head={"intermediate_size": 800}),
     "wide MLP, recomputed": Case(4, True, head={"intermediate_size": 800}),
     "many heads": Case(4, head={"num_attention_heads": 12, "head_dim": 32}),
     "large vocabulary": Case(4, head={"vocab_size": 4000, "draft_vocab_size": 4000}),
@@ -75,7 +72,6 @@ CASES: dict[str, Case] = {
     "frozen in bfloat16": Case(2, run={"precision": "bfloat16"}, frozen=BOTH),
     "int4": Case(2, head=EVEN, quantization="int4", optimizer="muon"),
     "int8 in bfloat16": Case(2, head=EVEN, quantization="int8", run={"precision": "bfloat16"}),
-    "eagle3, frozen": Case(method={"name": "eagle3", "depth": 4}, frozen=BOTH),
 }
 
 

@@ -25,7 +25,6 @@ from tests.training.runs import make_config, read_checkpoint
     [
         {"name": "peagle"},
         {"name": "peagle", "loss": "ce", "cod_ratio": 0.6},
-        {"name": "peagle", "loss": "kl_tv"},
         {"name": "eagle3", "depth": 7, "depth_decay": 0.8},
     ],
     ids=lambda m: "-".join(str(v) for v in m.values()),

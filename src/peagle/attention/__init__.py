@@ -11,22 +11,8 @@ from peagle.attention.base import (
     PreparedPaged,
     TreeMask,
 )
-from peagle.attention.passes import Passes, Run
+from peagle.attention.passes import Passes
 from peagle.attention.torch_backend import TorchAttention
-
-__all__ = [
-    "ALL_BEFORE",
-    "AttentionBackend",
-    "AttentionMetadata",
-    "LayerKVCache",
-    "Passes",
-    "Prepared",
-    "PreparedPaged",
-    "Run",
-    "TorchAttention",
-    "TreeMask",
-    "make_backend",
-]
 
 
 def make_backend(device: torch.device) -> AttentionBackend:

@@ -4,8 +4,6 @@ Shapes: T packed query tokens of B sequences (ragged), Hq query heads, Hkv key/v
 size, M blocks a sequence.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol, Required, TypedDict, Unpack

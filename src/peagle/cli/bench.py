@@ -16,16 +16,6 @@ import typer
 
 from peagle.cli import groups, harness, vllm
 from peagle.cli.flags import Given, group, pick_flags, spread, takes
-from peagle.cli.groups import (
-    Format,
-    MoreHeads,
-    OutputFormat,
-    PromptLimit,
-    Results,
-    ShuffleSeed,
-    Thinking,
-    UseTemplate,
-)
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.mix import Share, apply_mix, read_mix
 from peagle.cli.progress import ProgressLine, time_text
@@ -37,16 +27,16 @@ from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
-from peagle.evaluation.journal import BENCH_LOG, read_settings
+from peagle.evaluation.journal import BENCH_LOG, Journal, read_settings, weights_digest
 from peagle.evaluation.objective import LatencyObjective
 from peagle.evaluation.pivot import bench_pivot
+from peagle.results import THROUGHPUT
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.installation import VllmInstallation
     from peagle.config import SamplingParams
     from peagle.evaluation.decoding import Request
     from peagle.evaluation.endpoint import EndpointBackend
-    from peagle.evaluation.journal import Journal
     from peagle.evaluation.prompts import Prompt
     from peagle.evaluation.sweep import Arm, Sweep, SweepProgress
     from peagle.results import BestK, Cell, ThroughputResults, TouchedExperts, TrainingRecord, Turns
@@ -84,9 +74,6 @@ the others are compared with:
 _DEFAULT_KS = (3, 5, 7)
 _ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
 # Settings that may change when a sweep goes on: they add measurements or change their judgement.
-_TREES = "speculative.parallel_drafting_spec"
-_DRAFT_SAMPLING = "speculative.draft_sampling"
-_WINDOW = "speculative.draft_window"
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
 _PREFIX_CACHING = group(
@@ -105,7 +92,7 @@ class BenchOptions:
     target_model: groups.Model = None
     flags: VllmFlags = None
     eagle3: Eagle3 = None
-    method: MoreHeads = None
+    method: groups.MoreHeads = None
     endpoint: list[str] | None = typer.Option(
         None,
         metavar="NAME=URL",
@@ -143,16 +130,16 @@ class BenchOptions:
         "1,4,16", metavar="C,...", help="Numbers of requests in flight."
     )
     sets: Sets = None
-    limit: PromptLimit = None
-    shuffle_seed: ShuffleSeed = None
+    limit: groups.PromptLimit = None
+    shuffle_seed: groups.ShuffleSeed = None
     turns: str = typer.Option(
         "1",
         metavar="N",
         help="Turns to send of each prompt that has several, or all; each follows the answer to "
         "the turn before.",
     )
-    chat_template: UseTemplate = None
-    thinking: Thinking = None
+    chat_template: groups.UseTemplate = None
+    thinking: groups.Thinking = None
     repeats: int = typer.Option(3, help="Measurements of each configuration.")
     warm_up: int = typer.Option(1, help="Short runs of each before the first measurement.")
     objective: str | None = typer.Option(
@@ -176,13 +163,13 @@ class BenchOptions:
         "machine are needed.",
         show_default="none",
     )
-    output: Results = None
-    output_format: Format = OutputFormat.TEXT
+    output: groups.Results = None
+    output_format: groups.Format = groups.OutputFormat.TEXT
 
 
 @takes(
     *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick_flags(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
+    *pick_flags(groups.SPECULATION, groups.TREES, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick_flags(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick_flags(groups.FINER_SAMPLING, "sampling.ignore_eos"),
@@ -204,8 +191,6 @@ def bench(given: Given, options: BenchOptions) -> None:
     experts the result also has the distinct experts that a decode step touches in a layer.
     """
     results = _run(given, _plan(given, options))
-    from peagle.results import THROUGHPUT
-
     text = bench_text(results)
     harness.conclude(results, text, THROUGHPUT, options.output, options.output_format)
 
@@ -278,8 +263,10 @@ def _plan(given: Given, options: BenchOptions) -> BenchPlan:
     fields = json_object(options.extra_body, '{"top_k": 20}') if options.extra_body else {}
     endpoints = _endpoints(options.endpoint, options.model)
     is_on_vllm = vllm.is_vllm(given, flags)
-    if is_on_vllm and _TREES in given:
-        raise UserError(f"{given[_TREES].source} and --engine vllm: vLLM drafts chains alone.")
+    if is_on_vllm and groups.TREES in given:
+        raise UserError(
+            f"{given[groups.TREES].source} and --engine vllm: vLLM drafts chains alone."
+        )
     eagle3, methods = options.eagle3, options.method or []
     if is_on_vllm:
         vllm.refuse_unmeasured(given, methods)
@@ -421,7 +408,7 @@ def _engine_arms(
     heads = [(one, k) for one in models.methods for k in one.depths(_ks(plan, models))]
     every = [(DecodingMethod(PLAIN), 0), *heads]
     # A method with trees has them in its own configuration.
-    options = {n: value for n, value in head_options.items() if f"speculative.{n}" != _TREES}
+    options = {n: value for n, value in head_options.items() if f"speculative.{n}" != groups.TREES}
     configurations = {
         f"{one.name} K={k}": one.config(k, **options if one.folder else {}) for one, k in every
     }
@@ -472,8 +459,6 @@ def _vllm_arms(
 
 def _identity(models: Models, engine: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return digests and options that identify the models and the engine of measurements."""
-    from peagle.evaluation.journal import weights_digest
-
     return {
         "target_sha256": models.target_sha256,
         "heads_sha256": {one.name: weights_digest(one.folder) for one in models.methods},
@@ -552,8 +537,6 @@ def _open_journal(
     identity: Mapping[str, Any],
 ) -> Journal:
     """Open the journal of the output folder with its earlier measurements."""
-    from peagle.evaluation.journal import Journal
-
     machine = provenance["environment"]
     shared = {name: provenance[name] for name in ("target", "dtype")}
     shared |= {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
@@ -602,7 +585,7 @@ class BenchView:
         elif self._is_on_gpu:
             known = "kernels compile first, which may take minutes"
         else:
-            from peagle.evaluation.sweep import WARM_UP_TOKENS
+            from peagle.evaluation.engine_backend import WARM_UP_TOKENS
 
             known = f"it writes {WARM_UP_TOKENS} tokens for each request in flight"
         self._warmed = now

@@ -14,6 +14,7 @@ import typer
 from peagle.cli.terminal import printable
 from peagle.deploy.instances import INSTANCE_TYPES, fitting_types
 from peagle.deploy.memory import GIB, RESERVE_BYTES, gib
+from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.deploy.catalog import CatalogEntry
@@ -77,7 +78,6 @@ def catalog(
 ) -> None:
     """List the models that can be deployed by name, with their heads."""
     from peagle.deploy.catalog import find, load_catalog, to_toml
-    from peagle.errors import UserError
 
     entries = load_catalog(catalogs or ())
     if name is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from peagle.bundled import expand_bundled
 from peagle.cli import groups
 from peagle.cli.flags import Flag, Given, pick_flags, spread, takes
 from peagle.cli.groups import ChatTemplate, Format, OutputFormat, Split
@@ -22,6 +23,21 @@ from peagle.cli.settings import Layer, Setting
 from peagle.cli.setup import Setup, check_paths, note, quiet_libraries
 from peagle.cli.terminal import bright, dim, has_styles, printable
 from peagle.config import EngineConfig, require_writable_file, require_writable_folder
+from peagle.data.limits import Limits, check_limits
+from peagle.data.readers import (
+    AskedConversation,
+    DropCounts,
+    Dropped,
+    dialogue_of,
+    is_folder,
+    read_records,
+    sha256_of_table,
+    split_of,
+    table_files,
+    tokenizer_sha256,
+)
+from peagle.disk import size_text
+from peagle.environment import environment
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +48,6 @@ if TYPE_CHECKING:
     from peagle.data.feature_writer import DiskNeed, FeatureProgress, FeatureWriter
     from peagle.data.inspect import Inspection
     from peagle.data.prepare import PrepareSummary
-    from peagle.data.readers import AskedConversation, DropCounts, Dropped
     from peagle.data.regenerate import Answerer, CallFinder, RegenerateProgress
     from peagle.data.samples import Sample
     from peagle.data.synthesize import SynthesizeProgress
@@ -77,14 +92,11 @@ def inspect(
 
     The supervised part of a sample stands out: in colour on a terminal, else in [[ ]].
     """
-    from peagle.data.readers import split_of, table_files
-
     file = split_of(file, split)
     table_files(file)  # refuses a missing file before torch is imported
     check_paths(target, chat_template=chat_template)
     quiet_libraries()
     from peagle.data.inspect import inspect_data
-    from peagle.data.readers import tokenizer_sha256
     from peagle.data.samples import SampleMaker
     from peagle.models.end_tokens import eos_token_ids
 
@@ -147,7 +159,10 @@ def _sample_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> s
     """Return the end of the first prompt and the rest of the sample, with the answers marked."""
     borders = [0, *(place for answer in sample.answers for place in answer)]
     parts = [sample.ids[begin:end] for begin, end in pairwise(borders)]
-    texts = [printable(_text_of(part, tokenizer)) for part in parts]
+    texts = [
+        printable(" ".join(map(str, part)) if tokenizer is None else _decode(tokenizer, part))
+        for part in parts
+    ]
     if len(texts[0]) > _SHOWN_CHARACTERS:
         texts[0] = "..." + texts[0][-_SHOWN_CHARACTERS:]
     room = _SHOWN_CHARACTERS
@@ -163,10 +178,6 @@ def _sample_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> s
         return f"[[{text}]]" if is_answer else text
 
     return "".join(marked(text, index % 2 == 1) for index, text in enumerate(texts))
-
-
-def _text_of(ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
-    return " ".join(map(str, ids)) if tokenizer is None else _decode(tokenizer, ids)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -260,8 +271,6 @@ def features(options: FeaturesOptions) -> None:
         counts |= {"computed_tokens": computed, "seconds": seconds, "verified": options.verify}
         print(json.dumps(asdict(facts) | counts))
         return
-    from peagle.disk import size_text
-
     state = "whole and as it was written" if options.verify else "whole"
     speed = f", {computed / seconds:,.0f} tokens/s" if seconds else ""
     print(
@@ -328,8 +337,6 @@ def _plan_features(options: FeaturesOptions) -> FeaturesPlan:
 
 def _show_plan(options: FeaturesOptions, plan: FeaturesPlan) -> None:
     """Print to standard error the size of the store and the number of existing shards."""
-    from peagle.disk import size_text
-
     facts, need = plan.writer.facts, plan.need
     shards, missing = len(plan.writer.plans), len(plan.writer.missing)
     text = (
@@ -473,9 +480,6 @@ def _plan_preparation(options: PrepareOptions) -> PreparePlan:
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
     _check_outputs(options.sources, output, validation, options.overwrite)
-    from peagle.data.limits import check_limits
-    from peagle.data.readers import read_records, split_of, table_files
-
     check_limits(options.max_length, share)
     sources = [split_of(path, options.split) for path in options.sources]
     for source in sources:
@@ -490,8 +494,6 @@ def _prepare(options: PrepareOptions, plan: PreparePlan) -> PrepareSummary:
     """Tokenise the sources, and write the outputs."""
     quiet_libraries()
     from peagle.data import prepare as library
-    from peagle.data.limits import Limits
-    from peagle.data.readers import sha256_of_table, tokenizer_sha256
     from peagle.data.samples import SampleMaker, vocab_size_of
     from peagle.models.end_tokens import eos_token_ids
 
@@ -530,7 +532,6 @@ def _prepare(options: PrepareOptions, plan: PreparePlan) -> PrepareSummary:
 
 def load_tokenizer_of(target: str) -> tuple[Path, PreTrainedTokenizerBase]:
     """Return a model's folder and tokenizer; a local folder needs no weights."""
-    from peagle.bundled import expand_bundled
     from peagle.models.loading import resolve_model
     from peagle.models.target import load_tokenizer
 
@@ -717,8 +718,6 @@ def _plan_answers(given: Given, options: RegenerateOptions) -> AnswersPlan:
             raise UserError(_RAW_HAS_NO_TEMPLATE)
     else:
         _check_remote(given, chat_template)
-    from peagle.data.readers import split_of
-
     prompts = split_of(options.prompts, options.split)
     found = list(_first_dialogues(prompts, options.limit))
     deciding = {
@@ -747,8 +746,6 @@ def _begun(output: Path, deciding: Mapping[str, Any]) -> dict[str, Any]:
 
 def _regenerate(options: RegenerateOptions, plan: AnswersPlan) -> RegenerateProgress:
     """Ask the questions that the output does not answer yet, of the target here or of a server."""
-    from peagle.data.readers import AskedConversation, is_folder, sha256_of_table
-
     with ProgressLine("answer") as progress:
         if options.endpoint is None:
             progress.begin("loading the model")
@@ -765,7 +762,6 @@ def _regenerate(options: RegenerateOptions, plan: AnswersPlan) -> RegenerateProg
                 )
         from peagle.data import regenerate as library
         from peagle.data.origins import read_prompt_origin
-        from peagle.environment import environment
 
         deciding = {"model": facts.pop("model"), "chat": answerer.is_chat, **plan.known}
         prompts = plan.prompts
@@ -796,14 +792,6 @@ def _first_dialogues(file: Path, limit: int | None) -> Iterator[AskedConversatio
     Raises:
         UserError: the file has no prompt.
     """
-    from peagle.data.readers import (
-        AskedConversation,
-        DropCounts,
-        Dropped,
-        dialogue_of,
-        is_folder,
-        read_records,
-    )
     from peagle.evaluation.prompts import read_prompts
 
     if file.suffix not in (".jsonl", ".parquet") and not is_folder(file):
@@ -855,7 +843,6 @@ def _load_for_batches(setup: Setup) -> tuple[LLM, dict[str, Any]]:
     if is_open and resolve_device(setup.engine.device).type == "cuda":
         setup.engine = replace(setup.engine, max_num_seqs=_BATCH_ON_GPU)
     llm = setup.load()
-    from peagle.data.readers import tokenizer_sha256
     from peagle.models.target_facts import precision_of
 
     return llm, {
@@ -1039,7 +1026,6 @@ def synthesize(
         progress.begin("loading the model")
         llm, facts = _load_for_batches(setup)
         from peagle.data import synthesize as library
-        from peagle.environment import environment
         from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
 
         is_chat = chat_template is not None or bool(getattr(llm.tokenizer, "chat_template", None))

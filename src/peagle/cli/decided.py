@@ -1,7 +1,5 @@
 """The values that a setup's defaults get on this machine, without loading a target."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

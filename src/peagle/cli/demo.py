@@ -201,7 +201,7 @@ def _with_trees(config: SpeculativeConfig, num_target_layers: int) -> Speculativ
 
     assert config.model is not None
     head = read_head(config.model, num_target_layers=num_target_layers).config
-    depth = min(config.num_drafts, head.trained_depth or config.num_drafts)
+    depth = min(config.k, head.trained_depth or config.k)
     shape = CandidateTrees(TREE_ROOTS, depth, max(TREE_NODES, depth))
     return replace(config, num_speculative_tokens=depth, parallel_drafting_spec=shape)
 
@@ -223,7 +223,7 @@ def _report(
     from peagle.models.target_facts import precision_of
 
     plain = results[PLAIN]
-    k = {name: config.num_drafts for name, config in configurations.items()}
+    k = {name: config.k for name, config in configurations.items()}
     tree = configurations[TREE].trees
     assert tree is not None
     differences = {

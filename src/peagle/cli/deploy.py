@@ -1,7 +1,5 @@
 """`peagle deploy sagemaker ...`: an endpoint's life on Amazon SageMaker."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

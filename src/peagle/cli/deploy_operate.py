@@ -1,25 +1,22 @@
 """`peagle deploy sagemaker status | logs | delete`: an endpoint's state, log and end."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from peagle.cli.deploy_options import EndpointName, Region, Variant, leftovers_printed
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.terminal import printable
+from peagle.deploy.aws import Clients
+from peagle.deploy.logs import LogLine, seconds_ago
 from peagle.deploy.monitoring import TOLERATED_DROP, Acceptance, Drift
-from peagle.deploy.status import EndpointStatus, MetricValue, age, variants
+from peagle.deploy.status import EndpointStatus, MetricValue, age, describe, read_status, variants
 from peagle.errors import UserError
-
-if TYPE_CHECKING:
-    from peagle.deploy.logs import LogLine
 
 STATUS_EXAMPLES = """
 State, metrics of the last hour, acceptance; the same every 30 s:
@@ -64,10 +61,6 @@ def status(
     from lines that vLLM logged in the last hour. Less than 85% of the expected length is called
     drift.
     """
-    from peagle.deploy.aws import Clients
-    from peagle.deploy.logs import seconds_ago
-    from peagle.deploy.status import describe, read_status
-
     window_s = seconds_ago(window, "--window")
     clients = Clients(region)
     while True:
@@ -109,7 +102,6 @@ def logs(
     Time, variant and instance come first on every line; times are UTC.
     """
     from peagle.deploy import logs as source
-    from peagle.deploy.aws import Clients
 
     since_ms = round(1000 * (time.time() - source.seconds_ago(since)))
     clients = Clients(region)
@@ -284,7 +276,6 @@ def delete(
     peagle put them there. Anything that could not be deleted is listed with a command that does it.
     """
     from peagle.deploy import stack
-    from peagle.deploy.aws import Clients
     from peagle.deploy.deployment import check_endpoint_name
 
     clients = Clients(region)

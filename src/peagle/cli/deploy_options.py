@@ -86,8 +86,7 @@ SPECULATION = group(
         Speculative configuration in vLLM's form, in place of --draft.
     """,
 )
-_TREES = "speculative.parallel_drafting_spec"
-TREES = pick_flags(groups.SPECULATION, _TREES)  # for native containers
+TREES = pick_flags(groups.SPECULATION, groups.TREES)  # for native containers
 CONTAINER = group(
     "Container",
     """
@@ -150,7 +149,7 @@ def read_request(
         given.value("draft"),
         given.value("num_speculative_tokens"),
         given.value("speculative_config"),
-        given.value(_TREES),
+        given.value(groups.TREES),
     )
     values |= {"model": model, "region": region, "speculation": speculation}
     values |= {"name": name} if name else {}

@@ -46,14 +46,13 @@ For a program: exit status 0 is healthy, 1 is not, 2 is a mistake in the call:
   peagle doctor --target ./Qwen3-0.6B --draft ./head --format json > doctor.json
 """
 
-_TREES = "speculative.parallel_drafting_spec"
 _SIZES = ("max_model_len", "max_num_seqs", "kv_cache_gib", "gpu_memory_utilization")
 _MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
 
 
 @takes(
     *groups.MODEL,
-    *pick_flags(groups.SPECULATION, "speculative.num_speculative_tokens", _TREES),
+    *pick_flags(groups.SPECULATION, "speculative.num_speculative_tokens", groups.TREES),
     *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
     *pick_flags(groups.ENGINE, "engine.device", "threads", *(f"engine.{name}" for name in _SIZES)),
     *vllm.OPTIONS,
@@ -106,14 +105,14 @@ def doctor(
     on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and endpoint is not None:
         raise UserError("--engine vllm and --endpoint contradict each other; leave one out.")
-    if _TREES in given and (on_vllm or endpoint is not None):
+    if groups.TREES in given and (on_vllm or endpoint is not None):
         where = "--engine vllm" if on_vllm else "--endpoint"
         raise UserError(
             f"--parallel-drafting-spec was given with {where}; the doctor examines candidate trees "
             "in our engine. Leave one out."
         )
     sizes = {name: given.value(f"engine.{name}") for name in _SIZES if f"engine.{name}" in given}
-    if sizes and _TREES not in given:
+    if sizes and groups.TREES not in given:
         flag = "--" + min(sizes).replace("_", "-")
         raise UserError(f"{flag} was given without --parallel-drafting-spec; give both.")
     setup = Setup(given)

@@ -15,21 +15,11 @@ import typer
 
 from peagle.cli import groups, harness, vllm
 from peagle.cli.flags import Given, pick_flags, spread, takes
-from peagle.cli.groups import (
-    Format,
-    MoreHeads,
-    OutputFormat,
-    PromptLimit,
-    Results,
-    ShuffleSeed,
-    Thinking,
-    UseTemplate,
-)
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import whole_numbers
 from peagle.cli.setup import check_paths, name_target, note, thinking_mode
-from peagle.cli.tables import pivot_table
+from peagle.cli.tables import pivot_table, short_share
 from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
@@ -69,9 +59,6 @@ A certificate that the output is that of the target alone; status 1 if it is not
   peagle eval --certify
 """
 
-_DRAFT_SAMPLING = "speculative.draft_sampling"
-_WINDOW = "speculative.draft_window"
-_TREES = "speculative.parallel_drafting_spec"
 _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 
 
@@ -82,13 +69,13 @@ class EvalOptions:
     target_model: groups.Model = None
     flags: VllmFlags = None
     eagle3: Eagle3 = None
-    method: MoreHeads = None
+    method: groups.MoreHeads = None
     ngram: bool = typer.Option(
         True, help="Measure prompt lookup too, the baseline that needs no head."
     )
     sets: Sets = None
-    limit: PromptLimit = None
-    shuffle_seed: ShuffleSeed = None
+    limit: groups.PromptLimit = None
+    shuffle_seed: groups.ShuffleSeed = None
     prompt_column: str = typer.Option(
         "",
         metavar="NAME",
@@ -105,8 +92,8 @@ class EvalOptions:
     )
     temperature: str = typer.Option("0", metavar="T,...", help="Temperatures; 0 is greedy.")
     concurrency: int = typer.Option(16, help="Number of requests in flight.")
-    chat_template: UseTemplate = None
-    thinking: Thinking = None
+    chat_template: groups.UseTemplate = None
+    thinking: groups.Thinking = None
     endpoint: str | None = typer.Option(
         None,
         metavar="[NAME=]URL",
@@ -121,13 +108,13 @@ class EvalOptions:
         help="With --certify: outputs of a prompt, in the test of their distribution.",
         show_default="1000",
     )
-    output: Results = None
-    output_format: Format = OutputFormat.TEXT
+    output: groups.Results = None
+    output_format: groups.Format = groups.OutputFormat.TEXT
 
 
 @takes(
     *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick_flags(groups.SPECULATION, _TREES, _DRAFT_SAMPLING, _WINDOW),
+    *pick_flags(groups.SPECULATION, groups.TREES, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
     *pick_flags(groups.SAMPLING, "sampling.seed"),
     *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
@@ -193,9 +180,12 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
     if not endpoint:
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, methods)
     temperatures = _temperatures(options.temperature)
-    draft_sampling, window = given.value(_DRAFT_SAMPLING, "argmax"), given.value(_WINDOW)
+    draft_sampling, window = (
+        given.value(groups.DRAFT_SAMPLING, "argmax"),
+        given.value(groups.DRAFT_WINDOW),
+    )
     # Any head will do: only the trees, the draft sampling and the window are checked.
-    head = {"model": "head", "parallel_drafting_spec": given.value(_TREES)}
+    head = {"model": "head", "parallel_drafting_spec": given.value(groups.TREES)}
     SpeculativeConfig.parse({**head, "draft_sampling": draft_sampling, "draft_window": window})
     certificate = _certificate_options(given, options, temperatures) if options.certify else None
     ks = () if options.k is None else whole_numbers("-k", options.k, MAX_SPECULATIVE_TOKENS)
@@ -247,13 +237,13 @@ def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool)
             "--certify compares with transformers, which does not round keys and values; leave "
             "--kv-cache-dtype out."
         )
-    if options.certify and _WINDOW in given:
+    if options.certify and groups.DRAFT_WINDOW in given:
         raise UserError(
-            f"--draft-window is {given.value(_WINDOW)}; --certify looks at outputs, which "
-            "no window changes; leave it out."
+            f"--draft-window is {given.value(groups.DRAFT_WINDOW)}; --certify looks at outputs, "
+            "which no window changes; leave it out."
         )
-    if _TREES in given and is_on_vllm:
-        source = given[_TREES].source
+    if groups.TREES in given and is_on_vllm:
+        source = given[groups.TREES].source
         raise UserError(f"{source} and --engine vllm: chains alone. Leave one of them out.")
     if samples is not None and not options.certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
@@ -294,7 +284,7 @@ def _certificate_options(
     above = [one for one in temperatures if one]
     if len(above) > 1:
         raise UserError(f"--temperature is {above}; a certificate tests one above 0.")
-    sampling = given.value(_DRAFT_SAMPLING)
+    sampling = given.value(groups.DRAFT_SAMPLING)
     options = {
         "prompts": asked.limit,
         "prompt_set": names[0] if names else None,
@@ -462,7 +452,7 @@ def _measure(
     dtype = file.results.provenance.dtype
 
     def show(entry: Entry) -> None:
-        if options.output_format is OutputFormat.TEXT:
+        if options.output_format is groups.OutputFormat.TEXT:
             shown = entry_with_turns(entry, file.results.turns)
             print(entry_text(shown, dtype, chat=requests.chat) + "\n", flush=True)
 
@@ -499,7 +489,7 @@ def _certify(given: Given, plan: AcceptancePlan, certificate: Options) -> bool:
     )
     if output is not None:
         write_json(output / "certificate.json", found.to_json())
-    as_json = plan.options.output_format is OutputFormat.JSON
+    as_json = plan.options.output_format is groups.OutputFormat.JSON
     print(json.dumps(found.to_json(), indent=2) if as_json else certificate_text(found))
     return found.passed
 
@@ -602,12 +592,7 @@ def _positions(pooled: Slice) -> list[str]:
 
 
 def _row(label: str, values: Sequence[float | None]) -> str:
-    return f"  {label:<{_LABEL}}" + "".join(f"{_share(value):>6}" for value in values)
-
-
-def _share(value: float | None) -> str:
-    """Return a share without its leading 0, or - if it is unknown."""
-    return "-" if value is None else f"{value:.2f}".removeprefix("0")
+    return f"  {label:<{_LABEL}}" + "".join(f"{short_share(value):>6}" for value in values)
 
 
 def _group_lines(by_set: Mapping[str, Slice], by_category: Mapping[str, Slice]) -> list[str]:

@@ -5,8 +5,6 @@ command's own parameters, and passes the command the given ones as one mapping. 
 parameters of the fields of a dataclass.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -14,7 +12,7 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from textwrap import dedent
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
 
 import typer
 
@@ -162,7 +160,7 @@ class Given(dict[str, Setting]):
         return self[key].value if key in self else default
 
     @classmethod
-    def read(cls, typed: Mapping[Flag, Any]) -> Given:
+    def read(cls, typed: Mapping[Flag, Any]) -> Self:
         """Return the settings that the user typed; None or an empty list counts as not given."""
         given = cls()
         for flag, value in typed.items():

@@ -1,7 +1,5 @@
 """The options that commands share, in groups, and types of single parameters."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +8,11 @@ import typer
 
 from peagle.cli.flags import group
 from peagle.cli.settings import one_of, read_logit_bias, read_trees, structure
+
+# Keys of single options, for commands that look at them.
+DRAFT_SAMPLING = "speculative.draft_sampling"
+DRAFT_WINDOW = "speculative.draft_window"
+TREES = "speculative.parallel_drafting_spec"
 
 MODEL = group(
     "Model",

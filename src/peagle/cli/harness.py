@@ -30,6 +30,7 @@ from peagle.config.engine import TARGET_DEFAULTS
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
+from peagle.models.head_json import default_k, is_parallel, with_depth
 
 if TYPE_CHECKING:
     import torch
@@ -126,9 +127,7 @@ class Models:
     @property
     def default_k(self) -> int:
         """Return the K that every head was trained for, at most 7."""
-        from peagle.models.head_json import default_depth
-
-        return min(default_depth(one.trained_depth) for one in self.methods)
+        return min(default_k(one.trained_depth) for one in self.methods)
 
     @property
     def dtype(self) -> str:
@@ -183,7 +182,6 @@ def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
         UserError: as for `resolve_model`; or trees are deeper than a head was trained for.
     """
     from peagle.model_folder import read_json
-    from peagle.models.head_json import is_parallel, with_depth
     from peagle.models.loading import resolve_model
 
     sources = [expand_bundled(one.source, "draft") for one in methods]
@@ -198,11 +196,7 @@ def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
 
 
 def load_models(
-    given: Given,
-    methods: Sequence[DecodingMethod],
-    found: Found,
-    *,
-    whole: bool = True,
+    given: Given, methods: Sequence[DecodingMethod], found: Found, *, whole: bool = True
 ) -> Models:
     """Load the target and the heads, and check each head before anything runs.
 
@@ -265,7 +259,6 @@ def _with_head(
     one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: TreeShape | None
 ) -> list[DecodingMethod]:
     from peagle.models.checkpoint import read_head
-    from peagle.models.head_json import default_depth
 
     if folder is None:
         return [one]
@@ -285,7 +278,7 @@ def _with_head(
     )
     if trees is None or not config.is_parallel:
         return [found]
-    shape = CandidateTrees.parse(trees, default_depth(config.trained_depth))
+    shape = CandidateTrees.parse(trees, default_k(config.trained_depth))
     return [found, found.with_trees(shape)]
 
 
@@ -370,11 +363,7 @@ def resumable(
 
 
 def conclude(
-    results: Document,
-    text: str,
-    name: str,
-    output: Path | None,
-    output_format: groups.OutputFormat,
+    results: Document, text: str, name: str, output: Path | None, output_format: groups.OutputFormat
 ) -> None:
     """Write results to their file, report on the whole output folder, and print the results.
 

@@ -4,8 +4,6 @@ Training gets as much time as possible and its data as little as needed: trainin
 most `MAX_EPOCHS` times, and data gets at least `MIN_DATA_SHARE` of the time of both.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Status 0: done. 1: the reader of the output went away, or the disk is full. 2: a
 input (`UserError` or usage). 130: interrupted. A fault of peagle shows its traceback.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """`peagle make-head`: make a draft head for a model without data, by the other commands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,9 +1,8 @@
 """A progress line on standard error for long commands."""
 
-from __future__ import annotations
-
 import sys
 import time
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -40,7 +39,7 @@ class ProgressLine:
         self._first: tuple[float, int] | None = None
         self._printed = time.monotonic()
 
-    def __enter__(self) -> ProgressLine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """Layers of settings: flags over environment over a TOML file over the configurations' defaults."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -110,11 +110,7 @@ class Setup:
         self.prepare()
         from peagle.llm import LLM
 
-        llm = LLM(
-            folder,
-            speculative_config=speculative,
-            **asdict(self.engine),
-        )
+        llm = LLM(folder, speculative_config=speculative, **asdict(self.engine))
         if self.show_memory or llm.target.device.type == "cuda":
             print(dim(str(llm.engine.memory_plan), sys.stderr), file=sys.stderr)
         return llm

@@ -1,7 +1,5 @@
 """Stages of commands of peagle, run one after another, and the journal of the finished ones."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

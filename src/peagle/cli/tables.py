@@ -1,7 +1,5 @@
 """Tables of results as text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -26,6 +24,11 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in every
     )
     return "\n".join(printable(f"  {line.rstrip()}") for line in lines)
+
+
+def short_share(value: float | None) -> str:
+    """Return a share without its leading 0, or - if it is unknown."""
+    return "-" if value is None else f"{value:.2f}".removeprefix("0")
 
 
 def two_digits(value: float | None) -> str:

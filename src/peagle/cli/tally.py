@@ -1,9 +1,8 @@
 """Counts of tokens, drafts and seconds while a command generates text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Iterator
+from typing import Self
 
 from peagle.engine import SpeculationStats
 from peagle.llm import LLM, StreamChunk
@@ -40,7 +39,7 @@ class Tally:
             if isinstance(stream, Generator):
                 stream.close()
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: Self) -> None:
         """Add the counts of another tally."""
         self.num_tokens += other.num_tokens
         self.seconds += other.seconds
@@ -61,4 +60,4 @@ class Tally:
 def drafts_of(llm: LLM) -> int:
     """Return K, the number of draft tokens of a step, or 0 without drafts."""
     speculative = llm.engine.speculative
-    return 0 if speculative is None else speculative.num_drafts
+    return 0 if speculative is None else speculative.k

@@ -1,7 +1,5 @@
 """Text for a terminal, and Ctrl-C from it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

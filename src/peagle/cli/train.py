@@ -19,6 +19,7 @@ import typer
 from peagle.cli.main import INTERRUPTED
 from peagle.cli.progress import ProgressLine, time_text
 from peagle.cli.setup import note, quiet_libraries
+from peagle.cli.tables import short_share
 from peagle.disk import locked
 from peagle.errors import UserError
 
@@ -193,7 +194,7 @@ def _train(
     if not as_json and processes.is_first:
         for line in _facts(trainer):
             progress.print(line)
-    _stop_on_interrupt(trainer, progress)
+    _stop_on_interrupt(trainer)
     try:
         record = trainer.run(resume=resume, is_locked=True)
     except TrainingStopped as stopped:
@@ -234,7 +235,7 @@ def _facts(trainer: Trainer) -> Iterator[str]:
         yield str(trainer.vocabulary)
 
 
-def _stop_on_interrupt(trainer: Trainer, progress: ProgressLine) -> None:
+def _stop_on_interrupt(trainer: Trainer) -> None:
     """Let a first Ctrl-C finish and save the present step, and a second one stop at once."""
 
     def stop(number: int, frame: object) -> None:
@@ -286,7 +287,7 @@ def progress_text(report: TrainingReport) -> str:
         note = "  the best head so far" if report.is_best else ""
         return "\n".join([head + note, *_acceptance_rows(report)])
     lengths = report.acceptance_lengths
-    accuracy = " ".join(_share(value) for value in report.accuracy)
+    accuracy = " ".join(short_share(value) for value in report.accuracy)
     return (
         f"{head}  AL {lengths[-1]:.2f} (K={len(lengths)})  accuracy by depth {accuracy}  "
         f"{report.tokens_per_s:,.0f} tokens/s  {time_text(report.seconds_left)} left"
@@ -332,14 +333,9 @@ def _acceptance_rows(report: TrainingReport) -> list[str]:
     lines = [heading + "".join(f"{column + 1:>6}" for column in columns)]
     for label, values, shares in rows:
         if values:
-            shown = (_share(values[i]) if shares else f"{values[i]:.2f}" for i in columns)
+            shown = (short_share(values[i]) if shares else f"{values[i]:.2f}" for i in columns)
             lines.append(f"  {label:<{_LABEL}}" + "".join(f"{text:>6}" for text in shown))
     return lines
-
-
-def _share(value: float | None) -> str:
-    """Return a share without its leading 0, or - if it is unknown."""
-    return "-" if value is None else f"{value:.2f}".removeprefix("0")
 
 
 def chosen_columns(count: int, most: int) -> list[int]:

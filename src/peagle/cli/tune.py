@@ -23,7 +23,7 @@ from peagle.config import MAX_SPECULATIVE_TOKENS, CandidateTrees, SamplingParams
 from peagle.config.speculative import MAX_TREE_NODES
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import DecodingMethod
-from peagle.evaluation.journal import TUNE_LOG, read_settings
+from peagle.evaluation.journal import TUNE_LOG, Journal, read_settings, weights_digest
 from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
@@ -31,13 +31,7 @@ if TYPE_CHECKING:
     from peagle.evaluation.tuning.acceptance import AcceptanceByK
     from peagle.evaluation.tuning.machine import CostPoint
     from peagle.evaluation.tuning.tune import Grid
-    from peagle.results import (
-        BreakEven,
-        Prediction,
-        TunedAcceptance,
-        TunedExperts,
-        TuneResults,
-    )
+    from peagle.results import BreakEven, Prediction, TunedAcceptance, TunedExperts, TuneResults
 
 EXAMPLES = """
 The bundled pair on this machine; about two minutes:
@@ -227,7 +221,6 @@ def _plan(given: Given, options: TuneOptions) -> TunePlan:
 
 def _run(given: Given, plan: TunePlan) -> TuneResults:
     """Load the models, measure what the output folder lacks, and choose K."""
-    from peagle.evaluation.journal import Journal, weights_digest
     from peagle.evaluation.tuning.acceptance import (
         measure_acceptance,
         measure_drawn_acceptance,

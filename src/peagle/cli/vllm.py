@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peagle.backends.vllm.launch import VllmLaunch
+from peagle.bundled import BUNDLED_TARGET
 from peagle.cli import groups
 from peagle.cli.flags import Given, pick_flags
 from peagle.cli.settings import SPECULATIVE_VARIABLE, json_object
@@ -25,15 +26,12 @@ if TYPE_CHECKING:
     import torch
 
     from peagle.backends.vllm.installation import VllmInstallation
-    from peagle.backends.vllm.launch import VllmLaunch
 
 OPTIONS = pick_flags(groups.VLLM, "engine_name", "vllm_python", "tensor_parallel_size")
 VllmFlags = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[-- FLAGS OF VLLM]",
-        help="Flags that vLLM gets as they are.",
-        show_default=False,
+        metavar="[-- FLAGS OF VLLM]", help="Flags that vLLM gets as they are.", show_default=False
     ),
 ]
 # Fields of EngineConfig that vLLM has too.
@@ -95,8 +93,6 @@ def launch_for(
 
     Prefix caching is off unless the options turn it on, as in our own engines.
     """
-    from peagle.backends.vllm.launch import VllmLaunch
-
     engine = {name: given.value(f"engine.{name}") for name in _MEASURED_KEYS}
     engine["enable_prefix_caching"] = bool(engine["enable_prefix_caching"])
     speculative = None
@@ -145,10 +141,7 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 _UNSUPPORTED_OPTIONS = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
-    "engine.kv_cache_dtype": (
-        "vLLM has a --kv-cache-dtype of its own: give it behind --",
-        "auto",
-    ),
+    "engine.kv_cache_dtype": ("vLLM has a --kv-cache-dtype of its own: give it behind --", "auto"),
     "engine.max_itl_ms": ("vLLM bounds a step by --max-num-batched-tokens", 0),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),
@@ -271,8 +264,6 @@ def _runtime_options(setup: Setup, given: Given) -> dict[str, Any]:
 
 def _model_name(target: str) -> str:
     """Return the served name: the name of the folder, or the hub id without its revision."""
-    from peagle.bundled import BUNDLED_TARGET
-
     if target == str(BUNDLED_TARGET):
         return "peagle-code"
     return Path(target).resolve().name if Path(target).exists() else target.partition("@")[0]

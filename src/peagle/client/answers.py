@@ -4,8 +4,6 @@ The servers differ: vLLM and SGLang name reasoning `reasoning` or `reasoning_con
 error as text and finish reasons "" before the end, SageMaker cuts a stream anywhere.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

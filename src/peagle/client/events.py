@@ -1,7 +1,5 @@
 """The reader of event streams (server-sent events) of servers with OpenAI's interface."""
 
-from __future__ import annotations
-
 import json
 
 DONE = b"[DONE]"

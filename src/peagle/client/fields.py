@@ -1,7 +1,5 @@
 """Sampling parameters and model facts, as OpenAI's interface and ours write them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -16,41 +16,12 @@ from peagle.config.sampling import (
     StructuredOutputsParams,
 )
 from peagle.config.speculative import (
-    DEFAULT_DEPTH,
+    DEFAULT_K,
     MAX_SPECULATIVE_TOKENS,
-    MAX_TREE_NODES,
     RUNTIME_KEYS,
     CandidateTrees,
-    DraftSampling,
-    Method,
     SpeculativeConfig,
     TreeShape,
     speculative_keys,
 )
 from peagle.config.structured import StructuredOutput
-
-__all__ = [
-    "DEFAULT_DEPTH",
-    "MAX_LOGPROBS",
-    "MAX_OUTPUTS",
-    "MAX_SEED",
-    "MAX_SPECULATIVE_TOKENS",
-    "MAX_STOP_STRINGS",
-    "MAX_TREE_NODES",
-    "RUNTIME_KEYS",
-    "CandidateTrees",
-    "DType",
-    "DraftSampling",
-    "EngineConfig",
-    "Method",
-    "SamplingParams",
-    "SpeculativeConfig",
-    "StructuredOutput",
-    "StructuredOutputsParams",
-    "TreeShape",
-    "require_folder",
-    "require_writable_file",
-    "require_writable_folder",
-    "speculative_keys",
-    "token_ids",
-]

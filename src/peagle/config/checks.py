@@ -1,7 +1,5 @@
 """Checks of values that a user gave."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Counters count an interval, not the time since the start. So their sums over any
 of instances are right, and pooled ratios too: 1 + sum(NumAcceptedTokens) / sum(NumDrafts).
 """
 
-from __future__ import annotations
-
 NAMESPACE = "peagle"
 
 # Dimensions, named as those of SageMaker's own metrics.

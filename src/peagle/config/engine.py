@@ -1,7 +1,5 @@
 """Sizes and placement of one engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 

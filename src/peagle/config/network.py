@@ -1,7 +1,5 @@
 """The machines that reach a server."""
 
-from __future__ import annotations
-
 from ipaddress import ip_address
 
 # Names of a server on a loopback address.

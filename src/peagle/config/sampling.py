@@ -1,7 +1,5 @@
 """How one request is sampled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import InitVar, asdict, dataclass

@@ -29,7 +29,7 @@ Quantization = Literal["fp8", "int8", "int4"]
 
 MAX_SPECULATIVE_TOKENS = 64
 MAX_TREE_NODES = 63  # the newest token and the nodes of a tree are the bits of one word
-DEFAULT_DEPTH = 7  # K where neither the user nor the head sets it
+DEFAULT_K = 7  # K where neither the user nor the head sets it
 DEFAULT_TREE_NODES = 15
 AUTO = "auto"  # in place of a schedule of K
 
@@ -48,7 +48,7 @@ _TREES = "parallel_drafting_spec"
 TREE_DEFAULTS = (
     f"Each key may be left out: max_nodes is then {DEFAULT_TREE_NODES} (or more, if another value "
     "is), num_parallel_trees max_nodes, and prediction_depth what the head was trained for, at "
-    f"most {DEFAULT_DEPTH}."
+    f"most {DEFAULT_K}."
 )
 _SLOTS_AHEAD = 1
 
@@ -97,7 +97,7 @@ class CandidateTrees:
         return min(self.prediction_depth, num_verified + _SLOTS_AHEAD) if num_verified else 0
 
     @classmethod
-    def parse(cls, source: TreeShape, depth: int = DEFAULT_DEPTH) -> CandidateTrees:
+    def parse(cls, source: TreeShape, depth: int = DEFAULT_K) -> CandidateTrees:
         """Return the shape that a mapping of the three attributes gives; each may be left out.
 
         Args:
@@ -270,7 +270,7 @@ class SpeculativeConfig:
     def _check_trees(self, shape: TreeShape) -> None:
         """Refuse settings that do not go with trees; K is their depth."""
         k = self.num_speculative_tokens
-        trees = CandidateTrees.parse(shape, k or DEFAULT_DEPTH)
+        trees = CandidateTrees.parse(shape, k or DEFAULT_K)
         kept: TreeShape = trees
         if not isinstance(shape, CandidateTrees) and k is shape.get("prediction_depth") is None:
             kept = dict(shape)
@@ -330,17 +330,17 @@ class SpeculativeConfig:
         return self.parallel_drafting_spec is not None and self.prompt_lookup
 
     @property
-    def num_drafts(self) -> int:
+    def k(self) -> int:
         """Return K, the number of draft tokens per step; of trees the depth."""
         trees = self.trees
-        depth = DEFAULT_DEPTH if trees is None else trees.prediction_depth
+        depth = DEFAULT_K if trees is None else trees.prediction_depth
         return self.num_speculative_tokens or depth
 
     @property
     def num_verified(self) -> int:
         """Return the most drafts of a sequence that a step verifies: K, or the nodes of a tree."""
         trees = self.trees
-        return self.num_drafts if trees is None else trees.max_nodes
+        return self.k if trees is None else trees.max_nodes
 
     def tokens_for(self, batch_size: int) -> int:
         """Return the drafts that a step verifies of each of so many sequences that run together.
@@ -355,7 +355,7 @@ class SpeculativeConfig:
         return k
 
     def _check_rates(self, rates: Sequence[float]) -> None:
-        name, k = "synthetic_acceptance_rates", self.num_drafts
+        name, k = "synthetic_acceptance_rates", self.k
         remedy = "Rate i is the probability that at least the first i drafts are accepted."
         expected = f"a list of {k} numbers, one for each of num_speculative_tokens"
         ok = isinstance(rates, list | tuple) and len(rates) == k

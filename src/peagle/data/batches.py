@@ -3,8 +3,6 @@
 Shapes: B rows, N positions of a row, T tokens of all sequences of a batch.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace

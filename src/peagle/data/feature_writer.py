@@ -6,8 +6,6 @@ Shapes: B rows, N positions of a row, T positions and U graded positions of a ba
 H target width.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -9,15 +9,13 @@ Shapes: B rows, N positions of a row, S sequences, T positions, U graded positio
 H target width.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -116,7 +114,7 @@ class StoreFacts:
         dtype: StoredDtype,
         target_dtype: str,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
-    ) -> StoreFacts:
+    ) -> Self:
         """Return the facts of a store that is to be written."""
         return cls(
             dataset_sha256(dataset),
@@ -135,7 +133,7 @@ class StoreFacts:
         """Return the SHA-256 of all facts that are compared."""
         return hashlib.sha256(json.dumps(self._compared(), sort_keys=True).encode()).hexdigest()
 
-    def difference(self, other: StoreFacts) -> str:
+    def difference(self, other: Self) -> str:
         """Describe the first fact that differs; "" if none does."""
         before, now = self._compared(), other._compared()
         for name, value in before.items():
@@ -324,7 +322,7 @@ class Index:
         return hashlib.sha256(json.dumps([self.facts.sha256, shards]).encode()).hexdigest()
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
+    def read(cls, folder: Path) -> Self:
         """Read the index of the store in `folder`.
 
         Raises:
@@ -415,7 +413,7 @@ class FeatureStore:
         *,
         verify: bool = False,
         pin_memory: bool = False,
-    ) -> FeatureStore:
+    ) -> Self:
         """Open a store for the data, target and layers that it was made for.
 
         `verify` compares every shard with its checksum, which reads all of them. With `pin_memory`

@@ -1,7 +1,5 @@
 """Statistics of a file of training data: counts, lengths, supervised tokens, duplicates."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from array import array
@@ -9,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from peagle.data.dataset import check_tokenizer, read_data
 from peagle.data.limits import MIN_RESPONSE
@@ -30,7 +28,7 @@ class Lengths:
     longest: int
 
     @classmethod
-    def of(cls, lens: Sequence[int]) -> Lengths:
+    def of(cls, lens: Sequence[int]) -> Self:
         """Return the percentiles of at least one length."""
         ranked = sorted(lens)
         return cls(*(ranked[math.ceil(p * len(ranked) / 100) - 1] for p in (50, 90, 99, 100)))

@@ -1,7 +1,5 @@
 """The limits of training data that is prepared, checked without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from peagle.errors import UserError

@@ -4,8 +4,6 @@
 the data, and training with the record of the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -75,10 +75,7 @@ class Collected:
         """Put a sample behind the others, or behind the newest one of its conversation."""
         digest = hashlib.sha256(sample.group.encode()).digest()
         conversation = int.from_bytes(digest[:8])
-        last, prompt = (
-            self._newest.get(conversation),
-            array("i", sample.ids[: sample.begin]),
-        )
+        last, prompt = (self._newest.get(conversation), array("i", sample.ids[: sample.begin]))
         if last is not None and continues(self.tokens[last], prompt):
             begin = len(self.tokens[last])
             self.tokens[last].extend(sample.ids[begin:])

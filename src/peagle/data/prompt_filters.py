@@ -1,7 +1,5 @@
 """Filters of written prompts: empty, short, looping and repeated ones are worth no answer."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict

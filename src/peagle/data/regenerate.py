@@ -418,7 +418,7 @@ class LocalAnswerer:
         if params.n != 1:
             raise UserError(f"n is {params.n}; a prompt has one response. Leave n out.")
         self.llm, self.params, self.is_chat = llm, params, is_chat
-        self._chat_template, self._thinking = chat_template, thinking
+        self._options: dict[str, Any] = {"chat_template": chat_template, "thinking": thinking}
         self._call_finder = call_finder
         if is_chat:
             self._render(({"role": "user", "content": "Hello"},))
@@ -443,13 +443,7 @@ class LocalAnswerer:
     def _render(
         self, messages: tuple[Mapping[str, Any], ...], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        return render_chat(
-            self.llm.tokenizer,
-            messages,
-            tools=tools,
-            chat_template=self._chat_template,
-            thinking=self._thinking,
-        )
+        return render_chat(self.llm.tokenizer, messages, tools=tools, **self._options)
 
     def _prompt(self, ask: Ask) -> list[int]:
         if self.is_chat:
@@ -463,8 +457,8 @@ class LocalAnswerer:
         if self.is_chat:
             from peagle.engine.detokenizer import split_output
 
-            tokenizer = self.llm.tokenizer
-            source = resolve_chat_template(tokenizer, self._chat_template, with_tools=bool(tools))
+            tokenizer, template = self.llm.tokenizer, self._options["chat_template"]
+            source = resolve_chat_template(tokenizer, template, with_tools=bool(tools))
             finder = self._call_finder if tools else None
             opened = opens_thinking(tokenizer, output.prompt_token_ids)
             reasoning, text = split_output(

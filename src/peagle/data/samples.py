@@ -392,8 +392,7 @@ def _masked(record: Record) -> Sample | Dropped:
 def _ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not all(type(one) is int for one in value):
         raise UnusableRecord(
-            "token ids that are no list of whole numbers",
-            f"{name} is {json.dumps(value)[:60]}",
+            "token ids that are no list of whole numbers", f"{name} is {json.dumps(value)[:60]}"
         )
     return value
 

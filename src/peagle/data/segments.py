@@ -5,8 +5,6 @@ piece by piece. So a text may be cut before a special token: the ids of the segm
 other, make the ids of the text. The ids of a segment that was seen before are known already.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from itertools import pairwise

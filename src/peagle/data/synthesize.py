@@ -149,7 +149,8 @@ def synthesize(
         if log.next_number:
             check_options(output, options)
         watch(progress)
-        write_side(output, {**facts, "kind": "synthesize", "options": dict(options)})
+        provenance = {**facts, "kind": "synthesize", "options": dict(options)}
+        write_side(output, provenance)
         start = time.perf_counter()
         for sample in writer.samples(log.issue, judge):
             log.put(sample)
@@ -163,9 +164,7 @@ def synthesize(
     write_side(
         output,
         {
-            **facts,
-            "kind": "synthesize",
-            "options": dict(options),
+            **provenance,
             "prompts": progress.kept,
             "samples": progress.samples,
             "dropped": dict(progress.dropped),
@@ -196,7 +195,7 @@ class _Log:
         self._earlier = NearDuplicates()
         kept, left_out = _read_lines(file, output), _read_lines(dropped, dropped_file(output))
         for row in kept:
-            self._earlier.add(_first_turn(row))
+            self._earlier.add(row["turns"][0])
         numbers = {row["sample"] for row in (*kept, *left_out)}
         self.next_number = self._issued = max(numbers, default=-1) + 1
         progress.kept = progress.resumed = len(kept)
@@ -261,10 +260,6 @@ def _line(sample: WrittenSample, turns: list[str]) -> dict[str, Any]:
 def _append(file: IO[bytes], row: Mapping[str, Any]) -> None:
     file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
     file.flush()
-
-
-def _first_turn(row: Mapping[str, Any]) -> str:
-    return row["turns"][0]
 
 
 def _read_lines(file: IO[bytes], path: Path) -> list[dict[str, Any]]:

@@ -3,8 +3,6 @@
 boto3 finds the credentials and the region by itself. This file never reads or prints credentials.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Mapping

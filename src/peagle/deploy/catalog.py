@@ -1,7 +1,5 @@
 """The catalog: models with P-EAGLE heads and what their deployment needs, ours and the user's."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,16 +7,9 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.config.checks import near_names
 from peagle.deploy.deployment import ContainerSource
@@ -107,7 +98,7 @@ class CatalogEntry(BaseModel):
     estimates: tuple[str, ...] = ()
 
     @model_validator(mode="after")
-    def _check(self) -> CatalogEntry:
+    def _check(self) -> Self:
         k, deepest = self.num_speculative_tokens, self.max_speculative_tokens
         if self.draft is not None and k is None:
             raise ValueError("there is a draft and no num_speculative_tokens; give K")
@@ -144,10 +135,7 @@ class CatalogEntry(BaseModel):
 
 
 def _facts(
-    model: str | None,
-    weights_gib: float | None,
-    layers: tuple[KvLayers, ...],
-    precision: str,
+    model: str | None, weights_gib: float | None, layers: tuple[KvLayers, ...], precision: str
 ) -> ModelFacts | None:
     if weights_gib is not None:
         return ModelFacts(int(weights_gib * GIB), precision, layers)

@@ -5,8 +5,6 @@ vLLM, so both take the same environment.
 Source of the managed container's rules: https://aws.github.io/deep-learning-containers/vllm/.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The curve is throughput.json of `peagle bench --output` or tune.json of `peagle tune --output`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

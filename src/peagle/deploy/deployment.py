@@ -1,7 +1,5 @@
 """A deployment on Amazon SageMaker as data, from which `template` makes a CloudFormation stack."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """GPU instance types of Amazon SageMaker, and whether a model fits one."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import warnings

@@ -1,7 +1,5 @@
 """Requests to an endpoint in OpenAI's form, whole or streamed, and their completions."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ SageMaker keeps standard output and error of an endpoint's containers in the log
 ("Logging with CloudWatch" of SageMaker's developer guide).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

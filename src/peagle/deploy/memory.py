@@ -1,7 +1,5 @@
 """GPU memory that a model and its head take, from sizes and shapes alone; nothing is loaded."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ The files are in a folder here, on the hub, or in S3. If peagle cannot read them
 container refuses a head that does not fit when it starts.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The place of a model or a draft head: the hub, S3, or a folder here, which `create` uploads."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Our container reports its counters to CloudWatch (`serving.emf`). The managed vL
 logs them; this file reads its lines.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

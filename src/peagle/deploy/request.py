@@ -4,8 +4,6 @@ Nothing here creates anything. Mistakes are found before anything is created: un
 role, an instance that is too small, heads that do not fit.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

@@ -1,7 +1,5 @@
 """The speculative configuration of a deployment, from options and a head's files."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
-from peagle.models.head_json import check_tree_depth, default_depth
+from peagle.models.head_json import check_tree_depth, default_k
 
 _DEFAULT_METHOD = "eagle3"
 _K = "num_speculative_tokens"
@@ -130,7 +128,7 @@ def configure_drafts(
     depth = facts.trained_depth if facts else None
     if depth is None and draft == defaults.draft:
         depth = defaults.max_tokens
-    merged.setdefault(_K, default_depth(depth))
+    merged.setdefault(_K, default_k(depth))
     if _TREES in merged and source == "native":
         default = merged[_K] if wanted.is_k_given or depth is None else min(merged[_K], depth)
         trees = CandidateTrees.parse(merged[_TREES], default)

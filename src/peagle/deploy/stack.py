@@ -4,8 +4,6 @@ CloudFormation makes, rolls back and deletes the resources. This file starts it,
 says what a failure means.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

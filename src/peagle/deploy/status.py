@@ -1,7 +1,5 @@
 """An endpoint at a glance: its state, speculation, metrics and acceptance."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

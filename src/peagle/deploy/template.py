@@ -4,8 +4,6 @@ Properties have the names of the resource schemas AWS::SageMaker::*, AWS::Applic
 AWS::SecretsManager::Secret and AWS::CloudWatch::Alarm.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -338,11 +336,7 @@ def _alarm_resources(d: Deployment) -> Resources:
         return alarms
 
     def counted(name: str, metric: str) -> dict[str, Any]:
-        described = {
-            "Namespace": names.NAMESPACE,
-            "MetricName": metric,
-            "Dimensions": dimensions,
-        }
+        described = {"Namespace": names.NAMESPACE, "MetricName": metric, "Dimensions": dimensions}
         stat = {"Stat": "Sum", "Period": 300, "Metric": described}
         return {"Id": name, "ReturnData": False, "MetricStat": stat}
 

@@ -4,8 +4,6 @@ Files go under an empty prefix, and every object carries its prefix as user meta
 which marks it as peagle's when the endpoint is deleted.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

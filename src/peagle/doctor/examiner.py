@@ -1,7 +1,5 @@
 """The examination of a head: files, training side, prompts, serving side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import log
@@ -35,7 +33,7 @@ from peagle.errors import CheckpointError, UserError
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.training_record import read_training_record
 from peagle.models.checkpoint import read_head
-from peagle.models.head_json import default_depth
+from peagle.models.head_json import default_k
 from peagle.models.loading import resolve_model
 from peagle.models.target import load_tokenizer
 from peagle.models.target_facts import precision_of
@@ -118,7 +116,7 @@ def run_doctor(
     except CheckpointError:  # the examination of the files says why
         config = None
     served = backend.num_speculative_tokens() if backend else None
-    k = min(k or served or default_depth(config.trained_depth if config else None), _MAX_DRAFTS)
+    k = min(k or served or default_k(config.trained_depth if config else None), _MAX_DRAFTS)
     layers = config.aux_layer_ids if config else ()
     probe = Probe.of(model, tokenizer, style, texts, k, layers, progress)
     if vllm is not None:
@@ -178,7 +176,7 @@ def _figures(one: HeadDrafts, probe: Probe) -> dict[str, object]:
         "match_per_depth": one.match_share,
         "num_prompts": len(probe.lengths),
         "num_anchors": probe.anchors_PC.numel(),
-        "num_speculative_tokens": probe.num_drafts,
+        "num_speculative_tokens": probe.k,
     }
 
 

@@ -6,8 +6,6 @@ where changes compete (`repair`), so a mend need only be a reasonable beginning.
 Shapes: DV draft vocabulary, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +24,9 @@ from peagle.models.checkpoint.stored import StoredHead, read_head_json
 from peagle.models.checkpoint.weights import read_tensors, tensor_shapes
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint, same_tokenizer
+from peagle.models.head_json import MASK_KEYS
 from peagle.models.target import TargetModel, default_aux_layer_ids
 
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _FLOAT16_MAX = 65504.0
 # A head with fewer positions stops drafting in the middle of ordinary answers.
 _FEW_POSITIONS = 1024

@@ -1,7 +1,5 @@
 """The result of an examination: checks, and the causes of low acceptance."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 

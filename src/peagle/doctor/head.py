@@ -4,11 +4,9 @@ Shapes: A aux states, H target width, D drafter width, DV draft vocabulary; P pr
 C anchors of a prompt, K depths, M graded elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -55,15 +53,15 @@ class Head:
     shared_state: SharedState = "fc"
     dtype: torch.dtype = torch.float32
 
-    def configured(self, **changes: Any) -> Head:
+    def configured(self, **changes: Any) -> Self:
         """Return the head with other values in its configuration."""
         return replace(self, config=replace(self.config, **changes))
 
-    def read(self, **changes: Any) -> Head:
+    def read(self, **changes: Any) -> Self:
         """Return the head with other attributes."""
         return replace(self, **changes)
 
-    def filled(self, tensors: Mapping[str, Tensor]) -> Head:
+    def filled(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return the head with other tensors under these names."""
         return replace(self, tensors={**self.tensors, **tensors})
 
@@ -72,7 +70,7 @@ class Head:
         ids = torch.arange(self.config.draft_vocab_size)
         return ids + self.tensors["d2t"] if self.config.is_pruned else ids
 
-    def with_target_ids(self, ids: Tensor) -> Head:
+    def with_target_ids(self, ids: Tensor) -> Self:
         """Return the head with another draft vocabulary."""
         kept = torch.zeros(self.config.vocab_size, dtype=torch.bool)
         kept[ids] = True
@@ -165,12 +163,12 @@ def drafted(
     if foreign_features:
         features = features.roll(1, dims=0)
     states = TargetStates(features, features[..., :0])
-    shape = (*anchors_PC.shape, probe.num_drafts)
+    shape = (*anchors_PC.shape, probe.k)
     draft_ids = torch.zeros(shape, dtype=torch.int64, device=device)
     logprobs = torch.full(shape, WORST_LOGPROB, dtype=torch.float64, device=device)
     columns_PC = torch.arange(anchors_PC.shape[1], device=device).expand_as(anchors_PC)
     column_PN = torch.zeros_like(probe.tokens_PN).scatter(1, anchors_PC, columns_PC)
-    for graded in _graded(drafter, head, batch, states, probe.num_drafts):
+    for graded in _graded(drafter, head, batch, states, probe.k):
         chosen = graded.selected
         at = (chosen.row, column_PN[chosen.row, chosen.anchor], chosen.depth)
         truth_M = probe.tokens_PN[chosen.row, chosen.anchor + chosen.depth + 2]
@@ -181,14 +179,14 @@ def drafted(
 
 
 def _graded(
-    drafter: Drafter, head: Head, batch: Batch, states: TargetStates, num_drafts: int
+    drafter: Drafter, head: Head, batch: Batch, states: TargetStates, k: int
 ) -> Iterator[Graded]:
     window = head.window
     if window is not None and window >= batch.tokens_BN.shape[1]:
         window = None  # it hides nothing
     attention = dense_attention if window is None else _windowed_attention(window)
     kind = "peagle" if head.config.is_parallel else "eagle3"
-    section = MethodSection.model_validate({"name": kind, "depth": num_drafts})
+    section = MethodSection.model_validate({"name": kind, "depth": k})
     method = TrainingMethod(section, attention)
     if kind == "eagle3":
         yield eagle3_graded(drafter, batch, states, method)

@@ -147,7 +147,7 @@ class Probe:
         lengths, prompt_lens: tokens and prompt tokens of each row.
         entering: the hidden states that enter each layer, [P, N, H], by layer.
         confidence_PN: probability of the token at each position, under the target.
-        num_drafts: K.
+        k: K.
         anchors_PC: anchors that are tried, the same number in each row.
     """
 
@@ -162,7 +162,7 @@ class Probe:
     prompt_lens: tuple[int, ...]
     entering: dict[int, Tensor]
     confidence_PN: Tensor
-    num_drafts: int
+    k: int
     anchors_PC: Tensor
 
     @classmethod
@@ -172,7 +172,7 @@ class Probe:
         tokenizer: PreTrainedTokenizerBase,
         style: PromptStyle,
         texts: Sequence[str],
-        num_drafts: int,
+        k: int,
         layers: Sequence[int] = (),
         progress: Progress = lambda text: None,
     ) -> Probe:
@@ -180,7 +180,7 @@ class Probe:
 
         Args:
             target: its taps are put back as they were.
-            num_drafts: K of the examination.
+            k: K of the examination.
             layers: aux layers of the head, whose neighbours are kept too.
 
         Raises:
@@ -191,7 +191,7 @@ class Probe:
         choices = [one for ids in filter(None, bases) for one in (ids, *aux_choices(ids, count))]
         kept = sorted({layer for one in choices for layer in one})
         progress(f"the target answers {len(texts)} prompts")
-        return _ask(target, tokenizer, style, tuple(texts), num_drafts, kept, progress)
+        return _ask(target, tokenizer, style, tuple(texts), k, kept, progress)
 
     @cached_property
     def in_other_styles(self) -> dict[PromptStyle, Probe]:
@@ -201,7 +201,7 @@ class Probe:
             self.progress(f"the target answers prompts {style}")
             model, layers = (self.target, self.tokenizer), sorted(self.entering)
             try:
-                probe = _ask(*model, style, self.texts, self.num_drafts, layers, self.progress)
+                probe = _ask(*model, style, self.texts, self.k, layers, self.progress)
             except UserError:  # in this style they are too long
                 continue
             found[style] = probe
@@ -210,7 +210,7 @@ class Probe:
     @cached_property
     def all_anchors_PC(self) -> Tensor:
         """Return every anchor that all prompts have: with K tokens of the answer behind it."""
-        anchors_PC = _anchors(self.lengths, self.prompt_lens, self.num_drafts, 1)
+        anchors_PC = _anchors(self.lengths, self.prompt_lens, self.k, 1)
         return anchors_PC.to(self.tokens_PN.device)
 
     def features(self, layers: Sequence[int], shift: int = 0) -> Tensor:
@@ -238,14 +238,14 @@ class Probe:
 
     def truth(self, anchors_PC: Tensor) -> Tensor:
         """Return the target's K tokens behind each anchor, [P, C, K]."""
-        depths_K = torch.arange(self.num_drafts, device=self.tokens_PN.device)
+        depths_K = torch.arange(self.k, device=self.tokens_PN.device)
         at_PCK = anchors_PC.unsqueeze(-1) + depths_K + 2
         return self.tokens_PN.gather(1, at_PCK.flatten(1)).view(at_PCK.shape)
 
     def batch(self, anchors_PC: Tensor, token_shift: int = 0) -> Batch:
         """Return the rows as training has them, these anchors supervised at every depth."""
         deepest_PN = torch.full_like(self.tokens_PN, -1)
-        deepest_PN.scatter_(1, anchors_PC, self.num_drafts - 1)
+        deepest_PN.scatter_(1, anchors_PC, self.k - 1)
         tokens_PN = self.tokens_PN.roll(token_shift, dims=1)
         return _batch(tokens_PN, deepest_PN, self.lengths, anchors_PC.shape[1])
 
@@ -287,7 +287,7 @@ def _ask(
     tokenizer: PreTrainedTokenizerBase,
     style: PromptStyle,
     texts: tuple[str, ...],
-    num_drafts: int,
+    k: int,
     layers: Sequence[int],
     progress: Progress,
 ) -> Probe:
@@ -296,7 +296,7 @@ def _ask(
     Prompts whose answers end early are left out, if enough others are there.
     """
     llm = LLM(model=target)
-    tokens = num_drafts + _ANSWER_TOKENS
+    tokens = k + _ANSWER_TOKENS
     room = llm.engine.max_model_len - tokens
     questions = [style.ask(text, tokenizer) for text in texts]
     fitting = [one for one in questions if 0 < len(one.token_ids) <= room]
@@ -342,16 +342,14 @@ def _ask(
         prompt_lens,
         dict(zip(layers, parts, strict=True)),
         confidence_PN,
-        num_drafts,
-        _anchors(lengths, prompt_lens, num_drafts, _STRIDE).to(target.device),
+        k,
+        _anchors(lengths, prompt_lens, k, _STRIDE).to(target.device),
     )
 
 
-def _anchors(
-    lengths: Sequence[int], prompt_lens: Sequence[int], num_drafts: int, stride: int
-) -> Tensor:
+def _anchors(lengths: Sequence[int], prompt_lens: Sequence[int], k: int, stride: int) -> Tensor:
     """Return the anchors a with x[a+1] .. x[a+K+1] in the answer, or a + 1 the prompt's end."""
-    room = min(n - p - num_drafts for n, p in zip(lengths, prompt_lens, strict=True))
+    room = min(n - p - k for n, p in zip(lengths, prompt_lens, strict=True))
     return torch.tensor(prompt_lens).unsqueeze(1) - 1 + torch.arange(0, room, stride)
 
 

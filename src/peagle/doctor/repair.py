@@ -8,11 +8,10 @@ by prompt: the same prompts, anchors and depths with and without a repair.
 Shapes: DV draft vocabulary, V target vocabulary, D drafter width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -385,7 +384,7 @@ class Gain:
     first_match: float
 
     @classmethod
-    def of(cls, before: HeadDrafts, after: HeadDrafts, rows: slice | None = None) -> Gain:
+    def of(cls, before: HeadDrafts, after: HeadDrafts, rows: slice | None = None) -> Self:
         """Compare two runs over the same probe."""
         rows = rows or slice(None)
         gain_P = (after.score_P - before.score_P)[rows]

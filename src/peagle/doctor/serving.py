@@ -4,8 +4,6 @@ The same prompts go through our engine, vLLM or a server. Where drafts differ, t
 fault whose drafts, or whose counters, are those that were served.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -95,11 +93,11 @@ class Serving(Protocol):
 
 @dataclass
 class EngineServing:
-    """Our engine in this process, which reports every draft token; K is `num_drafts`."""
+    """Our engine in this process, which reports every draft token; K is `k`."""
 
     target: TargetModel
     head: Path
-    num_drafts: int
+    k: int
     name: str = "the engine"
     notes: Sequence[str] = ()
 
@@ -116,7 +114,7 @@ class EngineServing:
         """
         speculative = {
             "model": str(self.head),
-            "num_speculative_tokens": self.num_drafts,
+            "num_speculative_tokens": self.k,
             "check_target": False,
             # As the forward pass of the examination, and as vLLM.
             "draft_window": self._window(),
@@ -245,11 +243,7 @@ def examine_serving(serving: Serving, probe: Probe, files: HeadFiles) -> None:
 
 
 def examine_trees(
-    target: TargetModel,
-    head: Path,
-    trees: TreeShape,
-    engine: EngineConfig,
-    report: Examination,
+    target: TargetModel, head: Path, trees: TreeShape, engine: EngineConfig, report: Examination
 ) -> None:
     """Start our engine with candidate trees, and report its refusal, or its KV cache.
 

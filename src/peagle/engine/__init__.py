@@ -1,16 +1,5 @@
 """The engine: continuous batching over a paged KV cache, prompts in chunks, one draft a step."""
 
 from peagle.engine.engine import LLMEngine
-from peagle.engine.outputs import SequenceOutput
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
-
-__all__ = [
-    "Calibration",
-    "EngineStats",
-    "LLMEngine",
-    "Sequence",
-    "SequenceOutput",
-    "SequenceStatus",
-    "SpeculationStats",
-]

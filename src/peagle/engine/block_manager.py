@@ -1,7 +1,5 @@
 """Ownership of KV blocks, and prefixes that sequences share."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter, OrderedDict

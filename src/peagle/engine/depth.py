@@ -6,8 +6,6 @@ tokens, no output depends on K: the target's own token decides at every row, and
 verified only ends a step earlier. So K may change at every step.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -326,10 +324,7 @@ class AutomaticDepth(DepthPolicy):
         self._num_requests = self._prompt_tokens = self._output_tokens = 0.0  # latest requests
 
     def measure(
-        self,
-        rows: Iterable[int],
-        time_step: Callable[[int, int], float],
-        reading_s: float = 0.0,
+        self, rows: Iterable[int], time_step: Callable[[int, int], float], reading_s: float = 0.0
     ) -> None:
         """Measure the table of costs; K is `most` until then.
 

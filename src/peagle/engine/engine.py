@@ -1,7 +1,5 @@
 """The engine loop: requests in, tokens out, one step at a time."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter
@@ -168,7 +166,7 @@ class LLMEngine:
                 self.drafting,
                 self._features,
                 plan.config,
-                num_drafts=plan.num_speculative_tokens,
+                num_speculative_tokens=plan.num_speculative_tokens,
                 num_nodes=plan.num_nodes,
                 num_resuming=plan.num_resuming,
             )

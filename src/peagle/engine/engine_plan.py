@@ -1,7 +1,5 @@
 """The plan of an engine: decisions from its options and its head, before it allocates memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -90,9 +88,9 @@ def plan_engine(
         longest = speculative.max_model_len or drafter.config.max_position_embeddings
         max_draft_len = min(longest, max_model_len)
         trained_depth = drafter.config.trained_depth
-    num_drafts, trees = 0, None
+    k, trees = 0, None
     if speculative is not None:
-        num_drafts, trees = speculative.num_drafts, speculative.trees
+        k, trees = speculative.k, speculative.trees
     is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
     record = None if trees is None else TreeRecord(trees)
     depth = make_depth(speculative, trained_depth, is_captured=is_pipelined, trees=record)
@@ -105,14 +103,14 @@ def plan_engine(
         drafter,
         max_model_len,
         max_draft_len,
-        num_drafts,
+        k,
         trees,
         record,
         depth,
         is_pipelined,
         num_resuming=0 if drafter is None else depth.most_resuming(config.max_num_seqs),
         num_lookahead_slots=lookahead_slots(
-            num_drafts,
+            k,
             trees.max_nodes if trees else None,
             has_copies=speculative is not None and speculative.copies_join_trees,
             is_pipelined=is_pipelined,
@@ -136,7 +134,7 @@ def _kept_bytes(
     if drafter is not None:
         num_outputs += max(TOKEN_BUCKETS[-1], config.max_num_batched_tokens)
         if speculative is not None and speculative.draws:
-            num_bytes = drawn_bytes(drafter, num_rows, speculative.num_drafts)
+            num_bytes = drawn_bytes(drafter, num_rows, speculative.k)
         if speculative is not None and speculative.copies_join_trees:
             num_bytes += num_rows * max_model_len * torch.int32.itemsize
     return num_bytes + output_bytes(target, drafter, num_outputs)

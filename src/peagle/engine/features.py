@@ -3,8 +3,6 @@
 Shapes: N features, A * H their width, S sequences, C positions of a ring.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,16 +1,10 @@
 """The draft head of a speculative configuration, loaded and checked."""
 
-from __future__ import annotations
-
 import warnings
 
 from peagle.config import SpeculativeConfig
 from peagle.errors import UserError
-from peagle.models.checkpoint import (
-    load_correction,
-    load_drafter,
-    read_head,
-)
+from peagle.models.checkpoint import load_correction, load_drafter, read_head
 from peagle.models.drafter import Drafter
 from peagle.models.head_json import check_trees
 from peagle.models.quantize import quantize_head
@@ -38,9 +32,9 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     depth = head.trained_depth
     if (trees := speculative.trees) is not None:
         check_trees(trees, speculative.model, head.is_parallel, depth)
-    if depth is not None and speculative.num_drafts > depth:
+    if depth is not None and speculative.k > depth:
         warnings.warn(
-            f"num_speculative_tokens is {speculative.num_drafts}, but the head "
+            f"num_speculative_tokens is {speculative.k}, but the head "
             f"{speculative.model!r} was trained for {depth}; deeper drafts seldom pass.",
             stacklevel=5,
         )
@@ -48,10 +42,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     # A compact head is unpacked, so that it drafts like the whole one, bit for bit.
     is_whole = unpack or stored.is_compact or speculative.quantization is not None
     drafter = load_drafter(
-        speculative.model,
-        target,
-        check_target=speculative.check_target,
-        unpack=is_whole,
+        speculative.model, target, check_target=speculative.check_target, unpack=is_whole
     )
     if speculative.correction:
         drafter.correction = load_correction(speculative.model, drafter)

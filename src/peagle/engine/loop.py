@@ -1,7 +1,5 @@
 """The loop around engines: it carries out orders between steps, and delivers chunks after them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,10 +82,6 @@ class EngineLoop:
         """Report that a request was not queued."""
         raise NotImplementedError
 
-    def next_order(self) -> Order | None:
-        """Wait for an order and return it."""
-        return self._orders.get()
-
     def step(self) -> list[StreamChunk]:
         """Step every engine that has work, and return the chunks."""
         return [c for r in self._engines.values() if r.has_unfinished for c in r.step()]
@@ -101,7 +95,7 @@ class EngineLoop:
         """Serve until an order of None."""
         while True:
             while not self._orders.empty() or not self.has_unfinished:
-                order = self.next_order()
+                order = self._orders.get()
                 if order is None:
                     return
                 order()

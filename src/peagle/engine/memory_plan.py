@@ -5,8 +5,6 @@ weights, the peak of these passes and the graphs. On a CPU KV blocks have a boun
 manages the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -213,7 +211,7 @@ def make_memory_plan(
 
 
 def lookahead_slots(
-    num_drafts: int,
+    k: int,
     num_nodes: int | None = None,
     *,
     has_copies: bool = False,
@@ -227,14 +225,14 @@ def lookahead_slots(
     `MAX_COPIED` more, as far as there are nodes.
     """
     nodes = 0 if num_nodes is None else num_nodes
-    most_new = 1 + (min(nodes, num_drafts + MAX_COPIED) if has_copies else num_drafts)
+    most_new = 1 + (min(nodes, k + MAX_COPIED) if has_copies else k)
     in_flight = most_new if is_pipelined else 0
-    return in_flight + max(most_new + num_drafts + 1, nodes + 1)
+    return in_flight + max(most_new + k + 1, nodes + 1)
 
 
-def drawn_bytes(drafter: Drafter, num_seqs: int, num_drafts: int) -> int:
+def drawn_bytes(drafter: Drafter, num_seqs: int, k: int) -> int:
     """Return the bytes of the drawn drafts that captured steps keep, see `DrawnDrafts`."""
-    return num_seqs * num_drafts * drafter.config.draft_vocab_size * torch.float32.itemsize
+    return num_seqs * k * drafter.config.draft_vocab_size * torch.float32.itemsize
 
 
 def output_bytes(target: TargetModel, drafter: Drafter | None, num_rows: int) -> int:
@@ -259,7 +257,7 @@ def run_largest_passes(
     features: FeatureRings,
     config: EngineConfig,
     *,
-    num_drafts: int,
+    num_speculative_tokens: int,
     num_resuming: int,
     num_nodes: int | None = None,
 ) -> None:
@@ -271,7 +269,7 @@ def run_largest_passes(
     share KV block 0, the only one that the caches need.
     """
     max_len, most = runner.max_model_len, config.max_num_seqs
-    k = max(0, min(num_drafts if num_nodes is None else num_nodes, max_len - 2))
+    k = max(0, min(num_speculative_tokens if num_nodes is None else num_nodes, max_len - 2))
     params = SamplingParams(
         temperature=1.0,
         top_p=0.9,
@@ -282,14 +280,8 @@ def run_largest_passes(
     )
 
     def sequence(seq_id: int, num_tokens: int) -> Sequence:
-        made = Sequence(
-            seq_id,
-            [0] * num_tokens,
-            params,
-            seq_id,
-            frozenset(),
-            num_speculative_tokens=num_drafts,
-        )
+        made = Sequence(seq_id, [0] * num_tokens, params, seq_id, frozenset())
+        made.num_speculative_tokens = num_speculative_tokens
         made.block_table = [0] * -(-max_len // runner.block_size)
         return made
 
@@ -330,7 +322,7 @@ def run_largest_passes(
     # The second step has the first one's drafts, and their probabilities if they are drawn. After a
     # pause of drafting the drafter first reads the kept features.
     for one in every:
-        one.num_speculative_tokens = num_drafts
+        one.num_speculative_tokens = num_speculative_tokens
     if isinstance(drafting, HeadDrafting):
         drafter = drafting.proposer.drafter
         for one in every[:num_resuming]:

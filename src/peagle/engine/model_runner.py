@@ -4,8 +4,6 @@ Shapes: B sequences, T packed target rows, N sampled rows, M blocks of a sequenc
 largest tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -88,10 +86,7 @@ class ModelRunner:
         sequences = [chunk.sequence for chunk in chunks]
         first = [s.num_computed_tokens for s in sequences]
         rows = [
-            [
-                *s.token_ids[start : start + chunk.num_tokens],
-                *s.drafts[: chunk.num_drafts],
-            ]
+            [*s.token_ids[start : start + chunk.num_tokens], *s.drafts[: chunk.num_drafts]]
             for s, start, chunk in zip(sequences, first, chunks, strict=True)
         ]
         lens = [len(row) for row in rows]
@@ -168,11 +163,7 @@ class ModelRunner:
         return TargetBatch(*there[num_own:]), tables_BM, visible[0] if visible else None
 
     def _sample(
-        self,
-        chunks: SequenceOf[Chunk],
-        hidden_TH: Tensor,
-        lens: list[int],
-        paths: TreePaths | None,
+        self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int], paths: TreePaths | None
     ) -> SamplerOutput | None:
         sampling = [chunk for chunk in chunks if chunk.samples]
         if not sampling:

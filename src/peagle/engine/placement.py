@@ -6,8 +6,6 @@ lasts until the scheduler gives that core back. A thread pays for its waits only
 bytes of weights to read.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

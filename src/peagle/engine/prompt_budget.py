@@ -4,8 +4,6 @@ A step computes chunks of prompts and one pass of the sequences that decode. The
 tokens when both are done: the chunk decides their inter-token latency.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import deque
@@ -35,10 +33,7 @@ class PromptBudget:
     """
 
     def __init__(
-        self,
-        max_itl_ms: float,
-        max_tokens: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, max_itl_ms: float, max_tokens: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._limit_s = max_itl_ms / 1000
         self._max_tokens = max_tokens

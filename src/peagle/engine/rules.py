@@ -3,8 +3,6 @@
 Shapes: B sequences, V vocabulary, A sets of allowed ids, N entries of a sparse rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -93,10 +91,7 @@ def has_rules(sequence: Sequence) -> bool:
 
 
 def build_rules(
-    sequences: SequenceOf[Sequence],
-    slots: CountSlots,
-    vocab_size: int,
-    device: torch.device,
+    sequences: SequenceOf[Sequence], slots: CountSlots, vocab_size: int, device: torch.device
 ) -> LogitsRules | None:
     """Return the rules of a batch, whose bad words are token ids; None if no request has any.
 

@@ -4,8 +4,6 @@ Shapes: B sequences, K most drafts of a sequence, J = K + 1, R packed target row
 sequence), V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import islice

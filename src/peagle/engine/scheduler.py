@@ -1,7 +1,5 @@
 """The choice of the sequences and tokens of the next step."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -183,8 +183,7 @@ class Sequence:
         refused.
         """
         room = max(
-            1,
-            min(self.params.max_tokens - self.num_output_tokens, max_model_len - len(self)),
+            1, min(self.params.max_tokens - self.num_output_tokens, max_model_len - len(self))
         )
         kept = token_ids[:room]
         if not self.stop_token_ids.isdisjoint(kept):

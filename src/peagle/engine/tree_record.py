@@ -6,8 +6,6 @@ acceptances correct these (`kernels.trees.survival`).
 Shapes: D depths, X cells of score logits, R trees, N nodes of a tree, S trees of a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

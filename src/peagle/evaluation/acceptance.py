@@ -4,8 +4,6 @@ A small model falls into loops, and a loop is easy to draft. The figures up to t
 how well a head drafts other text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,11 +4,9 @@ A backend keeps a number of requests in flight: as one ends, the next is sent, s
 stays the same for the whole run (a closed loop).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from peagle.config import SamplingParams
 from peagle.engine import SpeculationStats
@@ -82,7 +80,7 @@ class Run:
     seconds: float = 0.0
     counters: SpeculationStats | None = None
 
-    def extend(self, other: Run) -> None:
+    def extend(self, other: Self) -> None:
         """Append the answers, the seconds and the counters of another run."""
         self.answers += other.answers
         self.seconds += other.seconds

@@ -1,10 +1,8 @@
 """The decoding methods of a comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.errors import UserError
@@ -24,7 +22,7 @@ class DecodingMethod:
     trees: CandidateTrees | None = None  # shape of the head's trees; None drafts chains
 
     @classmethod
-    def parse(cls, text: str) -> DecodingMethod:
+    def parse(cls, text: str) -> Self:
         """Read "plain", "ngram" (prompt lookup) or "NAME=FOLDER" (a head, or its hub id).
 
         Raises:
@@ -40,7 +38,7 @@ class DecodingMethod:
             "id of a head, like peagle=./head."
         )
 
-    def with_trees(self, trees: CandidateTrees) -> DecodingMethod:
+    def with_trees(self, trees: CandidateTrees) -> Self:
         """Return the method with trees, under a name of their width and size."""
         name = f"{self.name}-tree-w{trees.num_parallel_trees}-n{trees.max_nodes}"
         return replace(self, name=name, trees=trees)

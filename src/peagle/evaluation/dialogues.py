@@ -1,7 +1,5 @@
 """Conversations with a backend, turn by turn, from prompt sets or from requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby

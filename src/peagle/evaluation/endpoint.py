@@ -1,7 +1,5 @@
 """The backend that sends the requests of an evaluation to a server with OpenAI's interface."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The answer of a server with OpenAI's interface, read into texts, times, tokens and drafts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Engines on one loaded target: the backend of an evaluation, and timed runs."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,11 +129,7 @@ class EngineBackend:
     tells_steps = True
 
     def __init__(
-        self,
-        llm: LLM,
-        *,
-        chat_template: str | Path | None = None,
-        thinking: bool | None = None,
+        self, llm: LLM, *, chat_template: str | Path | None = None, thinking: bool | None = None
     ) -> None:
         self.llm = llm
         self.chat_template = chat_template

@@ -1,7 +1,5 @@
 """The measurements of `peagle eval`, kept in acceptance.json entry by entry."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -121,7 +119,7 @@ class EvalArm:
     k: int
     open: Callable[[], AbstractContextManager[Backend]]
     engine: str = "peagle"  # name of the engine in the entries
-    requested_k: int | None = None  # K that every request asks for; None asks for none
+    num_speculative_tokens: int | None = None  # K that every request asks for; None asks for none
 
     def keys(self, plan: EvalPlan) -> list[EntryKey]:
         """Return the keys of the method's entries, one a temperature."""
@@ -194,7 +192,7 @@ def _measure(
 ) -> Entry:
     """Measure one entry on the backend."""
     params = replace(
-        plan.params, temperature=key.temperature, num_speculative_tokens=arm.requested_k
+        plan.params, temperature=key.temperature, num_speculative_tokens=arm.num_speculative_tokens
     )
     found = run_dialogues(
         backend, plan.sets, params, plan.concurrency, chat=plan.chat, watch=view.advance

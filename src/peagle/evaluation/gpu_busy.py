@@ -1,7 +1,5 @@
 """The share of time in which a GPU computes, as its driver counts it."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ It keeps the chunks of a stream with their times and reads JSON after the clock 
 costs several times the CPU time a chunk (benchmarks/evaluation/client_cost.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

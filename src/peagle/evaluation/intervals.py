@@ -6,8 +6,6 @@ are drawn again, with their counters, and the figure is computed from the pooled
 (a cluster bootstrap of a ratio of sums).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt

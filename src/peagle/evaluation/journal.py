@@ -1,7 +1,5 @@
 """Measurements kept in a file as they are finished, so that an interrupted command can go on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

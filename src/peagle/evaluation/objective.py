@@ -1,9 +1,8 @@
 """The latency objective of a service. Reading it imports no torch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
+from typing import Self
 
 from peagle.errors import UserError
 from peagle.results import RunFigures
@@ -23,7 +22,7 @@ class LatencyObjective:
     percentile: int = 99
 
     @classmethod
-    def parse(cls, text: str) -> LatencyObjective:
+    def parse(cls, text: str) -> Self:
         """Read "ttft=500ms,itl=50ms@p90"; a part may be missing, and "ttft=1s" is allowed.
 
         Raises:

@@ -4,8 +4,6 @@ Parquet and JSON Lines files of the hub are fetched into its cache and read; no 
 runs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -175,13 +173,13 @@ def _read_hub_set(wanted: HubSet) -> Iterator[Prompt]:
         )
 
 
-def prompt_of(record: Record, category_column: str = "category") -> Prompt:
+def prompt_of(record: Record) -> Prompt:
     """Return the prompt in a record of training data.
 
     Raises:
         UserError: the record has no prompt, is malformed, or holds results of tools.
     """
-    dialogue, category = dialogue_of(record), record.data.get(category_column)
+    dialogue, category = dialogue_of(record), record.data.get("category")
     if isinstance(dialogue, Dropped):
         details = dialogue.detail and f": {dialogue.detail}"
         raise UserError(f"{record.where}: {dialogue.reason}{details}.")

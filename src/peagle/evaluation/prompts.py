@@ -1,7 +1,5 @@
 """Prompts from the bundled sets and from files of the user."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Output tokens carry the whole price. Each instance runs at the measured load: th
 time, and no room for peaks.
 """
 
-from __future__ import annotations
-
 import math
 
 

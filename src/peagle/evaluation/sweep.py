@@ -1,7 +1,5 @@
 """Throughput sweeps: methods x K x concurrency x prompt set, repeated in rotating order."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,13 +13,12 @@ from peagle.engine.placement import OtherPrograms
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Backend, Request
 from peagle.evaluation.dialogues import run_conversations
-from peagle.evaluation.engine_backend import EngineBackend
+from peagle.evaluation.engine_backend import WARM_UP_TOKENS, EngineBackend
 from peagle.evaluation.gpu_busy import gpu_utilization
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.timing import figures_of
 from peagle.results import RunFigures
 
-WARM_UP_TOKENS = 16
 SLOT_REQUESTS = 3
 
 

@@ -1,7 +1,5 @@
 """Texts of an evaluation: the hardest to draft, and outputs with their accepted tokens marked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -18,12 +16,12 @@ ACCEPTED, TARGET = "accepted", "target"
 
 
 def hardest_texts(
-    observations: Sequence[Observation], window: int = WINDOW_DRAFTS, most: int = MAX_TEXTS
+    observations: Sequence[Observation], window: int = WINDOW_DRAFTS
 ) -> list[HardText]:
     """Find the stretch with the fewest accepted tokens in each output, the hardest first.
 
-    A stretch has `window` drafts, or fewer if no answer has so many. At most `most` stretches are
-    returned.
+    A stretch has `window` drafts, or fewer if no answer has so many. At most MAX_TEXTS stretches
+    are returned.
     """
     drafting = [
         [number for number, step in enumerate(one.answer.steps or []) if step.num_drafted]
@@ -42,7 +40,7 @@ def hardest_texts(
         )
         found.append((accepted, index, numbers[start], numbers[start + window - 1]))
     texts = []
-    for accepted, index, first, last in sorted(found)[:most]:
+    for accepted, index, first, last in sorted(found)[:MAX_TEXTS]:
         one = observations[index]
         before = one.prompt + "".join(one.answer.texts[:first])
         texts.append(
@@ -59,13 +57,11 @@ def hardest_texts(
 
 
 def coloured_samples(
-    observations: Sequence[Observation],
-    tokenizer: PreTrainedTokenizerBase,
-    most: int = MAX_SAMPLES,
+    observations: Sequence[Observation], tokenizer: PreTrainedTokenizerBase
 ) -> list[OutputSample]:
     """Cut some outputs into pieces: the middle one of each set, then the best and the worst of all.
 
-    `observations` are answers with their steps and tokens. At most `most` outputs are cut.
+    `observations` are answers with their steps and tokens. At most MAX_SAMPLES are cut.
     """
     lengths = {
         number: one.answer.stats.acceptance_length
@@ -79,7 +75,7 @@ def coloured_samples(
     for name in dict.fromkeys(one.set for one in observations):
         if own := [number for number in ranked if observations[number].set == name]:
             chosen.append(own[len(own) // 2])
-    chosen = [*chosen[: most - 2], ranked[-1], ranked[0]]
+    chosen = [*chosen[: MAX_SAMPLES - 2], ranked[-1], ranked[0]]
     samples = []
     for number in dict.fromkeys(chosen):
         one = observations[number]

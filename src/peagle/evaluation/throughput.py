@@ -6,8 +6,6 @@ repeats overlap and their medians are close. Of the K that tie with the fastest 
 best: it drafts and verifies the fewest tokens for the same speed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any

@@ -12,8 +12,6 @@ Definitions, all in seconds on the clock of the client:
 Percentiles interpolate linearly between the two nearest values (numpy's default).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median

@@ -7,12 +7,10 @@ needs every kernel launched by itself.
 Shapes: L layers with experts, T rows of a pass, C experts chosen for each, B sequences, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -111,7 +109,7 @@ class ExpertCounts:
         return asdict(self) | {"by_k": [[k, list(counts)] for k, counts in self.by_k.items()]}
 
     @classmethod
-    def of_json(cls, fields: Mapping[str, Any]) -> ExpertCounts:
+    def of_json(cls, fields: Mapping[str, Any]) -> Self:
         """Return the counts from the fields that `to_json` gave."""
         return cls(**{**fields, "by_k": dict(fields["by_k"])})
 

@@ -1,7 +1,5 @@
 """The length of a head's training, read from the train.json beside it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Files keep the plain name of a set and its turns apart; tables show "mt_bench (both turns)".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

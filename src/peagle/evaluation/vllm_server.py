@@ -1,7 +1,5 @@
 """The backend of an evaluation that starts vLLM and stops it at the end."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -4,8 +4,6 @@ A copy from ordinary memory waits until the device has done all that was launche
 copies go through pinned memory, which torch keeps until they are done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -8,8 +8,6 @@ Decode steps of few rows come in few sizes; for these everything is compiled wit
 else shares one graph with a size to be filled in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -4,8 +4,6 @@ A model type is on the list because its probe passes (`tests/models/test_archite
 random model of the real class, over the paged cache, equals transformers' own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

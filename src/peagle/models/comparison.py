@@ -1,7 +1,5 @@
 """How far the outputs of a module may move when another kernel computes them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -176,29 +176,13 @@ def _paged_attention(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    out = _attentions[int(handle)].run(
-        query,
-        key,
-        value,
-        scaling=scaling,
-        sliding_window=sliding_window,
-        sinks=sinks,
-        softcap=softcap,
-    )
-    return out.contiguous()
+    options = {"scaling": scaling, "sliding_window": sliding_window}
+    options |= {"sinks": sinks, "softcap": softcap}
+    return _attentions[int(handle)].run(query, key, value, **options).contiguous()
 
 
 @_paged_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    handle: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
+def _(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -212,18 +196,14 @@ class CompiledLayers:
     """
 
     def __init__(
-        self,
-        attentions: list[LayerAttention],
-        buckets: Collection[int] | None,
-        backend: str,
-        mode: str | None,
+        self, attentions: list[LayerAttention], buckets: Collection[int] | None, backend: str
     ) -> None:
         self.left: dict[int, str] = {}
         self.buckets = None if buckets is None else set(buckets)
         self.is_suspended = False
         self._seen: set[int] = set()
         for index, attention in enumerate(attentions):
-            attention.layer.forward = _CompiledLayer(self, index, attention, backend, mode).__call__
+            attention.layer.forward = _CompiledLayer(self, index, attention, backend).__call__
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -256,12 +236,7 @@ class _CompiledLayer:
     """Stands in for the `forward` of one layer."""
 
     def __init__(
-        self,
-        owner: CompiledLayers,
-        index: int,
-        attention: LayerAttention,
-        backend: str,
-        mode: str | None,
+        self, owner: CompiledLayers, index: int, attention: LayerAttention, backend: str
     ) -> None:
         self.owner = owner
         self.index = index
@@ -270,9 +245,7 @@ class _CompiledLayer:
         if isinstance(getattr(self._forward, "__self__", None), _CompiledLayer):
             raise RuntimeError("the layers are compiled already")
         self._dynamic, self._fixed = (
-            torch.compile(
-                self._forward, fullgraph=True, dynamic=dynamic, backend=backend, mode=mode
-            )
+            torch.compile(self._forward, fullgraph=True, dynamic=dynamic, backend=backend)
             for dynamic in (True, False)
         )
 
@@ -300,7 +273,6 @@ def compile_layers(
     *,
     buckets: Collection[int] | None = None,
     backend: str = "inductor",
-    mode: str | None = None,
 ) -> CompiledLayers:
     """Compile the decoder layers of a model in place, each whole, for fixed numbers of tokens.
 
@@ -314,7 +286,6 @@ def compile_layers(
         buckets: numbers of tokens to compile for, while one more graph runs all others; None
             compiles for each.
         backend: of `torch.compile`; other than "inductor" only in tests.
-        mode: of `torch.compile`.
     """
     if backend == "inductor":
         cache_compiled_code()
@@ -330,7 +301,7 @@ def compile_layers(
             TargetLayerAttention(layer, next((m for m in layer.modules() if m in windowed), None))
             for layer in decoder_layers(model)
         ]
-    return CompiledLayers(attentions, buckets, backend, mode)
+    return CompiledLayers(attentions, buckets, backend)
 
 
 def code_cache_folder() -> Path:

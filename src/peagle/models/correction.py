@@ -17,8 +17,6 @@ the term, r its rank, V target and DV draft vocabulary; of trees B sequences, P 
 candidates of a slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -123,11 +121,7 @@ class DraftCorrection(nn.Module):
         return torch.addmm(logits_RV, self._term(states_RW, tokens_R), self.weight_Vr.mT)
 
     def tree_children(
-        self,
-        logits_BJV: Tensor,
-        states_BJW: Tensor,
-        target_ids_V: Tensor,
-        temperature: float,
+        self, logits_BJV: Tensor, states_BJW: Tensor, target_ids_V: Tensor, temperature: float
     ) -> Children:
         """Return a function that finds the candidates after nodes of trees, for `best_first_trees`.
 
@@ -193,11 +187,7 @@ class DraftCorrection(nn.Module):
         return after
 
     def _candidates(
-        self,
-        logits_BJV: Tensor,
-        states_BJW: Tensor,
-        target_ids_V: Tensor,
-        temperature: float,
+        self, logits_BJV: Tensor, states_BJW: Tensor, target_ids_V: Tensor, temperature: float
     ) -> tuple[Tensor, Callable[[tuple[slice, slice], Tensor], Tensor]]:
         """Return the candidates of each slot, likeliest first, and what finds their
         log-probabilities [B, J, P, C], for some sequences and slots, after tokens [B, J, P].

@@ -14,8 +14,6 @@ Position 0 to 4 each give a depth-0 element. Those with a target inside the resp
 Shapes: B rows (one sequence each), N positions of a row, E elements of a row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

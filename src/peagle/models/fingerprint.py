@@ -4,13 +4,11 @@ A head on the wrong target drafts nonsense that verification silently rejects, s
 only as a lost speed-up; the fingerprint turns it into an error.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -44,7 +42,7 @@ class TargetFingerprint:
     tokens_sha256: str | None = None
 
     @classmethod
-    def of(cls, target: TargetFacts, *, tokens: bool = True) -> TargetFingerprint:
+    def of(cls, target: TargetFacts, *, tokens: bool = True) -> Self:
         """Return the fingerprint of a target; without `tokens`, which take a second, not that."""
         rows = torch.linspace(0, target.vocab_size - 1, _NUM_ROWS).round().long()
         # bfloat16 is the common ground of the types that a target is loaded in.
@@ -65,7 +63,7 @@ class TargetFingerprint:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TargetFingerprint:
+    def from_json(cls, data: dict[str, Any]) -> Self:
         """Read the JSON object of `to_json`.
 
         Raises:

@@ -1,7 +1,5 @@
 """GGUF files as folders that the rest of peagle loads: unpacked once, and kept in the cache."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Collection, Iterator

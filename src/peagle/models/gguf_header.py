@@ -6,8 +6,6 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Only the standard lib
 so that a wrong file is refused at once.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from peagle.errors import CheckpointError
+from peagle.model_folder import LFS_POINTER
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -31,7 +30,6 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _LENGTH = struct.Struct("<Q")
 _LONGEST_STRING = 1 << 26
-_LFS_POINTER = b"version https://git-lfs"
 
 
 class TensorType(NamedTuple):
@@ -140,7 +138,7 @@ def _refuse(path: Path, why: str) -> NoReturn:
 
 def _check_first(path: Path, first: bytes) -> None:
     if not first.startswith(MAGIC):
-        if _LFS_POINTER.startswith(first[:20]) and first:
+        if LFS_POINTER.startswith(first[:20]) and first:
             _refuse(path, "is a pointer of Git LFS, not the model; `git lfs pull` fetches it.")
         found = f"it begins with {first[:4]!r}" if first else "it is empty"
         raise CheckpointError(

@@ -1,13 +1,11 @@
 """Facts of a config.json before anything is loaded: whether it is a head's, and the head's K."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peagle.config import DEFAULT_DEPTH, CandidateTrees, SpeculativeConfig
+from peagle.config import DEFAULT_K, CandidateTrees, SpeculativeConfig
 from peagle.config.speculative import AUTO, TREE_DEFAULTS
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
@@ -60,9 +58,9 @@ def is_parallel(data: Any) -> bool:
     return kind == "peagle" or (kind is None and any(data.get(k) is not None for k in MASK_KEYS))
 
 
-def default_depth(trained: int | None) -> int:
+def default_k(trained: int | None) -> int:
     """Return K where none is given: the trained depth, at most 7; 7 where it is not known."""
-    return min(trained or DEFAULT_DEPTH, DEFAULT_DEPTH)
+    return min(trained or DEFAULT_K, DEFAULT_K)
 
 
 def trained_depth(data: Mapping[str, Any]) -> Any:
@@ -114,14 +112,14 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
         pass
     depth = depth if type(depth) is int and depth >= 1 else None
     if shape is not None:
-        trees = CandidateTrees.parse(shape, k or default_depth(depth))
+        trees = CandidateTrees.parse(shape, k or default_k(depth))
         check_trees(trees, config.model, not data or is_parallel(data), depth)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
         k = trees.prediction_depth
     return replace(
         config,
-        num_speculative_tokens=k or default_depth(depth),
+        num_speculative_tokens=k or default_k(depth),
         num_speculative_tokens_per_batch_size=AUTO if is_open else schedule,
     )
 

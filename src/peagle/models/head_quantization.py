@@ -1,7 +1,5 @@
 """The linear layers of a head that are stored in 8 bits and in 4; imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

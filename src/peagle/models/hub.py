@@ -4,8 +4,6 @@ Only configuration, tokenizer and safetensors files are fetched: no pickles, no 
 own environment applies: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

@@ -5,22 +5,14 @@ notices a commit that came in between. The library's own environment applies: HF
 that `hf auth login` stored, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    constants,
-    get_token,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HTTPError,
@@ -64,7 +56,7 @@ class UploadFile:
     blob_id: str
 
     @classmethod
-    def of(cls, name: str, content: bytes | Path) -> UploadFile:
+    def of(cls, name: str, content: bytes | Path) -> Self:
         """Read the content for its size and its checksums."""
         if isinstance(content, Path):
             size, sha256 = content.stat().st_size, sha256_of(content)

@@ -4,8 +4,6 @@
 `self_attn.k_proj.output_scale` and `v_proj.output_scale` are older names of the same.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Models by folder, by GGUF file or by hub id: found, and checked before anything is loaded."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,10 +21,7 @@ _ROLE_NAMES: dict[Role, str] = {
 
 
 def resolve_model(
-    name_or_path: str | os.PathLike[str],
-    revision: str | None = None,
-    *,
-    role: Role = "target",
+    name_or_path: str | os.PathLike[str], revision: str | None = None, *, role: Role = "target"
 ) -> Path:
     """Return the folder of a model, fetched from the hub where the name is not a path.
 
@@ -93,7 +88,8 @@ def find_model(name_or_path: str | os.PathLike[str], role: Role = "target") -> P
     if isinstance(name_or_path, str):
         text = expand_bundled(text, role)
     path = Path(text).expanduser()
-    if text and (isinstance(name_or_path, Path) or _looks_like_path(text) or path.exists()):
+    looks_like_path = text.startswith((".", "/", "~")) or "\\" in text
+    if text and (isinstance(name_or_path, Path) or looks_like_path or path.exists()):
         if role == "target" and is_gguf(path):
             read_gguf_header(path)
             return path
@@ -116,10 +112,6 @@ def with_local_head(config: SpeculativeConfig) -> SpeculativeConfig:
         return config
     folder = resolve_model(config.model, config.revision, role="draft")
     return with_depth(replace(config, model=str(folder), revision=None), folder)
-
-
-def _looks_like_path(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or "\\" in text
 
 
 def _hub_id(text: str, revision: str | None, what: str) -> tuple[str, str]:

@@ -14,12 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from peagle.kernels.linear.experts import (
-    Activation,
-    ExpertWeights,
-    Gate,
-    run_experts,
-)
+from peagle.kernels.linear.experts import Activation, ExpertWeights, Gate, run_experts
 from peagle.kernels.linear.packed_linear import packed_linear
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.comparison import relative_difference

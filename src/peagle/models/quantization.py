@@ -15,8 +15,6 @@ out.
 Shapes: N outputs, K inputs, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -322,11 +320,7 @@ def _scale_shapes(block: tuple[int, int], shape: tuple[int, int]) -> list[tuple[
 
 
 def _expected(
-    kind: Kind,
-    scheme: Scheme,
-    blocks: list[tuple[int, int]],
-    shape: tuple[int, int],
-    read: Read,
+    kind: Kind, scheme: Scheme, blocks: list[tuple[int, int]], shape: tuple[int, int], read: Read
 ) -> dict[str, _Expected]:
     """Return the types and shapes that the tensors of a layer must have, by their last names."""
     (n, k), group = shape, blocks[0][1]

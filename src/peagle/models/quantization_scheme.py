@@ -5,8 +5,6 @@ peagle does not compute, are refused by name. Fields of activations, and fields 
 the numbers were found (observers, damping, `ignore`), are not read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

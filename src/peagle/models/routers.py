@@ -6,8 +6,6 @@ torch takes four kernels or more for a softmax, the largest of it and their sum,
 one token cost as much as the products of an expert.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -7,8 +7,6 @@
 Shapes: T packed tokens, C experts chosen for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -8,8 +8,6 @@ still share one compiled graph. How many rows are few is a number of each module
 for any number of rows the library computes always, so that it is one graph.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

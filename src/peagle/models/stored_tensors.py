@@ -1,7 +1,5 @@
 """The tensors of a model folder by name, each read out of its safetensors file when wanted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: T packed tokens, H target width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,14 +3,12 @@
 Shapes: N rows, H target width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -96,7 +94,7 @@ class TargetShape(TargetSizes):
     num_lm_head: int
 
     @classmethod
-    def read(cls, path: str | Path) -> TargetShape:
+    def read(cls, path: str | Path) -> Self:
         """Read a folder that has at least a config.json.
 
         Raises:

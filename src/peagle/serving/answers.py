@@ -320,6 +320,7 @@ class LogprobsWriter(ABC):
 
     def __init__(self, names: TokenNames) -> None:
         self.names = names
+        self._entries: list[bytes] = []
 
     @abstractmethod
     def add(self, given: Iterable[TokenLogprobs | None]) -> None:
@@ -339,10 +340,6 @@ class LogprobsWriter(ABC):
 
 class ChatLogprobs(LogprobsWriter):
     """The form of chat completions: an object for each token."""
-
-    def __init__(self, names: TokenNames) -> None:
-        super().__init__(names)
-        self._entries: list[bytes] = []
 
     def add(self, given: Iterable[TokenLogprobs | None]) -> None:
         entry = self.names.entry
@@ -423,10 +420,6 @@ class CompletionLogprobs(LogprobsWriter):
 
 class PromptLogprobsWriter(LogprobsWriter):
     """vLLM's form of a prompt's: an object by token id for each token."""
-
-    def __init__(self, names: TokenNames) -> None:
-        super().__init__(names)
-        self._entries: list[bytes] = []
 
     def add(self, given: Iterable[TokenLogprobs | None]) -> None:
         written = [self._entry(one) if one is not None else "null" for one in given]

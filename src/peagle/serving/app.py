@@ -1,7 +1,5 @@
 """The routes of the server, and the form of their errors."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
@@ -20,23 +18,12 @@ from starlette.staticfiles import StaticFiles
 from peagle import __version__
 from peagle.config.checks import did_you_mean
 from peagle.errors import short_repr
+from peagle.serving import protocol
 from peagle.serving.completions import answer_chat, complete
 from peagle.serving.engine_pool import Deadline
 from peagle.serving.errors import ApiError, reason_for_absence
 from peagle.serving.limits import LARGE_BYTES, limits_of_model, parse_body
 from peagle.serving.logs import recorded_path
-from peagle.serving.protocol import (
-    PROMPT_KINDS,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    FunctionChoice,
-    ResponsesBody,
-    TokenizeBody,
-    ToolChoice,
-    as_api_error,
-    tool_dicts,
-)
 from peagle.serving.responses import respond
 from peagle.serving.service import Caller, Service, failure_of
 
@@ -183,7 +170,10 @@ def _field_path(error: Any) -> str:
 
 
 _BRANCHES = {"str", "constrained-str", "int", "float", "bool", "nullable", "is-instance"}
-_BRANCHES |= {ToolChoice.__name__, FunctionChoice.__name__} | PROMPT_KINDS
+_BRANCHES |= {
+    protocol.ToolChoice.__name__,
+    protocol.FunctionChoice.__name__,
+} | protocol.PROMPT_KINDS
 
 
 def parsed(model: type[BaseModel], body: Any) -> Any:
@@ -321,17 +311,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             raise deadline.error from None
 
     @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionBody) -> Response:
+    async def completions(request: Request, body: protocol.CompletionBody) -> Response:
         """Complete prompts of text or token ids."""
         return await answer(complete, request, body)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request, body: ChatBody) -> Response:
+    async def chat_completions(request: Request, body: protocol.ChatBody) -> Response:
         """Answer a conversation."""
         return await answer(answer_chat, request, body)
 
     @app.post("/v1/responses")
-    async def responses(request: Request, body: ResponsesBody) -> Response:
+    async def responses(request: Request, body: protocol.ResponsesBody) -> Response:
         """Answer a conversation in OpenAI's newer form; nothing is stored."""
         return await answer(respond, request, body)
 
@@ -342,25 +332,25 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             text = 'The body needs "messages" (a chat) or "prompt" (a completion), one of the two.'
             raise ApiError(400, text)
         if "messages" in body:
-            chat_body: ChatBody = parsed(ChatBody, body)
+            chat_body: protocol.ChatBody = parsed(protocol.ChatBody, body)
             return await answer(answer_chat, request, chat_body)
-        completion_body: CompletionBody = parsed(CompletionBody, body)
+        completion_body: protocol.CompletionBody = parsed(protocol.CompletionBody, body)
         return await answer(complete, request, completion_body)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: protocol.TokenizeBody) -> dict[str, Any]:
         """Return the token ids of a prompt, or of a conversation under the chat template."""
         tokenizer, info = service.loaded()
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, 'Expected "prompt" or "messages", one of the two.', param="prompt")
         if body.prompt is not None:
-            with as_api_error("prompt"):
+            with protocol.as_api_error("prompt"):
                 ids = await tokenizer.encode(
                     body.prompt, info.max_model_len, add_special_tokens=body.add_special_tokens
                 )
         else:
-            tools = tool_dicts(body.tools)
+            tools = protocol.tool_dicts(body.tools)
             ids, _ = await service.render(body, tools, body.chat_template_kwargs)
         answer: dict[str, Any] = {
             "count": len(ids),
@@ -372,7 +362,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return answer
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+    async def detokenize(body: protocol.DetokenizeBody) -> dict[str, str]:
         """Return the text of token ids."""
         tokenizer, info = service.loaded()
         service.check_model(body.model)

@@ -245,11 +245,6 @@ class _Completion(_Completions):
         num_echoed = 0 if self._only_prompt else None
         return usage_of(self.generation.ordered, report=self.report, num_echoed=num_echoed)
 
-    def report_event(self, chunk: StreamChunk) -> dict[str, Any]:
-        """Return the drafts of a chunk under the key that events have them under."""
-        text_of = self.tokenizer.token_text
-        return {"speculation": report_of(chunk, text_of, has_tree=self._has_trees)}
-
     def read(self, chunk: StreamChunk) -> StreamChunk:
         return chunk._replace(text="", token_ids=[], logprobs=[]) if self._only_prompt else chunk
 

@@ -1,7 +1,5 @@
 """How a server is reached, guarded and kept alive."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ It runs in one event loop, and in two threads for each process: one receives its
 it orders, so that a process that no longer reads blocks that thread alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -18,11 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from peagle.config import SamplingParams
 from peagle.engine.loop import Add
 from peagle.engine.outputs import StreamChunk
+from peagle.engine.placement import gpu_names
 from peagle.errors import UserError
 from peagle.serving.engine_process import (
     Cancel,
@@ -61,7 +60,7 @@ class Deadline(NamedTuple):
     error: ApiError
 
     @classmethod
-    def after(cls, timeout_s: float) -> Deadline | None:
+    def after(cls, timeout_s: float) -> Self | None:
         """Return the deadline of a request that came now; None if `timeout_s` is 0."""
         if not timeout_s:
             return None
@@ -153,7 +152,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self, number: int, spec: EngineSpec, on_message: Callable[[EngineProcess, Any], None]
+        self, number: int, spec: EngineSpec, on_message: Callable[[Self, Any], None]
     ) -> None:
         self.number = number
         self.info: EngineInfo | None = None
@@ -519,8 +518,6 @@ def specs_for(spec: EngineSpec, count: int) -> list[EngineSpec]:
         return [spec]
     if spec.engine.device == "cpu":
         return [spec] * count
-    from peagle.engine.placement import gpu_names
-
     gpus = gpu_names()
     if not gpus and spec.engine.device == "auto":
         return [spec] * count

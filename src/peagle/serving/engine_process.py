@@ -4,8 +4,6 @@ It never waits for clients, HTTP or JSON, which are the front end's. It shows th
 heartbeat in memory that both processes share.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """Errors as clients see them: a status and an object in OpenAI's form."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +20,6 @@ class ApiError(Exception):
 
     Args:
         message: names the value, what was expected and what to do.
-        type: OpenAI's class of error; None derives it from the status.
         param: the field of the request that is wrong.
         code: a word for programs.
         headers: further headers of the answer.
@@ -36,7 +33,6 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        type: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -48,7 +44,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         default = "server_error" if status >= 500 else "invalid_request_error"
-        self.type = type or _TYPES.get(status, default)
+        self.type = _TYPES.get(status, default)
         self.param = param and param[:_MAX_OF_PARAM]
         self.code = code
         self.headers = dict(headers or {})

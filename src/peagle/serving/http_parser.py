@@ -4,8 +4,6 @@ A proxy and a server that read one request differently let a client smuggle a se
 proxy's checks (RFC 9112, 11.2). So what the standard calls ambiguous is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

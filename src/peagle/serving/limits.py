@@ -6,8 +6,6 @@ values are far above the needs of a client of OpenAI or vLLM, and low enough tha
 interpreter, or a step of the engine, for some milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple

@@ -3,8 +3,6 @@
 The log has no text of users or models, unless a record has the extra field `log_prompts`.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

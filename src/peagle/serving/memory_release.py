@@ -4,8 +4,6 @@ The C library keeps what was freed for the next allocation. After a few bodies o
 several times what the server needs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

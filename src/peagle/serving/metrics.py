@@ -49,10 +49,7 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 
 # Name -> (what it counts, the attribute of an engine's snapshot).
 _TOTALS = {
-    "spec_decode_num_drafts": (
-        "Drafts verified: chains or trees.",
-        "speculation.num_drafts",
-    ),
+    "spec_decode_num_drafts": ("Drafts verified: chains or trees.", "speculation.num_drafts"),
     "spec_decode_num_draft_tokens": (
         "Draft tokens verified; of a tree, all nodes.",
         "speculation.num_draft_tokens",

@@ -6,8 +6,6 @@ it would change nothing, or refuse it. Options outside the tables are refused to
 silently ignored.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
@@ -110,10 +108,6 @@ def _count(flag: VllmFlag) -> str:
     return str(scaled // 10 ** len(fraction))
 
 
-def _gib(flag: VllmFlag) -> str:
-    return str(int(_count(flag)) / 2**30)
-
-
 def _dtype(flag: VllmFlag) -> str:
     return _VLLM_DTYPES.get(flag.one_token(), flag.one_token())
 
@@ -143,7 +137,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[VllmFlag], str]]] = {
     "--max-num-queued-reqs": ("--max-queue", _count),
     "--dtype": ("--dtype", _dtype),
     "--device-memory-utilization": ("--gpu-memory-utilization", VllmFlag.one_token),
-    "--kv-cache-memory-bytes": ("--kv-cache-gib", _gib),
+    "--kv-cache-memory-bytes": ("--kv-cache-gib", lambda flag: str(int(_count(flag)) / 2**30)),
     "--kv-cache-dtype": ("--kv-cache-dtype", _kv_cache_dtype),
     "--data-parallel-size": ("--data-parallel-size", _count),
     "--num-gpu-blocks-override": ("--num-kv-blocks", VllmFlag.one_token),

@@ -1,7 +1,5 @@
 """Starting, draining and ending a server."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

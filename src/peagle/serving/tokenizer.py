@@ -5,8 +5,6 @@ of its own, take short and long texts, so that a short one never waits behind lo
 more characters than the context can hold is refused before any of this.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import threading
@@ -51,11 +49,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        folder: str,
-        chat_template: str | None = None,
-        *,
-        parse_special_tokens: bool = False,
+        self, folder: str, chat_template: str | None = None, *, parse_special_tokens: bool = False
     ) -> None:
         self.tokenizer = load_tokenizer(folder)
         is_file = chat_template is not None and Path(chat_template).is_file()

@@ -10,15 +10,13 @@ neither content nor arguments.
 Parsers are generators that read the text as if it were complete, and yield to wait for more.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from peagle.markers import SIGN, open_tail, unmarked
 from peagle.serving.tools import (
@@ -66,7 +64,7 @@ class ToolCallParser:
         self._steps = self._parse()
 
     @classmethod
-    def for_tools(cls, tools: Sequence[Mapping[str, Any]]) -> ToolCallParser:
+    def for_tools(cls, tools: Sequence[Mapping[str, Any]]) -> Self:
         """Return a parser of calls of these tools, in OpenAI's form."""
         return cls([tool["function"]["name"] for tool in tools])
 
@@ -809,9 +807,7 @@ def detect_parser(chat_template: str) -> str:
 
 
 def parser_for(
-    kind: str,
-    tools: Sequence[Mapping[str, Any]] | None,
-    tool_choice: ToolChoiceDict = None,
+    kind: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: ToolChoiceDict = None
 ) -> ToolCallParser:
     """Return a parser for one output of a request, whose tools were checked.
 

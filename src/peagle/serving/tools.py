@@ -3,8 +3,6 @@
 The parsers of tool calls in a model's text are in `peagle.serving.tool_parsers`.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import string

@@ -9,17 +9,4 @@ from peagle.speculation.proposers import (
     ProposerInput,
     TreeSlots,
 )
-from peagle.speculation.verification import SamplingTensors, Verified, verify
-
-__all__ = [
-    "AutoregressiveProposer",
-    "Drafts",
-    "HeadProposer",
-    "ParallelProposer",
-    "PromptLookup",
-    "ProposerInput",
-    "SamplingTensors",
-    "TreeSlots",
-    "Verified",
-    "verify",
-]
+from peagle.speculation.verification import SamplingTensors

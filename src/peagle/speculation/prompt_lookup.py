@@ -1,7 +1,5 @@
 """Drafts from the text itself."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 
@@ -19,8 +17,8 @@ class PromptLookup:
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
-    def find(self, tokens: Sequence[int], num_drafts: int) -> list[int]:
-        """Return the drafts that follow `tokens`, at most `num_drafts`, maybe none."""
+    def find(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
+        """Return the drafts that follow `tokens`, at most `max_drafts`, maybe none."""
         # As bytes, because their search is fast; a match within a token is none.
         text = array("q", tokens)
         data, size = text.tobytes(), text.itemsize
@@ -31,5 +29,5 @@ class PromptLookup:
                 at = data.rfind(pattern, 0, at + len(pattern) - 1)
             if at >= 0:
                 start = at // size + n
-                return list(text[start : start + num_drafts])
+                return list(text[start : start + max_drafts])
         return []

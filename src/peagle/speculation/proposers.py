@@ -8,8 +8,6 @@ Shapes: B sequences, N of them, T packed target rows, S drafter slots, A * H fea
 drafter width, K drafts, J columns of them, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
@@ -130,10 +128,10 @@ class DraftExecutor(Protocol):
     """Runs the parts of a recipe for the sequences of one target pass.
 
     Attributes:
-        num_drafts: K, most drafts of a sequence.
+        k: K, most drafts of a sequence.
     """
 
-    num_drafts: int
+    k: int
 
     def first_batch(self) -> DraftBatch:
         """Return the drafter's batch that follows from the verification.
@@ -302,7 +300,7 @@ class ParallelProposer(HeadProposer):
 
     def draft(self, on: DraftExecutor, features_TA: Tensor) -> None:
         batch, hidden_SD = self.first_pass(on, features_TA)
-        if on.num_drafts:
+        if on.k:
             on.choose(hidden_SD[batch.draft_rows_BK], 0)
 
 
@@ -311,11 +309,11 @@ class AutoregressiveProposer(HeadProposer):
 
     def draft(self, on: DraftExecutor, features_TA: Tensor) -> None:
         batch, hidden_SD = self.first_pass(on, features_TA)
-        if not on.num_drafts:
+        if not on.k:
             return
         hidden_ND = hidden_SD[batch.draft_rows_BK[:, 0]]
         on.choose(hidden_ND.unsqueeze(1), 0)
-        for column in range(1, on.num_drafts):
+        for column in range(1, on.k):
             single = on.next_batch(column)
             hidden_ND = on.run(single, hidden_ND[: single.tokens_R.shape[0]])
             on.choose(hidden_ND.unsqueeze(1), column)
@@ -334,10 +332,10 @@ class EagerDraft:
         self._proposer, self._step, self._passes = proposer, step, passes
         self._device = step.features_TA.device
         lens = self._lens = list(step.num_drafts)
-        self.num_drafts = max(lens)
+        self.k = max(lens)
         drafting = [b for b, k in enumerate(lens) if k]
         self._order = sorted(drafting, key=lambda b: -lens[b])
-        shape = len(lens), self.num_drafts
+        shape = len(lens), self.k
         self._tokens_BK = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._probs_BKV: Tensor | None = None
         self._trees: Drafts | None = None
@@ -357,7 +355,7 @@ class EagerDraft:
             step.block_tables_BM,
             block_size=own.caches[0].block_size,
             num_mask_slots_B=torch.tensor(num_mask_slots),
-            max_drafts=self.num_drafts,
+            max_drafts=self.k,
             mask_token_id=own.drafter.config.mask_token_id or 0,
             max_model_len=own.max_model_len,
             num_slots=sum(step.num_rows) + sum(num_mask_slots),
@@ -378,7 +376,7 @@ class EagerDraft:
         return DraftBatch(*there[num_own:])
 
     def gather(self, features_TD: Tensor, batch: DraftBatch) -> Tensor:
-        if self.num_drafts > 1 and self._proposer.drafter.config.is_parallel:
+        if self.k > 1 and self._proposer.drafter.config.is_parallel:
             features_TD = torch.cat((features_TD, self._proposer.h_shared_1D))
         return features_TD[batch.feature_rows_R]
 
@@ -473,9 +471,9 @@ class EagerDraft:
             return trees
         assert trees.parents_BK is not None and trees.scores_BK is not None
         chains = [b for b in self._order if self._step.draws_chain[b]]
-        chains_N, nodes = upload_ints(chains, self._device), slice(self.num_drafts)
+        chains_N, nodes = upload_ints(chains, self._device), slice(self.k)
         trees.tokens_BK[chains_N, nodes] = self._tokens_BK[chains_N]
-        trees.parents_BK[chains_N, nodes] = torch.arange(self.num_drafts, device=self._device)
+        trees.parents_BK[chains_N, nodes] = torch.arange(self.k, device=self._device)
         trees.scores_BK[chains_N] = 0
         lens = [k if b in chains else n for b, (k, n) in enumerate(zip(self._lens, trees.lens))]
         return replace(trees, lens=lens, probs_BKV=self._probs_BKV)

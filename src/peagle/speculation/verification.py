@@ -7,8 +7,6 @@ Shapes: B sequences, K most drafts of a sequence, J = K + 1, R packed target row
 sequence), V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

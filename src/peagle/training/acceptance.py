@@ -27,8 +27,6 @@ conversation in one row is walked by itself.
 Shapes: B rows, N positions, M elements, K depths, D drafts of a walk.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The head that a configuration asks for, before its first step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

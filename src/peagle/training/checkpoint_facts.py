@@ -3,8 +3,6 @@
 A resumed run must have them in common with its checkpoint, but for `optimizer.steps`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

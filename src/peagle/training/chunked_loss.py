@@ -9,12 +9,10 @@ elements of the chunk that predict the same token.
 Shapes: M elements, R of a chunk, P target rows, D drafter width, V target and DV draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +42,7 @@ class TargetRows:
     inside_P: Tensor | None
 
     @classmethod
-    def of(cls, logits_PV: Tensor, draft_ids: Tensor | None) -> TargetRows:
+    def of(cls, logits_PV: Tensor, draft_ids: Tensor | None) -> Self:
         """Read target logits [P, V]; `draft_ids` [DV] are None where the vocabularies are equal."""
         best_P = logits_PV.argmax(-1)
         if draft_ids is None:
@@ -152,7 +150,7 @@ class TargetOrder:
     on_host: Tensor = field(metadata=ON_HOST)
 
     @classmethod
-    def of(cls, positions_M: Tensor) -> TargetOrder:
+    def of(cls, positions_M: Tensor) -> Self:
         """Order elements by the target row of each, equal rows side by side."""
         rows_P, which_M = positions_M.unique_consecutive(return_inverse=True)
         return cls(rows_P, which_M, which_M.cpu())

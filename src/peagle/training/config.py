@@ -1,21 +1,12 @@
 """The training configuration: one TOML file, checked when it is read."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
@@ -133,7 +124,7 @@ class HeadSection(_Section):
         return HeadQuantization(self.quantization, self.int8_layers, self.group_size)
 
     @model_validator(mode="after")
-    def _check(self) -> HeadSection:
+    def _check(self) -> Self:
         if self.quantization is None:
             for name, default in (("int8_layers", ()), ("group_size", DEFAULT_GROUP)):
                 if (value := getattr(self, name)) != default:
@@ -166,7 +157,7 @@ class DataSection(_Section):
     length_multiple: int = Field(128, ge=1)
 
     @model_validator(mode="after")
-    def _check(self) -> DataSection:
+    def _check(self) -> Self:
         stored = (self.features is not None, self.validation_features is not None)
         if stored != (stored[0], stored[0] and self.validation is not None):
             raise ValueError(
@@ -203,7 +194,7 @@ class MethodSection(_Section):
     depth_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> MethodSection:
+    def _check(self) -> Self:
         weights = self.depth_weights
         if weights is not None and len(weights) != self.depth:
             raise ValueError(
@@ -280,7 +271,7 @@ class OptimizerSection(_Section):
     max_grad_norm: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")
-    def _fill(self) -> OptimizerSection:
+    def _fill(self) -> Self:
         """Set the name or the rate that the other one implies; neither counts as given."""
         if self.has_rate_alone:
             object.__setattr__(self, "name", "adamw")
@@ -417,7 +408,7 @@ class TrainConfig(_Section):
         return {**data, **found}
 
     @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
+    def _check(self) -> Self:
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"format_version is {self.format_version}, newer than this peagle reads "
@@ -481,7 +472,7 @@ class TrainConfig(_Section):
         data = self.model_dump(mode="json")
         return data | {"head": data["head"] | head}
 
-    def planned(self, steps: int) -> TrainConfig:
+    def planned(self, steps: int) -> Self:
         """Return this run with a number of steps, which `run.minutes` has left open."""
         optimizer = self.optimizer.model_copy(update={"steps": steps})
         return self.model_copy(update={"optimizer": optimizer})
@@ -499,7 +490,7 @@ class TrainConfig(_Section):
         *,
         output: Path | None = None,
         correction_on: str | None = None,
-    ) -> TrainConfig:
+    ) -> Self:
         """Read a TOML file; relative paths in it are relative to its folder.
 
         `overrides`, "section.key=value" in TOML's notation, go over the file. So do `output` and
@@ -586,7 +577,7 @@ class TrainConfig(_Section):
                 "output."
             )
 
-    def _relative_to(self, folder: Path) -> TrainConfig:
+    def _relative_to(self, folder: Path) -> Self:
         names = ("train", "validation", "features", "validation_features")
         paths = {name: getattr(self.data, name) for name in names}
         data = self.data.model_copy(
@@ -602,7 +593,7 @@ class TrainConfig(_Section):
             update["output"] = folder / self.output / "correction"
         return self.model_copy(update=update)
 
-    def _with_target_folder(self) -> TrainConfig:
+    def _with_target_folder(self) -> Self:
         """Return the run with the folder of a target that is a GGUF file."""
         if not is_gguf(self.target):
             return self

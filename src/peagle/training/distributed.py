@@ -9,8 +9,6 @@ its GPU by then cannot report it, because NCCL's kernels wait without an end: to
 the death, or NCCL's own watchdog ends it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -90,10 +88,6 @@ class Processes:
         answer = torch.tensor(value)
         dist.all_reduce(answer, dist.ReduceOp.MAX)
         return int(answer)
-
-    def own_indices(self, count: int) -> range:
-        """Return the indices of this process's share of `count` things."""
-        return range(self.rank, count, self.world_size)
 
     def first(self, action: Callable[[], object]) -> None:
         """Let the first process do something; the others wait for it.

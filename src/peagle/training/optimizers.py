@@ -230,10 +230,7 @@ class _Publish(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        heads: dict[str, nn.Parameter],
-        rounding: Rounding | None,
-        *wholes: Tensor,
+        ctx: Any, heads: dict[str, nn.Parameter], rounding: Rounding | None, *wholes: Tensor
     ) -> Tensor:
         ctx.heads = list(heads.values())
         _write(heads, wholes, rounding)

@@ -4,8 +4,6 @@ Heads for a chat model of 135M parameters overfitted at 9.3 and 7.0 epochs of 12
 tokens, at 1.9 and 1.4 epochs, their validation still improved (docs/lab/bundled.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -12,10 +12,9 @@ Segments are split by anchor, so that every chain lies in one of them.
 Shapes: B rows, N positions, R deeper elements of a row, E of a segment, D drafter width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -92,9 +91,7 @@ class PartitionLayout:
     is_causal: bool
 
     @classmethod
-    def of(
-        cls, elements: Elements, length: int, segments: int, method: TrainingMethod
-    ) -> PartitionLayout:
+    def of(cls, elements: Elements, length: int, segments: int, method: TrainingMethod) -> Self:
         """Split elements, as `sample_elements` makes them, of rows of `length` positions."""
         context = _mapped(elements, lambda x: x[:, :length])
         depths = method.section.depth

@@ -4,15 +4,13 @@ The card says what the head's config.json, its tensors and the record of its tra
 nothing else: "not recorded" stands for what they leave out. Its template is model_card.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub import ModelCard, ModelCardData
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
@@ -20,20 +18,12 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 from peagle.config import require_folder
 from peagle.data.origins import AnswerOrigin
 from peagle.errors import CheckpointError, UserError
-from peagle.models.checkpoint import (
-    CORRECTION_NAME,
-    HeadFormat,
-    StoredHead,
-    read_head,
-)
+from peagle.models.checkpoint import CORRECTION_NAME, HeadFormat, StoredHead, read_head
 from peagle.models.checkpoint.files import read_object
-from peagle.models.checkpoint.weights import (
-    INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from peagle.models.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.head_json import default_depth
+from peagle.models.head_json import default_k
 from peagle.models.head_quantization import DEFAULT_GROUP, HeadQuantization, StoredQuantization
 from peagle.models.hub import DEFAULT_REVISION
 from peagle.models.loading import resolve_model
@@ -105,7 +95,7 @@ class TrainRecord(BaseModel):
     )
 
     @classmethod
-    def read(cls, path: Path) -> TrainRecord:
+    def read(cls, path: Path) -> Self:
         """Read train.json.
 
         Raises:
@@ -311,12 +301,7 @@ _Rows = list[tuple[str, str | None]]
 
 
 def model_card(
-    head: PublishedHead,
-    repo: str,
-    target: str,
-    license: str,
-    *,
-    revision: str = DEFAULT_REVISION,
+    head: PublishedHead, repo: str, target: str, license: str, *, revision: str = DEFAULT_REVISION
 ) -> str:
     """Return README.md of a head: metadata for the hub, then text.
 
@@ -332,7 +317,7 @@ def model_card(
         tags=[*tags, "speculators"] if head.format == "speculators" else tags,
     )
     is_main, depth = revision == DEFAULT_REVISION, head.config.trained_depth
-    k = default_depth(depth)
+    k = default_k(depth)
     speculation = {"method": "eagle3", "model": repo}
     speculation |= {} if is_main else {"revision": revision}
     speculation |= {"num_speculative_tokens": k}

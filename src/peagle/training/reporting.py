@@ -1,7 +1,5 @@
 """The reports of a run: figures since the last report, the file that keeps them, the best head."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict, dataclass, field

@@ -3,8 +3,6 @@
 So `peagle train` refuses a mistake at once, not after a model has been loaded.
 """
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,7 @@ from peagle.disk import free_bytes, locked, size_text
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_file_header, read_json, sha256_of
 from peagle.model_shape import ModelShape
-from peagle.training.checkpoint_facts import (
-    config_facts,
-    read_record,
-    refuse_earlier_run,
-    require_checkpoint,
-    require_same_facts,
-    require_steps_left,
-)
+from peagle.training import checkpoint_facts
 from peagle.training.config import TrainConfig
 
 _MAX_AUX = 3  # states of the feature, where the configuration names no layers
@@ -44,17 +35,17 @@ def check_start(config: TrainConfig, *, resume: bool) -> None:
             pass  # what another process is writing is no earlier run
     checkpoint = config.output / "checkpoint"
     if resume:
-        require_checkpoint(checkpoint)
+        checkpoint_facts.require_checkpoint(checkpoint)
         _check_facts(config, checkpoint)
     else:
-        refuse_earlier_run(checkpoint)
+        checkpoint_facts.refuse_earlier_run(checkpoint)
     if (sizes := least_sizes(config)) is not None:
         require_room(config.output, *sizes, resume=resume)
 
 
 def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
     """Compare the files' facts with the checkpoint, whose other facts the trainer compares."""
-    record, facts = read_record(checkpoint), config_facts(config)
+    record, facts = checkpoint_facts.read_record(checkpoint), checkpoint_facts.config_facts(config)
     if not record:
         return  # damaged: the trainer says how
     data = config.data
@@ -63,8 +54,8 @@ def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
     for name in facts.keys() & {"data", "correction"}:
         if isinstance(before := record.get(name), dict):
             facts[name] = before | facts[name]
-    require_same_facts(checkpoint, record, facts)
-    require_steps_left(checkpoint, record.get("step", 0), config.optimizer.steps)
+    checkpoint_facts.require_same_facts(checkpoint, record, facts)
+    checkpoint_facts.require_steps_left(checkpoint, record.get("step", 0), config.optimizer.steps)
 
 
 # ---- room on the disk -----------------------------------------------------------------------

@@ -8,8 +8,6 @@ state.json has the step and what the run is made of; manifest.json has the SHA-2
 file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Shapes: M graded elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -9,14 +9,13 @@ batch that the data can give, and torch counts the bytes.
 Sizes: B rows, N positions of a row, T = B * N, E deeper elements of a segment's row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch.optim import Optimizer
@@ -84,7 +83,7 @@ class BatchShape:
     context: float
 
     @classmethod
-    def of(cls, stream: BatchStream) -> BatchShape:
+    def of(cls, stream: BatchStream) -> Self:
         """Return the shape of a stream's batches."""
         lengths = stream.dataset.start_loc.diff().double()
         return cls(
@@ -441,7 +440,7 @@ class Budget:
     is_given: bool
 
     @classmethod
-    def of(cls, run: RunSection, device: torch.device, gpu_gib: float | None = None) -> Budget:
+    def of(cls, run: RunSection, device: torch.device, gpu_gib: float | None = None) -> Self:
         """Return the budget of a run; ask before anything is loaded.
 
         `gpu_gib` is the memory of a GPU that is not here, in GiB.
@@ -596,7 +595,7 @@ class MemoryProbe:
         self._masters, self._optimizers = masters, optimizers
         self._inputs, self._batch, self._build_step = inputs, batch, build_step
 
-    def __enter__(self) -> MemoryProbe:
+    def __enter__(self) -> Self:
         torch.cuda.reset_peak_memory_stats(self._inputs.device)
         for _, parameter in self._masters.named():
             parameter.grad = torch.zeros_like(parameter)

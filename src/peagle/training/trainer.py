@@ -1,7 +1,5 @@
 """The training loop: one optimizer step after another, validated, saved, exactly resumable."""
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings
@@ -265,7 +263,7 @@ class Trainer:
             self.validation, data.batch_tokens, data.length_multiple, run.validation_batches
         )
         window = ValidationWindow(config.method.depth, self.device, run.validation_temperature)
-        own = self.processes.own_indices(len(stream))
+        own = range(self.processes.rank, len(stream), self.processes.world_size)
         source = self.inputs.source(lambda index: stream.at(own[index]), "validation")
         for batch, states in source.range(0, len(own)):
             window.add(self._step.evaluate(batch, states), batch)

@@ -3,12 +3,10 @@
 Shapes: B rows, N positions, E elements, M graded elements, D drafter width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,12 +19,7 @@ from peagle.models.drafter import Attend, Drafter, DrafterLayer, Rope
 from peagle.models.elements import Elements, sample_elements
 from peagle.training.chunked_loss import TargetOrder
 from peagle.training.config import MethodSection
-from peagle.training.element_attention import (
-    BLOCK,
-    BlockTable,
-    ElementAttention,
-    dense_attention,
-)
+from peagle.training.element_attention import BLOCK, BlockTable, ElementAttention, dense_attention
 
 # make_attention(queries, keys, blocks that were listed ahead)
 MakeAttention = Callable[[Elements, Elements, BlockTable | None], ElementAttention]
@@ -52,7 +45,7 @@ class Selected:
     order: TargetOrder
 
     @classmethod
-    def of(cls, elements: Elements, length: int) -> Selected:
+    def of(cls, elements: Elements, length: int) -> Self:
         """Select the supervised elements; `length` is N."""
         row, column = elements.supervised.nonzero(as_tuple=True)
         position = elements.positions[row, column] + 1
@@ -75,7 +68,7 @@ class Graded:
     hidden_MD: Tensor
 
     @classmethod
-    def at(cls, selected: Selected, hidden_BED: Tensor) -> Graded:
+    def at(cls, selected: Selected, hidden_BED: Tensor) -> Self:
         """Take the selected elements' outputs out of the outputs of all elements."""
         # No row twice, so index_select's backward adds in no particular order and is still exact.
         return cls(selected, hidden_BED.flatten(0, 1).index_select(0, selected.index))

@@ -4,8 +4,6 @@ On a GPU that is here a few steps run, and the plan reports what they took. Else
 estimate from the configuration, the data and the target's config.json and tokenizer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,11 +259,7 @@ def make_plan(
     target, tokenizer = TargetShape.read(config.target), load_tokenizer(config.target)
     dataset = ResponseDataset.load(data.train, tokenizer, target.vocab_size, data.max_length)
     stream = BatchStream(
-        dataset,
-        data.batch_tokens,
-        data.length_multiple,
-        config.run.seed,
-        world_size=num_gpus,
+        dataset, data.batch_tokens, data.length_multiple, config.run.seed, world_size=num_gpus
     )
     head, batch = planned_shape(config, target, tokenizer), BatchShape.of(stream)
     shape = TrainingShape(config, head, target, batch, device, num_gpus)

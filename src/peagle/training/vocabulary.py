@@ -4,8 +4,6 @@ A small vocabulary makes the head's last layer small. A target token outside it 
 so coverage bounds acceptance from above.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -6,13 +6,11 @@ what the EAGLE-3 head gave. From a P-EAGLE head to one for a fine-tuned target: 
 over, the vocabulary map included. The target may have other weights, but not other tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -129,7 +127,7 @@ class InitHead:
     warnings: tuple[str, ...]
 
     @classmethod
-    def read(cls, folder: Path, target: TargetFacts) -> InitHead:
+    def read(cls, folder: Path, target: TargetFacts) -> Self:
         """Read a head in either style.
 
         Raises:
@@ -147,12 +145,12 @@ class InitHead:
         )
 
     @classmethod
-    def shape_of(cls, folder: Path, target: TargetSizes) -> InitHead:
+    def shape_of(cls, folder: Path, target: TargetSizes) -> Self:
         """Read the head's config alone, for `shape`: no tensors, no comparison of tokenizers."""
         return cls._read_config(folder, target)[0]
 
     @classmethod
-    def _read_config(cls, folder: Path, target: TargetSizes) -> tuple[InitHead, StoredHead]:
+    def _read_config(cls, folder: Path, target: TargetSizes) -> tuple[Self, StoredHead]:
         try:
             head = read_head(folder, num_target_layers=target.num_layers)
             _ = head.fingerprint  # refuses one that is not readable
@@ -247,10 +245,7 @@ class InitHead:
             dropped=tuple(sorted(self.tensors.keys() - names)),
             differences=self.differences,
             coverage=coverage,
-            warnings=(
-                *self.warnings,
-                *_warnings(self, drafter, dataset, fresh, coverage, always),
-            ),
+            warnings=(*self.warnings, *_warnings(self, drafter, dataset, fresh, coverage, always)),
         )
 
 

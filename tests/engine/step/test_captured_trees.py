@@ -348,7 +348,7 @@ def test_nodes_by_themselves(
 
     def watched(flight: Flight) -> list[RowTokens]:
         reports = read(flight)
-        rows, n = len(flight.sequences), flight.num_drafts
+        rows, n = len(flight.sequences), flight.k
         num_rows = pipeline.runner._graphs[rows, n].num_rows
         shares.append([one.num_drafted for one in reports if one.new_token_ids])
         assert sum(shares[-1]) <= num_rows - rows <= max(rows * n, 128)

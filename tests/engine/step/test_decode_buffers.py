@@ -148,7 +148,7 @@ class Host:
                 sequence.token_ids.append(sequence.token_ids[-1])
 
     def check(self) -> None:
-        check(self.buffers.rows(ROWS, self.buffers.num_drafts), self.sequences)
+        check(self.buffers.rows(ROWS, self.buffers.k), self.sequences)
 
 
 def check(rows: DecodeRows, sequences: list[Sequence | None]) -> None:
@@ -168,7 +168,7 @@ def check(rows: DecodeRows, sequences: list[Sequence | None]) -> None:
             (state.finish_B, 0),
             (limits.min_tokens_B, s.params.min_tokens),
             (limits.max_tokens_B, s.params.max_tokens),
-            (limits.num_speculative_B, min(s.num_speculative_tokens, k)),
+            (limits.k_B, min(s.num_speculative_tokens, k)),
             (sampling.temperature_B, s.params.temperature),
             (sampling.top_k_B, min(s.params.top_k, VOCAB)),
             (sampling.top_p_B, s.params.top_p),
@@ -204,7 +204,7 @@ def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
         assert int(rows.state.num_drafts_B[3]) == 5
         expected = [*sequence.draft_scores[:4], MIN_SCORE, 0]
         assert (rows.nodes(1)[3] * SCORE_UNIT).tolist() == expected
-        assert int(rows.limits.num_speculative_B[3]) == min(K, k + 1)
+        assert int(rows.limits.k_B[3]) == min(K, k + 1)
     for k in (0, 6):
         buffers.switch(k)
         assert int(buffers.rows(ROWS, k).state.num_drafts_B[3]) == 0
@@ -253,11 +253,11 @@ def test_k_changes_between_steps(device: torch.device) -> None:
     host.buffers.switch(K)
     rows = host.buffers.rows(ROWS, K)
     assert rows.state.num_drafts_B.tolist() == [1] * ROWS
-    assert rows.limits.num_speculative_B.tolist() == [K] * ROWS
+    assert rows.limits.k_B.tolist() == [K] * ROWS
     assert rows.drafts_BK[:, 0].tolist() == [40] * ROWS
     host.buffers.switch(0)
     rows = host.buffers.rows(ROWS, 0)
-    assert rows.state.num_drafts_B.eq(0).all() and rows.limits.num_speculative_B.eq(0).all()
+    assert rows.state.num_drafts_B.eq(0).all() and rows.limits.k_B.eq(0).all()
     assert rows.drafts_BK.shape == (ROWS, 1)
 
 

@@ -37,7 +37,6 @@ from peagle.kernels.linear.packed_weights import (
     pack_fp8,
     pack_int4,
     pack_int8,
-    pack_mxfp4,
 )
 from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
 from tests.kernels.gluon_in_torch import launcher_of
@@ -50,6 +49,18 @@ GATES = [
     Gate("clamped", 1.702, 0.4),
     Gate("gelu_tanh"),
 ]
+
+
+def pack_mxfp4(weight: Tensor) -> PackedWeight:
+    """Quantise [..., N, K] to "mxfp4": the largest magnitude of 32 inputs decides their scale."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1)
+    exponent = torch.floor(torch.log2(largest.clamp_min(2.0**-120))) - 2
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = (groups * torch.exp2(-exponent)[..., None]).flatten(-2)
+    q = (scaled.abs()[..., None] - values).abs().argmin(-1).to(torch.uint8)
+    q |= (scaled < 0).to(torch.uint8) << 3
+    return make_mxfp4(q, (exponent + 127).to(torch.uint8))
 
 
 def make_weight(format: str, *shape: int, device: str, dtype: torch.dtype) -> PackedWeight:

@@ -32,7 +32,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from peagle.kernels.sampling import verify_triton
 from peagle.kernels.sampling.rejection_triton import DraftProbs
-from tests.kernels.drawn_verification import verify_drawn
+from tests.kernels.drawn_verification import verify_drafts, verify_drawn
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -215,7 +215,7 @@ def run(
         rates, seeds = to(case.rates_K), to(case.sampling.seeds_B)
         synthetic = verify_triton.SyntheticAcceptance(rates, seeds)
     if case.sampling.all_greedy:
-        verify_triton.verify_drafts(*arguments, synthetic=synthetic)
+        verify_drafts(*arguments, synthetic=synthetic)
         return out, state
     sampling = verify_triton.SequenceSampling(
         to(case.sampling.temperature_B),
@@ -225,7 +225,7 @@ def run(
         None if case.min_p_B is None else to(case.min_p_B),
     )
     if case.probs_BKD is None:
-        verify_triton.verify_drafts(*arguments, sampling=sampling, synthetic=synthetic)
+        verify_drafts(*arguments, sampling=sampling, synthetic=synthetic)
     else:
         assert case.target_ids_D is not None
         index = torch.full((vocab_size,), -1, dtype=torch.int32)
@@ -499,7 +499,7 @@ def test_can_be_captured(greedy: bool) -> None:
         tensors += [case.sampling.top_k_B, case.sampling.top_p_B, case.sampling.seeds_B]
         limits = case.limits
         tensors += [limits.stop_ids_BE, limits.min_tokens_B, limits.max_tokens_B]
-        return [*tensors, limits.num_speculative_B]
+        return [*tensors, limits.k_B]
 
     held = [tensor.cuda() for tensor in inputs(cases[0])]
     state = DecodeState(*held[:5])
@@ -510,7 +510,7 @@ def test_can_be_captured(greedy: bool) -> None:
     arguments = (held[9], *held[5:9], state, limits, scratch, out)
 
     def step() -> None:
-        verify_triton.verify_drafts(*arguments, sampling=None if greedy else sampling)
+        verify_drafts(*arguments, sampling=None if greedy else sampling)
 
     step()
     graph = torch.cuda.CUDAGraph()

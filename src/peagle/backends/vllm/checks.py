@@ -159,7 +159,7 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
     head = stored.config
     if installation.is_cpu:
         _check_cpu_attention(f"head {config.model!r}", head.head_dim, installation)
-    k, trained = config.num_drafts, head.trained_depth
+    k, trained = config.k, head.trained_depth
     if trained is not None and k > trained:
         yield f"K is {k}, and the head was trained for {trained}: later tokens will be refused"
     longest, served = stored.trained_length, launch.max_model_len
@@ -190,10 +190,7 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
 
 
 def _check_groups(
-    launch: VllmLaunch,
-    installation: VllmInstallation,
-    head: DrafterConfig,
-    target: _Target,
+    launch: VllmLaunch, installation: VllmInstallation, head: DrafterConfig, target: _Target
 ) -> None:
     """Refuse a drafter whose layers vLLM would scatter over groups of the KV cache."""
     if launch.has_flag(_HYBRID_OFF):

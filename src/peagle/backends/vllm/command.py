@@ -1,7 +1,5 @@
 """The command line and the environment that start vLLM, made of our options."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -80,7 +78,7 @@ def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
         "method": config.method,
         "model": config.model,
         "revision": config.revision,
-        "num_speculative_tokens": config.num_drafts,
+        "num_speculative_tokens": config.k,
         "parallel_drafting": launch.is_parallel or None,
         "prompt_lookup_max": config.prompt_lookup_max if looks_up else None,
         "prompt_lookup_min": config.prompt_lookup_min if looks_up else None,

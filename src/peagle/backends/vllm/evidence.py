@@ -8,8 +8,6 @@ counters of accepted tokens. The last works because a P-EAGLE head was never tra
 output: one after another, every draft token after the first is refused (docs/vllm.md has figures).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,7 +69,7 @@ def judge(
         if looks_up:
             return ("the probes brought no drafts: prompt lookup found nothing to repeat",)
         raise _refusal("its counters show no drafts at all")
-    k = config.num_drafts
+    k = config.k
     most = k * counts.num_drafts
     has_one_k = not looks_up and config.num_speculative_tokens_per_batch_size is None
     # The last draft of a text may be shorter.

@@ -3,8 +3,6 @@
 Imports the standard library only: vLLM may live in an environment without peagle's packages.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 GUARD_VARIABLE = "PEAGLE_VLLM_GUARD"

@@ -1,7 +1,5 @@
 """vLLM where it is installed, in this environment or one of its own, and notes on its version."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A launch of vLLM: model, head and options, with the facts that the head's files add."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

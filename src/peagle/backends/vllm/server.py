@@ -1,7 +1,5 @@
 """vLLM's server as a child process: started, awaited, checked, ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -16,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from peagle.backends.vllm.checks import check_launch
 from peagle.backends.vllm.command import vllm_command
@@ -87,7 +85,7 @@ class VllmServer:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self.process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -248,7 +246,7 @@ class VllmServer:
             drafting, config = ", without drafts", self.launch.speculative
             if config is not None:
                 how = "in parallel" if self.launch.is_parallel else f"by {config.method}"
-                drafting = f", K = {config.num_drafts} drafted {how}"
+                drafting = f", K = {config.k} drafted {how}"
             self._is_serving = True
             self._progress(f"{self.model} is served at {self.url}{drafting}")
             status = _wait(self.process)

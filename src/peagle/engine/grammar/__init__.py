@@ -9,16 +9,3 @@ from peagle.engine.grammar.drafts import (
     verification_masks,
 )
 from peagle.engine.grammar.processor_time import WorkClock
-
-__all__ = [
-    "MAX_THREADS",
-    "DraftGrammar",
-    "GrammarCompiler",
-    "GrammarState",
-    "LogitsAfter",
-    "WorkClock",
-    "grow_masked_trees",
-    "prepare_masks",
-    "to_bools",
-    "verification_masks",
-]

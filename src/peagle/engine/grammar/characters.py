@@ -7,8 +7,6 @@ Only classes in a sequence behind a rule are misread. A class that is a rule of 
 it is written.
 """
 
-from __future__ import annotations
-
 Ranges = list[tuple[int, int]]  # inclusive code points, ascending, apart
 
 LAST_CODE_POINT = 0x10FFFF

@@ -3,8 +3,6 @@
 Shapes: B sequences, R packed rows (k_b + 1 of each sequence), V vocabulary, W packed words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush

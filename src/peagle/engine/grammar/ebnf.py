@@ -1,7 +1,5 @@
 """Grammars in xgrammar's EBNF notation, composed of expressions and named rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from peagle.errors import UserError

@@ -4,8 +4,6 @@ A text that one of them matches as a whole has the format. An expression may lea
 forms of a standard (a leap second, a quoted mailbox), and no more.
 """
 
-from __future__ import annotations
-
 # RFC 3339, https://www.rfc-editor.org/rfc/rfc3339. Readers in Python know no year 0.
 _YEAR = r"(?:\d{3}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)"
 _FOURTHS = r"(?:0[48]|[2468][048]|[13579][26])"  # multiples of 4 below 100, except 00

@@ -4,8 +4,6 @@ Between two parts of an array or object comes nothing, one blank, or a newline a
 to four blanks or one tab a level: enough for compact and pretty-printed texts, and no more.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

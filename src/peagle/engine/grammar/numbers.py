@@ -4,8 +4,6 @@ Integers have 64 bits at most and other numbers the digits that a double disting
 output cannot run away in digits and every reader gets the number that was written.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass

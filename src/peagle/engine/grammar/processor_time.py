@@ -1,13 +1,12 @@
 """Processor time of threads: the work that was done, however busy the machine is."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 # The wall clock serves where a thread cannot read another thread's clock.
 _HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")
@@ -38,7 +37,7 @@ class WorkClock:
         self._own_name: str | None = None
         self._start_s = 0.0
 
-    def __enter__(self) -> WorkClock:
+    def __enter__(self) -> Self:
         self._own_name = _rename(self._name)
         self._start_s = own_seconds()
         self._thread = threading.current_thread()

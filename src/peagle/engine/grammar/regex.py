@@ -6,8 +6,6 @@ schema against the JSON text rather than against the string that the text denote
 wrong outputs through.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -10,8 +10,6 @@ without `type` admits the types that its keywords are about; integers have 64 bi
 beside `multipleOf`. An object may repeat a key that the schema does not name.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

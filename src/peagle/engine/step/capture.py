@@ -1,7 +1,5 @@
 """Capture and replay of the kernels that a function launches, as CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

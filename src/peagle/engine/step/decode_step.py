@@ -10,8 +10,6 @@ more), S drafter slots, M blocks a sequence, E stop ids a sequence, F fields of 
 the host writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -70,8 +68,8 @@ _INTS = (
     "finish",
     "min_tokens",
     "max_tokens",
-    "wanted_drafts",  # K of the sequence
-    "num_speculative",  # wanted_drafts, or K of the step if it is less
+    "num_speculative_tokens",  # K of the sequence
+    "k",  # num_speculative_tokens, or K of the step if it is less
     "top_k",
     "seeds",
     "active",
@@ -109,19 +107,19 @@ class BufferSizes:
         depth = self.trees.prediction_depth
         return min(depth + MAX_COPIED, self.trees.max_nodes) if self.has_copies else depth
 
-    def max_drafts(self, num_drafts: int) -> int:
+    def max_drafts(self, k: int) -> int:
         """Return the most drafts that a sequence has in steps of K drafts."""
-        if self.trees is not None and num_drafts:
+        if self.trees is not None and k:
             return self.trees.max_nodes  # a tree stays whole, however many nodes steps verify
-        return num_drafts
+        return k
 
-    def num_columns(self, num_drafts: int) -> int:
+    def num_columns(self, k: int) -> int:
         """Return the number of draft columns in a step of K drafts, at least one."""
-        return max(self.max_drafts(num_drafts), 1)
+        return max(self.max_drafts(k), 1)
 
-    def depth(self, num_drafts: int) -> int:
+    def depth(self, k: int) -> int:
         """Return the most drafts on a path in steps of K drafts."""
-        return num_drafts if self.trees is None else self.trees.depth(num_drafts)
+        return k if self.trees is None else self.trees.depth(k)
 
 
 class DecodeBuffers:
@@ -133,7 +131,7 @@ class DecodeBuffers:
         drawn: q of drawn drafts; None if drafts are not drawn.
 
     Attributes:
-        num_drafts: K of the steps that run now.
+        k: K of the steps that run now.
     """
 
     def __init__(
@@ -141,7 +139,7 @@ class DecodeBuffers:
     ) -> None:
         self.sizes = sizes
         self.drawn = drawn
-        self.num_drafts = 0
+        self.k = 0
         self._device = device
         batch, types = sizes.num_seqs, {"dtype": torch.int64, "device": device}
         self._ints_FB = torch.zeros(len(_INTS), batch, **types)
@@ -165,19 +163,19 @@ class DecodeBuffers:
         """Return the shape of the drafted trees; None if drafts are chains."""
         return self.sizes.trees
 
-    def rows(self, num_seqs: int, num_drafts: int) -> DecodeRows:
+    def rows(self, num_seqs: int, k: int) -> DecodeRows:
         """Return the first B rows, for steps of K drafts."""
         ints = dict(zip(_INTS, self._ints_FB[:, :num_seqs], strict=True))
         floats = dict(zip(_FLOATS, self._floats_FB[:, :num_seqs], strict=True))
         sizes, seeds_B, rates_K = self.sizes, ints["seeds"], self._rates_K
-        drawn = self.drawn if num_drafts else None
+        drawn = self.drawn if k else None
         return DecodeRows(
             state=DecodeState(*(ints[name] for name in _INTS[:5])),
             limits=DecodeLimits(
                 stop_ids_BE=self._stop_ids_BE[:num_seqs],
                 min_tokens_B=ints["min_tokens"],
                 max_tokens_B=ints["max_tokens"],
-                num_speculative_B=ints["num_speculative"],
+                k_B=ints["k"],
                 max_model_len=sizes.max_model_len,
                 max_draft_len=sizes.max_draft_len,
             ),
@@ -189,11 +187,11 @@ class DecodeBuffers:
                 min_p_B=floats["min_p"],
             ),
             synthetic=rates_K if rates_K is None else SyntheticAcceptance(rates_K, seeds_B),
-            drafts_BK=self._drafts_of(num_drafts)[:num_seqs],
+            drafts_BK=self._drafts_of(k)[:num_seqs],
             nodes_BX=self._nodes_BX[:num_seqs],
             node_fields=sizes.node_fields,
             text_BL=None if self._text_BL is None else self._text_BL[:num_seqs],
-            draft_probs=None if drawn is None else drawn.rows(num_seqs, sizes.depth(num_drafts)),
+            draft_probs=None if drawn is None else drawn.rows(num_seqs, sizes.depth(k)),
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],
             context_starts_B=ints["context_starts"],
@@ -201,8 +199,8 @@ class DecodeBuffers:
             draws_chain_B=ints["draws_chain"],
         )
 
-    def _drafts_of(self, num_drafts: int) -> Tensor:
-        columns = self.sizes.num_columns(num_drafts)
+    def _drafts_of(self, k: int) -> Tensor:
+        columns = self.sizes.num_columns(k)
         if columns not in self._drafts:
             shape = self.sizes.num_seqs, columns
             self._drafts[columns] = torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -212,16 +210,16 @@ class DecodeBuffers:
         return self._ints_FB[_INTS.index(name)]
 
     @torch.inference_mode()
-    def switch(self, num_drafts: int) -> None:
-        """Prepare the buffers for steps that verify and make up to `num_drafts` drafts."""
-        before, after = self._drafts_of(self.num_drafts), self._drafts_of(num_drafts)
-        both = min(before.shape[1], after.shape[1]) if self.num_drafts and num_drafts else 0
+    def switch(self, k: int) -> None:
+        """Prepare the buffers for steps that verify and make up to `k` drafts."""
+        before, after = self._drafts_of(self.k), self._drafts_of(k)
+        both = min(before.shape[1], after.shape[1]) if self.k and k else 0
         if after is not before:
             after[:, :both] = before[:, :both]
-        self.num_drafts = num_drafts
+        self.k = k
         self._int("num_drafts").clamp_(max=both)
-        depth, most = self.sizes.depth(num_drafts), self._int("num_speculative")
-        torch.clamp(self._int("wanted_drafts"), max=depth, out=most)
+        depth, most = self.sizes.depth(k), self._int("k")
+        torch.clamp(self._int("num_speculative_tokens"), max=depth, out=most)
 
     @torch.inference_mode()
     def write(self, rows: Mapping[int, Sequence | None], vocab_size: int) -> None:
@@ -233,12 +231,12 @@ class DecodeBuffers:
         ints, floats = [list(column) for column in zip(*values, strict=True)]
         rows_N = upload_ints(list(rows), self._device)
         ints_NF = upload_ints(ints, self._device)
-        columns = self.sizes.num_columns(self.num_drafts)
+        columns = self.sizes.num_columns(self.k)
         widths = len(_INTS), self.sizes.num_stop_ids, columns, self._nodes_BX.shape[1]
         fields_NF, stop_ids_NE, drafts_NK, nodes_NX = ints_NF.split(widths, dim=1)
         self._ints_FB[:, rows_N] = fields_NF.T
         self._stop_ids_BE[rows_N] = stop_ids_NE
-        self._drafts_of(self.num_drafts)[rows_N] = drafts_NK
+        self._drafts_of(self.k)[rows_N] = drafts_NK
         self._nodes_BX[rows_N] = nodes_NX
         floats_NF = torch.tensor(floats, dtype=torch.float32)
         self._floats_FB[:, rows_N] = upload(floats_NF, self._device).T
@@ -254,13 +252,13 @@ class DecodeBuffers:
         """Return a row's integers (fields, stop ids, drafts, nodes) and its other numbers."""
         num_stop_ids, fields_of_node = self.sizes.num_stop_ids, self.sizes.node_fields
         num_nodes = self._nodes_BX.shape[1] // fields_of_node
-        columns, depth = (f(self.num_drafts) for f in (self.sizes.num_columns, self.sizes.depth))
+        columns, depth = (f(self.k) for f in (self.sizes.num_columns, self.sizes.depth))
         if sequence is None:
             empty = [0] * len(_INTS) + [-1] * num_stop_ids
             empty += [0] * (columns + fields_of_node * num_nodes)
             return empty, [0.0] * len(_FLOATS)
         params, ring = sequence.params, sequence.pending_features
-        drafts = sequence.drafts[: columns if self.num_drafts else 0]
+        drafts = sequence.drafts[: columns if self.k else 0]
         parents = sequence.draft_parents
         if parents is None and self.sizes.trees is not None:
             parents = list(range(len(drafts)))
@@ -275,8 +273,8 @@ class DecodeBuffers:
             "finish": 0,
             "min_tokens": params.min_tokens,
             "max_tokens": params.max_tokens,
-            "wanted_drafts": sequence.num_speculative_tokens,
-            "num_speculative": min(sequence.num_speculative_tokens, depth),
+            "num_speculative_tokens": sequence.num_speculative_tokens,
+            "k": min(sequence.num_speculative_tokens, depth),
             "top_k": min(params.top_k, vocab_size),
             "seeds": sequence.seed,
             "active": 1,
@@ -310,7 +308,7 @@ class DecodeBuffers:
         from_N, to_N = upload_ints(list(moves.items()), self._device).unbind(1)
         for fields_FB in (self._ints_FB, self._floats_FB):
             fields_FB[:, to_N] = fields_FB[:, from_N]
-        drafts_BK = self._drafts_of(self.num_drafts)
+        drafts_BK = self._drafts_of(self.k)
         for rows_BX in (self._stop_ids_BE, self._tables_BM, drafts_BK, self._nodes_BX):
             rows_BX[to_N] = rows_BX[from_N]
         if self._text_BL is not None:
@@ -342,7 +340,7 @@ class DecodeStep:
     Args:
         target: the target, its KV caches set.
         proposer: the head with its KV caches; None decodes plainly.
-        num_seqs, num_drafts: B and K; K is 0 without a head.
+        num_seqs, k: B and K; K is 0 without a head.
         num_rows: T, at least B * J. Trees share all rows but those of the newest tokens.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
             later; None keeps none. With rings there is no drafter, and one row a sequence.
@@ -361,7 +359,7 @@ class DecodeStep:
         proposer: HeadProposer | None,
         buffers: DecodeBuffers,
         num_seqs: int,
-        num_drafts: int,
+        k: int,
         num_rows: int,
         *,
         kept_SCA: Tensor | None = None,
@@ -369,8 +367,8 @@ class DecodeStep:
         device = target.device
         self.target = target
         self.buffers = buffers
-        self.rows = own = buffers.rows(num_seqs, num_drafts)
-        self.num_drafts = num_drafts
+        self.rows = own = buffers.rows(num_seqs, k)
+        self.k = k
         self.kept_SCA = kept_SCA
         self._proposer = proposer
         self._passes = target_passes(target, TritonAttention())
@@ -397,7 +395,7 @@ class DecodeStep:
                 self.target,
                 proposer,
                 depth=self.max_accepted,
-                max_drawn=num_drafts,
+                max_drawn=k,
                 max_model_len=buffers.sizes.max_model_len,
             )
         self.report_RX = torch.zeros(num_seqs + 1, width, dtype=torch.int64, device=device)
@@ -413,7 +411,7 @@ class DecodeStep:
             self._passes(
                 self.batch,
                 self.rows.block_tables_BM,
-                max_query_len=min(1 + self.max_drafts, num_rows) if self.num_drafts else 1,
+                max_query_len=min(1 + self.max_drafts, num_rows) if self.k else 1,
                 max_seq_len=self.buffers.sizes.max_model_len,
                 visible_R=None if self.trees is None else self.trees.visible_T,
             )
@@ -589,7 +587,7 @@ class CapturedDraft:
     def __init__(self, step: DecodeStep, proposer: HeadProposer) -> None:
         drafter, device = proposer.drafter, step.running_B.device
         config, num_seqs, sizes = drafter.config, len(step.running_B), step.buffers.sizes
-        self.num_drafts = k = sizes.depth(step.num_drafts)
+        self.k = k = sizes.depth(step.k)
         self._drafter, self._step, self._sizes = drafter, step, sizes
         self._passes = Passes(proposer.passes.run, TritonAttention())
         # Each row of the target's batch is read once at most.

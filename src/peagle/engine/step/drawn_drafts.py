@@ -7,8 +7,6 @@ brings q along when it joins the captured steps, and takes q away when it leaves
 Shapes: B rows of a step, N of them, K most drafts, V target vocabulary, D draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -23,13 +21,13 @@ class DrawnDrafts:
     """q of every row, float32 like the draws, in the draft vocabulary.
 
     Args:
-        num_seqs, num_drafts: rows of the largest step, and its K.
+        num_seqs, k: rows of the largest step, and its K.
     """
 
-    def __init__(self, drafter: Drafter, num_seqs: int, num_drafts: int) -> None:
+    def __init__(self, drafter: Drafter, num_seqs: int, k: int) -> None:
         target_ids_D = drafter.target_ids()
         device, num_ids = target_ids_D.device, len(target_ids_D)
-        self._probs_BKD = torch.zeros(num_seqs, num_drafts, num_ids, device=device)
+        self._probs_BKD = torch.zeros(num_seqs, k, num_ids, device=device)
         self._target_ids_D = target_ids_D
         self._vocab_size = drafter.config.vocab_size
         self._index_V: Tensor | None = None
@@ -38,9 +36,9 @@ class DrawnDrafts:
             index_V[target_ids_D] = torch.arange(num_ids, dtype=torch.int32, device=device)
             self._index_V = index_V
 
-    def rows(self, num_seqs: int, num_drafts: int) -> DraftProbs:
+    def rows(self, num_seqs: int, k: int) -> DraftProbs:
         """Return q of the first rows, for steps of K drafts."""
-        return DraftProbs(self._probs_BKD[:num_seqs, :num_drafts], self._index_V)
+        return DraftProbs(self._probs_BKD[:num_seqs, :k], self._index_V)
 
     def write(self, rows_N: Tensor, sequences: Mapping[int, Sequence | None]) -> None:
         """Put the q of sequences into their rows, 0 for drafts that were not drawn.

@@ -192,15 +192,15 @@ def make_graph_runner(
         drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, sizes.depth(max_drafts))
     buffers = DecodeBuffers(sizes, target.device, drawn)
 
-    def make_step(num_seqs: int, num_drafts: int) -> DecodeStep:
+    def make_step(num_seqs: int, k: int) -> DecodeStep:
         return DecodeStep(
             target,
-            proposer if num_drafts else None,
+            proposer if k else None,
             buffers,
             num_seqs,
-            num_drafts,
-            num_rows.get((num_seqs, num_drafts), num_seqs * (num_drafts + 1)),
-            kept_SCA=None if num_drafts else features.rows_SCA,
+            k,
+            num_rows.get((num_seqs, k), num_seqs * (k + 1)),
+            kept_SCA=None if k else features.rows_SCA,
         )
 
     mixed_pass = None
@@ -324,7 +324,7 @@ class Flight:
     """A launched step.
 
     Attributes:
-        num_drafts: K; for trees the nodes for each row.
+        k: K; for trees the nodes for each row.
         sequences: the sequence of each row; None for an empty row.
         max_accepted, max_drafts: as `DecodeStep`, for the reading of the reports.
         tokens: report of the verified tokens, before the step drafts.
@@ -333,7 +333,7 @@ class Flight:
         has_prompts: whether the target's pass computed prompts too, which its time includes.
     """
 
-    num_drafts: int
+    k: int
     sequences: SequenceOf[Sequence | None]
     max_accepted: int
     max_drafts: int
@@ -355,7 +355,7 @@ class _Graph:
             for greedy in ((False,) if step.draws and step.trees is None else (True, False))
         }
         self._verify = capture(step.verify)
-        self._draft = capture(step.draft) if step.num_drafts else None
+        self._draft = capture(step.draft) if step.k else None
         shape, self._is_cuda = step.report_RX.shape, step.report_RX.is_cuda
         # Two reports of the step in flight, and two of the step that the host reads.
         self._reports = deque(
@@ -394,7 +394,7 @@ class _Graph:
             drafts = self._report()
         step = self._step
         return Flight(
-            step.num_drafts,
+            step.k,
             sequences,
             step.max_accepted,
             step.max_drafts,
@@ -492,10 +492,10 @@ class GraphRunner:
         for size in reversed(self._sizes):
             self._graph_of(size)
 
-    def time_step(self, num_rows: int, num_drafts: int) -> float:
+    def time_step(self, num_rows: int, k: int) -> float:
         """Return the seconds of a greedy step of (rows, K) on the device, the fastest of a few."""
         params, seconds = SamplingParams(max_tokens=1 << 20), list[float]()
-        for _ in self._make_up(num_rows, num_drafts, params, _TIMED_STEPS):
+        for _ in self._make_up(num_rows, k, params, _TIMED_STEPS):
             device_s = self.last_seconds.device
             assert device_s is not None, "a GPU alone stamps its steps"
             seconds.append(device_s)
@@ -518,7 +518,7 @@ class GraphRunner:
                         release(sequence)
 
     def _make_up(
-        self, num_rows: int, num_drafts: int, params: SamplingParams, num_steps: int
+        self, num_rows: int, k: int, params: SamplingParams, num_steps: int
     ) -> Iterator[list[Sequence]]:
         """Run steps of made-up sequences; yield these after each step.
 
@@ -527,17 +527,17 @@ class GraphRunner:
         """
         dice, sequences = random.Random(0), list[Sequence]()
         for row in range(num_rows):
-            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(num_drafts + 1))
+            token, *drafts = (dice.randrange(self._vocab_size) for _ in range(k + 1))
             made_up = Sequence(row, [token], params, row, frozenset())
-            made_up.num_speculative_tokens = self._buffers.sizes.depth(num_drafts)
+            made_up.num_speculative_tokens = self._buffers.sizes.depth(k)
             made_up.drafts = drafts
             if self._buffers.trees is not None:
-                made_up.draft_parents = [0] * num_drafts
+                made_up.draft_parents = [0] * k
             sequences.append(made_up)
-        self._size = num_rows, num_drafts
-        self._buffers.switch(num_drafts)
+        self._size = num_rows, k
+        self._buffers.switch(k)
         self._seat(sequences, num_rows)
-        self._rules.set_rows(sequences, self._buffers.sizes.max_drafts(num_drafts))
+        self._rules.set_rows(sequences, self._buffers.sizes.max_drafts(k))
         for _ in range(num_steps):
             flight = self.go_on()
             self.read(flight)
@@ -597,8 +597,8 @@ class GraphRunner:
 
         It must when drafting stops: rings of features begin at the sequences' present positions.
         """
-        num_drafts = self._size_for(len(sequences))[1]
-        return self._features is not None and self._size[1] > 0 == num_drafts
+        k = self._size_for(len(sequences))[1]
+        return self._features is not None and self._size[1] > 0 == k
 
     def launch(
         self,
@@ -620,17 +620,17 @@ class GraphRunner:
             before_drafts: called between the launches of verification and of drafting; lets
                 the head read prompts.
         """
-        num_rows, num_drafts = self._size = self._size_for(len(sequences))
-        if num_drafts != self._buffers.num_drafts:
-            self._buffers.switch(num_drafts)
-        if self._features is not None and not num_drafts:
+        num_rows, k = self._size = self._size_for(len(sequences))
+        if k != self._buffers.k:
+            self._buffers.switch(k)
+        if self._features is not None and not k:
             for sequence in sequences:
                 if sequence.num_speculative_tokens and sequence.pending_features is None:
                     # A prompt that runs in this pass is not computed to its end yet.
                     ring = self._features.open(sequence.seq_id, len(sequence) - 1)
                     sequence.pending_features = ring
         self._seat(sequences, num_rows)
-        max_drafts = self._buffers.sizes.max_drafts(num_drafts)
+        max_drafts = self._buffers.sizes.max_drafts(k)
         self._rules.set_rows(self._sequences[:num_rows], max_drafts)
         return self.go_on(meanwhile, run_prompts, before_drafts)
 
@@ -703,7 +703,7 @@ class GraphRunner:
 
     def read(self, flight: Flight) -> list[RowTokens]:
         """Wait for the verified tokens of a step; return them, a row a sequence."""
-        self.last_k = flight.num_drafts
+        self.last_k = flight.k
         *rows, _ = flight.tokens.read()
         reports = [read_tokens(row) for row in rows]
         if flight.logprobs is not None:

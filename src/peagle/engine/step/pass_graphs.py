@@ -6,8 +6,6 @@ one.
 Shapes: B sequences, R rows of a pass, M blocks of a sequence, D drafter width.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ and the next. It takes the tokens of a step as soon as they are verified, and th
 next step of the engine begins, or earlier if the masks of grammars depend on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial

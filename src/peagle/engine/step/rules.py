@@ -10,11 +10,10 @@ vocabulary. P sequences want log-probabilities, and M sequences have rules that 
 rows, J a sequence, W tokens of a tail, X columns of `logprob_table`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -96,12 +95,8 @@ class _Tails:
 
     @classmethod
     def start(
-        cls,
-        sequences: SequenceOf[Sequence],
-        width: int,
-        device: torch.device,
-        old: _Tails | None,
-    ) -> _Tails:
+        cls, sequences: SequenceOf[Sequence], width: int, device: torch.device, old: Self | None
+    ) -> Self:
         """Return tails from the host, or from `old` where the device has seen more tokens."""
         contexts = [s.token_ids for s in sequences]
         tails_MW = context_tails(contexts, width, device)
@@ -118,7 +113,7 @@ class _Tails:
             lengths_M = torch.maximum(lengths_M, seen_M)
         return cls({s.seq_id: i for i, s in enumerate(sequences)}, tails_MW, lengths_M)
 
-    def shifted(self, emitted_MJ: Tensor) -> _Tails:
+    def shifted(self, emitted_MJ: Tensor) -> Self:
         """Return the tails behind the emitted tokens."""
         return replace(
             self,
@@ -202,7 +197,7 @@ class DecodeRules:
         return [ruled for ruled in every if ruled and (ruled.rules or ruled.has_grammars)]
 
     @torch.inference_mode()
-    def set_rows(self, sequences: SequenceOf[Sequence | None], num_drafts: int) -> None:
+    def set_rows(self, sequences: SequenceOf[Sequence | None], k: int) -> None:
         """Set the sequences in the rows of the next steps, and the number of their drafts.
 
         The host may know a sequence from before the step in flight, if the sequence was in `apply`
@@ -211,7 +206,7 @@ class DecodeRules:
 
         Args:
             sequences: one a row; None for empty rows.
-            num_drafts: K, 0 for steps without drafts.
+            k: K, 0 for steps without drafts.
         """
         masked, unmasked, num_top = dict[int, Sequence](), dict[int, Sequence](), dict[int, int]()
         for row, sequence in enumerate(sequences):
@@ -224,13 +219,13 @@ class DecodeRules:
         # A sequence that was released has another slot.
         both = (*masked.values(), *unmasked.values())
         slots = [self._slots.of(s) if has_penalties(s) else -1 for s in both]
-        key = num_drafts, list(masked), list(unmasked), [s.seq_id for s in both], slots, num_top
+        key = k, list(masked), list(unmasked), [s.seq_id for s in both], slots, num_top
         old = self._masked
         if key == self._key and (old is None or old.tails is None):
             return
         self._key = key
-        self._masked = self._build(masked, num_drafts + 1, old and old.tails)
-        self._unmasked = self._build(unmasked, num_drafts + 1, None)
+        self._masked = self._build(masked, k + 1, old and old.tails)
+        self._unmasked = self._build(unmasked, k + 1, None)
         rows = list(num_top)
         self._wanting = None
         if rows:

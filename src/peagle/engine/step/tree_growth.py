@@ -4,8 +4,6 @@ Shapes: B rows of a step, one a sequence; K slots; V draft vocabulary; W width o
 nodes of a tree.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

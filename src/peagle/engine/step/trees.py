@@ -12,8 +12,6 @@ Shapes: B rows of a step, one a sequence; T target rows; N nodes of a tree, J = 
 on a path; K drafts of a chain.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

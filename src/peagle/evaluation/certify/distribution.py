@@ -6,8 +6,6 @@ expected outputs than MIN_EXPECTED are pooled. X2 = sum((O - E)^2 / E) over the 
 compared with the chi-square distribution of cells - 1 degrees of freedom.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

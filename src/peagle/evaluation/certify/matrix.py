@@ -5,8 +5,6 @@ engine that runs them. Outputs are compared token by token; the other promises o
 before a stop string, log-probabilities, a shape) have a check of their own.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Options of a certificate, which can be checked without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from peagle.errors import UserError

@@ -11,8 +11,6 @@ so a difference is excused only at a near-tie, where two logits of the reference
 Shapes: N output tokens, B contexts, T their length, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from peagle.config import SamplingParams
 from peagle.models.end_tokens import eos_token_ids

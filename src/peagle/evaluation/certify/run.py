@@ -1,7 +1,5 @@
 """The parts of the losslessness certificate, run one after the other, and their text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

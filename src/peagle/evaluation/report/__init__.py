@@ -1,7 +1,5 @@
 """One report of the results of `peagle eval`, `peagle bench` and `peagle tune` in a folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Nothing is recommended on a difference that the measurements do not show: where 
 ranges of repeats overlap, the sentence says so and names the simpler choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 

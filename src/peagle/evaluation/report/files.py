@@ -1,13 +1,12 @@
 """The files of an output folder: results to read, and tables to write."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Self
 
 from peagle.errors import UserError
 from peagle.evaluation.pivot import Pivot, PivotFigures, PivotRow, bench_pivot, eval_pivot
@@ -59,7 +58,7 @@ class Results:
         """Return the cells of throughput.json; none without the file."""
         return self.throughput.cells if self.throughput else []
 
-    def with_turns(self) -> Results:
+    def with_turns(self) -> Self:
         """Return the results with the turns that were sent in the names of prompt sets."""
         return replace(
             self,

@@ -1,7 +1,5 @@
 """The report as one page that opens offline: it fetches nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """The charts of a report: the points and lines of each, and the rows of its table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median

@@ -1,11 +1,10 @@
 """The series of a report, with their names and styles, and the entries and cells of each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, groupby
+from typing import Self
 
 from peagle.evaluation.report.charts import Look
 from peagle.evaluation.report.files import Results
@@ -41,7 +40,7 @@ class Cast:
     many_engines: bool
 
     @classmethod
-    def of(cls, results: Results) -> Cast:
+    def of(cls, results: Results) -> Self:
         """Collect the series of all files."""
         keys = list(dict.fromkeys(map(series_of, [*results.entries, *results.cells])))
         hero = _hero(keys, results.entries, results.cells)

@@ -1,7 +1,5 @@
 """Texts and numbers as the page shows them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -122,11 +120,9 @@ def objective(meets: bool | None) -> str:
     return {None: _MISSING, True: "met", False: "missed"}[meets]
 
 
-def interval(low_high: tuple[float, float] | None, digits: int = 2) -> str:
+def interval(low_high: tuple[float, float] | None) -> str:
     """Return both ends, "low to high"; a dash for None."""
-    if low_high is None:
-        return _MISSING
-    return f"{low_high[0]:,.{digits}f} to {low_high[1]:,.{digits}f}"
+    return _MISSING if low_high is None else f"{low_high[0]:,.2f} to {low_high[1]:,.2f}"
 
 
 def rates(low_high: tuple[float, float] | None) -> str:

@@ -1,7 +1,5 @@
 """Acceptance length by K, from a file of `peagle eval` or measured here at some K."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -208,7 +206,7 @@ def _measured_rates(
             found = run_dialogues(backend, sets, params, _CONCURRENCY, chat=chat).observations
             del backend  # its memory is released with the context
         stats = SpeculationStats.pooled(o.answer.stats for o in found if o.answer.stats)
-        rates = _padded(stats.acceptance_per_pos if stats.num_drafts else [], config.num_drafts)
+        rates = _padded(stats.acceptance_per_pos if stats.num_drafts else [], config.k)
         journal.add(key, rates)
     return rates
 

@@ -1,7 +1,5 @@
 """Seconds of decode steps, measured through the engine itself."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,9 +95,7 @@ class EngineMachine:
         self._configurations: dict[int | CandidateTrees, SpeculativeConfig | None] = {0: None}
         for k in ks:
             self._configurations[k] = SpeculativeConfig(
-                model=head,
-                num_speculative_tokens=k,
-                synthetic_acceptance_rates=acceptance.rates(k),
+                model=head, num_speculative_tokens=k, synthetic_acceptance_rates=acceptance.rates(k)
             )
         for shape in trees:
             self._configurations[shape] = SpeculativeConfig(

@@ -9,8 +9,6 @@ where memory limits a pass, steep where arithmetic does. A mixture adds a cost f
 expert that a pass touches: the weights of an expert are read once, however many rows choose it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

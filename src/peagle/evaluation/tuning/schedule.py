@@ -1,7 +1,5 @@
 """K by batch size: the ranges of a schedule, the best single K, and speculative configurations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby

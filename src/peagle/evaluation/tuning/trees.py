@@ -1,7 +1,5 @@
 """Candidate trees of a few sizes beside chains: the cost of their steps, and where they win."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +10,7 @@ from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.machine import DecodeCost
 from peagle.models.drafter import DrafterConfig
-from peagle.models.head_json import default_depth
+from peagle.models.head_json import default_k
 from peagle.results import Prediction, TunedTrees
 
 Measure = Callable[[int, CandidateTrees], DecodeCost]
@@ -31,7 +29,7 @@ def tree_shapes(sizes: Sequence[int], head: DrafterConfig) -> list[CandidateTree
             "--max-nodes asks for candidate trees, and the head is an autoregressive EAGLE-3 head; "
             "trees grow from the one pass of a P-EAGLE head. Leave --max-nodes out."
         )
-    depth = default_depth(head.trained_depth)
+    depth = default_k(head.trained_depth)
     return [CandidateTrees(size, min(depth, size), size) for size in sizes]
 
 

@@ -1,13 +1,12 @@
 """The measurements of `peagle tune`, and the contents of tune.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import log2
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
+from peagle import results
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.touched_experts import ExpertCounts, expected_experts
@@ -21,17 +20,6 @@ from peagle.evaluation.tuning.schedule import (
     vllm_config,
 )
 from peagle.evaluation.tuning.trees import tree_config
-from peagle.results import (
-    BreakEven,
-    Prediction,
-    PredictionCheck,
-    Provenance,
-    TunedAcceptance,
-    TunedCosts,
-    TunedExperts,
-    TunedTrees,
-    TuneResults,
-)
 
 MAX_PREDICTION_ERROR = 0.10
 
@@ -101,7 +89,7 @@ class Costs:
     spread: float
 
     @classmethod
-    def of(cls, visits: Mapping[CostPoint, Sequence[DecodeCost]]) -> Costs:
+    def of(cls, visits: Mapping[CostPoint, Sequence[DecodeCost]]) -> Self:
         """Join all visits, at least one to each point."""
         fastest = {c: min(costs, key=lambda cost: cost.seconds) for c, costs in visits.items()}
         spreads = (
@@ -159,9 +147,9 @@ def tune_results(
     threshold: float,
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],
-    trees: Callable[[Sequence[Prediction]], list[TunedTrees]] = lambda chains: [],
+    trees: Callable[[Sequence[results.Prediction]], list[results.TunedTrees]] = lambda chains: [],
     drawn_chain_length: float | None = None,
-) -> TuneResults:
+) -> results.TuneResults:
     """Fit the model of costs, check it, and choose K.
 
     One model is fitted to `grid.fitted` alone, and the other points check it. The schedule and the
@@ -174,7 +162,7 @@ def tune_results(
     model = CostModel(shape, by_point)
     checked = CostModel(shape, {p: by_point[p] for p in grid.points if p in grid.fitted})
     predictions = [
-        Prediction(
+        results.Prediction(
             batch=point.batch,
             k=point.k,
             predicted_tokens_per_s=checked.tokens_per_s(point.batch, point.k),
@@ -202,23 +190,23 @@ def tune_results(
     given = float(settings.get("temperature", 0.0)), drawn_chain_length
     if (config := tree_config(draft, tuned_trees, *given)) is not None:
         configs["peagle_trees"] = config
-    return TuneResults(
-        provenance=Provenance(**provenance),
+    return results.TuneResults(
+        provenance=results.Provenance(**provenance),
         settings=dict(settings),
-        costs=TunedCosts(
+        costs=results.TunedCosts(
             target_s=sorted((shape.target_rows(p), by_point[p].target_s) for p in points),
             draft_s=sorted((shape.draft_rows(p), by_point[p].draft_s) for p in points if p.k),
             step_s=[(p.batch, p.k, by_point[p].seconds, p in grid.fitted) for p in points],
             spread=costs.spread,
             experts=shape.experts and _tuned_experts(shape.experts, points),
         ),
-        acceptance=TunedAcceptance(
+        acceptance=results.TunedAcceptance(
             source=acceptance.source,
             acceptance_length={k: lengths[k] for k in grid.ks},
             measured_k=sorted(acceptance.per_pos),
         ),
         predictions=predictions,
-        check=PredictionCheck(
+        check=results.PredictionCheck(
             num_unfitted=len(errors),
             within_10_percent=within,
             share=within / len(errors) if errors else None,
@@ -229,7 +217,9 @@ def tune_results(
         best_single_k=single_k,
         speculative_config=configs,
         break_even=[
-            BreakEven(batch=b, k=k, acceptance_length=model.seconds(b, k) / model.seconds(b, 0))
+            results.BreakEven(
+                batch=b, k=k, acceptance_length=model.seconds(b, k) / model.seconds(b, 0)
+            )
             for b in grid.batches
             for k in grid.ks
         ],
@@ -238,14 +228,14 @@ def tune_results(
     )
 
 
-def _tuned_experts(experts: ExpertCounts, points: Sequence[CostPoint]) -> TunedExperts:
+def _tuned_experts(experts: ExpertCounts, points: Sequence[CostPoint]) -> results.TunedExperts:
     """Return the measured counts at these points, and those expected under even routing."""
 
     def even(point: CostPoint) -> float:
         rows = point.batch * (point.k + 1)
         return expected_experts(rows, experts.num_chosen, experts.num_experts)
 
-    return TunedExperts(
+    return results.TunedExperts(
         num_experts=experts.num_experts,
         num_chosen=experts.num_chosen,
         touched=[(p.batch, p.k, experts.touched(p.batch, p.k), even(p)) for p in points],

@@ -5,8 +5,6 @@ itself. Elsewhere kernels get its bytes (uint8), which stand for float8_e4m3fn, 
 their bits: `peagle.kernels.attention.kv_write.kernel_view` decides.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

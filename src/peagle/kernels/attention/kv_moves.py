@@ -3,8 +3,6 @@
 Shapes: B sequences, D slots that may move of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

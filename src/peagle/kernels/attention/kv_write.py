@@ -5,8 +5,6 @@ The attention kernel writes those of a pass itself where each sequence has few (
 Shapes: T packed tokens, N blocks, S slots of a block, Hkv key/value heads, d head size.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton kernel of the KV write; `kv_write` launches it and documents its result."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

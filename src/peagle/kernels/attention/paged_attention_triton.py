@@ -12,8 +12,6 @@ The program that arrives last adds up the splits of the keys:
 A sink is one more split, of value 0.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,9 +4,8 @@ Shapes: B sequences, K most drafts, R packed rows of a pass (T of the target, S 
 drafter), M blocks a sequence. In a bucket the last rows may be padding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class TargetBatch(PackedBatch):
     sequences_R: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, num_rows: int, device: torch.device | str) -> TargetBatch:
+    def allocate(cls, num_seqs: int, num_rows: int, device: torch.device | str) -> Self:
         """Allocate buffers for B sequences and R rows."""
         sizes = (num_rows, num_rows, num_rows, num_seqs + 1, num_seqs, num_rows)
         return cls(*_ints(device, *sizes))
@@ -77,7 +76,7 @@ class DraftBatch(PackedBatch):
     @classmethod
     def allocate(
         cls, num_seqs: int, num_slots: int, max_drafts: int, device: torch.device | str
-    ) -> DraftBatch:
+    ) -> Self:
         """Allocate buffers for B sequences, R drafter slots and K drafts."""
         sizes = (num_slots, num_slots, num_slots, num_seqs + 1, num_seqs, num_slots, num_seqs)
         return cls(*_ints(device, *sizes, (num_seqs, max_drafts)))

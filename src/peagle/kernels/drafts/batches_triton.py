@@ -7,8 +7,6 @@ read on the device.
 Shapes: as in the references; S drafter slots (a bucket), D drafter width, K most drafts.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -4,9 +4,8 @@ Shapes: B sequences (a bucket), K most drafts, S drafter slots, M blocks a seque
 drafts, DV draft vocabulary, C chunks of a row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -54,7 +53,7 @@ class ChoiceScratch:
     rows_N: Tensor
 
     @classmethod
-    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> ChoiceScratch:
+    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> Self:
         """Allocate buffers for N rows of DV logits."""
         shape = (num_rows, triton.cdiv(vocab_size, chunk_size(num_rows, vocab_size)))
         return cls(
@@ -129,7 +128,7 @@ class ChainBuffers:
     query_start_loc: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> ChainBuffers:
+    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> Self:
         """Allocate buffers for B sequences and K drafts."""
         shape = (3, max(max_drafts - 1, 0), num_seqs)
         positions, slots, lens = torch.zeros(shape, dtype=torch.int64, device=device)

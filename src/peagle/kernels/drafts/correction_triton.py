@@ -5,8 +5,6 @@ The reference is `models.correction.DraftCorrection.add`.
 Shapes: N rows (one a sequence), W width of the term, r its rank, V target and DV draft vocabulary.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

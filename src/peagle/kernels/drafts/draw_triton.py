@@ -7,9 +7,8 @@ Shapes: B sequences, J columns of drafts, R = B * J rows of logits, DV draft voc
 a row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -49,7 +48,7 @@ class DrawScratch:
     @classmethod
     def allocate(
         cls, num_seqs: int, num_columns: int, vocab_size: int, device: torch.device | str
-    ) -> DrawScratch:
+    ) -> Self:
         """Allocate buffers for J drafts of each of B sequences."""
         num_rows = num_seqs * num_columns
         rows_R = torch.arange(num_rows, device=device)

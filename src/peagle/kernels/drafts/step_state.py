@@ -3,10 +3,9 @@
 Shapes: B sequences, K most drafts, J = K + 1 tokens that a step can emit, E stop ids a sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,11 +50,9 @@ class DecodeState:
     finish_B: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, device: torch.device | str) -> DecodeState:
+    def allocate(cls, num_seqs: int, device: torch.device | str) -> Self:
         """Allocate zeros for B sequences."""
-        return cls(
-            *(torch.zeros(num_seqs, dtype=torch.int64, device=device) for _ in range(5)),
-        )
+        return cls(*(torch.zeros(num_seqs, dtype=torch.int64, device=device) for _ in range(5)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class DecodeLimits:
         stop_ids_BE: ids that end the output; padded with -1.
         min_tokens_B: a stop id ends the output only behind so many tokens.
         max_tokens_B: output tokens at which it ends.
-        num_speculative_B: K of each sequence; 0 drafts nothing.
+        k_B: K of each sequence; 0 drafts nothing.
         max_model_len: tokens of prompt and output at which it ends; no draft stands beyond.
         max_draft_len: positions up to which the head drafts.
     """
@@ -74,7 +71,7 @@ class DecodeLimits:
     stop_ids_BE: Tensor
     min_tokens_B: Tensor
     max_tokens_B: Tensor
-    num_speculative_B: Tensor
+    k_B: Tensor
     max_model_len: int
     max_draft_len: int
 
@@ -106,7 +103,7 @@ class DecodeResult:
     num_mask_slots_B: Tensor
 
     @classmethod
-    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> DecodeResult:
+    def allocate(cls, num_seqs: int, max_drafts: int, device: torch.device | str) -> Self:
         """Allocate buffers for B sequences and K drafts."""
 
         def ints(*shape: int) -> Tensor:
@@ -172,7 +169,7 @@ def advance(
     state.num_outputs_B.add_(num_emitted_B)
     room_B = (limits.draft_end - 1 - state.first_positions_B).clamp_min(0)
     drafting_B = active_B & (state.finish_B == Finish.RUNNING)
-    k_B = torch.where(drafting_B, torch.minimum(limits.num_speculative_B, room_B), 0)
+    k_B = torch.where(drafting_B, torch.minimum(limits.k_B, room_B), 0)
     state.num_drafts_B.copy_(k_B)
     masks_B = (k_B - 1).clamp_min(0)
     return DecodeResult(num_accepted_B, next_tokens_B, emitted_BJ, num_kept_B, masks_B)

@@ -6,8 +6,6 @@ stays on the device.
 Shapes: B sequences (a bucket), K most drafts, J = K + 1; of trees N nodes, D most on a path.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -212,7 +210,7 @@ def advance(
     num_stop_ids,
     min_tokens_ptr,
     max_tokens_ptr,
-    num_speculative_ptr,
+    k_ptr,
     max_model_len,
     draft_end,
     accepted_out_ptr,
@@ -260,7 +258,7 @@ def advance(
     # Move the state, and choose the next number of drafts.
     first += num_emitted
     room = tl.maximum(draft_end - 1 - first, 0)
-    drafts = tl.minimum(tl.load(num_speculative_ptr + b), room)
+    drafts = tl.minimum(tl.load(k_ptr + b), room)
     drafts = tl.where(is_active & (finish == 0), drafts, 0)
     tl.store(finish_ptr + b, finish)
     tl.store(last_tokens_ptr + b, tl.maximum(next_token, 0), mask=runs)
@@ -288,7 +286,7 @@ def state_arguments(
         limits.stop_ids_BE.shape[1],
         limits.min_tokens_B,
         limits.max_tokens_B,
-        limits.num_speculative_B,
+        limits.k_B,
         limits.max_model_len,
         limits.draft_end,
         out.num_accepted_B,

@@ -11,8 +11,6 @@ Shapes: T tokens, C experts chosen for each, S = T * C assignments, E experts, H
 between the two products, N outputs and K inputs of a product.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -276,17 +274,8 @@ def _experts(
 
 
 @_experts.register_fake
-def _(
-    x: Tensor,
-    index: Tensor,
-    weight: Tensor,
-    data: list[Tensor],
-    scale: list[Tensor | None],
-    zero: list[Tensor | None],
-    bias: list[Tensor | None],
-    layout: list[int],
-    gate: list[float],
-) -> Tensor:
+def _(x: Tensor, index: Tensor, weight: Tensor, data: list, *others: list) -> Tensor:
+    scale, zero, _, layout, _ = others
     down = make_weight(data[1], scale[1], zero[1], layout[5:10])
     return x.new_empty(index.shape[0], down.num_outputs)
 

@@ -4,8 +4,6 @@ Shapes: T tokens, C experts chosen for each, S = T * C assignments of tokens to 
 An assignment's number is token * C + place.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

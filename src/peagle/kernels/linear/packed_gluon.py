@@ -9,8 +9,6 @@ of "fp8" are float32 and multiply sums: once at the end where all inputs share t
 each `STEP` inputs.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2

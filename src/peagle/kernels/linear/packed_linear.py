@@ -6,7 +6,7 @@ once: that leaves the product to the library.
 Shapes: M rows of x, N outputs, K inputs.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,12 +64,6 @@ def _packed_linear(
 
 
 @_packed_linear.register_fake
-def _(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    layout: list[int],
-) -> Tensor:
+def _(x: Tensor, *packed: Any) -> Tensor:
+    data, scale, zero, _, layout = packed
     return x.new_empty(x.shape[0], make_weight(data, scale, zero, layout).num_outputs)

@@ -329,18 +329,6 @@ def make_int4(q: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> Pack
     return PackedWeight(_to_words(q, "int4"), "int4", scale, zero, (1, group))
 
 
-def pack_mxfp4(weight: Tensor) -> PackedWeight:
-    """Quantise [..., N, K] to "mxfp4": the largest magnitude of 32 inputs decides their scale."""
-    groups = weight.float().unflatten(-1, (-1, MX_INPUTS))
-    largest = groups.abs().amax(-1)
-    exponent = torch.floor(torch.log2(largest.clamp_min(2.0**-120))) - 2
-    values = torch.tensor(_E2M1, device=weight.device)
-    scaled = (groups * torch.exp2(-exponent)[..., None]).flatten(-2)
-    q = (scaled.abs()[..., None] - values).abs().argmin(-1).to(torch.uint8)
-    q |= (scaled < 0).to(torch.uint8) << 3
-    return make_mxfp4(q, (exponent + 127).to(torch.uint8))
-
-
 def pack_fp8(weight: Tensor, block: tuple[int, int]) -> PackedWeight:
     """Quantise [..., N, K] to "fp8" with a float32 scale for each block."""
     q, scale = _scaled(weight, block, torch.finfo(torch.float8_e4m3fn).max)

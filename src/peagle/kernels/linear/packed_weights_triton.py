@@ -8,8 +8,6 @@ have the exponent and the mantissa of a small bfloat16, and one product moves th
 bias. Integers become the mantissa of 128 + q.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -124,12 +122,7 @@ def load_tiles(
             first = packed.to(DTYPE)
         elif ASM:
             first = tl.inline_asm_elementwise(
-                _INT8_ASM,
-                "=r,=r,r",
-                [packed],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=4,
+                _INT8_ASM, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
             )
         else:
             first = packed.to(DTYPE)

@@ -6,8 +6,6 @@
 Shapes: T tokens, H width, E experts, C experts chosen for each token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

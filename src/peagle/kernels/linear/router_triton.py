@@ -1,7 +1,5 @@
 """Triton kernel of `kernels.linear.router`: the experts of a token and their weights."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

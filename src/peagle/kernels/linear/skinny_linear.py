@@ -241,10 +241,7 @@ def skinny_linear(
         [..., N], contiguous.
     """
     out_MN = torch.ops.peagle.skinny_linear(
-        x.reshape(-1, x.shape[-1]),
-        weight_NK,
-        bias_N,
-        None if config is None else config.to_ints(),
+        x.reshape(-1, x.shape[-1]), weight_NK, bias_N, None if config is None else config.to_ints()
     )
     return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
 

@@ -10,8 +10,6 @@ KIND is the way to multiply:
 2: multiply and add without the matrix unit, for a single row.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

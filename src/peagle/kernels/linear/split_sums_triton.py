@@ -3,8 +3,6 @@
 The caller gives the counters of `launch.arrivals`.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

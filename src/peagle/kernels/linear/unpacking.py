@@ -3,8 +3,6 @@
 Shapes: E experts (left out of dense layers), N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -7,8 +7,6 @@ into chunks: a token is found by the running sum over the chunks, then over the 
 Shapes: B sequences, R packed rows, V vocabulary, C chunks of a row.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -22,8 +22,6 @@ columns of the widest sequence, K most drafts, V vocabulary, S count slots, N en
 rule, W prefix tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -80,10 +78,7 @@ def process_logits(
 
 
 def apply_masks(
-    logits_RV: Tensor,
-    rows: VerificationRows,
-    rules: LogitsRules,
-    grammar_RV: Tensor | None = None,
+    logits_RV: Tensor, rows: VerificationRows, rules: LogitsRules, grammar_RV: Tensor | None = None
 ) -> Tensor:
     """Add the bias, then forbid (-inf) tokens by grammar, allowed ids, bad words, minimum length.
 

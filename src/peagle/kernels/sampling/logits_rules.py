@@ -5,11 +5,10 @@ columns of the widest sequence, K most drafts, V vocabulary, S count slots, A se
 entries of a sparse rule, W prefix tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -220,7 +219,7 @@ class BadWords:
     @classmethod
     def build(
         cls, words: Sequence[Sequence[Sequence[int]]], device: torch.device | str = "cpu"
-    ) -> BadWords:
+    ) -> Self:
         """Build from the words of each sequence; a word is a non-empty list of token ids."""
         flat = [(index, list(word)) for index, of in enumerate(words) for word in of]
         width = max((len(word) for _, word in flat), default=1) - 1

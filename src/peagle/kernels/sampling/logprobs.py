@@ -3,8 +3,6 @@
 Shapes: N rows, V vocabulary, P most likely tokens, X = 2 + 2P columns of a table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload

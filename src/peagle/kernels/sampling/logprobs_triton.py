@@ -7,8 +7,6 @@ second puts the chunks together.
 Shapes: N rows, V vocabulary, C chunks of a row, P most likely tokens, X = 2 + 2P columns.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

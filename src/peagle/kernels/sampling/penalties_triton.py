@@ -5,8 +5,6 @@ The reference is `kernels.sampling.logits.apply_penalties`.
 Shapes: B sequences, R rows, K most drafts, V vocabulary, S count slots.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,9 +10,8 @@ equal to it with v <= `last_tie`.
 Shapes: R packed rows, V vocabulary, C chunks of a row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -61,12 +60,8 @@ class RowStats:
 
     @classmethod
     def allocate(
-        cls,
-        num_rows: int,
-        vocab_size: int,
-        device: torch.device | str,
-        capacity: int = CAPACITY,
-    ) -> RowStats:
+        cls, num_rows: int, vocab_size: int, device: torch.device | str, capacity: int = CAPACITY
+    ) -> Self:
         """Allocate buffers for R rows, which decide the chunks. `capacity` is a power of two."""
         chunks = triton.cdiv(vocab_size, chunk_size(num_rows, vocab_size))
 

@@ -6,8 +6,6 @@ Drafts of a block are drawn and tried again at a position where an earlier step 
 that step saw of them must not count: their numbers belong to the step (`of_step`).
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Counter-based random numbers in Triton; the reference is `kernels.sampling.random`."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -8,8 +8,6 @@ Shapes: B sequences, K most drafts, R packed rows, V vocabulary, D draft vocabul
 row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -7,8 +7,6 @@ copied together, and the rest of the search reads the copy. All sums run in a fi
 row gives the same result wherever it stands.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -11,9 +11,8 @@ Shapes: B sequences, K most drafts, J = K + 1, R packed rows (a bucket), V vocab
 row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -78,7 +77,7 @@ class VerifyScratch:
     tokens_R: Tensor
 
     @classmethod
-    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> VerifyScratch:
+    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> Self:
         """Allocate buffers for R rows."""
         return cls(
             RowStats.allocate(num_rows, vocab_size, device),
@@ -139,7 +138,7 @@ def match_kernel(
     num_stop_ids,
     min_tokens_ptr,
     max_tokens_ptr,
-    num_speculative_ptr,
+    k_ptr,
     max_model_len,
     draft_end,
     accepted_out_ptr,
@@ -188,7 +187,7 @@ def match_kernel(
         num_stop_ids,
         min_tokens_ptr,
         max_tokens_ptr,
-        num_speculative_ptr,
+        k_ptr,
         max_model_len,
         draft_end,
         accepted_out_ptr,
@@ -315,23 +314,3 @@ def match_drafts(
         **state_sizes(drafts_BK.shape[1], limits),
         num_warps=4,
     )
-
-
-def verify_drafts(
-    logits_RV: Tensor,
-    sequences_R: Tensor,
-    start_loc: Tensor,
-    drafts_BK: Tensor,
-    active_B: Tensor,
-    state: DecodeState,
-    limits: DecodeLimits,
-    scratch: VerifyScratch,
-    out: DecodeResult,
-    *,
-    sampling: SequenceSampling | None = None,
-    synthetic: SyntheticAcceptance | None = None,
-) -> None:
-    """Accept drafts while they equal the target's own tokens: `own_tokens`, then `match_drafts`."""
-    own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
-    batch = start_loc, drafts_BK, active_B
-    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic)

@@ -9,8 +9,6 @@ Shapes: B sequences, K slots (depths), V vocabulary, W nodes kept of a depth, C 
 slot, N nodes of a tree, J = N + 1 rows, D most nodes on a path, T packed rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush

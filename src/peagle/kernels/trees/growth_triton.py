@@ -7,9 +7,8 @@ Shapes: B sequences, K slots, V draft vocabulary, P parts of it, C candidates of
 a tree, W width of the correction's term, r its rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -117,15 +116,7 @@ def _best_of_slot_kernel(
 
 
 @triton.jit
-def _children(
-    score,
-    added,
-    logits_ptr,
-    others_ptr,
-    slot,
-    inverse_temperature,
-    C: tl.constexpr,
-):
+def _children(score, added, logits_ptr, others_ptr, slot, inverse_temperature, C: tl.constexpr):
     """Return the scores of the candidates behind a node; -inf where there is none."""
     c = tl.arange(0, C)
     logit = tl.load(logits_ptr + slot * C + c)
@@ -259,7 +250,7 @@ class GrowthScratch:
     @classmethod
     def allocate(
         cls, num_seqs: int, num_slots: int, max_nodes: int, vocab_size: int, device: torch.device
-    ) -> GrowthScratch:
+    ) -> Self:
         """Allocate buffers for B sequences of K slots each; R is B * K."""
         rows, parts = num_seqs * num_slots, triton.cdiv(vocab_size, _part_size(vocab_size))
         floats = {"dtype": torch.float32, "device": device}

@@ -5,9 +5,8 @@ The reference is `peagle.kernels.paths.TreePaths`, with `path_rows`.
 Shapes: B sequences, N nodes of a tree, D most nodes on a path, T packed rows, X = T + 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -187,7 +186,7 @@ class Descent:
     rows_X: Tensor
 
     @classmethod
-    def allocate(cls, num_accepted_B: Tensor, depth: int, num_rows: int) -> Descent:
+    def allocate(cls, num_accepted_B: Tensor, depth: int, num_rows: int) -> Self:
         """Allocate buffers for paths of up to D nodes and T rows."""
         device = num_accepted_B.device
         path_BD, from_BD, to_BD = torch.zeros(

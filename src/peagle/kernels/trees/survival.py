@@ -12,9 +12,8 @@ With w = 1 and b = 0 that is e^s, the head's own probability. w and b need no tr
 Shapes: B sequences, N nodes of a tree, D most nodes on a path.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class Survival:
     weights_D2: Tensor
 
     @classmethod
-    def uncalibrated(cls, depth: int, device: torch.device | str) -> Survival:
+    def uncalibrated(cls, depth: int, device: torch.device | str) -> Self:
         """Return the head's own probabilities for trees of so many depths."""
         return cls(torch.tensor([1.0, 0.0], device=device).repeat(depth, 1))
 

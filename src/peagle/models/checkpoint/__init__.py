@@ -25,27 +25,3 @@ from peagle.models.checkpoint.formats import (
 from peagle.models.checkpoint.head import load_drafter, save_drafter
 from peagle.models.checkpoint.stored import ANY_DEPTH, StoredHead, read_head
 from peagle.models.checkpoint.weights import split_tensors
-
-__all__ = [
-    "ANY_DEPTH",
-    "CORRECTION_NAME",
-    "FORMATS",
-    "LENGTH_KEY",
-    "Conversion",
-    "HeadFormat",
-    "StoredHead",
-    "compact_head",
-    "config_from_json",
-    "config_to_json",
-    "convert_head",
-    "format_of",
-    "head_identity",
-    "load_correction",
-    "load_drafter",
-    "read_head",
-    "save_correction",
-    "save_drafter",
-    "split_tensors",
-    "trained_length",
-    "write_json",
-]

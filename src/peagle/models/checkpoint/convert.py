@@ -4,8 +4,6 @@ A compact head is a head in the vLLM style that only peagle loads: its ends may 
 (`checkpoint.ends`), and its linear layers may be quantised. In memory it is as any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@
 file that does, and refuses a head with tensors that it does not know.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

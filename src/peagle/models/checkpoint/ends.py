@@ -5,8 +5,6 @@ object in config.json names them, and whatever loads the head takes the rows fro
 runtimes do not know the key: `checkpoint.convert` writes them a head with everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

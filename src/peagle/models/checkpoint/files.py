@@ -1,7 +1,5 @@
 """The files of a checkpoint: JSON, written whole or not at all, and tensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ key "peagle" in both. The target's name, for which the speculators style has a p
 from "peagle" and back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -36,11 +34,7 @@ _DEFAULT_THETA = 10000.0
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _QWEN3_FULL_LAYERS, _QWEN3_WINDOW = 28, 4096
 # Values that peagle's drafter does not implement, and the ones that it does.
-_FIXED_VALUES = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "logit_scale": 1.0,
-}
+_FIXED_VALUES = {"hidden_act": "silu", "mlp_bias": False, "logit_scale": 1.0}
 # Model type of the layers behind each name; the first of a type is the one that is written.
 _ARCHITECTURES = {
     "LlamaForCausalLMEagle3": _LLAMA,

@@ -1,7 +1,5 @@
 """A head as a folder: config.json and tensors, saved and loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -114,19 +112,15 @@ def write_head(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         weights = write_tensors(folder, tensors)
-        config_json = folder / (CONFIG_NAME + ".part")
+        config_json, old = folder / (CONFIG_NAME + ".part"), folder / CONFIG_NAME
         config_json.write_text(json.dumps(data, indent=2) + "\n")
-        if not _same(config_json, folder / CONFIG_NAME):
+        if not old.is_file() or old.read_bytes() != config_json.read_bytes():
             remove_weights(folder)
-        put_in_place(config_json, folder / CONFIG_NAME)
+        put_in_place(config_json, old)
         replace_weights(folder, weights)
         (folder / CORRECTION_NAME).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The head {str(folder)!r} could not be written: {error}.") from None
-
-
-def _same(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def load_drafter(

@@ -4,8 +4,6 @@
 inputs. `Rounding` gives a head in training the weights that its file will hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod

@@ -1,27 +1,18 @@
 """The one reader of a head's folder: its config.json, and its tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from peagle.config import require_folder
 from peagle.errors import CheckpointError
 from peagle.kernels.linear.packed_weights import PackedWeight
+from peagle.models.checkpoint import formats
 from peagle.models.checkpoint.ends import FROM_TARGET_KEY, ends_from_target
 from peagle.models.checkpoint.files import read_object
-from peagle.models.checkpoint.formats import (
-    HeadFormat,
-    config_from_json,
-    facts_from_json,
-    format_of,
-    trained_length,
-    verifier_of,
-)
 from peagle.models.checkpoint.packed import quantization_in, unpack_tensors
 from peagle.models.checkpoint.weights import check_tensors, read_tensors
 from peagle.models.drafter import DrafterConfig
@@ -50,7 +41,7 @@ class StoredHead:
     @classmethod
     def from_json(
         cls, data: Mapping[str, Any], source: str, *, num_target_layers: int | None = None
-    ) -> StoredHead:
+    ) -> Self:
         """Read the content of a config.json.
 
         Args:
@@ -62,16 +53,16 @@ class StoredHead:
             UserError: it is the file of a whole model.
             CheckpointError: it is not a head's.
         """
-        config = config_from_json(data, source, num_target_layers=num_target_layers)
+        config = formats.config_from_json(data, source, num_target_layers=num_target_layers)
         try:
-            return cls(source, data, config, facts_from_json(data))
+            return cls(source, data, config, formats.facts_from_json(data))
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from None
 
     @property
-    def format(self) -> HeadFormat:
+    def format(self) -> formats.HeadFormat:
         """Return the style of the checkpoint."""
-        return format_of(self.data)
+        return formats.format_of(self.data)
 
     @property
     def is_quantised(self) -> bool:
@@ -94,12 +85,12 @@ class StoredHead:
     @property
     def trained_length(self) -> int | None:
         """Return the longest sequence of its training in tokens, see `formats.trained_length`."""
-        return trained_length(self.facts)
+        return formats.trained_length(self.facts)
 
     @property
     def target_name(self) -> str | None:
         """Name of its target, None where it has none."""
-        return verifier_of(self.facts).get("name_or_path")
+        return formats.verifier_of(self.facts).get("name_or_path")
 
     @property
     def fingerprint(self) -> TargetFingerprint | None:

@@ -1,7 +1,5 @@
 """The tensors of a head: read, compared with the shape that config.json promises, written."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

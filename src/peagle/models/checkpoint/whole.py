@@ -1,7 +1,5 @@
 """A whole head in the place of a compact one, for runtimes that load no compact heads."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import shutil
