@@ -1,5 +1,7 @@
 """Text requests on an engine of tokens: encode prompts, and detokenise outputs."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence

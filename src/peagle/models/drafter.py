@@ -4,6 +4,8 @@ Shapes: ... leading dimensions, D drafter width, H target width, A aux states, V
 DV draft vocabulary, Hq/Hkv heads, d head size.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -8,6 +8,8 @@ product, the others return their columns. No table says which structure is safe:
 module is run before and after on the same input, and put back where the results differ.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence

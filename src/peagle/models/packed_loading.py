@@ -5,6 +5,8 @@ then every tensor is read out of its file straight to the device, one layer's at
 weights are unpacked there, or stay packed in layers of `models.packed_layers`.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

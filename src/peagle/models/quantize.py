@@ -4,6 +4,8 @@ fp8 and int8 have a scale for each row of a weight, int4 one for each group of 1
 where 128 do not divide them. Embedding, norms, routers and lm_head keep their type.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -3,6 +3,8 @@
 Shapes: T packed tokens, H target width, V vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

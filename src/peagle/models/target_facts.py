@@ -3,6 +3,8 @@
 Shapes: N rows, H target width, V vocabulary.
 """
 
+from __future__ import annotations
+
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
