@@ -193,6 +193,7 @@ class FakeProposer:
         max_nodes: int = 0,
     ) -> None:
         self.draws = has_drawn_drafts
+        self.has_copies = False
         self.trees = CandidateTrees(1, min(8, max_nodes), max_nodes) if max_nodes else None
         self.survival = Survival.uncalibrated(8, "cpu") if max_nodes else None
         self.draft_token_ids = None

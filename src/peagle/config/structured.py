@@ -1,10 +1,12 @@
 """The structure of an output: JSON, a JSON schema, a regular expression or a grammar."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from peagle.config.checks import did_you_mean, require
 from peagle.errors import UserError
@@ -60,27 +62,29 @@ class StructuredOutput:
         object.__setattr__(self, "source", source)
 
     @classmethod
-    def json_object(cls, *, compact: bool = False) -> Self:
+    def json_object(cls, *, compact: bool = False) -> StructuredOutput:
         """Allow any JSON object."""
         return cls("json", compact=compact)
 
     @classmethod
-    def json_schema(cls, schema: str | Mapping[str, Any] | bool, *, compact: bool = False) -> Self:
+    def json_schema(
+        cls, schema: str | Mapping[str, Any] | bool, *, compact: bool = False
+    ) -> StructuredOutput:
         """Allow JSON that fits a schema."""
         return cls("json_schema", schema, compact)  # type: ignore[arg-type]
 
     @classmethod
-    def regex(cls, pattern: str) -> Self:
+    def regex(cls, pattern: str) -> StructuredOutput:
         """Allow text that a regular expression matches from its first to its last character."""
         return cls("regex", pattern)
 
     @classmethod
-    def ebnf(cls, grammar: str) -> Self:
+    def ebnf(cls, grammar: str) -> StructuredOutput:
         """Allow text that a grammar in GBNF notation derives from its rule `root`."""
         return cls("ebnf", grammar)
 
     @classmethod
-    def from_vllm(cls, given: Mapping[str, Any], prefix: str = "") -> Self:
+    def from_vllm(cls, given: Mapping[str, Any], prefix: str = "") -> StructuredOutput:
         """Read a constraint in the names of vLLM's `StructuredOutputsParams`.
 
         Args:
