@@ -10,6 +10,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any, get_args
 
 import pytest
@@ -183,24 +184,28 @@ def large() -> dict[str, Any]:
 
 
 def test_a_large_refusal_costs_what_an_answer_costs(client: Any, large: dict[str, Any]) -> None:
-    accepted: dict[str, float] = {}
-    for kind, value in large.items():
-        body = body_with(COMPLETIONS, ("metadata", "x"), value)
-        both = [post(client, COMPLETIONS, body) for _ in range(2)]
-        assert all(reply.status == 200 for reply, _ in both), kind
-        accepted[kind] = min(seconds for _, seconds in both)
+    def accepted_s(kind: str) -> float:
+        body = body_with(COMPLETIONS, ("metadata", "x"), large[kind])
+        reply, seconds = post(client, COMPLETIONS, body)
+        assert reply.status == 200, kind
+        return seconds
+
     for route, path, kind in WIDE:
-        body, times = body_with(route, path, large[kind]), []
+        body, times, answers = body_with(route, path, large[kind]), [], []
+        is_cheap = False
         for _ in range(10):  # once where threads of other tests rest
+            answers.append(accepted_s(kind))
             reply, seconds = post(client, route, body)
             assert 400 <= reply.status < 500, (route, path, kind)
             size = len(reply.body)
             assert size < MOST_SHOWN, (route, path, kind)
             assert reply.error["message"]
             times.append(seconds)
-            if seconds < MOST_TIMES * accepted[kind]:
+            # A machine that is busy all the while delays both.
+            is_cheap = min(times) < MOST_TIMES * median(answers)
+            if is_cheap:
                 break
-        assert min(times) < MOST_TIMES * accepted[kind], (route, path, kind, times, accepted[kind])
+        assert is_cheap, (route, path, kind, times, answers)
 
 
 PLACES = [(route, path) for route, (model, _) in ROUTES.items() for path in paths_of(model)]
