@@ -27,45 +27,22 @@ def verify_drafts(
     out: DecodeResult,
     *,
     sampling: SequenceSampling | None = None,
+    draft_probs: DraftProbs | None = None,
     synthetic: SyntheticAcceptance | None = None,
 ) -> None:
-    """Accept drafts while they equal the target's own tokens: `own_tokens`, then `match_drafts`."""
+    """Verify drafts: `own_tokens`, `reject_drafts` where they were drawn, then `match_drafts`."""
     own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
-    batch = start_loc, drafts_BK, active_B
-    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic)
-
-
-def verify_drawn(
-    logits_RV: Tensor,
-    sequences_R: Tensor,
-    start_loc: Tensor,
-    drafts_BK: Tensor,
-    active_B: Tensor,
-    state: DecodeState,
-    limits: DecodeLimits,
-    scratch: VerifyScratch,
-    out: DecodeResult,
-    *,
-    sampling: SequenceSampling,
-    draft_probs: DraftProbs,
-    synthetic: SyntheticAcceptance | None = None,
-) -> None:
-    """Verify drawn drafts: `own_tokens`, `reject_drafts`, then `match_drafts`. Seven launches.
-
-    The arguments are those of `verify_drafts`.
-    """
-    own_tokens(logits_RV, sequences_R, start_loc, sampling, state.num_outputs_B, scratch)
-    reject_drafts(
-        logits_RV,
-        start_loc,
-        drafts_BK,
-        active_B,
-        state,
-        scratch,
-        out.num_accepted_B,
-        sampling=sampling,
-        draft_probs=draft_probs,
-        replaces=synthetic is None,
-    )
-    batch = start_loc, drafts_BK, active_B
-    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic, given=True)
+    batch, is_drawn = (start_loc, drafts_BK, active_B), draft_probs is not None
+    if draft_probs is not None:
+        assert sampling is not None, "drawn drafts are sampled"
+        reject_drafts(
+            logits_RV,
+            *batch,
+            state,
+            scratch,
+            out.num_accepted_B,
+            sampling=sampling,
+            draft_probs=draft_probs,
+            replaces=synthetic is None,
+        )
+    match_drafts(scratch.tokens_R, *batch, state, limits, out, synthetic=synthetic, given=is_drawn)

@@ -321,6 +321,7 @@ class HeadDrafting(Drafting):
                 TREE_TEMPERATURE,
                 self._draft_token_ids,
             )
+        survival = self._host_survival if self.proposer.has_copies else None
         for row, reading in growing:
             sequence, grammar = reading.sequence, reading.sequence.grammar
             found = tokens[row][: drafts.lens[row]], parents[row], scores[row]
@@ -335,19 +336,18 @@ class HeadDrafting(Drafting):
                 continue
             sequence.draft_parents, sequence.draft_scores = found[1][:count], found[2][:count]
             if self.proposer.has_copies and grammar is None:
-                self._join_copies(sequence)
+                self._join_copies(sequence, survival)
 
-    def _join_copies(self, sequence: Sequence) -> None:
+    def _join_copies(self, sequence: Sequence, survival: Survival | None) -> None:
         """Let copies of the text join the tree of a sequence."""
         proposer, text = self.proposer, sequence.token_ids
-        assert proposer.trees is not None and proposer.survival is not None
+        assert proposer.trees is not None and survival is not None
         tokens, parents = sequence.drafts, sequence.draft_parents or []
         scores = sequence.draft_scores or []
         if sequence.text_index is None:
             sequence.text_index = TextIndex(MAX_MATCH, SHORTEST_MATCH)
         sequence.text_index.extend(text)
         depths = row_depths(parents)[1:]
-        survival = Survival(proposer.survival.weights_D2.cpu())
         worths = survival(torch.tensor([scores]), torch.tensor([depths]))[0].tolist()
         for node, parent in enumerate(parents):
             worths[node] = min(worths[node], worths[parent - 1] if parent else 1.0)
@@ -374,6 +374,12 @@ class HeadDrafting(Drafting):
             return at_least_float32(logits_1V[0])
 
         return after
+
+    @property
+    def _host_survival(self) -> Survival | None:
+        """Return the survival of nodes as it is now, on the host."""
+        survival = self.proposer.survival
+        return None if survival is None else Survival(survival.weights_D2.cpu())
 
     @cached_property
     def _host_correction(self) -> DraftCorrection | None:
@@ -416,20 +422,22 @@ class HeadDrafting(Drafting):
         return min(seconds) / num_tokens
 
     def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
-        survival, budget = self.proposer.survival, most * len(sequences)
+        budget = most * len(sequences)
         # The number of verified drawn drafts must not depend on any drafts.
         counts = [
             min(count, most) if sequence.draws_chain else count
             for sequence, count in zip(sequences, super().num_verified(sequences, most))
         ]
-        if survival is None or sum(counts) <= budget:
+        if self.proposer.survival is None or sum(counts) <= budget:
             return counts
+        survival = self._host_survival
+        assert survival is not None, "the head drafts trees"
         width = max(counts)
         depths = [row_depths(s.draft_parents or ())[1:] for s in sequences]
         scores = [s.draft_scores or [] for s in sequences]
         scores_BN = torch.tensor([some + [0.0] * (width - len(some)) for some in scores])
         depths_BN = torch.tensor([some + [0] * (width - len(some)) for some in depths])
-        survival_BN = Survival(survival.weights_D2.cpu())(scores_BN, depths_BN)
+        survival_BN = survival(scores_BN, depths_BN)
         for row, sequence in enumerate(sequences):
             if sequence.draft_worths is not None:
                 survival_BN[row, : len(sequence.draft_worths)] = torch.tensor(sequence.draft_worths)

@@ -23,7 +23,7 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.pass_graphs import TOKEN_BUCKETS
 from peagle.errors import UserError
-from peagle.kernels.trees.copies import MAX_COPIED
+from peagle.kernels.trees.copies import longest_path
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
@@ -225,7 +225,7 @@ def lookahead_slots(
     `MAX_COPIED` more, as far as there are nodes.
     """
     nodes = 0 if num_nodes is None else num_nodes
-    most_new = 1 + (min(nodes, k + MAX_COPIED) if has_copies else k)
+    most_new = 1 + (longest_path(k, nodes) if has_copies else k)
     in_flight = most_new if is_pipelined else 0
     return in_flight + max(most_new + k + 1, nodes + 1)
 

@@ -24,7 +24,7 @@ from peagle.kernels.drafts.draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.sampling.rejection_triton import DraftProbs, reject_drafts
 from peagle.kernels.sampling.verify_triton import SequenceSampling, VerifyScratch, own_tokens
 from tests.kernels import drawn_verification
-from tests.kernels.drawn_verification import verify_drawn
+from tests.kernels.drawn_verification import verify_drafts
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -137,7 +137,7 @@ def draw_and_verify(
     stop = torch.full((count, 1), -1, device=device)
     limits = DecodeLimits(stop, zeros, zeros + 99, zeros, 99, 99)
     out = DecodeResult.allocate(count, k, device)
-    verify_drawn(
+    verify_drafts(
         target.to(device).expand(num_rows, -1).contiguous(),
         rows // (k + 1),
         torch.arange(count + 1, device=device) * (k + 1),

@@ -32,7 +32,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from peagle.kernels.sampling import verify_triton
 from peagle.kernels.sampling.rejection_triton import DraftProbs
-from tests.kernels.drawn_verification import verify_drafts, verify_drawn
+from tests.kernels.drawn_verification import verify_drafts
 
 # The interpreter computes as numpy does: integers of one element warn when they wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -232,7 +232,7 @@ def run(
         index[case.target_ids_D] = torch.arange(len(case.target_ids_D), dtype=torch.int32)
         full = len(case.target_ids_D) == vocab_size
         q = DraftProbs(to(case.probs_BKD), None if full else to(index))
-        verify_drawn(*arguments, sampling=sampling, draft_probs=q, synthetic=synthetic)
+        verify_drafts(*arguments, sampling=sampling, draft_probs=q, synthetic=synthetic)
     return out, state
 
 

@@ -23,7 +23,9 @@ class DecodeRows:
         synthetic: acceptance set for measurements; None for the real one.
         drafts_BK: drafts that the next step verifies, or the whole trees of which it verifies some
             nodes; one column if K is 0.
-        nodes_BX: parent's row and score in units of each node of a tree; undefined for chains.
+        nodes_BX: `node_fields` numbers of each node of a tree: parent's row and score in units,
+            with copies also worth in units and cell; undefined for chains.
+        text_BL: tokens of each sequence, int32; None without copies.
         draft_probs: q of these drafts; None if drafts are an argmax, or K is 0.
         block_tables_BM: KV blocks, int64.
         active_B: 1 for rows that are sequences, else 0; int64.

@@ -52,7 +52,7 @@ from peagle.kernels.sampling.verify_triton import (
     match_drafts,
     own_tokens,
 )
-from peagle.kernels.trees.copies import MAX_COPIED, NO_COPY
+from peagle.kernels.trees.copies import NO_COPY, longest_path
 from peagle.kernels.trees.copies_triton import append_emitted
 from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
 from peagle.kernels.upload import upload, upload_ints
@@ -105,7 +105,7 @@ class BufferSizes:
         """Return the most nodes on a path of a tree."""
         assert self.trees is not None, "drafts are trees"
         depth = self.trees.prediction_depth
-        return min(depth + MAX_COPIED, self.trees.max_nodes) if self.has_copies else depth
+        return longest_path(depth, self.trees.max_nodes) if self.has_copies else depth
 
     def max_drafts(self, k: int) -> int:
         """Return the most drafts that a sequence has in steps of K drafts."""

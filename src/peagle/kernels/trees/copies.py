@@ -67,6 +67,11 @@ class Tree(NamedTuple):
     cells: list[int]
 
 
+def longest_path(depth: int, max_nodes: int) -> int:
+    """Return the most nodes on a path of a tree with copies, whose head drafts so deep."""
+    return min(depth + MAX_COPIED, max_nodes)
+
+
 def rate_cell(length: int, drafted: int) -> int:
     """Return which rate a copied token has, behind so many tokens that match."""
     return drafted * NUM_LENGTHS + sum(length >= least for least in _LENGTHS)
