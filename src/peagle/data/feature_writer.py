@@ -56,7 +56,7 @@ class DiskNeed:
 
 @dataclass(slots=True)
 class FeatureProgress:
-    """State of a run.
+    """How far the writing of stored features has come.
 
     Attributes:
         shards, num_shards: whole ones, and all.

@@ -78,7 +78,7 @@ class Writer(Protocol):
 
 @dataclass(slots=True)
 class SynthesizeProgress:
-    """State of a run.
+    """How far the writing of synthetic prompts has come.
 
     Attributes:
         count: prompts that are asked for.

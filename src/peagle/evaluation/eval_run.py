@@ -108,7 +108,7 @@ class AcceptanceFile:
 
 @dataclass(frozen=True, slots=True)
 class EvalArm:
-    """A method at one K.
+    """One run of an evaluation: a drafting method at one K.
 
     Each K is a run of its own. Figures of K = 3 from the first positions of a run at K = 7 would be
     biased: the steps of a shorter draft begin elsewhere in the text, more of them where drafting is

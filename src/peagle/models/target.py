@@ -248,7 +248,7 @@ class TargetModel(TargetFacts):
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Prepared
     ) -> tuple[Tensor, Tensor]:
-        """Run packed tokens.
+        """Run the target over packed tokens.
 
         Args:
             tokens_T: int64 token ids.

@@ -114,7 +114,7 @@ def register_attention() -> str:
 
 
 def dry_run(model: transformers.PreTrainedModel, position: int = 0) -> DryRun:
-    """Run one token.
+    """Run a model over one token, without a cache.
 
     Args:
         position: of the token.

@@ -96,7 +96,7 @@ class TrainRecord(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read train.json.
+        """Read a head's training record from its train.json.
 
         Raises:
             CheckpointError: it is not JSON, or a value is of the wrong type.

@@ -48,7 +48,7 @@ Row = tuple[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """A run, planned.
+    """The plan of a training run, made before the run begins.
 
     Attributes:
         memory: the way to run a step, or the one that takes least where none fits.

@@ -321,7 +321,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched step.
+    """A decode step that the host has launched, and its reports.
 
     Attributes:
         k: K; for trees the nodes for each row.

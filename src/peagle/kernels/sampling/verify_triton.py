@@ -51,7 +51,7 @@ class SequenceSampling:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
-    """How many drafts pass, whatever they are: see `speculation.verification.verify`.
+    """Rates that replace verification for measurements: see `speculation.verification.verify`.
 
     Attributes:
         rates_K: float32, at least one a draft; must not rise.
