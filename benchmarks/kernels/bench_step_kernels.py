@@ -1,6 +1,6 @@
 """Kernels of a captured decode step beside attention, timed as graph replays on a card.
 
-    PYTHONPATH=src python benchmarks/kernels/bench_step_kernels.py [--json OUT]
+    PYTHONPATH=src python benchmarks/kernels/bench_step_kernels.py [--json OUT] [--only copies]
 
 Verification: microseconds against the floor of reading the logits once at the bandwidth that a
 large copy reaches here (few rows fit the L2 cache and may beat it; so they may in a real step,
@@ -27,6 +27,8 @@ from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeS
 from peagle.kernels.sampling import probabilities_triton, verify_triton
 from peagle.kernels.sampling.logits_rules import VerificationRows
 from peagle.kernels.sampling.probabilities import probs_from_logits
+from peagle.kernels.trees import copies_triton
+from peagle.kernels.trees.copies import PRIOR_RATES, SEARCHED_ROWS, SHORTEST_MATCH
 from peagle.speculation.verification import SamplingTensors, verify
 
 VOCAB = 151_936
@@ -262,9 +264,93 @@ def bench_expand() -> list[dict[str, Any]]:
     return results
 
 
+def bench_copies() -> list[dict[str, Any]]:
+    """Copies of the text joined to trees: the search alone, and with the joining."""
+    results = []
+    print("\ncopies of the text; few: random tokens; many: a paragraph again and again")
+    print(
+        f"{'B':>4} {'tokens':>7} {'nodes':>6} {'rows':>5} {'text':>5} {'find us':>8} {'all us':>8}"
+    )
+    for length in (1024, 8192, 32_768):
+        for num_seqs in (1, 16, 64):
+            for nodes in (15, 31):
+                for rows in (1, SEARCHED_ROWS):
+                    for text in ("few", "many"):
+                        step = CopyStep(num_seqs, length, nodes, rows, text)
+                        find, both = microseconds(step.find), microseconds(step.join)
+                        names = "B", "tokens", "nodes", "rows", "text", "find_us", "all_us"
+                        values = num_seqs, length, nodes, rows, text, find, both
+                        results.append(dict(zip(names, values, strict=True)))
+                        print(
+                            f"{num_seqs:4} {length:7} {nodes:6} {rows:5} {text:>5} {find:8.2f} "
+                            f"{both:8.2f}"
+                        )
+    return results
+
+
+class CopyStep:
+    """Trees of a chain and of siblings, and texts."""
+
+    def __init__(self, num_seqs: int, length: int, nodes: int, rows: int, text: str) -> None:
+        shape = num_seqs, length
+        texts = torch.randint(VOCAB, shape, device=DEVICE, dtype=torch.int32)
+        if text == "many":
+            paragraph = texts[:, :97]
+            texts = paragraph.repeat(1, length // 97 + 1)[:, :length].contiguous()
+        self.texts, self.lens = texts, ints(num_seqs, length)
+        self.tokens = torch.randint(VOCAB, (num_seqs, nodes), device=DEVICE)
+        # The head drafts what the text goes on with, and others beside.
+        depth = 7
+        self.tokens[:, :depth] = texts[:, length % 97 : length % 97 + depth]
+        chain = [*range(depth), *(i % depth for i in range(nodes - depth))]
+        self.parents = torch.tensor(chain[:nodes], device=DEVICE).repeat(num_seqs, 1)
+        self.scores = -torch.linspace(0.1, 4, nodes, device=DEVICE).repeat(num_seqs, 1)
+        self.counts, self.room = ints(num_seqs, nodes), ints(num_seqs, nodes)
+        self.weights = torch.tensor([[1.0, 0.0]] * depth, device=DEVICE)
+        self.rates = torch.tensor(PRIOR_RATES, device=DEVICE)
+        self.scratch = copies_triton.CopyScratch.allocate(num_seqs, nodes, rows, DEVICE)
+        self.out = copies_triton.JoinedTrees.allocate(num_seqs, nodes, DEVICE)
+
+    def find(self) -> None:
+        copies_triton.find_copies(
+            self.texts,
+            self.lens,
+            self.tokens,
+            self.parents,
+            self.counts,
+            self.scratch,
+            shortest=SHORTEST_MATCH,
+        )
+
+    def join(self) -> None:
+        copies_triton.join_found_copies(
+            self.texts,
+            self.lens,
+            self.tokens,
+            self.parents,
+            self.scores,
+            self.counts,
+            self.room,
+            self.weights,
+            self.rates,
+            self.scratch,
+            self.out,
+            shortest=SHORTEST_MATCH,
+        )
+
+
+BENCHES = {
+    "expand": bench_expand,
+    "verify": bench_verify,
+    "search": bench_search,
+    "copies": bench_copies,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="kernels of a captured decode step")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--only", choices=BENCHES, help="time one kind of kernel")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rate = bandwidth()
@@ -273,10 +359,10 @@ def main() -> None:
     figures = {
         "device": torch.cuda.get_device_name(),
         "copy_tb_s": rate / 1e6,
-        "expand": bench_expand(),
-        "verify": bench_verify(rate),
-        "search": bench_search(),
     }
+    for name, bench in BENCHES.items():
+        if arguments.only in (None, name):
+            figures[name] = bench(rate) if name == "verify" else bench()
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import pytest
 from peagle import LLM, SamplingParams
 from peagle.config import StructuredOutput
 from peagle.engine.tree_record import TreeRecord
+from tests.kernels.devices import DEVICES
 
 pytest.importorskip("triton")
-ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.usefixtures("graphs_everywhere")
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.4, seed=3)
@@ -29,6 +29,7 @@ def make(
     eager: bool,
     copies: bool = True,
     drawn_chains_from: float | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> LLM:
     config: dict[str, Any] | None = None
@@ -42,7 +43,7 @@ def make(
         target,
         speculative_config=config,
         dtype="float32",
-        device="cpu",
+        device=device,
         enforce_eager=eager,
         **options,
     )
@@ -50,18 +51,22 @@ def make(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
-@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize("device", DEVICES)
 def test_captured_steps_join_the_copies_of_eager_ones(
-    target_folder: Path, head_folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    device: str,
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A captured step learns a step later.
     monkeypatch.setattr(TreeRecord, "looks", False)
     head = head_folders(parallel=True)
+    build = partial(make, target_folder, device=device)
     params = [GREEDY, GREEDY, SAMPLED, GREEDY]
-    plain = make(target_folder, None, eager=True).generate(PROMPTS, params)
-    eager = make(target_folder, head, eager=True)
+    plain = build(None, eager=True).generate(PROMPTS, params)
+    eager = build(head, eager=True)
     wanted = eager.generate(PROMPTS, params)
-    captured = make(target_folder, head, eager=False)
+    captured = build(head, eager=False)
     found = captured.generate(PROMPTS, params)
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
     assert [o.token_ids for o in wanted] == [o.token_ids for o in plain]
@@ -69,19 +74,20 @@ def test_captured_steps_join_the_copies_of_eager_ones(
     assert captured.stats.speculation == eager.stats.speculation
     accepted = captured.stats.speculation.num_accepted_tokens_per_pos
     assert len(accepted) > 3 and accepted[4] > 0, "deeper than the head drafts"
-    without = make(target_folder, head, eager=True, copies=False)
+    without = build(head, eager=True, copies=False)
     without.generate(PROMPTS, params)
     assert eager.stats.speculation.acceptance_length > without.stats.speculation.acceptance_length
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
-@pytest.mark.skipif(not ON_CPU, reason="TRITON_INTERPRET is not 1")
+@pytest.mark.parametrize("device", DEVICES)
 def test_rules_drawn_chains_and_preemption(
-    target_folder: Path, head_folders: Callable[..., Path]
+    device: str, target_folder: Path, head_folders: Callable[..., Path]
 ) -> None:
     """A grammar, penalties, and a chain of drawn drafts run beside; blocks are few."""
     head = head_folders(parallel=True)
+    build = partial(make, target_folder, device=device)
     letters = StructuredOutput("regex", "[a-c]{18}")
     params = [
         replace(GREEDY, structured_output=letters, ignore_eos=False),
@@ -89,8 +95,8 @@ def test_rules_drawn_chains_and_preemption(
         replace(GREEDY, temperature=1.2, seed=None),
         GREEDY,
     ]
-    plain = make(target_folder, None, eager=True).generate(PROMPTS, params)
-    llm = make(target_folder, head, eager=False, drawn_chains_from=1.0, num_kv_blocks=20)
+    plain = build(None, eager=True).generate(PROMPTS, params)
+    llm = build(head, eager=False, drawn_chains_from=1.0, num_kv_blocks=20)
     found = llm.generate(PROMPTS, params)
     for i in (0, 1, 3):
         assert found[i].token_ids == plain[i].token_ids

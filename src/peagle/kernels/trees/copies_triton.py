@@ -53,9 +53,10 @@ def _find_kernel(
         at = first + tl.arange(0, PLACES)
         matches = is_row[:, None] & (at < length_of_text - 1)[None, :]
         lengths = tl.zeros((M, PLACES), tl.int32)
-        # Walk back from each row to the root, and on into the text.
+        # Walk back from each row to the root, and on into the text, while any place matches.
         row, place = m, tl.full((M,), 0, tl.int32) + length_of_text - 1
-        for back in range(LONGEST):
+        back, num_matches = 0, 1
+        while (back < LONGEST) & (num_matches > 0):
             is_node = (row > 0) & is_row
             node = b * N + tl.maximum(row - 1, 0)
             drafted = tl.load(tokens_ptr + node, mask=is_node, other=0).to(tl.int32)
@@ -64,9 +65,11 @@ def _find_kernel(
             shifted = tl.load(text_ptr + at - back, mask=at >= back, other=-2)
             matches = matches & (shifted[None, :] == end[:, None])
             lengths += matches.to(tl.int32)
+            num_matches = tl.sum(tl.sum(matches.to(tl.int32), 1), 0)
             parent = tl.load(parents_ptr + node, mask=is_node, other=0).to(tl.int32)
             place = tl.where(is_node, place, place - 1)
             row = tl.where(is_node, parent, 0)
+            back += 1
         keys = lengths.to(tl.int64) * 4294967296 + (at + 1)[None, :]
         best = tl.max(tl.where(lengths >= shortest, keys, 0), 1)
         tl.atomic_max(found_ptr + b * M + m, best, mask=best > 0)
@@ -77,6 +80,20 @@ def _class_of(length):
     """Return the class of a match's length, see `copies.rate_cell`."""
     least_3_4 = (length >= 3).to(tl.int32) + (length >= 4).to(tl.int32)
     return least_3_4 + (length >= 6).to(tl.int32) + (length >= 9) + (length >= 16)
+
+
+@triton.jit
+def _order_of(place, ROWS: tl.constexpr, N: tl.constexpr, S: tl.constexpr):
+    """Return the number of the node at a place, if all nodes of a copy follow each other."""
+    copied = tl.maximum(place - N, 0)
+    return tl.where(place < N, place, N + copied % ROWS * S + copied // ROWS)
+
+
+@triton.jit
+def _place_of(order, ROWS: tl.constexpr, N: tl.constexpr, S: tl.constexpr):
+    """Return the place of a node by its number, see `_order_of`."""
+    copied = tl.maximum(order - N, 0)
+    return tl.where(order < N, order, N + copied % S * ROWS + copied // S)
 
 
 @triton.jit
@@ -104,14 +121,15 @@ def _join_kernel(
     out_worths_ptr,
     out_cells_ptr,
     out_num_nodes_ptr,
-    num_rows,
     depth,
     N: tl.constexpr,
     NODES: tl.constexpr,
     M: tl.constexpr,
+    ROWS: tl.constexpr,
     S: tl.constexpr,
     X: tl.constexpr,
     CHUNK: tl.constexpr,
+    LAST: tl.constexpr,
     NUM_LENGTHS: tl.constexpr,
     NO_COPY: tl.constexpr,
     MAX_LOGIT: tl.constexpr,
@@ -163,16 +181,17 @@ def _join_kernel(
     behind = tl.sum((is_node[None, :] & (worth[None, :] >= worth[:, None])).to(tl.int32), 1)
     least = tl.max(tl.where(is_node & (behind >= room), worth, 0.0), 0)
     # Walk along all copies together.
-    found = tl.load(found_ptr + b * M + m, mask=m < num_rows, other=0)
+    found = tl.load(found_ptr + b * M + m, mask=m < ROWS, other=0)
     length, start = (found >> 32).to(tl.int32), (found & 0xFFFFFFFF).to(tl.int32)
     left = tl.maximum(length_of_text - start, 1)
     is_base = (m[:, None] - 1 == n[None, :]) & is_node[None, :]
     row = m
     copy_worth = tl.where(m == 0, 1.0, tl.sum(tl.where(is_base, worth[None, :], 0.0), 1))
     copy_path = tl.sum(tl.where(is_base, path[None, :], 0), 1)
-    is_open = (length > 0) & (m < num_rows)
+    is_open = (length > 0) & (m < ROWS)
     has_path = m > 0
-    for s in range(S):
+    s, num_open = 0, tl.sum(is_open.to(tl.int32), 0)
+    while (s < S) & (num_open > 0):
         copied = tl.load(text_ptr + start + s % left, mask=is_open, other=0).to(tl.int64)
         is_child = (parent[None, :] == row[:, None]) & (token[None, :] == copied[:, None])
         is_child = is_child & is_node[None, :]
@@ -187,47 +206,53 @@ def _join_kernel(
         copy_path = tl.where(has_path, next_path, own)
         has_path = m >= 0
         is_open = is_open & (copy_worth > least)
-        at = base + N + m * S + s
-        tl.store(hashes_ptr + at, copy_path)
-        tl.store(worths_ptr + at, tl.where(is_open, copy_worth, -1.0), mask=m < num_rows)
-        tl.store(copied_ptr + at, copied, mask=m < num_rows)
-        tl.store(cells_ptr + at, cell, mask=m < num_rows)
+        at = base + N + s * ROWS + m
+        tl.store(hashes_ptr + at, copy_path, mask=m < ROWS)
+        tl.store(worths_ptr + at, tl.where(is_open, copy_worth, -1.0), mask=m < ROWS)
+        tl.store(copied_ptr + at, copied, mask=m < ROWS)
+        tl.store(cells_ptr + at, cell, mask=m < ROWS)
         row = tl.where(child > 0, child, -1)
+        s, num_open = s + 1, tl.sum(is_open.to(tl.int32), 0)
     tl.debug_barrier()
-    # Let the first of the nodes of one path stand for all, with the worth of the best copy.
-    num_all = N + num_rows * S
+    # Let the first of the nodes of one path stand for all, with the worth of the best copy. Nodes
+    # of copies lie step by step, but count one copy after the other.
+    num_all = N + s * ROWS
+    order = _order_of(x, ROWS, N, S)
     is_any = x < num_all
     own_path = tl.load(hashes_ptr + base + x, mask=is_any, other=0)
     x_worth = tl.load(worths_ptr + base + x, mask=is_any, other=-1.0)
     x_cell = tl.load(cells_ptr + base + x, mask=is_any, other=NO_COPY)
-    best_worth, best_cell, first = x_worth, x_cell, x
+    best_worth, best_cell, first = x_worth, x_cell, order
     is_any = is_any & (x_worth > 0)
     tl.debug_barrier()
-    for c in range(0, X, CHUNK):
+    for c in range(0, num_all, CHUNK):
         y = c + tl.arange(0, CHUNK)
+        y_order = _order_of(y, ROWS, N, S)
         y_worth = tl.load(worths_ptr + base + y, mask=y < num_all, other=-1.0)
         y_path = tl.load(hashes_ptr + base + y, mask=y < num_all, other=0)
         y_cell = tl.load(cells_ptr + base + y, mask=y < num_all, other=NO_COPY)
         same = (own_path[:, None] == y_path[None, :]) & (y_worth > 0)[None, :] & is_any[:, None]
-        first = tl.minimum(first, tl.min(tl.where(same, y[None, :], X), 1))
+        first = tl.minimum(first, tl.min(tl.where(same, y_order[None, :], LAST), 1))
         copies = tl.where(same & (y_cell != NO_COPY)[None, :], y_worth[None, :], -1.0)
         worth_of_chunk = tl.max(copies, 1)
         is_best = (copies == worth_of_chunk[:, None]) & (copies > 0)
-        at = tl.min(tl.where(is_best, y[None, :], X), 1)
+        at = tl.min(tl.where(is_best, y_order[None, :], LAST), 1)
         is_better = (worth_of_chunk > 0) & ((worth_of_chunk > best_worth) | (best_cell == NO_COPY))
-        cell_there = tl.load(cells_ptr + base + at, mask=is_better & (at < X), other=NO_COPY)
+        at = _place_of(at, ROWS, N, S)
+        cell_there = tl.load(cells_ptr + base + at, mask=is_better, other=NO_COPY)
         best_cell = tl.where(is_better, cell_there, best_cell)
         best_worth = tl.where(is_better, worth_of_chunk, best_worth)
-    is_first = is_any & (first == x)
+    is_first = is_any & (first == order)
     tl.debug_barrier()
     tl.store(worths_ptr + base + x, tl.where(is_first, best_worth, -1.0))
-    tl.store(firsts_ptr + base + x, first)
+    tl.store(firsts_ptr + base + x, _place_of(first, ROWS, N, S))
     tl.debug_barrier()
     rank = tl.zeros((X,), tl.int32)
-    for c in range(0, X, CHUNK):
+    for c in range(0, num_all, CHUNK):
         y = c + tl.arange(0, CHUNK)
+        y_order = _order_of(y, ROWS, N, S)
         y_worth = tl.load(worths_ptr + base + y)[None, :]
-        before = (y_worth == best_worth[:, None]) & (y[None, :] < x[:, None])
+        before = (y_worth == best_worth[:, None]) & (y_order[None, :] < order[:, None])
         before = (before | (y_worth > best_worth[:, None])) & (y_worth > 0)
         rank += tl.sum(before.to(tl.int32), 1)
     tl.store(ranks_ptr + base + x, rank)
@@ -237,7 +262,8 @@ def _join_kernel(
     is_taken = is_first & (rank < count)
     of_tree = x < N
     in_tree = tl.load(parents_ptr + b * N + x, mask=of_tree & is_taken, other=0).to(tl.int32) - 1
-    behind_copy = tl.where((x - N) % S == 0, (x - N) // S - 1, x - 1)
+    # The first node of a copy stands behind a row of the tree.
+    behind_copy = tl.where(x < N + ROWS, x - N - 1, x - ROWS)
     parent_at = tl.where(of_tree, in_tree, behind_copy)
     has_parent = is_taken & (parent_at >= 0)
     parent_first = tl.load(firsts_ptr + base + parent_at, mask=has_parent, other=0)
@@ -277,7 +303,7 @@ class CopyScratch:
         cls, num_seqs: int, max_nodes: int, num_rows: int, device: torch.device | str
     ) -> CopyScratch:
         """Allocate buffers for B trees of N nodes, of which `num_rows` rows are looked for."""
-        width = power_of_two(max_nodes + power_of_two(num_rows) * MAX_COPIED)
+        width = power_of_two(max_nodes + num_rows * MAX_COPIED)
         rows = num_seqs, width
 
         def zeros(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -319,6 +345,40 @@ class JoinedTrees:
         return cls(ints[0], ints[1], floats[0], floats[1], ints[2], count_B)
 
 
+def find_copies(
+    text_BL: Tensor,
+    lens_B: Tensor,
+    tokens_BN: Tensor,
+    parents_BN: Tensor,
+    num_nodes_B: Tensor,
+    scratch: CopyScratch,
+    *,
+    shortest: int,
+) -> None:
+    """Raise `scratch.found_BM` to the best match of each path; see `join_found_copies`."""
+    num_seqs, max_nodes = tokens_BN.shape
+    rows = scratch.num_rows
+    num_programs = min(_PROGRAMS, triton.cdiv(text_BL.shape[1], _PLACES))
+    launch(
+        _find_kernel,
+        (num_seqs, num_programs),
+        text_BL,
+        text_BL.stride(0),
+        lens_B,
+        tokens_BN,
+        parents_BN,
+        num_nodes_B,
+        scratch.found_BM,
+        rows,
+        shortest,
+        N=max_nodes,
+        M=power_of_two(rows),
+        PLACES=min(_PLACES, power_of_two(text_BL.shape[1])),
+        LONGEST=MAX_MATCH,
+        num_warps=4,
+    )
+
+
 def join_found_copies(
     text_BL: Tensor,
     lens_B: Tensor,
@@ -347,27 +407,9 @@ def join_found_copies(
         rates_C: float32, the rate of each cell.
         shortest: fewest tokens that are a match.
     """
+    find_copies(text_BL, lens_B, tokens_BN, parents_BN, num_nodes_B, scratch, shortest=shortest)
     num_seqs, max_nodes = tokens_BN.shape
     rows = scratch.num_rows
-    num_programs = min(_PROGRAMS, triton.cdiv(text_BL.shape[1], _PLACES))
-    launch(
-        _find_kernel,
-        (num_seqs, num_programs),
-        text_BL,
-        text_BL.stride(0),
-        lens_B,
-        tokens_BN,
-        parents_BN,
-        num_nodes_B,
-        scratch.found_BM,
-        rows,
-        shortest,
-        N=max_nodes,
-        M=power_of_two(rows),
-        PLACES=min(_PLACES, power_of_two(text_BL.shape[1])),
-        LONGEST=MAX_MATCH,
-        num_warps=4,
-    )
     launch(
         _join_kernel,
         (num_seqs,),
@@ -394,14 +436,15 @@ def join_found_copies(
         out.worths_BN,
         out.cells_BN,
         out.num_nodes_B,
-        rows,
         len(weights_D2),
         N=max_nodes,
         NODES=power_of_two(max_nodes),
         M=power_of_two(rows),
+        ROWS=rows,
         S=MAX_COPIED,
         X=scratch.hashes_BX.shape[1],
         CHUNK=_CHUNK,
+        LAST=max_nodes + rows * MAX_COPIED,
         NUM_LENGTHS=NUM_LENGTHS,
         NO_COPY=NO_COPY,
         MAX_LOGIT=MAX_LOGIT,
