@@ -28,13 +28,14 @@ from peagle.kernels.sampling import probabilities_triton, verify_triton
 from peagle.kernels.sampling.logits_rules import VerificationRows
 from peagle.kernels.sampling.probabilities import probs_from_logits
 from peagle.kernels.trees import copies_triton
-from peagle.kernels.trees.copies import PRIOR_RATES, SEARCHED_ROWS, SHORTEST_MATCH
+from peagle.kernels.trees.copies import MAX_MATCH, PRIOR_RATES, SEARCHED_ROWS
 from peagle.speculation.verification import SamplingTensors, verify
 
 VOCAB = 151_936
 K = 7
 WIDTH = 4096
 DEVICE = "cuda"
+LENGTHS = (MAX_MATCH, 2)
 SETTINGS = {
     "plain": (0, 1.0),
     "top-k 20": (20, 1.0),
@@ -297,45 +298,36 @@ class CopyStep:
         if text == "many":
             paragraph = texts[:, :97]
             texts = paragraph.repeat(1, length // 97 + 1)[:, :length].contiguous()
-        self.texts, self.lens = texts, ints(num_seqs, length)
-        self.tokens = torch.randint(VOCAB, (num_seqs, nodes), device=DEVICE)
+        self.texts = copies_triton.Texts(texts, ints(num_seqs, length - 1), ints(num_seqs, 1))
+        tokens = torch.randint(VOCAB, (num_seqs, nodes), device=DEVICE)
         # The head drafts what the text goes on with, and others beside.
         depth = 7
-        self.tokens[:, :depth] = texts[:, length % 97 : length % 97 + depth]
+        tokens[:, :depth] = texts[:, length % 97 : length % 97 + depth]
         chain = [*range(depth), *(i % depth for i in range(nodes - depth))]
-        self.parents = torch.tensor(chain[:nodes], device=DEVICE).repeat(num_seqs, 1)
-        self.scores = -torch.linspace(0.1, 4, nodes, device=DEVICE).repeat(num_seqs, 1)
-        self.counts, self.room = ints(num_seqs, nodes), ints(num_seqs, nodes)
+        parents = torch.tensor(chain[:nodes], device=DEVICE).repeat(num_seqs, 1)
+        scores = -torch.linspace(0.1, 4, nodes, device=DEVICE).repeat(num_seqs, 1)
+        self.depths = ints(num_seqs, depth)
+        sizes = self.depths, ints(num_seqs + nodes, nodes)
+        self.trees = copies_triton.HeadTrees(tokens, parents, scores, *sizes)
         self.weights = torch.tensor([[1.0, 0.0]] * depth, device=DEVICE)
         self.rates = torch.tensor(PRIOR_RATES, device=DEVICE)
         self.scratch = copies_triton.CopyScratch.allocate(num_seqs, nodes, rows, DEVICE)
-        self.out = copies_triton.JoinedTrees.allocate(num_seqs, nodes, DEVICE)
+        outs = torch.zeros(5, num_seqs, nodes, dtype=torch.int64, device=DEVICE)
+        self.out = copies_triton.TreeRows(*outs)
 
     def find(self) -> None:
-        copies_triton.find_copies(
-            self.texts,
-            self.lens,
-            self.tokens,
-            self.parents,
-            self.counts,
-            self.scratch,
-            shortest=SHORTEST_MATCH,
-        )
+        copies_triton.find_copies(self.texts, self.trees, self.scratch, LENGTHS)
 
     def join(self) -> None:
         copies_triton.join_found_copies(
             self.texts,
-            self.lens,
-            self.tokens,
-            self.parents,
-            self.scores,
-            self.counts,
-            self.room,
+            self.trees,
             self.weights,
             self.rates,
             self.scratch,
             self.out,
-            shortest=SHORTEST_MATCH,
+            lengths=LENGTHS,
+            max_model_len=2**20,
         )
 
 

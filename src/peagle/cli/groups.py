@@ -50,6 +50,9 @@ SPECULATION = group(
         "prediction_depth": 7, "max_nodes": 16}'; each key may be left out, and '{}' takes all
         defaults. P-EAGLE heads only. The nodes that a step verifies follow the load as K does.
         [default: chains]
+    --no-prompt-lookup = speculative.prompt_lookup
+        With candidate trees: draft with the head alone, without what the text goes on with where
+        the same tokens stood before.
     --draft-sampling TEXT
         Drafts at a temperature above 0: argmax or probabilistic.
     --drawn-chains-from FLOAT

@@ -57,6 +57,9 @@ def choice_of(*allowed: object) -> FieldCheck:
 
 
 BOOLEAN = FieldCheck(lambda value: isinstance(value, bool), "true or false")
+OPTIONAL_BOOLEAN = FieldCheck(
+    lambda value: value is None or isinstance(value, bool), "true, false or none"
+)
 
 
 def check_fields(config: object, checks: Mapping[str, FieldCheck]) -> None:

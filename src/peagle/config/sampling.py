@@ -38,6 +38,7 @@ _CHECKS = {
         0, MAX_SPECULATIVE_TOKENS, note=" (0 drafts nothing)", optional=True
     ),
     "ignore_eos": BOOLEAN,
+    "prompt_lookup": BOOLEAN,
     "temperature": number_check(lambda t: t >= 0, "a number of at least 0 (0 is greedy)"),
     "top_p": _MASS,
     "typical_p": _MASS,
@@ -139,6 +140,8 @@ class SamplingParams:
         ignore_eos: generate on past the model's own end-of-text ids.
         num_speculative_tokens: K of this request, at most the engine's; 0 decodes it without
             drafts, None takes the engine's.
+        prompt_lookup: let the text draft too, where the engine looks drafts up in it: copies of the
+            text in the trees of a head, or "ngram". False: the head alone drafts.
         marker_token_ids: special tokens whose names are part of the text, each behind
             `peagle.markers.SIGN`; other special tokens have no text.
 
@@ -173,6 +176,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
+    prompt_lookup: bool = True
     marker_token_ids: tuple[int, ...] = ()
     structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
     guided_decoding: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from peagle.config.checks import (
     BOOLEAN,
+    OPTIONAL_BOOLEAN,
     FieldCheck,
     check_fields,
     choice_of,
@@ -135,9 +136,7 @@ _CHECKS = {
     "draft_sampling": FieldCheck(
         lambda name: name in ("argmax", "probabilistic"), '"argmax" or "probabilistic"'
     ),
-    "parallel_drafting": FieldCheck(
-        lambda value: value is None or isinstance(value, bool), "true, false or none"
-    ),
+    "parallel_drafting": OPTIONAL_BOOLEAN,
     "revision": FieldCheck(
         lambda name: name is None or (isinstance(name, str) and bool(name)),
         "a branch, a tag or a commit",
@@ -145,7 +144,7 @@ _CHECKS = {
     "quantization": choice_of(None, *get_args(Quantization)),
     "check_target": BOOLEAN,
     "correction": BOOLEAN,
-    "prompt_lookup": BOOLEAN,
+    "prompt_lookup": OPTIONAL_BOOLEAN,
     "max_model_len": whole(1, optional=True),
     "drawn_chains_from": FieldCheck(
         lambda value: value is None or (is_number(value) and 0 < value < math.inf),
@@ -192,8 +191,11 @@ class SpeculativeConfig:
             same nodes in every step. None: all requests get trees.
         prompt_lookup: where drafts are trees, let continuations of the text join them: what stood
             behind earlier occurrences of a path's last tokens (`kernels.trees.copies`). Such paths
-            may be deeper than the head drafts.
-        prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" matches.
+            may be deeper than the head drafts. None: yes where drafts are trees. A request may say
+            no.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that is looked for. None:
+            4 and 1 for "ngram", and 16 and 2 where drafts are trees; there more than 16 tokens
+            count as 16.
         quantization: type that the weights of the head's layers get when they are loaded; None
             takes them as they are stored.
         check_target: refuse a head whose fingerprint names another target.
@@ -229,12 +231,12 @@ class SpeculativeConfig:
     parallel_drafting_spec: TreeShape | None = None
     draft_sampling: DraftSampling = "argmax"
     drawn_chains_from: float | None = None
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 1
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
     quantization: Quantization | None = None
     check_target: bool = True
     correction: bool = True
-    prompt_lookup: bool = False
+    prompt_lookup: bool | None = None
     max_model_len: int | None = None
     draft_window: int | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -260,8 +262,9 @@ class SpeculativeConfig:
             self._check_trees(self.parallel_drafting_spec)
         elif (first := self.drawn_chains_from) is not None:
             require(False, "drawn_chains_from", first, f"none without {_TREES}")
-        elif self.prompt_lookup:
-            require(False, "prompt_lookup", True, f"false without {_TREES}")
+        elif self.prompt_lookup and self.method != "ngram":
+            require(False, "prompt_lookup", True, f"false, or none, without {_TREES}")
+        self._check_lookup_lengths()
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.synthetic_acceptance_rates is not None:
@@ -288,11 +291,16 @@ class SpeculativeConfig:
         for name in (_TREES, "model", "revision", "quantization", "max_model_len", "draft_window"):
             value = getattr(self, name)
             require(value is None, name, value, f'no {name} with method "ngram"')
+        no = self.prompt_lookup
+        require(no is not False, "prompt_lookup", no, 'true, or none, with method "ngram"')
+
+    def _check_lookup_lengths(self) -> None:
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
-        ok = is_int(longest) and longest >= 1
+        ok = longest is None or (is_int(longest) and longest >= 1)
         require(ok, "prompt_lookup_max", longest, "a whole number of at least 1")
-        ok = is_int(shortest) and 1 <= shortest <= longest
-        require(ok, "prompt_lookup_min", shortest, f"1 to prompt_lookup_max ({longest})")
+        most, _ = self.lookup_lengths
+        ok = shortest is None or (is_int(shortest) and 1 <= shortest <= most)
+        require(ok, "prompt_lookup_min", shortest, f"1 to prompt_lookup_max ({most})")
 
     def _check_schedule(self, schedule: object) -> None:
         name = "num_speculative_tokens_per_batch_size"
@@ -327,7 +335,14 @@ class SpeculativeConfig:
     @property
     def copies_join_trees(self) -> bool:
         """Return whether continuations of the text join the head's trees."""
-        return self.parallel_drafting_spec is not None and self.prompt_lookup
+        return self.parallel_drafting_spec is not None and self.prompt_lookup is not False
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int]:
+        """Return the most tokens that a lookup compares, and the fewest that are a match."""
+        longest, shortest = (4, 1) if self.method == "ngram" else (16, 2)
+        longest = self.prompt_lookup_max or longest
+        return longest, self.prompt_lookup_min or min(shortest, longest)
 
     @property
     def k(self) -> int:

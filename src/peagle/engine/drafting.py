@@ -33,10 +33,8 @@ from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.kernels.paths import row_depths
 from peagle.kernels.sampling.probabilities import at_least_float32
 from peagle.kernels.trees.copies import (
-    MAX_MATCH,
     NO_COPY,
     SEARCHED_ROWS,
-    SHORTEST_MATCH,
     TextIndex,
     Tree,
     find_matches,
@@ -80,8 +78,7 @@ def make_drafting(
     if speculative is None:
         return None
     if drafter is None:
-        lookup = PromptLookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
-        return LookupDrafting(lookup, max_model_len)
+        return LookupDrafting(PromptLookup(*speculative.lookup_lengths), max_model_len)
     make_proposer = ParallelProposer if drafter.config.is_parallel else AutoregressiveProposer
     proposer = make_proposer(
         drafter,
@@ -90,7 +87,7 @@ def make_drafting(
         max_model_len=max_model_len,
         trees=speculative.trees,
         draws=speculative.draws,
-        has_copies=speculative.copies_join_trees,
+        lookup_lengths=speculative.lookup_lengths if speculative.copies_join_trees else None,
     )
     vocab_size = sampler.vocab_size
     return HeadDrafting(proposer, sampler, vocab_size, max_model_len, max_draft_len, features)
@@ -104,6 +101,13 @@ def fixes_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bo
     if speculative is None or speculative.parallel_drafting_spec is not None:
         return False
     return speculative.draws and not params.is_greedy and params.seed is not None
+
+
+def has_copies(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
+    """Return whether copies of the text may join a request's trees."""
+    if speculative is None or draws_chain(params, speculative):
+        return False
+    return speculative.copies_join_trees and params.prompt_lookup
 
 
 def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
@@ -321,7 +325,7 @@ class HeadDrafting(Drafting):
                 TREE_TEMPERATURE,
                 self._draft_token_ids,
             )
-        survival = self._host_survival if self.proposer.has_copies else None
+        survival = None if self.proposer.lookup_lengths is None else self._host_survival
         for row, reading in growing:
             sequence, grammar = reading.sequence, reading.sequence.grammar
             found = tokens[row][: drafts.lens[row]], parents[row], scores[row]
@@ -335,17 +339,17 @@ class HeadDrafting(Drafting):
             if sequence.draws_chain:
                 continue
             sequence.draft_parents, sequence.draft_scores = found[1][:count], found[2][:count]
-            if self.proposer.has_copies and grammar is None:
+            if sequence.has_copies and grammar is None:
                 self._join_copies(sequence, survival)
 
     def _join_copies(self, sequence: Sequence, survival: Survival | None) -> None:
         """Let copies of the text join the tree of a sequence."""
         proposer, text = self.proposer, sequence.token_ids
-        assert proposer.trees is not None and survival is not None
+        assert proposer.trees and survival and proposer.lookup_lengths
         tokens, parents = sequence.drafts, sequence.draft_parents or []
         scores = sequence.draft_scores or []
         if sequence.text_index is None:
-            sequence.text_index = TextIndex(MAX_MATCH, SHORTEST_MATCH)
+            sequence.text_index = TextIndex(*proposer.lookup_lengths)
         sequence.text_index.extend(text)
         depths = row_depths(parents)[1:]
         worths = survival(torch.tensor([scores]), torch.tensor([depths]))[0].tolist()

@@ -13,7 +13,7 @@ from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, DecodeSeconds
-from peagle.engine.drafting import HeadDrafting, draws_chain, fixes_k, make_drafting
+from peagle.engine.drafting import HeadDrafting, draws_chain, fixes_k, has_copies, make_drafting
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare_masks
@@ -261,6 +261,8 @@ class LLMEngine:
         k = self.num_speculative_tokens
         if params.num_speculative_tokens is not None:
             k = params.num_speculative_tokens
+        if not params.prompt_lookup and self.speculative and self.speculative.method == "ngram":
+            k = 0
         seed = params.seed
         if seed is None:
             seed = derive_seed(self.config.seed, self._num_requests)
@@ -277,6 +279,7 @@ class LLMEngine:
             leader=leader if self.config.enable_prefix_caching else None,
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
+            has_copies=has_copies(params, self.speculative),
             draws_chain=draws_chain(params, self.speculative),
             fixes_k=fixes_k(params, self.speculative),
         )

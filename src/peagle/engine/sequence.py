@@ -60,6 +60,7 @@ class Sequence:
         draft_worths: how probable it is that each node is accepted, and `draft_cells` which rate of
             copies it had (`kernels.trees.copies`); None where the tree has no copies.
         text_index: where the text has which tokens; None until copies are looked for.
+        has_copies: whether copies of the text may join its trees.
         draws_chain: whether its drafts are a drawn chain while other sequences have trees.
         fixes_k: whether its K does not follow the K of the batch.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
@@ -98,6 +99,7 @@ class Sequence:
     draft_cells: list[int] | None = None
     text_index: TextIndex | None = None
     draft_probs_KV: Tensor | None = None
+    has_copies: bool = False
     draws_chain: bool = False
     fixes_k: bool = False
     num_cached_tokens: int | None = None

@@ -167,7 +167,8 @@ class HeadProposer:
         max_model_len: positions from here on write no KV.
         trees: draft trees of this shape; None: chains.
         draws: whether drafts of some sequences are drawn.
-        has_copies: whether continuations of the text join trees (`kernels.trees.copies`).
+        lookup_lengths: the most tokens that are compared, and the fewest that are a match, where
+            continuations of the text join trees (`kernels.trees.copies`); None: they do not.
 
     Attributes:
         passes: passes of the drafter.
@@ -186,7 +187,7 @@ class HeadProposer:
         max_model_len: int,
         trees: CandidateTrees | None = None,
         draws: bool = False,
-        has_copies: bool = False,
+        lookup_lengths: tuple[int, int] | None = None,
     ) -> None:
         self.drafter = drafter
         self.drafter.reserve_positions(max_model_len)
@@ -196,7 +197,7 @@ class HeadProposer:
         self.max_model_len = max_model_len
         self.trees = trees
         self.draws = draws
-        self.has_copies = has_copies
+        self.lookup_lengths = lookup_lengths
         self.survival: Survival | None = None
         if trees is not None:
             self.survival = Survival.uncalibrated(

@@ -22,7 +22,7 @@ from peagle.kernels.trees.copies import (
     find_matches,
     join_copies,
 )
-from peagle.kernels.trees.survival import Survival
+from peagle.kernels.trees.survival import SCORE_UNIT, Survival
 from tests.kernels.devices import DEVICES, compile_for_card
 
 
@@ -124,17 +124,24 @@ def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_equal_the_reference(device: str) -> None:
     pytest.importorskip("triton")
-    from peagle.kernels.trees.copies_triton import CopyScratch, JoinedTrees, join_found_copies
+    from peagle.kernels.trees.copies_triton import (
+        CopyScratch,
+        HeadTrees,
+        Texts,
+        TreeRows,
+        join_found_copies,
+    )
 
-    rng, rows, nodes, batch = random.Random(5), 4, 12, 6
+    rng, rows, nodes, batch, max_len = random.Random(5), 4, 12, 6, 70
     rates = [rng.uniform(0.1, 0.98) for _ in PRIOR_RATES]
     weights_D2 = torch.tensor([[1.0, 0.0], [0.9, 0.1], [1.1, -0.2], [0.8, 0.0]])
     scratch = CopyScratch.allocate(batch, nodes, rows, device)
-    out = JoinedTrees.allocate(batch, nodes, device)
+    outs = torch.full((5, batch, nodes + 1), 7, dtype=torch.int64, device=device)
+    out = TreeRows(*(rows_BX[:, 1:] for rows_BX in outs))
     for _ in range(3):
-        texts = [[rng.randrange(5) for _ in range(rng.randrange(1, 60))] for _ in range(batch)]
-        trees = [random_tree(rng, rng.randrange(nodes + 1), 6) for _ in range(batch)]
-        room = [rng.randrange(1, nodes + 1) for _ in range(batch)]
+        texts = [[rng.randrange(5) for _ in range(rng.randrange(1, 71))] for _ in range(batch)]
+        trees = [random_tree(rng, rng.randrange(1, nodes + 1), 6) for _ in range(batch)]
+        has_copies = [b != 2 for b in range(batch)]
         text_BL = torch.zeros(batch, 80, dtype=torch.int32)
         tokens_BN, parents_BN = torch.zeros(2, batch, nodes, dtype=torch.int64)
         scores_BN = torch.zeros(batch, nodes)
@@ -144,24 +151,23 @@ def test_kernels_equal_the_reference(device: str) -> None:
             tokens_BN[b, :count] = torch.tensor(tree.tokens, dtype=torch.int64)
             parents_BN[b, :count] = torch.tensor(tree.parents, dtype=torch.int64)
             scores_BN[b, :count] = torch.tensor(tree.scores)
-        lens_B, counts_B, room_B = (
-            torch.tensor(x, device=device)
-            for x in ([len(t) for t in texts], [len(t.tokens) for t in trees], room)
-        )
+        # A "depth" of this test is the number of nodes, and the last tree is none.
+        sizes_K = torch.arange(nodes + 1, device=device)
+        depths_B = torch.tensor([len(tree.tokens) for tree in trees[:-1]] + [0], device=device)
+        lasts_B = torch.tensor([len(text) - 1 for text in texts], device=device)
+        head = [x.to(device) for x in (tokens_BN, parents_BN, scores_BN)]
         join_found_copies(
-            text_BL.to(device),
-            lens_B,
-            tokens_BN.to(device),
-            parents_BN.to(device),
-            scores_BN.to(device),
-            counts_B,
-            room_B,
+            Texts(text_BL.to(device), lasts_B, torch.tensor(has_copies, device=device).long()),
+            HeadTrees(*head, depths_B, sizes_K),
             weights_D2.to(device),
             torch.tensor(rates, device=device),
             scratch,
             out,
-            shortest=2,
+            lengths=(MAX_MATCH, 2),
+            max_model_len=max_len,
         )
+        assert (outs[:, :, 0] == 7).all(), "nothing is written beside the rows"
+        assert int(depths_B[-1]) == 0 and not out.tokens_BN[-1].any()
         for b, (text, tree) in enumerate(zip(texts, trees, strict=True)):
             depths = row_depths(tree.parents)[1:]
             worths = list[float]()
@@ -174,14 +180,19 @@ def test_kernels_equal_the_reference(device: str) -> None:
             index = TextIndex(MAX_MATCH, 2)
             index.extend(text)
             matches = find_matches(index, text, tree.tokens, tree.parents, rows)
-            wanted = join_copies(tree, text, matches, rates, max_nodes=room[b])
-            count = int(out.num_nodes_B[b])
+            room = min(nodes, max_len - len(text)) if b < batch - 1 else 0
+            matches = matches if has_copies[b] else []
+            wanted = join_copies(tree, text, matches, rates, max_nodes=room)
+            count = int(depths_B[b])
             assert count == len(wanted.tokens)
             assert out.tokens_BN[b, :count].tolist() == wanted.tokens
             assert out.parents_BN[b, :count].tolist() == wanted.parents
             assert out.cells_BN[b, :count].tolist() == wanted.cells
-            assert out.worths_BN[b, :count].tolist() == pytest.approx(wanted.worths, rel=1e-4)
-            assert out.scores_BN[b, :count].tolist() == pytest.approx(wanted.scores, abs=1e-4)
+            worths = [unit * SCORE_UNIT for unit in out.worths_BN[b, :count].tolist()]
+            scores = [unit * SCORE_UNIT for unit in out.scores_BN[b, :count].tolist()]
+            assert worths == pytest.approx(wanted.worths, abs=2e-5)
+            assert scores == pytest.approx(wanted.scores, abs=1e-4)
+            assert not any(x[b, count:].any() for x in (out.tokens_BN, out.worths_BN))
             assert all(math.isfinite(x) for x in wanted.scores)
 
 

@@ -73,15 +73,16 @@ def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
     config = launch.speculative
     if config is None:
         return None
-    looks_up, rates = config.method == "ngram", config.synthetic_acceptance_rates
+    lengths = config.lookup_lengths if config.method == "ngram" else (None, None)
+    rates = config.synthetic_acceptance_rates
     data = {
         "method": config.method,
         "model": config.model,
         "revision": config.revision,
         "num_speculative_tokens": config.k,
         "parallel_drafting": launch.is_parallel or None,
-        "prompt_lookup_max": config.prompt_lookup_max if looks_up else None,
-        "prompt_lookup_min": config.prompt_lookup_min if looks_up else None,
+        "prompt_lookup_max": lengths[0],
+        "prompt_lookup_min": lengths[1],
         "max_model_len": config.max_model_len,
         "draft_sample_method": None if config.draft_sampling == "argmax" else "probabilistic",
         "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size,

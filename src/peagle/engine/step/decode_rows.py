@@ -32,6 +32,7 @@ class DecodeRows:
         context_starts_B: first drafter slot that attention may read.
         feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
         draws_chain_B: 1 for drawn chains while other sequences have trees, else 0; int64.
+        has_copies_B: 1 where copies of the text may join the tree, else 0; int64.
     """
 
     state: DecodeState
@@ -48,6 +49,7 @@ class DecodeRows:
     context_starts_B: Tensor
     feature_slots_B: Tensor
     draws_chain_B: Tensor
+    has_copies_B: Tensor
 
     def nodes(self, field: int) -> Tensor:
         """Return one number of each node: parent's row, score, worth or cell."""

@@ -76,6 +76,7 @@ _INTS = (
     "context_starts",
     "feature_slots",
     "draws_chain",  # 1 for drawn chains while other sequences have trees
+    "has_copies",  # 1 where copies of the text may join trees
 )
 _FLOATS = ("temperature", "top_p", "min_p")
 
@@ -197,6 +198,7 @@ class DecodeBuffers:
             context_starts_B=ints["context_starts"],
             feature_slots_B=ints["feature_slots"],
             draws_chain_B=ints["draws_chain"],
+            has_copies_B=ints["has_copies"],
         )
 
     def _drafts_of(self, k: int) -> Tensor:
@@ -281,6 +283,7 @@ class DecodeBuffers:
             "context_starts": sequence.drafter_start,
             "feature_slots": NO_SLOT if ring is None else ring.slot,
             "draws_chain": int(sequence.draws_chain),
+            "has_copies": int(sequence.has_copies),
         }
         ints = [fields[name] for name in _INTS]
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))

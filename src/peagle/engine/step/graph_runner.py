@@ -185,7 +185,7 @@ def make_graph_runner(
         max_draft_len=max_draft_len,
         synthetic_rates=synthetic_rates,
         trees=trees,
-        has_copies=proposer is not None and proposer.has_copies,
+        has_copies=proposer is not None and proposer.lookup_lengths is not None,
     )
     drawn, max_drafts = None, max(k for _, k in num_rows)
     if proposer is not None and proposer.draws:

@@ -88,7 +88,8 @@ class DecodeTrees:
         self._num_nodes_K = torch.tensor(sizes, device=device)
         self._copies = None
         if rows.text_BL is not None:
-            self._copies = DecodeCopies(rows, proposer, shape.max_nodes)
+            sizes = shape.max_nodes, max_model_len
+            self._copies = DecodeCopies(rows, proposer, self._num_nodes_K, *sizes)
 
     def allocate_nodes(self) -> None:
         """Choose the nodes of each running sequence's tree that the rows of the step verify.
@@ -171,24 +172,24 @@ class DecodeTrees:
             chains_BK: drafts of sequences that draw chains; None if no sequence does.
         """
         state = self._state
-        num_nodes_B = self._num_nodes_K[state.num_drafts_B]
+        depths_B = state.num_drafts_B.clone() if chains_BK is not None else state.num_drafts_B
+        num_slots_B = (self._max_model_len - 1 - state.first_positions_B).clamp_min(0)
         if self._copies is not None:
-            joined = self._copies.join(tokens_BN, parents_BN, scores_BN, num_nodes_B)
-            tokens_BN, parents_BN, scores_BN = joined.tokens_BN, joined.parents_BN, joined.scores_BN
-            num_nodes_B = torch.where(state.num_drafts_B > 0, joined.num_nodes_B, 0)
+            self._copies.write_trees(tokens_BN, parents_BN, scores_BN)
+        else:
+            num_nodes_B = torch.minimum(self._num_nodes_K[depths_B], num_slots_B)
+            state.num_drafts_B.copy_(num_nodes_B)
+            is_node_BN = self._columns_N < num_nodes_B.unsqueeze(1)
+            self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
+            self._parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
+            units_BN = (scores_BN.clamp_min(MIN_SCORE) / SCORE_UNIT).round().long()
+            self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))
         if chains_BK is not None and self._draws_B1 is not None:
             is_drawn_B1, width = self._draws_B1 != 0, chains_BK.shape[1]
-            pairs = (tokens_BN, chains_BK), (parents_BN, self._columns_N[:width])
-            tokens_BN, parents_BN = (
-                torch.cat((torch.where(is_drawn_B1, own, of_BN[:, :width]), of_BN[:, width:]), 1)
-                for of_BN, own in pairs
-            )
-            num_nodes_B = torch.where(is_drawn_B1.squeeze(1), state.num_drafts_B, num_nodes_B)
-        num_slots_B = (self._max_model_len - 1 - state.first_positions_B).clamp_min(0)
-        num_nodes_B = torch.minimum(num_nodes_B, num_slots_B)
-        state.num_drafts_B.copy_(num_nodes_B)
-        is_node_BN = self._columns_N < num_nodes_B.unsqueeze(1)
-        self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
-        self._parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
-        units_BN = (scores_BN.clamp_min(MIN_SCORE) / SCORE_UNIT).round().long()
-        self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))
+            num_drafts_B = torch.minimum(depths_B, num_slots_B)
+            is_drawn_BK = is_drawn_B1 & (self._columns_N[:width] < num_drafts_B.unsqueeze(1))
+            pairs = (self._drafts_BN, chains_BK), (self._parents_BN, self._columns_N[:width])
+            for rows_BN, own in pairs:
+                rows_BN[:, :width].copy_(torch.where(is_drawn_BK, own, rows_BN[:, :width]))
+            is_drawn_B = is_drawn_B1.squeeze(1)
+            state.num_drafts_B.copy_(torch.where(is_drawn_B, num_drafts_B, state.num_drafts_B))

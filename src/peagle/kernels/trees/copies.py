@@ -30,7 +30,6 @@ PRIOR_RATES = (
     *(0.80, 0.88, 0.88, 0.90, 0.94, 0.98),
 )
 MAX_COPIED = 32  # tokens of one copy
-SHORTEST_MATCH = 2
 # The root and the likeliest nodes, behind which a copy may begin.
 SEARCHED_ROWS = 6
 
@@ -81,14 +80,15 @@ class TextIndex:
     """The places of every run of `shortest` tokens in a text that grows.
 
     Args:
-        longest, shortest: most tokens that are compared, and fewest that are a match.
+        longest, shortest: most tokens that are compared, at most MAX_MATCH, and fewest that are a
+            match.
     """
 
     # Of a run that occurs more often, the latest places are compared.
     _MAX_PLACES = 64
 
     def __init__(self, longest: int, shortest: int) -> None:
-        self.longest, self.shortest = longest, shortest
+        self.longest, self.shortest = min(longest, MAX_MATCH), shortest
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._known = 0
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peagle.kernels.launch import launch, power_of_two
 from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
-from peagle.kernels.trees.survival import MAX_LOGIT
+from peagle.kernels.trees.survival import MAX_LOGIT, MIN_SCORE, SCORE_UNIT
 
 _PLACES = 1024  # places that a program compares at a time
 _PROGRAMS = 16  # programs of a sequence
@@ -29,10 +29,12 @@ _CHUNK = 16  # nodes that all others are compared with at a time
 def _find_kernel(
     text_ptr,
     stride_text,
-    lens_ptr,
+    first_positions_ptr,
+    has_copies_ptr,
+    depths_ptr,
+    num_nodes_ptr,
     tokens_ptr,
     parents_ptr,
-    num_nodes_ptr,
     found_ptr,
     num_rows,
     shortest,
@@ -43,8 +45,10 @@ def _find_kernel(
 ):
     """Raise each row's best match, length * 2^32 + place behind it, to the best of some places."""
     b = tl.program_id(0)
-    length_of_text = tl.load(lens_ptr + b).to(tl.int32)
-    num_nodes = tl.load(num_nodes_ptr + b).to(tl.int32)
+    depth_of_tree = tl.load(depths_ptr + b)
+    has_copies = (tl.load(has_copies_ptr + b) != 0) & (depth_of_tree > 0)
+    length_of_text = tl.where(has_copies, tl.load(first_positions_ptr + b).to(tl.int32) + 1, 0)
+    num_nodes = tl.load(num_nodes_ptr + depth_of_tree).to(tl.int32)
     text_ptr += b.to(tl.int64) * stride_text
     m = tl.arange(0, M)
     is_row = (m < num_rows) & (m <= num_nodes)
@@ -97,15 +101,23 @@ def _place_of(order, ROWS: tl.constexpr, N: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def _rounded(value):
+    """Return the nearest whole number, of two the even one."""
+    above = tl.floor(value + 0.5)
+    is_odd_tie = (above == value + 0.5) & (tl.floor(above * 0.5) * 2 != above)
+    return (above - is_odd_tie.to(tl.float32)).to(tl.int64)
+
+
+@triton.jit
 def _join_kernel(
     text_ptr,
     stride_text,
-    lens_ptr,
+    first_positions_ptr,
+    depths_ptr,
+    num_nodes_ptr,
     tokens_ptr,
     parents_ptr,
     scores_ptr,
-    num_nodes_ptr,
-    room_ptr,
     found_ptr,
     weights_ptr,
     rates_ptr,
@@ -116,12 +128,14 @@ def _join_kernel(
     firsts_ptr,
     ranks_ptr,
     out_tokens_ptr,
+    stride_tokens,
     out_parents_ptr,
     out_scores_ptr,
     out_worths_ptr,
     out_cells_ptr,
-    out_num_nodes_ptr,
+    stride_nodes,
     depth,
+    max_len,
     N: tl.constexpr,
     NODES: tl.constexpr,
     M: tl.constexpr,
@@ -133,14 +147,19 @@ def _join_kernel(
     NUM_LENGTHS: tl.constexpr,
     NO_COPY: tl.constexpr,
     MAX_LOGIT: tl.constexpr,
+    MIN_SCORE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Join the copies of one sequence to its tree."""
     b = tl.program_id(0)
     n, m, x = tl.arange(0, NODES), tl.arange(0, M), tl.arange(0, X)
     text_ptr += b.to(tl.int64) * stride_text
-    length_of_text = tl.load(lens_ptr + b).to(tl.int32)
-    num_nodes = tl.load(num_nodes_ptr + b).to(tl.int32)
-    room = tl.load(room_ptr + b).to(tl.int32)
+    length_of_text = tl.load(first_positions_ptr + b).to(tl.int32) + 1
+    depth_of_tree = tl.load(depths_ptr + b)
+    num_nodes = tl.load(num_nodes_ptr + depth_of_tree).to(tl.int32)
+    # As many nodes as have KV slots.
+    room = tl.minimum(tl.maximum(max_len - length_of_text, 0), N)
+    room = tl.where(depth_of_tree > 0, room, 0)
     is_node = n < num_nodes
     token = tl.load(tokens_ptr + b * N + n, mask=is_node, other=-1).to(tl.int64)
     parent = tl.load(parents_ptr + b * N + n, mask=is_node, other=0).to(tl.int32)
@@ -268,15 +287,25 @@ def _join_kernel(
     has_parent = is_taken & (parent_at >= 0)
     parent_first = tl.load(firsts_ptr + base + parent_at, mask=has_parent, other=0)
     parent_rank = tl.load(ranks_ptr + base + parent_first, mask=has_parent, other=-1)
-    out = b * N + rank
     own_score = tl.load(scores_ptr + b * N + x, mask=of_tree & is_taken, other=0)
     own_score = tl.where(of_tree, own_score, tl.log(tl.maximum(best_worth, 1e-30)))
-    tl.store(out_tokens_ptr + out, tl.load(copied_ptr + base + x, mask=is_taken), mask=is_taken)
+    own_score = tl.where(own_score == own_score, own_score, MIN_SCORE)
+    score_units = _rounded(tl.maximum(own_score, MIN_SCORE) / UNIT)
+    out_tokens_ptr += b * stride_tokens
+    base_out = b * stride_nodes
+    out = base_out + rank
+    tl.store(out_tokens_ptr + rank, tl.load(copied_ptr + base + x, mask=is_taken), mask=is_taken)
     tl.store(out_parents_ptr + out, (parent_rank + 1).to(tl.int64), mask=is_taken)
-    tl.store(out_scores_ptr + out, own_score, mask=is_taken)
-    tl.store(out_worths_ptr + out, best_worth, mask=is_taken)
+    tl.store(out_scores_ptr + out, score_units, mask=is_taken)
+    tl.store(out_worths_ptr + out, _rounded(best_worth / UNIT), mask=is_taken)
     tl.store(out_cells_ptr + out, best_cell.to(tl.int64), mask=is_taken)
-    tl.store(out_num_nodes_ptr + b, count.to(tl.int64))
+    is_empty, nothing = (n >= count) & (n < N), tl.zeros((NODES,), tl.int64)
+    tl.store(out_tokens_ptr + n, nothing, mask=is_empty)
+    tl.store(out_parents_ptr + base_out + n, nothing, mask=is_empty)
+    tl.store(out_scores_ptr + base_out + n, nothing, mask=is_empty)
+    tl.store(out_worths_ptr + base_out + n, nothing, mask=is_empty)
+    tl.store(out_cells_ptr + base_out + n, nothing + NO_COPY, mask=is_empty)
+    tl.store(depths_ptr + b, count.to(tl.int64))
     tl.store(found_ptr + b * M + m, tl.zeros((M,), tl.int64))
 
 
@@ -320,11 +349,13 @@ class CopyScratch:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedTrees:
-    """Trees with copies: token, parent's row, score, worth and cell of each node, [B, N].
+class TreeRows:
+    """Where the trees of a step's rows lie, each [B, N] and int64; any stride between rows.
 
     Attributes:
-        num_nodes_B: how many nodes each tree has.
+        tokens_BN, parents_BN: token and parent's row of each node; 0 behind the last.
+        scores_BN, worths_BN: score and worth in units of `SCORE_UNIT`; 0 behind the last.
+        cells_BN: which rate a copied node had; NO_COPY for the others.
     """
 
     tokens_BN: Tensor
@@ -332,95 +363,104 @@ class JoinedTrees:
     scores_BN: Tensor
     worths_BN: Tensor
     cells_BN: Tensor
-    num_nodes_B: Tensor
 
-    @classmethod
-    def allocate(cls, num_seqs: int, max_nodes: int, device: torch.device | str) -> JoinedTrees:
-        """Allocate B trees of N nodes."""
-        ints, floats = (
-            [torch.zeros(num_seqs, max_nodes, dtype=t, device=device) for _ in range(3)]
-            for t in (torch.int64, torch.float32)
-        )
-        count_B = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-        return cls(ints[0], ints[1], floats[0], floats[1], ints[2], count_B)
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The texts of a step's rows.
+
+    Attributes:
+        tokens_BL: int32, the tokens of each sequence, the newest included; any stride between rows.
+        first_positions_B: int64, the place of the newest.
+        has_copies_B: int64, 1 where copies may join the tree, else 0.
+    """
+
+    tokens_BL: Tensor
+    first_positions_B: Tensor
+    has_copies_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTrees:
+    """The trees of a head, as `grow_trees` leaves them, and their sizes.
+
+    Attributes:
+        tokens_BN, parents_BN, scores_BN: contiguous.
+        depths_B: int64, most nodes on a path of each; 0 without a tree.
+        num_nodes_K: int64, the nodes of a tree of each depth.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    scores_BN: Tensor
+    depths_B: Tensor
+    num_nodes_K: Tensor
 
 
 def find_copies(
-    text_BL: Tensor,
-    lens_B: Tensor,
-    tokens_BN: Tensor,
-    parents_BN: Tensor,
-    num_nodes_B: Tensor,
-    scratch: CopyScratch,
-    *,
-    shortest: int,
+    texts: Texts, trees: HeadTrees, scratch: CopyScratch, lengths: tuple[int, int]
 ) -> None:
     """Raise `scratch.found_BM` to the best match of each path; see `join_found_copies`."""
-    num_seqs, max_nodes = tokens_BN.shape
-    rows = scratch.num_rows
-    num_programs = min(_PROGRAMS, triton.cdiv(text_BL.shape[1], _PLACES))
+    num_seqs, max_nodes = trees.tokens_BN.shape
+    rows, max_len = scratch.num_rows, texts.tokens_BL.shape[1]
     launch(
         _find_kernel,
-        (num_seqs, num_programs),
-        text_BL,
-        text_BL.stride(0),
-        lens_B,
-        tokens_BN,
-        parents_BN,
-        num_nodes_B,
+        (num_seqs, min(_PROGRAMS, triton.cdiv(max_len, _PLACES))),
+        texts.tokens_BL,
+        texts.tokens_BL.stride(0),
+        texts.first_positions_B,
+        texts.has_copies_B,
+        trees.depths_B,
+        trees.num_nodes_K,
+        trees.tokens_BN,
+        trees.parents_BN,
         scratch.found_BM,
         rows,
-        shortest,
+        lengths[1],
         N=max_nodes,
         M=power_of_two(rows),
-        PLACES=min(_PLACES, power_of_two(text_BL.shape[1])),
-        LONGEST=MAX_MATCH,
+        PLACES=min(_PLACES, power_of_two(max_len)),
+        LONGEST=min(lengths[0], MAX_MATCH),
         num_warps=4,
     )
 
 
 def join_found_copies(
-    text_BL: Tensor,
-    lens_B: Tensor,
-    tokens_BN: Tensor,
-    parents_BN: Tensor,
-    scores_BN: Tensor,
-    num_nodes_B: Tensor,
-    room_B: Tensor,
+    texts: Texts,
+    trees: HeadTrees,
     weights_D2: Tensor,
     rates_C: Tensor,
     scratch: CopyScratch,
-    out: JoinedTrees,
+    out: TreeRows,
     *,
-    shortest: int,
+    lengths: tuple[int, int],
+    max_model_len: int,
 ) -> None:
     """Find the copies of each text and join them to its tree, as `trees.copies` does.
 
+    A tree has as many nodes as have KV slots. `trees.depths_B` takes the number of nodes of each.
     Needs no synchronisation and allocates nothing, so that a CUDA graph can hold it.
 
     Args:
-        text_BL: int32, the tokens of each sequence, the newest included; any stride between rows.
-        lens_B: int64, how many they are.
-        tokens_BN, parents_BN, scores_BN, num_nodes_B: the trees, as `grow_trees` leaves them.
-        room_B: int64, most nodes of each result.
         weights_D2: of `Survival`.
         rates_C: float32, the rate of each cell.
-        shortest: fewest tokens that are a match.
+        lengths: the most tokens that are compared, and the fewest that are a match.
+        max_model_len: no node has a slot from here on.
     """
-    find_copies(text_BL, lens_B, tokens_BN, parents_BN, num_nodes_B, scratch, shortest=shortest)
-    num_seqs, max_nodes = tokens_BN.shape
+    find_copies(texts, trees, scratch, lengths)
+    num_seqs, max_nodes = trees.tokens_BN.shape
     rows = scratch.num_rows
     launch(
         _join_kernel,
         (num_seqs,),
-        text_BL,
-        text_BL.stride(0),
-        lens_B,
-        tokens_BN,
-        parents_BN,
-        scores_BN,
-        num_nodes_B,
-        room_B,
+        texts.tokens_BL,
+        texts.tokens_BL.stride(0),
+        texts.first_positions_B,
+        trees.depths_B,
+        trees.num_nodes_K,
+        trees.tokens_BN,
+        trees.parents_BN,
+        trees.scores_BN,
         scratch.found_BM,
         weights_D2,
         rates_C,
@@ -431,12 +471,14 @@ def join_found_copies(
         scratch.firsts_BX,
         scratch.ranks_BX,
         out.tokens_BN,
+        out.tokens_BN.stride(0),
         out.parents_BN,
         out.scores_BN,
         out.worths_BN,
         out.cells_BN,
-        out.num_nodes_B,
+        out.cells_BN.stride(0),
         len(weights_D2),
+        max_model_len,
         N=max_nodes,
         NODES=power_of_two(max_nodes),
         M=power_of_two(rows),
@@ -448,6 +490,8 @@ def join_found_copies(
         NUM_LENGTHS=NUM_LENGTHS,
         NO_COPY=NO_COPY,
         MAX_LOGIT=MAX_LOGIT,
+        MIN_SCORE=MIN_SCORE,
+        UNIT=SCORE_UNIT,
         num_warps=8,
     )
 
