@@ -216,6 +216,8 @@ LOOKUP = {"method": "ngram", "model": None}
         ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
         ({"draft_sampling": "beam"}, "draft_sampling is 'beam'; expected \"argmax\" or"),
         ({"check_target": "no"}, "check_target is 'no'; expected true or false"),
+        ({**LOOKUP, "prompt_lookup": False}, "prompt_lookup is False; expected true, or none"),
+        ({"prompt_lookup": True}, "prompt_lookup is True; expected false, or none, without"),
         ({**LOOKUP, "prompt_lookup_min": 0}, "prompt_lookup_min is 0; expected 1 to prompt_lookup"),
         ({**LOOKUP, "prompt_lookup_min": 5}, "prompt_lookup_min is 5; expected 1 to prompt_lookup"),
         ({**LOOKUP, "prompt_lookup_max": "4"}, "prompt_lookup_max is '4'; expected a whole number"),
@@ -435,3 +437,18 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         require_writable_file(file / "a.jsonl", "The output")
     with pytest.raises(UserError, match="is a folder; expected the name of a file"):
         require_writable_file(tmp_path, "The output")
+
+
+def test_lengths_of_a_lookup() -> None:
+    trees = {"model": "head", "parallel_drafting_spec": {}}
+    lengths = [
+        SpeculativeConfig.parse({**method, **given}).lookup_lengths
+        for method in (LOOKUP, trees)
+        for given in ({}, {"prompt_lookup_max": 3}, {"prompt_lookup_max": 1})
+    ]
+    assert lengths == [(4, 1), (3, 1), (1, 1), (16, 2), (3, 2), (1, 1)]
+    joins = [
+        SpeculativeConfig.parse({**trees, **given}).copies_join_trees
+        for given in ({}, {"prompt_lookup": True}, {"prompt_lookup": False})
+    ]
+    assert joins == [True, True, False]

@@ -89,13 +89,19 @@ TREES = '{"num_parallel_trees": 2, "prediction_depth": 3, "max_nodes": 6}'
 
 
 @pytest.mark.slow
-def test_trees_are_a_method_of_their_own(peagle: Peagle, pair: Pair) -> None:
+def test_trees_are_methods_of_their_own(peagle: Peagle, pair: Pair) -> None:
     options = (*pair.options, "--eagle3", pair.eagle3, *SMALL, "--no-ngram", *JSON)
     entries = entries_of(peagle("eval", *options, "-k", 2, "--parallel-drafting-spec", TREES))
-    named = [("peagle", 2), ("peagle-tree-w2-n6", 3), ("eagle3", 2)]
+    tree = "peagle-tree-w2-n6"
+    named = [("peagle", 2), (tree, 3), (f"{tree}-text", 3), ("eagle3", 2)]
     assert [(one["method"], one["k"]) for one in entries] == named
-    assert [len(one["pooled"]["unconditional"]) for one in entries] == [2, 3, 2]
+    depths = [len(one["pooled"]["unconditional"]) for one in entries]
+    assert (depths[0], depths[1], depths[3]) == (2, 3, 2)
     assert len({one["pooled"]["num_tokens"] for one in entries}) == 1
+    words = (*options, "-k", 2, "--parallel-drafting-spec", TREES, "--no-prompt-lookup")
+    without = entries_of(peagle("eval", *words))
+    assert [one["method"] for one in without] == ["peagle", tree, "eagle3"]
+    assert without[1]["pooled"] == entries[1]["pooled"]
 
 
 @pytest.mark.slow
@@ -578,7 +584,11 @@ def test_a_second_name_of_a_head_is_that_of_its_trees(peagle: Peagle, pair: Pair
     """Its chains are measured once, and its trees too."""
     options = (*pair.options, "--method", f"wide={pair.peagle}", *SMALL, "--no-ngram", *JSON)
     entries = entries_of(peagle("eval", *options, "-k", 2, "--parallel-drafting-spec", TREES))
-    assert [(one["method"], one["k"]) for one in entries] == [("peagle", 2), ("wide", 3)]
+    assert [(one["method"], one["k"]) for one in entries] == [
+        ("peagle", 2),
+        ("wide", 3),
+        ("wide-text", 3),
+    ]
     # Without trees a second name is a second run, as asked for.
     entries = entries_of(peagle("eval", *options, "-k", 2))
     assert [one["method"] for one in entries] == ["peagle", "wide"]

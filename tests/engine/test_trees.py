@@ -90,7 +90,7 @@ def test_requests_share_the_nodes_of_a_schedule(
 def test_blocks_ahead_are_those_of_the_nodes(target_folder: Path, heads: dict[bool, Path]) -> None:
     for nodes, slots in ((9, 2 * (K + 1)), (20, 21)):
         config = config_of("trees", heads) or {}
-        config["parallel_drafting_spec"] = TREES | {"max_nodes": nodes}
+        config |= {"parallel_drafting_spec": TREES | {"max_nodes": nodes}, "prompt_lookup": False}
         plan = make_llm(target_folder, config).engine.memory_plan
         assert plan.num_lookahead_slots == slots
 
@@ -109,6 +109,6 @@ def test_heads_that_cannot_draft_these_trees(
     target_folder: Path, head_folders: Callable[..., Path], head: dict[str, Any], message: str
 ) -> None:
     folder = head_folders(**{"parallel": True, **head})
-    config = {"model": str(folder), "parallel_drafting_spec": TREES}
+    config = {"model": str(folder), "parallel_drafting_spec": TREES, "prompt_lookup": False}
     with pytest.raises(UserError, match=message):
         make_llm(target_folder, config)

@@ -283,6 +283,8 @@ def test_methods_are_named_in_words():
         "P-EAGLE, trees of 9 nodes, 4 wide",
         "P-EAGLE, trees of 9 nodes",
     ]
+    named = DecodingMethod("peagle", "head").with_trees(trees[1], has_copies=True).name
+    assert method_name(named) == "P-EAGLE, trees of 9 nodes, and the text"
     assert method_name("mine") == "mine" and method_name("eagle3") == "EAGLE-3"
 
 

@@ -169,7 +169,8 @@ class BenchOptions:
 
 @takes(
     *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick_flags(groups.SPECULATION, groups.TREES, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
+    *pick_flags(groups.SPECULATION, groups.TREES, groups.PROMPT_LOOKUP),
+    *pick_flags(groups.SPECULATION, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick_flags(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick_flags(groups.FINER_SAMPLING, "sampling.ignore_eos"),
@@ -408,7 +409,8 @@ def _engine_arms(
     heads = [(one, k) for one in models.methods for k in one.depths(_ks(plan, models))]
     every = [(DecodingMethod(PLAIN), 0), *heads]
     # A method with trees has them in its own configuration.
-    options = {n: value for n, value in head_options.items() if f"speculative.{n}" != groups.TREES}
+    own = groups.TREES, groups.PROMPT_LOOKUP
+    options = {n: value for n, value in head_options.items() if f"speculative.{n}" not in own}
     configurations = {
         f"{one.name} K={k}": one.config(k, **options if one.folder else {}) for one, k in every
     }

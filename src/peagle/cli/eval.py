@@ -114,7 +114,8 @@ class EvalOptions:
 
 @takes(
     *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
-    *pick_flags(groups.SPECULATION, groups.TREES, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
+    *pick_flags(groups.SPECULATION, groups.TREES, groups.PROMPT_LOOKUP),
+    *pick_flags(groups.SPECULATION, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
     *pick_flags(groups.SAMPLING, "sampling.seed"),
     *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),

@@ -13,6 +13,7 @@ from peagle.cli.settings import one_of, read_logit_bias, read_trees, structure
 DRAFT_SAMPLING = "speculative.draft_sampling"
 DRAFT_WINDOW = "speculative.draft_window"
 TREES = "speculative.parallel_drafting_spec"
+PROMPT_LOOKUP = "speculative.prompt_lookup"
 
 MODEL = group(
     "Model",

@@ -201,8 +201,9 @@ def load_models(
     """Load the target and the heads, and check each head before anything runs.
 
     A method with a source and no name is named after the kind of its head. With
-    --parallel-drafting-spec a P-EAGLE head is two methods: chains, and trees. Without `whole` only
-    the ends of the target are loaded, for another engine.
+    --parallel-drafting-spec a P-EAGLE head is three methods: chains, trees, and unless
+    --no-prompt-lookup is given, trees that copies of the text join. Without `whole` only the ends
+    of the target are loaded, for another engine.
     """
     from peagle.engine.placement import load_target
     from peagle.models.checkpoint import load_drafter
@@ -224,7 +225,7 @@ def load_models(
     every = [
         method
         for one, head in zip(methods, found.heads, strict=True)
-        for method in _with_head(one, head, target, shape)
+        for method in _with_head(one, head, target, shape, given.value(groups.PROMPT_LOOKUP, True))
     ]
     if shape is not None:
         every = _each_once(every)
@@ -256,7 +257,11 @@ def load_models(
 
 
 def _with_head(
-    one: DecodingMethod, folder: Path | None, target: TargetSizes, trees: TreeShape | None
+    one: DecodingMethod,
+    folder: Path | None,
+    target: TargetSizes,
+    trees: TreeShape | None,
+    has_copies: bool,
 ) -> list[DecodingMethod]:
     from peagle.models.checkpoint import read_head
 
@@ -279,7 +284,8 @@ def _with_head(
     if trees is None or not config.is_parallel:
         return [found]
     shape = CandidateTrees.parse(trees, default_k(config.trained_depth))
-    return [found, found.with_trees(shape)]
+    every = [found, found.with_trees(shape)]
+    return [*every, found.with_trees(shape, has_copies=True)] if has_copies else every
 
 
 def _each_once(methods: Sequence[DecodingMethod]) -> list[DecodingMethod]:
@@ -290,11 +296,14 @@ def _each_once(methods: Sequence[DecodingMethod]) -> list[DecodingMethod]:
     with_trees = {one.folder for one in methods if one.trees}
     kept: dict[Any, DecodingMethod] = {}
     for number, one in enumerate(methods):
-        key = (one.folder, one.trees is not None) if one.folder in with_trees else number
+        kind = one.trees is not None, one.has_copies
+        key = (one.folder, *kind) if one.folder in with_trees else number
         if key not in kept:
             kept[key] = one
         elif one.trees is None:
-            kept[one.folder, True] = replace(kept[one.folder, True], name=one.name)
+            for has_copies, name in ((False, one.name), (True, f"{one.name}-text")):
+                if (tree := kept.get((one.folder, True, has_copies))) is not None:
+                    kept[one.folder, True, has_copies] = replace(tree, name=name)
     return [*kept.values()]
 
 

@@ -20,6 +20,7 @@ class DecodingMethod:
     trained_length: int | None = None  # tokens of the longest sequence of training, if known
     trained_depth: int | None = None  # K that the head was trained for, if known
     trees: CandidateTrees | None = None  # shape of the head's trees; None drafts chains
+    has_copies: bool = False  # whether copies of the text may join the trees
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -38,10 +39,14 @@ class DecodingMethod:
             "id of a head, like peagle=./head."
         )
 
-    def with_trees(self, trees: CandidateTrees) -> Self:
-        """Return the method with trees, under a name of their width and size."""
+    def with_trees(self, trees: CandidateTrees, *, has_copies: bool = False) -> Self:
+        """Return the method with trees, under a name of their width and size.
+
+        Trees that copies of the text may join are named "…-text".
+        """
         name = f"{self.name}-tree-w{trees.num_parallel_trees}-n{trees.max_nodes}"
-        return replace(self, name=name, trees=trees)
+        name += "-text" if has_copies else ""
+        return replace(self, name=name, trees=trees, has_copies=has_copies)
 
     def depths(self, ks: Sequence[int]) -> Sequence[int]:
         """Return the K to measure: `ks` for chains, the depth of the trees for trees."""
@@ -60,5 +65,6 @@ class DecodingMethod:
         if not self.source:
             return SpeculativeConfig(method="ngram", num_speculative_tokens=k)
         model = self.folder or self.source
-        options |= {} if self.trees is None else {"parallel_drafting_spec": self.trees}
+        if self.trees is not None:
+            options |= {"parallel_drafting_spec": self.trees, "prompt_lookup": self.has_copies}
         return SpeculativeConfig(model=model, num_speculative_tokens=k, **options)

@@ -78,12 +78,14 @@ class SpeculationOptions(_Body):
     Attributes:
         proposer: one of those that /v1/models lists.
         num_speculative_tokens: K, at most the proposer's; 0 turns drafting off.
+        prompt_lookup: false keeps copies of the text out of the trees.
         report: report drafts in every chunk and in `usage`; "trees" reports the tree of each step
             too, where drafts are trees.
     """
 
     proposer: Name | None = None
     num_speculative_tokens: StrictInt | None = None
+    prompt_lookup: StrictBool = True
     report: StrictBool | Literal["trees"] = False
 
 

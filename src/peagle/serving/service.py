@@ -114,20 +114,20 @@ class Service:
         """
         if not self.config.user_grammars:
             refuse_grammars(body)
-        proposer, k = self._drafting(body, self.loaded()[1])
+        proposer, changes = self._drafting(body, self.loaded()[1])
         priority = 0 if self.config.ignore_priority else body.priority
-        if k is not None:  # checking every field anew takes its time
-            params = replace(params, num_speculative_tokens=k)
+        if changes:  # checking every field anew takes its time
+            params = replace(params, **changes)
         return Generation(self, prompts, params, proposer, priority, caller)
 
-    def _drafting(self, body: GenerationFields, info: EngineInfo) -> tuple[str, int | None]:
-        """Return the proposer of a request and its K; None stands for the proposer's own K."""
+    def _drafting(self, body: GenerationFields, info: EngineInfo) -> tuple[str, dict[str, Any]]:
+        """Return the proposer of a request, and the sampling parameters that its drafts set."""
         asked = body.speculation
         if asked is None:
-            return self.proposers[0], None
+            return self.proposers[0], {}
         name = asked.proposer or self.proposers[0]
         if name == "plain" and name not in self.proposers:
-            return self.proposers[0], 0
+            return self.proposers[0], {"num_speculative_tokens": 0}
         if name not in self.proposers:
             names = ", ".join(dict.fromkeys([*self.proposers, "plain"]))
             raise ApiError(
@@ -142,7 +142,8 @@ class Service:
                 f"speculation.num_speculative_tokens is {k}; expected 0 (no drafts) to {most}.",
                 param="speculation.num_speculative_tokens",
             )
-        return name, k
+        changes: dict[str, Any] = {} if asked.prompt_lookup else {"prompt_lookup": False}
+        return name, changes if k is None else changes | {"num_speculative_tokens": k}
 
     # ---- texts as token ids ---------------------------------------------------------------------
 

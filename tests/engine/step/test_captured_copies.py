@@ -75,8 +75,12 @@ def test_captured_steps_join_the_copies_of_eager_ones(
     accepted = captured.stats.speculation.num_accepted_tokens_per_pos
     assert len(accepted) > 3 and accepted[4] > 0, "deeper than the head drafts"
     without = build(head, eager=True, copies=False)
-    without.generate(PROMPTS, params)
+    alone = without.generate(PROMPTS, params)
     assert eager.stats.speculation.acceptance_length > without.stats.speculation.acceptance_length
+    refusing = [replace(one, prompt_lookup=False) for one in params]
+    for llm in (eager, captured):
+        refused = llm.generate(PROMPTS, refusing)
+        assert [o.stats for o in refused] == [o.stats for o in alone], "a request may say no"
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def make(
 ) -> LLM:
     config: dict[str, Any] | None = None
     if head is not None:
-        config = {"model": str(head), "parallel_drafting_spec": shape}
+        config = {"model": str(head), "parallel_drafting_spec": shape, "prompt_lookup": False}
         config["num_speculative_tokens"] = shape["prediction_depth"]
         config["num_speculative_tokens_per_batch_size"] = schedule
     options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, **options}

@@ -23,7 +23,7 @@ _SET_NAMES = {
     "mbpp": "MBPP",
     "heldout_code": "Held-out code",
 }
-_TREES = re.compile(r"(.+)-tree-w(\d+)-n(\d+)")
+_TREES = re.compile(r"(.+)-tree-w(\d+)-n(\d+)(-text)?")
 # Characters that are invisible, or that can reverse the order of the text around them.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff"
@@ -37,12 +37,14 @@ def method_name(method: str) -> str:
     """Return the name of a method in a sentence: "peagle" is P-EAGLE.
 
     "peagle-tree-w15-n15" (`DecodingMethod.with_trees`) is "P-EAGLE, trees of 15 nodes"; a width
-    other than the number of nodes is named too.
+    other than the number of nodes is named too. "…-text" is "…, and the text".
     """
     if (found := _TREES.fullmatch(method)) is not None:
-        name, width, nodes = found.groups()
+        name, width, nodes, text = found.groups()
         wide = "" if width == nodes else f", {width} wide"
-        return f"{method_name(name)}, trees of {nodes} nodes{wide}"
+        return (
+            f"{method_name(name)}, trees of {nodes} nodes{wide}{', and the text' if text else ''}"
+        )
     return _NAMES.get(method, method)
 
 
