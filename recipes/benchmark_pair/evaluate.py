@@ -51,7 +51,8 @@ def measurements(work: Path, *, small: bool) -> list[Job]:
         sizes = {"num_parallel_trees": min(nodes, 16), "prediction_depth": 3 if small else 7}
         return ["--parallel-drafting-spec", json.dumps(sizes | {"max_nodes": nodes})]
 
-    both, few = ("peagle", "eagle3"), "summarization,question_answering,structured_json,long_output"
+    both, few = ("peagle", "eagle3"), "summarization,question_answering,structured_json"
+    few += ",code_edit,form_json,long_output"
     jobs = [
         _nodes(work, "humaneval", small=small),
         bench("bench-humaneval", both, "humaneval", "3,5,7", "--concurrency", counts, *trees(15)),

@@ -1,16 +1,18 @@
-"""The prompt sets that are made from held-out text.
+"""The prompt sets that are made by rule.
 
     python recipes/prompt_sets/make.py --shared ../shared
 
-Writes `summarization.jsonl`, `question_answering.jsonl`, `structured_json.jsonl` and
-`long_output.jsonl`, as `{id, category, turns}` lines, and `long_reasoning.jsonl` of the problems in
-`gsm8k.jsonl`. The same pins give the same bytes.
+Writes `{id, category, turns}` lines, compressed: `summarization`, `question_answering`,
+`structured_json` and `long_output` of held-out text, `code_edit` of HumanEval's functions,
+`form_json` of invented forms, and `long_reasoning` of the problems in `gsm8k.jsonl`. The same pins
+give the same lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import gzip
 import hashlib
 import json
 import re
@@ -20,7 +22,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+from edits import edits
+from forms import FORMS, form
 from passages import Passage, docstrings, pep_sections, sources
 
 PACKAGES = ("arrow", "boltons", "control", "humanize", "mlxtend", "tornado")
@@ -33,6 +38,7 @@ NUM_CONTINUED, NUM_MANUALS = 12, 8
 OPENING_CHARACTERS, OUTLINE_CHARACTERS = (500, 2600), (700, 2000)
 LONG_FILE = 20_000
 NUM_REASONED, NUM_PROBLEMS = 20, 5
+OF_EACH_KIND = 8
 REASON = (
     "Solve the five problems below. Reason about each of them step by step. Then solve it again in "
     "a second way and compare both results; where they differ, find the mistake. End with a list "
@@ -240,19 +246,45 @@ def reasoning_rows(problems: list[str]) -> list[Row]:
     return found
 
 
+# ---- edits and forms ------------------------------------------------------------------------
+
+
+def edit_rows(problems: Iterable[dict[str, Any]]) -> list[Row]:
+    """Functions of HumanEval, each with a change to make."""
+    return [
+        _row(f"code_edit/{kind}/{number}", kind, turn)
+        for number, kind, turn in edits(problems, OF_EACH_KIND)
+    ]
+
+
+def form_rows() -> list[Row]:
+    """Filled-in forms, the kinds taking turns."""
+    return [
+        _row(f"form_json/{kind}/{seed}", kind, form(kind, seed))
+        for seed in range(OF_EACH_KIND)
+        for kind in FORMS
+    ]
+
+
 def write_jsonl(path: Path, lines: list[Row]) -> None:
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    path.write_text(text, encoding="utf-8")
+    """Write lines with gzip; a file that holds them already is left alone.
+
+    Releases of zlib differ in the bytes that they make of the same lines.
+    """
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+    if not path.exists() or gzip.decompress(path.read_bytes()) != text:
+        path.write_bytes(gzip.compress(text, mtime=0))
 
 
-def turns_of(path: Path) -> list[str]:
-    """The first turn of each line."""
-    return [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines()]
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    # Not splitlines(): it also splits at characters that JSON strings may hold as they are.
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--shared", type=Path, required=True, help="holds corpus/")
+    parser.add_argument("--shared", type=Path, required=True, help="holds corpus/, data/")
     parser.add_argument("--wheels", type=Path, default=Path("build/pair/wheels"))
     parser.add_argument("--prompts", type=Path, default=Path("src/peagle/bundled/prompts"))
     args = parser.parse_args(argv)
@@ -268,11 +300,17 @@ def main(argv: list[str] | None = None) -> None:
         "question_answering": rows("question_answering", sections + coded, question, used),
         "structured_json": rows("structured_json", sections + coded, as_json, used),
         "long_output": long_rows(files),
-        "long_reasoning": reasoning_rows(turns_of(args.prompts / "gsm8k.jsonl")),
+        "code_edit": edit_rows(read_jsonl(args.shared / "data" / "humaneval.jsonl")),
+        "form_json": form_rows(),
+        "long_reasoning": reasoning_rows(
+            [problem["turns"][0] for problem in read_jsonl(args.prompts / "gsm8k.jsonl")]
+        ),
     }
     for name, lines in sets.items():
-        write_jsonl(args.prompts / f"{name}.jsonl", lines)
-        print(f"{name}: {len(lines)} prompts, {sum(len(str(r['turns'])) for r in lines)} bytes")
+        write_jsonl(args.prompts / f"{name}.jsonl.gz", lines)
+        print(
+            f"{name}: {len(lines)} prompts, {sum(len(str(r['turns'])) for r in lines)} characters"
+        )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from peagle.evaluation.prompts import (
 from tests.fake_hub import FakeHub, message_of, serve, used
 
 SIZES = {"humaneval": 164, "mt_bench": 80, "gsm8k": 200, "heldout_code": 100, "long_reasoning": 20}
+SIZES |= {"code_edit": 40, "form_json": 40}
 HELD_OUT = {"summarization": 40, "question_answering": 40, "structured_json": 40, "long_output": 20}
 
 
@@ -50,6 +53,63 @@ def test_long_reasoning_asks_for_five_sums_at_a_time() -> None:
     for number, prompt in enumerate(load_prompt_set("long_reasoning")):
         assert all(sum_.strip() in prompt.text for sum_ in sums[5 * number :][:5])
         assert len(prompt.text) < 3500
+
+
+def test_code_edits_show_whole_functions_of_humaneval_that_lack_the_change() -> None:
+    given = {p.id.rpartition("/")[2]: p.text.strip("\n") for p in load_prompt_set("humaneval")}
+    prompts = load_prompt_set("code_edit")
+    kinds = Counter(prompt.category for prompt in prompts)
+    assert set(kinds.values()) == {8} and len(kinds) == 5
+    assert {prompt.category for prompt in prompts[:5]} == set(kinds), "a few prompts have all kinds"
+    numbers = [prompt.id.rpartition("/")[2] for prompt in prompts]
+    assert len(set(numbers)) == len(prompts)
+    for number, prompt in zip(numbers, prompts, strict=True):
+        code, asked = prompt.text.removeprefix("```python\n").split("\n```\n\n")
+        function = ast.parse(code).body[-1]
+        assert isinstance(function, ast.FunctionDef)
+        names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        old_and_new = re.findall(r"`(\w+)`", asked)
+        if prompt.category == "add_docstring":
+            assert ast.get_docstring(function) is None and "docstring" in asked
+            head = code[: code.index("\n", code.index(f"def {function.name}"))]
+            assert given[number].startswith(head)
+            continue
+        assert code.startswith(given[number].rstrip())
+        if prompt.category == "rename_variable":
+            old, new = old_and_new
+            assert old in names and new not in code
+            assert old not in {arg.arg for arg in function.args.args}
+        elif prompt.category == "rename_function":
+            old, new = old_and_new
+            assert old == function.name and new not in code
+        elif prompt.category == "annotate":
+            assert not function.returns and not any(a.annotation for a in function.args.args)
+        else:
+            assert prompt.category == "rewrite_docstring" and ast.get_docstring(function)
+
+
+def test_forms_hold_a_value_of_the_right_kind_for_each_key_asked_for() -> None:
+    values = {
+        "string": r"\S.*",
+        "number": r"\d+(\.\d\d)?",
+        "boolean": r"\[x\] yes  \[ \] no|\[ \] yes  \[x\] no",
+        "array of strings": r"[^;]+(; [^;]+)+",
+        "array of objects": r"\d+ x [^;]+ @ \d+\.\d\d(; \d+ x [^;]+ @ \d+\.\d\d)+",
+    }
+    prompts = load_prompt_set("form_json")
+    assert set(Counter(prompt.category for prompt in prompts).values()) == {8}
+    assert len({prompt.text for prompt in prompts}) == len(prompts)
+    kinds = set[str]()
+    for prompt in prompts:
+        form, asked = prompt.text.split("\n\nTurn the form above into")
+        fields = re.findall(r'"(\w+)" \((string|number|boolean|array of \w+)', asked)
+        assert len(fields) >= 10
+        for key, kind in fields:
+            label = key.replace("_", " ").capitalize()
+            line = rf"^(\| )?{label}( \.+ |: | \| |\n    )({values[kind]})( \|)?$"
+            assert len(re.findall(line, form, re.M)) == 1, (prompt.id, key)
+            kinds.add(kind)
+    assert kinds == set(values)
 
 
 def test_turns_and_limit() -> None:

@@ -56,7 +56,8 @@ Sets = Annotated[
         metavar="NAME,...",
         help="Prompt sets: bundled or of the hub by name, files (JSONL, text); the bundled "
         "ones are humaneval, mt_bench, gsm8k, heldout_code, summarization, "
-        "question_answering, structured_json, long_output and long_reasoning.",
+        "question_answering, structured_json, code_edit, form_json, long_output and "
+        "long_reasoning.",
         show_default=DEFAULT_SET,
     ),
 ]

@@ -1,5 +1,6 @@
 """Prompts from the bundled sets and from files of the user."""
 
+import gzip
 import json
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ PROMPT_SETS = (
     "summarization",
     "question_answering",
     "structured_json",
+    "code_edit",
+    "form_json",
     "long_output",
     "long_reasoning",
 )
@@ -62,6 +65,9 @@ def load_prompt_set(name: str, limit: int | None = None) -> list[Prompt]:
     if name not in PROMPT_SETS:
         raise UserError(f"No prompt set {name!r}; there are {', '.join(PROMPT_SETS)}.")
     check_limit(limit)
+    packed = BUNDLED_PROMPTS / f"{name}.jsonl.gz"
+    if packed.exists():
+        return _parse_prompts(gzip.decompress(packed.read_bytes()), repr(str(packed)))[:limit]
     return read_prompts(BUNDLED_PROMPTS / f"{name}.jsonl")[:limit]
 
 
@@ -87,6 +93,10 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"The prompt file {name} is not readable: {error.strerror}.") from None
+    return _parse_prompts(raw, name)
+
+
+def _parse_prompts(raw: bytes, name: str) -> list[Prompt]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
