@@ -350,7 +350,7 @@ class CopyScratch:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """Where the trees of a step's rows lie, each [B, N] and int64; any stride between rows.
+    """The trees of a step's rows, each part int64 [B, N]; any stride between rows.
 
     Attributes:
         tokens_BN, parents_BN: token and parent's row of each node; 0 behind the last.
