@@ -401,16 +401,26 @@ def copies() -> dict[str, dict[str, Any]]:
     """Kernels that find copies of the text and join them to trees of 31 and of 63 nodes."""
     floats = ("scores_ptr", "weights_ptr", "rates_ptr", "worths_ptr")
     types = dict.fromkeys(floats, "*fp32")
-    types |= dict.fromkeys(("text_ptr", "cells_ptr", "firsts_ptr", "ranks_ptr"), "*i32")
+    types |= dict.fromkeys(
+        ("text_ptr", "cells_ptr", "firsts_ptr", "ranks_ptr", "steps_ptr"), "*i32"
+    )
     found = {}
     for nodes in (31, 63):
         width = power_of_two(nodes)
         sizes: dict[str, Any] = {"N": nodes, "NODES": width, "M": 8, "ROWS": 6}
-        last = nodes + 6 * MAX_COPIED
-        sizes |= {"S": MAX_COPIED, "X": power_of_two(last), "CHUNK": 16, "LAST": last}
+        last = nodes + 6 * min(MAX_COPIED, nodes)
+        sizes |= {"S": min(MAX_COPIED, nodes), "X": power_of_two(last), "CHUNK": 8, "LAST": last}
         sizes |= {"NUM_LENGTHS": NUM_LENGTHS, "NO_COPY": NO_COPY, "MAX_LOGIT": 8.0}
-        sizes |= {"MIN_SCORE": -99.0, "UNIT": 2.0**-16, "PLACES": 1024, "LONGEST": MAX_MATCH}
-        kernels = {copies_triton._find_kernel: 4, copies_triton._join_kernel: 8}
+        sizes |= {
+            "MIN_SCORE": -99.0,
+            "UNIT": 2.0**-16,
+            "PLACES": 128,
+            "STEPS": 2,
+            "LONGEST": MAX_MATCH,
+        }
+        warps = 1 if nodes < 32 else 4
+        kernels = {copies_triton._find_kernel: 1, copies_triton._walk_kernel: warps}
+        kernels |= {copies_triton._join_kernel: 8}
         for kernel, num_warps in kernels.items():
             of_kernel = {n: types.get(n, "*i64") for n in kernel.arg_names if n[-4:] == "_ptr"}
             constants = {n: v for n, v in sizes.items() if n in kernel.arg_names}

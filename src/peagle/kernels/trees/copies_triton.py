@@ -1,4 +1,4 @@
-"""Copies found and joined to trees on a card: two launches whatever the number of nodes.
+"""Copies found and joined to trees on a card: three launches whatever the number of nodes.
 
 The reference is `peagle.kernels.trees.copies`. The search compares every place of the text, not the
 latest of a run alone.
@@ -20,9 +20,11 @@ from peagle.kernels.launch import launch, power_of_two
 from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
 from peagle.kernels.trees.survival import MAX_LOGIT, MIN_SCORE, SCORE_UNIT
 
-_PLACES = 1024  # places that a program compares at a time
-_PROGRAMS = 16  # programs of a sequence
-_CHUNK = 16  # nodes that all others are compared with at a time
+# A program of the search is one warp, so that it can end early while others still compare.
+_PLACES = 128  # that it compares at a time
+_PROGRAMS = 64  # of a sequence
+_STEPS = 2  # tokens that are compared before it looks whether any place still matches
+_CHUNK = 8  # nodes that all others are compared with at a time
 
 
 @triton.jit
@@ -41,6 +43,7 @@ def _find_kernel(
     N: tl.constexpr,
     M: tl.constexpr,
     PLACES: tl.constexpr,
+    STEPS: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
     """Raise each row's best match, length * 2^32 + place behind it, to the best of some places."""
@@ -61,19 +64,20 @@ def _find_kernel(
         row, place = m, tl.full((M,), 0, tl.int32) + length_of_text - 1
         back, num_matches = 0, 1
         while (back < LONGEST) & (num_matches > 0):
-            is_node = (row > 0) & is_row
-            node = b * N + tl.maximum(row - 1, 0)
-            drafted = tl.load(tokens_ptr + node, mask=is_node, other=0).to(tl.int32)
-            written = tl.load(text_ptr + place, mask=(is_node == 0) & (place >= 0), other=-1)
-            end = tl.where(is_node, drafted, written)
-            shifted = tl.load(text_ptr + at - back, mask=at >= back, other=-2)
-            matches = matches & (shifted[None, :] == end[:, None])
-            lengths += matches.to(tl.int32)
+            for _ in tl.static_range(STEPS):
+                is_node = (row > 0) & is_row
+                node = b * N + tl.maximum(row - 1, 0)
+                drafted = tl.load(tokens_ptr + node, mask=is_node, other=0).to(tl.int32)
+                parent = tl.load(parents_ptr + node, mask=is_node, other=0).to(tl.int32)
+                written = tl.load(text_ptr + place, mask=(is_node == 0) & (place >= 0), other=-1)
+                end = tl.where(is_node, drafted, written)
+                shifted = tl.load(text_ptr + at - back, mask=at >= back, other=-2)
+                matches = matches & (shifted[None, :] == end[:, None]) & (back < LONGEST)
+                lengths += matches.to(tl.int32)
+                place = tl.where(is_node, place, place - 1)
+                row = tl.where(is_node, parent, 0)
+                back += 1
             num_matches = tl.sum(tl.sum(matches.to(tl.int32), 1), 0)
-            parent = tl.load(parents_ptr + node, mask=is_node, other=0).to(tl.int32)
-            place = tl.where(is_node, place, place - 1)
-            row = tl.where(is_node, parent, 0)
-            back += 1
         keys = lengths.to(tl.int64) * 4294967296 + (at + 1)[None, :]
         best = tl.max(tl.where(lengths >= shortest, keys, 0), 1)
         tl.atomic_max(found_ptr + b * M + m, best, mask=best > 0)
@@ -109,7 +113,20 @@ def _rounded(value):
 
 
 @triton.jit
-def _join_kernel(
+def _room_of(first_position, depth_of_tree, max_len, N: tl.constexpr):
+    """Return how many nodes a tree may have: as many as have KV slots."""
+    room = tl.minimum(tl.maximum(max_len - 1 - first_position, 0), N).to(tl.int32)
+    return tl.where(depth_of_tree > 0, room, 0)
+
+
+@triton.jit
+def _path_of(above, own):
+    """Return a number of a path, from that of the path above its last node and that of the node."""
+    return (above ^ (above >> 29)) * 6364136223846793005 + own
+
+
+@triton.jit
+def _walk_kernel(
     text_ptr,
     stride_text,
     first_positions_ptr,
@@ -121,19 +138,11 @@ def _join_kernel(
     found_ptr,
     weights_ptr,
     rates_ptr,
-    hashes_ptr,
+    paths_ptr,
     worths_ptr,
     copied_ptr,
     cells_ptr,
-    firsts_ptr,
-    ranks_ptr,
-    out_tokens_ptr,
-    stride_tokens,
-    out_parents_ptr,
-    out_scores_ptr,
-    out_worths_ptr,
-    out_cells_ptr,
-    stride_nodes,
+    steps_ptr,
     depth,
     max_len,
     N: tl.constexpr,
@@ -142,24 +151,18 @@ def _join_kernel(
     ROWS: tl.constexpr,
     S: tl.constexpr,
     X: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LAST: tl.constexpr,
     NUM_LENGTHS: tl.constexpr,
     NO_COPY: tl.constexpr,
     MAX_LOGIT: tl.constexpr,
-    MIN_SCORE: tl.constexpr,
-    UNIT: tl.constexpr,
 ):
-    """Join the copies of one sequence to its tree."""
+    """Find path, worth and cell of each node of one sequence's tree, and of its copies."""
     b = tl.program_id(0)
-    n, m, x = tl.arange(0, NODES), tl.arange(0, M), tl.arange(0, X)
+    n, m = tl.arange(0, NODES), tl.arange(0, M)
     text_ptr += b.to(tl.int64) * stride_text
     length_of_text = tl.load(first_positions_ptr + b).to(tl.int32) + 1
     depth_of_tree = tl.load(depths_ptr + b)
     num_nodes = tl.load(num_nodes_ptr + depth_of_tree).to(tl.int32)
-    # As many nodes as have KV slots.
-    room = tl.minimum(tl.maximum(max_len - length_of_text, 0), N)
-    room = tl.where(depth_of_tree > 0, room, 0)
+    room = _room_of(length_of_text - 1, depth_of_tree, max_len, N)
     is_node = n < num_nodes
     token = tl.load(tokens_ptr + b * N + n, mask=is_node, other=-1).to(tl.int64)
     parent = tl.load(parents_ptr + b * N + n, mask=is_node, other=0).to(tl.int32)
@@ -168,9 +171,11 @@ def _join_kernel(
     is_parent = (parent[:, None] - 1 == n[None, :]) & is_node[:, None]
     level = tl.zeros((NODES,), tl.int32) + 1
     path = (token + 1) * -7046029254386353131 + 1442695040888963407
+    root_path = path
     for _ in range(depth - 1):
-        above = tl.sum(tl.where(is_parent, level[None, :], 0), 1)
-        level = above + 1
+        level = tl.sum(tl.where(is_parent, level[None, :], 0), 1) + 1
+        above_path = tl.sum(tl.where(is_parent, path[None, :], 0), 1)
+        path = tl.where(parent > 0, _path_of(above_path, root_path), root_path)
     score = tl.minimum(tl.where(score == score, score, -MAX_LOGIT - 1), -1e-9)
     score = tl.maximum(score, -MAX_LOGIT - 1)
     logit = score - tl.log(tl.where(score > -1e-4, -score, 1 - tl.exp(score)))
@@ -179,20 +184,13 @@ def _join_kernel(
     logit = tl.load(weight_at) * logit + tl.load(weight_at + 1)
     worth = tl.where(is_node, 1 / (1 + tl.exp(-logit)), -1.0)
     own_worth = worth
-    root_path = path
     for _ in range(depth - 1):
-        above_path = tl.sum(tl.where(is_parent, path[None, :], 0), 1)
-        path = tl.where(
-            parent > 0,
-            (above_path ^ (above_path >> 29)) * 6364136223846793005 + root_path,
-            root_path,
-        )
         above_worth = tl.sum(tl.where(is_parent, worth[None, :], 0.0), 1)
         worth = tl.where(parent > 0, tl.minimum(own_worth, above_worth), own_worth)
     is_sibling = (parent[:, None] == parent[None, :]) & (n[None, :] < n[:, None])
     is_likeliest = tl.max((is_sibling & is_node[None, :]).to(tl.int32), 1) == 0
     base = b * X
-    tl.store(hashes_ptr + base + n, path, mask=is_node)
+    tl.store(paths_ptr + base + n, path, mask=is_node)
     tl.store(worths_ptr + base + n, worth, mask=n < N)
     tl.store(copied_ptr + base + n, token, mask=is_node)
     tl.store(cells_ptr + base + n, tl.full((NODES,), NO_COPY, tl.int32), mask=n < N)
@@ -221,46 +219,89 @@ def _join_kernel(
         of_head = tl.sum(tl.where(is_child, worth[None, :], 0.0), 1)
         copy_worth = tl.maximum(copy_worth, of_head)
         own = (copied + 1) * -7046029254386353131 + 1442695040888963407
-        next_path = (copy_path ^ (copy_path >> 29)) * 6364136223846793005 + own
-        copy_path = tl.where(has_path, next_path, own)
+        copy_path = tl.where(has_path, _path_of(copy_path, own), own)
         has_path = m >= 0
         is_open = is_open & (copy_worth > least)
         at = base + N + s * ROWS + m
-        tl.store(hashes_ptr + at, copy_path, mask=m < ROWS)
+        tl.store(paths_ptr + at, copy_path, mask=m < ROWS)
         tl.store(worths_ptr + at, tl.where(is_open, copy_worth, -1.0), mask=m < ROWS)
         tl.store(copied_ptr + at, copied, mask=m < ROWS)
         tl.store(cells_ptr + at, cell, mask=m < ROWS)
         row = tl.where(child > 0, child, -1)
         s, num_open = s + 1, tl.sum(is_open.to(tl.int32), 0)
-    tl.debug_barrier()
+    tl.store(steps_ptr + b, s)
+    tl.store(found_ptr + b * M + m, tl.zeros((M,), tl.int64))
+
+
+@triton.jit
+def _join_kernel(
+    first_positions_ptr,
+    depths_ptr,
+    parents_ptr,
+    scores_ptr,
+    paths_ptr,
+    worths_ptr,
+    copied_ptr,
+    cells_ptr,
+    steps_ptr,
+    firsts_ptr,
+    ranks_ptr,
+    out_tokens_ptr,
+    stride_tokens,
+    out_parents_ptr,
+    out_scores_ptr,
+    out_worths_ptr,
+    out_cells_ptr,
+    stride_nodes,
+    max_len,
+    N: tl.constexpr,
+    NODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    S: tl.constexpr,
+    X: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LAST: tl.constexpr,
+    NO_COPY: tl.constexpr,
+    MIN_SCORE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Write the nodes of one sequence that are worth most, of its tree and its copies."""
+    b = tl.program_id(0)
+    n, x = tl.arange(0, NODES), tl.arange(0, X)
+    base, s = b * X, tl.load(steps_ptr + b)
+    room = _room_of(tl.load(first_positions_ptr + b), tl.load(depths_ptr + b), max_len, N)
     # Let the first of the nodes of one path stand for all, with the worth of the best copy. Nodes
     # of copies lie step by step, but count one copy after the other.
     num_all = N + s * ROWS
     order = _order_of(x, ROWS, N, S)
     is_any = x < num_all
-    own_path = tl.load(hashes_ptr + base + x, mask=is_any, other=0)
+    own_path = tl.load(paths_ptr + base + x, mask=is_any, other=0)
     x_worth = tl.load(worths_ptr + base + x, mask=is_any, other=-1.0)
     x_cell = tl.load(cells_ptr + base + x, mask=is_any, other=NO_COPY)
-    best_worth, best_cell, first = x_worth, x_cell, order
+    best_worth, first = x_worth, order
     is_any = is_any & (x_worth > 0)
     tl.debug_barrier()
+    best_order = tl.where(x_cell == NO_COPY, LAST, order)
+    # A thread has a column of each tile: what is reduced along it stays in registers.
     for c in range(0, num_all, CHUNK):
         y = c + tl.arange(0, CHUNK)
         y_order = _order_of(y, ROWS, N, S)
         y_worth = tl.load(worths_ptr + base + y, mask=y < num_all, other=-1.0)
-        y_path = tl.load(hashes_ptr + base + y, mask=y < num_all, other=0)
+        y_path = tl.load(paths_ptr + base + y, mask=y < num_all, other=0)
         y_cell = tl.load(cells_ptr + base + y, mask=y < num_all, other=NO_COPY)
-        same = (own_path[:, None] == y_path[None, :]) & (y_worth > 0)[None, :] & is_any[:, None]
-        first = tl.minimum(first, tl.min(tl.where(same, y_order[None, :], LAST), 1))
-        copies = tl.where(same & (y_cell != NO_COPY)[None, :], y_worth[None, :], -1.0)
-        worth_of_chunk = tl.max(copies, 1)
-        is_best = (copies == worth_of_chunk[:, None]) & (copies > 0)
-        at = tl.min(tl.where(is_best, y_order[None, :], LAST), 1)
-        is_better = (worth_of_chunk > 0) & ((worth_of_chunk > best_worth) | (best_cell == NO_COPY))
-        at = _place_of(at, ROWS, N, S)
-        cell_there = tl.load(cells_ptr + base + at, mask=is_better, other=NO_COPY)
-        best_cell = tl.where(is_better, cell_there, best_cell)
-        best_worth = tl.where(is_better, worth_of_chunk, best_worth)
+        same = (own_path[None, :] == y_path[:, None]) & (y_worth > 0)[:, None] & is_any[None, :]
+        first = tl.minimum(first, tl.min(tl.where(same, y_order[:, None], LAST), 0))
+        is_copy = same & (y_cell != NO_COPY)[:, None]
+        worth = tl.max(tl.where(is_copy, y_worth[:, None], -1.0), 0)
+        is_best = is_copy & (y_worth[:, None] == worth[None, :])
+        at = tl.min(tl.where(is_best, y_order[:, None], LAST), 0)
+        is_equal = (worth == best_worth) & (at < best_order)
+        is_better = (worth > 0) & ((best_order == LAST) | (worth > best_worth) | is_equal)
+        best_worth = tl.where(is_better, worth, best_worth)
+        best_order = tl.where(is_better, at, best_order)
+    best_place = _place_of(tl.minimum(best_order, LAST - 1), ROWS, N, S)
+    is_copied = is_any & (best_order < LAST)
+    best_cell = tl.load(cells_ptr + base + best_place, mask=is_copied, other=NO_COPY)
     is_first = is_any & (first == order)
     tl.debug_barrier()
     tl.store(worths_ptr + base + x, tl.where(is_first, best_worth, -1.0))
@@ -270,10 +311,10 @@ def _join_kernel(
     for c in range(0, num_all, CHUNK):
         y = c + tl.arange(0, CHUNK)
         y_order = _order_of(y, ROWS, N, S)
-        y_worth = tl.load(worths_ptr + base + y)[None, :]
-        before = (y_worth == best_worth[:, None]) & (y_order[None, :] < order[:, None])
-        before = (before | (y_worth > best_worth[:, None])) & (y_worth > 0)
-        rank += tl.sum(before.to(tl.int32), 1)
+        y_worth = tl.load(worths_ptr + base + y, mask=y < num_all, other=-1.0)[:, None]
+        is_before = (y_worth == best_worth[None, :]) & (y_order[:, None] < order[None, :])
+        is_before = (is_before | (y_worth > best_worth[None, :])) & (y_worth > 0)
+        rank += tl.sum(is_before.to(tl.int32), 0)
     tl.store(ranks_ptr + base + x, rank)
     tl.debug_barrier()
     # Write the nodes that are worth most.
@@ -299,14 +340,13 @@ def _join_kernel(
     tl.store(out_scores_ptr + out, score_units, mask=is_taken)
     tl.store(out_worths_ptr + out, _rounded(best_worth / UNIT), mask=is_taken)
     tl.store(out_cells_ptr + out, best_cell.to(tl.int64), mask=is_taken)
-    is_empty, nothing = (n >= count) & (n < N), tl.zeros((NODES,), tl.int64)
-    tl.store(out_tokens_ptr + n, nothing, mask=is_empty)
-    tl.store(out_parents_ptr + base_out + n, nothing, mask=is_empty)
-    tl.store(out_scores_ptr + base_out + n, nothing, mask=is_empty)
-    tl.store(out_worths_ptr + base_out + n, nothing, mask=is_empty)
-    tl.store(out_cells_ptr + base_out + n, nothing + NO_COPY, mask=is_empty)
+    is_empty, zeros = (n >= count) & (n < N), tl.zeros((NODES,), tl.int64)
+    tl.store(out_tokens_ptr + n, zeros, mask=is_empty)
+    tl.store(out_parents_ptr + base_out + n, zeros, mask=is_empty)
+    tl.store(out_scores_ptr + base_out + n, zeros, mask=is_empty)
+    tl.store(out_worths_ptr + base_out + n, zeros, mask=is_empty)
+    tl.store(out_cells_ptr + base_out + n, zeros + NO_COPY, mask=is_empty)
     tl.store(depths_ptr + b, count.to(tl.int64))
-    tl.store(found_ptr + b * M + m, tl.zeros((M,), tl.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,16 +355,20 @@ class CopyScratch:
 
     Attributes:
         found_BM: best match of each row; 0 between launches.
-        hashes_BX, worths_BX, tokens_BX, cells_BX, firsts_BX, ranks_BX: of each node.
+        paths_BX, worths_BX, tokens_BX, cells_BX, firsts_BX, ranks_BX: of each node, those of copies
+            step by step: number of its path, worth, token, cell, place of the first node of its
+            path, and how many are worth more.
+        steps_B: how many tokens of the copies were looked at.
     """
 
     found_BM: Tensor
-    hashes_BX: Tensor
+    paths_BX: Tensor
     worths_BX: Tensor
     tokens_BX: Tensor
     cells_BX: Tensor
     firsts_BX: Tensor
     ranks_BX: Tensor
+    steps_B: Tensor
     num_rows: int
 
     @classmethod
@@ -332,7 +376,7 @@ class CopyScratch:
         cls, num_seqs: int, max_nodes: int, num_rows: int, device: torch.device | str
     ) -> CopyScratch:
         """Allocate buffers for B trees of N nodes, of which `num_rows` rows are looked for."""
-        width = power_of_two(max_nodes + num_rows * MAX_COPIED)
+        width = power_of_two(max_nodes + num_rows * min(MAX_COPIED, max_nodes))
         rows = num_seqs, width
 
         def zeros(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -344,6 +388,7 @@ class CopyScratch:
             zeros(rows, torch.float32),
             zeros(rows, torch.int64),
             *(zeros(rows, torch.int32) for _ in range(3)),
+            torch.zeros(num_seqs, dtype=torch.int32, device=device),
             num_rows,
         )
 
@@ -420,8 +465,9 @@ def find_copies(
         N=max_nodes,
         M=power_of_two(rows),
         PLACES=min(_PLACES, power_of_two(max_len)),
+        STEPS=_STEPS,
         LONGEST=min(lengths[0], MAX_MATCH),
-        num_warps=4,
+        num_warps=1,
     )
 
 
@@ -450,8 +496,9 @@ def join_found_copies(
     find_copies(texts, trees, scratch, lengths)
     num_seqs, max_nodes = trees.tokens_BN.shape
     rows = scratch.num_rows
+    copied = min(MAX_COPIED, max_nodes)
     launch(
-        _join_kernel,
+        _walk_kernel,
         (num_seqs,),
         texts.tokens_BL,
         texts.tokens_BL.stride(0),
@@ -464,10 +511,36 @@ def join_found_copies(
         scratch.found_BM,
         weights_D2,
         rates_C,
-        scratch.hashes_BX,
+        scratch.paths_BX,
         scratch.worths_BX,
         scratch.tokens_BX,
         scratch.cells_BX,
+        scratch.steps_B,
+        len(weights_D2),
+        max_model_len,
+        N=max_nodes,
+        NODES=power_of_two(max_nodes),
+        M=power_of_two(rows),
+        ROWS=rows,
+        S=copied,
+        X=scratch.paths_BX.shape[1],
+        NUM_LENGTHS=NUM_LENGTHS,
+        NO_COPY=NO_COPY,
+        MAX_LOGIT=MAX_LOGIT,
+        num_warps=1 if max_nodes < 32 else 4,
+    )
+    launch(
+        _join_kernel,
+        (num_seqs,),
+        texts.first_positions_B,
+        trees.depths_B,
+        trees.parents_BN,
+        trees.scores_BN,
+        scratch.paths_BX,
+        scratch.worths_BX,
+        scratch.tokens_BX,
+        scratch.cells_BX,
+        scratch.steps_B,
         scratch.firsts_BX,
         scratch.ranks_BX,
         out.tokens_BN,
@@ -477,19 +550,15 @@ def join_found_copies(
         out.worths_BN,
         out.cells_BN,
         out.cells_BN.stride(0),
-        len(weights_D2),
         max_model_len,
         N=max_nodes,
         NODES=power_of_two(max_nodes),
-        M=power_of_two(rows),
         ROWS=rows,
-        S=MAX_COPIED,
-        X=scratch.hashes_BX.shape[1],
+        S=copied,
+        X=scratch.paths_BX.shape[1],
         CHUNK=_CHUNK,
-        LAST=max_nodes + rows * MAX_COPIED,
-        NUM_LENGTHS=NUM_LENGTHS,
+        LAST=max_nodes + rows * copied,
         NO_COPY=NO_COPY,
-        MAX_LOGIT=MAX_LOGIT,
         MIN_SCORE=MIN_SCORE,
         UNIT=SCORE_UNIT,
         num_warps=8,
