@@ -409,7 +409,7 @@ def copies() -> dict[str, dict[str, Any]]:
         width = power_of_two(nodes)
         sizes: dict[str, Any] = {"N": nodes, "NODES": width, "M": 8, "ROWS": 6}
         last = nodes + 6 * min(MAX_COPIED, nodes)
-        sizes |= {"S": min(MAX_COPIED, nodes), "X": power_of_two(last), "CHUNK": 8, "LAST": last}
+        sizes |= {"S": min(MAX_COPIED, nodes), "X": power_of_two(last), "CHUNK": 16, "LAST": last}
         sizes |= {"NUM_LENGTHS": NUM_LENGTHS, "NO_COPY": NO_COPY, "MAX_LOGIT": 8.0}
         sizes |= {
             "MIN_SCORE": -99.0,

@@ -24,7 +24,7 @@ from peagle.kernels.trees.survival import MAX_LOGIT, MIN_SCORE, SCORE_UNIT
 _PLACES = 128  # that it compares at a time
 _PROGRAMS = 64  # of a sequence
 _STEPS = 2  # tokens that are compared before it looks whether any place still matches
-_CHUNK = 8  # nodes that all others are compared with at a time
+_CHUNK = 16  # nodes that all others are compared with at a time
 
 
 @triton.jit
@@ -168,14 +168,13 @@ def _walk_kernel(
     parent = tl.load(parents_ptr + b * N + n, mask=is_node, other=0).to(tl.int32)
     score = tl.load(scores_ptr + b * N + n, mask=is_node, other=0)
     # Find depth, path and worth of the head's nodes.
-    is_parent = (parent[:, None] - 1 == n[None, :]) & is_node[:, None]
+    above, has_parent = tl.maximum(parent - 1, 0), parent > 0
     level = tl.zeros((NODES,), tl.int32) + 1
     path = (token + 1) * -7046029254386353131 + 1442695040888963407
     root_path = path
     for _ in range(depth - 1):
-        level = tl.sum(tl.where(is_parent, level[None, :], 0), 1) + 1
-        above_path = tl.sum(tl.where(is_parent, path[None, :], 0), 1)
-        path = tl.where(parent > 0, _path_of(above_path, root_path), root_path)
+        level = tl.where(has_parent, tl.gather(level, above, 0) + 1, 1)
+        path = tl.where(has_parent, _path_of(tl.gather(path, above, 0), root_path), root_path)
     score = tl.minimum(tl.where(score == score, score, -MAX_LOGIT - 1), -1e-9)
     score = tl.maximum(score, -MAX_LOGIT - 1)
     logit = score - tl.log(tl.where(score > -1e-4, -score, 1 - tl.exp(score)))
@@ -185,10 +184,10 @@ def _walk_kernel(
     worth = tl.where(is_node, 1 / (1 + tl.exp(-logit)), -1.0)
     own_worth = worth
     for _ in range(depth - 1):
-        above_worth = tl.sum(tl.where(is_parent, worth[None, :], 0.0), 1)
-        worth = tl.where(parent > 0, tl.minimum(own_worth, above_worth), own_worth)
+        least_above = tl.minimum(own_worth, tl.gather(worth, above, 0))
+        worth = tl.where(has_parent, least_above, own_worth)
     is_sibling = (parent[:, None] == parent[None, :]) & (n[None, :] < n[:, None])
-    is_likeliest = tl.max((is_sibling & is_node[None, :]).to(tl.int32), 1) == 0
+    is_likeliest = 1 - tl.max((is_sibling & is_node[None, :]).to(tl.int32), 1)
     base = b * X
     tl.store(paths_ptr + base + n, path, mask=is_node)
     tl.store(worths_ptr + base + n, worth, mask=n < N)
@@ -201,22 +200,21 @@ def _walk_kernel(
     found = tl.load(found_ptr + b * M + m, mask=m < ROWS, other=0)
     length, start = (found >> 32).to(tl.int32), (found & 0xFFFFFFFF).to(tl.int32)
     left = tl.maximum(length_of_text - start, 1)
-    is_base = (m[:, None] - 1 == n[None, :]) & is_node[None, :]
-    row = m
-    copy_worth = tl.where(m == 0, 1.0, tl.sum(tl.where(is_base, worth[None, :], 0.0), 1))
-    copy_path = tl.sum(tl.where(is_base, path[None, :], 0), 1)
+    row, base_node = m, tl.minimum(tl.maximum(m - 1, 0), NODES - 1)
+    copy_worth = tl.where(m == 0, 1.0, tl.gather(worth, base_node, 0))
+    copy_path = tl.gather(path, base_node, 0)
     is_open = (length > 0) & (m < ROWS)
     has_path = m > 0
     s, num_open = 0, tl.sum(is_open.to(tl.int32), 0)
     while (s < S) & (num_open > 0):
         copied = tl.load(text_ptr + start + s % left, mask=is_open, other=0).to(tl.int64)
-        is_child = (parent[None, :] == row[:, None]) & (token[None, :] == copied[:, None])
-        is_child = is_child & is_node[None, :]
-        child = tl.sum(tl.where(is_child, n[None, :] + 1, 0), 1)
-        likeliest = tl.sum((is_child & is_likeliest[None, :]).to(tl.int32), 1)
-        cell = ((child > 0).to(tl.int32) + likeliest) * NUM_LENGTHS + _class_of(length + s)
+        is_child = (parent[:, None] == row[None, :]) & (token[:, None] == copied[None, :])
+        child = tl.max(tl.where(is_child & is_node[:, None], n[:, None] + 1, 0), 0)
+        node = tl.maximum(child - 1, 0)
+        drafted = tl.where(child > 0, 1 + tl.gather(is_likeliest, node, 0), 0)
+        cell = drafted * NUM_LENGTHS + _class_of(length + s)
         copy_worth *= tl.load(rates_ptr + cell)
-        of_head = tl.sum(tl.where(is_child, worth[None, :], 0.0), 1)
+        of_head = tl.where(child > 0, tl.gather(worth, node, 0), 0.0)
         copy_worth = tl.maximum(copy_worth, of_head)
         own = (copied + 1) * -7046029254386353131 + 1442695040888963407
         copy_path = tl.where(has_path, _path_of(copy_path, own), own)
@@ -561,7 +559,7 @@ def join_found_copies(
         NO_COPY=NO_COPY,
         MIN_SCORE=MIN_SCORE,
         UNIT=SCORE_UNIT,
-        num_warps=8,
+        num_warps=max(1, min(scratch.paths_BX.shape[1] // 32, 8)),
     )
 
 
