@@ -16,8 +16,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import add
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +52,8 @@ _MIXED_BUCKETS = (128, 256, 384, 512, 640)
 # Sequences with longer contexts decode in a pass of their own, whose attention splits contexts.
 _MAX_MIXED_CONTEXT = 4096
 _TIMED_STEPS = 4
+# Scores and worths of nodes, the first of these among the fields of `RowDrafts`.
+_FIRST_IN_UNITS = 2
 
 
 def runs_as_graphs(
@@ -239,8 +242,7 @@ def make_graph_runner(
     return graphs
 
 
-@dataclass(frozen=True, slots=True)
-class RowTokens:
+class RowTokens(NamedTuple):
     """The tokens that a step verified of one sequence.
 
     Attributes:
@@ -255,8 +257,7 @@ class RowTokens:
     logprobs: SequenceOf[TokenLogprobs] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RowDrafts:
+class RowDrafts(NamedTuple):
     """The drafts that a step made for one sequence.
 
     Attributes:
@@ -272,32 +273,40 @@ class RowDrafts:
     cells: list[int] | None = None
 
 
-def read_tokens(row: list[int]) -> RowTokens:
-    """Read the tokens in a row of `DecodeStep.report_RX` on the host."""
-    num_drafted, num_accepted, _ = row[:3]
-    return RowTokens(num_drafted, num_accepted, row[3 : 4 + num_accepted])
-
-
-def read_drafts(row: list[int], max_accepted: int, max_drafts: int) -> RowDrafts:
-    """Read the drafts in a row of `DecodeStep.report_RX` on the host.
+def read_tokens(rows_BX: np.ndarray, max_accepted: int) -> list[RowTokens]:
+    """Read the tokens of each sequence in `DecodeStep.report_RX` on the host.
 
     Args:
+        rows_BX: the report without the row of times.
         max_accepted: most drafts that a step accepts of a sequence.
+    """
+    counts, tokens = rows_BX[:, :2].tolist(), rows_BX[:, 3 : 4 + max_accepted].tolist()
+    return [
+        RowTokens(num_drafted, num_accepted, new[: num_accepted + 1])
+        for (num_drafted, num_accepted), new in zip(counts, tokens, strict=True)
+    ]
+
+
+def read_drafts(rows_BX: np.ndarray, max_accepted: int, max_drafts: int) -> list[RowDrafts]:
+    """Read the drafts of each sequence in `DecodeStep.report_RX` on the host.
+
+    Args:
+        rows_BX, max_accepted: as `read_tokens` takes them.
         max_drafts: most drafts of a sequence.
     """
-    num_next, following = row[2], row[4 + max_accepted :]
-    if not num_next:
-        return RowDrafts([])
-    fields = len(following) // max_drafts
-    drafts, *of_nodes = (following[at * max_drafts :][:num_next] for at in range(fields))
-    if not of_nodes:
-        return RowDrafts(drafts)
-    parents, units = of_nodes[:2]
-    scores = [unit * SCORE_UNIT for unit in units]
-    if len(of_nodes) == 2:
-        return RowDrafts(drafts, parents, scores)
-    worths = [unit * SCORE_UNIT for unit in of_nodes[2]]
-    return RowDrafts(drafts, parents, scores, worths, of_nodes[3])
+    counts = rows_BX[:, 2].tolist()
+    if not any(counts):
+        return [RowDrafts([]) for _ in counts]
+    following_BX = rows_BX[:, 4 + max_accepted :]
+    fields = following_BX.shape[1] // max_drafts
+    columns = [following_BX[:, at * max_drafts : (at + 1) * max_drafts] for at in range(fields)]
+    for at in range(_FIRST_IN_UNITS, min(fields, _FIRST_IN_UNITS + 2)):
+        columns[at] = columns[at] * SCORE_UNIT
+    every = zip(counts, *(column.tolist() for column in columns), strict=True)
+    return [
+        RowDrafts(*[of_row[:count] for of_row in row]) if count else RowDrafts([])
+        for count, *row in every
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,11 +321,11 @@ class Report:
     rows_RX: Tensor
     done: torch.cuda.Event | None
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> np.ndarray:
         """Wait for the report; return its rows, of which the last has the times."""
         if self.done is not None:
             self.done.synchronize()
-        return self.rows_RX.tolist()
+        return self.rows_RX.numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -704,11 +713,11 @@ class GraphRunner:
     def read(self, flight: Flight) -> list[RowTokens]:
         """Wait for the verified tokens of a step; return them, a row a sequence."""
         self.last_k = flight.k
-        *rows, _ = flight.tokens.read()
-        reports = [read_tokens(row) for row in rows]
+        reports = read_tokens(flight.tokens.read()[:-1], flight.max_accepted)
         if flight.logprobs is not None:
             found = flight.logprobs.read([report.new_token_ids for report in reports])
-            reports = [replace(r, logprobs=of or ()) for r, of in zip(reports, found, strict=True)]
+            pairs = zip(reports, found, strict=True)
+            reports = [report._replace(logprobs=of or ()) for report, of in pairs]
         return reports
 
     def read_drafts(self, flight: Flight, *, follows: bool = False) -> list[RowDrafts]:
@@ -717,19 +726,20 @@ class GraphRunner:
         Args:
             follows: whether the device ran nothing between the step read last and this one.
         """
-        *rows, times = flight.drafts.read()
+        report_RX = flight.drafts.read()
+        rows_BX, times = report_RX[:-1], report_RX[-1].tolist()
         seconds, before_ns = DecodeSeconds(), self._last_end_ns
         self._last_end_ns = times[Stamp.DRAFTED]
         if flight.drafts.done is not None and not flight.has_prompts:
-            device_s = self.times.setdefault(len(rows), GraphTimes()).add(times)
+            device_s = self.times.setdefault(len(rows_BX), GraphTimes()).add(times)
             period_s = (self._last_end_ns - before_ns) * 1e-9 if follows else None
             seconds = DecodeSeconds(device_s, period_s)
         # After sequences ended in the step before, the graph may be larger than the others need.
-        num_active = sum(first_token != NO_TOKEN for _, _, _, first_token, *_ in rows)
-        if not num_active or self._rows_for(num_active) != len(rows):
+        num_active = int((rows_BX[:, 3] != NO_TOKEN).sum())
+        if not num_active or self._rows_for(num_active) != len(rows_BX):
             seconds = DecodeSeconds()
         self.last_seconds = seconds
-        return [read_drafts(row, flight.max_accepted, flight.max_drafts) for row in rows]
+        return read_drafts(rows_BX, flight.max_accepted, flight.max_drafts)
 
     def _graph_of(self, size: tuple[int, int]) -> _Graph:
         if size not in self._graphs:
