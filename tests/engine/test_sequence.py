@@ -140,13 +140,12 @@ def test_counters_are_what_a_recount_gives(steps: list[tuple[int, int]], cut: in
         assert stats.acceptance_per_pos == []
 
 
-def test_drafts_that_did_not_pass() -> None:
+def test_drafts_that_passed() -> None:
     sequence = Sequence(0, [1], SamplingParams(), 0, frozenset())
     sequence.drafts = [4, 5, 6, 5, 4]
-    assert sequence.rejected_drafts([4, 5], 4) == [6, 5]
+    assert [*sequence.accepted_drafts([4, 5])] == [0, 1]
     # Two nodes of one token stand behind different parents.
     sequence.draft_parents = [0, 0, 2, 1, 3]
-    assert sequence.rejected_drafts([5, 6, 4], 5) == [4, 5]
-    assert sequence.rejected_drafts([4, 5], 5) == [5, 6, 4]
-    assert sequence.rejected_drafts([], 5) == sequence.drafts
-    assert sequence.rejected_drafts([], 0) == []
+    assert sequence.accepted_drafts([5, 6, 4]) == [1, 2, 4]
+    assert sequence.accepted_drafts([4, 5]) == [0, 3]
+    assert sequence.accepted_drafts([]) == []
