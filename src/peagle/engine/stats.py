@@ -102,6 +102,21 @@ class SpeculationStats:
         """Return the unconditional acceptance: P(the first i + 1 drafts are all accepted)."""
         return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
 
+    @property
+    def shares_by_source(self) -> dict[str, list[float]]:
+        """Return P(token i + 1 accepted, and drafted by the head, or by the text alone).
+
+        The result has head_per_pos and text_per_pos; it is empty where no text drafts.
+        """
+        accepted, of_text = (getattr(self, name) for name in _PER_POS)
+        if not of_text:
+            return {}
+        pairs = [*zip_longest(accepted, of_text, fillvalue=0)]
+        return {
+            "head_per_pos": [(count - text) / self.num_drafts for count, text in pairs],
+            "text_per_pos": [text / self.num_drafts for _, text in pairs],
+        }
+
 
 _PER_POS = [f.name for f in fields(SpeculationStats) if f.name.endswith("_per_pos")]
 
