@@ -148,6 +148,7 @@ def test_what_one_source_drafts() -> None:
 @pytest.mark.usefixtures("graphs_everywhere", "torch_attention")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not 1")
 def test_captured_steps_count_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     # A captured step learns a step later.
     monkeypatch.setattr(TreeRecord, "looks", False)
     eager = make(prompt_lookup=True, num_speculative_tokens=3)

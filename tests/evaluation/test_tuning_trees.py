@@ -11,6 +11,7 @@ from peagle.bundled import BUNDLED_PEAGLE
 from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
+from peagle.evaluation.tuning.acceptance import TreeAcceptance
 from peagle.evaluation.tuning.machine import DecodeCost
 from peagle.evaluation.tuning.trees import (
     measure_tree_steps,
@@ -22,6 +23,7 @@ from peagle.models.checkpoint import read_head
 from peagle.results import Prediction
 
 SHAPES = [CandidateTrees(n, min(n, 7), n) for n in (4, 16)]
+LENGTHS = [TreeAcceptance(3.0), TreeAcceptance(4.0)]
 
 
 def chain(batch: int, k: int, speed: float) -> Prediction:
