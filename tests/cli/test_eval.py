@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from peagle.cli.eval import EvalView, entry_text
-from peagle.config import SpeculativeConfig
 from peagle.evaluation import dialogues, eval_run
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -106,21 +105,16 @@ def test_trees_are_methods_of_their_own(peagle: Peagle, pair: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_the_text_are_told_apart(
-    peagle: Peagle, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has_trees = property(lambda config: config.parallel_drafting_spec is not None)
-    monkeypatch.setattr(SpeculativeConfig, "copies_join_trees", has_trees)
+def test_copies_of_the_text_are_told_apart(peagle: Peagle, pair: Pair) -> None:
     options = (*pair.options, *SMALL, "-k", 3, "--parallel-drafting-spec", TREES)
-    chains, trees, ngram = entries_of(peagle("eval", *options, *JSON))
-    assert "text_per_pos" not in chains["pooled"]
+    chains, alone, trees, ngram = entries_of(peagle("eval", *options, *JSON))
+    assert "text_per_pos" not in chains["pooled"] | alone["pooled"]
     pooled = trees["pooled"]
     accepted, of_text = (pooled[f"num_accepted_{kind}tokens_per_pos"] for kind in ("", "text_"))
     assert sum(of_text) > 0 and len(accepted) > 3, "deeper than the trees of the head"
     shares = zip(pooled["head_per_pos"], pooled["text_per_pos"], strict=True)
     assert [head + text for head, text in shares] == pytest.approx(pooled["unconditional"])
-    alone = ngram["pooled"]
-    assert alone["text_per_pos"] == alone["unconditional"]
+    assert ngram["pooled"]["text_per_pos"] == ngram["pooled"]["unconditional"]
     shown = entry_text(Entry.model_validate(trees), "float32", chat=False)
     assert shown.count("drafted by text alone") == shown.count("drafted by head") == 1
 

@@ -95,10 +95,8 @@ def test_candidate_trees_are_measured_beside_chains(
 
 @pytest.mark.slow
 def test_copies_of_the_text_are_told_apart(
-    peagle: Peagle, options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peagle: Peagle, options: tuple[object, ...], tmp_path: Path
 ) -> None:
-    has_trees = property(lambda config: config.parallel_drafting_spec is not None)
-    monkeypatch.setattr(SpeculativeConfig, "copies_join_trees", has_trees)
     arguments = (*options, "--max-nodes", "7", "--output", tmp_path / "out")
     first, again = (peagle("tune", *arguments, "--format", "json") for _ in range(2))
     assert first.status == again.status == 0, first.err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -128,7 +128,7 @@ def test_a_wrong_source_is_noticed(
 @pytest.mark.slow
 def test_what_one_source_drafts() -> None:
     """Without copies nothing is said of the text; prompt lookup alone drafts everything."""
-    llm = make()
+    llm = make(prompt_lookup=False)
     chunks = list(llm.stream(PROMPTS, PARAMS))
     assert {chunk.text_from for chunk in chunks} == {None}
     stats = llm.stats.speculation
@@ -152,11 +152,14 @@ def test_captured_steps_count_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> 
     # A captured step learns a step later.
     monkeypatch.setattr(TreeRecord, "looks", False)
     eager = make(prompt_lookup=True, num_speculative_tokens=3)
-    wanted = eager.generate(PROMPTS, PARAMS)
+    # One request keeps copies out of its trees.
+    params = [PARAMS, replace(PARAMS, prompt_lookup=False), PARAMS, PARAMS]
+    wanted = eager.generate(PROMPTS, params)
     captured = make(prompt_lookup=True, num_speculative_tokens=3, enforce_eager=False)
-    found = captured.generate(PROMPTS, PARAMS)
+    found = captured.generate(PROMPTS, params)
     assert captured.stats.eager_steps == {}
     assert captured.stats.speculation == eager.stats.speculation
     assert [output.stats for output in found] == [output.stats for output in wanted]
     accepted, of_text = (getattr(captured.stats.speculation, name) for name in (ACCEPTED, TEXT))
     assert 0 < sum(of_text) < sum(accepted)
+    assert [bool(getattr(output.stats, TEXT)) for output in found] == [True, False, True, True]

@@ -18,13 +18,10 @@ TREES = {"num_parallel_trees": 4, "prediction_depth": 5, "max_nodes": 12}
 BODY = {"prompt": "def fibonacci(n):", "max_tokens": 40, "temperature": 0, "stream": True}
 
 
-COPIES = {"model": "bundled", "parallel_drafting_spec": TREES, "prompt_lookup": True}
-
-
 @pytest.fixture(scope="module")
 def trees() -> Iterator[LiveServer]:
-    options = ("--parallel-drafting-spec", json.dumps(TREES), "--hang-timeout", 120)
-    with running(*options, warm=True) as live:
+    options = ("--parallel-drafting-spec", json.dumps(TREES), "--no-prompt-lookup")
+    with running(*options, "--hang-timeout", 120, warm=True) as live:
         yield live
 
 
@@ -104,7 +101,7 @@ def test_metrics_count_trees_nodes_and_depths(trees: LiveServer) -> None:
 
 @pytest.mark.slow
 def test_tokens_of_the_text_are_told_by_steps_usage_metrics_and_an_evaluation() -> None:
-    options = ("--speculative-config", json.dumps(COPIES), "--hang-timeout", 120)
+    options = ("--parallel-drafting-spec", json.dumps(TREES), "--hang-timeout", 120)
     with running(*options, warm=True) as server:
         steps, usage = reports(server, True)
         before = server.metrics()

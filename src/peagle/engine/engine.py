@@ -687,7 +687,8 @@ class LLMEngine:
         """
         if isinstance(self.drafting, LookupDrafting):
             return 0
-        if (cells := sequence.draft_cells) is None:
+        cells = sequence.draft_cells
+        if cells is None or not sequence.has_copies:
             return None
         return next((i for i, node in enumerate(path) if only_text_has(cells[node])), len(path))
 
