@@ -16,9 +16,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
     computed_field,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -127,10 +129,29 @@ class TrainingRecord(ResultModel):
         return f"{self.steps:,}{of} steps{tokens}"
 
 
+class TextFigures(ResultModel):
+    """Figures with shares of the text; these are empty, and not written, where no text drafts.
+
+    Attributes:
+        head_per_pos: P(token i accepted, and drafted by the head).
+        text_per_pos: P(token i accepted, and drafted by the text alone).
+    """
+
+    head_per_pos: list[float] = []
+    text_per_pos: list[float] = []
+
+    @model_serializer(mode="wrap")
+    def _without_text(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if value or name not in _OF_TEXT}
+
+
+_OF_TEXT = {"num_accepted_text_tokens_per_pos", "head_per_pos", "text_per_pos"}
+
+
 # ---- acceptance.json ------------------------------------------------------------------------
 
 
-class Slice(ResultModel):
+class Slice(TextFigures):
     """Pooled counters of some of the requests, and the figures that follow from them."""
 
     num_requests: Count = 0
@@ -139,6 +160,7 @@ class Slice(ResultModel):
     num_draft_tokens: Count = 0
     num_accepted_tokens: Count
     num_accepted_tokens_per_pos: list[Count] = []
+    num_accepted_text_tokens_per_pos: list[Count] = []  # of the text alone, where it drafts
     acceptance_length: float | None
     unconditional: list[float] = []
     conditional: list[float | None] = []
@@ -275,7 +297,7 @@ class Percentiles(ResultModel):
     mean: float | None = None
 
 
-class RunFigures(ResultModel):
+class RunFigures(TextFigures):
     """Speed and latency of one repeat of a cell, or the medians of its repeats."""
 
     seconds: float | None = None
@@ -466,7 +488,7 @@ class BreakEven(ResultModel):
     acceptance_length: float
 
 
-class TunedTrees(ResultModel):
+class TunedTrees(TextFigures):
     """Candidate trees of one shape."""
 
     parallel_drafting_spec: dict[str, int]

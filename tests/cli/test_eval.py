@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.eval import EvalView
+from peagle.cli.eval import EvalView, entry_text
 from peagle.evaluation import dialogues, eval_run
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
-from peagle.results import CertificateResults, CertifiedCase
+from peagle.results import CertificateResults, CertifiedCase, Entry
 from tests.cli.conftest import Pair, Peagle, entries_of
 from tests.conftest import make_drafter, make_target_folder
 from tests.evaluation.fake_endpoint import Script, endpoint, metrics
@@ -102,6 +102,21 @@ def test_trees_are_methods_of_their_own(peagle: Peagle, pair: Pair) -> None:
     without = entries_of(peagle("eval", *words))
     assert [one["method"] for one in without] == ["peagle", tree, "eagle3"]
     assert without[1]["pooled"] == entries[1]["pooled"]
+
+
+@pytest.mark.slow
+def test_copies_of_the_text_are_told_apart(peagle: Peagle, pair: Pair) -> None:
+    options = (*pair.options, *SMALL, "-k", 3, "--parallel-drafting-spec", TREES)
+    chains, alone, trees, ngram = entries_of(peagle("eval", *options, *JSON))
+    assert "text_per_pos" not in chains["pooled"] | alone["pooled"]
+    pooled = trees["pooled"]
+    accepted, of_text = (pooled[f"num_accepted_{kind}tokens_per_pos"] for kind in ("", "text_"))
+    assert sum(of_text) > 0 and len(accepted) > 3, "deeper than the trees of the head"
+    shares = zip(pooled["head_per_pos"], pooled["text_per_pos"], strict=True)
+    assert [head + text for head, text in shares] == pytest.approx(pooled["unconditional"])
+    assert ngram["pooled"]["text_per_pos"] == ngram["pooled"]["unconditional"]
+    shown = entry_text(Entry.model_validate(trees), "float32", chat=False)
+    assert shown.count("drafted by text alone") == shown.count("drafted by head") == 1
 
 
 @pytest.mark.slow

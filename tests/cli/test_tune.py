@@ -93,6 +93,22 @@ def test_candidate_trees_are_measured_beside_chains(
     assert "Candidate trees by nodes: acceptance length" in again.out
 
 
+@pytest.mark.slow
+def test_copies_of_the_text_are_told_apart(
+    peagle: Peagle, options: tuple[object, ...], tmp_path: Path
+) -> None:
+    arguments = (*options, "--max-nodes", "7", "--output", tmp_path / "out")
+    first, again = (peagle("tune", *arguments, "--format", "json") for _ in range(2))
+    assert first.status == again.status == 0, first.err
+    (one,), (kept,) = (json.loads(result.out)["trees"] for result in (first, again))
+    head, text = one["head_per_pos"], one["text_per_pos"]
+    assert len(head) == len(text) and sum(text) > 0, "the head is not trained"
+    assert 1 + sum(head) + sum(text) == pytest.approx(one["acceptance_length"])
+    assert (kept["head_per_pos"], kept["text_per_pos"]) == (head, text)
+    shown = peagle("tune", *arguments).out
+    assert "Accepted tokens of 7 nodes by position, drafted by the text alone" in shown
+
+
 def test_trees_in_the_text() -> None:
     def text(wins_at: list[int]) -> str:
         shape = {"num_parallel_trees": 7, "prediction_depth": 7, "max_nodes": 7}

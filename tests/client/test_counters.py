@@ -45,19 +45,24 @@ def test_a_page_of_the_official_writer() -> None:
 
 
 counts = st.builds(
-    lambda n, per_pos: DraftCounts(n, 4 * n, sum(per_pos), tuple(sorted(per_pos, reverse=True))),
+    lambda n, per_pos, of_text: DraftCounts(
+        n, 4 * n, sum(per_pos), tuple(sorted(per_pos, reverse=True)), tuple(of_text)
+    ),
     st.integers(0, 1000),
     st.lists(st.integers(0, 1000), min_size=4, max_size=4),
+    st.lists(st.integers(0, 1000), min_size=3, max_size=3),
 )
 
 
 @given(counts, counts)
 def test_differences_of_counters(earlier: DraftCounts, added: DraftCounts) -> None:
     per_pos = zip(earlier.num_accepted_tokens_per_pos, added.num_accepted_tokens_per_pos)
+    of_text = zip(earlier.num_accepted_text_tokens_per_pos, added.num_accepted_text_tokens_per_pos)
     later = DraftCounts(
         earlier.num_drafts + added.num_drafts,
         earlier.num_draft_tokens + added.num_draft_tokens,
         earlier.num_accepted_tokens + added.num_accepted_tokens,
         tuple(a + b for a, b in per_pos),
+        tuple(a + b for a, b in of_text),
     )
     assert later.since(earlier) == added and added.since(DraftCounts()) == added

@@ -73,7 +73,6 @@ class FakeRunner:
             run_target()
         accepted: list[int] = []
         new: list[list[int]] = []
-        rejected: list[list[int]] = []
         features: list[list[float]] = []
         starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
         for chunk, start in zip(chunks, starts, strict=True):
@@ -83,13 +82,11 @@ class FakeRunner:
             if drafts and sequence.draft_parents is not None:
                 path, own = self._run_tree(sequence, start, drafts)
                 emitted = [*(rows[row] for row in path), own]
-                rest = [row for row in range(1, len(rows)) if row not in path]
                 contexts = [self._context(sequence, p) for p in range(start, start + 1 + len(path))]
-                contexts += [(-1,)] * len(rest)  # of rows that nobody may read
+                contexts += [(-1,)] * (len(drafts) - len(path))  # of rows that nobody may read
                 features += [[float(digest(context))] for context in contexts]
                 accepted.append(len(path))
                 new.append(emitted)
-                rejected.append([rows[row] for row in rest])
                 continue
             for position, token in enumerate(rows, start):
                 self.kv[self.slot(sequence.block_table, position)] = token
@@ -100,12 +97,11 @@ class FakeRunner:
                 emitted = self.verify(sequence, contexts[len(rows) - len(drafts) - 1 :], drafts)
                 accepted.append(len(emitted) - 1)
                 new.append(emitted)
-                rejected.append(drafts[len(emitted) - 1 :])
         return TargetPass(
             chunks,
             starts,
             features_TA=torch.tensor(features, dtype=torch.float64),
-            sampled=_sampled(accepted, new, rejected),
+            sampled=_sampled(accepted, new),
         )
 
     def _run_tree(
@@ -148,7 +144,7 @@ class FakeRunner:
         return tuple(self.kv[self.slot(table, p)] for p in range(position + 1))
 
 
-def _sampled(accepted: list[int], new: list[list[int]], rejected: list[list[int]]) -> Any:
+def _sampled(accepted: list[int], new: list[list[int]]) -> Any:
     verified = SimpleNamespace(
         num_accepted_B=torch.tensor(accepted),
         next_tokens_B=torch.tensor([tokens[-1] for tokens in new]),
@@ -157,7 +153,6 @@ def _sampled(accepted: list[int], new: list[list[int]], rejected: list[list[int]
         verified=verified,
         num_accepted=accepted,
         new_token_ids=new,
-        rejected_token_ids=rejected,
         sampling=None,
         logprobs=[None] * len(new),
         is_broken=[False] * len(new),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,25 +107,39 @@ def test_a_follower_waits_until_its_leader_has_output_or_is_gone() -> None:
 
 # ---- counters -------------------------------------------------------------------------------
 
-steps_of = st.lists(
-    st.integers(0, 6).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))), max_size=20
-)
+Step = tuple[int, int, int | None]  # drafted, accepted, first of the text
 
 
-@given(steps_of, st.integers(0, 20))
-def test_counters_are_what_a_recount_gives(steps: list[tuple[int, int]], cut: int) -> None:
+def steps_of(drafted: int) -> st.SearchStrategy[Step]:
+    first = st.none() | st.integers(0, drafted)
+    return st.tuples(st.just(drafted), st.integers(0, drafted), first)
+
+
+@given(st.lists(st.integers(0, 6).flatmap(steps_of), max_size=20), st.integers(0, 20))
+def test_counters_are_what_a_recount_gives(steps: list[Step], cut: int) -> None:
     """Also where two count and one pools them, and where a later look subtracts an earlier one."""
     stats, first, second = SpeculationStats(), SpeculationStats(), SpeculationStats()
-    for i, (drafted, accepted) in enumerate(steps):
-        stats.record(drafted, accepted)
-        (first if i < cut else second).record(drafted, accepted)
+    for i, (drafted, accepted, text_from) in enumerate(steps):
+        stats.record(drafted, accepted, text_from=text_from)
+        (first if i < cut else second).record(drafted, accepted, text_from=text_from)
     earlier = first.copy()
     first.add(second)
     assert first == stats == SpeculationStats.pooled([earlier, second])
     later = stats.since(earlier)
     assert later.num_accepted_tokens == second.num_accepted_tokens
     assert later.num_drafts == second.num_drafts
-    drafts = [(drafted, accepted) for drafted, accepted in steps if drafted]
+    drafts = [(drafted, accepted) for drafted, accepted, _ in steps if drafted]
+    of_text = [step for step in steps if step[0] and step[2] is not None]
+    assert stats.num_accepted_text_tokens_per_pos == [
+        sum(first <= i < accepted for _, accepted, first in of_text if first is not None)
+        for i in range(max((drafted for drafted, *_ in of_text), default=0))
+    ]
+    if of_text and drafts:
+        shares = [*stats.shares_by_source.values()]
+        both = [head + text for head, text in zip(*shares, strict=True)]
+        assert both == pytest.approx(stats.acceptance_per_pos)
+    else:
+        assert stats.shares_by_source == {}
     deepest = max((drafted for drafted, _ in drafts), default=0)
     assert stats.num_drafts == len(drafts)
     assert stats.num_draft_tokens == sum(drafted for drafted, _ in drafts)
@@ -140,13 +155,12 @@ def test_counters_are_what_a_recount_gives(steps: list[tuple[int, int]], cut: in
         assert stats.acceptance_per_pos == []
 
 
-def test_drafts_that_did_not_pass() -> None:
+def test_drafts_that_passed() -> None:
     sequence = Sequence(0, [1], SamplingParams(), 0, frozenset())
     sequence.drafts = [4, 5, 6, 5, 4]
-    assert sequence.rejected_drafts([4, 5], 4) == [6, 5]
+    assert [*sequence.accepted_drafts([4, 5])] == [0, 1]
     # Two nodes of one token stand behind different parents.
     sequence.draft_parents = [0, 0, 2, 1, 3]
-    assert sequence.rejected_drafts([5, 6, 4], 5) == [4, 5]
-    assert sequence.rejected_drafts([4, 5], 5) == [5, 6, 4]
-    assert sequence.rejected_drafts([], 5) == sequence.drafts
-    assert sequence.rejected_drafts([], 0) == []
+    assert sequence.accepted_drafts([5, 6, 4]) == [1, 2, 4]
+    assert sequence.accepted_drafts([4, 5]) == [0, 3]
+    assert sequence.accepted_drafts([]) == []

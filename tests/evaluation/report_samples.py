@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def make_slice(method: str, k: int, factor: float, drafts: int, requests: int) -
         return None if share is None else [max(0, share - wide), min(1, share + wide)]
 
     unconditional, conditional = stats.acceptance_per_pos, conditional_acceptance(stats)
-    return asdict(stats) | {
+    return stats.to_json() | {
         "num_requests": requests,
         "num_tokens": round(drafts * length),
         "acceptance_length": length,

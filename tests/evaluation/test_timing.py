@@ -70,6 +70,20 @@ def test_figures_of_a_run() -> None:
     assert (figures.acceptance_length, figures.gpu_busy) == (2.5, 0.25)
 
 
+def test_shares_of_head_and_text() -> None:
+    drafts = SpeculationStats()
+    for accepted, text_from in ((3, 1), (2, 2), (0, 0), (1, 0)):
+        drafts.record(7, accepted, 3, text_from)
+    run = Run([Answer(num_tokens=1, chunks=[(0.5, 1)], seconds=1)], 1.0, drafts)
+    one = figures_of(run)
+    assert (one.head_per_pos, one.text_per_pos) == ([0.5, 0.25, 0.0], [0.25, 0.25, 0.25])
+    assert sum(one.head_per_pos) + sum(one.text_per_pos) + 1 == one.acceptance_length
+    # Positions that a repeat did not reach count as 0 in the median.
+    others = [one.model_copy(update={"text_per_pos": own}) for own in ([0.5], [0.75, 0.5])]
+    assert median_of([one, *others]).text_per_pos == [0.5, 0.25, 0.0]
+    assert median_of([figures_of(Run(run.answers, 1.0)), one]).text_per_pos == one.text_per_pos
+
+
 @pytest.mark.parametrize("drafts", [None, SpeculationStats()])
 def test_unknown_figures(drafts: SpeculationStats | None) -> None:
     figures = figures_of(Run([Answer(num_tokens=1, chunks=[(0.5, 1)], seconds=1)], 1.0, drafts))

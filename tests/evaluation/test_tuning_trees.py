@@ -11,6 +11,7 @@ from peagle.bundled import BUNDLED_PEAGLE
 from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
+from peagle.evaluation.tuning.acceptance import TreeAcceptance
 from peagle.evaluation.tuning.machine import DecodeCost
 from peagle.evaluation.tuning.trees import (
     measure_tree_steps,
@@ -22,6 +23,7 @@ from peagle.models.checkpoint import read_head
 from peagle.results import Prediction
 
 SHAPES = [CandidateTrees(n, min(n, 7), n) for n in (4, 16)]
+LENGTHS = [TreeAcceptance(3.0), TreeAcceptance(4.0)]
 
 
 def chain(batch: int, k: int, speed: float) -> Prediction:
@@ -59,14 +61,14 @@ def test_trees_win_where_they_gain_more_than_the_threshold_over_every_k() -> Non
     # Speeds of the small tree: 30 and 60; of the large one: 40 and 53.
     seconds = {(1, 4): 0.1, (2, 4): 0.1, (1, 16): 0.1, (2, 16): 0.15}
     chains = [chain(1, 0, 10), chain(1, 7, 35), chain(2, 0, 20), chain(2, 7, 59)]
-    small, large = tuned_trees(SHAPES, [3.0, 4.0], seconds, chains, 0.03)
+    small, large = tuned_trees(SHAPES, LENGTHS, seconds, chains, 0.03)
     assert small.tokens_per_s == [(1, 30.0), (2, 60.0)]
     assert (small.wins_at, large.wins_at) == ([], [1])  # 60 is less than 3% above 59
     config = tree_config("head", [small, large], 0.0, None)
     assert config is not None
     assert SpeculativeConfig.parse(config).parallel_drafting_spec == SHAPES[1]
 
-    small, large = tuned_trees(SHAPES, [3.0, 4.0], seconds, chains, 0.0)
+    small, large = tuned_trees(SHAPES, LENGTHS, seconds, chains, 0.0)
     assert (small.wins_at, large.wins_at) == ([2], [1])
     config = tree_config("head", [small, large], 1.2, 3.0)
     assert config is not None and config["parallel_drafting_spec"]["max_nodes"] == 4
@@ -74,6 +76,6 @@ def test_trees_win_where_they_gain_more_than_the_threshold_over_every_k() -> Non
     config = tree_config("head", [small, large], 1.2, 3.1)
     assert config is not None and SpeculativeConfig.parse(config).drawn_chains_from == 1.2
 
-    none = tuned_trees(SHAPES, [3.0, 4.0], seconds, [chain(1, 7, 99), chain(2, 7, 99)], 0.03)
+    none = tuned_trees(SHAPES, LENGTHS, seconds, [chain(1, 7, 99), chain(2, 7, 99)], 0.03)
     assert tree_config("head", none, 0.0, None) is None
     assert tree_config("head", [], 1.0, 2.0) is None

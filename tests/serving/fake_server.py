@@ -91,11 +91,13 @@ def script(proposer: str, tokens: list[str], depth: int) -> list[Step]:
     return steps
 
 
-def totals(steps: list[Step], depth: int) -> dict[str, Any]:
-    """`usage.speculation` of these steps."""
+def totals(steps: list[Step], depth: int, has_copies: bool = False) -> dict[str, Any]:
+    """`usage.speculation` of these steps; with copies the last accepted draft is the text's."""
     drafts = [step for step in steps if step.num_drafted]
     accepted = sum(step.num_accepted for step in drafts)
-    return {
+    text = [sum(step.num_accepted == at + 1 for step in drafts) for at in range(depth)]
+    copies = {"num_accepted_text_tokens_per_pos": text} if has_copies else {}
+    return copies | {
         "num_drafts": len(drafts),
         "num_draft_tokens": depth * len(drafts),
         "num_accepted_tokens": accepted,
@@ -116,6 +118,7 @@ def chunks_of(
     finish_reason: str | None,
     num_reasoning: int = 0,
     has_tree: bool = False,
+    has_copies: bool = False,
 ) -> list[dict[str, Any]]:
     """The events of a step whose first `num_reasoning` tokens are reasoning.
 
@@ -139,6 +142,8 @@ def chunks_of(
         "tokens": drafted,
         "rejected": step.rejected,
     }
+    if has_copies and step.num_drafted:
+        chunks[0]["speculation"]["text_from"] = max(0, step.num_accepted - 1)
     if has_tree and step.num_drafted:
         chunks[0]["speculation"]["tree"] = step.tree
     return chunks
@@ -155,6 +160,7 @@ async def answer(body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncItera
         tokens = [*tokens[:6], "other", *tokens[7:]]
     has_trees = "[trees]" in prompt and wanted["report"] == "trees"
     has_trees = has_trees and wanted["proposer"] == "peagle"
+    has_copies = "[copies]" in prompt and wanted["proposer"] == "peagle"
     num_reasoning = NUM_REASONING if "[think]" in prompt else 0
     delay = {"[slow]": 0.2, "[fast]": 0.002 * 3, "[wide]": 0.002}
     pause = next((s for word, s in delay.items() if word in prompt), 0.02)
@@ -168,7 +174,8 @@ async def answer(body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncItera
         if number == 5 and "[cut]" in prompt:
             raise ConnectionAbortedError("as the test wants it")
         reason = "stop" if step is steps[-1] else None
-        chunks = chunks_of(step, is_chat, reason, max(num_reasoning, 0), has_trees)
+        reasons = reason, max(num_reasoning, 0)
+        chunks = chunks_of(step, is_chat, *reasons, has_trees, has_copies)
         data = b"".join(map(event, chunks))
         num_reasoning -= len(step.tokens)
         if "[wide]" in prompt:
@@ -179,7 +186,8 @@ async def answer(body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncItera
             yield data
         await asyncio.sleep(pause)
     usage = {"prompt_tokens": 3, "completion_tokens": len(tokens)}
-    yield event({"choices": [], "usage": {**usage, "speculation": totals(steps, depth)}})
+    drafts = totals(steps, depth, has_copies)
+    yield event({"choices": [], "usage": {**usage, "speculation": drafts}})
     yield b"data: [DONE]\n\n"
 
 

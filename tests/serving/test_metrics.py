@@ -20,8 +20,10 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle import __version__
+from peagle.client.counters import read_counters
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.stats import Calibration, EngineStats, SpeculationStats
+from peagle.evaluation.endpoint_answers import stats_of
 from peagle.serving import metrics as metrics_file
 from peagle.serving.metrics import Failure, Metrics
 
@@ -170,6 +172,32 @@ def test_trees_are_counted_by_nodes_and_depth():
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     counts = [value(metrics, name, engine="0", position=str(i)) for i in range(5)]
     assert counts == [2, 1, 1, 0, 0]
+
+
+TEXT = "peagle:spec_decode_num_accepted_text_tokens_per_pos"
+
+
+def test_tokens_of_the_text_are_counted_per_position():
+    metrics, plain = Metrics("m"), snapshot().speculation
+    metrics.record_engine(0, snapshot())
+    assert TEXT not in metrics.render()[0].decode(), "no text drafts"
+    assert metrics.speculation()[1] == plain
+    both = SpeculationStats()
+    for accepted, text_from in ((3, 1), (2, 2), (3, 2), (0, 0)):
+        both.record(9, accepted, 4, text_from)
+    metrics.record_engine(0, replace(snapshot(11), speculation=both))
+    # A new process goes on; its positions are not those of the old one.
+    metrics.engine_restarted(0)
+    later = SpeculationStats()
+    later.record(9, 6, 6, 5)
+    metrics.record_engine(0, replace(snapshot(1), speculation=later))
+    name = TEXT.removeprefix("peagle:") + "_total"
+    counts = [value(metrics, name, engine="0", position=str(i)) for i in range(6)]
+    assert counts == [0, 1, 2, 0, 0, 1]
+    total = SpeculationStats.pooled([both, later])
+    assert metrics.speculation()[1] == total
+    drafts = read_counters(metrics.render()[0].decode(), "m").drafts
+    assert stats_of(drafts) == total
 
 
 def test_the_error_of_predicted_acceptance():

@@ -701,6 +701,31 @@ def test_numbers_of_a_known_stream(fake: Site, visit):
     assert rows[2].endswith(f"{speedups['peagle']:.2f}×3.23")
 
 
+@pytest.mark.parametrize("words", ["[copies]", "[copies] [short]"], ids=["whole", "cut"])
+def test_what_the_text_drafted(fake: Site, visit, words: str):
+    # The last accepted draft is the text's. A cut answer has no totals: 3, 0, 4, 2 of 4 drafts.
+    page = visit(fake)
+    run(page, words)
+    steps = script("peagle", TOKENS, 4)
+    drafts = [step for step in steps[: 5 if "short" in words else None] if step.num_drafted]
+    shares = [sum(step.num_accepted == i for step in drafts) / len(drafts) for i in range(1, 5)]
+    chosen = column(page, "peagle")
+    last = "rows => rows.map(row => row.lastElementChild.textContent)"
+    rows = chosen.locator(".positions tbody tr")
+    assert rows.evaluate_all(last) == [f"{100 * share:.0f}%" for share in shares]
+    count = sum(step.num_accepted > 0 for step in drafts)
+    shown = chosen.locator(".counts").inner_text()
+    assert shown.endswith(f"accepted, {count} of them drafted by the text alone")
+    heights = "bars => bars.map(bar => bar.height.baseVal.value)"
+    hollow = chosen.locator(".positions .hollow").evaluate_all(heights)
+    track = max(chosen.locator(".positions .track").evaluate_all(heights))
+    assert [height / track for height in hollow] == pytest.approx([s for s in shares if s])
+    expect(chosen.locator("figcaption .of-text")).to_be_visible()
+    other = column(page, "eagle3")
+    assert other.locator(".of-text:visible, .hollow").count() == 0
+    assert "text" not in other.locator(".counts").inner_text()
+
+
 def test_numbers_while_it_runs(fake: Site, visit):
     # The stream ends after 4 drafts, without the totals: 3 + 0 + 4 + 2 accepted of 4 each.
     page = visit(fake)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from peagle import SamplingParams
+from peagle.evaluation.decoding import Request
+from peagle.evaluation.endpoint import EndpointBackend
 from serving.live import LiveServer, running
 
 TREES = {"num_parallel_trees": 4, "prediction_depth": 5, "max_nodes": 12}
@@ -16,8 +20,8 @@ BODY = {"prompt": "def fibonacci(n):", "max_tokens": 40, "temperature": 0, "stre
 
 @pytest.fixture(scope="module")
 def trees() -> Iterator[LiveServer]:
-    options = ("--parallel-drafting-spec", json.dumps(TREES), "--hang-timeout", 120)
-    with running(*options, warm=True) as live:
+    options = ("--parallel-drafting-spec", json.dumps(TREES), "--no-prompt-lookup")
+    with running(*options, "--hang-timeout", 120, warm=True) as live:
         yield live
 
 
@@ -93,3 +97,38 @@ def test_metrics_count_trees_nodes_and_depths(trees: LiveServer) -> None:
     }
     assert added["draft_tokens"] == TREES["max_nodes"] * added["drafts"]
     assert sum(per_pos) == added["accepted_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_tokens_of_the_text_are_told_by_steps_usage_metrics_and_an_evaluation() -> None:
+    options = ("--parallel-drafting-spec", json.dumps(TREES), "--hang-timeout", 120)
+    with running(*options, warm=True) as server:
+        steps, usage = reports(server, True)
+        before = server.metrics()
+        backend = EndpointBackend(server.url)
+        request = Request("one", str(BODY["prompt"]), SamplingParams(max_tokens=40))
+        run = backend.run([request], 1)
+        after = server.metrics()
+    accepted, of_text = (usage[f"num_accepted_{kind}tokens_per_pos"] for kind in ("", "text_"))
+    assert 0 < sum(of_text) < sum(accepted) and len(accepted) == len(of_text)
+    assert "text_from" not in steps[0], "the pass over the prompt has no drafts"
+    told = [(step["text_from"], step["num_accepted"]) for step in steps[1:]]
+    assert_recounted(of_text, told)
+
+    stats, (answer,) = run.stats, run.answers
+    assert stats == run.counters, "of the request and of /metrics"
+    of_text = stats.num_accepted_text_tokens_per_pos
+    name = "peagle:spec_decode_num_accepted_text_tokens_per_pos_total"
+    labels = [f'{name}{{engine="0",position="{i}"}}' for i in range(len(of_text))]
+    assert [after[one] - before.get(one, 0) for one in labels] == of_text
+    assert answer.steps is not None
+    steps_told = [(step.text_from, step.num_accepted) for step in answer.steps[1:]]
+    assert_recounted(of_text, steps_told)
+
+
+def assert_recounted(of_text: list[int], steps: list[tuple[int, int]]) -> None:
+    """The steps have the counts, but for a last one that was cut at the length of the answer."""
+    counts = Counter(at for first, accepted in steps for at in range(first, accepted))
+    wanted = Counter(dict(enumerate(of_text)))
+    assert counts.total() > 0 and counts <= wanted
+    assert min(wanted - counts, default=64) >= max(steps[-1])

@@ -21,7 +21,7 @@ from peagle.cli.mix import Share, apply_mix, read_mix
 from peagle.cli.progress import ProgressLine, time_text
 from peagle.cli.settings import Layer, Settings, json_object, positive_number, whole_numbers
 from peagle.cli.setup import check_paths, name_target, note, quiet_libraries, thinking_mode
-from peagle.cli.tables import names_of, pivot_table, text_table, two_digits
+from peagle.cli.tables import names_of, pivot_table, short_share, text_table, two_digits
 from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
@@ -30,6 +30,7 @@ from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
 from peagle.evaluation.journal import BENCH_LOG, Journal, read_settings, weights_digest
 from peagle.evaluation.objective import LatencyObjective
 from peagle.evaluation.pivot import bench_pivot
+from peagle.evaluation.sources import by_source
 from peagle.results import THROUGHPUT
 
 if TYPE_CHECKING:
@@ -614,6 +615,16 @@ def bench_text(result: ThroughputResults) -> str:
         of = f"medians of {repeats} runs" if repeats > 1 else "one run"
         blocks.append(f"{name}, {sizes[name]} prompts, {of}")
         blocks.append(text_table(_HEADER, [_row(cell, names) for cell in own]))
+    if rows := [*by_source(cells)]:
+        depth = max(len(shares) for *_, shares in rows)
+        header = "method", "K", "c", "set", "drafted by", *map(str, range(1, depth + 1))
+        lines = [
+            [names[c.method, c.engine], str(c.k or "-"), str(c.concurrency), c.set, source]
+            + [short_share(share) for share in shares]
+            + [""] * (depth - len(shares))
+            for c, source, shares in rows
+        ]
+        blocks += ["accepted tokens by position and source", text_table(header, lines)]
     pivot = bench_pivot(result)
     if len(pivot.sets) > 1:
         blocks += ["acceptance length and speed-up by set", pivot_table(pivot)]

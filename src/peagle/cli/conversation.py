@@ -339,7 +339,8 @@ class _RemoteAnswer:
     def add(self, event: AnswerEvent) -> Generator[Piece]:
         """Add a chunk to the answer and yield its text."""
         report = event.report or DraftReport()
-        self.tally.stats.record(report.num_drafted, report.num_accepted, report.draft_depth)
+        drafts = report.num_drafted, report.num_accepted, report.draft_depth, report.text_from
+        self.tally.stats.record(*drafts)
         for choice in event.choices:
             self.finish_reason = choice.finish_reason or self.finish_reason
             for text, is_reasoning in ((choice.reasoning, True), (choice.text, False)):
@@ -362,10 +363,7 @@ class _RemoteAnswer:
         facts = {
             "text": answer,
             "finish_reason": self.finish_reason,
-            "num_drafts": stats.num_drafts,
-            "num_draft_tokens": stats.num_draft_tokens,
-            "num_accepted_tokens": stats.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": stats.num_accepted_tokens_per_pos,
+            **stats.to_json(),
             "acceptance_length": stats.acceptance_length,
             "num_cached_tokens": self.num_cached_tokens,
             "time_to_first_token_s": self._first_s or self.tally.seconds,

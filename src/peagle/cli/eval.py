@@ -28,6 +28,7 @@ from peagle.evaluation.certify.options import Options
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.eval_plan import EvalPlan
 from peagle.evaluation.pivot import eval_pivot
+from peagle.evaluation.sources import by_source
 from peagle.results import ACCEPTANCE, AcceptanceResults, Entry, EntryKey, Slice, read_document
 
 if TYPE_CHECKING:
@@ -546,7 +547,7 @@ def entry_text(entry: Entry, dtype: str, *, chat: bool) -> str:
     lines.append("  " + _summary(pooled))
     if pooled.acceptance_length is None:
         lines.append(f"  {entry.output_tokens_per_s:.1f} output tokens/s")
-    lines += _positions(pooled)
+    lines += _positions(entry)
     lines += _group_lines(entry.by_set, entry.by_category)
     lines += [printable(f"  note: {text}") for text in entry.notes]
     return "\n".join(lines)
@@ -575,7 +576,8 @@ def _length(one: Slice) -> str:
     return f"{one.acceptance_length:.2f}{shown}"
 
 
-def _positions(pooled: Slice) -> list[str]:
+def _positions(entry: Entry) -> list[str]:
+    pooled = entry.pooled
     depth = min(len(pooled.unconditional), _MAX_COLUMNS)
     if not depth:
         return []
@@ -589,6 +591,8 @@ def _positions(pooled: Slice) -> list[str]:
             for side, label in enumerate(("  95% from", "  95% to")):
                 ends = [None if one is None else one[side] for one in intervals[:depth]]
                 lines.append(_row(label, ends))
+    for _, source, shares in by_source([entry]):
+        lines.append(_row(f"drafted by {source}", shares[:depth]))
     return lines
 
 

@@ -24,6 +24,7 @@ from peagle.config.speculative import MAX_TREE_NODES
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.journal import TUNE_LOG, Journal, read_settings, weights_digest
+from peagle.evaluation.sources import by_source
 from peagle.evaluation.tuning.schedule import k_at
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
             view.say(f"acceptance at K = {', '.join(map(str, fitted_ks))}")
             known = measured(measure_acceptance, fitted_ks, watch=view.say_of("at K = {}"))
         of_trees = view.say_of("of trees of {} nodes")
-        lengths = measured(measure_tree_acceptance, shapes, watch=of_trees)
+        acceptances = measured(measure_tree_acceptance, shapes, watch=of_trees)
         drawn_length = None
         if shapes and not params.is_greedy:
             depth = max(shape.prediction_depth for shape in shapes)
@@ -305,7 +306,7 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
         threshold=options.threshold,
         provenance=provenance,
         settings=settings,
-        trees=lambda chains: tuned_trees(shapes, lengths, seconds, chains, options.threshold),
+        trees=lambda chains: tuned_trees(shapes, acceptances, seconds, chains, options.threshold),
         drawn_chain_length=drawn_length,
     )
 
@@ -482,6 +483,11 @@ def _trees(result: TuneResults) -> list[str]:
     heading += f"(* over {result.threshold:.0%} above every K)"
     columns = [f"{one.parallel_drafting_spec['max_nodes']} " for one in result.trees]
     lines = ["", heading, *_table("batch", rows, columns)]
+    for one, source, shares in by_source(result.trees):
+        nodes = one.parallel_drafting_spec["max_nodes"]
+        lines.append(f"Accepted tokens of {nodes} nodes by position, drafted by the {source}")
+        positions = [str(i) for i in range(1, len(shares) + 1)]
+        lines += _table("", {"": [f"{share:.2f}" for share in shares]}, positions)
     if (drawn := result.drawn_chain_length) is not None:
         temperature = result.settings["temperature"]
         lines.append(

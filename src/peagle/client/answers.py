@@ -74,12 +74,15 @@ class DraftReport:
         num_drafted: draft tokens that the step verified.
         num_accepted: verified tokens that were accepted.
         draft_depth: depth of a tree of drafts; None for a chain.
+        text_from: number of accepted tokens before those that the text alone drafted; None where no
+            text drafts.
     """
 
     tokens: tuple[tuple[str, bool], ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
     draft_depth: int | None = None
+    text_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,7 @@ def _drafts(drafts: Mapping[str, Any]) -> DraftCounts:
         int(drafts.get("num_draft_tokens", 0)),
         int(drafts.get("num_accepted_tokens", 0)),
         tuple(map(int, drafts.get("num_accepted_tokens_per_pos", ()))),
+        tuple(map(int, drafts.get("num_accepted_text_tokens_per_pos", ()))),
     )
 
 
@@ -260,6 +264,7 @@ def _report(report: Mapping[str, Any]) -> DraftReport:
         num_drafted=int(report.get("num_drafted", 0)),
         num_accepted=int(report.get("num_accepted", 0)),
         draft_depth=report.get("draft_depth"),
+        text_from=report.get("text_from"),
     )
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import zip_longest
 
 _SAMPLE = re.compile(
     r"^(?:vllm|peagle):(?P<name>(?:spec_decode_)?(?:num_drafts|num_draft_tokens"
-    r"|num_accepted_tokens|num_accepted_tokens_per_pos|generation_tokens))(?:_total)?"
+    r"|num_accepted_tokens|num_accepted_(?:text_)?tokens_per_pos|generation_tokens))(?:_total)?"
     r"(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>[-+.\w]+)",
     re.MULTILINE,
 )
 _LABEL = re.compile(r'(?P<name>\w+)="(?P<value>(?:[^"\\]|\\.)*)"')
-_PER_POS = "num_accepted_tokens_per_pos"
+_PER_POS = "num_accepted_tokens_per_pos", "num_accepted_text_tokens_per_pos"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +25,16 @@ class DraftCounts:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_accepted_text_tokens_per_pos: tuple[int, ...] = ()
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
         """Return the counts since `earlier`."""
-        per_pos = self.num_accepted_tokens_per_pos
-        before = (*earlier.num_accepted_tokens_per_pos, *(0 for _ in per_pos))
+        pairs = (zip_longest(getattr(self, n), getattr(earlier, n), fillvalue=0) for n in _PER_POS)
         return DraftCounts(
             self.num_drafts - earlier.num_drafts,
             self.num_draft_tokens - earlier.num_draft_tokens,
             self.num_accepted_tokens - earlier.num_accepted_tokens,
-            tuple(now - then for now, then in zip(per_pos, before, strict=False)),
+            *(tuple(now - then for now, then in own) for own in pairs),
         )
 
     def __str__(self) -> str:
@@ -67,18 +68,21 @@ def read_counters(text: str, model: str) -> Counters:
     if len({labels.get("model_name", model) for _, labels, _ in samples}) > 1:
         samples = [one for one in samples if one[1].get("model_name", model) == model]
     totals: dict[str, float] = defaultdict(float)
-    per_pos: dict[int, float] = defaultdict(float)
+    per_pos: dict[str, dict[int, float]] = {name: defaultdict(float) for name in _PER_POS}
     for name, labels, value in samples:
         totals[name] += value
-        if name == _PER_POS and labels.get("position", "").isdigit():
-            per_pos[int(labels["position"])] += value
+        if name in per_pos and labels.get("position", "").isdigit():
+            per_pos[name][int(labels["position"])] += value
     drafts = None
     if {"num_drafts", "num_draft_tokens", "num_accepted_tokens"} <= set(totals):
         drafts = DraftCounts(
             round(totals["num_drafts"]),
             round(totals["num_draft_tokens"]),
             round(totals["num_accepted_tokens"]),
-            tuple(round(per_pos[at]) for at in range(max(per_pos, default=-1) + 1)),
+            *(
+                tuple(round(counts[at]) for at in range(max(counts, default=-1) + 1))
+                for counts in per_pos.values()
+            ),
         )
     tokens = totals.get("generation_tokens")
     return Counters(drafts, None if tokens is None else round(tokens))

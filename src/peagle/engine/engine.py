@@ -4,6 +4,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,14 @@ from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, DecodeSeconds
-from peagle.engine.drafting import HeadDrafting, draws_chain, fixes_k, has_copies, make_drafting
+from peagle.engine.drafting import (
+    HeadDrafting,
+    LookupDrafting,
+    draws_chain,
+    fixes_k,
+    has_copies,
+    make_drafting,
+)
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import GrammarState, prepare_masks
@@ -42,6 +50,7 @@ from peagle.engine.step.pipeline import Pipeline
 from peagle.errors import UserError
 from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.kernels.sampling.random import derive_seed
+from peagle.kernels.trees.copies import only_text_has
 from peagle.models.target import TargetModel
 
 _COUNTERS = (
@@ -607,7 +616,6 @@ class LLMEngine:
                         done.sampled.new_token_ids[row],
                         chunk.num_drafts,
                         done.sampled.num_accepted[row],
-                        done.sampled.rejected_token_ids[row],
                         done.sampled.logprobs[row] or [],
                     )
                 row += 1
@@ -622,8 +630,7 @@ class LLMEngine:
             self._settle(sequence)
             return
         drafted, accepted = report.num_drafted, report.num_accepted
-        rejected = sequence.rejected_drafts(report.new_token_ids[:accepted], drafted)
-        self._emit(sequence, report.new_token_ids, drafted, accepted, rejected, report.logprobs)
+        self._emit(sequence, report.new_token_ids, drafted, accepted, report.logprobs)
         if sequence.num_speculative_tokens:
             if sequence.pending_features is not None:  # drafting pauses: the step kept the feature
                 sequence.pending_features.advance(1)
@@ -645,33 +652,45 @@ class LLMEngine:
         new: list[int],
         num_drafted: int,
         num_accepted: int,
-        rejected: list[int],
         logprobs: Iterable[TokenLogprobs],
     ) -> None:
         """Append verified tokens up to the end of the sequence."""
         sequence.num_computed_tokens += num_accepted
+        drafts, parents = sequence.drafts[:num_drafted], sequence.draft_parents
+        path = sequence.accepted_drafts(new[:num_accepted])
+        text_from = self._text_from(sequence, path)
         tree = depth = None
-        if num_drafted and sequence.draft_parents is not None:
-            nodes = slice(num_drafted)
-            tree = DraftTree.of(sequence.drafts[nodes], sequence.draft_parents[nodes])
+        if num_drafted and parents is not None:
+            tree = DraftTree.of(drafts, parents[:num_drafted])
             depth = tree.depth
-        record, parents = self._tree_record, sequence.draft_parents
+        record = self._tree_record
         if record is not None and record.looks and parents and not self._is_checking:
             # Trees without a verified node count too: the verified trees are the surer ones.
-            path = [] if tree is None else tree.path(new[:num_accepted])
             worths, cells = sequence.draft_worths, sequence.draft_cells
             scores = sequence.draft_scores or []
             record.saw(scores, parents, path, num_drafted, worths, cells)
         for stats in (sequence.stats, self.speculation_stats):
-            stats.record(num_drafted, num_accepted, depth)
+            stats.record(num_drafted, num_accepted, depth, text_from)
         kept = sequence.append(new, self.max_model_len)
         kept_logprobs = list(islice(logprobs, len(kept)))
         sequence.logprobs += kept_logprobs
         self._counts["num_output_tokens"] += len(kept)
         accepted = min(num_accepted, len(kept))
-        self._outputs.append(
-            SequenceOutput(sequence, kept, accepted, num_drafted, kept_logprobs, rejected, tree)
-        )
+        rejected = [draft for at, draft in enumerate(drafts) if at not in path]
+        given = accepted, num_drafted, kept_logprobs, rejected, tree, text_from
+        self._outputs.append(SequenceOutput(sequence, kept, *given))
+
+    def _text_from(self, sequence: Sequence, path: SequenceOf[int]) -> int | None:
+        """Return the number of accepted drafts before the first that the text alone has.
+
+        The text alone drafts all that follows such a draft. None where no text drafts.
+        """
+        if isinstance(self.drafting, LookupDrafting):
+            return 0
+        cells = sequence.draft_cells
+        if cells is None or not sequence.has_copies:
+            return None
+        return next((i for i, node in enumerate(path) if only_text_has(cells[node])), len(path))
 
     def _fail(self, sequence: Sequence, code: str, error: str) -> None:
         """End a sequence with an error; its output so far stays."""

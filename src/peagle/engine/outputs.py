@@ -50,6 +50,7 @@ class SequenceOutput(NamedTuple):
     logprobs: SequenceOf[TokenLogprobs] = ()
     rejected_token_ids: SequenceOf[int] = ()
     draft_tree: DraftTree | None = None
+    text_from: int | None = None
 
     @property
     def begins_without_drafts(self) -> bool:
@@ -139,10 +140,7 @@ class RequestOutput:
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
-            "num_drafts": self.stats.num_drafts,
-            "num_draft_tokens": self.stats.num_draft_tokens,
-            "num_accepted_tokens": self.stats.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": self.stats.num_accepted_tokens_per_pos,
+            **self.stats.to_json(),
             "acceptance_length": self.stats.acceptance_length,
             "num_cached_tokens": self.num_cached_tokens,
             "num_preemptions": self.num_preemptions,
@@ -184,6 +182,8 @@ class StreamChunk(NamedTuple):
         logprobs: log-probabilities of the new tokens, if requested.
         rejected_token_ids: draft tokens that the step rejected.
         draft_tree: the draft tokens that the step verified, if they were a tree.
+        text_from: number of accepted drafts before those that the text alone drafted, no head; None
+            where no text drafts.
     """
 
     index: int
@@ -196,6 +196,7 @@ class StreamChunk(NamedTuple):
     logprobs: SequenceOf[TokenLogprobs] = ()
     rejected_token_ids: SequenceOf[int] = ()
     draft_tree: DraftTree | None = None
+    text_from: int | None = None
 
     @property
     def draft_depth(self) -> int | None:

@@ -254,6 +254,7 @@ class Requests:
             step.logprobs[: new.num_tokens],
             step.rejected_token_ids,
             step.draft_tree,
+            step.text_from,
         )
 
     def _finished(self, running: _Output) -> RequestOutput:

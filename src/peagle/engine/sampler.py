@@ -35,7 +35,6 @@ class SamplerOutput:
         num_accepted: the number of accepted drafts, on the host.
         order: the rows of each sequence, first those of the newest token and the accepted drafts.
         new_token_ids: the emitted tokens: accepted drafts, then the target's own.
-        rejected_token_ids: the other drafts.
         sampling: with num_outputs counting the emitted tokens.
         logprobs: log-probabilities of the emitted tokens; None for sequences without the option.
         is_broken: whether a row that gave a token holds NaN, +inf, or -inf alone: the tokens of
@@ -46,7 +45,6 @@ class SamplerOutput:
     num_accepted: list[int]
     order: SequenceOf[SequenceOf[int]]
     new_token_ids: list[list[int]]
-    rejected_token_ids: list[list[int]]
     sampling: SamplingTensors
     logprobs: list[list[TokenLogprobs] | None]
     is_broken: list[bool]
@@ -166,7 +164,6 @@ class Sampler:
             num_accepted,
             order,
             new_token_ids,
-            [tokens[a:] for tokens, a in zip(drafts, num_accepted, strict=True)],
             replace(sampling, num_outputs_B=num_outputs_B),
             self._logprobs(logits_RV, sequences, num_drafted, new_token_ids, order)
             if batch.wants_logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -143,13 +144,11 @@ class Sequence:
         samples = self.samples_prompt and not self.num_output_tokens
         return len(self.token_ids) - (not samples)
 
-    def rejected_drafts(self, accepted: list[int], num_verified: int) -> list[int]:
-        """Return the rejected drafts among the first `num_verified`."""
-        drafts = self.drafts[:num_verified]
+    def accepted_drafts(self, accepted: list[int]) -> SequenceOf[int]:
+        """Return which drafts a step accepted, by the accepted tokens."""
         if self.draft_parents is None:
-            return drafts[len(accepted) :]
-        passed = path_nodes(self.draft_parents[:num_verified], drafts, accepted)
-        return [draft for node, draft in enumerate(drafts) if node not in passed]
+            return range(len(accepted))
+        return path_nodes(self.draft_parents, self.drafts, accepted)
 
     @property
     def is_prefilling(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from typing import Any
 
 from peagle.kernels.drafts.step_state import Stamp
 
@@ -18,47 +20,57 @@ class SpeculationStats:
         num_accepted_tokens: tokens accepted.
         num_accepted_tokens_per_pos: drafts whose first i + 1 tokens were all accepted; for a tree
             a path to depth i + 1.
+        num_accepted_text_tokens_per_pos: those of them whose token i + 1 the text alone drafted, no
+            head; empty where no text drafts.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_accepted_text_tokens_per_pos: list[int] = field(default_factory=list)
 
-    def record(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
-        """Count one verified draft; `depth` is the depth of a tree, None for a chain."""
+    def record(
+        self,
+        num_drafted: int,
+        num_accepted: int,
+        depth: int | None = None,
+        text_from: int | None = None,
+    ) -> None:
+        """Count one verified draft.
+
+        Args:
+            depth: depth of a tree, None for a chain.
+            text_from: number of accepted tokens before those that the text alone drafted; None
+                where no text drafts.
+        """
         if num_drafted == 0:
             return
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-        per_pos = self.num_accepted_tokens_per_pos
         most = num_drafted if depth is None else depth
-        if len(per_pos) < most:
-            per_pos.extend([0] * (most - len(per_pos)))
-        for position in range(num_accepted):
-            per_pos[position] += 1
+        _count(self.num_accepted_tokens_per_pos, most, range(num_accepted))
+        if text_from is not None:
+            _count(self.num_accepted_text_tokens_per_pos, most, range(text_from, num_accepted))
 
     def add(self, other: SpeculationStats) -> None:
         """Add another's counters to these."""
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (len(other.num_accepted_tokens_per_pos) - len(per_pos)))
-        for position, count in enumerate(other.num_accepted_tokens_per_pos):
-            per_pos[position] += count
+        for name in _PER_POS:
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [sum(pair) for pair in pairs])
 
     def since(self, earlier: SpeculationStats) -> SpeculationStats:
         """Return the counts after `earlier`, an earlier copy of these counters."""
-        before = earlier.num_accepted_tokens_per_pos
-        per_pos = self.num_accepted_tokens_per_pos
-        before = [*before, *[0] * (len(per_pos) - len(before))]
+        pairs = (zip_longest(getattr(self, n), getattr(earlier, n), fillvalue=0) for n in _PER_POS)
         return SpeculationStats(
             self.num_drafts - earlier.num_drafts,
             self.num_draft_tokens - earlier.num_draft_tokens,
             self.num_accepted_tokens - earlier.num_accepted_tokens,
-            [now - then for now, then in zip(per_pos, before, strict=True)],
+            *([now - then for now, then in own] for own in pairs),
         )
 
     @classmethod
@@ -71,7 +83,14 @@ class SpeculationStats:
 
     def copy(self) -> SpeculationStats:
         """Return a copy of the counters."""
-        return replace(self, num_accepted_tokens_per_pos=[*self.num_accepted_tokens_per_pos])
+        return replace(self, **{name: [*getattr(self, name)] for name in _PER_POS})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counters by name; those of the text only where a text drafts."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not self.num_accepted_text_tokens_per_pos:
+            del counts["num_accepted_text_tokens_per_pos"]
+        return counts
 
     @property
     def acceptance_length(self) -> float:
@@ -82,6 +101,31 @@ class SpeculationStats:
     def acceptance_per_pos(self) -> list[float]:
         """Return the unconditional acceptance: P(the first i + 1 drafts are all accepted)."""
         return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
+
+    @property
+    def shares_by_source(self) -> dict[str, list[float]]:
+        """Return P(token i + 1 accepted, and drafted by the head, or by the text alone).
+
+        The result has head_per_pos and text_per_pos; it is empty where no text drafts.
+        """
+        accepted, of_text = (getattr(self, name) for name in _PER_POS)
+        if not of_text:
+            return {}
+        pairs = [*zip_longest(accepted, of_text, fillvalue=0)]
+        return {
+            "head_per_pos": [(count - text) / self.num_drafts for count, text in pairs],
+            "text_per_pos": [text / self.num_drafts for _, text in pairs],
+        }
+
+
+_PER_POS = [f.name for f in fields(SpeculationStats) if f.name.endswith("_per_pos")]
+
+
+def _count(per_pos: list[int], most: int, positions: Iterable[int]) -> None:
+    """Count one more at each of the positions, in a list of at least `most`."""
+    per_pos.extend([0] * (most - len(per_pos)))
+    for position in positions:
+        per_pos[position] += 1
 
 
 NUM_CALIBRATION_BINS = 10

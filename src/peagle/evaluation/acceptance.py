@@ -66,7 +66,7 @@ def _before_loop(
         if end > loop:
             break
         num_steps += 1
-        stats.record(step.num_drafted, step.num_accepted, step.draft_depth)
+        stats.record(step.num_drafted, step.num_accepted, step.draft_depth, step.text_from)
     return stats, num_steps
 
 
@@ -114,10 +114,7 @@ def acceptance_figures(answers: Sequence[Answer]) -> dict[str, Any]:
     return {
         "num_outputs": len(answers),
         "num_tokens": sum(one.num_tokens for one in every),
-        "num_drafts": total.num_drafts,
-        "num_draft_tokens": total.num_draft_tokens,
-        "num_accepted_tokens": total.num_accepted_tokens,
-        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
+        **total.to_json(),
         "acceptance_length": total.acceptance_length,
         "unconditional_acceptance_per_pos": total.acceptance_per_pos,
         "conditional_acceptance_per_pos": conditional_acceptance(total),
@@ -164,13 +161,11 @@ def _figures(stats: SpeculationStats, k: int) -> dict[str, Any]:
     if stats.num_drafts:
         per_pos.extend([0] * (k - len(per_pos)))
     return {
-        "num_drafts": stats.num_drafts,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-        "num_accepted_tokens_per_pos": per_pos,
+        **stats.to_json(),
         "acceptance_length": stats.acceptance_length,
         "unconditional": stats.acceptance_per_pos,
         "conditional": conditional_acceptance(stats),
+        **stats.shares_by_source,
     }
 
 
@@ -306,6 +301,7 @@ class VerifiedDraft:
     num_drafted: int
     num_accepted: int
     draft_depth: int | None
+    text_from: int | None
 
 
 def decode_steps(answer: Answer) -> Iterator[VerifiedDraft]:
@@ -319,7 +315,7 @@ def decode_steps(answer: Answer) -> Iterator[VerifiedDraft]:
         if number:
             context = answer.num_prompt_tokens + done
             counts = step.num_tokens, step.num_drafted, true
-            yield VerifiedDraft(context, done, *counts, step.draft_depth)
+            yield VerifiedDraft(context, done, *counts, step.draft_depth, step.text_from)
         done += step.num_tokens
         accepted += true
 
@@ -333,7 +329,8 @@ def _steps_by(
         own: dict[int, RequestCounts] = {}
         for step in decode_steps(one.answer):
             counts = own.setdefault(number_of(step), RequestCounts(one.conversation))
-            counts.stats.record(step.num_drafted, step.num_accepted, step.draft_depth)
+            drafts = step.num_drafted, step.num_accepted, step.draft_depth, step.text_from
+            counts.stats.record(*drafts)
             counts.num_tokens += step.num_tokens
             counts.num_steps += 1
         for number, counts in own.items():

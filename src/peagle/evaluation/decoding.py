@@ -35,13 +35,15 @@ class DecodeCounts:
     """The tokens that one step added to one output.
 
     `num_drafted` draft tokens were verified; the first `num_accepted` tokens added are drafts.
-    `draft_depth` is the depth of a tree; None for a chain.
+    `draft_depth` is the depth of a tree; None for a chain. `text_from` is the number of accepted
+    drafts before those that the text alone drafted; None where no text drafts.
     """
 
     num_tokens: int
     num_drafted: int
     num_accepted: int
     draft_depth: int | None = None
+    text_from: int | None = None
 
 
 @dataclass(slots=True)

@@ -65,6 +65,7 @@ def stats_of(drafts: DraftCounts | None) -> SpeculationStats | None:
         drafts.num_draft_tokens,
         drafts.num_accepted_tokens,
         [*drafts.num_accepted_tokens_per_pos],
+        [*drafts.num_accepted_text_tokens_per_pos],
     )
 
 
@@ -113,7 +114,11 @@ def _streamed(reply: Reply) -> Answer:
             report = event.report or DraftReport()
             part.num_tokens = len(report.tokens)
             part.step = DecodeCounts(
-                part.num_tokens, report.num_drafted, report.num_accepted, report.draft_depth
+                part.num_tokens,
+                report.num_drafted,
+                report.num_accepted,
+                report.draft_depth,
+                report.text_from,
             )
         elif has_usage:
             count = max(usage.num_tokens or 0, so_far)

@@ -227,8 +227,8 @@ class EngineBackend:
 
 def _add_chunk(answer: Answer, chunk: StreamChunk, seconds: float) -> None:
     answer.steps = answer.steps or []
-    drafted, accepted, depth = chunk.num_drafted, chunk.num_accepted, chunk.draft_depth
-    answer.steps.append(DecodeCounts(len(chunk.token_ids), drafted, accepted, depth))
+    drafts = chunk.num_drafted, chunk.num_accepted, chunk.draft_depth, chunk.text_from
+    answer.steps.append(DecodeCounts(len(chunk.token_ids), *drafts))
     answer.chunks.append((seconds, len(chunk.token_ids)))
     answer.texts.append(chunk.text)
     if (output := chunk.output) is not None:

@@ -13,7 +13,7 @@ Percentiles interpolate linearly between the two nearest values (numpy's default
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import median
 from typing import Any
 
@@ -35,6 +35,7 @@ def figures_of(run: Run, gpu_busy: float | None = None) -> RunFigures:
     firsts = [t for answer in whole if (t := answer.time_to_first_token_s) is not None]
     gaps = [gap for answer in whole for gap in token_gaps(answer.chunks)]
     drafts = run.counters
+    by_source: dict[str, Any] = drafts.shares_by_source if drafts else {}
     return RunFigures(
         seconds=run.seconds,
         num_requests=len(whole),
@@ -45,6 +46,7 @@ def figures_of(run: Run, gpu_busy: float | None = None) -> RunFigures:
         itl_s=spread_of([gap for gap, _ in gaps], [count for _, count in gaps]),
         e2e_s=spread_of([answer.seconds for answer in whole]),
         acceptance_length=drafts.acceptance_length if drafts and drafts.num_drafts else None,
+        **by_source,
         gpu_busy=gpu_busy,
         errors=len(run.answers) - len(whole),
     )
@@ -81,7 +83,10 @@ def median_of(repeats: Sequence[RunFigures]) -> RunFigures:
     def middle(values: Sequence[Any]) -> Any:
         known = [value for value in values if value is not None]
         if known and isinstance(known[0], dict):
-            return {name: middle([value[name] for value in known]) for name in known[0]}
+            names = dict.fromkeys(name for value in known for name in value)
+            return {name: middle([value.get(name) for value in known]) for name in names}
+        if known and isinstance(known[0], list):
+            return [middle(column) for column in zip_longest(*known, fillvalue=0.0)]
         return median(known) if known else None
 
     return RunFigures.model_validate(middle([repeat.model_dump() for repeat in repeats]))

@@ -213,13 +213,8 @@ def usage_of(
     }
     if report:
         total = SpeculationStats.pooled(output.stats for output in outputs)
-        usage["speculation"] = {
-            "num_drafts": total.num_drafts,
-            "num_draft_tokens": total.num_draft_tokens,
-            "num_accepted_tokens": total.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
-            "acceptance_length": round(total.acceptance_length, 4),
-        }
+        length = round(total.acceptance_length, 4)
+        usage["speculation"] = {**total.to_json(), "acceptance_length": length}
     return usage
 
 
@@ -230,7 +225,7 @@ def report_of(
 
     With `has_tree` they include the tree of the step, if it was one: [text, row of the parent,
     whether the token is in the output] of each node. Row 0 is the token before the step, row i + 1
-    is node i.
+    is node i. `text_from` is there where the text drafts, see `StreamChunk`.
     """
     accepted = chunk.num_accepted
     facts: dict[str, Any] = {}
@@ -240,6 +235,8 @@ def report_of(
             path = tree.path(chunk.token_ids[:accepted])
             nodes = enumerate(zip(tree.tokens, tree.parents, strict=True))
             facts["tree"] = [[text_of(token), parent, i in path] for i, (token, parent) in nodes]
+    if chunk.text_from is not None:
+        facts["text_from"] = chunk.text_from
     return {
         **facts,
         "num_drafted": chunk.num_drafted,

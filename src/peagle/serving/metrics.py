@@ -36,6 +36,15 @@ Failure = Literal["cancelled", "refused", "timeout", "invalid", "error"]
 
 _PREFIX = "peagle:"
 _SPECULATION = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+# Counts of each position, and what they count.
+_PER_POS = {
+    "num_accepted_tokens_per_pos": (
+        "Drafts with all tokens up to this position (from 0) accepted; of a tree, one path."
+    ),
+    "num_accepted_text_tokens_per_pos": (
+        "Those of them whose token at this position the text alone drafted, no head."
+    ),
+}
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
@@ -67,6 +76,7 @@ _TOTALS = {
     "prompt_tokens": ("Tokens of the prompts admitted, cached ones included.", "num_prompt_tokens"),
     "generation_tokens": ("Tokens given out.", "num_output_tokens"),
 }
+_NO_TOTALS = [[0] * len(_TOTALS), *([] for _ in _PER_POS)]
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Outputs being computed.", attrgetter("num_running")),
     "num_requests_waiting": ("Outputs in the queue.", attrgetter("num_waiting")),
@@ -198,12 +208,17 @@ class Metrics:
 
         num_tokens, total = 0, SpeculationStats()
         for at in self._engines.values():
-            values = at.totals()
+            values, accepted, of_text = at.totals()
             known = dict(zip(_TOTALS, values))
             num_tokens += known["generation_tokens"]
             counts = {n: known[f"spec_decode_{n}"] for n in _SPECULATION}
-            per_pos = values[len(_TOTALS) :]
-            total.add(SpeculationStats(**counts, num_accepted_tokens_per_pos=per_pos))
+            total.add(
+                SpeculationStats(
+                    **counts,
+                    num_accepted_tokens_per_pos=accepted,
+                    num_accepted_text_tokens_per_pos=of_text,
+                )
+            )
         return num_tokens, total
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
@@ -245,9 +260,10 @@ class Metrics:
         text = "Times that an engine began anew."
         restarts = family(counter, "engine_restarts", text, "engine")
         totals = [family(counter, name, text, "engine") for name, (text, _) in _TOTALS.items()]
-        text = "Drafts with all tokens up to this position (from 0) accepted; of a tree, one path."
-        name = "spec_decode_num_accepted_tokens_per_pos"
-        per_pos = family(counter, name, text, "engine", "position")
+        per_pos = [
+            family(counter, f"spec_decode_{name}", text, "engine", "position")
+            for name, text in _PER_POS.items()
+        ]
         text = "Decode steps that no CUDA graph could run."
         eager = family(counter, "eager_steps", text, "engine", "reason")
         text = "Decode steps, by the draft tokens verified of a request: K, or nodes of a tree."
@@ -265,11 +281,12 @@ class Metrics:
             beat.add_metric(labels, at.silent_s)
             hangs.add_metric(labels, at.num_hangs)
             restarts.add_metric(labels, at.num_restarts)
-            values = at.totals()
+            values, *positions = at.totals()
             for total, value in zip(totals, values):
                 total.add_metric(labels, value)
-            for position, value in enumerate(values[len(totals) :]):
-                per_pos.add_metric([*labels, str(position)], value)
+            for counts, values in zip(per_pos, positions):
+                for position, value in enumerate(values):
+                    counts.add_metric([*labels, str(position)], value)
             for reason, count in at.eager_steps().items():
                 eager.add_metric([*labels, reason], count)
             for k, count in sorted(at.decode_steps().items()):
@@ -281,7 +298,8 @@ class Metrics:
         yield from (build, *gauges.values(), beat, hangs, oldest)
         yield from (
             *totals,
-            per_pos,
+            per_pos[0],
+            *(counts for counts in per_pos[1:] if counts.samples),  # none where no text drafts
             eager,
             steps,
             restarts,
@@ -317,8 +335,8 @@ class _Engine:
         self.first_token = self.histograms["time_to_first_token_seconds"]
         self.inter_token = self.histograms["inter_token_latency_seconds"]
         self.inter_chunk = self.histograms["inter_chunk_latency_seconds"]
-        self._ended: list[int] = []  # the totals of processes that are gone
-        self._totals: list[int] = []
+        self._ended = _NO_TOTALS  # the totals of processes that are gone
+        self._totals = _NO_TOTALS
         self._ended_eager: Counter[str] = Counter()
         self._ended_steps: Counter[int] = Counter()
 
@@ -329,13 +347,13 @@ class _Engine:
         self.stats = None
         self.num_restarts += 1
 
-    def totals(self) -> list[int]:
-        """Return the values of _TOTALS, then the values per position; none is lower than before.
+    def totals(self) -> list[list[int]]:
+        """Return the values of _TOTALS, and of each of _PER_POS; none is lower than before.
 
         An engine takes the tokens of a stop string back: its count of tokens may fall. A counter
         stays where it was until the count has caught up.
         """
-        self._totals = [max(pair) for pair in zip_longest(self._totals, self._sums(), fillvalue=0)]
+        self._totals = _joined(max, self._totals, self._sums())
         return self._totals
 
     def eager_steps(self) -> Counter[str]:
@@ -346,12 +364,20 @@ class _Engine:
         """Return the decode steps by K."""
         return self._ended_steps + Counter(self.stats.decode_steps if self.stats else {})
 
-    def _sums(self) -> list[int]:
-        now = [0] * len(_TOTALS)
-        if self.stats is not None:
-            now = [attrgetter(where)(self.stats) for _, where in _TOTALS.values()]
-            now += self.stats.speculation.num_accepted_tokens_per_pos
-        return [sum(pair) for pair in zip_longest(self._ended, now, fillvalue=0)]
+    def _sums(self) -> list[list[int]]:
+        if self.stats is None:
+            return self._ended
+        now = [attrgetter(where)(self.stats) for _, where in _TOTALS.values()]
+        per_pos = [getattr(self.stats.speculation, name) for name in _PER_POS]
+        return _joined(sum, self._ended, [now, *per_pos])
+
+
+def _joined(
+    join: Callable[[tuple[int, ...]], int], one: list[list[int]], other: list[list[int]]
+) -> list[list[int]]:
+    """Return lists whose items are joined from those of two; missing items are 0."""
+    pairs = zip(one, other, strict=True)
+    return [[join(pair) for pair in zip_longest(*both, fillvalue=0)] for both in pairs]
 
 
 class _Histogram:

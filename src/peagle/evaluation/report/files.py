@@ -10,6 +10,7 @@ from typing import Self
 
 from peagle.errors import UserError
 from peagle.evaluation.pivot import Pivot, PivotFigures, PivotRow, bench_pivot, eval_pivot
+from peagle.evaluation.sources import by_source
 from peagle.evaluation.turns import bench_with_turns, eval_with_turns
 from peagle.models.checkpoint.files import replace_file
 from peagle.results import (
@@ -28,6 +29,7 @@ from peagle.results import (
     read_document,
 )
 
+_TEXT = "num_accepted_of_text_at_position"
 _EXPERTS = ("experts_touched", "num_experts")
 _TIMES, _PERCENTILES = ("ttft_s", "itl_s", "e2e_s"), ("p50", "p90", "p99", "mean")
 
@@ -138,6 +140,7 @@ def acceptance_csv(file: AcceptanceResults) -> bytes:
         *("acceptance_length", "acceptance_length_low", "acceptance_length_high"),
         *("tokens_per_step", "loop_share", "acceptance_length_before_loop"),
         *("position", "num_accepted_at_position"),
+        *([_TEXT] if any(by_source(file.entries)) else ()),
         *("unconditional", "unconditional_low", "unconditional_high"),
         *("conditional", "conditional_low", "conditional_high"),
     )
@@ -155,6 +158,7 @@ def throughput_csv(file: ThroughputResults) -> bytes:
         *(["cost_per_million_tokens"] if file.price_per_hour else ()),
         *(["instances"] if file.requests_per_second else ()),
         *(_EXPERTS if any(cell.experts for cell in file.cells) else ()),
+        *(["text_tokens_per_draft"] if any(by_source(file.cells)) else ()),
     )
     return _csv(header, map(_cell_row, file.cells))
 
@@ -213,8 +217,9 @@ def _entry_rows(entry: Entry) -> Iterator[Row]:
             piece.conditional,
             piece.conditional_ci or [],
         )
+        of_text = dict(enumerate(piece.num_accepted_text_tokens_per_pos, 1))
         rows = [
-            {"position": number, "num_accepted_at_position": count}
+            {"position": number, "num_accepted_at_position": count, _TEXT: of_text.get(number)}
             | {"unconditional": share, "conditional": given}
             | _ends("unconditional", share_ci)
             | _ends("conditional", given_ci)
@@ -225,6 +230,8 @@ def _entry_rows(entry: Entry) -> Iterator[Row]:
 
 def _cell_row(cell: Cell) -> Row:
     row = dict(cell.median) | dict(cell) | {"num_repeats": len(cell.repeats)}
+    if shares := cell.median.text_per_pos:
+        row["text_tokens_per_draft"] = sum(shares)
     for time in _TIMES:
         row |= {f"{time}_{name}": value for name, value in getattr(cell.median, time)}
     if cell.experts is not None:

@@ -15,6 +15,7 @@ from peagle.evaluation.report import charts, plots, series, text
 from peagle.evaluation.report.advice import advice_of
 from peagle.evaluation.report.files import Results
 from peagle.evaluation.report.series import Cast, best_cells, conditions, series_of, sets_of
+from peagle.evaluation.sources import by_source
 from peagle.evaluation.tuning.schedule import k_at
 from peagle.results import Document
 
@@ -119,6 +120,7 @@ def _environment() -> Environment:
     environment.tests["varies_in"] = lambda name, pivot: pivot.varies(name)
     environment.tests["is_dirty"] = lambda commit: commit.endswith("-dirty")
     environment.globals |= {"key": charts.key, "plots": plots, "series": series, "k_at": k_at}
+    environment.filters["by_source"] = by_source
     return environment
 
 

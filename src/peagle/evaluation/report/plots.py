@@ -17,6 +17,7 @@ from peagle.evaluation.report.text import (
     set_name,
     with_interval,
 )
+from peagle.evaluation.sources import by_source
 from peagle.results import Cell, Entry, Slice, ThroughputResults, TuneResults
 
 MAX_TABLE_ROWS = 40
@@ -202,6 +203,15 @@ def position_charts(condition: Condition, cast: Cast) -> list[Chart]:
                 points.append(ChartPoint(position, value, ends, tip))
             lines.append(ChartLine(cast.name_of(entry), cast.style(entry), points))
         charts.append(Chart(f"{kind.capitalize()} acceptance", lines, x, y))
+    lines = []
+    for entry, source, shares in by_source(deepest):
+        if source != "head":
+            name = cast.name_of(entry)
+            tips = (f"{name}, position {i}\n{percent(s)}" for i, s in enumerate(shares, 1))
+            points = [ChartPoint(i, s, tip=tip) for i, (s, tip) in enumerate(zip(shares, tips), 1)]
+            lines.append(ChartLine(name, cast.style(entry), points))
+    if lines:
+        charts.append(Chart("Accepted, and drafted by the text alone", lines, x, y))
     return charts
 
 

@@ -119,7 +119,10 @@ class Condition:
 
     def positions(self, cast: Cast) -> range:
         """Return the positions in the longest draft."""
-        return range(1, max([1, *(entry.depth for entry in self.deepest_of_all(cast))]) + 1)
+        entries = self.deepest_of_all(cast)
+        # Copies of the text go on deeper than K.
+        most = (max(entry.depth, len(entry.pooled.unconditional)) for entry in entries)
+        return range(1, max([1, *most]) + 1)
 
     def with_histogram(self, cast: Cast) -> list[Entry]:
         """Return the deepest entries with a histogram of requests, the report's head first."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from peagle.config import CandidateTrees, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
@@ -17,6 +17,7 @@ from peagle.models.target import TargetModel
 from peagle.results import ACCEPTANCE, AcceptanceResults, read_document
 
 _CONCURRENCY = 8
+_SOURCES = "{} by source"  # key of the shares of head and text in the journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,18 @@ class AcceptanceByK:
         """Return 1 + sum of the rates for K = 0 to the largest; the lengths never fall."""
         lengths = (1 + sum(self.rates(k)) for k in range(1, self.most + 1))
         return dict(enumerate(accumulate(lengths, max, initial=1.0)))
+
+
+class TreeAcceptance(NamedTuple):
+    """The acceptance of candidate trees of one shape.
+
+    Attributes:
+        length: acceptance length.
+        by_source: shares of head and text (`SpeculationStats.shares_by_source`).
+    """
+
+    length: float
+    by_source: Mapping[str, list[float]] = {}
 
 
 def acceptance_of_file(
@@ -159,16 +172,16 @@ def measure_tree_acceptance(
     chat: bool,
     watch: Callable[[int], None] = lambda max_nodes: None,
     **engine_options: Any,
-) -> list[float]:
-    """Return the acceptance length with candidate trees of each shape; see measure_acceptance."""
-    lengths = []
+) -> list[TreeAcceptance]:
+    """Return the acceptance with candidate trees of each shape; see measure_acceptance."""
+    every = []
     for shape in shapes:
         config = SpeculativeConfig(model=head, parallel_drafting_spec=shape)
         key = f"acceptance nodes={shape.max_nodes}"
         rates = _measured_rates(key, target, config, sets, params, journal, chat, engine_options)
-        lengths.append(1 + sum(rates))
+        every.append(TreeAcceptance(1 + sum(rates), journal.get(_SOURCES.format(key)) or {}))
         watch(shape.max_nodes)
-    return lengths
+    return every
 
 
 def measure_drawn_acceptance(
@@ -207,6 +220,8 @@ def _measured_rates(
             del backend  # its memory is released with the context
         stats = SpeculationStats.pooled(o.answer.stats for o in found if o.answer.stats)
         rates = _padded(stats.acceptance_per_pos if stats.num_drafts else [], config.k)
+        if shares := stats.shares_by_source:
+            journal.add(_SOURCES.format(key), shares)
         journal.add(key, rates)
     return rates
 

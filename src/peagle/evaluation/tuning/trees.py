@@ -8,6 +8,7 @@ from typing import Any
 from peagle.config import CandidateTrees
 from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
+from peagle.evaluation.tuning.acceptance import TreeAcceptance
 from peagle.evaluation.tuning.machine import DecodeCost
 from peagle.models.drafter import DrafterConfig
 from peagle.models.head_json import default_k
@@ -63,7 +64,7 @@ def measure_tree_steps(
 
 def tuned_trees(
     shapes: Sequence[CandidateTrees],
-    lengths: Sequence[float],
+    acceptances: Sequence[TreeAcceptance],
     seconds: Mapping[tuple[int, int], float],
     chains: Sequence[Prediction],
     threshold: float,
@@ -74,7 +75,7 @@ def tuned_trees(
     every measured K, K = 0 too.
 
     Args:
-        lengths: acceptance length of each shape.
+        acceptances: acceptance of each shape.
         seconds: seconds of a step, by batch size and nodes.
         chains: measured speeds at every batch size and K.
     """
@@ -84,14 +85,15 @@ def tuned_trees(
         for batch in batches
     }
     speeds = {
-        shape: {batch: batch * length / seconds[batch, shape.max_nodes] for batch in batches}
-        for shape, length in zip(shapes, lengths, strict=True)
+        shape: {batch: batch * one.length / seconds[batch, shape.max_nodes] for batch in batches}
+        for shape, one in zip(shapes, acceptances, strict=True)
     }
     best_tree = {batch: max(speeds, key=lambda one: speeds[one][batch]) for batch in batches}
     return [
         TunedTrees(
             parallel_drafting_spec=asdict(shape),
-            acceptance_length=length,
+            acceptance_length=one.length,
+            **one.by_source,
             tokens_per_s=list(speeds[shape].items()),
             wins_at=[
                 batch
@@ -100,7 +102,7 @@ def tuned_trees(
                 and speeds[shape][batch] > best_chain[batch] * (1 + threshold)
             ],
         )
-        for shape, length in zip(shapes, lengths, strict=True)
+        for shape, one in zip(shapes, acceptances, strict=True)
     ]
 
 

@@ -76,6 +76,11 @@ def rate_cell(length: int, drafted: int) -> int:
     return drafted * NUM_LENGTHS + sum(length >= least for least in _LENGTHS)
 
 
+def only_text_has(cell: int) -> bool:
+    """Return whether the text drafts a node of this cell and the head does not."""
+    return NO_COPY < cell < NUM_LENGTHS
+
+
 class TextIndex:
     """The places of every run of `shortest` tokens in a text that grows.
 

@@ -144,6 +144,7 @@ export class Meter {
   constructor(depth) {
     Object.assign(this, { points: [], tokens: 0, drafts: 0, drafted: 0, accepted: 0 });
     this.perPosition = Array(depth).fill(0);
+    this.ofText = null; // by position, the accepted tokens that the text alone drafted; null where it drafts none
   }
 
   /** `time`: of a chunk with `count` tokens; speculation: what the server reports of its step. */
@@ -158,6 +159,9 @@ export class Meter {
     this.drafted += speculation.num_drafted;
     this.accepted += speculation.num_accepted;
     for (let i = 0; i < speculation.num_accepted; i++) this.perPosition[i] = (this.perPosition[i] ?? 0) + 1;
+    if (speculation.text_from === undefined) return;
+    this.ofText ??= [];
+    for (let i = speculation.text_from; i < speculation.num_accepted; i++) this.ofText[i] = (this.ofText[i] ?? 0) + 1;
   }
 
   /** The server's own totals: they also know of steps that gave no text. */
@@ -169,6 +173,7 @@ export class Meter {
     this.drafted = totals.num_draft_tokens;
     this.accepted = totals.num_accepted_tokens;
     totals.num_accepted_tokens_per_pos.forEach((count, i) => (this.perPosition[i] = count));
+    this.ofText = totals.num_accepted_text_tokens_per_pos ?? null;
   }
 
   get firstToken() {
@@ -193,6 +198,10 @@ export class Meter {
 
   get acceptance() {
     return this.perPosition.map((count) => (this.drafts ? count / this.drafts : 0));
+  }
+
+  get acceptanceOfText() {
+    return this.perPosition.map((_, i) => (this.drafts ? (this.ofText[i] ?? 0) / this.drafts : 0));
   }
 
   /** Points [time, tokens/s] of the curve: over a trailing window, which at the start grows. */
@@ -280,7 +289,8 @@ function tickStep(range, count) {
   return power * [1, 2, 5, 10].find((factor) => factor * power * count >= range * (1 - 1e-9));
 }
 
-function drawPositions(svg, shares, isMeasured) {
+/** Bars of accepted shares by position; of each, the part that the text alone drafted is hollow, if `ofText` tells it. */
+function drawPositions(svg, shares, ofText, isMeasured) {
   const [width, height] = canvas(svg);
   const [top, bottom] = [18, 20];
   const slot = width / shares.length;
@@ -292,8 +302,11 @@ function drawPositions(svg, shares, isMeasured) {
     svg.append(
       shape("rect", { class: "track", y: top, height: height - top - bottom, ...at }),
       shape("rect", { class: "bar", y: height - bottom - rise, height: rise, ...at }),
-      shape("text", { x: middle, y: height - 4, "text-anchor": "middle" }, i + 1),
     );
+    const hollow = (height - top - bottom) * (ofText?.[i] ?? 0);
+    if (hollow) svg.append(shape("rect", { class: "bar hollow", y: height - bottom - rise, height: hollow, ...at }));
+    const number = { x: middle, y: height - 4, "text-anchor": "middle" };
+    if (slot >= 16 || i % 5 === 4) svg.append(shape("text", number, i + 1));
     const label = { x: middle, y: top - 5, "text-anchor": "middle", class: "strong" };
     if (isMeasured && slot >= 30) svg.append(shape("text", label, percent(share)));
   });
@@ -643,7 +656,8 @@ class Column {
     drawTree(figure.querySelector("svg"), nodes);
     const row = ({ text, parent, isAccepted, depth }) => {
       const line = element("tr");
-      const cells = [depth, text, parent.text, isAccepted ? "yes" : "no"];
+      const accepted = depth > step.text_from ? "yes, drafted by the text alone" : "yes";
+      const cells = [depth, text, parent.text, isAccepted ? accepted : "no"];
       line.append(...cells.map((cell) => element("td", "", cell)));
       return line;
     };
@@ -684,16 +698,20 @@ class Column {
     stats.acceptance = fixed(meter.acceptanceLength, 2);
     stats.first = meter.firstToken === null ? NONE : `${Math.round(meter.firstToken * 1000)} ms`;
     for (const [name, text] of Object.entries(stats)) this.find(`[data-stat=${name}]`).textContent = text;
-    const drafts = meter.drafts ? ` · ${meter.accepted} of ${meter.drafted} draft tokens accepted` : "";
+    const ofText = this.proposer.name !== "ngram" && meter.ofText ? meter.acceptanceOfText : null;
+    let drafts = meter.drafts ? ` · ${meter.accepted} of ${meter.drafted} draft tokens accepted` : "";
+    if (ofText) drafts += `, ${meter.ofText.reduce((sum, count) => sum + count, 0)} of them drafted by the text alone`;
     const counts = `${meter.tokens} tokens in ${meter.seconds.toFixed(2)} s${drafts}`;
     this.find(".counts").textContent = meter.tokens ? counts : "";
     if (this.isOn && this.tree) this.drawTree(this.tree);
     this.tree = null;
     if (!this.isOn || !meter.perPosition.length) return;
-    drawPositions(this.find(".positions svg"), meter.acceptance, meter.drafts > 0);
+    drawPositions(this.find(".positions svg"), meter.acceptance, ofText, meter.drafts > 0);
+    for (const told of this.node.querySelectorAll(".positions .of-text")) told.hidden = !ofText;
     const row = (share, i) => {
       const line = element("tr");
       line.append(element("td", "", i + 1), element("td", "", percent(share)));
+      if (ofText) line.append(element("td", "", percent(ofText[i])));
       return line;
     };
     this.find(".positions tbody").replaceChildren(...meter.acceptance.map(row));

@@ -1,0 +1,165 @@
+"""Who drafted what was accepted: counts by position, against trees recorded before copies join."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from peagle import LLM, SamplingParams
+from peagle.engine.drafting import HeadDrafting
+from peagle.engine.engine import LLMEngine
+from peagle.engine.tree_record import TreeRecord
+from peagle.evaluation.acceptance import figures_of_answers
+from peagle.evaluation.decoding import Observation, Request
+from peagle.evaluation.engine_backend import EngineBackend
+from peagle.kernels.trees.copies import NO_COPY
+
+PROMPTS = [
+    "def first(items):\n    return items[0]\n\n\ndef second(items):\n",
+    "def area(width, height):\n    return width * height\n\n\nprint(area(",
+    "x = 1\ny = 2\nx = 1\ny = 2\nx",
+    "def fibonacci(n):",
+]
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+SHAPE = {"num_parallel_trees": 3, "prediction_depth": 3, "max_nodes": 9}
+TEXT, ACCEPTED = "num_accepted_text_tokens_per_pos", "num_accepted_tokens_per_pos"
+
+
+def make(*, enforce_eager: bool = True, **config: Any) -> LLM:
+    """The bundled pair, of which both sources have drafts accepted."""
+    speculative = {"model": "bundled", "parallel_drafting_spec": SHAPE, **config}
+    options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 256, "device": "cpu"}
+    return LLM("bundled", speculative_config=speculative, enforce_eager=enforce_eager, **options)
+
+
+def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> set[tuple[int, ...]]:
+    """The tokens on the way to each node."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent], token))
+    return {*paths[1:]}
+
+
+@dataclass
+class Recount:
+    """Counts accepted tokens that are on no path of the head's own trees."""
+
+    own: dict[tuple[int, int], set[tuple[int, ...]]] = field(default_factory=dict)
+    accepted: Counter[int] = field(default_factory=Counter)
+    of_text: Counter[int] = field(default_factory=Counter)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        join, emit = HeadDrafting._join_copies, LLMEngine._emit
+
+        def joining(drafting: Any, sequence: Any, survival: Any) -> None:
+            own = paths_of(sequence.drafts, sequence.draft_parents)
+            self.own[sequence.seq_id, len(sequence)] = own
+            join(drafting, sequence, survival)
+
+        def emitting(
+            engine: Any, sequence: Any, new: list[int], drafted: int, accepted: int, *rest: Any
+        ) -> None:
+            own = self.own.get((sequence.seq_id, len(sequence)), set())
+            for position in range(accepted):
+                self.accepted[position] += 1
+                self.of_text[position] += tuple(new[: position + 1]) not in own
+            emit(engine, sequence, new, drafted, accepted, *rest)
+
+        monkeypatch.setattr(HeadDrafting, "_join_copies", joining)
+        monkeypatch.setattr(LLMEngine, "_emit", emitting)
+
+    def agrees(self, stats: Any) -> bool:
+        counts = ((self.accepted, getattr(stats, ACCEPTED)), (self.of_text, getattr(stats, TEXT)))
+        return all([*map(ours.__getitem__, range(len(own)))] == own for ours, own in counts)
+
+
+@pytest.mark.slow
+def test_tokens_off_the_paths_of_the_head_are_those_of_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recount = Recount()
+    recount.watch(monkeypatch)
+    backend = EngineBackend(make(prompt_lookup=True))
+    requests = [Request(str(number), prompt, PARAMS) for number, prompt in enumerate(PROMPTS)]
+    run = backend.run(requests, 3)
+    stats = backend.counters
+    assert recount.agrees(stats)
+    assert run.stats == run.counters == stats
+    accepted, of_text = getattr(stats, ACCEPTED), getattr(stats, TEXT)
+    assert len(accepted) == len(of_text) > SHAPE["prediction_depth"]
+    assert sum(of_text) > 0 and of_text[0] < accepted[0], "both sources have drafts accepted"
+    assert of_text[3:] == accepted[3:], "the head drafts no deeper"
+    shares = stats.shares_by_source
+    pairs = zip(*shares.values(), strict=True)
+    assert [h + t for h, t in pairs] == pytest.approx(stats.acceptance_per_pos)
+
+    # The figures of an evaluation follow, and those by position in the output add up to them.
+    seen = [Observation("set", "", str(i), 0, "", answer) for i, answer in enumerate(run.answers)]
+    figures = figures_of_answers(seen, SHAPE["prediction_depth"])
+    assert figures.pooled.num_accepted_text_tokens_per_pos == of_text
+    assert figures.pooled.text_per_pos == shares["text_per_pos"]
+    parts = [one.slice.num_accepted_text_tokens_per_pos for one in figures.by_output_position]
+    added = Counter[int]()
+    for part in parts:
+        added.update(dict(enumerate(part)))
+    assert [added[position] for position in range(len(of_text))] == of_text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", [lambda cell: cell != NO_COPY, lambda cell: False], ids=["any copy", "no copy"]
+)
+def test_a_wrong_source_is_noticed(
+    fault: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.engine.engine.only_text_has", fault)
+    recount = Recount()
+    recount.watch(monkeypatch)
+    llm = make(prompt_lookup=True)
+    llm.generate(PROMPTS, PARAMS)
+    assert not recount.agrees(llm.stats.speculation)
+
+
+@pytest.mark.slow
+def test_what_one_source_drafts() -> None:
+    """Without copies nothing is said of the text; prompt lookup alone drafts everything."""
+    llm = make(prompt_lookup=False)
+    chunks = list(llm.stream(PROMPTS, PARAMS))
+    assert {chunk.text_from for chunk in chunks} == {None}
+    stats = llm.stats.speculation
+    assert getattr(stats, TEXT) == [] and stats.shares_by_source == {}
+    assert TEXT not in stats.to_json() | chunks[-1].output.to_json()
+
+    lookup = {"method": "ngram", "num_speculative_tokens": 4}
+    llm = LLM("bundled", speculative_config=lookup, device="cpu")
+    chunks = list(llm.stream(PROMPTS, PARAMS))
+    assert {chunk.text_from for chunk in chunks} == {0}
+    stats = llm.stats.speculation
+    assert getattr(stats, TEXT) == getattr(stats, ACCEPTED) and stats.num_accepted_tokens > 0
+    assert set(stats.shares_by_source["head_per_pos"]) == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_everywhere", "torch_attention")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not 1")
+def test_captured_steps_count_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    # A captured step learns a step later.
+    monkeypatch.setattr(TreeRecord, "looks", False)
+    eager = make(prompt_lookup=True, num_speculative_tokens=3)
+    # One request keeps copies out of its trees.
+    params = [PARAMS, replace(PARAMS, prompt_lookup=False), PARAMS, PARAMS]
+    wanted = eager.generate(PROMPTS, params)
+    captured = make(prompt_lookup=True, num_speculative_tokens=3, enforce_eager=False)
+    found = captured.generate(PROMPTS, params)
+    assert captured.stats.eager_steps == {}
+    assert captured.stats.speculation == eager.stats.speculation
+    assert [output.stats for output in found] == [output.stats for output in wanted]
+    accepted, of_text = (getattr(captured.stats.speculation, name) for name in (ACCEPTED, TEXT))
+    assert 0 < sum(of_text) < sum(accepted)
+    assert [bool(getattr(output.stats, TEXT)) for output in found] == [True, False, True, True]
