@@ -50,7 +50,8 @@ def config_of(name: str, heads: dict[bool, Path]) -> dict[str, Any] | None:
     if kind == "ngram":
         return {"method": "ngram", "num_speculative_tokens": K}
     if kind == "trees":
-        return {"model": str(heads[True]), "parallel_drafting_spec": TREES}
+        own = {"parallel_drafting_spec": TREES, "prompt_lookup": False}
+        return {"model": str(heads[True]), **own}
     config = {"model": str(heads[kind == "peagle"]), "num_speculative_tokens": K}
     return {**config, "draft_sampling": draft_sampling or "argmax"}
 

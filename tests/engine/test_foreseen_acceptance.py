@@ -103,6 +103,7 @@ def test_served_acceptance_is_the_foreseen_one(
                 "prediction_depth": K,
                 "max_nodes": nodes,
             },
+            "prompt_lookup": False,
         },
         device="cpu",
         enable_prefix_caching=False,

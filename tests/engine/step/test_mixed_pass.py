@@ -37,6 +37,7 @@ INTERPRETED = pytest.mark.skipif(
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS = {"plain": None, "peagle": BUNDLED_PEAGLE, "eagle3": BUNDLED_EAGLE3}
 TREES = {"num_parallel_trees": 3, "prediction_depth": 3, "max_nodes": 7}
+OWN_TREES = {"parallel_drafting_spec": TREES, "prompt_lookup": False}
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_k=40, seed=5)
 
@@ -178,7 +179,7 @@ def test_mixed_passes_change_nothing(
 ) -> None:
     head, options = HEADS.get(kind, BUNDLED_PEAGLE), {"max_num_batched_tokens": 12}
     if kind == "trees":
-        options["speculative"] = {"parallel_drafting_spec": TREES}
+        options["speculative"] = OWN_TREES
     cancels = {6: 3}
     mixed = run(make(head, device, **options), traffic(), monkeypatch, cancels=cancels)
     apart = make(head, device, **options)
@@ -266,7 +267,7 @@ def test_prompts_mix_while_drafting_pauses(
         0: [([5, 9, 200, 31], replace(GREEDY, max_tokens=9)), ([17, 18], GREEDY)],
         3: [([*range(300, 318)], replace(GREEDY, max_tokens=18))],
     }
-    trees = {"parallel_drafting_spec": TREES} if most == 7 else {}
+    trees = OWN_TREES if most == 7 else {}
     llms = [make(BUNDLED_PEAGLE, device, speculative=paused(most) | trees) for _ in range(2)]
     mixed = run(llms[0], arrivals, monkeypatch)
     apart = run(llms[1], arrivals, monkeypatch, mixes=False)
@@ -325,7 +326,7 @@ def test_graphs_of_mixed_passes(
     """Over fixed buffers with padding, and over KV that is poisoned where nothing was written."""
     options: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 3}
     if has_trees:
-        options["speculative"] = {"parallel_drafting_spec": TREES}
+        options["speculative"] = OWN_TREES
     head = BUNDLED_PEAGLE if has_trees else None
     arrivals = {
         0: [([5, 9, 200, 31, 77], replace(GREEDY, max_tokens=7))],
