@@ -46,7 +46,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-repo test-gpu test-vllm test-models lint format docs dist smoke clean distclean
+.PHONY: help demo test test-quick test-repo test-gpu test-vllm test-models lint style types format docs dist smoke clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,9 +85,13 @@ test-vllm: $(DEV_ENV) ## Hold our heads against real vLLM, installed in .venv-vl
 test-models: $(DEV_ENV) ## Hold real models, which are fetched, against transformers
 	$(PY) -m pytest -m models --durations=10 -o faulthandler_timeout=3600 tests/real_models $(PYTEST_ARGS)
 
-lint: $(DEV_ENV) ## Check style, formatting and types
+lint: style types ## Check style, formatting and types
+
+style: $(DEV_ENV) ## Check style and formatting
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+types: $(DEV_ENV) ## Check types
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright
 
 format: $(DEV_ENV) ## Apply the formatter and the safe fixes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,4 +132,19 @@ def test_each_suite_has_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_part_runs_each_night_and_touched_ones_with_a_change() -> None:
     assert "- run: make test-repo\n" in (ROOT / ".github/workflows/nightly.yml").read_text()
     assert "fetch-depth: 0" in (ROOT / ".github/workflows/ci.yml").read_text()
-    assert "make test SUITE=touched\n" in (ROOT / ".ci/run").read_text()
+    assert "make test SUITE=touched " in (ROOT / ".ci/run").read_text()
+
+
+@pytest.mark.parametrize("failing", ["", "style", "types", "test"])
+def test_what_fails_fails_the_whole_and_is_shown(failing: str, tmp_path: Path) -> None:
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "output of $1" >&2\ntest "$1" != "{failing}" || exit 3\n')
+    make.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    with (tmp_path / "shown").open("w") as shown:
+        run = subprocess.run([ROOT / ".ci/run"], env=environment, stdout=shown, stderr=shown)
+    targets = ["style"] if failing == "style" else ["style", "test", "types"]
+    lines = [f"output of {target}" for target in targets]
+    assert (tmp_path / "shown").read_text().splitlines() == lines
+    assert run.returncode == (3 if failing else 0)
