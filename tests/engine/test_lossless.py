@@ -1,8 +1,8 @@
 """Greedy output equals transformers' own generation.
 
-Every architecture meets every way to draft, and each of these every shape of head, schedule of
-requests and K. In float64 there is no difference at all. In float32 the shape of a batch moves
-logits by 1e-6, so a first difference must be a near-tie.
+Every architecture meets plain decoding, trees and another way to draft, with the shapes of heads, the
+schedules of requests and K in turn. In float64 there is no difference at all. In float32 the shape of
+a batch moves logits by 1e-6, so a first difference must be a near-tie.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ SCHEDULES: list[dict[str, Any]] = [
     {"block_size": 4, "max_model_len": max(map(len, PROMPTS)) + NEW_TOKENS},
 ]
 DEPTHS = (7, 1, 5, 2)
+# Besides plain decoding and trees; copies: trees with chains of prompt lookup.
+OTHER_WAYS = ("peagle", "eagle3", "ngram", "copies")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -124,10 +126,11 @@ def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["plain", "peagle", "trees", "copies", "eagle3", "ngram"])
+@pytest.mark.parametrize("way", ["plain", "trees", "another"])
 def test_output_equals_transformers(folder: Path, model: str, way: str, tmp_path: Path) -> None:
     """The head drafts itself, or is made right, so that drafts pass and fail at every position."""
     index = MODELS.index(model)
+    way = OTHER_WAYS[index % len(OTHER_WAYS)] if way == "another" else way
     k, schedule = DEPTHS[index % len(DEPTHS)], SCHEDULES[index % len(SCHEDULES)]
     config: dict[str, Any] | None = {"model": str(tmp_path), "num_speculative_tokens": k}
     if way == "plain":
