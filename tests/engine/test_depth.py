@@ -158,8 +158,8 @@ def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host_s", [9e-3, 25e-3])
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("load", [1, 16, 64, 128, 256])
+@pytest.mark.parametrize("head", ["great", "middling", "bad"])
+@pytest.mark.parametrize("load", [1, 64, 256])
 def test_where_the_host_is_slower_than_the_device(load: int, head: str, host_s: float) -> None:
     card = Card(AutomaticDepth(MOST), HEADS[head], host_s=host_s)
     assert card.run(load, 3000) >= 0.98 * max(card.best(load), card.speed(load, 0))
@@ -191,8 +191,7 @@ def test_long_contexts_make_deeper_drafts_pay(load: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt_s", [2e-3, 25e-3])
-@pytest.mark.parametrize("in_flight", [8, 64, 256])
-@pytest.mark.parametrize("head", ["good", "bad"])
+@pytest.mark.parametrize(("head", "in_flight"), [("good", 8), ("bad", 64), ("good", 256)])
 def test_prompts_in_flight(head: str, in_flight: int, prompt_s: float) -> None:
     """Each request that ends makes way for a prompt, whose passes come between the steps."""
 
@@ -213,9 +212,10 @@ def test_prompts_in_flight(head: str, in_flight: int, prompt_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_prompt_tokens", [128, 1024])
-@pytest.mark.parametrize("in_flight", [16, 128, 256])
-@pytest.mark.parametrize("head", ["great", "good"])
+@pytest.mark.parametrize(
+    ("head", "in_flight", "num_prompt_tokens"),
+    [("great", 16, 1024), ("great", 256, 128), ("good", 16, 128), ("good", 128, 1024)],
+)
 def test_drafts_pay_for_the_heads_reading(
     head: str, in_flight: int, num_prompt_tokens: int
 ) -> None:
