@@ -202,8 +202,9 @@ CASES = [
 ]
 
 
+# Drafts that are not drawn are held token by token below.
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.probabilistic or c.top_k], ids=str)
 def test_joint_distribution_is_the_targets(case: Case) -> None:
     outcome = simulate(case)
     # Rejections and acceptances both occur often, and so re-drafted positions too.
@@ -225,6 +226,7 @@ def test_drafts_that_were_not_drawn_change_no_token(case: Case) -> None:
         text[:, 2 + n] = sample_from_weights(probs, uniform(seeds, num_outputs, Purpose.SAMPLE))
     outcome = simulate(case, count=count, first_seed=first_seed)
     assert torch.equal(outcome.tokens, text[:, 2:])
+    assert 0.1 < outcome.acceptance < 0.9
     drawn = simulate(replace(case, probabilistic=True), count=count, first_seed=first_seed)
     assert not torch.equal(drawn.tokens, text[:, 2:])
 
