@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,11 @@ def make(
     return llm
 
 
-def plain_outputs(folder: Path, requests: list[SamplingParams]) -> list[list[int]]:
+@cache
+def plain_outputs(folder: Path, of_likely: bool) -> list[list[int]]:
     """Each request alone, without drafts."""
     llm = make_llm(folder)
+    requests = requests_of("ngram" if of_likely else "")
     return [
         llm.generate(prompt, params)[0].token_ids
         for prompt, params in zip(PROMPTS, requests, strict=True)
@@ -94,7 +97,7 @@ def test_a_k_that_follows_the_load(
     """Other requests come and go meanwhile, and K with them."""
     monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 1)
     requests = requests_of(way)
-    plain = plain_outputs(target_folder, requests)
+    plain = plain_outputs(target_folder, way == "ngram")
     llm = make(target_folder, heads, way, texts(plain), schedule=BY_LOAD)
     late: list[Sequence] = []
     depths = set[int]()
@@ -114,7 +117,7 @@ def test_a_k_that_follows_the_load(
 @WAYS
 def test_preemption(target_folder: Path, heads: dict[bool, Path], way: str) -> None:
     requests = requests_of(way)
-    plain = plain_outputs(target_folder, requests)
+    plain = plain_outputs(target_folder, way == "ngram")
     llm = make(target_folder, heads, way, texts(plain), num_kv_blocks=26, block_size=4)
     assert [o.token_ids for o in llm.generate(PROMPTS, requests)] == plain
     assert llm.stats.num_preemptions > 0
@@ -127,7 +130,7 @@ def test_rejection_sampling_would_be_noticed(
 ) -> None:
     """The rule of drawn drafts, with a q that is one-hot, gives other tokens."""
     requests = requests_of("ngram")
-    plain = plain_outputs(target_folder, requests)
+    plain = plain_outputs(target_folder, True)
     llm = make(target_folder, heads, "ngram")
 
     def by_rejection(logits: Any, rows: Any, sampling: Any, *_: Any) -> Verified:
