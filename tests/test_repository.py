@@ -10,6 +10,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ from machine_speed import KEEPS_BYTECODE
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 MAX_TREE_BYTES = 40 * 10**6
+
+
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """Return the nodes of a source; several tests look at each."""
+    return list(ast.walk(ast.parse(source)))
 
 
 # ---- start-up -------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ def lengths(source: str) -> Iterator[tuple[str, int]]:
 
     Decorators and the docstring do not count; a function inside counts for both.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first, last = node.body[0], node.end_lineno or node.lineno
             lines = last - node.lineno + 1
@@ -234,7 +241,7 @@ def is_true(node: ast.AST | None) -> bool:
 
 def unsafe_loading(source: str) -> Iterator[str]:
     """Yield the parts of `source` that could run code out of a checkpoint, as 'line: what'."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -303,7 +310,7 @@ SHORTEST_DOCSTRING = 19
 def vague_docstrings(source: str) -> list[str]:
     """Return the docstrings of functions and classes in `source` that do not name the thing."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             text = ast.get_docstring(node)
             if text is None:
@@ -365,7 +372,7 @@ def unasserting_tests(files: dict[str, str]) -> list[str]:
     used = dict[tuple[str, str], set[str]]()
     asserting = set[tuple[str, str]]()
     for file, source in files.items():
-        nodes = list(ast.walk(ast.parse(source)))
+        nodes = nodes_of(source)
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
         imported[file] = {
             a.name: Path(i.module.replace(".", "/")).name for i in imports for a in i.names
