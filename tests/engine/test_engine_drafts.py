@@ -224,7 +224,9 @@ def drafts_alone(
 
 
 @pytest.mark.slow
-@KINDS
+@pytest.mark.parametrize(
+    ("parallel", "window"), [(True, 36), (False, 0)], ids=["peagle, a window", "eagle3"]
+)  # outputs pass the window, no prompt does
 @pytest.mark.parametrize(
     "options",
     [
@@ -235,7 +237,6 @@ def drafts_alone(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("window", [0, 36])  # outputs pass it, no prompt does
 def test_drafts_do_not_depend_on_the_schedule(
     target_folder: Path,
     heads: dict[bool, Path],

@@ -1,4 +1,4 @@
-"""Every sampling feature, greedy and sampled, plain, with EAGLE-3, P-EAGLE and trees: exact.
+"""Every sampling feature, greedy and sampled, plain, with chains and with trees of a head: exact.
 
 Each cell runs the whole engine in float64 against plain decoding by the transformers model and
 textbook formulas, and shows that it would notice if the feature were ignored.
@@ -87,7 +87,8 @@ CHAINS = ("plain", "eagle3", "peagle")
 WAYS = (*CHAINS, "trees")
 # A corrected head chooses column by column, as one does for a grammar.
 GREEDY = [
-    *itertools.product(FEATURES, WAYS),
+    *itertools.product(FEATURES, ("plain", "trees")),
+    *zip(FEATURES, itertools.cycle(("eagle3", "peagle")), strict=False),
     *itertools.product(("together", "regex"), ("corrected", "corrected trees")),
 ]
 # Drafts are drawn, by one kind of head or the other.
@@ -234,9 +235,14 @@ def test_n_outputs_are_independent_samples(world: World, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "way", "temperature"),
+    [
+        (schedule, way, float((i + j) % 2))
+        for i, schedule in enumerate(SCHEDULES)
+        for j, way in enumerate(WAYS)
+    ],
+)
 def test_logprobs_are_those_of_the_raw_logits(
     world: World, schedule: str, way: str, temperature: float
 ) -> None:
@@ -287,13 +293,17 @@ def check_logprobs(
         assert values == pytest.approx([wanted.logprob, *(v for _, v in wanted.top)], abs=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_seeded_request_gives_the_output_of_plain_decoding(world: World, way: str) -> None:
-    """Alone or beside others, with any K, preempted or not.
+@dataclass(frozen=True)
+class Seeded:
+    """Seeded requests, and what each gives alone without drafts, by prompt."""
 
-    For drafts by argmax, trees among them, it says more than the distributions above.
-    """
+    asked: dict[Output, SamplingParams]
+    alone: dict[Output, RequestOutput]
+
+
+@pytest.fixture(scope="module")
+def seeded(world: World) -> Seeded:
+    """One request for each feature."""
     features = {name: asked for name, (asked, _) in FEATURES.items()}
     features |= {"logprobs": {"logprobs": 2}, "prompt_logprobs": {"prompt_logprobs": 2}}
     asked: dict[Output, SamplingParams] = {FILLER[:PROMPT_LEN]: make_params({}, max_tokens=16)}
@@ -305,7 +315,20 @@ def test_a_seeded_request_gives_the_output_of_plain_decoding(world: World, way: 
             (alone[prompt],) = plain.generate(prompt, asked[prompt])
             if len(alone[prompt].token_ids) >= 6:  # long enough to be preempted
                 break
-    for first_k in range(3):
+    return Seeded(asked, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_seeded_request_gives_the_output_of_plain_decoding(
+    world: World, seeded: Seeded, way: str
+) -> None:
+    """Alone or beside others, with any K, preempted or not.
+
+    For drafts by argmax, trees among them, it says more than the distributions above.
+    """
+    asked, alone = seeded.asked, seeded.alone
+    for first_k in range(1 if way == "plain" else 3):
         every = [asked[prompt] for prompt in alone]
         if way != "plain":
             every = [

@@ -1,8 +1,8 @@
 """Greedy output equals transformers' own generation.
 
-Every architecture meets plain decoding, trees and another way to draft, with the shapes of heads, the
-schedules of requests and K in turn. In float64 there is no difference at all. In float32 the shape of
-a batch moves logits by 1e-6, so a first difference must be a near-tie.
+Every architecture meets plain decoding, trees and another way to draft, with the shapes of heads,
+the schedules of requests and K in turn. In float64 there is no difference at all. In float32 the
+shape of a batch moves logits by 1e-6, so a first difference must be a near-tie.
 """
 
 from __future__ import annotations
