@@ -245,7 +245,7 @@ seeds = st.integers(0, 2**31)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(batches, seeds)
 def test_equals_the_references_with_a_growing_context(batch: list[Request], seed: int) -> None:
     logits = logits_for(batch, seed)
@@ -294,7 +294,7 @@ def test_sequences_without_rules_keep_their_bits(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     batches,
     seeds,
@@ -322,7 +322,7 @@ def test_never_nan_and_a_token_survives(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(batches, seeds)
 def test_the_grammar_wins(batch: list[Request], seed: int) -> None:
     """Rows with a grammar are those of a request that allows what both permit, row by row."""
