@@ -280,10 +280,10 @@ def test_a_grammar_holds_where_acceptance_is_synthetic(
 DRAWS = {"draft_sampling": "probabilistic"}
 # By drawn drafts a seed gives other outputs than by argmax drafts: each has its own.
 DRAWN = [
-    replace(SAMPLED, min_p=0.1, top_k=5, seed=1),
-    replace(SAMPLED, seed=2),
+    replace(SAMPLED, min_p=0.1, top_k=5, top_p=1.0, seed=1),
+    replace(SAMPLED, min_p=0.05, top_k=0, top_p=1.0, seed=2),
     GREEDY,
-    replace(SAMPLED, top_p=0.8, temperature=1.4, seed=3, num_speculative_tokens=2),
+    replace(SAMPLED, top_k=0, top_p=0.8, temperature=1.4, seed=3, num_speculative_tokens=2),
     # Without a cut every q that is lost changes the output.
     replace(SAMPLED, top_k=0, top_p=1.0, min_p=0.0, seed=4),
 ]
