@@ -82,9 +82,9 @@ def statuses(certificate: CertificateResults) -> dict[tuple[str, str], str]:
 
 @pytest.mark.slow
 def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> None:
-    certificate = certify()
+    certificate = certify(slice(1, None))
     assert certificate.passed and not certificate.faults
-    ways = ["plain", "peagle", "eagle3", "ngram"]
+    ways = ["plain", "eagle3", "ngram"]
     assert [cell.method for cell in certificate.identity] == ways
     assert all(cell.status == "passed" for cell in certificate.identity)
     found = statuses(certificate)
@@ -96,8 +96,6 @@ def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> No
     tested = [(t.method, t.draft_sampling) for t in certificate.distribution]
     assert tested[::2] == [
         ("plain", ""),
-        ("peagle", "argmax"),
-        ("peagle", "probabilistic"),
         ("eagle3", "argmax"),
         ("eagle3", "probabilistic"),
         ("ngram", ""),
@@ -113,10 +111,12 @@ def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> No
 def test_trees_are_certified(
     certify: Callable[..., CertificateResults], methods: list[DecodingMethod]
 ) -> None:
-    """Of another depth than the chains, and with more nodes than these reserve slots."""
+    """Beside chains, of another depth than these, and with more nodes than they reserve slots."""
     trees = methods[0].with_trees(CandidateTrees(3, 2, 20))
-    certificate = certify([methods[0], trees], samples=10)
+    certificate = certify([methods[0], trees], samples=10, prompts=2)
     assert certificate.passed and trees.name in certificate_text(certificate)
+    chains = {test.draft_sampling for test in certificate.distribution if test.method == "peagle"}
+    assert chains == {"argmax", "probabilistic"}
     cells = [cell for cell in certificate.matrix if cell.method == trees.name]
     assert [cell.feature for cell in cells] == FEATURES
     assert all(cell.status == "passed" for cell in cells)
@@ -134,7 +134,7 @@ def test_a_fault_of_trees_is_found_and_named(
     """The accepted path stays where the nodes lie."""
     monkeypatch.setattr(model_runner, "move_path", lambda *_: None)
     trees = methods[0].with_trees(CandidateTrees(9, K, 30))
-    certificate = certify([trees], samples=0, prompts=1, matrix_prompts=1, max_new_tokens=48)
+    certificate = certify([trees], samples=0, prompts=1, matrix_prompts=1, max_new_tokens=32)
     faults = {cell.method for cell in certificate.matrix if cell.status == "fault"}
     assert faults == {trees.name}
     assert any(f", {trees.name}: " in line for line in certificate.faults)
@@ -196,7 +196,12 @@ def test_a_bias_of_sampling_is_found(is_biased: bool, monkeypatch: pytest.Monkey
     if is_biased:
         monkeypatch.setattr(sampler, "verify", biased)
     options = Options(
-        prompts=1, matrix_prompts=0, max_new_tokens=24, samples=200, sampled_prompts=1
+        prompts=1,
+        matrix_prompts=0,
+        max_new_tokens=16,
+        samples=150,
+        sampled_prompts=1,
+        draft_samplings=("argmax",),
     )
     target = load_target(BUNDLED_TARGET, EngineConfig(dtype="float32", device="cpu"))
     head = DecodingMethod("peagle", str(BUNDLED_PEAGLE))
