@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,9 +24,17 @@ DEVICES = [
 
 
 def compile_for_card(which: str) -> dict[str, dict[str, Any]]:
-    """Run `tests.kernels.compile_for_card` without TRITON_INTERPRET; return what it prints."""
+    """Compile the kernels of a kind; return what `tests.kernels.compile_for_card` says of them."""
+    found = _compile_all()[which]
+    assert not isinstance(found, str), found
+    return found
+
+
+@cache
+def _compile_all() -> dict[str, Any]:
+    """One process without TRITON_INTERPRET compiles all kinds: imports are most of its time."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_for_card", which]
+    command = [sys.executable, "-m", "tests.kernels.compile_for_card"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)
