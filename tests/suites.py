@@ -25,7 +25,23 @@ class Part:
 
 
 _PAGES = "tests/docs/test_pages.py"
+# Run each night, and with a change of their own files alone: each holds a worker for 15 to 50 s.
+LONG_RUNS = "long runs"
 PARTS = {
+    LONG_RUNS: Part(
+        (
+            "tests/recipes/test_mixture_pair.py::test_the_whole_recipe_in_tiny_sizes",
+            "tests/serving/test_against_vllm.py::test_a_run_of_a_real_pair",
+            "tests/serving/test_load_scripts.py::test_nobody_can_hang_the_server",
+            "tests/test_benchmarks.py::test_nodes_are_measured_beside_both_heads_and_without_loops",
+            "tests/test_benchmarks.py::test_step_price_compares_the_three_prices_of_a_mixture",
+        ),
+        (
+            *("recipes/mixture_pair", "benchmarks/nodes.py", "benchmarks/step_price.py"),
+            *("benchmarks/serving/abuse.py", "benchmarks/serving/attacks.py"),
+            "benchmarks/serving/against_vllm.py",
+        ),
+    ),
     "documents": Part(
         (
             f"{_PAGES}::test_commands_of_a_page_run_in_order",
@@ -115,14 +131,18 @@ def part_of(test: str) -> str | None:
 def touched_parts(root: Path = ROOT) -> frozenset[str]:
     """Return the parts that a change touches: commits since main and what is not committed yet.
 
-    All parts where there is no git, no main branch, or no change (on main itself).
+    All parts but the long runs where there is no git, no main branch, no change (on main itself) or
+    a change of what all tests share.
     """
     base = _git(root, "merge-base", "HEAD", "origin/main") or _git(
         root, "merge-base", "HEAD", "main"
     )
-    if not base or not _changed(root, base) or _changed(root, base, *_EVERYWHERE):
-        return frozenset(PARTS)
-    return frozenset(name for name, part in PARTS.items() if _changed(root, base, *part.files))
+    is_any = not base or not _changed(root, base) or _changed(root, base, *_EVERYWHERE)
+    return frozenset(
+        name
+        for name, part in PARTS.items()
+        if (is_any and name != LONG_RUNS) or (base and _changed(root, base, *part.files))
+    )
 
 
 def is_in(suite: str, item: Any) -> bool:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.suites import PARTS, ROOT, SUITES, is_in, part_of, touched_parts
+from tests.suites import LONG_RUNS, PARTS, ROOT, SUITES, is_in, part_of, touched_parts
+
+EVERY_PART = PARTS.keys() - {LONG_RUNS}
 
 
 @pytest.fixture
@@ -52,9 +54,10 @@ def commit(folder: Path, name: str) -> None:
         ("src/peagle/serving/playground/page.js", {"browsers", "load tests"}),
         ("src/peagle/serving/metrics.py", {"Kubernetes", "Grafana", "load tests"}),
         ("benchmarks/serving/load.py", {"recipes", "load tests"}),
+        ("benchmarks/nodes.py", {"recipes", "long runs"}),
         ("deploy/Dockerfile", {"containers", "release"}),
-        ("pyproject.toml", set(PARTS)),
-        ("tests/conftest.py", set(PARTS)),
+        ("pyproject.toml", EVERY_PART),
+        ("tests/conftest.py", EVERY_PART),
     ],
 )
 @pytest.mark.parametrize("is_committed", [True, False], ids=["commit", "working tree"])
@@ -79,13 +82,13 @@ def test_what_has_come_to_main_meanwhile_is_no_change(checkout: Path) -> None:
 def test_all_parts_run_where_a_change_cannot_be_told(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert touched_parts.__wrapped__(checkout) == set(PARTS), "on main"
-    assert touched_parts.__wrapped__(tmp_path_factory.mktemp("bare")) == set(PARTS), "no git"
+    assert touched_parts.__wrapped__(checkout) == EVERY_PART, "on main"
+    assert touched_parts.__wrapped__(tmp_path_factory.mktemp("bare")) == EVERY_PART, "no git"
     git(checkout, "branch", "--move", "main", "trunk")
     commit(checkout, "src/peagle/llm.py")
-    assert touched_parts.__wrapped__(checkout) == set(PARTS), "no main branch"
+    assert touched_parts.__wrapped__(checkout) == EVERY_PART, "no main branch"
     monkeypatch.setenv("PATH", "")
-    assert touched_parts.__wrapped__(checkout) == set(PARTS), "no git installed"
+    assert touched_parts.__wrapped__(checkout) == EVERY_PART, "no git installed"
 
 
 @pytest.mark.parametrize("name", PARTS)
