@@ -149,6 +149,7 @@ def test_mistakes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_gguf_file_becomes_a_folder(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(pair.target)
     file = write_gguf(model, tmp_path / "x.gguf")

@@ -596,6 +596,7 @@ def test_completions_of_an_endpoint_and_its_first_model(endpoint: Endpoint, tmp_
     assert lines(path)[0]["response"] == " re one" and progress.cut == 1 and progress.tokens == 4
 
 
+@pytest.mark.slow
 def test_questions_go_side_by_side(endpoint: Endpoint, tmp_path: Path) -> None:
     endpoint.delay_s = 0.05
     many = [AskedConversation(str(i), (f"q{i}",)) for i in range(24)]

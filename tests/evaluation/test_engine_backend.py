@@ -199,6 +199,7 @@ def test_engines_on_one_target_may_even_take_turns_by_the_step(llms: dict[str, L
         assert [ours[i] for i in range(len(PROMPTS))] == [output.token_ids for output in theirs]
 
 
+@pytest.mark.slow
 def test_measure_counts_steps_and_leaves_the_watcher_out(llms: dict[str, LLM]) -> None:
     chunks: list[StreamChunk] = []
 

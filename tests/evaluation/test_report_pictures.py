@@ -111,6 +111,7 @@ def crossings(axes: Axes, box: Bbox) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_text_is_inside_the_picture(drawn):
     for name, figure in drawn[1].items():
         canvas = figure.bbox
@@ -150,6 +151,7 @@ def test_every_series_has_a_look_of_its_own(drawn):
             assert look(line)[3] == (" on " not in str(line.get_label()))
 
 
+@pytest.mark.slow
 def test_labels_cover_nothing(drawn):
     """Notes and names of levels, against lines, each other, and titles."""
     for name, figure in drawn[1].items():

@@ -335,6 +335,7 @@ JSON = st.recursive(
 VALUES = TEXT | st.sampled_from(["true", "", "1", "8k", "auto"]) | JSON.map(json.dumps)
 
 
+@pytest.mark.slow
 @given(NAMES, VALUES.filter(lambda value: value != "false"))
 def test_no_variable_is_silently_ignored(name, value):
     """It is in the arguments, or a warning or an error names it."""

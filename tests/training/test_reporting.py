@@ -196,6 +196,7 @@ def test_the_best_head_is_kept(target_folder: Path, responses: Path, tmp_path: P
     assert [e["step"] for e in trainer.history.every("validation") if e["is_best"]] == [2, 4, 8]
 
 
+@pytest.mark.slow
 def test_without_validation_the_newest_head_is_kept(
     target_folder: Path, responses: Path, tmp_path: Path
 ) -> None:

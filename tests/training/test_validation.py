@@ -88,6 +88,7 @@ def test_sampled_acceptance_is_what_serving_gives(
     assert report["acceptance_lengths"][3] > stats.acceptance_length + 0.12
 
 
+@pytest.mark.slow
 def test_elements_are_judged_by_the_response_and_the_target(
     sharp_target: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_elements_are_judged_by_the_response_and_the_target(
     assert (outcome.follows != outcome.match).any() and outcome.follows.any()
 
 
+@pytest.mark.slow
 def test_one_validation_says_it_all(target_folder: Path, responses: Path, tmp_path: Path) -> None:
     config = make_config(
         target_folder, responses, tmp_path, optimizer={"steps": 20}, run={"validate_every": 20}

@@ -264,6 +264,7 @@ def test_geometry_left_out_is_the_heads(
     assert not frozen.drafter.embed_tokens.weight.requires_grad
 
 
+@pytest.mark.slow
 def test_rows_longer_than_a_head_knows_have_angles_of_their_own(
     target: TargetModel, target_folder: Path, tmp_path: Path
 ) -> None:
@@ -484,6 +485,7 @@ def test_every_parameter_of_a_grown_head_learns(
         assert not torch.equal(parameter, before[name]), name
 
 
+@pytest.mark.slow
 def test_a_warm_started_run_resumes_exactly(
     target_folder: Path, eagle3_head: Path, tmp_path: Path
 ) -> None:
