@@ -2,9 +2,9 @@
 
 bash reads each block. `peagle` is found on PATH: a small program that hands its arguments, folder,
 environment and open files to a process forked from one that has imported torch already
-(`tests.serving.warm`). `peagle serve` returns when the server answers, as a reader goes on in a
-second terminal; the next `peagle serve` ends the one before, unless it asks for the same server.
-`limited` keeps the work small.
+(`tests.serving.warm`). So does `python` with a script of benchmarks/. `peagle serve` returns when
+the server answers, as a reader goes on in a second terminal; the next `peagle serve` ends the one
+before, unless it asks for the same server. `limited` keeps the work small.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -79,10 +80,14 @@ _CLIENT = """#!{python} -SE
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect({address!r})
-    said = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    said = json.dumps([{program!r}, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(connection, [len(said).to_bytes(8, "big")], [0, 1, 2])
     connection.sendall(said)
     sys.exit(int(connection.makefile().read()))
+"""
+_PYTHON = """#!/bin/sh
+case "$1" in benchmarks/*) exec script "$@" ;; esac
+exec {python} "$@"
 """
 
 
@@ -157,8 +162,10 @@ class Shell:
         address = str(folder / "socket")
         self._listener.bind(address)
         self._listener.listen()
-        _write_program(programs / "peagle", _CLIENT.format(python=sys.executable, address=address))
-        _write_program(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        for program in ("peagle", "script"):
+            client = _CLIENT.format(python=sys.executable, address=address, program=program)
+            _write_program(programs / program, client)
+        _write_program(programs / "python", _PYTHON.format(python=sys.executable))
         activate = self.folder / ".venv" / "bin" / "activate"
         activate.parent.mkdir(parents=True)
         activate.write_text(f'PATH="{programs}:$PATH"\n')
@@ -222,9 +229,10 @@ class Shell:
             said = bytearray()
             while len(said) < int.from_bytes(head, "big"):
                 said += connection.recv(1 << 16)
-            arguments, folder, environment = json.loads(said)
+            program, arguments, folder, environment = json.loads(said)
+            target = _run_script if program == "script" else _run_peagle
             process = forks().Process(
-                target=_run_peagle, args=(limited(arguments), folder, environment, _Files(files))
+                target=target, args=(limited(arguments), folder, environment, _Files(files))
             )
             if arguments[:1] == ["serve"] and not {"--help", "--print-command"} & set(arguments):
                 status = self._servers.start(arguments, self.folder, process)
@@ -258,6 +266,14 @@ def _run_peagle(
     from peagle.cli.main import main
 
     main()
+
+
+def _run_script(
+    arguments: list[str], folder: str, environment: dict[str, str], files: list[int]
+) -> None:
+    take_over(arguments, environment, Path(folder), files)
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def limited(arguments: list[str]) -> list[str]:
