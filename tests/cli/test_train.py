@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from peagle.errors import UserError
 from peagle.training import training_plan as plans
 from peagle.training.config import TrainConfig
 from peagle.training.trainer import Trainer
-from tests.cli.conftest import Peagle, Result
+from serving.warm import WarmProcess
+from tests.cli.conftest import Peagle, Result, environment
 from tests.conftest import VOCAB_SIZE, make_target_folder
 
 
@@ -175,16 +177,18 @@ def test_a_wrong_path_is_refused_before_torch_is_imported(config: Path, wrong: s
     assert result.returncode == 2 and "is not there" in result.stderr, result.stderr
 
 
-def test_interrupt_saves_and_resumes(config: Path) -> None:
-    command = [sys.executable, "-m", "peagle", "train", str(config), "--format", "json"]
+def test_interrupt_saves_and_resumes(config: Path, tmp_path: Path) -> None:
+    command = ["peagle", "train", str(config), "--format", "json"]
     command += ["--set", "optimizer.steps=100000", "--set", "run.log_every=1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
+    log = tmp_path / "log"
+    process = WarmProcess(command, environment(), log)
+    until = time.monotonic() + 240
+    while "\n{" not in "\n" + log.read_text() and time.monotonic() < until:
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 130, errors
-    assert "continue with --resume" in errors and "Traceback" not in errors
+    told, _ = process.communicate(timeout=240)
+    assert process.returncode == 130, told
+    assert "continue with --resume" in told and "Traceback" not in told
     record = json.loads((config.parent / "run" / "checkpoint" / "state.json").read_text())
     assert record["step"] >= 1
 
