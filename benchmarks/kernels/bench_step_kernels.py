@@ -313,7 +313,7 @@ class CopyStep:
         self.rates = torch.tensor(PRIOR_RATES, device=DEVICE)
         self.scratch = copies_triton.CopyScratch.allocate(num_seqs, nodes, rows, DEVICE)
         outs = torch.zeros(5, num_seqs, nodes, dtype=torch.int64, device=DEVICE)
-        self.out = copies_triton.TreeRows(*outs)
+        self.out = copies_triton.JoinedTrees(*outs)
 
     def find(self) -> None:
         copies_triton.find_copies(self.texts, self.trees, self.scratch, LENGTHS)

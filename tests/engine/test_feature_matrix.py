@@ -130,7 +130,7 @@ class World:
             config = {"model": str(self.heads[way]), "draft_sampling": draft_sampling}
             if way.endswith("trees"):
                 shape = {"num_parallel_trees": 3, "prediction_depth": k, "max_nodes": 2 * k + 1}
-                config["parallel_drafting_spec"] = shape
+                config |= {"parallel_drafting_spec": shape, "prompt_lookup": False}
             else:
                 config["num_speculative_tokens"] = k
         options = {"max_model_len": 64, "block_size": 4, **options}

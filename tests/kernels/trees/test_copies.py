@@ -127,8 +127,8 @@ def test_kernels_equal_the_reference(device: str) -> None:
     from peagle.kernels.trees.copies_triton import (
         CopyScratch,
         HeadTrees,
+        JoinedTrees,
         Texts,
-        TreeRows,
         join_found_copies,
     )
 
@@ -137,7 +137,7 @@ def test_kernels_equal_the_reference(device: str) -> None:
     weights_D2 = torch.tensor([[1.0, 0.0], [0.9, 0.1], [1.1, -0.2], [0.8, 0.0]])
     scratch = CopyScratch.allocate(batch, nodes, rows, device)
     outs = torch.full((5, batch, nodes + 1), 7, dtype=torch.int64, device=device)
-    out = TreeRows(*(rows_BX[:, 1:] for rows_BX in outs))
+    out = JoinedTrees(*(rows_BX[:, 1:] for rows_BX in outs))
     for _ in range(3):
         texts = [[rng.randrange(5) for _ in range(rng.randrange(1, 71))] for _ in range(batch)]
         trees = [random_tree(rng, rng.randrange(1, nodes + 1), 6) for _ in range(batch)]

@@ -12,8 +12,8 @@ from peagle.kernels.trees.copies import SEARCHED_ROWS
 from peagle.kernels.trees.copies_triton import (
     CopyScratch,
     HeadTrees,
+    JoinedTrees,
     Texts,
-    TreeRows,
     join_found_copies,
 )
 from peagle.speculation.proposers import HeadProposer
@@ -46,7 +46,7 @@ class DecodeCopies:
         self._state, self._num_nodes_K, self._max_model_len = rows.state, num_nodes_K, max_model_len
         self._weights_D2, self._rates_C = proposer.survival.weights_D2, proposer.copy_rates_C
         self._texts = Texts(rows.text_BL, rows.state.first_positions_B, rows.has_copies_B)
-        self._trees = TreeRows(rows.drafts_BK, *(rows.nodes(field) for field in range(4)))
+        self._trees = JoinedTrees(rows.drafts_BK, *(rows.nodes(field) for field in range(4)))
         self.worths_BN = self._trees.worths_BN
         num_seqs, device = len(rows.text_BL), rows.text_BL.device
         num_rows = min(SEARCHED_ROWS, max_nodes + 1)

@@ -392,7 +392,7 @@ class CopyScratch:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeRows:
+class JoinedTrees:
     """The trees of a step's rows, each part int64 [B, N]; any stride between rows.
 
     Attributes:
@@ -475,7 +475,7 @@ def join_found_copies(
     weights_D2: Tensor,
     rates_C: Tensor,
     scratch: CopyScratch,
-    out: TreeRows,
+    out: JoinedTrees,
     *,
     lengths: tuple[int, int],
     max_model_len: int,
