@@ -339,7 +339,8 @@ class HeadDrafting(Drafting):
             if sequence.draws_chain:
                 continue
             sequence.draft_parents, sequence.draft_scores = found[1][:count], found[2][:count]
-            if sequence.has_copies and grammar is None:
+            # A grammar that takes long has no tree yet.
+            if sequence.has_copies and (grammar is None or sequence.drafts):
                 self._join_copies(sequence, survival)
 
     def _join_copies(self, sequence: Sequence, survival: Survival | None) -> None:

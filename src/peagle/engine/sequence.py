@@ -157,7 +157,9 @@ class Sequence:
     @property
     def waits_for_grammar(self) -> bool:
         """Return whether the grammar's masks of the next step are still missing."""
-        return self.grammar is not None and not self.grammar.is_prepared_for(self.drafts)
+        return self.grammar is not None and not self.grammar.is_prepared_for(
+            self.drafts, self.draft_parents
+        )
 
     @property
     def needs_every_token(self) -> bool:

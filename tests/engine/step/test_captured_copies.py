@@ -107,3 +107,18 @@ def test_rules_drawn_chains_and_preemption(
     assert len(found[2].token_ids) == 24
     assert llm.stats.eager_steps == {} and llm.stats.num_preemptions > 0
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+
+
+def test_copies_under_a_grammar_in_eager_steps(
+    target_folder: Path, head_folders: Callable[..., Path]
+) -> None:
+    """The grammar lets the text alone draft what the head does not: tokens that repeat."""
+    letters = StructuredOutput("regex", "(abcd){12}")
+    params = replace(GREEDY, max_tokens=60, structured_output=letters, ignore_eos=False)
+    plain = make(target_folder, None, eager=True, max_model_len=96).generate(PROMPTS, params)
+    head = head_folders(parallel=True)
+    found = make(target_folder, head, eager=True, max_model_len=96).generate(PROMPTS, params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    for output in found:
+        assert output.text == "abcd" * 12
+        assert sum(output.stats.num_accepted_text_tokens_per_pos) > 10

@@ -359,10 +359,17 @@ class GrammarState(Spender):
         else:
             self.prepared = DraftMasks(tuple(drafts), bitmask_RW, tuple(rows_before))
 
-    def is_prepared_for(self, drafts: Sequence[int]) -> bool:
-        """Return whether the state is free and has the masks of these drafts."""
+    def is_prepared_for(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> bool:
+        """Return whether the state is free and has the masks of these drafts.
+
+        Args:
+            parents: of a tree, the row of each draft's parent, to be compared too; None: they are
+                not, or the drafts are a chain.
+        """
         prepared = self.prepared
         if not self.is_free or prepared is None:
+            return False
+        if parents is not None and (prepared.parents or ())[: len(parents)] != tuple(parents):
             return False
         return prepared.drafts[: len(drafts)] == tuple(drafts)
 

@@ -32,8 +32,8 @@ def prepare_masks(
     """
     budget = states[0].budget
     missing = [
-        None if state.is_prepared_for(tokens) else state
-        for state, tokens in zip(states, drafts, strict=True)
+        None if state.is_prepared_for(tokens, rows_before) else state
+        for state, tokens, rows_before in zip(states, drafts, parents, strict=True)
     ]
     budget.each(missing, lambda b, state: state.prepare(drafts[b], parents[b]))
     budget.mark_excess()
