@@ -81,7 +81,10 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_a_lost_engine_is_replaced() -> None:
-    """Stopped in the middle of steps, then while it is idle; then killed: the third crash."""
+    """Stopped in the middle of steps, then while it is idle; then killed: the third crash.
+
+    An engine without requests is not lost.
+    """
     with running("--hang-timeout", 1, "--no-playground", warm=True) as server:
         clients = [Client(server, stream=stream) for stream in (True, False)]
         wait_for(lambda: server.metrics()['peagle:num_requests_running{engine="0"}'] == 2)
@@ -106,6 +109,10 @@ def test_a_lost_engine_is_replaced() -> None:
         assert _ends(server) == (1, 1) and len(server.engine_pids()) == 2
 
         wait_for(lambda: server.metrics()['peagle:num_requests_running{engine="0"}'] == 0)
+        time.sleep(2.5)
+        assert status(server) == 200 and _ends(server) == (1, 1), (
+            "an idle engine gives signs of life"
+        )
         os.kill(server.engine_pids()[-1], signal.SIGSTOP)
         wait_for(lambda: status(server) == 503, timeout_s=PATIENCE_S)
         wait_until_ready(server)
