@@ -46,7 +46,9 @@ def test_json(peagle: Peagle, pair: Pair) -> None:
     plain, *drafted = report["methods"]
     assert plain["speed_up"] == 1 and plain["num_drafts"] == 0
     for method in drafted:
-        assert len(method["unconditional_acceptance_per_pos"]) == 3
+        # Copies of the text make paths that are deeper than K.
+        num_positions = len(method["unconditional_acceptance_per_pos"])
+        assert num_positions == 3 or (method["name"] == METHODS[-1] and num_positions > 3)
         assert method["acceptance_length"] >= 1 and method["tokens_per_s"] > 0
         assert method["different_outputs"] == []
 

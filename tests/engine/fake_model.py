@@ -22,6 +22,7 @@ from peagle.engine.model_runner import TargetPass
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.graph_runner import RowDrafts, RowTokens, buckets
+from peagle.kernels.trees.copies import PRIOR_RATES
 from peagle.kernels.trees.survival import Survival
 from peagle.speculation import Drafts, ProposerInput
 
@@ -186,9 +187,11 @@ class FakeProposer:
         block_size: int,
         has_drawn_drafts: bool = False,
         max_nodes: int = 0,
+        has_copies: bool = False,
     ) -> None:
         self.draws = has_drawn_drafts
-        self.has_copies = False
+        self.lookup_lengths = (4, 1) if has_copies else None
+        self.copy_rates = [0.9] * len(PRIOR_RATES)
         self.trees = CandidateTrees(1, min(8, max_nodes), max_nodes) if max_nodes else None
         self.survival = Survival.uncalibrated(8, "cpu") if max_nodes else None
         self.draft_token_ids = None

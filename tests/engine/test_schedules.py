@@ -56,6 +56,7 @@ class Kind:
     has_drawn_drafts: bool = False
     chooses_k: bool = False
     max_nodes: int = 0  # of trees; 0: chains
+    has_copies: bool = False  # copies of the text join them
     draft_window: int | None = None
 
 
@@ -65,6 +66,7 @@ KINDS = {
     "small holes": Kind(features_kept=4),
     "plain": Kind(has_head=False),
     "trees": Kind(max_nodes=7),
+    "trees and the text": Kind(max_nodes=9, has_copies=True),
     "trees, K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0), max_nodes=9),
     "K by load": Kind(features_kept=6, depths=(K, K, 0, 2, 0)),
     "K by itself": Kind(features_kept=6, chooses_k=True),
@@ -117,8 +119,12 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     if kind.has_head:
         fake.num_speculative_tokens = K
         sampling = "probabilistic" if kind.has_drawn_drafts else "argmax"
+        shape = {"max_nodes": kind.max_nodes} if kind.has_copies else None
         fake.speculative = SpeculativeConfig(
-            model="head", num_speculative_tokens=K, draft_sampling=sampling
+            model="head",
+            num_speculative_tokens=K,
+            draft_sampling=sampling,
+            parallel_drafting_spec=shape,
         )
         fake._depth = ScheduledDepth(kind.depths.__getitem__)
         if kind.chooses_k:
@@ -127,7 +133,9 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         fake.max_draft_len = kind.max_draft_len
         fake._features = FeatureRings()
         fake.drafting = HeadDrafting(
-            FakeProposer(*size, kind.has_drawn_drafts, kind.max_nodes),  # type: ignore[arg-type]
+            FakeProposer(  # type: ignore[arg-type]
+                *size, kind.has_drawn_drafts, kind.max_nodes, kind.has_copies
+            ),
             fake.sampler,
             fake_model.VOCAB,
             MAX_MODEL_LEN,

@@ -83,7 +83,8 @@ def test_trees_are_as_deep_as_the_head_was_trained(
 @pytest.mark.slow
 def test_an_engine_drafts_trees_of_the_defaults() -> None:
     """The head was trained for K = 6: deeper trees are refused, unless nobody asked for them."""
-    llm = LLM(TARGET, speculative_config={"model": HEAD, "parallel_drafting_spec": {}})
+    config = {"model": HEAD, "parallel_drafting_spec": {}, "prompt_lookup": False}
+    llm = LLM(TARGET, speculative_config=config)
     assert llm.engine.speculative.trees == CandidateTrees(15, 6, 15)
     assert len(llm.generate("the")[0].stats.num_accepted_tokens_per_pos) == 6
     with pytest.raises(UserError, match="prediction_depth is 7; expected at most 6, which"):
