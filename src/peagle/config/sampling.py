@@ -141,7 +141,8 @@ class SamplingParams:
         num_speculative_tokens: K of this request, at most the engine's; 0 decodes it without
             drafts, None takes the engine's.
         prompt_lookup: let the text draft too, where the engine looks drafts up in it: copies of the
-            text in the trees of a head, or "ngram". False: the head alone drafts.
+            text in the trees of a head, or "ngram". False: the head alone drafts, as for a request
+            whose num_speculative_tokens is below the engine's.
         marker_token_ids: special tokens whose names are part of the text, each behind
             `peagle.markers.SIGN`; other special tokens have no text.
 
