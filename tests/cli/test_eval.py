@@ -116,7 +116,7 @@ def test_copies_of_the_text_are_told_apart(peagle: Peagle, pair: Pair) -> None:
     assert [head + text for head, text in shares] == pytest.approx(pooled["unconditional"])
     assert ngram["pooled"]["text_per_pos"] == ngram["pooled"]["unconditional"]
     shown = entry_text(Entry.model_validate(trees), "float32", chat=False)
-    assert shown.count("drafted by text alone") == shown.count("drafted by head") == 1
+    assert shown.count("by the text alone") == shown.count("by the head") == 1
 
 
 @pytest.mark.slow

@@ -592,7 +592,7 @@ def _positions(entry: Entry) -> list[str]:
                 ends = [None if one is None else one[side] for one in intervals[:depth]]
                 lines.append(_row(label, ends))
     for _, source, shares in by_source([entry]):
-        lines.append(_row(f"drafted by {source}", shares[:depth]))
+        lines.append(_row(f"by the {source}", shares[:depth]))
     return lines
 
 
