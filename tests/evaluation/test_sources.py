@@ -77,11 +77,11 @@ def test_files_have_the_keys_only_where_the_text_drafts(name: str, model: Any) -
 def test_tables_of_the_commands() -> None:
     entry = told({"entries": [samples.acceptance(("peagle",), (3,), (0.0,))["entries"][0]]})
     text = entry_text(Entry.model_validate(entry["entries"][0]), "float32", chat=False)
-    rows = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
-    (label,) = (name for name in rows if name.startswith("drafted by text"))
+    rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    (label,) = (name for name in rows if name.startswith("by the text"))
     assert rows[label] == [".10", ".30", ".40", ".00"]
     old = Entry.model_validate(samples.acceptance(("peagle",), (3,), (0.0,))["entries"][0])
-    assert "drafted by" not in entry_text(old, "float32", chat=False)
+    assert "by the text" not in entry_text(old, "float32", chat=False)
 
     names = ("plain", "peagle"), (3,), (1,), ("humaneval",)
     result = ThroughputResults.model_validate(told(samples.throughput(*names)))
