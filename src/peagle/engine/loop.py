@@ -82,6 +82,10 @@ class EngineLoop:
         """Report that a request was not queued."""
         raise NotImplementedError
 
+    def next_order(self) -> Order | None:
+        """Wait for an order and return it."""
+        return self._orders.get()
+
     def step(self) -> list[StreamChunk]:
         """Step every engine that has work, and return the chunks."""
         return [c for r in self._engines.values() if r.has_unfinished for c in r.step()]
@@ -95,7 +99,7 @@ class EngineLoop:
         """Serve until an order of None."""
         while True:
             while not self._orders.empty() or not self.has_unfinished:
-                order = self._orders.get()
+                order = self.next_order()
                 if order is None:
                     return
                 order()
