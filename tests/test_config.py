@@ -447,6 +447,9 @@ def test_lengths_of_a_lookup() -> None:
         for given in ({}, {"prompt_lookup_max": 3}, {"prompt_lookup_max": 1})
     ]
     assert lengths == [(4, 1), (3, 1), (1, 1), (16, 2), (3, 2), (1, 1)]
+    long = {"prompt_lookup_max": 100, "prompt_lookup_min": 20}
+    assert SpeculativeConfig.parse({**LOOKUP, **long}).lookup_lengths == (100, 20)
+    assert SpeculativeConfig.parse({**trees, **long}).lookup_lengths == (16, 16), "of copies"
     joins = [
         SpeculativeConfig.parse({**trees, **given}).copies_join_trees
         for given in ({}, {"prompt_lookup": True}, {"prompt_lookup": False})

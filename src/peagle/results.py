@@ -255,6 +255,17 @@ class Entry(AcceptanceFigures, EntryKey):
     notes: list[str] = []
     weights_sha256: str = ""
     created: str = ""
+    parallel_drafting_spec: dict[str, int] | None = None  # shape of the trees that a head drafts
+
+    @property
+    def has_trees(self) -> bool:
+        """Return whether drafts are trees: by their shape, or by more than K drafts in a step.
+
+        Entries of servers and of an earlier peagle have no shape.
+        """
+        pooled = self.pooled
+        has_more = self.k > 0 and pooled.num_draft_tokens > self.k * pooled.num_drafts
+        return self.parallel_drafting_spec is not None or has_more
 
     @property
     def depth(self) -> int:

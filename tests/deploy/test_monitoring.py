@@ -94,6 +94,28 @@ def test_expected_of_a_number_or_of_acceptance_json(tmp_path):
         monitoring.expected_from(str(path), 3)
 
 
+def test_expected_of_the_drafts_that_the_endpoint_makes(tmp_path):
+    shape = {"num_parallel_trees": 7, "prediction_depth": 7, "max_nodes": 15}
+    head, trees, copies, lookup = (entry(7, length) for length in (2.9, 3.4, 4.1, 2.2))
+    trees["parallel_drafting_spec"] = copies["parallel_drafting_spec"] = shape
+    lookup["method"] = "ngram"
+    for of_text in (copies, lookup):
+        of_text["pooled"]["text_per_pos"] = [0.1, 0.2]
+    path = tmp_path / "acceptance.json"
+
+    def length(*entries, **speculation):
+        path.write_text(json.dumps({**HEAD, "entries": entries}))
+        return monitoring.expected_from(str(path), 7, speculation).acceptance_length
+
+    every = lookup, copies, trees, head
+    assert length(*every, method="eagle3") == 2.9
+    assert length(*every, parallel_drafting_spec={}) == 4.1
+    assert length(*every, parallel_drafting_spec={}, prompt_lookup=False) == 3.4
+    assert length(*every, method="ngram") == 2.2
+    with pytest.raises(UserError, match=r"no entry of chains, .* it has candidate trees, ngram"):
+        length(lookup, trees, method="eagle3")
+
+
 @pytest.mark.parametrize("text", ["0.5", "nan", "-3", "inf"])
 def test_lengths_that_are_none(text):
     with pytest.raises(UserError, match="at least 1"):

@@ -182,6 +182,10 @@ TREES = (
             "vLLM fails with a schedule of K and a head that drafts in parallel",
         ),
         ('{"check_target": false}', "'check_target', which vLLM does not know"),
+        ('{"correction": false}', "'correction', which vLLM does not know"),
+        ('{"draft_window": 512}', "'draft_window', which vLLM does not know"),
+        ('{"drawn_chains_from": 1.0}', "'drawn_chains_from', which vLLM does not know"),
+        ('{"prompt_lookup": false}', "'prompt_lookup', which vLLM does not know"),
         ('{"draft_sampling": "argmax"}', "'draft_sampling', which vLLM does not know"),
     ],
 )

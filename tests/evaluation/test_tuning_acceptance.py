@@ -110,10 +110,50 @@ def test_the_only_head_is_taken_whatever_it_is_called(tmp_path: Path) -> None:
     assert acceptance_of_file(tmp_path, draft="./elsewhere").most == 2
 
 
+SHAPE = {"num_parallel_trees": 3, "prediction_depth": 3, "max_nodes": 3}
+
+
+@pytest.mark.parametrize(
+    ("more", "pooled"),
+    [({"parallel_drafting_spec": SHAPE}, {}), ({}, {"num_draft_tokens": 9 * 15})],
+    ids=["by their shape", "by their drafts"],
+)
+def test_trees_are_no_chains(tmp_path: Path, more: dict[str, Any], pooled: dict[str, Any]) -> None:
+    """Copies of the text make paths of trees longer than K."""
+
+    def tree(method: str, rates: list[float]) -> dict[str, Any]:
+        found = entry(method, 3, rates, source="./peagle", **more)
+        return found | {"pooled": found["pooled"] | pooled}
+
+    trees = [tree("peagle-tree", [0.9, 0.8, 0.7]), tree("mine-text", [0.9, 0.8, 0.7, 0.6, 0.5])]
+    write(tmp_path, [*ENTRIES, *trees])
+    for options in ({}, {"method": "peagle"}):
+        acceptance = acceptance_of_file(tmp_path, draft="./peagle", **options)
+        assert acceptance.per_pos == {1: [0.8], 3: [0.75, 0.5, 0.0]}
+    with pytest.raises(UserError, match="no entry of method 'mine-text' with chains of drafts"):
+        acceptance_of_file(tmp_path, draft="./peagle", method="mine-text")
+    # The chains of the only head are taken whatever it is called.
+    write(tmp_path, [ENTRIES[1], *trees])
+    assert acceptance_of_file(tmp_path, draft="./elsewhere").most == 3
+    write(tmp_path, trees)
+    with pytest.raises(UserError, match="of such it has none"):
+        acceptance_of_file(tmp_path, draft="./peagle")
+
+
+def test_a_head_that_is_no_folder_beside_entries_of_folders(tmp_path: Path) -> None:
+    here = tmp_path / "head"
+    here.mkdir()
+    every = [entry("peagle", 3, [0.5] * 3, source=str(here)), ENTRIES[3]]
+    with pytest.raises(UserError, match="no entry of the head 'owner/head'"):
+        acceptance_of_file(write(tmp_path, every), draft="owner/head")
+    (tmp_path / "link").symlink_to(here)
+    assert acceptance_of_file(tmp_path, draft=str(tmp_path / "link")).per_pos == {3: [0.5] * 3}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": "./other"}, "no entry of the head './other'; it has eagle3, peagle"),
+        ({"draft": "./other"}, "no entry of the head './other' with chains of drafts; of such it has eagle3, peagle"),
         ({"draft": "./peagle", "method": "x"}, "no entry of method 'x'"),
         ({"draft": "./peagle", "temperature": 1.0}, "it has 0, 0.7. Set --temperature"),
     ],

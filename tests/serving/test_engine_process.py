@@ -115,6 +115,15 @@ def test_the_steps_of_a_request_add_up(front: Front) -> None:
     assert 0 <= output.queue_time_s <= output.time_to_first_token_s <= output.elapsed_s
 
 
+def test_an_idle_engine_gives_signs_of_life(front: Front) -> None:
+    front.add(6, SamplingParams(max_tokens=1))
+    front.until(lambda: 6 in front.outputs)
+    heartbeat, idle_s = front.worker._heartbeat, time.monotonic()
+    for _ in range(2):
+        front.until(lambda: heartbeat.last_s > idle_s + 0.1)
+        idle_s = heartbeat.last_s
+
+
 def test_no_collection_goes_through_what_is_loaded(front: Front) -> None:
     front.add(7, SamplingParams(max_tokens=1))
     front.until(lambda: 7 in front.outputs)

@@ -52,6 +52,7 @@ TREE_DEFAULTS = (
     f"most {DEFAULT_K}."
 )
 _SLOTS_AHEAD = 1
+_MAX_COPY_MATCH = 16  # tokens that a lookup compares at most where copies join trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +299,7 @@ class SpeculativeConfig:
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
         ok = longest is None or (is_int(longest) and longest >= 1)
         require(ok, "prompt_lookup_max", longest, "a whole number of at least 1")
-        most, _ = self.lookup_lengths
+        most = longest or self.lookup_lengths[0]
         ok = shortest is None or (is_int(shortest) and 1 <= shortest <= most)
         require(ok, "prompt_lookup_min", shortest, f"1 to prompt_lookup_max ({most})")
 
@@ -340,9 +341,11 @@ class SpeculativeConfig:
     @property
     def lookup_lengths(self) -> tuple[int, int]:
         """Return the most tokens that a lookup compares, and the fewest that are a match."""
-        longest, shortest = (4, 1) if self.method == "ngram" else (16, 2)
-        longest = self.prompt_lookup_max or longest
-        return longest, self.prompt_lookup_min or min(shortest, longest)
+        if self.method == "ngram":
+            longest = self.prompt_lookup_max or 4
+            return longest, self.prompt_lookup_min or 1
+        longest = min(self.prompt_lookup_max or _MAX_COPY_MATCH, _MAX_COPY_MATCH)
+        return longest, min(self.prompt_lookup_min or 2, longest)
 
     @property
     def k(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from peagle.config import cloudwatch as names
 from peagle.errors import UserError
-from peagle.results import AcceptanceResults, read_document
+from peagle.results import AcceptanceResults, Entry, read_document
 
 # A drop by this share of the expected acceptance length counts as drift, as in
 # deploy/cloudwatch-alarms.yaml.
@@ -157,11 +157,17 @@ def _length(text: str) -> float | None:
     return number if math.isfinite(number) and number >= 1 else None
 
 
-def expected_from(text: str, k: int | None) -> ExpectedAcceptance:
+def expected_from(
+    text: str, k: int | None, speculation: Mapping[str, Any] | None = None
+) -> ExpectedAcceptance:
     """Return the acceptance that `--expected` gives: a number, or acceptance.json of `peagle eval`.
 
-    Of a file, the entry with the endpoint's K counts; of several, the one of the lowest
-    temperature.
+    Of a file, the entry with the endpoint's K and kind of drafts counts; of several, the one of the
+    lowest temperature.
+
+    Args:
+        k: K of the endpoint; None if unknown.
+        speculation: speculative configuration of the endpoint; None if unknown.
 
     Raises:
         UserError: it is neither, or the file has no such entry.
@@ -169,13 +175,15 @@ def expected_from(text: str, k: int | None) -> ExpectedAcceptance:
     try:
         length = _length(text)
     except ValueError:
-        return _expected_in(Path(text).expanduser(), k)
+        return _expected_in(Path(text).expanduser(), k, speculation)
     if length is None:
         raise UserError(f"--expected is {text}; an acceptance length is at least 1, like 3.1.")
     return ExpectedAcceptance(length, source="--expected")
 
 
-def _expected_in(path: Path, k: int | None) -> ExpectedAcceptance:
+def _expected_in(
+    path: Path, k: int | None, speculation: Mapping[str, Any] | None
+) -> ExpectedAcceptance:
     if not path.is_file():
         raise UserError(
             f"--expected is {str(path)!r}; expected an acceptance length or acceptance.json of "
@@ -186,11 +194,40 @@ def _expected_in(path: Path, k: int | None) -> ExpectedAcceptance:
     if not entries:
         ks = ", ".join(str(k) for k in sorted({entry.k for entry in drafting})) or "none"
         raise UserError(f"{path} has no entry for K = {k}; it has K: {ks}. Measure it with eval.")
+    if speculation is not None:
+        kind = _kind_of(speculation)
+        found = sorted({_kind_of_entry(entry) for entry in entries})
+        entries = [entry for entry in entries if _kind_of_entry(entry) == kind]
+        if not entries:
+            raise UserError(
+                f"{path} has no entry of {kind}, which the endpoint drafts; for K = {k} it has "
+                f"{', '.join(found)}. Measure it with eval."
+            )
     entry = min(entries, key=lambda one: one.temperature)
     if entry.pooled.length is None:
         raise UserError(f"{path} has no drafts for K = {entry.k}. Measure it again with eval.")
     source = f"{path}, {entry.method}, K = {entry.k}, temperature {entry.temperature:g}"
     return ExpectedAcceptance(entry.pooled.length, tuple(entry.pooled.unconditional), source)
+
+
+_NGRAM, _CHAINS, _TREES = "ngram", "chains", "candidate trees"
+
+
+def _kind_of(speculation: Mapping[str, Any]) -> str:
+    """Return what a speculative configuration drafts."""
+    if speculation.get("method") == _NGRAM:
+        return _NGRAM
+    if speculation.get("parallel_drafting_spec") is None:
+        return _CHAINS
+    has_copies = speculation.get("prompt_lookup") is not False
+    return f"{_TREES} with copies of the text" if has_copies else _TREES
+
+
+def _kind_of_entry(entry: Entry) -> str:
+    """Return what an entry of `peagle eval` drafted, as `_kind_of` names it."""
+    has_copies = bool(entry.pooled.text_per_pos)
+    spec = {"parallel_drafting_spec": entry.has_trees or None, "prompt_lookup": has_copies}
+    return _kind_of({"method": entry.method, **spec})
 
 
 def expected_from_tags(tags: Mapping[str, str]) -> ExpectedAcceptance | None:

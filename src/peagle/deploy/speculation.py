@@ -19,7 +19,10 @@ _K = "num_speculative_tokens"
 _TREES = "parallel_drafting_spec"
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
 # Fields of our engine that vLLM does not have.
-_NOT_OF_VLLM = ("check_target", "draft_sampling")
+_NOT_OF_VLLM = (
+    *("check_target", "correction", "draft_sampling", "draft_window", "drawn_chains_from"),
+    "prompt_lookup",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,7 +334,7 @@ def read_status(
     compare = (
         monitoring.expected_from_tags(current.tags)
         if expected is None
-        else monitoring.expected_from(expected, k)
+        else monitoring.expected_from(expected, k, speculation)
     )
     notes: list[str] = []
     end = now or datetime.now(UTC)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -221,4 +221,5 @@ def _measure(
         notes=notes,
         weights_sha256=weights_sha256,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        parallel_drafting_spec=method.trees and asdict(method.trees),
     )

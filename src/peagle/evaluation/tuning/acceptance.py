@@ -93,17 +93,17 @@ class TreeAcceptance(NamedTuple):
 def acceptance_of_file(
     path: Path, *, draft: str, method: str | None = None, temperature: float = 0.0
 ) -> AcceptanceByK:
-    """Read the acceptance of a head from acceptance.json, or from a folder that holds it.
+    """Read the acceptance of a head's chains from acceptance.json, or from a folder that holds it.
 
     The entries of `method` are read; without it the entries of the head `draft` (a folder or hub
-    id), or of the only head.
+    id), or of the only head. Entries of candidate trees are left out: their steps have more drafts.
 
     Raises:
         UserError: the file is not readable, has another format, or lacks such an entry.
     """
     file = path / ACCEPTANCE if path.is_dir() else path
     every = read_document(file, AcceptanceResults).entries
-    entries = [one for one in every if one.k and one.method != NGRAM]
+    entries = [one for one in every if one.k and one.method != NGRAM and not one.has_trees]
     names = sorted({one.method for one in entries})
     if method is not None:
         entries = [one for one in entries if one.method == method]
@@ -112,13 +112,13 @@ def acceptance_of_file(
             one
             for one in entries
             if one.source == draft
-            or (Path(one.source).is_dir() and Path(one.source).samefile(draft))
+            or (Path(one.source).is_dir() and Path(one.source).resolve() == Path(draft).resolve())
         ]
     if not entries:
         wanted = f"method {method!r}" if method else f"the head {draft!r}"
         raise UserError(
-            f"{str(file)!r} has no entry of {wanted}; it has {', '.join(names) or 'no head'}. "
-            "Choose one with --method."
+            f"{str(file)!r} has no entry of {wanted} with chains of drafts; of such it has "
+            f"{', '.join(names) or 'none'}. Choose one with --method."
         )
     found = {one.k: one.pooled for one in entries if one.temperature == temperature}
     if not found:
