@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from peagle.cli.head_plan import (
-    MAX_CORRECTION_STEPS,
     MAX_EPOCHS,
     MIN_DATA_SHARE,
     HeadProbe,
-    correction_steps,
     make_head_plan,
     training_steps,
 )
@@ -137,7 +135,8 @@ def test_a_stage_starts_again_where_that_brings_more_training() -> None:
     plan = make_head_plan(short, 18)
     assert plan.prompts == 8_000 and "regenerate" not in plan.seconds
     assert plan.steps == pytest.approx(3 * 8_000 * 2 * 398 / 31_997, abs=1)
-    assert plan.correction_steps == MAX_CORRECTION_STEPS  # from the rest
+    # The correction has the rest, and sees the data three times too.
+    assert plan.correction_steps == pytest.approx(plan.steps, abs=1)
 
 
 def test_slow_answers_get_the_time_and_slow_training_the_least_data() -> None:
@@ -150,7 +149,7 @@ def test_slow_answers_get_the_time_and_slow_training_the_least_data() -> None:
 @pytest.mark.parametrize(
     ("change", "stage"),
     [
-        ({"spent_s": 700.0}, "prepare"),
+        ({"spent_s": 700.0}, "synthesize"),
         ({"step_s": 20.0}, "train"),
         ({"step_s": 6.0}, "correction"),
         ({"eval_prompt_s": 120.0}, "eval"),
@@ -166,13 +165,18 @@ def test_too_few_minutes_name_the_stage_and_the_minutes_that_do(
     assert make_head_plan(probe, needed).prompts >= 1
 
 
-def test_a_correction_gets_the_time_that_is_left() -> None:
-    assert correction_steps(100, 0.5) == 200
-    assert correction_steps(-5, 0.5) == 50
-    assert correction_steps(10**6, 0.5) == MAX_CORRECTION_STEPS
-
-
 def test_steps_by_time_and_by_epochs() -> None:
     assert training_steps(100, 0.5, 1000, 10**9) == 200
     assert training_steps(100, 0.5, 1000, 20_000) == 60
     assert training_steps(-5, 0.5, 1000, 10**9) == 50
+
+
+def test_a_plan_without_time_for_more_answers_than_the_probe_has_is_none() -> None:
+    """24 prompts are too few, though the time for a training on them is there."""
+    slow = replace(CPU, starts_s={**CPU.starts_s, "regenerate": 500.0})
+    with pytest.raises(UserError, match="10, too short for the stage") as told:
+        make_head_plan(slow, 10)
+    needed = float(str(told.value).partition("at least ")[2].split()[0])
+    assert make_head_plan(slow, needed).prompts > CPU.answered
+    enough = make_head_plan(replace(slow, answered=2_000, written=2_000), 10)
+    assert enough.prompts == 2_000 and enough.steps >= 50

@@ -99,7 +99,7 @@ def test_a_head_from_nothing_and_where_it_goes_on(
 
     monkeypatch.setattr(make_head, "make_head_plan", short)
     monkeypatch.setattr(make_head, "training_steps", lambda *_: 6)
-    monkeypatch.setattr(make_head, "correction_steps", lambda *_: 3)
+    monkeypatch.setattr(make_head, "MAX_CORRECTION_STEPS", 3)
     stopped = peagle(*words, "--minutes", 10)
     assert stopped.status == 3
     assert "the stage 'correction' ended with status 3" in stopped.err
@@ -192,13 +192,14 @@ def test_processes_that_write_side_by_side_have_a_part_of_the_prompts_each(
 
     def short(probe: Any, minutes: float) -> Any:
         probes.append(probe)
-        plan = real(replace(probe, starts_s={**probe.starts_s, "regenerate": 10**6}), minutes)
-        assert "regenerate" not in plan.seconds
-        return replace(plan, correction_steps=3, eval_limit=1)
+        plan = real(probe, minutes)
+        # As if a head learned enough from so few.
+        seconds = {k: s for k, s in plan.seconds.items() if k not in ("synthesize", "regenerate")}
+        return replace(plan, prompts=15, correction_steps=3, eval_limit=1, seconds=seconds)
 
     monkeypatch.setattr(make_head, "make_head_plan", short)
     monkeypatch.setattr(make_head, "training_steps", lambda *_: 6)
-    monkeypatch.setattr(make_head, "correction_steps", lambda *_: 3)
+    monkeypatch.setattr(make_head, "MAX_CORRECTION_STEPS", 3)
     words = ["make-head", target_folder, "--output", out, *OPTIONS, "--minutes", 10]
     commands.fails = lambda words: words[0] == "train"
     assert peagle(*words).status == 3

@@ -116,13 +116,17 @@ def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
             minutes that are needed.
     """
     writes = [name for name in _WRITING if name in probe.starts_s]
-    plans = [_plan(probe, minutes, ())]
-    for first in reversed(range(len(writes))):
+    plans, problem = [], None
+    for first in reversed(range(len(writes) + 1)):
         try:
             plans.append(_plan(probe, minutes, writes[first:]))
-        except UserError:  # no time for these starts
-            break
-    return max(plans, key=lambda plan: plan.steps)
+        except UserError as error:
+            problem = error
+    best = max(plans, key=lambda plan: plan.steps, default=None)
+    if best is None or (problem is not None and best.steps < MIN_STEPS):
+        assert problem is not None  # a plan is missing
+        raise problem  # too few answers are there, and there is no time for more
+    return best
 
 
 def _plan(probe: HeadProbe, minutes: float, writes: Sequence[str]) -> HeadPlan:
@@ -132,7 +136,7 @@ def _plan(probe: HeadProbe, minutes: float, writes: Sequence[str]) -> HeadPlan:
     and training of r tokens/s gets the rest R + d - c x. x is the larger of
     r (R + d) / (MAX_EPOCHS t + r c), at which training sees the data `MAX_EPOCHS` times, and
     MIN_DATA_SHARE (R + d) / c. Time in which training would see the data more often goes to the
-    correction.
+    correction, which sees it `MAX_EPOCHS` times at most too.
     """
     least = {
         "train": MIN_STEPS * probe.step_s,
@@ -176,10 +180,12 @@ def _plan(probe: HeadProbe, minutes: float, writes: Sequence[str]) -> HeadPlan:
         seconds["regenerate"] = (prompts - probe.answered) * answers_s
     train_s = rest - sum(seconds.values())
     tokens = prompts * one_tokens
-    spare_s = max(0.0, train_s - MAX_EPOCHS * tokens / speed)
+    most_s = MAX_EPOCHS * tokens / speed
+    spare_s = max(0.0, train_s - most_s)
     train_s -= spare_s
     if probe.has_correction:
-        correction_s = min(correction_s + spare_s, most_correction_s)
+        correction_s = min(correction_s + spare_s, max(most_s, least["correction"]))
+        correction_s = min(correction_s, most_correction_s)
     seconds |= {"train": train_s, "correction": correction_s, "eval": eval_s}
     return HeadPlan(
         answered=probe.answered,
@@ -199,11 +205,6 @@ def training_steps(seconds: float, step_s: float, step_tokens: float, num_tokens
     """Return the training steps that fit into `seconds`, in at most `MAX_EPOCHS` epochs."""
     most = max(1, int(MAX_EPOCHS * num_tokens / step_tokens))
     return min(most, max(MIN_STEPS, int(seconds / step_s)))
-
-
-def correction_steps(seconds: float, step_s: float) -> int:
-    """Return the steps of a correction that fit into `seconds`."""
-    return min(MAX_CORRECTION_STEPS, max(MIN_STEPS, int(seconds / step_s)))
 
 
 def too_short(minutes: float, stage: str, needed_s: float) -> UserError:

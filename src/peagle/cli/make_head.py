@@ -17,9 +17,9 @@ from peagle.bundled import pair_of
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.head_plan import (
     ANSWERS_PER_PROMPT,
+    MAX_CORRECTION_STEPS,
     HeadPlan,
     HeadProbe,
-    correction_steps,
     make_head_plan,
     training_steps,
 )
@@ -274,11 +274,13 @@ class _Maker:
         spent = self._stages.seconds(without=("train", "correction", "eval"))
         later = sum(plan.seconds.get(name, 0.0) for name in ("correction", "eval"))
         left = 60 * minutes - spent - probe.starts_s["train"] - later
-        self._train(training_steps(left, probe.step_s, probe.step_tokens, stage.result["tokens"]))
+        tokens = stage.result["tokens"]
+        self._train(training_steps(left, probe.step_s, probe.step_tokens, tokens))
         if plan.correction_steps:
             spent = self._stages.seconds(without=("correction", "eval"))
             left = 60 * minutes - spent - probe.starts_s["correction"] - plan.seconds["eval"]
-            self._correct(correction_steps(left, probe.step_s))
+            steps = training_steps(left, probe.step_s, probe.step_tokens, tokens)
+            self._correct(min(steps, MAX_CORRECTION_STEPS))
         self._eval(plan.eval_limit)
 
     # ---- their commands ----------------------------------------------------------------------
