@@ -184,9 +184,9 @@ def test_processes_that_write_side_by_side_have_a_part_of_the_prompts_each(
     target_folder = make_target_folder(tmp_path / "target", max_position_embeddings=1024)
     monkeypatch.setattr(make_head, "_num_processes", lambda folder, on_gpu: 2)
     monkeypatch.setattr(make_head, "_free_gib", lambda: 6)
-    # 1.5 prompts a minute for each of two processes, and answers to all of them.
+    # 10 minutes: 7.5 prompts for each of two processes, and answers to all of them.
     monkeypatch.setattr(make_head, "_PROBE_PROMPTS", {"cpu": 2})
-    monkeypatch.setattr(make_head, "_PROMPTS_A_MINUTE", 0.75)
+    monkeypatch.setattr(make_head, "_PROMPTS_A_MINUTE", 3.75)
     real = make_head.make_head_plan
     probes = []
 

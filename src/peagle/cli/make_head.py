@@ -52,8 +52,10 @@ HEADS = Literal["peagle", "eagle3"]
 _PROBE_MINUTES = 0.2  # minutes of training
 _PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # a process, some for each sequence of its batch
 # Where a target is small, a second start of its processes would take longer than their work.
-_PROMPTS_A_MINUTE = 400  # of each process of a small target, for each of --minutes
-_ANSWERS_SHARE = 0.4  # of --minutes, for the answers of the probe if all were of the full length
+_START_MINUTES = 8  # of --minutes that pass before a card works, about
+_PROMPTS_A_MINUTE = 600  # of each process of a small target, for each of the other minutes
+_NUM_STARTS = 6  # of the stages behind the first, each about as long as its own
+_ANSWERS_SHARE = 0.75  # of the time without starts, if all answers were of the full length
 # One process cannot keep a card busy with a target of at most this size; several can.
 _SMALL_TARGET_BYTES = 2 * 2**30
 _MAX_PROCESSES = 4
@@ -219,15 +221,18 @@ class _Maker:
         if self._own_prompts is None:
             written = count
             if self._num_processes > 1:
-                wanted = int(self._num_processes * _PROMPTS_A_MINUTE * minutes)
+                each = _PROMPTS_A_MINUTE * (minutes - _START_MINUTES)
+                wanted = int(self._num_processes * each)
                 written = self._stages.fixed("first_prompts", lambda: max(count, wanted))
             stage = self._synthesize("probe of synthesize", written)
             seconds = _most_seconds(stage)
             prompt_s = seconds / max(1, _total(stage, "kept") - _total(stage, "resumed"))
-            starts["synthesize"] = stage.seconds - seconds
+            start = stage.seconds - seconds
+            starts["synthesize"] = start
             # At the speed of prompts; answers are no longer than allowed.
             most_s = ANSWERS_PER_PROMPT * self._longest * seconds / max(1, _total(stage, "tokens"))
-            wanted = min(written, int(_ANSWERS_SHARE * 60 * minutes / most_s))
+            work_s = 60 * minutes - stage.seconds - _NUM_STARTS * start
+            wanted = min(written, int(_ANSWERS_SHARE * work_s / most_s))
             count = self._stages.fixed("first_answered", lambda: max(count, wanted))
         stage = self._regenerate("probe of regenerate", count)
         seconds = _most_seconds(stage)
