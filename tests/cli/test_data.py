@@ -66,6 +66,40 @@ def test_from_prompts_to_what_train_reads(
     assert len(found["shown"]) == 1 and len(found["shown"][0]["response_token_ids"]) == 12
 
 
+def test_answers_at_two_temperatures(
+    peagle: Peagle, pair: Pair, prompts: Path, tmp_path: Path
+) -> None:
+    def run(name: str, temperature: str) -> Path:
+        path = tmp_path / f"{name}.jsonl"
+        command = ["data", "regenerate", prompts, "--target", pair.target, "--output", path]
+        result = peagle(*command, "--temperature", temperature, "--max-new-tokens", 12)
+        assert result.status == 0, result.err
+        return path
+
+    def by_id(path: Path, at: float | None = None) -> dict[str, dict[str, Any]]:
+        rows = map(json.loads, path.read_text().splitlines())
+        return {row.pop("id"): row for row in rows if at is None or row.pop("temperature") == at}
+
+    both = run("both", "0,0.7")
+    for at in ("0", "0.7"):
+        alone = run(at, f"{at},{at}")  # the same one twice is one
+        assert by_id(both, float(at)) == by_id(alone) and len(by_id(alone)) == 6
+        assert all("temperature" not in row for row in by_id(alone).values())
+        side = json.loads(Path(f"{alone}.meta.json").read_text())
+        assert side["options"]["sampling"]["temperature"] == float(at)
+        assert side["answers"] == 6 and "by_temperature" not in side
+    assert by_id(both, 0.0) != by_id(both, 0.7)
+    side = json.loads(Path(f"{both}.meta.json").read_text())
+    assert side["options"]["sampling"]["temperature"] == [0.0, 0.7] and side["answers"] == 12
+
+    # The output of one run is none of another, in both directions.
+    for name, other in (("both", "0"), ("0", "0,0.7")):
+        command = ["data", "regenerate", prompts, "--target", pair.target]
+        command += ["-o", tmp_path / f"{name}.jsonl", "--max-new-tokens", 12]
+        result = peagle(*command, "--temperature", other)
+        assert result.status == 2 and "was begun with sampling" in result.err
+
+
 @pytest.mark.slow
 def test_prompts_that_the_target_writes(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
@@ -267,6 +301,13 @@ def test_regeneration_says_what_it_is_doing(
         (["regenerate", "P", "-o", "x.txt"], "expected a name that ends in .jsonl"),
         (["regenerate", "none.jsonl", "-o", "x.jsonl"], "is not there"),
         (["regenerate", "P", "-o", "x.jsonl", "--limit", "0"], "--limit"),
+        (
+            ["regenerate", "P", "-o", "x.jsonl", "--temperature", "0,warm"],
+            "--temperature: temperature is '0,warm'; expected numbers like 0,0.7",
+        ),
+        (["regenerate", "P", "-o", "x.jsonl", "--temperature", "0,"], "temperature is '0,'"),
+        (["regenerate", "P", "-o", "x.jsonl", "--temperature", "0,-1"], "temperature is -1.0"),
+        (["regenerate", "P", "-o", "x.jsonl", "--temperature", "0.7,nan"], "temperature is nan"),
         (["regenerate", "P", "-o", "x.jsonl", "--endpoint", "x"], "--endpoint is 'x'"),
         (
             ["regenerate", "P", "-o", "x.jsonl", "--endpoint", "http://x", "--dtype", "float32"],

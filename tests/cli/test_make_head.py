@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -91,22 +92,23 @@ def test_a_head_from_nothing_and_where_it_goes_on(
     real = make_head.make_head_plan
 
     def short(probe: Any, minutes: float) -> Any:
+        assert (probe.written, probe.answered) == (6, 6)
         plan = real(probe, minutes)
+        assert {"synthesize", "regenerate"} <= set(plan.seconds)
         return replace(plan, prompts=10, correction_steps=3, eval_limit=1)
 
     monkeypatch.setattr(make_head, "make_head_plan", short)
     monkeypatch.setattr(make_head, "training_steps", lambda *_: 6)
+    monkeypatch.setattr(make_head, "MAX_CORRECTION_STEPS", 3)
     stopped = peagle(*words, "--minutes", 10)
     assert stopped.status == 3
     assert "the stage 'correction' ended with status 3" in stopped.err
     assert [kind(one) for one in commands.words] == [
         "data synthesize prompts.jsonl",
-        "data regenerate greedy.jsonl",
-        "data prepare train.safetensors",
+        "data regenerate answers.jsonl",
         "train trial",
         "data synthesize prompts.jsonl",
-        "data regenerate greedy.jsonl",
-        "data regenerate sampled.jsonl",
+        "data regenerate answers.jsonl",
         "data prepare train.safetensors",
         "train",
         "train",
@@ -114,35 +116,31 @@ def test_a_head_from_nothing_and_where_it_goes_on(
     for line in commands.words:
         assert f"peagle {shlex.join(line)}" in stopped.err
     # Half of the answers are greedy.
-    at = {
-        kind(one): one[one.index("--temperature") + 1]
-        for one in commands.words[1:7]
-        if "--temperature" in one
-    }
-    assert at == {"data regenerate greedy.jsonl": "0", "data regenerate sampled.jsonl": "0.7"}
+    rows = list(map(json.loads, (out / "answers.jsonl").read_text().splitlines()))
+    assert Counter(row["temperature"] for row in rows) == {0.0: 10, 0.7: 10}
     assert len((out / "prompts.jsonl").read_text().splitlines()) == 10
     assert not (out / "make-head" / "trial").exists()
 
     # A file of a whole stage is gone: that stage runs again, and so do those that are missing.
-    (out / "greedy.jsonl").unlink()
+    (out / "answers.jsonl").unlink()
     commands.words.clear()
     commands.fails = lambda words: False
     done = peagle(*words, "--minutes", 10, "--format", "json")
     assert done.status == 0, done.err
     assert [kind(one) for one in commands.words] == [
-        "data regenerate greedy.jsonl",
+        "data regenerate answers.jsonl",
         "train",
         "eval eval",
     ]
     result = json.loads(done.out)
     assert result["serve"].endswith(f"serve {target_folder} --draft {out / 'head'}")
     assert {entry["method"] for entry in result["acceptance"]} == {"peagle", "ngram"}
-    assert [one["name"] for one in result["stages"]][-3:] == ["greedy", "correction", "eval"]
+    assert [one["name"] for one in result["stages"]][-3:] == ["regenerate", "correction", "eval"]
 
     # The card of the head tells that the target wrote prompts and answers itself.
     side = {
         name: json.loads((out / f"{name}.jsonl.meta.json").read_text())
-        for name in ("prompts", "greedy", "sampled")
+        for name in ("prompts", "answers")
     }
     card = model_card(read_published(out / "head"), "me/head", "org/target", "apache-2.0")
     assert side["prompts"]["prompts"] == 10 <= side["prompts"]["samples"]
@@ -151,9 +149,9 @@ def test_a_head_from_nothing_and_where_it_goes_on(
         "itself |"
     ) in card
     assert (
-        f"| origin of the answers | the target itself: {side['greedy']['answers']} at temperature "
-        f"0, {side['sampled']['answers']} at temperature 0.7 |"
+        "| origin of the answers | the target itself: 10 at temperature 0, 10 at temperature 0.7 |"
     ) in card
+    assert side["answers"]["answers"] == 20
 
     # All is done: nothing runs, and the same is told.
     commands.words.clear()
@@ -186,15 +184,22 @@ def test_processes_that_write_side_by_side_have_a_part_of_the_prompts_each(
     target_folder = make_target_folder(tmp_path / "target", max_position_embeddings=1024)
     monkeypatch.setattr(make_head, "_num_processes", lambda folder, on_gpu: 2)
     monkeypatch.setattr(make_head, "_free_gib", lambda: 6)
+    # 10 minutes: 7.5 prompts for each of two processes, and answers to all of them.
+    monkeypatch.setattr(make_head, "_PROBE_PROMPTS", {"cpu": 2})
+    monkeypatch.setattr(make_head, "_PROMPTS_A_MINUTE", 3.75)
     real = make_head.make_head_plan
     probes = []
 
     def short(probe: Any, minutes: float) -> Any:
         probes.append(probe)
-        return replace(real(probe, minutes), prompts=15, correction_steps=3, eval_limit=1)
+        plan = real(probe, minutes)
+        # As if a head learned enough from so few.
+        seconds = {k: s for k, s in plan.seconds.items() if k not in ("synthesize", "regenerate")}
+        return replace(plan, prompts=15, correction_steps=3, eval_limit=1, seconds=seconds)
 
     monkeypatch.setattr(make_head, "make_head_plan", short)
     monkeypatch.setattr(make_head, "training_steps", lambda *_: 6)
+    monkeypatch.setattr(make_head, "MAX_CORRECTION_STEPS", 3)
     words = ["make-head", target_folder, "--output", out, *OPTIONS, "--minutes", 10]
     commands.fails = lambda words: words[0] == "train"
     assert peagle(*words).status == 3
@@ -204,9 +209,11 @@ def test_processes_that_write_side_by_side_have_a_part_of_the_prompts_each(
     assert stopped.status == 3 and "the stage 'eval' ended with status 3" in stopped.err
     kinds = [kind(one) for one in commands.words]
     both = [f"data synthesize prompts-{n}.jsonl" for n in (0, 1)]
-    assert [one for one in kinds if "synthesize" in one] == [*both, *both]
-    assert kinds.count("data regenerate greedy-1.jsonl") == 2
-    assert kinds.count("data regenerate sampled-1.jsonl") == 1
+    # The probe has written enough: no process starts again.
+    assert [one for one in kinds if "synthesize" in one] == both
+    assert kinds.count("data regenerate answers-0.jsonl") == 1
+    assert kinds.count("data regenerate answers-1.jsonl") == 1
+    assert (probes[0].written, probes[0].answered) == (15, 15)
     for one in commands.words:
         if one[:2] in (["data", "synthesize"], ["data", "regenerate"]):
             # 0.7 of the 6 GiB that were free when it began, for two.
@@ -214,14 +221,21 @@ def test_processes_that_write_side_by_side_have_a_part_of_the_prompts_each(
     lines = [(out / f"prompts-{n}.jsonl").read_text().splitlines() for n in (0, 1)]
     assert list(map(len, lines)) == [8, 7] and not set(lines[0]) & set(lines[1])
     prepared = [one for one in commands.words if one[:2] == ["data", "prepare"]][-1]
-    assert [Path(one).name for one in prepared[2:6]] == [
-        *("greedy-0.jsonl", "greedy-1.jsonl"),
-        *("sampled-0.jsonl", "sampled-1.jsonl"),
-    ]
+    assert [Path(one).name for one in prepared[2:4]] == ["answers-0.jsonl", "answers-1.jsonl"]
     journal = json.loads((out / "make-head" / "journal.json").read_text())
-    stage = next(one for one in journal["stages"] if one["name"] == "greedy")
+    stage = next(one for one in journal["stages"] if one["name"] == "probe of regenerate")
     assert stage["result"]["prompts"] == 8 and stage["results"][0]["prompts"] == 7
-    assert set(map(Path, stage["outputs"])) == {out / f"greedy-{n}.jsonl" for n in (0, 1)}
+    assert stage["result"]["answers"] == 16
+
+    # A file that the probe wrote is gone: its process answers again, the other has all answers.
+    commands.words.clear()
+    (out / "answers-1.jsonl").unlink()
+    assert peagle(*words).status == 3
+    again = [one for one in commands.words if one[:2] == ["data", "regenerate"]]
+    assert [kind(one) for one in commands.words] == [*map(kind, again), "eval eval"]
+    journal = json.loads((out / "make-head" / "journal.json").read_text())
+    stage = next(one for one in journal["stages"] if one["name"] == "regenerate")
+    assert stage["result"]["resumed"] == 16 and stage["results"][0]["answers"] == 14
 
 
 @pytest.mark.parametrize(
@@ -270,8 +284,8 @@ def test_too_few_minutes_end_it_before_the_work(
     words += ["--prompts", prompts, "--head", "eagle3"]
     short = peagle(*words, "--minutes", 0.001)
     assert short.status == 2 and "--minutes is 0.001, too short for the stage" in short.err
-    assert kind(commands.words[0]) == "data regenerate greedy.jsonl"
-    assert len(commands.words) == 3
+    assert kind(commands.words[0]) == "data regenerate answers.jsonl"
+    assert len(commands.words) == 2
     # Other minutes go on with what was measured.
     commands.words.clear()
     assert peagle(*words, "--minutes", 0.002).status == 2

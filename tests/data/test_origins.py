@@ -54,6 +54,20 @@ def test_prompts_that_a_model_wrote(tmp_path: Path, facts: Any, found: PromptOri
     ("facts", "found"),
     [
         (ANSWERED, (ANSWERS,)),
+        (
+            {
+                **ANSWERED,
+                "options": {"model": "tiny", "sampling": {"temperature": [0.0, 0.7]}},
+                "by_temperature": [
+                    {"temperature": 0.0, "answers": 3},
+                    {"temperature": 0.7, "answers": 4},
+                ],
+            },
+            tuple(
+                AnswerOrigin(model="tiny", answers=n, temperature=at, prompts=PROMPTS, sha256="b")
+                for n, at in ((3, 0.0), (4, 0.7))
+            ),
+        ),
         ({"kind": "prepare", "origins": [ANSWERS.model_dump()]}, (ANSWERS,)),
         ({"kind": "prepare"}, ()),
         ({"kind": "prepare", "origins": 3}, ()),

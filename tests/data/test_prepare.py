@@ -524,6 +524,24 @@ def test_lines_of_one_conversation_share_a_sample(tmp_path: Path) -> None:
     assert (report.samples, report.answers) == (4, 15)
 
 
+def test_lines_of_two_temperatures_share_a_sample_each(tmp_path: Path) -> None:
+    turns = {at: [(f"q{i}", f"at {at} {i}") for i in range(3)] for at in (0.0, 0.7)}
+    rows = []
+    for turn in range(1, 4):
+        for at, own in turns.items():
+            prompt, response = map(tokens, pairs(own)[turn - 1])
+            messages = conversation(own[:turn])
+            rows.append(
+                {"turn": turn, "temperature": at, "messages": messages, **ids(prompt, response)}
+            )
+    train, _, report = run(write(tmp_path / "a.jsonl", *rows), max_length=400)
+    assert (report.samples, report.answers, report.records) == (2, 6, 6)
+    for own, sequence in zip(turns.values(), train.tokens, strict=True):
+        prompt, response = pairs(own)[-1]
+        assert sequence.tolist() == tokens(prompt + response)
+    assert len(set(train.hashes)) == 1, "a conversation is on one side of a split"
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".jsonl"])
 def test_train_reads_what_is_written(tmp_path: Path, suffix: str) -> None:
     rows = [ids([1, 2], [3, 4, 5]), {"messages": conversation([("q", "yes"), ("r", "no")])}]

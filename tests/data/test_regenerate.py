@@ -72,7 +72,8 @@ class Parrot:
                 yield ask, Failure("it is dumb.")
                 continue
             reason = "length" if question.startswith("long") else "stop"
-            yield ask, RegeneratedAnswer(f"{question}! {ask.seed}", reason, "hm", 3)
+            at = "" if ask.temperature is None else f" at {ask.temperature}"
+            yield ask, RegeneratedAnswer(f"{question}! {ask.seed}{at}", reason, "hm", 3)
 
 
 def ask_all(
@@ -144,6 +145,46 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, stops_at: str) 
     third = Parrot()
     ask_all(path, DIALOGUES, third)
     assert third.asked == []
+
+
+def regenerate_at(
+    output: Path, *temperatures: float, stops_at: str = ""
+) -> tuple[RegenerateProgress, Parrot]:
+    parrot = Parrot(stops_at=stops_at)
+    return regenerate(DIALOGUES, parrot, output, {}, {}, temperatures=temperatures), parrot
+
+
+def test_every_question_is_asked_once_at_each_temperature(tmp_path: Path) -> None:
+    both, alone = tmp_path / "both.jsonl", [tmp_path / "0.jsonl", tmp_path / "0.7.jsonl"]
+    progress, _ = regenerate_at(both, 0.0, 0.7)
+    for path, at in zip(alone, (0.0, 0.7), strict=True):
+        regenerate_at(path, at)
+    assert len(lines(both)) == 14 and (progress.prompts, progress.answers) == (4, 14)
+    assert progress.waited_for == 0 and progress.cut == 2
+    # Each temperature has the lines of a run of its own: later turns follow its own answers.
+    for path, at in zip(alone, (0.0, 0.7), strict=True):
+        found = [line for line in lines(both) if line["temperature"] == at]
+        assert {(one["id"], one["turn"]): one for one in found} == by_turn(path)
+    side = read_side(both)
+    assert side["answers"] == 14 and side["by_temperature"] == [
+        {"temperature": 0.0, "answers": 7},
+        {"temperature": 0.7, "answers": 7},
+    ]
+
+
+@pytest.mark.parametrize("stops_at", ["one", "two", "four", "long five", "seven", "eight"])
+def test_an_interrupted_run_at_two_temperatures_goes_on(tmp_path: Path, stops_at: str) -> None:
+    path, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        regenerate_at(path, 0.0, 0.7, stops_at=stops_at)
+    there = len(lines(path))
+    assert there < 14
+    progress, _ = regenerate_at(path, 0.0, 0.7)
+    assert (progress.resumed, progress.answers) == (there, 14 - there)
+    regenerate_at(whole, 0.0, 0.7)
+    assert sorted(map(str, lines(path))) == sorted(map(str, lines(whole)))
+    assert {**read_side(path), "output_sha256": ""} == {**read_side(whole), "output_sha256": ""}
+    assert regenerate_at(path, 0.0, 0.7)[1].asked == []
 
 
 def test_a_half_written_line_is_removed_and_asked_again(tmp_path: Path) -> None:
@@ -338,6 +379,19 @@ def test_local_answers_are_those_of_the_engine_alone(llm: LLM, tmp_path: Path) -
     again = tmp_path / "again.jsonl"
     ask_all(again, many[::-1], answerer)
     assert by_turn(again) == by_turn(path)
+
+
+def test_each_temperature_has_the_answers_of_a_run_of_its_own(llm: LLM, tmp_path: Path) -> None:
+    some = [AskedConversation(str(i), (f"say {i}",)) for i in range(5)]
+    both, answerer = tmp_path / "both.jsonl", LocalAnswerer(llm, PARAMS, is_chat=False)
+    regenerate(some, answerer, both, {}, {}, temperatures=(0.0, 0.7))
+    assert len(lines(both)) == 10
+    for at in (0.0, 0.7):
+        path = tmp_path / f"{at}.jsonl"
+        alone = LocalAnswerer(llm, replace(PARAMS, temperature=at), is_chat=False)
+        ask_all(path, some, alone)
+        found = {one["id"]: one for one in lines(both) if one["temperature"] == at}
+        assert found == {one["id"]: {**one, "temperature": at} for one in lines(path)}
 
 
 def test_local_answers_train_as_they_are(llm: LLM, tmp_path: Path) -> None:
@@ -546,6 +600,13 @@ def test_an_endpoint_is_asked_as_openai_has_it(endpoint: Endpoint, tmp_path: Pat
     }
     last = by_turn(path)["a", 3]["messages"][-1]
     assert last == {"role": "assistant", "content": "re three", "reasoning_content": "hm"}
+
+
+def test_an_endpoint_is_asked_at_each_temperature(endpoint: Endpoint, tmp_path: Path) -> None:
+    path, answerer = tmp_path / "out.jsonl", answerer_of(endpoint)
+    regenerate(DIALOGUES[1:2], answerer, path, {}, {}, temperatures=(0.0, 0.7))
+    assert sorted(body["temperature"] for _, _, body in endpoint.seen) == [0.0, 0.7]
+    assert sorted(line["temperature"] for line in lines(path)) == [0.0, 0.7]
 
 
 def test_an_endpoint_gets_tools_and_gives_calls(endpoint: Endpoint, tmp_path: Path) -> None:

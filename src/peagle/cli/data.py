@@ -19,7 +19,7 @@ from peagle.cli.flags import Flag, Given, pick_flags, spread, takes
 from peagle.cli.groups import ChatTemplate, Format, OutputFormat, Split
 from peagle.cli.main import CONTEXT, with_examples
 from peagle.cli.progress import ProgressLine
-from peagle.cli.settings import Layer, Setting
+from peagle.cli.settings import Layer, Setting, read_temperatures
 from peagle.cli.setup import Setup, check_paths, note, quiet_libraries
 from peagle.cli.terminal import bright, dim, has_styles, printable
 from peagle.config import EngineConfig, require_writable_file, require_writable_folder
@@ -600,6 +600,10 @@ By the target in this process, with a head that makes it faster:
   peagle data regenerate prompts.parquet --target ./Qwen3-0.6B --draft ./head --temperature 0.7 \\
       --no-thinking --max-new-tokens 4096 --output responses.jsonl
 
+Two answers to each prompt, one greedy and one sampled:
+  peagle data regenerate prompts.jsonl --target ./Qwen3-0.6B --temperature 0,0.7 \\
+      --output responses.jsonl
+
 By any server with OpenAI's interface; the variable PEAGLE_API_KEY holds its key:
   peagle data regenerate prompts.jsonl --endpoint http://127.0.0.1:8000 --concurrency 64 \\
       --output responses.jsonl
@@ -612,7 +616,10 @@ _BATCH_ON_GPU = 256  # sequences decoded together; a GPU decodes them at little 
 
 
 def _for_answers(flag: Flag) -> Flag:
-    """Return a flag with the default of this command."""
+    """Return a flag with the default or the values of this command."""
+    if flag.key == "sampling.temperature":
+        help = "Temperatures of sampling, 0 is greedy; every question is asked once at each."
+        return replace(flag, kind=str, metavar="T,...", help=help, read=read_temperatures)
     if flag.key == "engine.max_num_seqs":
         return replace(flag, default=f"{_BATCH_ON_GPU} on a GPU, else {flag.shown_default}")
     return flag
@@ -661,9 +668,7 @@ class RegenerateOptions:
 @takes(
     *groups.MODEL,
     *groups.SPECULATION,
-    *groups.SAMPLING,
-    *groups.FINER_SAMPLING,
-    *map(_for_answers, groups.ENGINE),
+    *map(_for_answers, (*groups.SAMPLING, *groups.FINER_SAMPLING, *groups.ENGINE)),
     *pick_flags(groups.SETTINGS, "config", "show_memory"),
 )
 @spread
@@ -696,12 +701,14 @@ class AnswersPlan:
     Attributes:
         prompts: the table of the prompts.
         found: the dialogues to ask, and records that are left out.
+        temperatures: several temperatures at which each question is asked, else (None,).
         known: the settings that decide the answers, as JSON, without the model.
     """
 
     setup: Setup
     prompts: Path
     found: list[AskedConversation | Dropped]
+    temperatures: tuple[float | None, ...]
     known: dict[str, Any]
 
 
@@ -709,6 +716,10 @@ def _plan_answers(given: Given, options: RegenerateOptions) -> AnswersPlan:
     """Check the options and the output, and read the prompts."""
     chat_template, thinking = options.chat_template, options.thinking
     _check_jsonl(options.output)
+    temperatures: tuple[float, ...] = given.value("sampling.temperature", ())
+    if temperatures:
+        source = given["sampling.temperature"].source
+        given["sampling.temperature"] = Setting(temperatures[0], source)
     setup = Setup(given, Layer({"sampling.max_tokens": Setting(_MAX_TOKENS, "default")}))
     if setup.params.n != 1:
         raise UserError(f"n is {setup.params.n}; a prompt has one response. Leave n out.")
@@ -720,13 +731,16 @@ def _plan_answers(given: Given, options: RegenerateOptions) -> AnswersPlan:
         _check_remote(given, chat_template)
     prompts = split_of(options.prompts, options.split)
     found = list(_first_dialogues(prompts, options.limit))
+    are_several = len(temperatures) > 1
+    at = {"temperature": temperatures} if are_several else {}
     deciding = {
         "thinking": thinking,
         "chat_template": _template_id(chat_template),
-        "sampling": _sampling(setup),
+        "sampling": _sampling(setup) | at,
         "seed": setup.params.seed or 0,
     }
-    return AnswersPlan(setup, prompts, found, _begun(options.output, deciding))
+    known = _begun(options.output, deciding)
+    return AnswersPlan(setup, prompts, found, temperatures if are_several else (None,), known)
 
 
 def _check_jsonl(output: Path) -> None:
@@ -779,6 +793,7 @@ def _regenerate(options: RegenerateOptions, plan: AnswersPlan) -> RegenerateProg
             options.output,
             deciding,
             facts,
+            temperatures=plan.temperatures,
             seed=plan.known["seed"],
             watch=partial(_show_answers, progress),
         )

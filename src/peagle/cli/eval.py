@@ -17,7 +17,7 @@ from peagle.cli import groups, harness, vllm
 from peagle.cli.flags import Given, pick_flags, spread, takes
 from peagle.cli.harness import Eagle3, Models, Sets
 from peagle.cli.progress import ProgressLine
-from peagle.cli.settings import whole_numbers
+from peagle.cli.settings import read_temperatures, whole_numbers
 from peagle.cli.setup import check_paths, name_target, note, thinking_mode
 from peagle.cli.tables import pivot_table, short_share
 from peagle.cli.terminal import bright, printable
@@ -181,7 +181,7 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
     endpoint, eagle3, methods = options.endpoint, options.eagle3, options.method or []
     if not endpoint:
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, methods)
-    temperatures = _temperatures(options.temperature)
+    temperatures = read_temperatures(options.temperature)
     draft_sampling, window = (
         given.value(groups.DRAFT_SAMPLING, "argmax"),
         given.value(groups.DRAFT_WINDOW),
@@ -254,16 +254,6 @@ def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool)
             f"--model is {model!r} without --endpoint; name a model here with --target {model}, or "
             f"as the first word: peagle eval {model}."
         )
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        temperatures = tuple(dict.fromkeys(float(one) for one in text.split(",")))
-    except ValueError:
-        raise UserError(f"--temperature is {text!r}; expected numbers like 0,0.7.") from None
-    for one in temperatures:
-        SamplingParams(temperature=one)
-    return temperatures
 
 
 def _refuse_models(given: Given, eagle3: str | None, methods: Sequence[str]) -> None:

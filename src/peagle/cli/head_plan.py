@@ -1,9 +1,11 @@
 """Budgets of `peagle make-head`: measured costs, and the work that fits the minutes.
 
 Training gets as much time as possible and its data as little as needed: training sees the data at
-most `MAX_EPOCHS` times, and data gets at least `MIN_DATA_SHARE` of the time of both.
+most `MAX_EPOCHS` times, and data gets at least `MIN_DATA_SHARE` of the time of both, if the probe
+has not written enough of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +19,18 @@ MAX_CORRECTION_STEPS = 1100
 MIN_STEPS = 50  # fewer steps make no useful head or correction
 MIN_EVAL_PROMPTS = 4  # prompts of each set
 ANSWERS_PER_PROMPT = 2  # one greedy, one at a temperature
+_WRITING = ("synthesize", "regenerate")  # stages that the probe begins
 
 
 @dataclass(frozen=True, slots=True)
 class HeadProbe:
-    """The times of the small first part of each stage on this machine.
+    """The first part of the data, and the times of all stages on this machine.
 
     Attributes:
         spent_s: seconds of the probe.
         starts_s: seconds of each stage without its own work: loading, compiling, saving.
+        written: prompts that are there.
+        answered: prompts that have all their answers.
         prompt_s: seconds for a kept prompt; 0 if the user brings prompts.
         answer_s: seconds for an answer.
         answer_tokens: training tokens of an answer, its prompt included.
@@ -38,6 +43,8 @@ class HeadProbe:
 
     spent_s: float
     starts_s: dict[str, float]
+    written: int
+    answered: int
     prompt_s: float
     answer_s: float
     answer_tokens: float
@@ -53,14 +60,17 @@ class HeadPlan:
     """The work of each stage, and its seconds with its start.
 
     Attributes:
-        prompts: prompts to write; each is answered `ANSWERS_PER_PROMPT` times.
+        answered: prompts that the probe has answered.
+        prompts: prompts that are answered in the end, each `ANSWERS_PER_PROMPT` times.
         steps: approximate training steps; the prepared data fixes the number.
         epochs: times that training sees the data.
         correction_steps: steps of the correction, 0 without one.
         eval_limit: most prompts of each evaluation set.
-        seconds: seconds of each stage, in order; the first is the probe.
+        seconds: seconds of each stage, in order; the first is the probe. A writing stage is left
+            out if the probe has written enough.
     """
 
+    answered: int
     prompts: int
     steps: int
     epochs: float
@@ -70,11 +80,11 @@ class HeadPlan:
 
     def rows(self) -> list[tuple[str, float, str]]:
         """Return stage, minutes and work of each stage, in order."""
-        answers = ANSWERS_PER_PROMPT * self.prompts
+        there, answers = (ANSWERS_PER_PROMPT * one for one in (self.answered, self.prompts))
         work = {
-            "probe": "done",
-            "synthesize": f"{self.prompts:,} prompts",
-            "regenerate": f"{answers:,} answers, half of them greedy",
+            "probe": f"done: {there:,} answers, half of them greedy",
+            "synthesize": f"{self.prompts:,} prompts in all",
+            "regenerate": f"{answers:,} answers in all",
             "train": f"about {self.steps:,} steps, {self.epochs:.1f} epochs",
             "correction": f"{self.correction_steps:,} steps",
             "eval": f"up to {self.eval_limit:,} prompts of each set",
@@ -84,6 +94,7 @@ class HeadPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""
         return {
+            "answered": self.answered,
             "prompts": self.prompts,
             "steps": self.steps,
             "epochs": self.epochs,
@@ -96,54 +107,91 @@ class HeadPlan:
 def make_head_plan(probe: HeadProbe, minutes: float) -> HeadPlan:
     """Return the work that fits into `minutes`, the probe and all starts included.
 
-    With x prompts, data takes c x seconds and has t x tokens, and training of r tokens/s gets the
-    rest R - c x. x is the larger of r R / (MAX_EPOCHS t + r c), at which training sees the data
-    `MAX_EPOCHS` times, and MIN_DATA_SHARE R / c.
+    Of three plans the one with most training steps is taken, in doubt the one with fewer starts:
+    train on the answers that are there, answer more of the prompts that are there, write more
+    prompts too.
 
     Raises:
         UserError: `minutes` have no room for the least work of a stage; it names the stage and the
             minutes that are needed.
+    """
+    writes = [name for name in _WRITING if name in probe.starts_s]
+    plans, problem = [], None
+    for first in reversed(range(len(writes) + 1)):
+        try:
+            plans.append(_plan(probe, minutes, writes[first:]))
+        except UserError as error:
+            problem = error
+    best = max(plans, key=lambda plan: plan.steps, default=None)
+    if best is None or (problem is not None and best.steps < MIN_STEPS):
+        assert problem is not None  # a plan is missing
+        raise problem  # too few answers are there, and there is no time for more
+    return best
+
+
+def _plan(probe: HeadProbe, minutes: float, writes: Sequence[str]) -> HeadPlan:
+    """Return the plan in which only these of the writing stages go on.
+
+    With x prompts, data takes c x - d seconds (d is what the probe has done) and has t x tokens,
+    and training of r tokens/s gets the rest R + d - c x. x is the larger of
+    r (R + d) / (MAX_EPOCHS t + r c), at which training sees the data `MAX_EPOCHS` times, and
+    MIN_DATA_SHARE (R + d) / c. Time in which training would see the data more often goes to the
+    correction, which sees it `MAX_EPOCHS` times at most too.
     """
     least = {
         "train": MIN_STEPS * probe.step_s,
         "correction": MIN_STEPS * probe.step_s if probe.has_correction else 0.0,
         "eval": MIN_EVAL_PROMPTS * probe.num_sets * probe.eval_prompt_s,
     }
+    starts = {
+        name: start
+        for name, start in probe.starts_s.items()
+        if name in writes or name not in _WRITING
+    }
     left = 60 * minutes - probe.spent_s
-    for name, start in probe.starts_s.items():
+    for name, start in starts.items():
         left -= start + least.get(name, 0.0)
         if left < 0:
-            needed = probe.spent_s + sum(probe.starts_s.values()) + sum(least.values())
+            needed = probe.spent_s + sum(starts.values()) + sum(least.values())
             raise too_short(minutes, name, needed)
     work = left + sum(least.values())
-    correction_s = 0.0
+    correction_s, most_correction_s = 0.0, MAX_CORRECTION_STEPS * probe.step_s
     if probe.has_correction:
-        most = MAX_CORRECTION_STEPS * probe.step_s
-        correction_s = min(max(CORRECTION_SHARE * work, least["correction"]), most)
+        correction_s = min(max(CORRECTION_SHARE * work, least["correction"]), most_correction_s)
     eval_prompts = max(EVAL_SHARE * work, least["eval"]) / probe.eval_prompt_s
     eval_limit = max(MIN_EVAL_PROMPTS, int(eval_prompts / probe.num_sets))
     eval_s = min(eval_limit * probe.num_sets * probe.eval_prompt_s, EVAL_SHARE * work)
     rest = work - correction_s - eval_s
     speed = probe.step_tokens / probe.step_s
-    one_s = probe.prompt_s + ANSWERS_PER_PROMPT * probe.answer_s
     one_tokens = ANSWERS_PER_PROMPT * probe.answer_tokens
-    prompts = max(
-        speed * rest / (MAX_EPOCHS * one_tokens + speed * one_s), MIN_DATA_SHARE * rest / one_s
-    )
-    prompts = max(1, int(prompts))
-    train_s = rest - prompts * one_s
-    starts = probe.starts_s
-    seconds = {
-        "synthesize": prompts * probe.prompt_s,
-        "regenerate": prompts * ANSWERS_PER_PROMPT * probe.answer_s,
-        "train": train_s,
-        "correction": correction_s,
-        "eval": eval_s,
-    }
+    prompts, seconds = probe.answered, dict.fromkeys(writes, 0.0)
+    if writes:
+        answers_s = ANSWERS_PER_PROMPT * probe.answer_s
+        prompt_s = probe.prompt_s if "synthesize" in writes else 0.0
+        one_s = prompt_s + answers_s
+        whole = rest + prompt_s * probe.written + answers_s * probe.answered
+        balanced = speed * whole / (MAX_EPOCHS * one_tokens + speed * one_s)
+        wanted = int(max(balanced, MIN_DATA_SHARE * whole / one_s))
+        if "synthesize" in writes:
+            prompts = max(wanted, probe.answered)
+            seconds["synthesize"] = max(0, prompts - probe.written) * prompt_s
+        else:
+            prompts = max(min(wanted, probe.written), probe.answered)
+        seconds["regenerate"] = (prompts - probe.answered) * answers_s
+    train_s = rest - sum(seconds.values())
+    tokens = prompts * one_tokens
+    most_s = MAX_EPOCHS * tokens / speed
+    spare_s = max(0.0, train_s - most_s)
+    train_s -= spare_s
+    if probe.has_correction:
+        correction_s = min(correction_s + spare_s, max(most_s, least["correction"]))
+        correction_s = min(correction_s, most_correction_s)
+    seconds |= {"train": train_s, "correction": correction_s, "eval": eval_s}
     return HeadPlan(
+        answered=probe.answered,
         prompts=prompts,
-        steps=max(MIN_STEPS, int(train_s / probe.step_s)),
-        epochs=train_s * speed / (prompts * one_tokens),
+        steps=int(train_s / probe.step_s),
+        epochs=train_s * speed / tokens,
         correction_steps=round(correction_s / probe.step_s),
         eval_limit=eval_limit,
         seconds={

@@ -15,7 +15,14 @@ import typer
 
 from peagle.bundled import pair_of
 from peagle.cli.groups import Format, OutputFormat
-from peagle.cli.head_plan import HeadPlan, HeadProbe, make_head_plan, training_steps
+from peagle.cli.head_plan import (
+    ANSWERS_PER_PROMPT,
+    MAX_CORRECTION_STEPS,
+    HeadPlan,
+    HeadProbe,
+    make_head_plan,
+    training_steps,
+)
 from peagle.cli.setup import check_paths, quiet_libraries
 from peagle.cli.stages import Stage, Stages
 from peagle.cli.terminal import command_prefix
@@ -44,18 +51,23 @@ Interrupted? The same command again goes on where it was.
 HEADS = Literal["peagle", "eagle3"]
 _PROBE_MINUTES = 0.2  # minutes of training
 _PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # a process, some for each sequence of its batch
+# Where a target is small, a second start of its processes would take longer than their work.
+_START_MINUTES = 8  # of --minutes that pass before a card works, about
+_PROMPTS_A_MINUTE = 600  # of each process of a small target, for each of the other minutes
+_NUM_STARTS = 6  # of the stages behind the first, each about as long as its own
+_ANSWERS_SHARE = 0.75  # of the time without starts, if all answers were of the full length
 # One process cannot keep a card busy with a target of at most this size; several can.
 _SMALL_TARGET_BYTES = 2 * 2**30
 _MAX_PROCESSES = 4
 _CORES_PER_PROCESS = 2
 _KV_SHARE = 0.7  # share of a card's free memory for the KV caches of all processes together
-_TEMPERATURE = 0.7  # for half of the answers; the others are greedy
+_TEMPERATURES = "0,0.7"  # of the two answers to each prompt
 _EVAL_TOKENS = 256
 _EVAL_AT_ONCE = 16
 _VALIDATION_SHARE = 0.03
 _NUM_VALIDATIONS = 3
 _NUM_SAVES = 6
-_STAGES = ("synthesize", "greedy", "sampled", "prepare", "train", "correction", "eval")
+_STAGES = ("synthesize", "regenerate", "prepare", "train", "correction", "eval")
 _FREEZE = ("head.freeze_embeddings=true", "head.freeze_lm_head=true")
 
 
@@ -103,9 +115,9 @@ def make_head(
 
     The target writes prompts and answers them, half greedily and half at temperature 0.7; a head is
     trained on the answers for at most 3 epochs, gets a correction if it is a P-EAGLE head, and is
-    compared with prompt lookup. A small part of each stage is measured first, and a plan with the
-    minutes of all stages is printed. Each stage is a command of peagle, shown as it runs. The same
-    command goes on where it was stopped.
+    compared with prompt lookup. The first prompts and answers and a short training are measured;
+    then a plan with the minutes of all stages is printed. Each stage is a command of peagle, shown
+    as it runs. The same command goes on where it was stopped.
     """
     if not 0 < minutes < inf:
         raise UserError(f"--minutes is {minutes:g}; expected a finite number above 0.")
@@ -149,8 +161,8 @@ def make_head(
         )
         (output / "head.toml").write_text(_config_text(folder, head, on_gpu), encoding="utf-8")
         if not stages.done:
-            say("measuring a small part of each stage; the plan follows")
-        probe = maker.probe()
+            say("writing the first prompts and answers, and measuring; the plan follows")
+        probe = maker.probe(minutes)
         plan = make_head_plan(probe, minutes)
         stages.fix({"minutes": minutes})
         say(_plan_text(plan, minutes, probe))
@@ -188,7 +200,7 @@ class _Maker:
         self._own_prompts, self._head, self._on_gpu = prompts, head, on_gpu
         self._num_processes = 1 if prompts else _num_processes(folder, on_gpu)
         self._prompts = [prompts] if prompts else self._files("prompts")
-        self._answers = (self._files("greedy"), self._files("sampled"))
+        self._answers = self._files("answers")
         self._config, self._work = output / "head.toml", output / "make-head"
         self._longest = longest
         self._mode: list[str] = []
@@ -198,30 +210,44 @@ class _Maker:
 
     # ---- the stages --------------------------------------------------------------------------
 
-    def probe(self) -> HeadProbe:
-        """Run a small part of each stage; a stage that can go on keeps it as its first part."""
+    def probe(self, minutes: float) -> HeadProbe:
+        """Write the first prompts and answers, which the data begins with, and train on some.
+
+        Several processes of a small target write as many as `minutes` will probably need.
+        """
         count = self._num_processes * _PROBE_PROMPTS["cuda" if self._on_gpu else "cpu"]
         at_once = 256 if self._on_gpu else 16
-        prompt_s, starts = 0.0, {}
+        written, prompt_s, starts = sys.maxsize, 0.0, {}
         if self._own_prompts is None:
-            stage = self._synthesize("probe of synthesize", count)
+            written = count
+            if self._num_processes > 1:
+                each = _PROMPTS_A_MINUTE * (minutes - _START_MINUTES)
+                wanted = int(self._num_processes * each)
+                written = self._stages.fixed("first_prompts", lambda: max(count, wanted))
+            stage = self._synthesize("probe of synthesize", written)
             seconds = _most_seconds(stage)
             prompt_s = seconds / max(1, _total(stage, "kept") - _total(stage, "resumed"))
-            starts["synthesize"] = stage.seconds - seconds
-        stage = self._regenerate("probe of regenerate", self._answers[0], count)
+            start = stage.seconds - seconds
+            starts["synthesize"] = start
+            # At the speed of prompts; answers are no longer than allowed.
+            most_s = ANSWERS_PER_PROMPT * self._longest * seconds / max(1, _total(stage, "tokens"))
+            work_s = 60 * minutes - stage.seconds - _NUM_STARTS * start
+            wanted = min(written, int(_ANSWERS_SHARE * work_s / most_s))
+            count = self._stages.fixed("first_answered", lambda: max(count, wanted))
+        stage = self._regenerate("probe of regenerate", count)
         seconds = _most_seconds(stage)
         start = stage.seconds - seconds
         answers = max(1, _total(stage, "answers"))
+        answered = round(_total(stage, "prompts"))
         answer_s = seconds / answers
-        starts["regenerate"] = 2 * start
-        prepared = self._work / "train.safetensors"
+        starts["regenerate"] = start
+        starts["prepare"] = start  # it loads less, and has work of its own
         share = min(_EVAL_TOKENS / max(1.0, _total(stage, "tokens") / answers), 2.0)
-        stage = self._prepare("probe of prepare", self._answers[0], prepared, 0.1)
-        starts["prepare"] = stage.seconds
-        answer_tokens = stage.result["tokens"] / max(1, stage.result["answers"])
-        stage = self._train_probe(prepared)
+        in_first = max(1, stage.result["answers"] + stage.result["resumed"])
+        stage = self._train_probe(self._answers[0])
         trained = stage.result
         step_tokens = trained["tokens_per_step"]
+        answer_tokens = step_tokens * trained["steps_per_epoch"] / in_first
         step_s = step_tokens / trained["tokens_per_s"]
         starts["train"] = stage.seconds - trained["step"] * step_s
         has_correction = self._head == "peagle"
@@ -231,6 +257,8 @@ class _Maker:
         return HeadProbe(
             self._stages.seconds(without=_STAGES),
             starts,
+            written,
+            answered,
             prompt_s,
             answer_s,
             answer_tokens,
@@ -242,21 +270,22 @@ class _Maker:
         )
 
     def make(self, plan: HeadPlan, probe: HeadProbe, minutes: float) -> None:
-        """Run all stages in full."""
-        if self._own_prompts is None:
+        """Run all stages in full; training and the correction use the time that is left."""
+        if "synthesize" in plan.seconds:
             self._synthesize("synthesize", plan.prompts, self._prompts)
-        for name, paths in zip(("greedy", "sampled"), self._answers, strict=True):
-            self._regenerate(name, paths, plan.prompts, paths)
-        prepared = self._output / "train.safetensors"
-        answers = [path for paths in self._answers for path in paths]
-        stage = self._prepare("prepare", answers, prepared, _VALIDATION_SHARE)
-        later = sum(plan.seconds.get(name, 0.0) for name in ("correction", "eval"))
+        if "regenerate" in plan.seconds or not all(path.is_file() for path in self._answers):
+            self._regenerate("regenerate", plan.prompts, self._answers)
+        stage = self._prepare()
         spent = self._stages.seconds(without=("train", "correction", "eval"))
+        later = sum(plan.seconds.get(name, 0.0) for name in ("correction", "eval"))
         left = 60 * minutes - spent - probe.starts_s["train"] - later
-        steps = training_steps(left, probe.step_s, probe.step_tokens, stage.result["tokens"])
-        self._train(steps)
+        tokens = stage.result["tokens"]
+        self._train(training_steps(left, probe.step_s, probe.step_tokens, tokens))
         if plan.correction_steps:
-            self._correct(plan.correction_steps)
+            spent = self._stages.seconds(without=("correction", "eval"))
+            left = 60 * minutes - spent - probe.starts_s["correction"] - plan.seconds["eval"]
+            steps = training_steps(left, probe.step_s, probe.step_tokens, tokens)
+            self._correct(min(steps, MAX_CORRECTION_STEPS))
         self._eval(plan.eval_limit)
 
     # ---- their commands ----------------------------------------------------------------------
@@ -271,15 +300,13 @@ class _Maker:
         ]
         return self._write(name, commands, outputs)
 
-    def _regenerate(
-        self, name: str, paths: Sequence[Path], count: int, outputs: Sequence[Path] = ()
-    ) -> Stage:
-        temperature = 0 if paths == self._answers[0] else _TEMPERATURE
-        words = ["--target", self._target, "--temperature", f"{temperature:g}", "--no-speculation"]
+    def _regenerate(self, name: str, count: int, outputs: Sequence[Path] = ()) -> Stage:
+        words = ["--target", self._target, "--temperature", _TEMPERATURES, "--no-speculation"]
         words += ["--max-new-tokens", str(self._longest)]
+        shares = self._shares(count)
         commands = [
             ["data", "regenerate", str(prompts), "--limit", share, *words, "--output", str(path)]
-            for prompts, share, path in zip(self._prompts, self._shares(count), paths, strict=True)
+            for prompts, share, path in zip(self._prompts, shares, self._answers, strict=True)
         ]
         return self._write(name, commands, outputs)
 
@@ -309,31 +336,26 @@ class _Maker:
             return [self._output / f"{name}.jsonl"]
         return [self._output / f"{name}-{number}.jsonl" for number in range(self._num_processes)]
 
-    def _prepare(self, name: str, answers: Sequence[Path], prepared: Path, share: float) -> Stage:
-        words = ["data", "prepare", *map(str, answers), "--target", self._target]
-        words += ["--output", str(prepared), "--validation-share", f"{share:g}", *self._mode]
-        words += ["--max-length", "2048", "--overwrite", "--format", "json"]
+    def _prepare(self) -> Stage:
+        prepared = self._output / "train.safetensors"
+        words = ["data", "prepare", *map(str, self._answers), "--target", self._target]
+        words += ["--output", str(prepared), "--validation-share", f"{_VALIDATION_SHARE:g}"]
+        words += [*self._mode, "--max-length", "2048", "--overwrite", "--format", "json"]
         return self._stages.run(
-            name, words, [prepared, prepared.with_suffix(".validation.safetensors")]
+            "prepare", words, [prepared, prepared.with_suffix(".validation.safetensors")]
         )
 
-    def _train_probe(self, prepared: Path) -> Stage:
-        trial = self._work / "trial"
+    def _train_probe(self, answers: Path) -> Stage:
+        """Train for a short time on answers as they were written, without validation."""
+        trial, config = self._work / "trial", self._work / "trial.toml"
         if self._stages.find("probe of train") is None:
             shutil.rmtree(trial, ignore_errors=True)
-        validation = prepared.with_suffix(".validation.safetensors")
-        words = ["train", str(self._config), "--output", str(trial)]
-        for override in (
-            f"data.train={prepared.absolute()}",
-            f"data.validation={validation.absolute()}",
-            f"run.minutes={_PROBE_MINUTES}",
-            "run.log_every=1",
-        ):
-            words += ["--set", override]
+            text = _config_text(self._folder, self._head, self._on_gpu, answers.absolute(), None)
+            config.write_text(text, encoding="utf-8")
+        words = ["train", str(config), "--output", str(trial)]
+        words += ["--set", f"run.minutes={_PROBE_MINUTES}", "--set", "run.log_every=1"]
         stage = self._stages.run(
-            "probe of train",
-            [*words, *self._overrides],
-            result=partial(_last_report, trial / "metrics.jsonl"),
+            "probe of train", [*words, *self._overrides], result=partial(_trial_record, trial)
         )
         shutil.rmtree(trial, ignore_errors=True)
         return stage
@@ -375,7 +397,7 @@ class _Maker:
     @property
     def _sets(self) -> list[str]:
         """Return the evaluation sets: conversations too if the target answers in a conversation."""
-        side = self._answers[0][0].with_suffix(".jsonl.meta.json")
+        side = self._answers[0].with_suffix(".jsonl.meta.json")
         is_chat = json.loads(side.read_text(encoding="utf-8"))["options"]["chat"]
         return ["humaneval", "mt_bench"] if is_chat else ["humaneval"]
 
@@ -431,9 +453,12 @@ def _resumed(folder: Path) -> list[str]:
     return ["--resume"] if (folder / "checkpoint").is_dir() else []
 
 
-def _last_report(metrics: Path) -> dict[str, Any]:
-    reports = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return [report for report in reports if report["kind"] == "train"][-1]
+def _trial_record(trial: Path) -> dict[str, Any]:
+    """Return the last report of a training, and the steps of an epoch."""
+    lines = (trial / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    reports = [report for report in map(json.loads, lines) if report["kind"] == "train"]
+    record = _record(trial / "train.json")
+    return {**reports[-1], "steps_per_epoch": record["steps"] / record["epochs"]}
 
 
 def _record(file: Path) -> dict[str, Any]:
@@ -489,9 +514,16 @@ def _plan_text(plan: HeadPlan, minutes: float, probe: HeadProbe) -> str:
     return "\n".join([*lines, f"  {'all':<12}{total:>6.1f} min  {speeds}"])
 
 
-def _config_text(target: Path, head: str, on_gpu: bool) -> str:
+def _config_text(
+    target: Path,
+    head: str,
+    on_gpu: bool,
+    train: Path = Path("train.safetensors"),
+    validation: Path | None = Path("train.validation.safetensors"),
+) -> str:
     """Return the training configuration; steps and intervals are options of the commands."""
     is_parallel = head == "peagle"
+    measured = "" if validation is None else f"validation = {json.dumps(str(validation))}\n"
     return f"""\
 # Written by `peagle make-head`, whose commands add the number of steps. Paths are relative to this
 # file.
@@ -502,9 +534,8 @@ output = "."
 num_layers = {4 if is_parallel else 1}
 
 [data]
-train = "train.safetensors"
-validation = "train.validation.safetensors"
-max_length = 2048
+train = {json.dumps(str(train))}
+{measured}max_length = 2048
 batch_tokens = {32768 if on_gpu else 1024}
 length_multiple = {128 if on_gpu else 64}
 

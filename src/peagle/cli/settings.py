@@ -278,6 +278,17 @@ def read_logit_bias(text: str) -> dict[int, Any]:
     return logit_bias(json_object(text, '{"42": -5}'))
 
 
+def read_temperatures(text: str) -> tuple[float, ...]:
+    """Read different temperatures, like 0,0.7, in the order in which they are given."""
+    try:
+        temperatures = tuple(dict.fromkeys(map(float, text.split(","))))
+    except ValueError:
+        raise UserError(f"temperature is {text!r}; expected numbers like 0,0.7.") from None
+    for one in temperatures:
+        SamplingParams(temperature=one)
+    return temperatures
+
+
 def read_trees(text: str) -> dict[str, Any]:
     """Read the shape of candidate trees from JSON text."""
     example = '{"num_parallel_trees": 8, "prediction_depth": 7, "max_nodes": 16}'

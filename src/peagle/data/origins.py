@@ -35,7 +35,7 @@ class PromptOrigin(BaseModel):
 
 
 class AnswerOrigin(BaseModel):
-    """A file of answers that a model gave.
+    """The answers of a file that a model gave at one temperature.
 
     Attributes:
         model: name of the model.
@@ -79,7 +79,9 @@ def answer_origins(metadata: Mapping[str, Any]) -> tuple[AnswerOrigin, ...]:
     """
     try:
         if _is_of("regenerate", metadata):
-            return (AnswerOrigin.model_validate(metadata),)
+            # A run at several temperatures counts the answers of each.
+            parts = metadata.get("by_temperature") or [{}]
+            return tuple(AnswerOrigin.model_validate({**metadata, **part}) for part in parts)
         if _is_of("prepare", metadata):
             return tuple(map(AnswerOrigin.model_validate, metadata.get("origins", ())))
     except (ValidationError, TypeError):

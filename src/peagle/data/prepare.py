@@ -54,7 +54,8 @@ class Collected:
     """Samples with a hash of their conversation.
 
     A sample goes on with the newest one of its conversation where its prompt begins with all of
-    that: `peagle data regenerate` writes each answer of a conversation into a record of its own.
+    that: `peagle data regenerate` writes each answer of a conversation into a record of its own,
+    and answers at several temperatures by turns.
 
     Attributes:
         tokens: token ids of each sample.
@@ -66,22 +67,27 @@ class Collected:
         self.tokens: list[array[int]] = []
         self.masks: list[bytearray] = []
         self.hashes = array("Q")
-        self._newest: dict[int, int] = {}  # the sample, by the hash of its conversation
+        # The newest sample, by the hash of its conversation and its temperature.
+        self._newest: dict[tuple[int, str], int] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, sample: Sample) -> None:
-        """Put a sample behind the others, or behind the newest one of its conversation."""
+    def add(self, sample: Sample, temperature: object = None) -> None:
+        """Put a sample behind the others, or behind the newest one of its conversation.
+
+        Samples of different temperatures, as their records name them, do not go on with each other.
+        """
         digest = hashlib.sha256(sample.group.encode()).digest()
         conversation = int.from_bytes(digest[:8])
-        last, prompt = (self._newest.get(conversation), array("i", sample.ids[: sample.begin]))
+        key = conversation, str(temperature)
+        last, prompt = self._newest.get(key), array("i", sample.ids[: sample.begin])
         if last is not None and continues(self.tokens[last], prompt):
             begin = len(self.tokens[last])
             self.tokens[last].extend(sample.ids[begin:])
             self.masks[last].extend(sample.loss_mask[begin:])
             return
-        self._newest[conversation] = len(self)
+        self._newest[key] = len(self)
         self._append(array("i", sample.ids), sample.loss_mask, conversation)
 
     def _append(self, ids: array[int], mask: bytearray, hash: int) -> None:
@@ -201,7 +207,8 @@ def prepare(
                 _check_ids(made.ids, record.where, limits)
                 answers = list(_kept_answers(made, record.where, limits, seen, report))
                 if answers:
-                    collected.add(Sample.of(made.ids, answers, made.group))
+                    kept = Sample.of(made.ids, answers, made.group)
+                    collected.add(kept, record.data.get("temperature"))
     train, validation = collected.split(limits.validation_share)
     report.origins = joined_origins(origins)
     report.samples, report.validation_samples = len(train), len(validation)

@@ -2,6 +2,7 @@
 
 Every answer is a line of the output, written and flushed at once, so that an interrupted run loses
 only the answers under way. An engine in this process answers, or a server with OpenAI's interface.
+Every question is asked once at each temperature of the run.
 
 The target answers each message of the user, and the results of tools. No tool runs here: results
 that a file holds stay behind the answer that they belong to, which takes the place of the target's.
@@ -15,10 +16,11 @@ import hashlib
 import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from peagle.llm import LLM, RequestOutput
 
 _SHORT_HASH = 16
+# The newest line of each dialogue, by its id and temperature.
+_Done = dict[tuple[str, float | None], dict[str, Any]]
 _REASONING = ("reasoning_content", "reasoning")
 
 
@@ -43,12 +47,14 @@ class Ask:
     """One question to the target: a turn (from 0) of a conversation.
 
     `messages` is the conversation up to the question, `seed` the seed of its random numbers.
+    Without a `temperature` the answerer's own counts.
     """
 
     dialogue: AskedConversation
     turn: int
     messages: tuple[Mapping[str, Any], ...]
     seed: int
+    temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,7 @@ class RegenerateProgress(DropCounts):
     """State of a run; `dropped` counts the records that are not asked.
 
     Attributes:
-        prompts: dialogues that are asked, equal ones counted once.
+        prompts: dialogues that are asked, equal ones counted once, at however many temperatures.
         duplicates: equal ones that are not asked.
         resumed: answers that were there before.
         answers: written by this run.
@@ -134,10 +140,11 @@ def regenerate(
     options: Mapping[str, Any],
     facts: Mapping[str, Any],
     *,
+    temperatures: Sequence[float | None] = (None,),
     seed: int = 0,
     watch: Callable[[RegenerateProgress], None] = lambda _: None,
 ) -> RegenerateProgress:
-    """Let the target answer every dialogue that the output does not have yet.
+    """Let the target answer every dialogue that the output does not have yet, at each temperature.
 
     A question that failed leaves its dialogue for the next run. An answer that was cut off ends its
     dialogue, since nobody would go on from there. Of equal dialogues only the first is asked, and
@@ -148,6 +155,7 @@ def regenerate(
         output: JSONL file; a half-written last line is removed.
         options: everything that decides the answers; a file of other options is refused.
         facts: further provenance, for the file beside the output.
+        temperatures: lines of the output name them; None asks at the answerer's own and names none.
         seed: seed of the run; with the conversation it makes the seed of a question.
         watch: called before the first answer and after every one.
 
@@ -163,7 +171,9 @@ def regenerate(
         done = _read_done(file, output)
         if done:
             check_options(output, options)
-        waiting = deque(_open_questions(kept, done, progress, seed))
+        answered = Counter[float | None]()
+        waiting = deque(_open_questions(kept, temperatures, done, answered, seed))
+        progress.resumed = answered.total()
         progress.waited_for = sum(_answers_from(ask, answerer.is_chat) for ask in waiting)
         watch(progress)
         provenance = {**facts, "kind": "regenerate", "options": dict(options)}
@@ -178,6 +188,7 @@ def regenerate(
                 file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                 file.flush()
                 progress.answers += 1
+                answered[ask.temperature] += 1
                 progress.tokens += answer.num_tokens
                 progress.cut += answer.finish_reason == "length"
                 if (further := _next_ask(ask.dialogue, line, seed)) is not None:
@@ -190,15 +201,12 @@ def regenerate(
         os.fsync(file.fileno())  # before the file beside it says what this one holds
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    write_side(
-        output,
-        {
-            **provenance,
-            "answers": progress.resumed + progress.answers,
-            "failed": len(progress.failures),
-            "output_sha256": digest,
-        },
-    )
+    counts: dict[str, Any] = {"answers": answered.total()}
+    if list(temperatures) != [None]:
+        parts = [{"temperature": at, "answers": answered[at]} for at in temperatures]
+        counts["by_temperature"] = parts
+    counts |= {"failed": len(progress.failures), "output_sha256": digest}
+    write_side(output, {**provenance, **counts})
     return progress
 
 
@@ -235,27 +243,33 @@ def _distinct(
 
 def _open_questions(
     dialogues: list[AskedConversation],
-    done: dict[str, dict[str, Any]],
-    progress: RegenerateProgress,
+    temperatures: Sequence[float | None],
+    done: _Done,
+    answered: Counter[float | None],
     seed: int,
 ) -> Iterator[Ask]:
-    for dialogue in dialogues:
-        last = done.get(dialogue.id)
+    """Yield the next question of each dialogue at each temperature, and count what is answered."""
+    for dialogue, temperature in product(dialogues, temperatures):
+        last = done.get((dialogue.id, temperature))
         if last is None:
-            yield _ask(dialogue, 0, dialogue.system, seed)
+            yield _ask(dialogue, 0, dialogue.system, seed, temperature)
             continue
         if last["prompt_sha256"] != dialogue.sha256[:_SHORT_HASH]:
             raise UserError(
                 f"The output has answers to another prompt under the id {dialogue.id!r}; choose "
                 "another output, or remove it."
             )
-        progress.resumed += last["turn"]
+        answered[temperature] += last["turn"]
         if (ask := _next_ask(dialogue, last, seed)) is not None:
             yield ask
 
 
 def _ask(
-    dialogue: AskedConversation, turn: int, before: Iterable[Mapping[str, Any]], seed: int
+    dialogue: AskedConversation,
+    turn: int,
+    before: Iterable[Mapping[str, Any]],
+    seed: int,
+    temperature: float | None,
 ) -> Ask:
     said = dialogue.turns[turn]
     said = ({"role": "user", "content": said},) if isinstance(said, str) else said
@@ -264,7 +278,7 @@ def _ask(
         {key: value for key, value in message.items() if key not in _REASONING}
         for message in (*before, *said)
     )
-    return Ask(dialogue, turn, messages, seed_of(seed, messages))
+    return Ask(dialogue, turn, messages, seed_of(seed, messages), temperature)
 
 
 def _next_ask(dialogue: AskedConversation, line: Mapping[str, Any], seed: int) -> Ask | None:
@@ -278,7 +292,7 @@ def _next_ask(dialogue: AskedConversation, line: Mapping[str, Any], seed: int) -
         if line["finish_reason"] == "length" or answer.get("tool_calls"):
             return None
         before.append(answer)
-    return _ask(dialogue, turn, before, seed)
+    return _ask(dialogue, turn, before, seed, line.get("temperature"))
 
 
 def _answers_from(ask: Ask, is_chat: bool) -> int:
@@ -303,6 +317,8 @@ def _line(ask: Ask, answer: RegeneratedAnswer, is_chat: bool) -> dict[str, Any]:
     else:
         line |= {"prompt": ask.messages[-1]["content"], "response": answer.text}
     line |= {"finish_reason": answer.finish_reason, "seed": ask.seed}
+    if ask.temperature is not None:
+        line["temperature"] = ask.temperature
     line["prompt_sha256"] = ask.dialogue.sha256[:_SHORT_HASH]
     if answer.prompt_token_ids is not None:
         line["prompt_token_ids"] = answer.prompt_token_ids
@@ -310,19 +326,19 @@ def _line(ask: Ask, answer: RegeneratedAnswer, is_chat: bool) -> dict[str, Any]:
     return line
 
 
-def _read_done(file: Any, output: Path) -> dict[str, dict[str, Any]]:
-    """Return the newest line of each dialogue, as `whole_lines` reads an output."""
-    done: dict[str, dict[str, Any]] = {}
+def _read_done(file: Any, output: Path) -> _Done:
+    """Return the newest line of each dialogue at each temperature, as `whole_lines` reads them."""
+    done: _Done = {}
     for number, line in whole_lines(file):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             last = {name: row[name] for name in ("turn", "prompt_sha256", "finish_reason")}
-            if "messages" in row:
-                last["messages"] = row["messages"]
-            if done.get(row["id"], {"turn": 0})["turn"] < row["turn"]:
-                done[row["id"]] = last
+            last |= {name: row[name] for name in ("messages", "temperature") if name in row}
+            key = row["id"], row.get("temperature")
+            if done.get(key, {"turn": 0})["turn"] < row["turn"]:
+                done[key] = last
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{output}, line {number} is none that `peagle data regenerate` wrote; choose "
@@ -397,9 +413,9 @@ class CallFinder:
 class LocalAnswerer:
     """An LLM, with or without a head, that answers questions; answers carry their tokens.
 
-    Each question has a seed of its own. Where `is_chat` is False the question is completed as it
-    stands; `peagle.chat.render_chat` explains `chat_template` and `thinking`. Without
-    `call_finder` calls of tools are text.
+    Each question has a seed of its own, and may have a temperature. Where `is_chat` is False the
+    question is completed as it stands; `peagle.chat.render_chat` explains `chat_template` and
+    `thinking`. Without `call_finder` calls of tools are text.
 
     Raises:
         UserError: more than one output a question, or an unusable template or template option.
@@ -431,7 +447,8 @@ class LocalAnswerer:
         def take_request() -> BatchedRequest[Ask] | None:
             if (ask := take()) is None:
                 return None
-            params = replace(self.params, seed=ask.seed)
+            at = self.params.temperature if ask.temperature is None else ask.temperature
+            params = replace(self.params, seed=ask.seed, temperature=at)
             return BatchedRequest(ask, partial(self._prompt, ask), params)
 
         for ask, output in batched_outputs(self.llm, take_request):
@@ -585,6 +602,8 @@ class EndpointAnswerer:
 
     async def _answer(self, ask: Ask) -> RegeneratedAnswer | Failure:
         body: dict[str, Any] = {**self._fields, "seed": ask.seed}
+        if ask.temperature is not None:
+            body["temperature"] = ask.temperature
         if self.is_chat:
             path, body["messages"] = "/v1/chat/completions", list(map(_as_sent, ask.messages))
             if ask.dialogue.tools:
