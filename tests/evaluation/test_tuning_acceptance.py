@@ -153,7 +153,10 @@ def test_a_head_that_is_no_folder_beside_entries_of_folders(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": "./other"}, "no entry of the head './other' with chains of drafts; of such it has eagle3, peagle"),
+        (
+            {"draft": "./other"},
+            "no entry of the head './other' with chains of drafts; of such it has eagle3, peagle",
+        ),
         ({"draft": "./peagle", "method": "x"}, "no entry of method 'x'"),
         ({"draft": "./peagle", "temperature": 1.0}, "it has 0, 0.7. Set --temperature"),
     ],
