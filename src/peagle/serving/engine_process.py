@@ -277,8 +277,6 @@ def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -
     try:
         worker = EngineWorker(_load(spec, heartbeat), spec, connection, heartbeat)
         worker.rehearse()
-        # Later collections would stop every stream. This one may take long: it is part of loading.
-        leave_to_itself()
         start = time.monotonic()
         worker.check()
         heartbeat.loaded(time.monotonic() - start)
@@ -396,6 +394,7 @@ class EngineWorker(EngineLoop):
 
     def serve(self) -> None:
         """Serve until the front end says stop, or until the pipe ends."""
+        leave_to_itself()  # or a collection stops every stream
         threading.Thread(target=self._receive, name="peagle-orders", daemon=True).start()
         self._send([], always=True)
         self.run()
