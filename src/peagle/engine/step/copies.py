@@ -8,9 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from peagle.engine.step.decode_rows import DecodeRows
-from peagle.kernels.trees.copies import SEARCHED_ROWS
 from peagle.kernels.trees.copies_triton import (
-    CopyScratch,
     HeadTrees,
     JoinedTrees,
     Texts,
@@ -26,7 +24,6 @@ class DecodeCopies:
         rows: the step's; they have texts.
         proposer: the head, with what is known of its nodes and of copies.
         num_nodes_K: nodes of a tree of each depth.
-        max_nodes: N.
         max_model_len: no node has a slot from here on.
 
     Attributes:
@@ -38,19 +35,17 @@ class DecodeCopies:
         rows: DecodeRows,
         proposer: HeadProposer,
         num_nodes_K: Tensor,
-        max_nodes: int,
         max_model_len: int,
     ) -> None:
-        assert rows.text_BL is not None and proposer.survival and proposer.lookup_lengths
+        assert rows.text_BL is not None and rows.copy_scratch is not None
+        assert proposer.survival and proposer.lookup_lengths
         self._lengths = proposer.lookup_lengths
         self._state, self._num_nodes_K, self._max_model_len = rows.state, num_nodes_K, max_model_len
         self._weights_D2, self._rates_C = proposer.survival.weights_D2, proposer.copy_rates_C
         self._texts = Texts(rows.text_BL, rows.state.first_positions_B, rows.has_copies_B)
         self._trees = JoinedTrees(rows.drafts_BK, *(rows.nodes(field) for field in range(4)))
         self.worths_BN = self._trees.worths_BN
-        num_seqs, device = len(rows.text_BL), rows.text_BL.device
-        num_rows = min(SEARCHED_ROWS, max_nodes + 1)
-        self._scratch = CopyScratch.allocate(num_seqs, max_nodes, num_rows, device)
+        self._scratch = rows.copy_scratch
 
     def write_trees(self, tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor) -> None:
         """Write the trees with their copies into the rows.

@@ -13,6 +13,7 @@ from torch import Tensor
 from peagle.kernels.drafts.step_state import DecodeLimits, DecodeState
 from peagle.kernels.sampling.rejection_triton import DraftProbs
 from peagle.kernels.sampling.verify_triton import SequenceSampling, SyntheticAcceptance
+from peagle.kernels.trees.copies_triton import CopyScratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class DecodeRows:
         nodes_BX: `node_fields` numbers of each node of a tree: parent's row and score in units,
             with copies also worth in units and cell; undefined for chains.
         text_BL: tokens of each sequence, int32; None without copies.
+        copy_scratch: buffers that find and join copies; None without them.
         draft_probs: q of these drafts; None if drafts are an argmax, or K is 0.
         block_tables_BM: KV blocks, int64.
         active_B: 1 for rows that are sequences, else 0; int64.
@@ -43,6 +45,7 @@ class DecodeRows:
     nodes_BX: Tensor
     node_fields: int
     text_BL: Tensor | None
+    copy_scratch: CopyScratch | None
     draft_probs: DraftProbs | None
     block_tables_BM: Tensor
     active_B: Tensor

@@ -52,8 +52,8 @@ from peagle.kernels.sampling.verify_triton import (
     match_drafts,
     own_tokens,
 )
-from peagle.kernels.trees.copies import NO_COPY, longest_path
-from peagle.kernels.trees.copies_triton import append_emitted
+from peagle.kernels.trees.copies import NO_COPY, SEARCHED_ROWS, longest_path
+from peagle.kernels.trees.copies_triton import CopyScratch, append_emitted
 from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
 from peagle.kernels.upload import upload, upload_ints
 from peagle.models.target import TargetModel
@@ -151,9 +151,12 @@ class DecodeBuffers:
         num_nodes = sizes.trees.max_nodes if sizes.trees else 1
         self._nodes_BX = torch.zeros(batch, sizes.node_fields * num_nodes, **types)
         self._text_BL: Tensor | None = None
+        self._copy_scratch: CopyScratch | None = None
         if sizes.has_copies:
             shape = batch, sizes.max_model_len
             self._text_BL = torch.zeros(shape, dtype=torch.int32, device=device)
+            num_rows = min(SEARCHED_ROWS, num_nodes + 1)
+            self._copy_scratch = CopyScratch.allocate(batch, num_nodes, num_rows, device)
         self._outputs: tuple[Tensor, ...] = ()
         self._rates_K: Tensor | None = None
         if (rates := sizes.synthetic_rates) is not None:
@@ -192,6 +195,7 @@ class DecodeBuffers:
             nodes_BX=self._nodes_BX[:num_seqs],
             node_fields=sizes.node_fields,
             text_BL=None if self._text_BL is None else self._text_BL[:num_seqs],
+            copy_scratch=self._copy_scratch and self._copy_scratch.first(num_seqs),
             draft_probs=None if drawn is None else drawn.rows(num_seqs, sizes.depth(k)),
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],

@@ -88,8 +88,7 @@ class DecodeTrees:
         self._num_nodes_K = torch.tensor(sizes, device=device)
         self._copies = None
         if rows.text_BL is not None:
-            sizes = shape.max_nodes, max_model_len
-            self._copies = DecodeCopies(rows, proposer, self._num_nodes_K, *sizes)
+            self._copies = DecodeCopies(rows, proposer, self._num_nodes_K, max_model_len)
 
     def allocate_nodes(self) -> None:
         """Choose the nodes of each running sequence's tree that the rows of the step verify.

@@ -9,7 +9,7 @@ for, S tokens of a copy, X nodes of a tree and of all copies, D depths, C cells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -349,7 +349,7 @@ def _join_kernel(
 
 @dataclass(frozen=True, slots=True)
 class CopyScratch:
-    """The buffers of both launches.
+    """The buffers of the three launches.
 
     Attributes:
         found_BM: best match of each row; 0 between launches.
@@ -389,6 +389,11 @@ class CopyScratch:
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
             num_rows,
         )
+
+    def first(self, num_seqs: int) -> CopyScratch:
+        """Return the buffers of the first trees; steps that follow each other share them."""
+        tensors = (getattr(self, one.name) for one in fields(self) if one.name != "num_rows")
+        return CopyScratch(*(tensor[:num_seqs] for tensor in tensors), self.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
