@@ -74,7 +74,7 @@ def test_candidate_trees_that_an_engine_starts_with(peagle: Peagle, prompts: Pat
     assert result.status == 0, result.out + result.err
     (check,) = (c for c in json.loads(result.out)["checks"] if c["name"] == "candidate trees")
     assert check["status"] == "agrees"
-    assert check["text"].startswith("16 nodes a step; a request has 17 KV slots ahead, and 5 of ")
+    assert check["text"].startswith("16 nodes a step; a request has 24 KV slots ahead, and 5 of ")
 
 
 def test_candidate_trees_deeper_than_the_head_was_trained(peagle: Peagle, prompts: Path) -> None:

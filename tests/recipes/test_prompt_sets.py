@@ -46,6 +46,7 @@ def load(name: str) -> Any:
 
 
 make, edits = load("make"), load("edits")
+del sys.modules["make"]  # other recipes have a script of this name
 
 
 def problem(number: int, signature: str, body: str, docstring: str = "Do it.") -> dict[str, Any]:

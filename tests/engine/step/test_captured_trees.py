@@ -411,9 +411,13 @@ def test_grammars_stay_in_the_graphs(
     plant_answers(llm, [p + tokens for p, (tokens, _) in zip(prompts, wanted)], monkeypatch)
     if fault:  # the masks of a chain
         prepare = GrammarState.prepare
-        monkeypatch.setattr(
-            GrammarState, "prepare", lambda self, drafts, _: prepare(self, drafts, None)
-        )
+
+        def prepare_chain(self: GrammarState, drafts: Sequence[int], parents: Any) -> None:
+            prepare(self, drafts, range(len(drafts)))
+            assert self.prepared is not None
+            self.prepared = replace(self.prepared, parents=tuple(parents or ()))
+
+        monkeypatch.setattr(GrammarState, "prepare", prepare_chain)
         found = outputs(llm, params)
         assert "error" in [one[1] for one in found[:3]], "a matcher refuses what a mask allowed"
         assert found[3][:2] == wanted[3]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -295,8 +296,9 @@ def test_restarts_when_blocks_run_out() -> None:
     ],
 )
 def test_reading_a_report(row: list[int], tokens: RowTokens, drafts: list[int]) -> None:
-    assert read_tokens(row) == tokens
-    assert read_drafts(row, 3, 3) == RowDrafts(drafts)
+    report_BX = np.array([row, [0] * len(row)])
+    assert read_tokens(report_BX, 3) == [tokens, RowTokens(0, 0, [0])]
+    assert read_drafts(report_BX, 3, 3) == [RowDrafts(drafts), RowDrafts([])]
 
 
 # ---- steps that no graph can run ------------------------------------------------------------

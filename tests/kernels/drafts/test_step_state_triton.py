@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -100,8 +101,9 @@ def test_the_host_reads_what_the_step_did(at: Stamp, num_seqs: int, k: int, devi
         )
         emitted, drafts = out.emitted_BJ[b].tolist(), drafts_BK[b].tolist()
         assert row == [drafted, accepted, to_come, *emitted, *drafts]
-        assert read_tokens(row) == RowTokens(drafted, accepted, emitted[: accepted + 1])
-        assert read_drafts(row, k, k) == RowDrafts(drafts[:to_come])
+        row_1X = np.array([row])
+        assert read_tokens(row_1X, k) == [RowTokens(drafted, accepted, emitted[: accepted + 1])]
+        assert read_drafts(row_1X, k, k) == [RowDrafts(drafts[:to_come])]
     first = int(at)
     assert stamps[:first] == [11, 22, 33, 44, 55][:first]
     if device == CPU:
@@ -135,9 +137,10 @@ def test_the_host_reads_trees(depth: int, nodes: int, device: str) -> None:
         drafts, parents = (x[b, :count].tolist() for x in (drafts_BN, parents_BN))
         emitted = out.emitted_BJ[b, : accepted + 1].tolist()
         scores = [unit * SCORE_UNIT for unit in units_BN[b, :count].tolist()]
-        assert read_tokens(row) == RowTokens(accepted, accepted, emitted)
+        row_1X = np.array([row])
+        assert read_tokens(row_1X, depth) == [RowTokens(accepted, accepted, emitted)]
         expected = RowDrafts(drafts, parents or None, scores or None)
-        assert read_drafts(row, depth, nodes) == expected
+        assert read_drafts(row_1X, depth, nodes) == [expected]
     assert behind.eq(POISON).all(), "written beyond its end"
 
 
