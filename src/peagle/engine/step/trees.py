@@ -156,6 +156,11 @@ class DecodeTrees:
         tokens_T.index_add_(0, at_BN.flatten(), change_BN.flatten())
         return torch.where(is_drawn_B1.squeeze(1), num_passed_B, num_nodes_B)
 
+    @property
+    def _num_slots_B(self) -> Tensor:
+        """Return how many drafts of each sequence have KV slots."""
+        return (self._max_model_len - 1 - self._state.first_positions_B).clamp_min(0)
+
     def write_trees(
         self,
         tokens_BN: Tensor,
@@ -172,11 +177,10 @@ class DecodeTrees:
         """
         state = self._state
         depths_B = state.num_drafts_B.clone() if chains_BK is not None else state.num_drafts_B
-        num_slots_B = (self._max_model_len - 1 - state.first_positions_B).clamp_min(0)
         if self._copies is not None:
             self._copies.write_trees(tokens_BN, parents_BN, scores_BN)
         else:
-            num_nodes_B = torch.minimum(self._num_nodes_K[depths_B], num_slots_B)
+            num_nodes_B = torch.minimum(self._num_nodes_K[depths_B], self._num_slots_B)
             state.num_drafts_B.copy_(num_nodes_B)
             is_node_BN = self._columns_N < num_nodes_B.unsqueeze(1)
             self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
@@ -185,7 +189,7 @@ class DecodeTrees:
             self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))
         if chains_BK is not None and self._draws_B1 is not None:
             is_drawn_B1, width = self._draws_B1 != 0, chains_BK.shape[1]
-            num_drafts_B = torch.minimum(depths_B, num_slots_B)
+            num_drafts_B = torch.minimum(depths_B, self._num_slots_B)
             is_drawn_BK = is_drawn_B1 & (self._columns_N[:width] < num_drafts_B.unsqueeze(1))
             pairs = (self._drafts_BN, chains_BK), (self._parents_BN, self._columns_N[:width])
             for rows_BN, own in pairs:
