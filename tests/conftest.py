@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -43,6 +44,9 @@ settings.load_profile("peagle")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 320
+# Those that `peagle.serving.logs.configure_logging` changes, also in a command that a test runs.
+LOGGERS = ("peagle.serving", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+LOGGERS += ("opentelemetry", "asyncio")
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
@@ -61,6 +65,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if not suites.is_in(suite, item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if suites.is_in(suite, item)]
+
+
+@pytest.fixture(autouse=True)
+def _keep_loggers() -> Iterator[None]:
+    """Put the loggers of servers back: a handler writes to the closed stderr of the test before."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    kept = [(log, log.handlers, log.level, log.propagate) for log in loggers]
+    yield
+    for log, handlers, level, propagate in kept:
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 @pytest.hookimpl(wrapper=True)

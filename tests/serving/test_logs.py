@@ -24,20 +24,8 @@ from peagle.serving.logs import (
     configure_logging,
 )
 
-NAMES = ("peagle.serving", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
-NAMES += ("opentelemetry", "asyncio")
 SECRET = "my diagnosis is"
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
-
-
-@pytest.fixture
-def loggers():
-    """Puts the loggers back as they were."""
-    kept = [(log, log.handlers, log.level, log.propagate) for log in map(logging.getLogger, NAMES)]
-    yield
-    for log, handlers, level, propagate in kept:
-        log.handlers, log.propagate = handlers, propagate
-        log.setLevel(level)
 
 
 def record(message: str = "hello", error: BaseException | None = None, **extra: Any):
@@ -65,7 +53,6 @@ def raised(message: str) -> ValueError:
 # ---- logs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("loggers")
 def test_a_json_line(capsys):
     configure_logging("json", "info")
     logger = logging.getLogger("peagle.serving.app")
@@ -88,7 +75,6 @@ def test_a_json_line(capsys):
     assert out == ""
 
 
-@pytest.mark.usefixtures("loggers")
 def test_a_text_line(capsys):
     configure_logging("text", "WARNING")
     extra = {"request_id": "r1", "seconds": 0.5, "path": "/v1/completions", "why": "no room"}
@@ -101,7 +87,6 @@ def test_a_text_line(capsys):
     )
 
 
-@pytest.mark.usefixtures("loggers")
 def test_the_last_configuration_holds(capsys):
     configure_logging("text", "debug")
     configure_logging("json", "error")
@@ -111,7 +96,6 @@ def test_the_last_configuration_holds(capsys):
     assert json.loads(line)["message"] == "yes"
 
 
-@pytest.mark.usefixtures("loggers")
 def test_uvicorn_and_opentelemetry_write_the_same_lines(capsys):
     import uvicorn
 
@@ -134,7 +118,6 @@ def test_uvicorn_and_opentelemetry_write_the_same_lines(capsys):
     assert out == ""
 
 
-@pytest.mark.usefixtures("loggers")
 @pytest.mark.parametrize("name", ["peagle.serving", "uvicorn.error", "uvicorn.access"])
 def test_a_record_is_written_once(capsys, caplog, name):
     # caplog has a handler at the root, as a library's basicConfig would put there.
@@ -145,7 +128,6 @@ def test_a_record_is_written_once(capsys, caplog, name):
 
 
 @pytest.mark.parametrize("args", [("xml", "info"), ("json", "loud"), ("json", "notset")])
-@pytest.mark.usefixtures("loggers")
 def test_unknown_formats_and_levels(args):
     bad = args[0] if args[0] != "json" else args[1]
     with pytest.raises(UserError, match=f"{bad}.*expected"):
