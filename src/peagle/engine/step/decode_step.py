@@ -250,7 +250,7 @@ class DecodeBuffers:
             self.drawn.write(rows_N, rows)
         if self._text_BL is not None:
             for row, sequence in rows.items():
-                if sequence is not None:
+                if sequence is not None and sequence.has_copies:
                     tokens_T = torch.tensor(sequence.token_ids, dtype=torch.int32)
                     self._text_BL[row, : len(tokens_T)] = upload(tokens_T, self._device)
 

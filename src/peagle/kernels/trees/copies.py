@@ -93,7 +93,7 @@ class TextIndex:
     _MAX_PLACES = 64
 
     def __init__(self, longest: int, shortest: int) -> None:
-        self.longest, self.shortest = min(longest, MAX_MATCH), shortest
+        self.longest, self.shortest = longest, shortest
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._known = 0
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.launch import launch, power_of_two
-from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
+from peagle.kernels.trees.copies import MAX_COPIED, NO_COPY, NUM_LENGTHS
 from peagle.kernels.trees.survival import MAX_LOGIT, MIN_SCORE, SCORE_UNIT
 
 # A program of the search is one warp, so that it can end early while others still compare.
@@ -469,7 +469,7 @@ def find_copies(
         M=power_of_two(rows),
         PLACES=min(_PLACES, power_of_two(max_len)),
         STEPS=_STEPS,
-        LONGEST=min(lengths[0], MAX_MATCH),
+        LONGEST=lengths[0],
         num_warps=1,
     )
 
@@ -493,7 +493,8 @@ def join_found_copies(
     Args:
         weights_D2: of `Survival`.
         rates_C: float32, the rate of each cell.
-        lengths: the most tokens that are compared, and the fewest that are a match.
+        lengths: the most tokens that are compared, at most MAX_MATCH, and the fewest that are a
+            match.
         max_model_len: no node has a slot from here on.
     """
     find_copies(texts, trees, scratch, lengths)
