@@ -117,7 +117,7 @@ def test_a_head_from_nothing_and_where_it_goes_on(
         assert f"peagle {shlex.join(line)}" in stopped.err
     # Half of the answers are greedy.
     rows = list(map(json.loads, (out / "answers.jsonl").read_text().splitlines()))
-    assert Counter(row["temperature"] for row in rows) == {0.0: 10, 0.7: 10}
+    assert Counter(row["temperature"] for row in rows) == {0.0: 5, 0.7: 5}
     assert len((out / "prompts.jsonl").read_text().splitlines()) == 10
     assert not (out / "make-head" / "trial").exists()
 
@@ -149,9 +149,9 @@ def test_a_head_from_nothing_and_where_it_goes_on(
         "itself |"
     ) in card
     assert (
-        "| origin of the answers | the target itself: 10 at temperature 0, 10 at temperature 0.7 |"
+        "| origin of the answers | the target itself: 5 at temperature 0, 5 at temperature 0.7 |"
     ) in card
-    assert side["answers"]["answers"] == 20
+    assert side["answers"]["answers"] == 10
 
     # All is done: nothing runs, and the same is told.
     commands.words.clear()
@@ -225,7 +225,7 @@ def test_processes_that_write_side_by_side_have_a_part_of_the_prompts_each(
     journal = json.loads((out / "make-head" / "journal.json").read_text())
     stage = next(one for one in journal["stages"] if one["name"] == "probe of regenerate")
     assert stage["result"]["prompts"] == 8 and stage["results"][0]["prompts"] == 7
-    assert stage["result"]["answers"] == 16
+    assert stage["result"]["answers"] == 8
 
     # A file that the probe wrote is gone: its process answers again, the other has all answers.
     commands.words.clear()
@@ -235,7 +235,7 @@ def test_processes_that_write_side_by_side_have_a_part_of_the_prompts_each(
     assert [kind(one) for one in commands.words] == [*map(kind, again), "eval eval"]
     journal = json.loads((out / "make-head" / "journal.json").read_text())
     stage = next(one for one in journal["stages"] if one["name"] == "regenerate")
-    assert stage["result"]["resumed"] == 16 and stage["results"][0]["answers"] == 14
+    assert stage["result"]["resumed"] == 8 and stage["results"][0]["answers"] == 7
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ DIALOGUES = [
     AskedConversation("c", ("long five", "six")),
     AskedConversation("d", ("seven", "eight")),
 ]
+MANY = [AskedConversation(str(i), (f"say {i}", f"and {i}")) for i in range(300)]
 EVERY_TURN = {("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("d", 1), ("d", 2)}
 
 
@@ -151,25 +152,36 @@ def regenerate_at(
     output: Path, *temperatures: float, stops_at: str = ""
 ) -> tuple[RegenerateProgress, Parrot]:
     parrot = Parrot(stops_at=stops_at)
-    return regenerate(DIALOGUES, parrot, output, {}, {}, temperatures=temperatures), parrot
+    dialogues = [*DIALOGUES, *MANY[:2]]
+    return regenerate(dialogues, parrot, output, {}, {}, temperatures=temperatures), parrot
 
 
-def test_every_question_is_asked_once_at_each_temperature(tmp_path: Path) -> None:
+def test_each_conversation_is_asked_at_one_of_the_temperatures(tmp_path: Path) -> None:
     both, alone = tmp_path / "both.jsonl", [tmp_path / "0.jsonl", tmp_path / "0.7.jsonl"]
     progress, _ = regenerate_at(both, 0.0, 0.7)
     for path, at in zip(alone, (0.0, 0.7), strict=True):
         regenerate_at(path, at)
-    assert len(lines(both)) == 14 and (progress.prompts, progress.answers) == (4, 14)
-    assert progress.waited_for == 0 and progress.cut == 2
-    # Each temperature has the lines of a run of its own: later turns follow its own answers.
+    assert len(lines(both)) == 11 and (progress.prompts, progress.answers) == (6, 11)
+    assert progress.waited_for == 0 and progress.cut == 1 and by_turn(both).keys() >= EVERY_TURN
+    found = {at: [one for one in lines(both) if one["temperature"] == at] for at in (0.0, 0.7)}
     for path, at in zip(alone, (0.0, 0.7), strict=True):
-        found = [line for line in lines(both) if line["temperature"] == at]
-        assert {(one["id"], one["turn"]): one for one in found} == by_turn(path)
+        assert found[at]
+        assert all(by_turn(path)[one["id"], one["turn"]] == one for one in found[at])
+    assert not {one["id"] for one in found[0.0]} & {one["id"] for one in found[0.7]}
     side = read_side(both)
-    assert side["answers"] == 14 and side["by_temperature"] == [
-        {"temperature": 0.0, "answers": 7},
-        {"temperature": 0.7, "answers": 7},
+    assert side["answers"] == 11 and side["by_temperature"] == [
+        {"temperature": at, "answers": len(found[at])} for at in (0.0, 0.7)
     ]
+    # Neither the other prompts of the file nor their order counts.
+    again, parrot = tmp_path / "again.jsonl", Parrot()
+    regenerate(DIALOGUES[:0:-1], parrot, again, {}, {}, temperatures=(0.0, 0.7))
+    assert all(by_turn(both)[key] == line for key, line in by_turn(again).items())
+
+
+def test_the_temperatures_share_the_conversations(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    regenerate(MANY, Parrot(), path, {}, {}, temperatures=(0.0, 0.7, 1.0))
+    assert all(150 < one["answers"] < 250 for one in read_side(path)["by_temperature"])
 
 
 @pytest.mark.parametrize("stops_at", ["one", "two", "four", "long five", "seven", "eight"])
@@ -178,9 +190,9 @@ def test_an_interrupted_run_at_two_temperatures_goes_on(tmp_path: Path, stops_at
     with pytest.raises(KeyboardInterrupt):
         regenerate_at(path, 0.0, 0.7, stops_at=stops_at)
     there = len(lines(path))
-    assert there < 14
+    assert there < 11
     progress, _ = regenerate_at(path, 0.0, 0.7)
-    assert (progress.resumed, progress.answers) == (there, 14 - there)
+    assert (progress.resumed, progress.answers) == (there, 11 - there)
     regenerate_at(whole, 0.0, 0.7)
     assert sorted(map(str, lines(path))) == sorted(map(str, lines(whole)))
     assert {**read_side(path), "output_sha256": ""} == {**read_side(whole), "output_sha256": ""}
@@ -385,13 +397,14 @@ def test_each_temperature_has_the_answers_of_a_run_of_its_own(llm: LLM, tmp_path
     some = [AskedConversation(str(i), (f"say {i}",)) for i in range(5)]
     both, answerer = tmp_path / "both.jsonl", LocalAnswerer(llm, PARAMS, is_chat=False)
     regenerate(some, answerer, both, {}, {}, temperatures=(0.0, 0.7))
-    assert len(lines(both)) == 10
+    assert len(lines(both)) == 5
     for at in (0.0, 0.7):
         path = tmp_path / f"{at}.jsonl"
         alone = LocalAnswerer(llm, replace(PARAMS, temperature=at), is_chat=False)
         ask_all(path, some, alone)
         found = {one["id"]: one for one in lines(both) if one["temperature"] == at}
-        assert found == {one["id"]: {**one, "temperature": at} for one in lines(path)}
+        wanted = {one["id"]: {**one, "temperature": at} for one in lines(path)}
+        assert found and all(wanted[name] == one for name, one in found.items())
 
 
 def test_local_answers_train_as_they_are(llm: LLM, tmp_path: Path) -> None:
@@ -602,11 +615,11 @@ def test_an_endpoint_is_asked_as_openai_has_it(endpoint: Endpoint, tmp_path: Pat
     assert last == {"role": "assistant", "content": "re three", "reasoning_content": "hm"}
 
 
-def test_an_endpoint_is_asked_at_each_temperature(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_an_endpoint_is_asked_at_several_temperatures(endpoint: Endpoint, tmp_path: Path) -> None:
     path, answerer = tmp_path / "out.jsonl", answerer_of(endpoint)
-    regenerate(DIALOGUES[1:2], answerer, path, {}, {}, temperatures=(0.0, 0.7))
-    assert sorted(body["temperature"] for _, _, body in endpoint.seen) == [0.0, 0.7]
-    assert sorted(line["temperature"] for line in lines(path)) == [0.0, 0.7]
+    regenerate(MANY[:8], answerer, path, {}, {}, temperatures=(0.0, 0.7))
+    asked = sorted(body["temperature"] for _, _, body in endpoint.seen)
+    assert {*asked} == {0.0, 0.7} and asked == sorted(line["temperature"] for line in lines(path))
 
 
 def test_an_endpoint_gets_tools_and_gives_calls(endpoint: Endpoint, tmp_path: Path) -> None:

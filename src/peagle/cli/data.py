@@ -600,7 +600,7 @@ By the target in this process, with a head that makes it faster:
   peagle data regenerate prompts.parquet --target ./Qwen3-0.6B --draft ./head --temperature 0.7 \\
       --no-thinking --max-new-tokens 4096 --output responses.jsonl
 
-Two answers to each prompt, one greedy and one sampled:
+Half of the prompts are answered greedily, half are sampled:
   peagle data regenerate prompts.jsonl --target ./Qwen3-0.6B --temperature 0,0.7 \\
       --output responses.jsonl
 
@@ -618,7 +618,7 @@ _BATCH_ON_GPU = 256  # sequences decoded together; a GPU decodes them at little 
 def _for_answers(flag: Flag) -> Flag:
     """Return a flag with the default or the values of this command."""
     if flag.key == "sampling.temperature":
-        help = "Temperatures of sampling, 0 is greedy; every question is asked once at each."
+        help = "Temperature of sampling, 0 is greedy; of several each question gets one."
         return replace(flag, kind=str, metavar="T,...", help=help, read=read_temperatures)
     if flag.key == "engine.max_num_seqs":
         return replace(flag, default=f"{_BATCH_ON_GPU} on a GPU, else {flag.shown_default}")
@@ -701,7 +701,7 @@ class AnswersPlan:
     Attributes:
         prompts: the table of the prompts.
         found: the dialogues to ask, and records that are left out.
-        temperatures: several temperatures at which each question is asked, else (None,).
+        temperatures: several temperatures, of which each question gets one, else (None,).
         known: the settings that decide the answers, as JSON, without the model.
     """
 

@@ -18,7 +18,6 @@ EVAL_SHARE = 0.05
 MAX_CORRECTION_STEPS = 1100
 MIN_STEPS = 50  # fewer steps make no useful head or correction
 MIN_EVAL_PROMPTS = 4  # prompts of each set
-ANSWERS_PER_PROMPT = 2  # one greedy, one at a temperature
 _WRITING = ("synthesize", "regenerate")  # stages that the probe begins
 
 
@@ -30,7 +29,7 @@ class HeadProbe:
         spent_s: seconds of the probe.
         starts_s: seconds of each stage without its own work: loading, compiling, saving.
         written: prompts that are there.
-        answered: prompts that have all their answers.
+        answered: prompts that have their answer.
         prompt_s: seconds for a kept prompt; 0 if the user brings prompts.
         answer_s: seconds for an answer.
         answer_tokens: training tokens of an answer, its prompt included.
@@ -61,7 +60,7 @@ class HeadPlan:
 
     Attributes:
         answered: prompts that the probe has answered.
-        prompts: prompts that are answered in the end, each `ANSWERS_PER_PROMPT` times.
+        prompts: prompts that are answered in the end.
         steps: approximate training steps; the prepared data fixes the number.
         epochs: times that training sees the data.
         correction_steps: steps of the correction, 0 without one.
@@ -80,11 +79,10 @@ class HeadPlan:
 
     def rows(self) -> list[tuple[str, float, str]]:
         """Return stage, minutes and work of each stage, in order."""
-        there, answers = (ANSWERS_PER_PROMPT * one for one in (self.answered, self.prompts))
         work = {
-            "probe": f"done: {there:,} answers, half of them greedy",
+            "probe": f"done: {self.answered:,} answers, half of them greedy",
             "synthesize": f"{self.prompts:,} prompts in all",
-            "regenerate": f"{answers:,} answers in all",
+            "regenerate": f"{self.prompts:,} answers in all",
             "train": f"about {self.steps:,} steps, {self.epochs:.1f} epochs",
             "correction": f"{self.correction_steps:,} steps",
             "eval": f"up to {self.eval_limit:,} prompts of each set",
@@ -163,23 +161,21 @@ def _plan(probe: HeadProbe, minutes: float, writes: Sequence[str]) -> HeadPlan:
     eval_s = min(eval_limit * probe.num_sets * probe.eval_prompt_s, EVAL_SHARE * work)
     rest = work - correction_s - eval_s
     speed = probe.step_tokens / probe.step_s
-    one_tokens = ANSWERS_PER_PROMPT * probe.answer_tokens
     prompts, seconds = probe.answered, dict.fromkeys(writes, 0.0)
     if writes:
-        answers_s = ANSWERS_PER_PROMPT * probe.answer_s
         prompt_s = probe.prompt_s if "synthesize" in writes else 0.0
-        one_s = prompt_s + answers_s
-        whole = rest + prompt_s * probe.written + answers_s * probe.answered
-        balanced = speed * whole / (MAX_EPOCHS * one_tokens + speed * one_s)
+        one_s = prompt_s + probe.answer_s
+        whole = rest + prompt_s * probe.written + probe.answer_s * probe.answered
+        balanced = speed * whole / (MAX_EPOCHS * probe.answer_tokens + speed * one_s)
         wanted = int(max(balanced, MIN_DATA_SHARE * whole / one_s))
         if "synthesize" in writes:
             prompts = max(wanted, probe.answered)
             seconds["synthesize"] = max(0, prompts - probe.written) * prompt_s
         else:
             prompts = max(min(wanted, probe.written), probe.answered)
-        seconds["regenerate"] = (prompts - probe.answered) * answers_s
+        seconds["regenerate"] = (prompts - probe.answered) * probe.answer_s
     train_s = rest - sum(seconds.values())
-    tokens = prompts * one_tokens
+    tokens = prompts * probe.answer_tokens
     most_s = MAX_EPOCHS * tokens / speed
     spare_s = max(0.0, train_s - most_s)
     train_s -= spare_s

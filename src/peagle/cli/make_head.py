@@ -16,7 +16,6 @@ import typer
 from peagle.bundled import pair_of
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.head_plan import (
-    ANSWERS_PER_PROMPT,
     MAX_CORRECTION_STEPS,
     HeadPlan,
     HeadProbe,
@@ -53,7 +52,7 @@ _PROBE_MINUTES = 0.2  # minutes of training
 _PROBE_PROMPTS = {"cuda": 1024, "cpu": 24}  # a process, some for each sequence of its batch
 # Where a target is small, a second start of its processes would take longer than their work.
 _START_MINUTES = 8  # of --minutes that pass before a card works, about
-_PROMPTS_A_MINUTE = 600  # of each process of a small target, for each of the other minutes
+_PROMPTS_A_MINUTE = 1000  # of each process of a small target, for each of the other minutes
 _NUM_STARTS = 6  # of the stages behind the first, each about as long as its own
 _ANSWERS_SHARE = 0.75  # of the time without starts, if all answers were of the full length
 # One process cannot keep a card busy with a target of at most this size; several can.
@@ -61,7 +60,7 @@ _SMALL_TARGET_BYTES = 2 * 2**30
 _MAX_PROCESSES = 4
 _CORES_PER_PROCESS = 2
 _KV_SHARE = 0.7  # share of a card's free memory for the KV caches of all processes together
-_TEMPERATURES = "0,0.7"  # of the two answers to each prompt
+_TEMPERATURES = "0,0.7"  # each prompt is answered at one of them
 _EVAL_TOKENS = 256
 _EVAL_AT_ONCE = 16
 _VALIDATION_SHARE = 0.03
@@ -230,7 +229,7 @@ class _Maker:
             start = stage.seconds - seconds
             starts["synthesize"] = start
             # At the speed of prompts; answers are no longer than allowed.
-            most_s = ANSWERS_PER_PROMPT * self._longest * seconds / max(1, _total(stage, "tokens"))
+            most_s = self._longest * seconds / max(1, _total(stage, "tokens"))
             work_s = 60 * minutes - stage.seconds - _NUM_STARTS * start
             wanted = min(written, int(_ANSWERS_SHARE * work_s / most_s))
             count = self._stages.fixed("first_answered", lambda: max(count, wanted))

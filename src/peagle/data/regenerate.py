@@ -2,7 +2,7 @@
 
 Every answer is a line of the output, written and flushed at once, so that an interrupted run loses
 only the answers under way. An engine in this process answers, or a server with OpenAI's interface.
-Every question is asked once at each temperature of the run.
+A run at several temperatures asks each question at one of them, which the conversation decides.
 
 The target answers each message of the user, and the results of tools. No tool runs here: results
 that a file holds stay behind the answer that they belong to, which takes the place of the target's.
@@ -20,7 +20,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from peagle.llm import LLM, RequestOutput
 
 _SHORT_HASH = 16
-# The newest line of each dialogue, by its id and temperature.
-_Done = dict[tuple[str, float | None], dict[str, Any]]
 _REASONING = ("reasoning_content", "reasoning")
 
 
@@ -108,7 +105,7 @@ class RegenerateProgress(DropCounts):
     """State of a run; `dropped` counts the records that are not asked.
 
     Attributes:
-        prompts: dialogues that are asked, equal ones counted once, at however many temperatures.
+        prompts: dialogues that are asked, equal ones counted once.
         duplicates: equal ones that are not asked.
         resumed: answers that were there before.
         answers: written by this run.
@@ -144,7 +141,7 @@ def regenerate(
     seed: int = 0,
     watch: Callable[[RegenerateProgress], None] = lambda _: None,
 ) -> RegenerateProgress:
-    """Let the target answer every dialogue that the output does not have yet, at each temperature.
+    """Let the target answer every dialogue that the output does not have yet.
 
     A question that failed leaves its dialogue for the next run. An answer that was cut off ends its
     dialogue, since nobody would go on from there. Of equal dialogues only the first is asked, and
@@ -155,7 +152,8 @@ def regenerate(
         output: JSONL file; a half-written last line is removed.
         options: everything that decides the answers; a file of other options is refused.
         facts: further provenance, for the file beside the output.
-        temperatures: lines of the output name them; None asks at the answerer's own and names none.
+        temperatures: each dialogue is asked at one of them, which its line names; None asks at the
+            answerer's own and names none.
         seed: seed of the run; with the conversation it makes the seed of a question.
         watch: called before the first answer and after every one.
 
@@ -244,13 +242,14 @@ def _distinct(
 def _open_questions(
     dialogues: list[AskedConversation],
     temperatures: Sequence[float | None],
-    done: _Done,
+    done: Mapping[str, dict[str, Any]],
     answered: Counter[float | None],
     seed: int,
 ) -> Iterator[Ask]:
-    """Yield the next question of each dialogue at each temperature, and count what is answered."""
-    for dialogue, temperature in product(dialogues, temperatures):
-        last = done.get((dialogue.id, temperature))
+    """Yield the next question of each dialogue, and count the answers that are there."""
+    for dialogue in dialogues:
+        temperature = temperatures[int(dialogue.sha256[-_SHORT_HASH:], 16) % len(temperatures)]
+        last = done.get(dialogue.id)
         if last is None:
             yield _ask(dialogue, 0, dialogue.system, seed, temperature)
             continue
@@ -326,9 +325,9 @@ def _line(ask: Ask, answer: RegeneratedAnswer, is_chat: bool) -> dict[str, Any]:
     return line
 
 
-def _read_done(file: Any, output: Path) -> _Done:
-    """Return the newest line of each dialogue at each temperature, as `whole_lines` reads them."""
-    done: _Done = {}
+def _read_done(file: Any, output: Path) -> dict[str, dict[str, Any]]:
+    """Return the newest line of each dialogue by its id, as `whole_lines` reads an output."""
+    done: dict[str, dict[str, Any]] = {}
     for number, line in whole_lines(file):
         if not line.strip():
             continue
@@ -336,9 +335,8 @@ def _read_done(file: Any, output: Path) -> _Done:
             row = json.loads(line)
             last = {name: row[name] for name in ("turn", "prompt_sha256", "finish_reason")}
             last |= {name: row[name] for name in ("messages", "temperature") if name in row}
-            key = row["id"], row.get("temperature")
-            if done.get(key, {"turn": 0})["turn"] < row["turn"]:
-                done[key] = last
+            if done.get(row["id"], {"turn": 0})["turn"] < row["turn"]:
+                done[row["id"]] = last
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{output}, line {number} is none that `peagle data regenerate` wrote; choose "
