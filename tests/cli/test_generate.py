@@ -102,15 +102,16 @@ def test_text_is_the_completion_and_statistics_go_to_stderr(peagle: Peagle, pair
 
 
 def test_an_empty_text_of_a_chat_model_points_to_chat(
-    peagle: Peagle, pair: Pair, expected: list[list[int]], tmp_path: Path
+    peagle: Peagle, pair: Pair, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(pair.target, tmp_path / "chat")
-    call = ("--prompt", PROMPTS[0], "--stop-token-id", expected[0][0])
+    call = ("generate", folder, "--prompt", PROMPTS[0], "--max-new-tokens", 1)
     hint = "`peagle chat` asks this chat model"
-    assert hint not in peagle("generate", folder, *call).err
+    first = peagle(*call).out.removesuffix("\n")
+    assert hint not in peagle(*call, "--stop", first).err
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert hint in peagle("generate", folder, *call).err
-    assert hint not in peagle("generate", folder, *call[:2], "--max-new-tokens", 1).err
+    assert hint in peagle(*call, "--stop", first).err
+    assert hint not in peagle(*call).err
 
 
 def test_text_of_many_prompts_names_each(peagle: Peagle, pair: Pair, prompt_file: Path) -> None:
