@@ -412,7 +412,9 @@ class LocalWriter:
                 **self._options,
             )
         except UserError as error:
-            reason: str | None = str(error)
+            if error.__cause__ is None:  # not of rendering: an option, not the template, is wrong
+                raise
+            reason: str | None = str(error).partition("\n")[0]
         else:
             reason = (
                 None
