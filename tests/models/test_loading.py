@@ -199,7 +199,7 @@ def test_an_unknown_model_type_with_code_is_refused(copy: Path) -> None:
 
 def test_a_head_of_the_speculators_package_names_classes(copy: Path) -> None:
     edit_config(copy, auto_map={"": "x.X"}, model_type=None, speculators_model_type="eagle3")
-    assert resolve_model(copy) == copy
+    assert resolve_model(copy, role="draft") == copy
 
 
 def test_a_head_is_no_target() -> None:
