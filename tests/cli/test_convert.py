@@ -206,6 +206,12 @@ def test_a_compact_head_and_back(peagle: Peagle, pair: Pair, tmp_path: Path) -> 
     assert load_file(tmp_path / "w" / "model.safetensors").keys() == names
 
 
+def test_a_gguf_file_that_is_not_there(peagle: Peagle, tmp_path: Path) -> None:
+    for style in ("hf", "vllm"):
+        result = peagle("convert", "gone.gguf", tmp_path / "c", "--format", style)
+        assert result.status == 2 and "The GGUF file 'gone.gguf' is not there" in result.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

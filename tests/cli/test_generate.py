@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,19 @@ def test_text_is_the_completion_and_statistics_go_to_stderr(peagle: Peagle, pair
     assert "tokens/s" in result.err
     assert "acceptance length" in result.err
     assert "at K=7, temperature 0, float32" in result.err
+
+
+def test_an_empty_text_of_a_chat_model_points_to_chat(
+    peagle: Peagle, pair: Pair, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(pair.target, tmp_path / "chat")
+    call = ("generate", folder, "--prompt", PROMPTS[0], "--max-new-tokens", 1)
+    hint = "`peagle chat` asks this chat model"
+    first = peagle(*call).out.removesuffix("\n")
+    assert hint not in peagle(*call, "--stop", first).err
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert hint in peagle(*call, "--stop", first).err
+    assert hint not in peagle(*call).err
 
 
 def test_text_of_many_prompts_names_each(peagle: Peagle, pair: Pair, prompt_file: Path) -> None:

@@ -172,7 +172,8 @@ def test_a_process_whose_reader_is_gone_ends_in_silence() -> None:
 
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-FULL_DISK = "peagle: error: No space left on device: output\n"
+FULL_DISK = "peagle: error: No space left on device: output. "
+FULL_DISK += "Make room, then run the command again.\n"
 
 
 @full_disk

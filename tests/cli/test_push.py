@@ -139,7 +139,7 @@ def test_what_was_pushed_serves_as_the_folder_does(
     assert set(files) == {"README.md", "config.json", WEIGHTS}
     assert {n: files[n] for n in ("config.json", WEIGHTS)} == read_folder(source)
     assert f"base_model: {TARGET}\n" in text_of(files)
-    assert read_folder(resolve_model(REPO)) == read_folder(source)
+    assert read_folder(resolve_model(REPO, role="draft")) == read_folder(source)
     first, *middle, last = writes(hub)
     assert (first, last) == ("repos/create", f"models/{REPO}/commit/main")
     assert [path for path in middle if "commit" in path] == []

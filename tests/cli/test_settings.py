@@ -109,6 +109,14 @@ def test_every_setting_is_shown_with_the_default_of_its_configuration(peagle: Pe
         assert data[name] == expected
 
 
+def test_the_help_of_serve_shows_its_own_defaults(peagle: Peagle) -> None:
+    engine = json.loads(peagle("serve", "--show-config").out)["engine"]
+    page = " ".join(peagle("serve", "--help").out.replace("│", " ").split())
+    for name in ("max_num_seqs", "max_itl_ms"):
+        shown = page.partition(f"--{name.replace('_', '-')} <")[2].partition("[default: (")[2]
+        assert float(shown.partition(")")[0]) == engine[name]
+
+
 def test_a_whole_speculative_configuration_leaves_nothing_of_another(
     peagle: Peagle, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +412,8 @@ def test_a_process_of_its_own_respects_the_variables_of_the_hub(
     hub.models["org/target"].private = hub.models["org/peagle"].gated = True
     code = (
         "from peagle.models.loading import resolve_model\n"
-        "for name in ('target', 'peagle'): print(resolve_model(f'org/{name}', 'v1'))"
+        "for name, role in (('target', 'target'), ('peagle', 'draft')):\n"
+        "    print(resolve_model(f'org/{name}', 'v1', role=role))"
     )
     variables = {**environment(), **hub_environment(hub.url, tmp_path / "own")}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from peagle.models.checkpoint import (
     split_tensors,
     write_json,
 )
+from peagle.models.checkpoint.files import replace_file, save_tensors
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint, tokens_digest
 from peagle.models.target import TargetModel
@@ -716,3 +719,19 @@ def test_the_fingerprint_sees_a_changed_output_embedding(target: TargetModel) ->
     target.lm_head_weight()[0] *= 1.5
     with pytest.raises(CheckpointError, match="lm_head_sha256"):
         before.check(target, "head")
+
+
+def test_what_the_disk_does_not_take_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError) as tensors:
+            save_tensors(tmp_path / "tensors", {"a": torch.zeros(5000)}, {})
+        with pytest.raises(OSError) as text:
+            replace_file(tmp_path / "text", b"0" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tensors.value.errno, text.value.errno) == (errno.EFBIG, errno.EFBIG)
+    assert tensors.value.filename == str(tmp_path / "tensors")
+    assert not list(tmp_path.glob("text*"))

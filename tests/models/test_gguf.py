@@ -227,6 +227,8 @@ def test_what_a_killed_conversion_left_is_replaced(file: Path) -> None:
     (place / ".lock").touch()
     assert cached_folder(file) == place / "tiny"
     assert [path.name for path in place.iterdir()] == ["tiny"]
+    (place / "tiny" / "config.json").unlink()
+    assert cached_folder(file) == place / "tiny"
 
 
 def test_no_room(file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from peagle import LLM, SamplingParams, SpeculativeConfig
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
 from peagle.errors import CheckpointError
 from peagle.models.loading import check_weights, resolve_model, with_local_head
 from tests.fake_hub import TINY, WEIGHTS, FakeHub, message_of, refused
@@ -198,4 +199,13 @@ def test_an_unknown_model_type_with_code_is_refused(copy: Path) -> None:
 
 def test_a_head_of_the_speculators_package_names_classes(copy: Path) -> None:
     edit_config(copy, auto_map={"": "x.X"}, model_type=None, speculators_model_type="eagle3")
-    assert resolve_model(copy) == copy
+    assert resolve_model(copy, role="draft") == copy
+
+
+def test_a_head_is_no_target() -> None:
+    heads = Path(__file__).parents[1] / "fixtures" / "heads"
+    folders = [BUNDLED_PEAGLE, BUNDLED_EAGLE3, heads / "published_peagle"]
+    for folder in (*folders, heads / "speculators_eagle3"):
+        message = message_of(lambda folder=folder: resolve_model(folder))
+        assert "is a draft head, not a target. Name its target instead" in message
+        assert resolve_model(folder, role="draft") == folder

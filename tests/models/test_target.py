@@ -163,6 +163,12 @@ def test_missing_weights_are_refused(broken: Path) -> None:
     assert "has no *.safetensors weights" in refusal(broken)
 
 
+def test_a_context_beyond_the_targets_is_refused_before_its_weights(broken: Path) -> None:
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="max_model_len is 257; the target's positions end at 256"):
+        TargetModel.load(broken, max_model_len=257)
+
+
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 

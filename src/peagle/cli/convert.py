@@ -12,7 +12,7 @@ import typer
 from peagle.bundled import expand_bundled
 from peagle.config import require_folder
 from peagle.errors import UserError
-from peagle.models.gguf_header import is_gguf
+from peagle.models.gguf_header import SUFFIX, is_gguf
 from peagle.models.head_quantization import DEFAULT_GROUP, GROUP_MULTIPLE, StoredQuantization
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ def convert(
         raise UserError(f"{given[0]} needs --quantization; without it no layer is rounded.")
     if format == "hf":
         source = expand_bundled(source, "target")
+    if source.lower().endswith(SUFFIX) and not Path(source).expanduser().exists():
+        raise UserError(f"The GGUF file {source!r} is not there; expected its path.")
     is_file = is_gguf(Path(source).expanduser())
     if format == "hf" or is_file:
         if format != "hf" or not is_file:

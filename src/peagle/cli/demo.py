@@ -67,13 +67,13 @@ _MODELS = group(
     "Model",
     """
     --target MODEL
-        The target, a folder, a GGUF file or a hub id; it needs --draft. [default: the bundled code
-        model]
+        The target: bundled, smollm2, or with --draft a folder, a GGUF file or a hub id. [default:
+        the bundled code model]
     --draft MODEL
-        Its P-EAGLE head, a folder or a hub id. [default: the bundled one]
+        Its P-EAGLE head, a folder or a hub id. [default: that of bundled or smollm2]
     --eagle3 MODEL
-        Its EAGLE-3 head, a folder or a hub id (owner/name@revision). [default: the bundled one;
-        none with a target of your own]
+        Its EAGLE-3 head, a folder or a hub id (owner/name@revision). [default: that of bundled
+        or smollm2; none with a target of your own]
     """,
 )
 

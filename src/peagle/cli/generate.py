@@ -96,8 +96,12 @@ def generate(
     tally = Tally()
     streams = prompt is not None and params.n == 1 and is_text
     show = _write if streams else _in_order(questions, params.n, output_format)
+    is_empty = True
     for chunk in tally.watch(llm.stream([question.text for question in questions], params)):
+        is_empty = is_empty and not chunk.text
         show(chunk)
+    if is_empty and getattr(llm.tokenizer, "chat_template", None):
+        note("no text follows; `peagle chat` asks this chat model as its template does")
     print(_summary(tally, llm, params), file=sys.stderr)
 
 

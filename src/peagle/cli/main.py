@@ -20,7 +20,7 @@ from peagle import __version__
 from peagle.errors import UserError
 
 INTERRUPTED = 130
-_UNWRITABLE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Name and one-line help of each command. The command is the function of that name (_ for -) in the
 # module peagle.cli.NAME, whose EXAMPLES close the help page; a call of the command imports it.
@@ -141,7 +141,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes standard output again at its end, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
-            print(f"peagle: error: {error.strerror}: {error.filename or 'output'}", file=sys.stderr)
+            where = error.filename or "output"
+            text = f"{error.strerror}: {where}. Make room, then run the command again."
+            print(f"peagle: error: {text}", file=sys.stderr)
         return 1
     if status == INTERRUPTED:
         print("peagle: interrupted", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ import typer
 
 from peagle.bundled import BUNDLED, FOLDERS, SMOLLM2, expand_bundled
 from peagle.cli import groups
-from peagle.cli.flags import Given, takes
+from peagle.cli.flags import Flag, Given, takes
 from peagle.cli.settings import Layer, Setting
 from peagle.cli.setup import Setup, check_paths, name_target
 from peagle.cli.vllm import VllmFlags, model_and_flags, refuse_vllm_options
@@ -48,13 +49,20 @@ On vLLM, over several GPUs; what follows -- are flags of vLLM's own; docs/vllm.m
   peagle serve ./model --draft ./peagle-head --engine vllm --print-command
 """
 
+_MAX_NUM_SEQS = 32
 _DEFAULTS = Layer(
     {
-        "engine.max_num_seqs": Setting(32, "peagle serve"),
+        "engine.max_num_seqs": Setting(_MAX_NUM_SEQS, "peagle serve"),
         "engine.max_itl_ms": Setting(100.0, "peagle serve"),
     }
 )
 _PLAIN, _OWN_ENGINE = "plain", "peagle"
+
+
+def _for_server(flag: Flag) -> Flag:
+    """Return a flag with the default of this command."""
+    own = flag.key == "engine.max_num_seqs"
+    return replace(flag, default=str(_MAX_NUM_SEQS)) if own else flag
 
 
 @takes(
@@ -63,7 +71,7 @@ _PLAIN, _OWN_ENGINE = "plain", "peagle"
     *groups.SERVER,
     *groups.SAFETY,
     *groups.OBSERVATION,
-    *groups.ENGINE,
+    *map(_for_server, groups.ENGINE),
     *groups.TUNING,
     *groups.VLLM,
     *groups.SETTINGS,
@@ -76,7 +84,7 @@ def serve(
         None,
         metavar="MODEL",
         help="A second head to compare with, for the same target: a folder or a hub id.",
-        show_default="the EAGLE-3 head with the bundled model",
+        show_default="the EAGLE-3 head with bundled and smollm2",
     ),
     sagemaker: bool = typer.Option(
         False,

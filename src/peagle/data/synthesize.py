@@ -412,7 +412,7 @@ class LocalWriter:
                 **self._options,
             )
         except UserError as error:
-            reason: str | None = str(error)
+            reason: str | None = str(error).partition("\n")[0]
         else:
             reason = (
                 None
@@ -421,8 +421,8 @@ class LocalWriter:
             )
         if reason is not None:
             raise UserError(
-                f"The target's chat template has no message of the user to open: {reason} Give "
-                "another --chat-template, or bring prompts of your own."
+                f"The target's chat template opens no message of the user so: {reason} Give other "
+                "options or another --chat-template, or bring prompts of your own."
             )
         return ids
 

@@ -11,9 +11,8 @@ from peagle.engine.memory_plan import drawn_bytes, lookahead_slots, output_bytes
 from peagle.engine.step.graph_runner import buckets, mixed_buckets, runs_as_graphs
 from peagle.engine.step.pass_graphs import TOKEN_BUCKETS
 from peagle.engine.tree_record import TreeRecord
-from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.models.target import TargetModel
+from peagle.models.target import TargetModel, check_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +75,8 @@ def plan_engine(
         UserError: the context is longer than the target's, or the head has another kind than asked.
         CheckpointError: the head does not fit the target.
     """
-    limit, given = target.max_model_len, config.max_model_len
-    if given is not None and given > limit:
-        raise UserError(
-            f"max_model_len is {given}; the target's positions end at {limit}. Ask for no more."
-        )
-    max_model_len = given or limit
+    check_length(config.max_model_len, target.max_model_len)
+    max_model_len = config.max_model_len or target.max_model_len
     drafter = load_head(target, speculative)
     max_draft_len, trained_depth = 0, None
     if drafter is not None and speculative is not None:

@@ -78,6 +78,7 @@ def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
         device=device,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        max_model_len=config.max_model_len,
     )
 
 

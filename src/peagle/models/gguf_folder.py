@@ -83,6 +83,7 @@ def cached_folder(file: Path) -> Path:
                 size_text(_weight_bytes(header)),
             )
             made = place / (file.stem.lstrip(".") or "model")
+            shutil.rmtree(made, ignore_errors=True)  # its config.json was removed
             _convert(file, header, made, place / _PARTIAL)
             return made
     except OSError as error:

@@ -11,11 +11,15 @@ from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
 
 # Keys that only heads have, in the style of vLLM or of speculators.
+_SURE_KEYS = (
+    *("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "peagle"),
+    *("speculators_model_type", "speculators_config"),
+)
+# Keys that whole models of other kinds may have too.
 _HEAD_KEYS = (
-    *("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"),
+    *_SURE_KEYS,
     *("target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm"),
-    *("mask_token_id", "pard_token", "ptd_token_id", "peagle"),
-    *("speculators_model_type", "speculators_config", "transformer_layer_config"),
+    *("mask_token_id", "pard_token", "ptd_token_id", "transformer_layer_config"),
 )
 _WHOLE_MODEL_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
 
@@ -43,6 +47,19 @@ def refuse_whole_model(data: Mapping[str, Any], source: str) -> None:
         "head of your target instead (peagle train makes one), or draft without a head (--method "
         "ngram). If this model is what you want to run, name it with --target."
     )
+
+
+def refuse_head(data: Mapping[str, Any], source: str) -> None:
+    """Refuse the config.json of a draft head, in the folder `source`, where a target is wanted.
+
+    Raises:
+        UserError: it has a key that only heads have.
+    """
+    if any(data.get(key) is not None for key in _SURE_KEYS):
+        raise UserError(
+            f"{source!r} is a draft head, not a target. Name its target instead, and the head with "
+            "--draft."
+        )
 
 
 # Searched in vLLM's order; all are written, equal, because its versions read different ones.

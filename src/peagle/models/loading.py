@@ -11,7 +11,7 @@ from peagle.config import SpeculativeConfig, require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import check_json, read_file_header, read_json, read_weight_map
 from peagle.models.gguf_header import is_gguf, read_gguf_header
-from peagle.models.head_json import refuse_whole_model, with_depth
+from peagle.models.head_json import refuse_head, refuse_whole_model, with_depth
 
 _ROLE_NAMES: dict[Role, str] = {
     "target": "The target model",
@@ -38,7 +38,7 @@ def resolve_model(
 
     Raises:
         UserError: no such folder or repository, no access, no network, no space, no such revision;
-            or a whole model where a head is wanted.
+            or a whole model where a head is wanted, or a head where a target is.
         CheckpointError: no safetensors, weights that are incomplete or damaged, code instead of a
             known architecture; a GGUF file that cannot be read.
     """
@@ -65,8 +65,8 @@ def resolve_model(
     data = read_json(config) if config.is_file() else None
     if isinstance(data, dict):
         _refuse_code(data, f"{what} {text!r}")
-        if role != "target":
-            refuse_whole_model(data, str(folder))
+        refuse = refuse_head if role == "target" else refuse_whole_model
+        refuse(data, str(folder))
     return folder
 
 

@@ -102,6 +102,7 @@ class TargetModel(TargetFacts):
         device: str | torch.device = "cpu",
         quantization: Quantization | None = None,
         kv_cache_dtype: KVCacheDType = "auto",
+        max_model_len: int | None = None,
     ) -> TargetModel:
         """Load a folder in Hugging Face format (safetensors only, no remote code).
 
@@ -113,14 +114,17 @@ class TargetModel(TargetFacts):
             device: where they go.
             quantization: type that the plain weights of its layers get, see `models.quantize`.
             kv_cache_dtype: type of its KV caches; "fp8" is e4m3, with the scales of the checkpoint.
+            max_model_len: a context that it must have, checked before weights are read.
 
         Raises:
-            UserError: the folder is not there, or its weights cannot be quantised so.
+            UserError: the folder is not there, its weights cannot be quantised so, or its longest
+                context is shorter.
             CheckpointError: it is not a causal LM that peagle supports, or its weights are broken.
         """
         folder = require_folder(path, "The target model")
         config = load_config(folder)
         check_architecture(config)
+        check_length(max_model_len, config.get_text_config().max_position_embeddings)
         refuse_pickles(folder)
         place = torch.device(device)
         stored = quantization_of(config)
@@ -329,6 +333,14 @@ def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
         raise CheckpointError(
             f"The tokenizer of {str(path)!r} does not load: {first_line}"
         ) from None
+
+
+def check_length(asked: int | None, limit: int) -> None:
+    """Refuse a context longer than a target's, with a UserError."""
+    if asked is not None and asked > limit:
+        raise UserError(
+            f"max_model_len is {asked}; the target's positions end at {limit}. Ask for no more."
+        )
 
 
 def check_aux_layer_ids(ids: Sequence[int], num_layers: int) -> None:

@@ -1,10 +1,13 @@
 """The files of a checkpoint: JSON, written whole or not at all, and tensors."""
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,18 +24,30 @@ def write_json(path: Path, data: object) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file of which readers, and a crash, see the old one or the new one, never half."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_bytes(data)
-    put_in_place(temporary, path)
+    try:
+        temporary.write_bytes(data)
+        put_in_place(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file with the mode that any new file gets here (0666 less the umask).
 
     safetensors by itself lets only the owner read the file (0600).
+
+    Raises:
+        OSError: the disk did not take it; safetensors has the number of that error in a text.
     """
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata=dict(metadata))
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     path.chmod(mode)
 
 

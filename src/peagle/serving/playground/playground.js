@@ -1002,15 +1002,21 @@ function showModel(chosen) {
   columns = sorted.map((proposer) => new Column(proposer, `series-${series(proposer)}`));
   $("columns").replaceChildren(...columns.map((column) => column.node));
   const deepest = Math.max(...columns.map((column) => column.depth));
-  $("depth").max = $("depth").value = Math.max(deepest, 1);
+  $("depth").max = Math.max(deepest, 1);
+  preset($("depth"), $("depth").max);
   $("depth-field").hidden = deepest === 0;
   if (model.max_model_len) $("max-tokens").max = model.max_model_len;
   const longest = model.chat ? 512 : 128; // reasoning takes its share
-  $("max-tokens").value = Math.min(longest, Math.ceil((model.max_model_len ?? Infinity) / 2));
+  preset($("max-tokens"), Math.min(longest, Math.ceil((model.max_model_len ?? Infinity) / 2)));
   $("chat-field").hidden = !model.chat;
   $("chat").checked = model.chat;
   beginConversation();
   drawSoon(true);
+}
+
+/** Set a field, unless the reader has changed it: the page can be filled in while models load. */
+function preset(field, value) {
+  if (field.value === field.defaultValue) field.value = field.defaultValue = value;
 }
 
 /** Read /v1/models; while the server loads its models, again and again. */
