@@ -21,6 +21,7 @@ from peagle.engine.drafting import (
     fixes_k,
     has_copies,
     make_drafting,
+    uses_prediction,
 )
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
@@ -246,7 +247,7 @@ class LLMEngine:
         """Queue a prompt for one output, whatever `params.n` is.
 
         Args:
-            params: sampling parameters, with `bad_words` as token ids.
+            params: sampling parameters, with `bad_words` and `prediction` as token ids.
             priority: requests with a lower number go first.
             grammar: state at the start of the structure in `params`.
             leader: a sequence with the same prompt, for whose KV this one waits.
@@ -275,6 +276,11 @@ class LLMEngine:
         seed = params.seed
         if seed is None:
             seed = derive_seed(self.config.seed, self._num_requests)
+        prediction: list[int] = []
+        if params.prediction and self.speculative is not None:
+            # Behind the end of the prompt, it is found from the first token on.
+            end = prompt[-self.speculative.lookup_lengths[0] :]
+            prediction = [*end, *params.prediction][: self.max_model_len - len(prompt)]
         sequence = Sequence(
             self._num_requests,
             prompt,
@@ -288,6 +294,7 @@ class LLMEngine:
             leader=leader if self.config.enable_prefix_caching else None,
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
+            prediction=prediction,
             has_copies=has_copies(params, self.speculative),
             draws_chain=draws_chain(params, self.speculative),
             fixes_k=fixes_k(params, self.speculative),
@@ -313,11 +320,30 @@ class LLMEngine:
         for word in params.bad_words:
             assert not isinstance(word, str), "`Requests` encodes texts"
             token_ids(word, vocab_size, "bad_words")
+        if params.prediction:
+            self._check_prediction(params)
         k = params.num_speculative_tokens
         if k is not None and k > most:
             raise UserError(
                 f"num_speculative_tokens of the request is {k}; the engine was made for at most "
                 f"{most}. Ask for fewer, or set it in the speculative configuration."
+            )
+
+    def _check_prediction(self, params: SamplingParams) -> None:
+        given, most = params.prediction, self.max_model_len
+        assert not isinstance(given, str), "`Requests` encodes texts"
+        token_ids(given, self.target.vocab_size, "prediction")
+        if len(given) > most:
+            raise UserError(
+                f"prediction has {len(given)} tokens; expected at most {most}, the context. "
+                "Shorten it."
+            )
+        if not uses_prediction(params, self.speculative):
+            raise UserError(
+                "prediction was given, and here no copies of the text are drafted. They need "
+                "candidate trees of a P-EAGLE head (parallel_drafting_spec) without prompt_lookup "
+                'false, or the method "ngram", and num_speculative_tokens of the request left out. '
+                "Leave prediction out, or start the engine with one of the two."
             )
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:

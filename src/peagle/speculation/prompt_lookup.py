@@ -17,17 +17,23 @@ class PromptLookup:
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
-    def find(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
-        """Return the drafts that follow `tokens`, at most `max_drafts`, maybe none."""
+    def find(
+        self, tokens: Sequence[int], max_drafts: int, prediction: Sequence[int] = ()
+    ) -> list[int]:
+        """Return the drafts that follow `tokens`, at most `max_drafts`, maybe none.
+
+        Of equally long occurrences that in the prediction counts, see `Sequence.prediction`.
+        """
         # As bytes, because their search is fast; a match within a token is none.
-        text = array("q", tokens)
-        data, size = text.tobytes(), text.itemsize
-        for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
-            pattern = data[-n * size :]
-            at = data.rfind(pattern, 0, len(data) - size)
-            while at % size and at > 0:
-                at = data.rfind(pattern, 0, at + len(pattern) - 1)
-            if at >= 0:
-                start = at // size + n
-                return list(text[start : start + max_drafts])
+        texts = [array("q", text) for text in (prediction, tokens) if text]
+        places, size = [text.tobytes() for text in texts], texts[0].itemsize
+        for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
+            pattern = places[-1][-n * size :]
+            for text, data in zip(texts, places, strict=True):
+                at = data.rfind(pattern, 0, len(data) - size)
+                while at % size and at > 0:
+                    at = data.rfind(pattern, 0, at + len(pattern) - 1)
+                if at >= 0:
+                    start = at // size + n
+                    return list(text[start : start + max_drafts])
         return []
