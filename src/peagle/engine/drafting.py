@@ -360,12 +360,15 @@ class HeadDrafting(Drafting):
     def _join_copies(self, sequence: Sequence, survival: Survival | None) -> None:
         """Let copies of the text join the tree of a sequence."""
         proposer, text = self.proposer, sequence.token_ids
-        assert proposer.trees and survival and proposer.lookup_lengths
+        lengths = proposer.lookup_lengths
+        assert proposer.trees and survival and lengths
         tokens, parents = sequence.drafts, sequence.draft_parents or []
         scores = sequence.draft_scores or []
         if not sequence.text_indices:
-            texts = [text, sequence.prediction] if sequence.prediction else [text]
-            sequence.text_indices = [TextIndex(one, *proposer.lookup_lengths) for one in texts]
+            index = partial(TextIndex, longest=lengths[0], shortest=lengths[1])
+            sequence.text_indices = [index(text)]
+            if given := sequence.prediction:
+                sequence.text_indices.append(index(given, is_prediction=True))
         for index in sequence.text_indices:
             index.extend()
         depths = row_depths(parents)[1:]

@@ -22,18 +22,23 @@ class PromptLookup:
     ) -> list[int]:
         """Return the drafts that follow `tokens`, at most `max_drafts`, maybe none.
 
-        Of equally long occurrences that in the prediction counts, see `Sequence.prediction`.
+        Of equally long occurrences the first in the prediction counts (`Sequence.prediction`), else
+        the latest in `tokens`.
         """
         # As bytes, because their search is fast; a match within a token is none.
-        texts = [array("q", text) for text in (prediction, tokens) if text]
-        places, size = [text.tobytes() for text in texts], texts[0].itemsize
-        for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
-            pattern = places[-1][-n * size :]
-            for text, data in zip(texts, places, strict=True):
-                at = data.rfind(pattern, 0, len(data) - size)
-                while at % size and at > 0:
-                    at = data.rfind(pattern, 0, at + len(pattern) - 1)
-                if at >= 0:
-                    start = at // size + n
-                    return list(text[start : start + max_drafts])
+        text, given = array("q", tokens), array("q", prediction)
+        data, predicted, size = text.tobytes(), given.tobytes(), text.itemsize
+        for n in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
+            pattern = data[-n * size :]
+            at = predicted.find(pattern, 0, -size)
+            while at % size and at > 0:
+                at = predicted.find(pattern, at + 1, -size)
+            found = given
+            if at < 0:
+                found, at = text, data.rfind(pattern, 0, -size)
+            while at % size and at > 0:
+                at = data.rfind(pattern, 0, at + len(pattern) - 1)
+            if at >= 0:
+                start = at // size + n
+                return list(found[start : start + max_drafts])
         return []

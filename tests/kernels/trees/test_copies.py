@@ -27,21 +27,25 @@ from tests.kernels.devices import DEVICES, compile_for_card
 
 
 def longest_match(
-    text: list[int], end: list[int], longest: int, shortest: int
+    text: list[int], end: list[int], longest: int, shortest: int, *, is_prediction: bool = False
 ) -> tuple[int, int] | None:
-    """Every place compared with the end of a path, token by token: longest first, then latest."""
+    """Every place compared with the end of a path, token by token: longest first, then latest.
+
+    In a prediction the first of the longest.
+    """
     best: tuple[int, int] | None = None
     for at in range(len(text) - 1):
         length = 0
         while length < min(longest, at + 1, len(end)) and text[at - length] == end[-1 - length]:
             length += 1
-        if length >= shortest and (best is None or length >= best[0]):
+        if length >= shortest and (best is None or length >= best[0] + is_prediction):
             best = length, at + 1
     return best
 
 
 def indices_of(texts: list[list[int]]) -> list[TextIndex]:
-    indices = [TextIndex(text, MAX_MATCH, 2) for text in texts]
+    """Of a text and its prediction."""
+    indices = [TextIndex(text, MAX_MATCH, 2, is_prediction=i > 0) for i, text in enumerate(texts)]
     for index in indices:
         index.extend()
     return indices
@@ -109,7 +113,11 @@ def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
     worth = dict(zip(paths[1:], tree.worths, strict=True))
     every = dict(worth)
     for row in range(min(4, len(paths))):
-        ends = [longest_match(one, [*text, *paths[row]], MAX_MATCH, 2) for one in texts]
+        end = [*text, *paths[row]]
+        ends = [
+            longest_match(one, end, MAX_MATCH, 2, is_prediction=i > 0)
+            for i, one in enumerate(texts)
+        ]
         found = [(*end, one) for end, one in zip(ends, texts, strict=True) if end]
         assert bool(found) == any(match.row == row for match in matches)
         if not found:
@@ -156,7 +164,7 @@ def test_kernels_equal_the_reference(device: str) -> None:
         texts = [[rng.randrange(5) for _ in range(rng.randrange(1, 71))] for _ in range(batch)]
         trees = [random_tree(rng, rng.randrange(1, nodes + 1), 6) for _ in range(batch)]
         has_copies = [b != 2 for b in range(batch)]
-        text_BL = torch.zeros(batch, 80, dtype=torch.int32)
+        text_BL = torch.randint(5, (batch, 80), dtype=torch.int32)  # an earlier text is left
         # Some stand before texts of any length, which may have overwritten their beginnings.
         predictions = [[rng.randrange(5) for _ in range(rng.choice((0, 1, 9, 60)))] for _ in texts]
         tokens_BN, parents_BN = torch.zeros(2, batch, nodes, dtype=torch.int64)

@@ -93,13 +93,18 @@ class TextIndex:
         text: the tokens, a list that grows.
         longest, shortest: most tokens that are compared, at most MAX_MATCH, and fewest that are a
             match.
+        is_prediction: of equally long matches the first counts, behind which most is left; else the
+            latest.
     """
 
-    # Of a run that occurs more often, the latest places are compared.
-    _MAX_PLACES = 64
+    # Of a run that occurs more often, so many places are compared, in this order.
+    _MAX_PLACES, _MAX_PREDICTED = 64, 1024
 
-    def __init__(self, text: Sequence[int], longest: int, shortest: int) -> None:
+    def __init__(
+        self, text: Sequence[int], longest: int, shortest: int, *, is_prediction: bool = False
+    ) -> None:
         self.text, self.longest, self.shortest = text, longest, shortest
+        self._is_prediction = is_prediction
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._known = 0
 
@@ -112,13 +117,17 @@ class TextIndex:
         self._known = max(self._known, len(text))
 
     def find(self, path: Sequence[int]) -> tuple[int, int] | None:
-        """Return length and start of the longest match of the end of a path, the latest of these.
+        """Return length and start of the longest match of the end of a path.
 
         Something stands behind a match, so the text's own end is none.
         """
         text, end = self.text, path[-self.longest :]
-        best = None
-        for at in reversed(self._ends.get(tuple(end[-self.shortest :]), ())[-self._MAX_PLACES :]):
+        best, places = None, self._ends.get(tuple(end[-self.shortest :]), [])
+        if self._is_prediction:
+            places = places[: self._MAX_PREDICTED]
+        else:
+            places = places[: -self._MAX_PLACES - 1 : -1]
+        for at in places:
             if at == len(text) - 1:
                 continue
             length, most = self.shortest, min(len(end), at + 1)
@@ -137,7 +146,8 @@ def find_matches(
     """Return the matches of the paths to the first rows of a tree, which go on from a text's end.
 
     Args:
-        indices: of that text, then of others. Of equally long matches that of the last text counts.
+        indices: of that text, then of its prediction, if any. Of equally long matches that in the
+            prediction counts.
     """
     first = indices[0]
     paths = [list(first.text[-first.longest :])]

@@ -48,7 +48,11 @@ def _find_kernel(
     STEPS: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
-    """Raise each row's best match, length * 2^32 + place behind it, to the best of some places."""
+    """Raise each row's best match, length * 2^32 + rank of its place, to the best of some places.
+
+    The rank in the text is the place behind the match. In the prediction it is above all of these,
+    and 2 * width less the last place of the match, so that the first counts.
+    """
     b = tl.program_id(0)
     depth_of_tree = tl.load(depths_ptr + b)
     has_copies = (tl.load(has_copies_ptr + b) != 0) & (depth_of_tree > 0)
@@ -89,7 +93,8 @@ def _find_kernel(
                 row = tl.where(is_node, parent, 0)
                 back += 1
             num_matches = tl.sum(tl.sum(matches.to(tl.int32), 1), 0)
-        keys = lengths.to(tl.int64) * 4294967296 + (at + 1)[None, :]
+        ranks = tl.where(in_text, at + 1, 2 * width - at)
+        keys = lengths.to(tl.int64) * 4294967296 + ranks[None, :]
         best = tl.max(tl.where(lengths >= shortest, keys, 0), 1)
         tl.atomic_max(found_ptr + b * M + m, best, mask=best > 0)
 
@@ -210,8 +215,9 @@ def _walk_kernel(
     least = tl.max(tl.where(is_node & (behind >= room), worth, 0.0), 0)
     # Walk along all copies together.
     found = tl.load(found_ptr + b * M + m, mask=m < ROWS, other=0)
-    length, start = (found >> 32).to(tl.int32), (found & 0xFFFFFFFF).to(tl.int32)
-    left = tl.maximum(tl.where(start < length_of_text, length_of_text, width) - start, 1)
+    length, rank = (found >> 32).to(tl.int32), (found & 0xFFFFFFFF).to(tl.int32)
+    start = tl.where(rank > width, 2 * width - rank + 1, rank)
+    left = tl.maximum(tl.where(rank > width, width, length_of_text) - start, 1)
     row, base_node = m, tl.minimum(tl.maximum(m - 1, 0), NODES - 1)
     copy_worth = tl.where(m == 0, 1.0, tl.gather(worth, base_node, 0))
     copy_path = tl.gather(path, base_node, 0)
