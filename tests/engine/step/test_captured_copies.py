@@ -109,6 +109,41 @@ def test_rules_drawn_chains_and_preemption(
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
+@pytest.mark.parametrize("device", DEVICES)
+def test_predictions_in_captured_steps(
+    device: str,
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Right, half right, wrong, and longer than the row has room for; also after preemptions."""
+    monkeypatch.setattr(TreeRecord, "looks", False)
+    build = partial(make, target_folder, head_folders(parallel=True), device=device)
+    plain = make(target_folder, None, eager=True, device=device)
+    params = [replace(SAMPLED, seed=seed) for seed in range(4)]
+    outputs = [o.token_ids for o in plain.generate(PROMPTS, params)]
+    given = [outputs[0], [*outputs[1][:9], 7, *outputs[1][10:]], [7] * 64, outputs[3] * 2]
+    predicting = [replace(o, prediction=p) for o, p in zip(params, given, strict=True)]
+    without = build(eager=True).generate(PROMPTS, params)
+    eager, captured, few = llms = [
+        build(eager=True),
+        build(eager=False),
+        build(eager=False, num_kv_blocks=20),
+    ]
+    for llm in llms:
+        answers = llm.generate(PROMPTS, predicting)
+        assert [o.token_ids for o in answers] == outputs
+        # A step verifies nine nodes: a good prediction fills them from the first token on.
+        assert [answers[i].stats.num_drafts for i in (0, 3)] == [3, 3]
+        assert answers[1].stats.num_drafts < without[1].stats.num_drafts
+    assert min(without[i].stats.num_drafts for i in (0, 3)) > 6
+    assert captured.stats.eager_steps == few.stats.eager_steps == {}
+    assert captured.stats.speculation == eager.stats.speculation
+    assert few.stats.num_preemptions > 0
+
+
 def test_copies_under_a_grammar_in_eager_steps(
     target_folder: Path, head_folders: Callable[..., Path]
 ) -> None:
