@@ -14,6 +14,7 @@ from peagle import LLM, SamplingParams
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.engine import LLMEngine
 from peagle.engine.tree_record import TreeRecord
+from peagle.errors import UserError
 from peagle.evaluation.acceptance import figures_of_answers
 from peagle.evaluation.decoding import Observation, Request
 from peagle.evaluation.engine_backend import EngineBackend
@@ -163,3 +164,68 @@ def test_captured_steps_count_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> 
     accepted, of_text = (getattr(captured.stats.speculation, name) for name in (ACCEPTED, TEXT))
     assert 0 < sum(of_text) < sum(accepted)
     assert [bool(getattr(output.stats, TEXT)) for output in found] == [True, False, True, True]
+
+
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["trees", "ngram"])
+def test_a_good_prediction_takes_fewer_steps(method: str) -> None:
+    """An edit: the function with another name, predicted as text and as tokens."""
+    prompt = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height"
+    if method == "trees":
+        llm = make(drawn_chains_from=0.5)
+    else:
+        llm = LLM("bundled", speculative_config=LOOKUP, device="cpu")
+    params = replace(PARAMS, max_tokens=48)
+    plain = llm.generate([prompt], replace(params, num_speculative_tokens=0))[0]
+    without = llm.generate([prompt], params)[0]
+    edited = [*plain.token_ids]
+    edited[20] = edited[21]
+    given = {"tokens": plain.token_ids, "text": plain.text, "wrong": [1] * 48, "edited": edited}
+    steps = dict[str, int]()
+    for name, prediction in given.items():
+        one = llm.generate([prompt], replace(params, prediction=prediction))[0]
+        assert one.token_ids == plain.token_ids and one.prompt_token_ids == plain.prompt_token_ids
+        steps[name] = one.stats.num_drafts
+    assert steps["tokens"] <= steps["edited"] < without.stats.num_drafts
+    assert steps["text"] < without.stats.num_drafts
+    # A request that draws its tokens keeps its tree, and the target's distribution.
+    warm = replace(params, temperature=0.8, prediction=plain.text, num_speculative_tokens=None)
+    assert llm.generate([prompt], warm)[0].stats.num_accepted_text_tokens_per_pos
+
+
+@pytest.mark.parametrize(
+    ("config", "params", "told"),
+    [
+        ({}, {"prediction": [5, 2**40]}, "prediction is 1099511627776; expected token ids from 0"),
+        ({}, {"prediction": [5] * 257}, "prediction has 257 tokens; expected at most 256"),
+        ({}, {"num_speculative_tokens": 0}, "no copies of the text are drafted"),
+        ({}, {"num_speculative_tokens": 2}, "no copies of the text are drafted"),
+        ({"prompt_lookup": False}, {}, "prediction was given, and here no copies"),
+        ({"parallel_drafting_spec": None}, {}, "candidate trees of a P-EAGLE head"),
+        (None, {}, "Leave prediction out, or start the engine"),
+    ],
+)
+def test_predictions_are_refused_by_name(
+    config: dict[str, Any] | None, params: dict[str, Any], told: str
+) -> None:
+    llm = make(**config) if config is not None else LLM("bundled", device="cpu")
+    with pytest.raises(UserError, match=told):
+        llm.generate(PROMPTS[:1], replace(PARAMS, **{"prediction": "x", **params}))
+    assert llm.generate(PROMPTS[:1], replace(PARAMS, max_tokens=1, prediction=""))
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"prediction": 3}, "prediction is 3; expected a text or a list of token ids"),
+        ({"prediction": [-1]}, "prediction is -1; expected token ids of at least 0"),
+        ({"prediction": ["x"]}, "prediction is 'x'; expected token ids"),
+        ({"prediction": "x", "prompt_lookup": False}, "prediction was given and prompt_lookup"),
+    ],
+)
+def test_predictions_of_other_types(params: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        SamplingParams(**params)
