@@ -166,34 +166,25 @@ def test_captured_steps_count_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> 
     assert [bool(getattr(output.stats, TEXT)) for output in found] == [True, False, True, True]
 
 
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 8}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["trees", "ngram"])
-def test_a_good_prediction_takes_fewer_steps(method: str) -> None:
-    """An edit: the function with another name, predicted as text and as tokens."""
-    prompt = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height"
-    if method == "trees":
-        llm = make(drawn_chains_from=0.5)
-    else:
-        llm = LLM("bundled", speculative_config=LOOKUP, device="cpu")
-    params = replace(PARAMS, max_tokens=48)
-    plain = llm.generate([prompt], replace(params, num_speculative_tokens=0))[0]
-    without = llm.generate([prompt], params)[0]
-    edited = [*plain.token_ids]
-    edited[20] = edited[21]
-    given = {"tokens": plain.token_ids, "text": plain.text, "wrong": [1] * 48, "edited": edited}
-    steps = dict[str, int]()
-    for name, prediction in given.items():
-        one = llm.generate([prompt], replace(params, prediction=prediction))[0]
-        assert one.token_ids == plain.token_ids and one.prompt_token_ids == plain.prompt_token_ids
-        steps[name] = one.stats.num_drafts
-    assert steps["tokens"] <= steps["edited"] < without.stats.num_drafts
-    assert steps["text"] < without.stats.num_drafts
-    # A request that draws its tokens keeps its tree, and the target's distribution.
-    warm = replace(params, temperature=0.8, prediction=plain.text, num_speculative_tokens=None)
-    assert llm.generate([prompt], warm)[0].stats.num_accepted_text_tokens_per_pos
+@pytest.mark.parametrize("is_lookup", [False, True])
+def test_a_good_prediction_takes_fewer_steps(is_lookup: bool) -> None:
+    lookup = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 16}
+    llm = LLM("bundled", speculative_config=lookup) if is_lookup else make(drawn_chains_from=0.5)
+
+    def ask(**changes: Any) -> Any:
+        return llm.generate(PROMPTS[3], replace(PARAMS, max_tokens=48, **changes))[0]
+
+    plain, without = ask(num_speculative_tokens=0), ask()
+    edited = [*plain.token_ids[:20], *plain.token_ids[21:]]
+    for given in (plain.token_ids, plain.text, edited, [1]):
+        found = ask(prediction=given)
+        assert found.token_ids == plain.token_ids
+        assert found.prompt_token_ids == plain.prompt_token_ids
+        passes, before = (48 - o.stats.num_accepted_tokens for o in (found, without))
+        assert passes < 0.75 * before or given == [1]
+    # A tree stays where others draw chains.
+    assert ask(temperature=0.8, prediction=edited).stats.num_accepted_text_tokens_per_pos
 
 
 @pytest.mark.parametrize(
@@ -201,31 +192,19 @@ def test_a_good_prediction_takes_fewer_steps(method: str) -> None:
     [
         ({}, {"prediction": [5, 2**40]}, "prediction is 1099511627776; expected token ids from 0"),
         ({}, {"prediction": [5] * 257}, "prediction has 257 tokens; expected at most 256"),
-        ({}, {"num_speculative_tokens": 0}, "no copies of the text are drafted"),
-        ({}, {"num_speculative_tokens": 2}, "no copies of the text are drafted"),
-        ({"prompt_lookup": False}, {}, "prediction was given, and here no copies"),
-        ({"parallel_drafting_spec": None}, {}, "candidate trees of a P-EAGLE head"),
-        (None, {}, "Leave prediction out, or start the engine"),
+        ({}, {"prediction": 3}, "prediction is 3; expected a text or a list of token ids"),
+        ({}, {"prediction": [-1]}, "prediction is -1; expected token ids of at least 0"),
+        ({}, {"prompt_lookup": False}, "prediction was given and prompt_lookup is false"),
+        ({}, {"num_speculative_tokens": 2}, "prediction was given, and no copies are"),
+        ({"prompt_lookup": False}, {}, "prediction was given, and no copies are"),
+        ({"parallel_drafting_spec": None}, {}, "prediction was given, and no copies are"),
+        (None, {}, "prediction was given, and no copies are"),
     ],
 )
 def test_predictions_are_refused_by_name(
     config: dict[str, Any] | None, params: dict[str, Any], told: str
 ) -> None:
-    llm = make(**config) if config is not None else LLM("bundled", device="cpu")
+    llm = LLM("bundled", device="cpu") if config is None else make(**config)
     with pytest.raises(UserError, match=told):
-        llm.generate(PROMPTS[:1], replace(PARAMS, **{"prediction": "x", **params}))
-    assert llm.generate(PROMPTS[:1], replace(PARAMS, max_tokens=1, prediction=""))
-
-
-@pytest.mark.parametrize(
-    ("params", "told"),
-    [
-        ({"prediction": 3}, "prediction is 3; expected a text or a list of token ids"),
-        ({"prediction": [-1]}, "prediction is -1; expected token ids of at least 0"),
-        ({"prediction": ["x"]}, "prediction is 'x'; expected token ids"),
-        ({"prediction": "x", "prompt_lookup": False}, "prediction was given and prompt_lookup"),
-    ],
-)
-def test_predictions_of_other_types(params: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        SamplingParams(**params)
+        llm.generate("x", replace(PARAMS, **{"prediction": "x", **params}))
+    assert llm.generate("x", replace(PARAMS, max_tokens=1, prediction=""))

@@ -136,67 +136,48 @@ def test_tokens_of_the_text_are_told_by_steps_usage_metrics_and_an_evaluation(
     assert_recounted(of_text, steps_told)
 
 
-CHAT: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "def fibonacci(n):"}],
-    "max_tokens": 40,
-    "temperature": 0,
-    "speculation": {"report": True},
-}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "def fibonacci(n):"}]}
 
 
 @pytest.mark.slow
 def test_a_prediction_drafts_what_it_predicts(texts: LiveServer) -> None:
-    def ask(**fields: Any) -> tuple[str, int, int]:
+    def ask(content: Any) -> tuple[str, int, int]:
+        body = CHAT | {"max_tokens": 40, "temperature": 0, "speculation": {"report": True}}
+        body["prediction"] = {"type": "content", "content": content}
         with texts.client() as client:
-            answer = client.post("/v1/chat/completions", json=CHAT | fields)
-        assert answer.status_code == 200, answer.text
-        usage = answer.json()["usage"]
-        text = answer.json()["choices"][0]["message"]["content"]
+            answer = client.post("/v1/chat/completions", json=body).json()
+        usage, text = answer["usage"], answer["choices"][0]["message"]["content"]
         return text, usage["prompt_tokens"], usage["speculation"]["num_drafts"]
 
-    text, *counts = ask()
-    parts = [{"type": "text", "text": part} for part in (text[:9], text[9:])]
-    for content in (text, parts):
-        found, num_prompt, num_drafts = ask(prediction={"type": "content", "content": content})
+    text, *counts = ask("")
+    for content in (text, [{"type": "text", "text": part} for part in (text[:9], text[9:])]):
+        found, num_prompt, num_drafts = ask(content)
         assert (found, num_prompt) == (text, counts[0]) and num_drafts < counts[1]
-    assert ask(prediction={"type": "content", "content": ""}) == ask(prediction=None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("route", "fields", "told"),
+    ("fields", "told"),
     [
-        ("chat/completions", {"prediction": "x"}, "prediction"),
-        ("chat/completions", {"prediction": {"type": "text", "content": "x"}}, "prediction.type"),
-        ("chat/completions", {"prediction": {"type": "content"}}, "prediction.content"),
-        ("chat/completions", {"content": [{"type": "image_url"}]}, "prediction.content"),
-        ("chat/completions", {"content": "x " * 60_000}, "The prediction has 120000 characters"),
-        ("chat/completions", {"content": "x y z " * 900}, "prediction has "),
-        (
-            "chat/completions",
-            {"content": "x", "speculation": {"prompt_lookup": False}},
-            "prediction was given and prompt_lookup is false",
-        ),
-        (
-            "chat/completions",
-            {"content": "x", "speculation": {"num_speculative_tokens": 0}},
-            "prediction was given, and here no copies of the text are drafted",
-        ),
-        ("completions", {"prompt": "x", "content": "x"}, "prediction"),
-        ("responses", {"input": "x", "content": "x"}, "prediction"),
+        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type"),
+        ({"content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"content": "x " * 60_000}, "The prediction has 120000 characters"),
+        ({"content": "x", "speculation": {"prompt_lookup": False}}, "prediction was given and"),
+        ({"content": "x", "speculation": {"num_speculative_tokens": 0}}, "prediction was given, "),
+        ({"content": "x", "prompt": "x"}, "prediction"),  # of /v1/completions
     ],
 )
 def test_predictions_are_refused_by_name(
-    texts: LiveServer, route: str, fields: dict[str, Any], told: str
+    texts: LiveServer, fields: dict[str, Any], told: str
 ) -> None:
-    body = {k: v for k, v in fields.items() if k != "content"}
-    if "content" in fields:
-        body["prediction"] = {"type": "content", "content": fields["content"]}
+    body = dict(fields) if "prompt" in fields else CHAT | fields
+    if "content" in body:
+        body["prediction"] = {"type": "content", "content": body.pop("content")}
+    route = "completions" if "prompt" in body else "chat/completions"
     with texts.client() as client:
-        answer = client.post(f"/v1/{route}", json=CHAT | body if "chat" in route else body)
-    assert answer.status_code == 400
+        answer = client.post(f"/v1/{route}", json=body)
     error = answer.json()["error"]
-    assert told in error["message"] or told in error["param"], error
+    assert answer.status_code == 400 and (told in error["message"] or told in error["param"])
 
 
 def assert_recounted(of_text: list[int], steps: list[tuple[int, int]]) -> None:

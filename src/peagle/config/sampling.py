@@ -268,10 +268,7 @@ class SamplingParams:
                 "temperature, or leave n out."
             )
         if self.prediction and not self.prompt_lookup:
-            raise UserError(
-                "prediction was given and prompt_lookup is false: the text alone drafts what a "
-                "request predicts. Leave one of the two out."
-            )
+            raise UserError("prediction was given and prompt_lookup is false; leave one out.")
         structured = self.structured_output
         if structured is None:
             return

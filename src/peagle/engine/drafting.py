@@ -117,9 +117,9 @@ def has_copies(params: SamplingParams, speculative: SpeculativeConfig | None) ->
 
 def uses_prediction(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
     """Return whether a prediction of a request's output can be drafted from."""
-    is_lookup = speculative is not None and speculative.method == "ngram"
-    is_lookup = is_lookup and params.num_speculative_tokens != 0
-    return is_lookup or has_copies(params, speculative)
+    if speculative is not None and speculative.method == "ngram":
+        return params.num_speculative_tokens != 0
+    return has_copies(params, speculative)
 
 
 def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:

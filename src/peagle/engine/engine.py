@@ -276,11 +276,10 @@ class LLMEngine:
         seed = params.seed
         if seed is None:
             seed = derive_seed(self.config.seed, self._num_requests)
-        prediction: list[int] = []
+        predicted: list[int] = []
         if params.prediction and self.speculative is not None:
             # Behind the end of the prompt, it is found from the first token on.
-            end = prompt[-self.speculative.lookup_lengths[0] :]
-            prediction = [*end, *params.prediction][: self.max_model_len - len(prompt)]
+            predicted = [*prompt[-self.speculative.lookup_lengths[0] :], *params.prediction]
         sequence = Sequence(
             self._num_requests,
             prompt,
@@ -294,7 +293,7 @@ class LLMEngine:
             leader=leader if self.config.enable_prefix_caching else None,
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
-            prediction=prediction,
+            prediction=predicted[: self.max_model_len - len(prompt)],
             has_copies=has_copies(params, self.speculative),
             draws_chain=draws_chain(params, self.speculative),
             fixes_k=fixes_k(params, self.speculative),
@@ -340,10 +339,9 @@ class LLMEngine:
             )
         if not uses_prediction(params, self.speculative):
             raise UserError(
-                "prediction was given, and here no copies of the text are drafted. They need "
-                "candidate trees of a P-EAGLE head (parallel_drafting_spec) without prompt_lookup "
-                'false, or the method "ngram", and num_speculative_tokens of the request left out. '
-                "Leave prediction out, or start the engine with one of the two."
+                "prediction was given, and no copies are drafted here. A P-EAGLE head's trees have "
+                '(parallel_drafting_spec, with prompt_lookup) or "ngram", at the full '
+                "num_speculative_tokens. Start the engine so, or leave prediction out."
             )
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:

@@ -72,15 +72,6 @@ def word_ids(
     return tuple(found)
 
 
-def prediction_ids(
-    tokenizer: transformers.PreTrainedTokenizerBase, prediction: str | tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return a predicted output as token ids."""
-    if not isinstance(prediction, str):
-        return prediction
-    return tuple(tokenizer.encode(prediction, add_special_tokens=False))
-
-
 @dataclass(slots=True)
 class _Output:
     """One output of a request while it grows."""
@@ -152,14 +143,13 @@ class Requests:
         """
         require(is_int(priority), "priority", priority, "a whole number; lower goes first")
         ids = self.encode(prompt)
-        own = {
-            "n": 1,
-            "bad_words": word_ids(self.tokenizer, params.bad_words),
-            "prediction": prediction_ids(self.tokenizer, params.prediction),
-        }
-        one = params
-        if any(getattr(params, name) != value for name, value in own.items()):
-            one = replace(params, **own)  # checks every field: it is slow
+        one, words = params, word_ids(self.tokenizer, params.bad_words)
+        given = params.prediction
+        if isinstance(given, str):
+            given = tuple(self.tokenizer.encode(given, add_special_tokens=False))
+        # `replace` checks every field: it is slow.
+        if (params.n, params.bad_words, params.prediction) != (1, words, given):
+            one = replace(params, n=1, bad_words=words, prediction=given)
         start = time.perf_counter()
         structure = params.structured_output
         leader: EngineSequence | None = None

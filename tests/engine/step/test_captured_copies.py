@@ -118,30 +118,23 @@ def test_predictions_in_captured_steps(
     head_folders: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Right, half right, wrong, and longer than the row has room for; also after preemptions."""
+    """Right, half right, wrong and too long for the row; preemptions write rows anew."""
     monkeypatch.setattr(TreeRecord, "looks", False)
     build = partial(make, target_folder, head_folders(parallel=True), device=device)
-    plain = make(target_folder, None, eager=True, device=device)
     params = [replace(SAMPLED, seed=seed) for seed in range(4)]
-    outputs = [o.token_ids for o in plain.generate(PROMPTS, params)]
+    without = build(eager=True, copies=False).generate(PROMPTS, params)
+    outputs = [o.token_ids for o in without]
     given = [outputs[0], [*outputs[1][:9], 7, *outputs[1][10:]], [7] * 64, outputs[3] * 2]
-    predicting = [replace(o, prediction=p) for o, p in zip(params, given, strict=True)]
-    without = build(eager=True).generate(PROMPTS, params)
-    eager, captured, few = llms = [
-        build(eager=True),
-        build(eager=False),
-        build(eager=False, num_kv_blocks=20),
-    ]
-    for llm in llms:
-        answers = llm.generate(PROMPTS, predicting)
-        assert [o.token_ids for o in answers] == outputs
+    params = [replace(o, prediction=p) for o, p in zip(params, given, strict=True)]
+    stats = []
+    for options in ({"eager": True}, {"eager": False}, {"eager": False, "num_kv_blocks": 20}):
+        llm = build(**options)
+        found = llm.generate(PROMPTS, params)
+        assert [o.token_ids for o in found] == outputs and not llm.stats.eager_steps
+        stats.append(llm.stats)
         # A step verifies nine nodes: a good prediction fills them from the first token on.
-        assert [answers[i].stats.num_drafts for i in (0, 3)] == [3, 3]
-        assert answers[1].stats.num_drafts < without[1].stats.num_drafts
-    assert min(without[i].stats.num_drafts for i in (0, 3)) > 6
-    assert captured.stats.eager_steps == few.stats.eager_steps == {}
-    assert captured.stats.speculation == eager.stats.speculation
-    assert few.stats.num_preemptions > 0
+        assert [found[i].stats.num_drafts for i in (0, 3)] == [3, 3]
+    assert stats[0].speculation == stats[1].speculation and stats[2].num_preemptions
 
 
 def test_copies_under_a_grammar_in_eager_steps(

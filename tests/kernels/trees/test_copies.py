@@ -27,18 +27,15 @@ from tests.kernels.devices import DEVICES, compile_for_card
 
 
 def longest_match(
-    text: list[int], end: list[int], longest: int, shortest: int, *, is_prediction: bool = False
+    text: list[int], end: list[int], longest: int, shortest: int, first: int = 0
 ) -> tuple[int, int] | None:
-    """Every place compared with the end of a path, token by token: longest first, then latest.
-
-    In a prediction the first of the longest.
-    """
+    """Every place compared with a path's end: longest first, then latest (or `first`)."""
     best: tuple[int, int] | None = None
     for at in range(len(text) - 1):
         length = 0
         while length < min(longest, at + 1, len(end)) and text[at - length] == end[-1 - length]:
             length += 1
-        if length >= shortest and (best is None or length >= best[0] + is_prediction):
+        if length >= shortest and (best is None or length >= best[0] + first):
             best = length, at + 1
     return best
 
@@ -113,18 +110,17 @@ def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
     worth = dict(zip(paths[1:], tree.worths, strict=True))
     every = dict(worth)
     for row in range(min(4, len(paths))):
-        end = [*text, *paths[row]]
-        ends = [
-            longest_match(one, end, MAX_MATCH, 2, is_prediction=i > 0)
-            for i, one in enumerate(texts)
+        found = [
+            (*match, i)
+            for i in (1, 0)
+            if (match := longest_match(texts[i], [*text, *paths[row]], MAX_MATCH, 2, first=i))
         ]
-        found = [(*end, one) for end, one in zip(ends, texts, strict=True) if end]
         assert bool(found) == any(match.row == row for match in matches)
         if not found:
             continue
-        length, start, source = max(reversed(found), key=lambda one: one[0])
+        length, start, i = max(found, key=lambda one: one[0])
         path, w = paths[row], worth.get(paths[row], 1.0)
-        for step, token in enumerate(copied_tokens(source, start, MAX_COPIED)):
+        for step, token in enumerate(copied_tokens(texts[i], start, MAX_COPIED)):
             siblings = [p for p in paths[1:] if p[:-1] == path]
             path = (*path, token)
             drafted = 0 if path not in worth else 2 if siblings[0] == path else 1
