@@ -115,9 +115,9 @@ def has_copies(params: SamplingParams, speculative: SpeculativeConfig | None) ->
     return speculative.copies_join_trees and params.prompt_lookup
 
 
-def uses_prediction(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
+def uses_prediction(params: SamplingParams, speculative: SpeculativeConfig) -> bool:
     """Return whether a prediction of a request's output can be drafted from."""
-    if speculative is not None and speculative.method == "ngram":
+    if speculative.method == "ngram":
         return params.num_speculative_tokens != 0
     return has_copies(params, speculative)
 

@@ -276,10 +276,6 @@ class LLMEngine:
         seed = params.seed
         if seed is None:
             seed = derive_seed(self.config.seed, self._num_requests)
-        predicted: list[int] = []
-        if params.prediction and self.speculative is not None:
-            # Behind the end of the prompt, it is found from the first token on.
-            predicted = [*prompt[-self.speculative.lookup_lengths[0] :], *params.prediction]
         sequence = Sequence(
             self._num_requests,
             prompt,
@@ -293,7 +289,7 @@ class LLMEngine:
             leader=leader if self.config.enable_prefix_caching else None,
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
-            prediction=predicted[: self.max_model_len - len(prompt)],
+            prediction=self._prediction(prompt, params),
             has_copies=has_copies(params, self.speculative),
             draws_chain=draws_chain(params, self.speculative),
             fixes_k=fixes_k(params, self.speculative),
@@ -319,8 +315,6 @@ class LLMEngine:
         for word in params.bad_words:
             assert not isinstance(word, str), "`Requests` encodes texts"
             token_ids(word, vocab_size, "bad_words")
-        if params.prediction:
-            self._check_prediction(params)
         k = params.num_speculative_tokens
         if k is not None and k > most:
             raise UserError(
@@ -328,21 +322,27 @@ class LLMEngine:
                 f"{most}. Ask for fewer, or set it in the speculative configuration."
             )
 
-    def _check_prediction(self, params: SamplingParams) -> None:
+    def _prediction(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        """Return the end of a prompt and what the request predicts behind it, if it does."""
         given, most = params.prediction, self.max_model_len
         assert not isinstance(given, str), "`Requests` encodes texts"
+        if not given:
+            return []
         token_ids(given, self.target.vocab_size, "prediction")
         if len(given) > most:
             raise UserError(
                 f"prediction has {len(given)} tokens; expected at most {most}, the context. "
                 "Shorten it."
             )
-        if not uses_prediction(params, self.speculative):
+        if self.speculative is None or not uses_prediction(params, self.speculative):
             raise UserError(
                 "prediction was given, and no copies are drafted here. A P-EAGLE head's trees have "
                 '(parallel_drafting_spec, with prompt_lookup) or "ngram", at the full '
                 "num_speculative_tokens. Start the engine so, or leave prediction out."
             )
+        # The text ends as the prompt does: a prediction behind it is found from the first token on.
+        end = prompt[-self.speculative.lookup_lengths[0] :]
+        return [*end, *given][: most - len(prompt)]
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the ids that end an output: the request's, and the model's unless ignored."""
