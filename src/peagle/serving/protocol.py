@@ -270,14 +270,14 @@ class FunctionChoice(ToolChoiceFunction):
 
 
 class TextPart(_Body):
-    """A part of a text."""
+    """A part of the text of a prediction."""
 
     type: Literal["text"]
     text: StrictStr
 
 
 class Prediction(_Body):
-    """What the answer may be."""
+    """The answer that a client expects, as one text or in parts."""
 
     type: Literal["content"]
     content: StrictStr | Annotated[list[TextPart], bounded_list("messages")]
