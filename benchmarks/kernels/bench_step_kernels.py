@@ -298,7 +298,9 @@ class CopyStep:
         if text == "many":
             paragraph = texts[:, :97]
             texts = paragraph.repeat(1, length // 97 + 1)[:, :length].contiguous()
-        self.texts = copies_triton.Texts(texts, ints(num_seqs, length - 1), ints(num_seqs, 1))
+        self.texts = copies_triton.Texts(
+            texts, ints(num_seqs, length - 1), ints(num_seqs, 1), ints(num_seqs, 0)
+        )
         tokens = torch.randint(VOCAB, (num_seqs, nodes), device=DEVICE)
         # The head drafts what the text goes on with, and others beside.
         depth = 7

@@ -139,6 +139,8 @@ def test_generate_has_a_flag_for_every_sampling_parameter() -> None:
     keys = {f"sampling.{one.name}" for one in fields(SECTIONS["sampling"])}
     # What one request drafts otherwise than the others means nothing where there is only one set of
     # parameters, and markers are for those that parse chats.
-    without = {"sampling.num_speculative_tokens", "sampling.prompt_lookup"}
+    without = {
+        f"sampling.{one}" for one in ("num_speculative_tokens", "prompt_lookup", "prediction")
+    }
     without |= {"sampling.marker_token_ids"}
     assert {flag.key for flag in flags} == keys - without

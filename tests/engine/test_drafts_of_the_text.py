@@ -14,6 +14,7 @@ from peagle import LLM, SamplingParams
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.engine import LLMEngine
 from peagle.engine.tree_record import TreeRecord
+from peagle.errors import UserError
 from peagle.evaluation.acceptance import figures_of_answers
 from peagle.evaluation.decoding import Observation, Request
 from peagle.evaluation.engine_backend import EngineBackend
@@ -163,3 +164,47 @@ def test_captured_steps_count_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> 
     accepted, of_text = (getattr(captured.stats.speculation, name) for name in (ACCEPTED, TEXT))
     assert 0 < sum(of_text) < sum(accepted)
     assert [bool(getattr(output.stats, TEXT)) for output in found] == [True, False, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_lookup", [False, True])
+def test_a_good_prediction_takes_fewer_steps(is_lookup: bool) -> None:
+    lookup = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 16}
+    llm = LLM("bundled", speculative_config=lookup) if is_lookup else make(drawn_chains_from=0.5)
+
+    def ask(**changes: Any) -> Any:
+        return llm.generate(PROMPTS[3], replace(PARAMS, max_tokens=48, **changes))[0]
+
+    plain, without = ask(num_speculative_tokens=0), ask()
+    edited = [*plain.token_ids[:20], *plain.token_ids[21:]]
+    for given in (plain.token_ids, plain.text, edited, [1]):
+        found = ask(prediction=given)
+        assert found.token_ids == plain.token_ids
+        assert found.prompt_token_ids == plain.prompt_token_ids
+        passes, before = (48 - o.stats.num_accepted_tokens for o in (found, without))
+        assert passes < 0.75 * before or given == [1]
+    # A tree stays where others draw chains.
+    assert ask(temperature=0.8, prediction=edited).stats.num_accepted_text_tokens_per_pos
+
+
+@pytest.mark.parametrize(
+    ("config", "params", "told"),
+    [
+        ({}, {"prediction": [5, 2**40]}, "prediction is 1099511627776; expected token ids from 0"),
+        ({}, {"prediction": [5] * 257}, "prediction has 257 tokens; expected at most 256"),
+        ({}, {"prediction": 3}, "prediction is 3; expected a text or a list of token ids"),
+        ({}, {"prediction": [-1]}, "prediction is -1; expected token ids of at least 0"),
+        ({}, {"prompt_lookup": False}, "prediction was given and prompt_lookup is false"),
+        ({}, {"num_speculative_tokens": 2}, "prediction was given, and no copies are"),
+        ({"prompt_lookup": False}, {}, "prediction was given, and no copies are"),
+        ({"parallel_drafting_spec": None}, {}, "prediction was given, and no copies are"),
+        (None, {}, "prediction was given, and no copies are"),
+    ],
+)
+def test_predictions_are_refused_by_name(
+    config: dict[str, Any] | None, params: dict[str, Any], told: str
+) -> None:
+    llm = LLM("bundled", device="cpu") if config is None else make(**config)
+    with pytest.raises(UserError, match=told):
+        llm.generate("x", replace(PARAMS, **{"prediction": "x", **params}))
+    assert llm.generate("x", replace(PARAMS, max_tokens=1, prediction=""))

@@ -32,6 +32,7 @@ from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, DecodeSeconds, ScheduledDepth
 from peagle.engine.drafting import Drafting, HeadDrafting
 from peagle.engine.features import FeatureRings
+from peagle.engine.memory_plan import lookahead_slots
 from peagle.engine.scheduler import Schedule, Scheduler
 from peagle.engine.step.pipeline import Pipeline
 from peagle.models.target import TargetModel
@@ -142,9 +143,10 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
             kind.max_draft_len,
             fake._features,
         )
-        num_slots = (3 if kind.has_graphs else 2) * (K + 1)
         engine.scheduler.draft_window = kind.draft_window
-        engine.scheduler.num_lookahead_slots = max(num_slots, kind.max_nodes + 1)
+        engine.scheduler.num_lookahead_slots = lookahead_slots(
+            K, kind.max_nodes, has_copies=kind.has_copies, is_pipelined=kind.has_graphs
+        )
     if kind.has_graphs:
         head = fake.drafting.proposer
         sizes = config.max_num_seqs, MAX_MODEL_LEN
@@ -232,6 +234,7 @@ class Schedules(RuleBasedStateMachine):
         self.engine.scheduler.schedule = self._scheduled  # type: ignore[method-assign]
         self.sequences: list[Sequence] = []
         self.stopped: set[int] = set()
+        self.prompts: dict[int, tuple[int, ...]] = {}
 
     @rule(
         prompt=PROMPTS,
@@ -241,6 +244,7 @@ class Schedules(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         ignore_eos=st.booleans(),
         copies=st.integers(1, 2),
+        predicted=st.none() | PROMPTS | st.integers(1, 40),
     )
     def arrive(
         self,
@@ -251,8 +255,14 @@ class Schedules(RuleBasedStateMachine):
         priority: int,
         ignore_eos: bool,
         copies: int,
+        predicted: tuple[int, ...] | int | None,
     ) -> None:
+        if not self.kind.has_copies or k not in (None, K):
+            predicted = None
+        if isinstance(predicted, int):  # the beginning of the greedy output
+            predicted = tuple(greedy(prompt, predicted))
         params = SamplingParams(
+            prediction=predicted or (),
             max_tokens=max_tokens,
             temperature=float(sampled),
             seed=0,
@@ -264,6 +274,7 @@ class Schedules(RuleBasedStateMachine):
             sequence = self.engine.add_request(prompt, params, priority=priority, leader=leader)
             leader = leader or sequence
             self.sequences.append(sequence)
+            self.prompts[sequence.seq_id] = prompt
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -367,9 +378,8 @@ class Schedules(RuleBasedStateMachine):
 
     def _check_output(self, sequence: Sequence) -> None:
         output = sequence.output_token_ids
-        params = sequence.params
-        prompt = tuple(sequence.prompt_token_ids)
-        expected = alone(self.kind, prompt, params)
+        params = replace(sequence.params, prediction=())
+        expected = alone(self.kind, self.prompts[sequence.seq_id], params)
         if sequence.finish_reason == "cancelled" or sequence.seq_id in self.stopped:
             assert output == expected[: len(output)]
         else:
@@ -500,9 +510,14 @@ def plant_beyond_the_context(self: HeadDrafting, *parts: Any) -> None:
     self.max_model_len -= 99
 
 
+def read_the_prediction_as_prompt(self: Sequence) -> None:
+    self.token_ids = [*self.prediction, *self.token_ids]
+    BEGIN(self)
+
+
 PLANT = HeadDrafting._set_trees
 STEP = HeadDrafting._step
-FREE, RETIRE = BlockManager.free, Scheduler.retire
+FREE, RETIRE, BEGIN = BlockManager.free, Scheduler.retire, Sequence.__post_init__
 FAULTS: dict[str, tuple[type, str, Any]] = {
     "the drafter's last slot is not in the hash": (BlockManager, "_hash", hash_of_the_block_alone),
     "a block that is taken stays published": (BlockManager, "_unpublish", lambda self, block: None),
@@ -513,10 +528,12 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "holes are looked into": (HeadDrafting, "_step", look_into_holes),
     "K follows the load": (HeadDrafting, "max_drafts_of", Drafting.max_drafts_of),
     "trees grow beyond the context": (HeadDrafting, "_set_trees", plant_beyond_the_context),
+    "a prediction is prompt": (Sequence, "__post_init__", read_the_prediction_as_prompt),
 }
 # Other drafts change no output.
 FAULTS_OF_DRAWN_DRAFTS = ("preemption loses the drafts", "K follows the load")
-FAULTS_OF_OTHERS = (*FAULTS_OF_DRAWN_DRAFTS, "trees grow beyond the context")
+FAULTS_OF_TREES = ("trees grow beyond the context", "a prediction is prompt")
+FAULTS_OF_OTHERS = (*FAULTS_OF_DRAWN_DRAFTS, *FAULTS_OF_TREES)
 
 
 @pytest.mark.slow
@@ -527,6 +544,7 @@ FAULTS_OF_OTHERS = (*FAULTS_OF_DRAWN_DRAFTS, "trees grow beyond the context")
         *((name, "drawn drafts") for name in FAULTS_OF_DRAWN_DRAFTS),
         ("holes are looked into", "K by load"),
         ("trees grow beyond the context", "trees"),
+        ("a prediction is prompt", "trees and the text"),
     ],
 )
 def test_a_planted_fault_is_noticed(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from peagle import SamplingParams
 from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
-from serving.live import LiveServer, running
+from serving.live import CHAT_TEMPLATE, LiveServer, running
 
 TREES = {"num_parallel_trees": 4, "prediction_depth": 5, "max_nodes": 12}
 BODY = {"prompt": "def fibonacci(n):", "max_tokens": 40, "temperature": 0, "stream": True}
@@ -99,16 +99,26 @@ def test_metrics_count_trees_nodes_and_depths(trees: LiveServer) -> None:
     assert sum(per_pos) == added["accepted_tokens"] > 0
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Copies of the text join the trees."""
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    options = ("--parallel-drafting-spec", json.dumps(TREES), "--chat-template", template)
+    with running(*options, "--hang-timeout", 120, warm=True) as live:
+        yield live
+
+
 @pytest.mark.slow
-def test_tokens_of_the_text_are_told_by_steps_usage_metrics_and_an_evaluation() -> None:
-    options = ("--parallel-drafting-spec", json.dumps(TREES), "--hang-timeout", 120)
-    with running(*options, warm=True) as server:
-        steps, usage = reports(server, True)
-        before = server.metrics()
-        backend = EndpointBackend(server.url)
-        request = Request("one", str(BODY["prompt"]), SamplingParams(max_tokens=40))
-        run = backend.run([request], 1)
-        after = server.metrics()
+def test_tokens_of_the_text_are_told_by_steps_usage_metrics_and_an_evaluation(
+    texts: LiveServer,
+) -> None:
+    steps, usage = reports(texts, True)
+    before = texts.metrics()
+    backend = EndpointBackend(texts.url)
+    request = Request("one", str(BODY["prompt"]), SamplingParams(max_tokens=40))
+    run = backend.run([request], 1)
+    after = texts.metrics()
     accepted, of_text = (usage[f"num_accepted_{kind}tokens_per_pos"] for kind in ("", "text_"))
     assert 0 < sum(of_text) < sum(accepted) and len(accepted) == len(of_text)
     assert "text_from" not in steps[0], "the pass over the prompt has no drafts"
@@ -124,6 +134,50 @@ def test_tokens_of_the_text_are_told_by_steps_usage_metrics_and_an_evaluation() 
     assert answer.steps is not None
     steps_told = [(step.text_from, step.num_accepted) for step in answer.steps[1:]]
     assert_recounted(of_text, steps_told)
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "def fibonacci(n):"}]}
+
+
+@pytest.mark.slow
+def test_a_prediction_drafts_what_it_predicts(texts: LiveServer) -> None:
+    def ask(content: Any) -> tuple[str, int, int]:
+        body = CHAT | {"max_tokens": 40, "temperature": 0, "speculation": {"report": True}}
+        body["prediction"] = {"type": "content", "content": content}
+        with texts.client() as client:
+            answer = client.post("/v1/chat/completions", json=body).json()
+        usage, text = answer["usage"], answer["choices"][0]["message"]["content"]
+        return text, usage["prompt_tokens"], usage["speculation"]["num_drafts"]
+
+    text, *counts = ask("")
+    for content in (text, [{"type": "text", "text": part} for part in (text[:9], text[9:])]):
+        found, num_prompt, num_drafts = ask(content)
+        assert (found, num_prompt) == (text, counts[0]) and num_drafts < counts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type"),
+        ({"content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"content": "x " * 60_000}, "The prediction has 120000 characters"),
+        ({"content": "x", "speculation": {"prompt_lookup": False}}, "prediction was given and"),
+        ({"content": "x", "speculation": {"num_speculative_tokens": 0}}, "prediction was given, "),
+        ({"content": "x", "prompt": "x"}, "prediction"),  # of /v1/completions
+    ],
+)
+def test_predictions_are_refused_by_name(
+    texts: LiveServer, fields: dict[str, Any], told: str
+) -> None:
+    body = dict(fields) if "prompt" in fields else CHAT | fields
+    if "content" in body:
+        body["prediction"] = {"type": "content", "content": body.pop("content")}
+    route = "completions" if "prompt" in body else "chat/completions"
+    with texts.client() as client:
+        answer = client.post(f"/v1/{route}", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and (told in error["message"] or told in error["param"])
 
 
 def assert_recounted(of_text: list[int], steps: list[tuple[int, int]]) -> None:

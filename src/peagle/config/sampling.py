@@ -143,13 +143,16 @@ class SamplingParams:
         prompt_lookup: let the text draft too, where the engine looks drafts up in it: copies of the
             text in the trees of a head, or "ngram". False: the head alone drafts, as for a request
             whose num_speculative_tokens is below the engine's.
+        prediction: what the output may be, a text or token ids: copies of it join the trees from
+            the first token on, or "ngram" drafts them. The output is the same without it.
         marker_token_ids: special tokens whose names are part of the text, each behind
             `peagle.markers.SIGN`; other special tokens have no text.
 
     Further arguments are those of vLLM. `structured_outputs`, or by its older name
     `guided_decoding`, takes StructuredOutputsParams or a mapping of its fields and becomes
     `structured_output`. The others are accepted with the values that they have here by default.
-    None stands for the default of `stop`, `stop_token_ids`, `bad_words` and `logit_bias`.
+    None stands for the default of `stop`, `stop_token_ids`, `bad_words`, `logit_bias` and
+    `prediction`.
 
     Raises:
         UserError: a value is out of range, or two contradict each other; the message names them.
@@ -178,6 +181,7 @@ class SamplingParams:
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
     prompt_lookup: bool = True
+    prediction: str | tuple[int, ...] = ()
     marker_token_ids: tuple[int, ...] = ()
     structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
     guided_decoding: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
@@ -195,7 +199,7 @@ class SamplingParams:
         for (name, (value, reason)), given in zip(_NEUTRAL.items(), neutral, strict=True):
             if name != "best_of" or given != self.n:
                 require_neutral(name, given, value, reason)
-        for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
+        for name in ("stop", "stop_token_ids", "bad_words", "logit_bias", "prediction"):
             if getattr(self, name) is None:
                 setattr(self, name, ())
         if is_int(self.top_k) and self.top_k == -1:
@@ -249,6 +253,8 @@ class SamplingParams:
         ok = isinstance(words, Sequence) and not isinstance(words, str)
         require(ok, "bad_words", words, "a list of texts or of lists of token ids")
         self.bad_words = tuple(_word(word) for word in words)
+        if not isinstance(self.prediction, str):
+            self.prediction = _ids("prediction", self.prediction, "a text or a list of token ids")
 
     def _check_together(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -261,6 +267,8 @@ class SamplingParams:
                 f"n is {self.n} and temperature 0: greedy outputs are all the same. Set a "
                 "temperature, or leave n out."
             )
+        if self.prediction and not self.prompt_lookup:
+            raise UserError("prediction was given and prompt_lookup is false; leave one out.")
         structured = self.structured_output
         if structured is None:
             return
@@ -285,9 +293,9 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _ids(name: str, values: Any) -> tuple[int, ...]:
+def _ids(name: str, values: Any, expected: str = "a list of token ids") -> tuple[int, ...]:
     ok = isinstance(values, Sequence | Set) and not isinstance(values, str)
-    require(ok, name, values, "a list of token ids")
+    require(ok, name, values, expected)
     ids: tuple[Any, ...] = tuple(values)
     for token in ids:
         require(is_int(token) and token >= 0, name, token, "token ids of at least 0")

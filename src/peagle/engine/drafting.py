@@ -115,13 +115,21 @@ def has_copies(params: SamplingParams, speculative: SpeculativeConfig | None) ->
     return speculative.copies_join_trees and params.prompt_lookup
 
 
+def uses_prediction(params: SamplingParams, speculative: SpeculativeConfig) -> bool:
+    """Return whether a prediction of a request's output can be drafted from."""
+    if speculative.method == "ngram":
+        return params.num_speculative_tokens != 0
+    return has_copies(params, speculative)
+
+
 def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
     """Return whether a request gets chains of drawn drafts while others get trees.
 
-    A seeded output must not depend on drafts, and no grammar restricts such draws.
+    A seeded output must not depend on drafts, no grammar restricts such draws, and a prediction
+    needs a tree.
     """
     first = None if speculative is None else speculative.drawn_chains_from
-    is_free = params.seed is None and params.structured_output is None
+    is_free = params.seed is None and params.structured_output is None and not params.prediction
     return first is not None and is_free and params.temperature >= first
 
 
@@ -179,7 +187,8 @@ class LookupDrafting(Drafting):
             if not chunk.samples or sequence.is_finished:
                 continue
             k = self.num_drafts(sequence)
-            found = self.lookup.find(sequence.token_ids, k) if k else []
+            texts = sequence.token_ids, k, sequence.prediction
+            found = self.lookup.find(*texts) if k else []
             if grammar is not None:
                 prepare_masks([grammar], [found], [None])
                 found = grammar.allowed(found)
@@ -351,21 +360,26 @@ class HeadDrafting(Drafting):
     def _join_copies(self, sequence: Sequence, survival: Survival | None) -> None:
         """Let copies of the text join the tree of a sequence."""
         proposer, text = self.proposer, sequence.token_ids
-        assert proposer.trees and survival and proposer.lookup_lengths
+        lengths = proposer.lookup_lengths
+        assert proposer.trees and survival and lengths
         tokens, parents = sequence.drafts, sequence.draft_parents or []
         scores = sequence.draft_scores or []
-        if sequence.text_index is None:
-            sequence.text_index = TextIndex(*proposer.lookup_lengths)
-        sequence.text_index.extend(text)
+        if not sequence.text_indices:
+            index = partial(TextIndex, longest=lengths[0], shortest=lengths[1])
+            sequence.text_indices = [index(text)]
+            if given := sequence.prediction:
+                sequence.text_indices.append(index(given, is_prediction=True))
+        for index in sequence.text_indices:
+            index.extend()
         depths = row_depths(parents)[1:]
         worths = survival(torch.tensor([scores]), torch.tensor([depths]))[0].tolist()
         for node, parent in enumerate(parents):
             worths[node] = min(worths[node], worths[parent - 1] if parent else 1.0)
         tree = Tree(tokens, parents, scores, worths, [NO_COPY] * len(tokens))
-        matches = find_matches(sequence.text_index, text, tokens, parents, SEARCHED_ROWS)
+        matches = find_matches(sequence.text_indices, tokens, parents, SEARCHED_ROWS)
         room = min(proposer.trees.max_nodes, self.max_model_len - len(text))
         if matches and room > 0:
-            tree = join_copies(tree, text, matches, proposer.copy_rates, max_nodes=room)
+            tree = join_copies(tree, matches, proposer.copy_rates, max_nodes=room)
         sequence.drafts, sequence.draft_parents, sequence.draft_scores = tree[:3]
         sequence.draft_worths, sequence.draft_cells = tree[3:]
 

@@ -21,6 +21,7 @@ from peagle.engine.drafting import (
     fixes_k,
     has_copies,
     make_drafting,
+    uses_prediction,
 )
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
@@ -246,7 +247,7 @@ class LLMEngine:
         """Queue a prompt for one output, whatever `params.n` is.
 
         Args:
-            params: sampling parameters, with `bad_words` as token ids.
+            params: sampling parameters, with `bad_words` and `prediction` as token ids.
             priority: requests with a lower number go first.
             grammar: state at the start of the structure in `params`.
             leader: a sequence with the same prompt, for whose KV this one waits.
@@ -288,6 +289,7 @@ class LLMEngine:
             leader=leader if self.config.enable_prefix_caching else None,
             cache_salt=cache_salt,
             samples_prompt=self._pipeline is None,
+            prediction=self._prediction(prompt, params),
             has_copies=has_copies(params, self.speculative),
             draws_chain=draws_chain(params, self.speculative),
             fixes_k=fixes_k(params, self.speculative),
@@ -319,6 +321,28 @@ class LLMEngine:
                 f"num_speculative_tokens of the request is {k}; the engine was made for at most "
                 f"{most}. Ask for fewer, or set it in the speculative configuration."
             )
+
+    def _prediction(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        """Return the end of a prompt and what the request predicts behind it, if it does."""
+        given, most = params.prediction, self.max_model_len
+        assert not isinstance(given, str), "`Requests` encodes texts"
+        if not given:
+            return []
+        token_ids(given, self.target.vocab_size, "prediction")
+        if len(given) > most:
+            raise UserError(
+                f"prediction has {len(given)} tokens; expected at most {most}, the context. "
+                "Shorten it."
+            )
+        if self.speculative is None or not uses_prediction(params, self.speculative):
+            raise UserError(
+                "prediction was given, and no copies are drafted here. A P-EAGLE head's trees have "
+                '(parallel_drafting_spec, with prompt_lookup) or "ngram", at the full '
+                "num_speculative_tokens. Start the engine so, or leave prediction out."
+            )
+        # The text ends as the prompt does: a prediction behind it is found from the first token on.
+        end = prompt[-self.speculative.lookup_lengths[0] :]
+        return [*end, *given][: most - len(prompt)]
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the ids that end an output: the request's, and the model's unless ignored."""

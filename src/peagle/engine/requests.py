@@ -144,8 +144,12 @@ class Requests:
         require(is_int(priority), "priority", priority, "a whole number; lower goes first")
         ids = self.encode(prompt)
         one, words = params, word_ids(self.tokenizer, params.bad_words)
-        if (params.n, params.bad_words) != (1, words):  # `replace` checks every field: it is slow
-            one = replace(params, n=1, bad_words=words)
+        given = params.prediction
+        if isinstance(given, str):
+            given = tuple(self.tokenizer.encode(given, add_special_tokens=False))
+        # `replace` checks every field: it is slow.
+        if (params.n, params.bad_words, params.prediction) != (1, words, given):
+            one = replace(params, n=1, bad_words=words, prediction=given)
         start = time.perf_counter()
         structure = params.structured_output
         leader: EngineSequence | None = None

@@ -60,7 +60,9 @@ class Sequence:
             score of each draft's path in `draft_scores`; None for a chain.
         draft_worths: how probable it is that each node is accepted, and `draft_cells` which rate of
             copies it had (`kernels.trees.copies`); None where the tree has no copies.
-        text_index: where the text has which tokens; None until copies are looked for.
+        prediction: the end of the prompt and, behind it, the output that the request predicts; in
+            no KV and no hash.
+        text_indices: of the text and of the prediction; empty until copies are looked for.
         has_copies: whether copies of the text may join its trees.
         draws_chain: whether its drafts are a drawn chain while other sequences have trees.
         fixes_k: whether its K does not follow the K of the batch.
@@ -98,7 +100,8 @@ class Sequence:
     draft_scores: list[float] | None = None
     draft_worths: list[float] | None = None
     draft_cells: list[int] | None = None
-    text_index: TextIndex | None = None
+    prediction: list[int] = field(default_factory=list)
+    text_indices: list[TextIndex] = field(default_factory=list)
     draft_probs_KV: Tensor | None = None
     has_copies: bool = False
     draws_chain: bool = False

@@ -170,7 +170,7 @@ async def complete(service: Service, body: CompletionBody, caller: Caller) -> Ge
     service.check_model(body.model)
     encoded = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     params = completion_params(body, info, max(map(len, encoded)))
-    params = await service.encode_words(params)
+    params = await service.encode_texts(params)
     if body.stream and params.prompt_logprobs is not None:
         asked = "prompt_logprobs" if body.prompt_logprobs is not None else "echo with logprobs"
         raise ApiError(400, f"{asked} does not stream; leave stream or it out.", param="stream")
@@ -335,7 +335,7 @@ async def prepare_chat(
         opening = family.opening(name)
         ids += await tokenizer.encode(opening, info.max_model_len, add_special_tokens=False)
         params = chat_params(body, info, len(ids), forced)
-    params = await service.encode_words(params)
+    params = await service.encode_texts(params)
     if body.stream and params.prompt_logprobs is not None:
         text = "prompt_logprobs does not stream; leave one of the two out."
         raise ApiError(400, text, param="stream")

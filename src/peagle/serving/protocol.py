@@ -269,6 +269,26 @@ class FunctionChoice(ToolChoiceFunction):
     type: Literal["function"]
 
 
+class TextPart(_Body):
+    """A part of the text of a prediction."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Prediction(_Body):
+    """The answer that a client expects, as one text or in parts."""
+
+    type: Literal["content"]
+    content: StrictStr | Annotated[list[TextPart], bounded_list("messages")]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatBody(SamplingFields):
     """POST /v1/chat/completions. Messages are checked against the chat template."""
 
@@ -279,6 +299,7 @@ class ChatBody(SamplingFields):
     tools: Annotated[list[Tool], bounded_list("tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
+    prediction: Prediction | None = None
     reasoning_effort: Name | None = None
     chat_template_kwargs: Options | None = None
     add_generation_prompt: StrictBool | None = None
@@ -476,6 +497,8 @@ def chat_params(
     elif body.top_logprobs:
         text = f"top_logprobs is {body.top_logprobs} without logprobs; set logprobs to true."
         raise ApiError(400, text, param="top_logprobs")
+    if body.prediction is not None:
+        given["prediction"] = body.prediction.text
     if constraint is not None:
         for name in _structures(body):
             text = f"{name} and a forced tool_choice were both given; leave one of them out."

@@ -117,7 +117,8 @@ class Service:
         proposer, changes = self._drafting(body, self.loaded()[1])
         priority = 0 if self.config.ignore_priority else body.priority
         if changes:  # checking every field anew takes its time
-            params = replace(params, **changes)
+            with as_api_error("prediction"):
+                params = replace(params, **changes)
         return Generation(self, prompts, params, proposer, priority, caller)
 
     def _drafting(self, body: GenerationFields, info: EngineInfo) -> tuple[str, dict[str, Any]]:
@@ -203,18 +204,23 @@ class Service:
                 raise ApiError(400, text, param="prompt")
         return encoded
 
-    async def encode_words(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with bad words as token ids, so that no engine has to encode them.
+    async def encode_texts(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with texts as token ids, so that no engine has to encode them.
 
         Raises:
-            ApiError: the tokenizer makes no token of a word.
+            ApiError: the tokenizer makes no token of a bad word; the prediction is too long.
         """
-        texts = [word for word in params.bad_words if isinstance(word, str)]
-        if not texts:
-            return params
-        with as_api_error("bad_words"):
-            words = await self.loaded()[0].encode_words(texts)
-        return replace(params, bad_words=tuple(map(tuple, words)))
+        tokenizer, info = self.loaded()
+        changes: dict[str, Any] = {}
+        if texts := [word for word in params.bad_words if isinstance(word, str)]:
+            with as_api_error("bad_words"):
+                words = await tokenizer.encode_words(texts)
+            changes["bad_words"] = tuple(map(tuple, words))
+        if isinstance(text := params.prediction, str):
+            changes["prediction"] = await tokenizer.encode(
+                text, info.max_model_len, add_special_tokens=False, param="prediction"
+            )
+        return replace(params, **changes) if changes else params
 
 
 # ---- one request ---------------------------------------------------------------------------------

@@ -76,14 +76,19 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(thread, call, tokenizer)
 
     async def encode(
-        self, text: str, max_model_len: int, *, add_special_tokens: bool = True
+        self,
+        text: str,
+        max_model_len: int,
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
     ) -> list[int]:
         """Return the token ids of a text.
 
         Raises:
             ApiError: 400, it has more characters than a context of `max_model_len` tokens holds.
         """
-        self._check_length(text, max_model_len)
+        self._check_length(text, max_model_len, param)
         return await self._run(
             len(text),
             lambda tokenizer: encode_text(tokenizer, text, add_special_tokens=add_special_tokens),
@@ -92,11 +97,12 @@ class Tokenizer:
     def _check_length(self, text: str, max_model_len: int, param: str = "prompt") -> None:
         limit = max_model_len * self.characters_per_token
         if len(text) > limit:
+            what = "prediction" if param == "prediction" else "prompt"
             raise ApiError(
                 400,
-                f"The prompt has {len(text)} characters; expected at most {limit} (limit "
+                f"The {what} has {len(text)} characters; expected at most {limit} (limit "
                 f"prompt_characters): the model's context is {max_model_len} tokens, of "
-                f"{self.characters_per_token} characters each at most. Shorten the prompt.",
+                f"{self.characters_per_token} characters each at most. Shorten the {what}.",
                 param=param,
                 code="context_length_exceeded",
             )

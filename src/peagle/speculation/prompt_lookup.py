@@ -17,17 +17,28 @@ class PromptLookup:
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
-    def find(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
-        """Return the drafts that follow `tokens`, at most `max_drafts`, maybe none."""
+    def find(
+        self, tokens: Sequence[int], max_drafts: int, prediction: Sequence[int] = ()
+    ) -> list[int]:
+        """Return the drafts that follow `tokens`, at most `max_drafts`, maybe none.
+
+        Of equally long occurrences the first in the prediction counts (`Sequence.prediction`), else
+        the latest in `tokens`.
+        """
         # As bytes, because their search is fast; a match within a token is none.
-        text = array("q", tokens)
-        data, size = text.tobytes(), text.itemsize
-        for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
+        text, given = array("q", tokens), array("q", prediction)
+        data, predicted, size = text.tobytes(), given.tobytes(), text.itemsize
+        for n in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
             pattern = data[-n * size :]
-            at = data.rfind(pattern, 0, len(data) - size)
+            at = predicted.find(pattern, 0, -size)
+            while at % size and at > 0:
+                at = predicted.find(pattern, at + 1, -size)
+            found = given
+            if at < 0:
+                found, at = text, data.rfind(pattern, 0, -size)
             while at % size and at > 0:
                 at = data.rfind(pattern, 0, at + len(pattern) - 1)
             if at >= 0:
                 start = at // size + n
-                return list(text[start : start + max_drafts])
+                return list(found[start : start + max_drafts])
         return []

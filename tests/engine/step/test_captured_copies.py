@@ -109,6 +109,34 @@ def test_rules_drawn_chains_and_preemption(
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
+@pytest.mark.parametrize("device", DEVICES)
+def test_predictions_in_captured_steps(
+    device: str,
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Right, half right, wrong and too long for the row; preemptions write rows anew."""
+    monkeypatch.setattr(TreeRecord, "looks", False)
+    build = partial(make, target_folder, head_folders(parallel=True), device=device)
+    params = [replace(SAMPLED, seed=seed) for seed in range(4)]
+    without = build(eager=True, copies=False).generate(PROMPTS, params)
+    outputs = [o.token_ids for o in without]
+    given = [outputs[0], [*outputs[1][:9], 7, *outputs[1][10:]], [7] * 64, outputs[3] * 2]
+    params = [replace(o, prediction=p) for o, p in zip(params, given, strict=True)]
+    stats = []
+    for options in ({"eager": True}, {"eager": False}, {"eager": False, "num_kv_blocks": 20}):
+        llm = build(**options)
+        found = llm.generate(PROMPTS, params)
+        assert [o.token_ids for o in found] == outputs and not llm.stats.eager_steps
+        stats.append(llm.stats)
+        # A step verifies nine nodes: a good prediction fills them from the first token on.
+        assert [found[i].stats.num_drafts for i in (0, 3)] == [3, 3]
+    assert stats[0].speculation == stats[1].speculation and stats[2].num_preemptions
+
+
 def test_copies_under_a_grammar_in_eager_steps(
     target_folder: Path, head_folders: Callable[..., Path]
 ) -> None:

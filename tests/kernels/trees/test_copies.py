@@ -27,18 +27,25 @@ from tests.kernels.devices import DEVICES, compile_for_card
 
 
 def longest_match(
-    text: list[int], path: list[int], longest: int, shortest: int
+    text: list[int], end: list[int], longest: int, shortest: int, first: int = 0
 ) -> tuple[int, int] | None:
-    """Every place compared token by token: longest first, then latest."""
-    end: list[int] = [*text, *path]
+    """Every place compared with a path's end: longest first, then latest (or `first`)."""
     best: tuple[int, int] | None = None
     for at in range(len(text) - 1):
         length = 0
         while length < min(longest, at + 1, len(end)) and text[at - length] == end[-1 - length]:
             length += 1
-        if length >= shortest and (best is None or length >= best[0]):
+        if length >= shortest and (best is None or length >= best[0] + first):
             best = length, at + 1
     return best
+
+
+def indices_of(texts: list[list[int]]) -> list[TextIndex]:
+    """Of a text and its prediction."""
+    indices = [TextIndex(text, MAX_MATCH, 2, is_prediction=i > 0) for i, text in enumerate(texts)]
+    for index in indices:
+        index.extend()
+    return indices
 
 
 def random_tree(rng: random.Random, count: int, vocab: int, most_depth: int = 4) -> Tree:
@@ -73,10 +80,12 @@ def random_tree(rng: random.Random, count: int, vocab: int, most_depth: int = 4)
     shortest=st.integers(1, 3),
 )
 def test_the_longest_and_latest_match(text: list[int], path: list[int], shortest: int) -> None:
-    index = TextIndex(MAX_MATCH, shortest)
-    for end in range(1, len(text) + 1):
-        index.extend(text[:end])
-    assert index.find(text, path) == longest_match(text, path, MAX_MATCH, shortest)
+    grown: list[int] = []
+    index = TextIndex(grown, MAX_MATCH, shortest)
+    for token in text:
+        grown.append(token)
+        index.extend()
+    assert index.find([*text, *path]) == longest_match(text, [*text, *path], MAX_MATCH, shortest)
 
 
 def test_a_copy_goes_on_with_its_own_tokens() -> None:
@@ -90,19 +99,28 @@ def test_the_best_nodes_of_tree_and_copies(seed: int, max_nodes: int) -> None:
     rng = random.Random(seed)
     text = [rng.randrange(4) for _ in range(30)]
     tree = random_tree(rng, rng.randrange(8), 5)
-    index = TextIndex(MAX_MATCH, 2)
-    index.extend(text)
-    matches = find_matches(index, text, tree.tokens, tree.parents, 4)
-    joined = join_copies(tree, text, matches, PRIOR_RATES, max_nodes=max_nodes)
+    # A prediction, as long as the text or none, has the last word.
+    texts = [text, [rng.randrange(4) for _ in range(rng.choice((0, 30)))]]
+    matches = find_matches(indices_of(texts), tree.tokens, tree.parents, 4)
+    joined = join_copies(tree, matches, PRIOR_RATES, max_nodes=max_nodes)
 
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((*paths[parent], token))
     worth = dict(zip(paths[1:], tree.worths, strict=True))
     every = dict(worth)
-    for row, length, start in matches:
+    for row in range(min(4, len(paths))):
+        found = [
+            (*match, i)
+            for i in (1, 0)
+            if (match := longest_match(texts[i], [*text, *paths[row]], MAX_MATCH, 2, first=i))
+        ]
+        assert bool(found) == any(match.row == row for match in matches)
+        if not found:
+            continue
+        length, start, i = max(found, key=lambda one: one[0])
         path, w = paths[row], worth.get(paths[row], 1.0)
-        for step, token in enumerate(copied_tokens(text, start, MAX_COPIED)):
+        for step, token in enumerate(copied_tokens(texts[i], start, MAX_COPIED)):
             siblings = [p for p in paths[1:] if p[:-1] == path]
             path = (*path, token)
             drafted = 0 if path not in worth else 2 if siblings[0] == path else 1
@@ -142,10 +160,14 @@ def test_kernels_equal_the_reference(device: str) -> None:
         texts = [[rng.randrange(5) for _ in range(rng.randrange(1, 71))] for _ in range(batch)]
         trees = [random_tree(rng, rng.randrange(1, nodes + 1), 6) for _ in range(batch)]
         has_copies = [b != 2 for b in range(batch)]
-        text_BL = torch.zeros(batch, 80, dtype=torch.int32)
+        text_BL = torch.randint(5, (batch, 80), dtype=torch.int32)  # an earlier text is left
+        # Some stand before texts of any length, which may have overwritten their beginnings.
+        predictions = [[rng.randrange(5) for _ in range(rng.choice((0, 1, 9, 60)))] for _ in texts]
         tokens_BN, parents_BN = torch.zeros(2, batch, nodes, dtype=torch.int64)
         scores_BN = torch.zeros(batch, nodes)
         for b, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+            if given := predictions[b]:
+                text_BL[b, -len(given) :] = torch.tensor(given)
             text_BL[b, : len(text)] = torch.tensor(text)
             count = len(tree.tokens)
             tokens_BN[b, :count] = torch.tensor(tree.tokens, dtype=torch.int64)
@@ -156,8 +178,10 @@ def test_kernels_equal_the_reference(device: str) -> None:
         depths_B = torch.tensor([len(tree.tokens) for tree in trees[:-1]] + [0], device=device)
         lasts_B = torch.tensor([len(text) - 1 for text in texts], device=device)
         head = [x.to(device) for x in (tokens_BN, parents_BN, scores_BN)]
+        has_copies_B = torch.tensor(has_copies, device=device).long()
+        num_predicted_B = torch.tensor([*map(len, predictions)], device=device)
         join_found_copies(
-            Texts(text_BL.to(device), lasts_B, torch.tensor(has_copies, device=device).long()),
+            Texts(text_BL.to(device), lasts_B, has_copies_B, num_predicted_B),
             HeadTrees(*head, depths_B, sizes_K),
             weights_D2.to(device),
             torch.tensor(rates, device=device),
@@ -177,12 +201,11 @@ def test_kernels_equal_the_reference(device: str) -> None:
                 for parent, worth in zip(tree.parents, found, strict=True):
                     worths.append(min(worth, worths[parent - 1] if parent else 1.0))
             tree = tree._replace(worths=worths)
-            index = TextIndex(MAX_MATCH, 2)
-            index.extend(text)
-            matches = find_matches(index, text, tree.tokens, tree.parents, rows)
+            given = predictions[b][-(80 - len(text)) :]
+            matches = find_matches(indices_of([text, given]), tree.tokens, tree.parents, rows)
             room = min(nodes, max_len - len(text)) if b < batch - 1 else 0
             matches = matches if has_copies[b] else []
-            wanted = join_copies(tree, text, matches, rates, max_nodes=room)
+            wanted = join_copies(tree, matches, rates, max_nodes=room)
             count = int(depths_B[b])
             assert count == len(wanted.tokens)
             assert out.tokens_BN[b, :count].tolist() == wanted.tokens

@@ -42,7 +42,8 @@ class DecodeCopies:
         self._lengths = proposer.lookup_lengths
         self._state, self._num_nodes_K, self._max_model_len = rows.state, num_nodes_K, max_model_len
         self._weights_D2, self._rates_C = proposer.survival.weights_D2, proposer.copy_rates_C
-        self._texts = Texts(rows.text_BL, rows.state.first_positions_B, rows.has_copies_B)
+        of_rows = rows.state.first_positions_B, rows.has_copies_B, rows.num_predicted_B
+        self._texts = Texts(rows.text_BL, *of_rows)
         self._trees = JoinedTrees(rows.drafts_BK, *(rows.nodes(field) for field in range(4)))
         self.worths_BN = self._trees.worths_BN
         self._scratch = rows.copy_scratch

@@ -26,7 +26,8 @@ class DecodeRows:
             nodes; one column if K is 0.
         nodes_BX: `node_fields` numbers of each node of a tree: parent's row and score in units,
             with copies also worth in units and cell; undefined for chains.
-        text_BL: tokens of each sequence, int32; None without copies.
+        text_BL: tokens of each sequence, and at the end of the row its prediction, int32; None
+            without copies.
         copy_scratch: buffers that find and join copies; None without them.
         draft_probs: q of these drafts; None if drafts are an argmax, or K is 0.
         block_tables_BM: KV blocks, int64.
@@ -35,6 +36,7 @@ class DecodeRows:
         feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
         draws_chain_B: 1 for drawn chains while other sequences have trees, else 0; int64.
         has_copies_B: 1 where copies of the text may join the tree, else 0; int64.
+        num_predicted_B: tokens of the prediction; int64.
     """
 
     state: DecodeState
@@ -53,6 +55,7 @@ class DecodeRows:
     feature_slots_B: Tensor
     draws_chain_B: Tensor
     has_copies_B: Tensor
+    num_predicted_B: Tensor
 
     def nodes(self, field: int) -> Tensor:
         """Return one number of each node: parent's row, score, worth or cell."""

@@ -77,6 +77,7 @@ _INTS = (
     "feature_slots",
     "draws_chain",  # 1 for drawn chains while other sequences have trees
     "has_copies",  # 1 where copies of the text may join trees
+    "num_predicted",  # tokens of the prediction
 )
 _FLOATS = ("temperature", "top_p", "min_p")
 
@@ -203,6 +204,7 @@ class DecodeBuffers:
             feature_slots_B=ints["feature_slots"],
             draws_chain_B=ints["draws_chain"],
             has_copies_B=ints["has_copies"],
+            num_predicted_B=ints["num_predicted"],
         )
 
     def _drafts_of(self, k: int) -> Tensor:
@@ -253,6 +255,11 @@ class DecodeBuffers:
                 if sequence is not None and sequence.has_copies:
                     tokens_T = torch.tensor(sequence.token_ids, dtype=torch.int32)
                     self._text_BL[row, : len(tokens_T)] = upload(tokens_T, self._device)
+                    # The text has overwritten what does not fit behind it.
+                    left = min(len(sequence.prediction), self.sizes.max_model_len - len(tokens_T))
+                    if left > 0:
+                        tokens_T = torch.tensor(sequence.prediction[-left:], dtype=torch.int32)
+                        self._text_BL[row, -left:] = upload(tokens_T, self._device)
 
     def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
         """Return a row's integers (fields, stop ids, drafts, nodes) and its other numbers."""
@@ -288,6 +295,7 @@ class DecodeBuffers:
             "feature_slots": NO_SLOT if ring is None else ring.slot,
             "draws_chain": int(sequence.draws_chain),
             "has_copies": int(sequence.has_copies),
+            "num_predicted": len(sequence.prediction),
         }
         ints = [fields[name] for name in _INTS]
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))

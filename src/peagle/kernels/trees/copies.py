@@ -6,6 +6,9 @@ the head's for the nodes that are verified. What competes is the probability of 
 copied token passes, where its parent does, with a rate that depends on two things alone: how many
 tokens match before it, and whether the head drafted it too. `engine.tree_record` learns the rates.
 
+A request may bring a prediction of its output. It stands behind the end of the prompt in a text of
+its own, so that the search finds it from the first token on.
+
 A tree has its root, the newest token, in row 0 and its nodes in the rows after it, a parent always
 before its children.
 """
@@ -35,16 +38,18 @@ SEARCHED_ROWS = 6
 
 
 class Match(NamedTuple):
-    """An occurrence of the end of a path in the text.
+    """An occurrence of the end of a path in a text.
 
     Attributes:
         row: the row of the tree in which the path ends.
         length: tokens that match.
+        text: the tokens of the text.
         start: place of the token behind the match.
     """
 
     row: int
     length: int
+    text: Sequence[int]
     start: int
 
 
@@ -85,34 +90,44 @@ class TextIndex:
     """The places of every run of `shortest` tokens in a text that grows.
 
     Args:
+        text: the tokens, a list that grows.
         longest, shortest: most tokens that are compared, at most MAX_MATCH, and fewest that are a
             match.
+        is_prediction: of equally long matches the first counts, behind which most is left; else the
+            latest.
     """
 
-    # Of a run that occurs more often, the latest places are compared.
-    _MAX_PLACES = 64
+    # Of a run that occurs more often, so many places are compared, in this order.
+    _MAX_PLACES, _MAX_PREDICTED = 64, 1024
 
-    def __init__(self, longest: int, shortest: int) -> None:
-        self.longest, self.shortest = longest, shortest
+    def __init__(
+        self, text: Sequence[int], longest: int, shortest: int, *, is_prediction: bool = False
+    ) -> None:
+        self.text, self.longest, self.shortest = text, longest, shortest
+        self._is_prediction = is_prediction
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._known = 0
 
-    def extend(self, text: Sequence[int]) -> None:
+    def extend(self) -> None:
         """Learn the runs that end in the text's new tokens; the text before them is as it was."""
+        text = self.text
         for end in range(max(self._known, self.shortest - 1), len(text)):
             run = tuple(text[end + 1 - self.shortest : end + 1])
             self._ends.setdefault(run, []).append(end)
         self._known = max(self._known, len(text))
 
-    def find(self, text: Sequence[int], path: Sequence[int]) -> tuple[int, int] | None:
-        """Return length and start of the longest match of text and path, the latest of these.
+    def find(self, path: Sequence[int]) -> tuple[int, int] | None:
+        """Return length and start of the longest match of the end of a path.
 
         Something stands behind a match, so the text's own end is none.
         """
-        count = len(path)
-        end = [*text[max(0, len(text) + count - self.longest) :], *path][-self.longest :]
-        best = None
-        for at in reversed(self._ends.get(tuple(end[-self.shortest :]), ())[-self._MAX_PLACES :]):
+        text, end = self.text, path[-self.longest :]
+        best, places = None, self._ends.get(tuple(end[-self.shortest :]), [])
+        if self._is_prediction:
+            places = places[: self._MAX_PREDICTED]
+        else:
+            places = places[: -self._MAX_PLACES - 1 : -1]
+        for at in places:
             if at == len(text) - 1:
                 continue
             length, most = self.shortest, min(len(end), at + 1)
@@ -126,14 +141,26 @@ class TextIndex:
 
 
 def find_matches(
-    index: TextIndex, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int], rows: int
+    indices: Sequence[TextIndex], tokens: Sequence[int], parents: Sequence[int], rows: int
 ) -> list[Match]:
-    """Return the matches of the paths to the first rows of a tree."""
-    paths: list[list[int]] = [[]]
+    """Return the matches of the paths to the first rows of a tree, which go on from a text's end.
+
+    Args:
+        indices: of that text, then of its prediction, if any. Of equally long matches that in the
+            prediction counts.
+    """
+    first = indices[0]
+    paths = [list(first.text[-first.longest :])]
     for token, parent in zip(tokens[: rows - 1], parents, strict=False):
         paths.append([*paths[parent], token])
-    found = ((row, index.find(text, path)) for row, path in enumerate(paths))
-    return [Match(row, *match) for row, match in found if match is not None]
+    matches: list[Match] = []
+    for row, path in enumerate(paths):
+        found = ((index.text, match) for index in reversed(indices) if (match := index.find(path)))
+        best = max(found, key=lambda one: one[1][0], default=None)
+        if best is not None:
+            text, (length, start) = best
+            matches.append(Match(row, length, text, start))
+    return matches
 
 
 def copied_tokens(text: Sequence[int], start: int, count: int) -> list[int]:
@@ -144,7 +171,6 @@ def copied_tokens(text: Sequence[int], start: int, count: int) -> list[int]:
 
 def join_copies(
     tree: Tree,
-    text: Sequence[int],
     matches: Sequence[Match],
     rates: Sequence[float],
     *,
@@ -169,7 +195,7 @@ def join_copies(
     least = sorted(tree.worths)[-max_nodes] if num_own >= max_nodes else 0.0
     tokens, parents, cells = list(tree.tokens), list(tree.parents), list(tree.cells)
     scores, worths = list(tree.scores), list(tree.worths)
-    for row, length, start in matches:
+    for row, length, text, start in matches:
         worth = tree.worths[row - 1] if row else 1.0
         for step, token in enumerate(copied_tokens(text, start, MAX_COPIED)):
             child = rows.get((row, token), 0)

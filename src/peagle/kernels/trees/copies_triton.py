@@ -33,6 +33,7 @@ def _find_kernel(
     stride_text,
     first_positions_ptr,
     has_copies_ptr,
+    num_predicted_ptr,
     depths_ptr,
     num_nodes_ptr,
     tokens_ptr,
@@ -40,13 +41,18 @@ def _find_kernel(
     found_ptr,
     num_rows,
     shortest,
+    width,
     N: tl.constexpr,
     M: tl.constexpr,
     PLACES: tl.constexpr,
     STEPS: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
-    """Raise each row's best match, length * 2^32 + place behind it, to the best of some places."""
+    """Raise each row's best match, length * 2^32 + rank of its place, to the best of some places.
+
+    The rank in the text is the place behind the match. In the prediction it is above all of these,
+    and 2 * width less the last place of the match, so that the first counts.
+    """
     b = tl.program_id(0)
     depth_of_tree = tl.load(depths_ptr + b)
     has_copies = (tl.load(has_copies_ptr + b) != 0) & (depth_of_tree > 0)
@@ -55,10 +61,17 @@ def _find_kernel(
     text_ptr += b.to(tl.int64) * stride_text
     m = tl.arange(0, M)
     is_row = (m < num_rows) & (m <= num_nodes)
-    step = PLACES * tl.num_programs(1)
-    for first in range(tl.program_id(1) * PLACES, length_of_text - 1, step):
-        at = first + tl.arange(0, PLACES)
-        matches = is_row[:, None] & (at < length_of_text - 1)[None, :]
+    # A prediction stands at the end of the row, as far as the text does not reach.
+    predicted = tl.load(num_predicted_ptr + b).to(tl.int32)
+    predicted_from = tl.maximum(width - tl.where(has_copies, predicted, 0), length_of_text)
+    num_of_text = (tl.maximum(length_of_text - 1, 0) + PLACES - 1) // PLACES
+    num_predicted = (tl.maximum(width - 1 - predicted_from, 0) + PLACES - 1) // PLACES
+    for part in range(tl.program_id(1), num_of_text + num_predicted, tl.num_programs(1)):
+        in_text = part < num_of_text
+        first = tl.where(in_text, 0, predicted_from)
+        last = tl.where(in_text, length_of_text, width) - 1
+        at = first + tl.where(in_text, part, part - num_of_text) * PLACES + tl.arange(0, PLACES)
+        matches = is_row[:, None] & (at < last)[None, :]
         lengths = tl.zeros((M, PLACES), tl.int32)
         # Walk back from each row to the root, and on into the text, while any place matches.
         row, place = m, tl.full((M,), 0, tl.int32) + length_of_text - 1
@@ -71,14 +84,17 @@ def _find_kernel(
                 parent = tl.load(parents_ptr + node, mask=is_node, other=0).to(tl.int32)
                 written = tl.load(text_ptr + place, mask=(is_node == 0) & (place >= 0), other=-1)
                 end = tl.where(is_node, drafted, written)
-                shifted = tl.load(text_ptr + at - back, mask=at >= back, other=-2)
+                shifted = tl.load(
+                    text_ptr + at - back, mask=(at - back >= first) & (at < last), other=-2
+                )
                 matches = matches & (shifted[None, :] == end[:, None]) & (back < LONGEST)
                 lengths += matches.to(tl.int32)
                 place = tl.where(is_node, place, place - 1)
                 row = tl.where(is_node, parent, 0)
                 back += 1
             num_matches = tl.sum(tl.sum(matches.to(tl.int32), 1), 0)
-        keys = lengths.to(tl.int64) * 4294967296 + (at + 1)[None, :]
+        ranks = tl.where(in_text, at + 1, 2 * width - at)
+        keys = lengths.to(tl.int64) * 4294967296 + ranks[None, :]
         best = tl.max(tl.where(lengths >= shortest, keys, 0), 1)
         tl.atomic_max(found_ptr + b * M + m, best, mask=best > 0)
 
@@ -144,6 +160,7 @@ def _walk_kernel(
     cells_ptr,
     steps_ptr,
     depth,
+    width,
     max_len,
     N: tl.constexpr,
     NODES: tl.constexpr,
@@ -198,8 +215,9 @@ def _walk_kernel(
     least = tl.max(tl.where(is_node & (behind >= room), worth, 0.0), 0)
     # Walk along all copies together.
     found = tl.load(found_ptr + b * M + m, mask=m < ROWS, other=0)
-    length, start = (found >> 32).to(tl.int32), (found & 0xFFFFFFFF).to(tl.int32)
-    left = tl.maximum(length_of_text - start, 1)
+    length, rank = (found >> 32).to(tl.int32), (found & 0xFFFFFFFF).to(tl.int32)
+    start = tl.where(rank > width, 2 * width - rank + 1, rank)
+    left = tl.maximum(tl.where(rank > width, width, length_of_text) - start, 1)
     row, base_node = m, tl.minimum(tl.maximum(m - 1, 0), NODES - 1)
     copy_worth = tl.where(m == 0, 1.0, tl.gather(worth, base_node, 0))
     copy_path = tl.gather(path, base_node, 0)
@@ -418,14 +436,17 @@ class Texts:
     """The texts of a step's rows.
 
     Attributes:
-        tokens_BL: int32, the tokens of each sequence, the newest included; any stride between rows.
+        tokens_BL: int32, the tokens of each sequence, the newest included, and at the row's end its
+            prediction, whose beginning the text may overwrite; any stride between rows.
         first_positions_B: int64, the place of the newest.
         has_copies_B: int64, 1 where copies may join the tree, else 0.
+        num_predicted_B: int64, the tokens of each prediction.
     """
 
     tokens_BL: Tensor
     first_positions_B: Tensor
     has_copies_B: Tensor
+    num_predicted_B: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +479,7 @@ def find_copies(
         texts.tokens_BL.stride(0),
         texts.first_positions_B,
         texts.has_copies_B,
+        texts.num_predicted_B,
         trees.depths_B,
         trees.num_nodes_K,
         trees.tokens_BN,
@@ -465,6 +487,7 @@ def find_copies(
         scratch.found_BM,
         rows,
         lengths[1],
+        max_len,
         N=max_nodes,
         M=power_of_two(rows),
         PLACES=min(_PLACES, power_of_two(max_len)),
@@ -521,6 +544,7 @@ def join_found_copies(
         scratch.cells_BX,
         scratch.steps_B,
         len(weights_D2),
+        texts.tokens_BL.shape[1],
         max_model_len,
         N=max_nodes,
         NODES=power_of_two(max_nodes),
