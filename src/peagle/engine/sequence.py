@@ -61,7 +61,7 @@ class Sequence:
         draft_worths: how probable it is that each node is accepted, and `draft_cells` which rate of
             copies it had (`kernels.trees.copies`); None where the tree has no copies.
         text_index: where the text has which tokens; None until copies are looked for.
-        has_copies: whether copies of the text may join its trees.
+        has_copies: whether copies of the text may be its drafts.
         draws_chain: whether its drafts are a drawn chain while other sequences have trees.
         fixes_k: whether its K does not follow the K of the batch.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
