@@ -29,6 +29,7 @@ from peagle.engine.depth import (
     CostTable,
     DecodeSeconds,
     DepthPolicy,
+    LookupDepth,
     ScheduledDepth,
     candidates,
     make_depth,
@@ -576,6 +577,30 @@ def test_which_configurations_choose_k() -> None:
     assert (scheduled.possible(4), scheduled.possible(5)) == ({5}, {0})
     assert scheduled.most_resuming(8) == 4
     assert make_depth(None, None, is_captured=True).possible(3) == {0}
+
+
+def test_lookups_run_where_the_text_has_enough() -> None:
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    assert make_depth(config, None, is_captured=False).possible(4) == {3}
+    depth = make_depth(config, None, is_captured=True)
+    assert isinstance(depth, LookupDepth) and depth.possible(4) == {0, 3}
+
+    def reported(num_drafting: int) -> int:
+        for _ in range(40):
+            depth.drafted(num_drafting)
+        return depth.captured(4)
+
+    def verified(k: int, accepted: int, num_steps: int) -> int:
+        for _ in range(num_steps):
+            depth.record(k, [accepted] * 4, 4, DecodeSeconds())
+        return depth.captured(4)
+
+    assert (depth(4), depth.captured(4)) == (3, 0), "nothing is known of the text"
+    assert [reported(1), reported(0), reported(1)] == [3, 0, 3]
+    depth.measure([(4, 0), (4, 3)], lambda rows, k: 1 + k / 2)
+    assert [reported(1), reported(4)] == [0, 3], "one of four cannot pay for all"
+    assert [verified(3, 2, 99), verified(3, 1, 99)] == [3, 0]
+    assert [verified(0, 0, 99), verified(0, 0, 4000)] == [0, 3], "it is tried again"
 
 
 def test_which_configurations_choose_nodes(tmp_path: Path) -> None:
