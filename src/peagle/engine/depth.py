@@ -27,8 +27,8 @@ MAX_ROWS_RATIO = 0.8
 
 # Weight of the prior and of the latest drafts, in drafts.
 PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
-# Accepted drafts of a looked-up chain before any was verified, many so that K is tried; and the
-# weight of the latest chains. Number of the latest reports whose mean foretells the next.
+# Accepted drafts of looked-up chains before any was verified, many so that K is tried; weight of
+# the latest chains; number of the latest reports whose mean foretells the next.
 PRIOR_ACCEPTED, LATEST_LOOKUPS, LATEST_REPORTS = 4.0, 64, 4
 # Number of the latest requests whose lengths of prompts and outputs count.
 LATEST_REQUESTS = 64
@@ -144,25 +144,21 @@ class ScheduledDepth(DepthPolicy):
 class LookupDepth(ScheduledDepth):
     """The scheduled K of prompt lookup; captured steps are plain where it gains less than it costs.
 
-    All sequences of a graph pay for K drafts, also those whose text has none. What K gains is the
-    share of the sequences for which the latest reports have drafts, times the accepted drafts of
-    such a sequence in the latest steps. Plain steps look drafts up too, and while they run although
-    there are drafts, the acceptance returns to PRIOR_ACCEPTED: so K is tried again.
+    All sequences of a graph pay for K drafts, also those whose text has none. K gains the share of
+    sequences for which the latest reports have drafts, times the accepted drafts of each. Plain
+    steps look drafts up too; meanwhile acceptance returns to PRIOR_ACCEPTED, so K is tried again.
     """
 
     def __init__(self, scheduled: Callable[[int], int]) -> None:
         super().__init__(scheduled)
-        self._accepted = PRIOR_ACCEPTED
-        # Sequences with drafts: of the step read last, of the next, the mean of the latest reports.
-        self._num_verified = self._num_drafting = 0
-        self._mean_drafting = 0.0
+        self._accepted, self._num_drafting = PRIOR_ACCEPTED, 0.0
         self._costs: dict[tuple[int, int], float] = {}
 
     def possible(self, num_sequences: int) -> set[int]:
         return {0, *super().possible(num_sequences)}
 
     def measure(
-        self, sizes: Sequence[tuple[int, int]], time_step: Callable[[int, int], float]
+        self, sizes: Iterable[tuple[int, int]], time_step: Callable[[int, int], float]
     ) -> None:
         """Measure what graphs of (rows, K) cost; until then drafts cost nothing.
 
@@ -175,23 +171,20 @@ class LookupDepth(ScheduledDepth):
     def captured(self, num_sequences: int) -> int:
         k = self(num_sequences)
         rows = min((r for r, _ in self._costs if r >= num_sequences), default=0)
-        gain = self._accepted * min(1.0, self._mean_drafting / num_sequences)
+        gain = self._accepted * min(1.0, self._num_drafting / num_sequences)
         return k if gain >= max(self._costs.get((rows, k), 1.0) - 1, MIN_SPEED_GAIN) else 0
 
     def drafted(self, num_drafting: int) -> None:
-        self._num_verified, self._num_drafting = self._num_drafting, num_drafting
-        self._mean_drafting += (num_drafting - self._mean_drafting) / LATEST_REPORTS
+        self._num_drafting += (num_drafting - self._num_drafting) / LATEST_REPORTS
 
     def record(
         self, k: int, accepted: Sequence[int], num_sequences: int, seconds: DecodeSeconds
     ) -> None:
-        if not self._num_verified:
-            return
+        found, weight = PRIOR_ACCEPTED, 1 / FORGOTTEN_STEPS
         if k:
-            share = self._num_verified / (LATEST_LOOKUPS + self._num_verified)
-            self._accepted += (sum(accepted) / self._num_verified - self._accepted) * share
-        else:
-            self._accepted += (PRIOR_ACCEPTED - self._accepted) / FORGOTTEN_STEPS
+            found = sum(accepted) / max(self._num_drafting, 1.0)
+            weight = self._num_drafting / (LATEST_LOOKUPS + self._num_drafting)
+        self._accepted += (found - self._accepted) * weight
 
 
 def make_depth(
