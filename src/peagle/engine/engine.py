@@ -46,7 +46,6 @@ from peagle.engine.step.graph_runner import (
     graph_sizes,
     make_graph_runner,
 )
-from peagle.engine.step.lookup import LookupSizes
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.engine.step.pipeline import Pipeline
 from peagle.errors import UserError
@@ -214,9 +213,7 @@ class LLMEngine:
 
     def _make_pipeline(self) -> Pipeline:
         """Capture the decode steps as graphs, and time them if K depends on their costs."""
-        plan, config, lookup = self._plan, self.config, None
-        if self.speculative is not None and self.speculative.method == "ngram":
-            lookup = LookupSizes(plan.num_speculative_tokens, *self.speculative.lookup_lengths)
+        plan, config = self._plan, self.config
         graphs = make_graph_runner(
             self.runner,
             self._proposer,
@@ -225,7 +222,7 @@ class LLMEngine:
             depth=plan.depth,
             features=self._features,
             max_draft_len=plan.max_draft_len,
-            lookup=lookup,
+            speculative=self.speculative,
         )
         if isinstance(plan.depth, AutomaticDepth) and isinstance(self.drafting, HeadDrafting):
             most = min(config.max_num_batched_tokens, plan.max_draft_len, _TIMED_TOKENS)

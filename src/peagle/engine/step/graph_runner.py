@@ -22,14 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.config import CandidateTrees, EngineConfig, SamplingParams
+from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.depth import DecodeSeconds, DepthPolicy
 from peagle.engine.features import FeatureRings
 from peagle.engine.model_runner import ModelRunner, RunTarget
 from peagle.engine.sequence import Sequence, SequenceStatus
 from peagle.engine.stats import GraphTimes
 from peagle.engine.step.capture import Capturer, make_capturer
-from peagle.engine.step.lookup import LookupSizes
 from peagle.engine.step.mixed_pass import MixedPass
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, PassGraphs
 from peagle.kernels.drafts.step_state import NO_TOKEN, Stamp
@@ -159,7 +158,7 @@ def make_graph_runner(
     depth: DepthPolicy,
     features: FeatureRings,
     max_draft_len: int,
-    lookup: LookupSizes | None,
+    speculative: SpeculativeConfig | None,
 ) -> GraphRunner:
     """Return the runner of decode steps for up to `max_num_seqs` sequences.
 
@@ -167,9 +166,12 @@ def make_graph_runner(
     """
     from peagle.engine.step.decode_step import BufferSizes, DecodeBuffers, DecodeStep
     from peagle.engine.step.drawn_drafts import DrawnDrafts
+    from peagle.engine.step.lookup import LookupSizes
     from peagle.engine.step.rules import DecodeRules
 
-    target, max_model_len = runner.target, runner.max_model_len
+    target, max_model_len, lookup = runner.target, runner.max_model_len, None
+    if speculative is not None and speculative.method == "ngram":
+        lookup = LookupSizes(speculative.k, *speculative.lookup_lengths)
     trees = None if proposer is None else proposer.trees
     table_width = -(-max_model_len // runner.block_size)
     capture = make_capturer(target.device)
