@@ -339,11 +339,6 @@ class SpeculativeConfig:
         return self.parallel_drafting_spec is not None and self.prompt_lookup is not False
 
     @property
-    def reads_text(self) -> bool:
-        """Return whether continuations of the text are drafts, with a head or without one."""
-        return self.method == "ngram" or self.copies_join_trees
-
-    @property
     def lookup_lengths(self) -> tuple[int, int]:
         """Return the most tokens that a lookup compares, and the fewest that are a match."""
         if self.method == "ngram":

@@ -27,8 +27,8 @@ MAX_ROWS_RATIO = 0.8
 
 # Weight of the prior and of the latest drafts, in drafts.
 PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
-# Accepted drafts of looked-up chains before any was verified, many so that K is tried; weight of
-# the latest chains; number of the latest reports whose mean foretells the next.
+# Accepted drafts of a lookup before any was verified, many so that K is tried; weight of the latest
+# lookups; reports whose mean foretells the next.
 PRIOR_ACCEPTED, LATEST_LOOKUPS, LATEST_REPORTS = 4.0, 64, 4
 # Number of the latest requests whose lengths of prompts and outputs count.
 LATEST_REQUESTS = 64
@@ -85,11 +85,11 @@ class DepthPolicy:
         """
 
     def captured(self, num_sequences: int) -> int:
-        """Return K of this step if it runs as a graph."""
+        """Return K of a step that runs as a graph."""
         return self(num_sequences)
 
     def drafted(self, num_drafting: int) -> None:
-        """Learn from the report of a graph how many sequences it made drafts for."""
+        """Learn for how many sequences a graph made drafts."""
 
     def served(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Learn from a finished request how many prompt tokens a head reads for its output."""
@@ -144,9 +144,9 @@ class ScheduledDepth(DepthPolicy):
 class LookupDepth(ScheduledDepth):
     """The scheduled K of prompt lookup; captured steps are plain where it gains less than it costs.
 
-    All sequences of a graph pay for K drafts, also those whose text has none. K gains the share of
-    sequences for which the latest reports have drafts, times the accepted drafts of each. Plain
-    steps look drafts up too; meanwhile acceptance returns to PRIOR_ACCEPTED, so K is tried again.
+    A graph costs the same however many texts have drafts. It gains the share of sequences with
+    drafts in the latest reports, those of plain steps too, times the accepted drafts of each. While
+    steps are plain, these return to PRIOR_ACCEPTED: K is tried again.
     """
 
     def __init__(self, scheduled: Callable[[int], int]) -> None:
@@ -160,11 +160,7 @@ class LookupDepth(ScheduledDepth):
     def measure(
         self, sizes: Iterable[tuple[int, int]], time_step: Callable[[int, int], float]
     ) -> None:
-        """Measure what graphs of (rows, K) cost; until then drafts cost nothing.
-
-        Args:
-            time_step: runs steps of (rows, K) and returns the seconds of one.
-        """
+        """Measure the cost of graphs of (rows, K) by `time_step`; until then drafts are free."""
         seconds = {size: time_step(*size) for size in sizes}
         self._costs = {(rows, k): s / seconds[rows, 0] for (rows, k), s in seconds.items()}
 

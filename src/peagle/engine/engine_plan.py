@@ -135,6 +135,6 @@ def _kept_bytes(
         num_outputs += max(TOKEN_BUCKETS[-1], config.max_num_batched_tokens)
         if speculative is not None and speculative.draws:
             num_bytes = drawn_bytes(drafter, num_rows, speculative.k)
-    if speculative is not None and speculative.reads_text:
+    if speculative is not None and (drafter is None or speculative.copies_join_trees):
         num_bytes += num_rows * max_model_len * torch.int32.itemsize
     return num_bytes + output_bytes(target, drafter, num_outputs)

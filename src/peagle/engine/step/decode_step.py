@@ -86,8 +86,8 @@ _FLOATS = ("temperature", "top_p", "min_p")
 class BufferSizes:
     """Sizes of the buffers; lengths as in `DecodeLimits`, the rest as in `SpeculativeConfig`.
 
-    With `lookup`, prompt lookup without a head, all steps make its K drafts, also those that verify
-    fewer or none: then the host learns where the text has drafts.
+    With `lookup`, prompt lookup without a head, steps that verify fewer drafts or none make K too,
+    so that the host learns where the text has some.
     """
 
     num_seqs: int  # rows of the largest step
@@ -129,10 +129,6 @@ class BufferSizes:
         if self.lookup is not None:
             return self.lookup.k
         return k if self.trees is None else self.trees.depth(k)
-
-    def keeps_drafts(self, k: int) -> bool:
-        """Return whether the buffers have drafts for the step after one of K drafts."""
-        return k > 0 or self.lookup is not None
 
 
 class DecodeBuffers:
@@ -231,14 +227,14 @@ class DecodeBuffers:
     def switch(self, k: int) -> None:
         """Prepare the buffers for steps that verify and make up to `k` drafts."""
         before, after = self._drafts_of(self.k), self._drafts_of(k)
-        keeps = all(map(self.sizes.keeps_drafts, (self.k, k)))
-        both = min(before.shape[1], after.shape[1]) if keeps else 0
+        both, depth = 0, self.sizes.depth(k)
+        if depth and self.sizes.depth(self.k):
+            both = min(before.shape[1], after.shape[1])
         if after is not before:
             after[:, :both] = before[:, :both]
         self.k = k
         self._int("num_drafts").clamp_(max=both)
-        depth, most = self.sizes.depth(k), self._int("k")
-        torch.clamp(self._int("num_speculative_tokens"), max=depth, out=most)
+        torch.clamp(self._int("num_speculative_tokens"), max=depth, out=self._int("k"))
 
     @torch.inference_mode()
     def write(self, rows: Mapping[int, Sequence | None], vocab_size: int) -> None:
@@ -277,7 +273,7 @@ class DecodeBuffers:
             empty += [0] * (columns + fields_of_node * num_nodes)
             return empty, [0.0] * len(_FLOATS)
         params, ring = sequence.params, sequence.pending_features
-        drafts = sequence.drafts[: columns if self.sizes.keeps_drafts(self.k) else 0]
+        drafts = sequence.drafts[: columns if depth else 0]
         parents = sequence.draft_parents
         if parents is None and self.sizes.trees is not None:
             parents = list(range(len(drafts)))

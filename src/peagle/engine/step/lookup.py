@@ -1,7 +1,4 @@
-"""Prompt lookup in a captured decode step: what stands behind the latest longest match, as a chain.
-
-`speculation.PromptLookup` is the reference.
-"""
+"""Prompt lookup in a captured decode step; `speculation.PromptLookup` is the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from peagle.kernels.trees.copies_triton import HeadTrees, Texts, find_copies
 
 
 class LookupSizes(NamedTuple):
-    """The most drafts of a sequence, and the most and the fewest tokens of a match."""
+    """Most drafts of a sequence; most and fewest tokens of a match."""
 
     k: int
     longest: int
@@ -22,18 +19,14 @@ class LookupSizes(NamedTuple):
 
 
 class DecodeLookup:
-    """Looks the drafts of a step's rows up in their texts.
-
-    Args:
-        rows: the step's; they have texts, and as many columns of drafts as `sizes.k`.
-    """
+    """Drafts what stands behind the latest longest match in the text of each row of a step."""
 
     def __init__(self, rows: DecodeRows, sizes: LookupSizes) -> None:
         assert rows.text_BL is not None and rows.copy_scratch is not None
         self._rows, self._lengths, self._scratch = rows, sizes[1:], rows.copy_scratch
         self._text_BL, state = rows.text_BL, rows.state
         self._texts = Texts(rows.text_BL, state.first_positions_B, rows.has_copies_B)
-        # Trees without nodes, so that only what ends in the newest token is looked for.
+        # The trees have no nodes: only the end of the text is looked for.
         num_nodes_K = rows.drafts_BK.new_zeros(sizes.k + 1)
         node_B1 = torch.zeros_like(rows.drafts_BK[:, :1])
         self._roots = HeadTrees(node_B1, node_B1, node_B1, state.num_drafts_B, num_nodes_K)
