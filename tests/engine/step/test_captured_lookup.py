@@ -27,9 +27,7 @@ pytestmark = [
 ]
 K = 3
 # Few tokens are likely, so that the text says itself again.
-GREEDY = SamplingParams(
-    max_tokens=24, ignore_eos=True, logit_bias=dict.fromkeys((40, 41, 99), 20.0)
-)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=dict.fromkeys((40, 41), 20.0))
 SAMPLED = replace(GREEDY, temperature=0.5, seed=3)
 LETTERS = SamplingParams(max_tokens=24, structured_output=StructuredOutput("regex", "(ab|ba){9}"))
 PENALISED = replace(SAMPLED, repetition_penalty=1.05, logprobs=1)
@@ -42,8 +40,8 @@ def make(
     config: Any = {"method": "ngram", "num_speculative_tokens": K}
     if skips:  # all drafts pass unverified
         config["synthetic_acceptance_rates"] = [1.0] * K
-    options |= {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, "dtype": "float32"}
-    options |= {"device": device, "enforce_eager": way != "captured"}
+    options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 4, **options}
+    options |= {"device": device, "dtype": "float32", "enforce_eager": way != "captured"}
     return LLM(folder, speculative_config=None if way == "plain" else config, **options)
 
 
@@ -69,6 +67,7 @@ def test_drafts_are_those_of_the_host(device: str, lengths: tuple[int, int]) -> 
         buffers.write(rows, vocab_size=4)
         step = buffers.rows(48, K)
         DecodeLookup(step, sizes).draft()
+        buffers.switch(K)  # plain steps keep drafts
         counts = step.state.num_drafts_B.tolist()
         assert [d[:n] for d, n in zip(step.drafts_BK.tolist(), counts, strict=True)] == found
     assert {*map(len, found)} == {0, 1, 2, 3}
@@ -78,17 +77,19 @@ def test_drafts_are_those_of_the_host(device: str, lengths: tuple[int, int]) -> 
 def test_captured_steps_count_what_eager_ones_do(
     device: str, target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = [GREEDY, SAMPLED, PENALISED, replace(GREEDY, prompt_lookup=False)]
+    # The last one ends last, and moves to the first row.
+    params = [GREEDY, replace(GREEDY, prompt_lookup=False), SAMPLED]
+    params += [replace(PENALISED, max_tokens=36)]
     plain = tokens_of(make(target_folder, device, "plain"), params)
     eager, choosing = (make(target_folder, device, way) for way in ("eager", "captured"))
     assert [tokens_of(llm, params) for llm in (eager, choosing)] == [plain, plain]
     wanted, found = eager.stats.speculation, choosing.stats.speculation
-    assert 2 * found.num_accepted_tokens > wanted.num_accepted_tokens > 20
+    assert 2 * found.num_accepted_tokens > wanted.num_accepted_tokens > 10
     monkeypatch.setattr(LookupDepth, "captured", ScheduledDepth.__call__)
     captured = make(target_folder, device)
     outputs = captured.generate(PROMPTS, params)
-    assert [o.token_ids for o in outputs] == plain and not outputs[3].stats.num_drafts
-    assert captured.stats.speculation == wanted and wanted.num_accepted_tokens_per_pos[-1]
+    assert [o.token_ids for o in outputs] == plain and not outputs[1].stats.num_drafts
+    assert captured.stats.speculation == wanted
     assert captured.stats.eager_steps == {} and set(captured.stats.decode_steps) == {K}
 
 
@@ -102,7 +103,7 @@ def test_preemption_plain_steps_and_cached_prefixes(
     monkeypatch.setattr(LookupDepth, "captured", lambda *_: K * (next(steps) % 3 > 0))
     params = [GREEDY, SAMPLED, PENALISED, LETTERS]
     plain = tokens_of(make(target_folder, device, "plain"), params)
-    llm = make(target_folder, device, skips=skips, num_kv_blocks=17, max_num_batched_tokens=9)
+    llm = make(target_folder, device, skips=skips, num_kv_blocks=24, max_num_batched_tokens=9)
     assert (tokens_of(llm, params) == plain) != skips
     if skips:
         return
