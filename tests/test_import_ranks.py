@@ -157,6 +157,7 @@ OF_STEPS = tuple(
         "decode_rows",
         "decode_step",
         "drawn_drafts",
+        "lookup",
         "rules",
         "trees",
         "tree_growth",

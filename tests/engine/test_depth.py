@@ -29,6 +29,7 @@ from peagle.engine.depth import (
     CostTable,
     DecodeSeconds,
     DepthPolicy,
+    LookupDepth,
     ScheduledDepth,
     candidates,
     make_depth,
@@ -576,6 +577,27 @@ def test_which_configurations_choose_k() -> None:
     assert (scheduled.possible(4), scheduled.possible(5)) == ({5}, {0})
     assert scheduled.most_resuming(8) == 4
     assert make_depth(None, None, is_captured=True).possible(3) == {0}
+
+
+def test_lookups_run_where_the_text_has_enough() -> None:
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    assert make_depth(config, None, is_captured=False).possible(4) == {3}
+    depth = make_depth(config, None, is_captured=True)
+    assert isinstance(depth, LookupDepth) and depth.possible(4) == {0, 3}
+
+    def after(num_steps: int, num_drafting: int, accepted: int = 4) -> int:
+        for _ in range(num_steps):
+            depth.record(depth.captured(4), [accepted] * num_drafting, 4, DecodeSeconds())
+            depth.drafted(num_drafting)
+        return depth.captured(4)
+
+    assert (depth(4), depth.captured(4)) == (3, 0), "nothing is known of the text"
+    assert [after(9, 1), after(40, 0), after(9, 1)] == [3, 0, 3]
+    depth.measure([(4, 0), (4, 3)], lambda rows, k: 1 + k / 2)
+    assert [after(9, 1), after(9, 4)] == [0, 3], "one of four cannot pay for all"
+    assert [after(99, 4, 2), after(99, 4, 1)] == [3, 0]
+    runs = {after(1, 4, 1) for _ in range(4000)}
+    assert runs == {0, 3}, "it is tried again"
 
 
 def test_which_configurations_choose_nodes(tmp_path: Path) -> None:

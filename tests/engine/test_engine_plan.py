@@ -52,18 +52,20 @@ def test_sizes_follow_from_the_way_to_draft(
     assert not plan.is_pipelined and not plan.kept_bytes and not plan.num_resuming
 
 
-@pytest.mark.parametrize("name", ["plain", "peagle", "peagle probabilistic"])
+@pytest.mark.parametrize("name", ["plain", "ngram", "peagle", "peagle probabilistic"])
 def test_graphs_hold_a_step_in_flight_and_keep_memory(
     target: TargetModel, heads: dict[bool, Path], graphs_everywhere: None, name: str
 ) -> None:
     plan = plan_of(target, name, heads)
     num_drafts = 0 if name == "plain" else K
     assert plan.is_pipelined and plan.num_lookahead_slots == 3 * (num_drafts + 1)
-    # Of passes over a step and prompts, of the prompts of a pass, and the q of 3 sequences.
-    rows = 128 + 256 + 384 + 512 + 640 + (2048 if num_drafts else 0)
-    width = target.hidden_size * (4 if num_drafts else 1)
+    # Of passes over a step and prompts, of the prompts of a pass, and q or texts of 3 sequences.
+    has_head = name not in ("plain", "ngram")
+    rows = 128 + 256 + 384 + 512 + 640 + (2048 if has_head else 0)
+    width = target.hidden_size * (4 if has_head else 1)
     q = 3 * K * target.vocab_size * 4 if name == "peagle probabilistic" else 0
-    assert plan.kept_bytes == rows * width * 8 + q
+    texts = 3 * 64 * 4 if name == "ngram" else 0
+    assert plan.kept_bytes == rows * width * 8 + q + texts
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ MAX_ROWS_RATIO = 0.8
 
 # Weight of the prior and of the latest drafts, in drafts.
 PRIOR_DRAFTS, LATEST_DRAFTS = 8, 512
+# Accepted drafts of a lookup before any was verified, many so that K is tried; weight of the latest
+# lookups; reports whose mean foretells the next.
+PRIOR_ACCEPTED, LATEST_LOOKUPS, LATEST_REPORTS = 4.0, 64, 4
 # Number of the latest requests whose lengths of prompts and outputs count.
 LATEST_REQUESTS = 64
 # Number of the latest steps whose mean is the time that contexts add to a step.
@@ -81,6 +84,13 @@ class DepthPolicy:
             seconds: duration of the step.
         """
 
+    def captured(self, num_sequences: int) -> int:
+        """Return K of a step that runs as a graph."""
+        return self(num_sequences)
+
+    def drafted(self, num_drafting: int) -> None:
+        """Learn for how many sequences a graph made drafts."""
+
     def served(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Learn from a finished request how many prompt tokens a head reads for its output."""
 
@@ -131,6 +141,48 @@ class ScheduledDepth(DepthPolicy):
             self._trees.add(k, accepted)
 
 
+class LookupDepth(ScheduledDepth):
+    """The scheduled K of prompt lookup; captured steps are plain where it gains less than it costs.
+
+    A graph costs the same however many texts have drafts. It gains the share of sequences with
+    drafts in the latest reports, those of plain steps too, times the accepted drafts of each. While
+    steps are plain, these return to PRIOR_ACCEPTED: K is tried again.
+    """
+
+    def __init__(self, scheduled: Callable[[int], int]) -> None:
+        super().__init__(scheduled)
+        self._accepted, self._num_drafting = PRIOR_ACCEPTED, 0.0
+        self._costs: dict[tuple[int, int], float] = {}
+
+    def possible(self, num_sequences: int) -> set[int]:
+        return {0, *super().possible(num_sequences)}
+
+    def measure(
+        self, sizes: Iterable[tuple[int, int]], time_step: Callable[[int, int], float]
+    ) -> None:
+        """Measure the cost of graphs of (rows, K) by `time_step`; until then drafts are free."""
+        seconds = {size: time_step(*size) for size in sizes}
+        self._costs = {(rows, k): s / seconds[rows, 0] for (rows, k), s in seconds.items()}
+
+    def captured(self, num_sequences: int) -> int:
+        k = self(num_sequences)
+        rows = min((r for r, _ in self._costs if r >= num_sequences), default=0)
+        gain = self._accepted * min(1.0, self._num_drafting / num_sequences)
+        return k if gain >= max(self._costs.get((rows, k), 1.0) - 1, MIN_SPEED_GAIN) else 0
+
+    def drafted(self, num_drafting: int) -> None:
+        self._num_drafting += (num_drafting - self._num_drafting) / LATEST_REPORTS
+
+    def record(
+        self, k: int, accepted: Sequence[int], num_sequences: int, seconds: DecodeSeconds
+    ) -> None:
+        found, weight = PRIOR_ACCEPTED, 1 / FORGOTTEN_STEPS
+        if k:
+            found = sum(accepted) / max(self._num_drafting, 1.0)
+            weight = self._num_drafting / (LATEST_LOOKUPS + self._num_drafting)
+        self._accepted += (found - self._accepted) * weight
+
+
 def make_depth(
     speculative: SpeculativeConfig | None,
     trained_depth: int | None,
@@ -154,6 +206,8 @@ def make_depth(
         if trees is None and trained_depth is not None:
             most = min(most, trained_depth)
         return AutomaticDepth(most, trees)
+    if is_captured and speculative.method == "ngram":
+        return LookupDepth(speculative.tokens_for)
     return ScheduledDepth(speculative.tokens_for, trees)
 
 

@@ -104,12 +104,14 @@ def fixes_k(params: SamplingParams, speculative: SpeculativeConfig | None) -> bo
 
 
 def has_copies(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
-    """Return whether copies of the text may join a request's trees.
+    """Return whether copies of the text may be a request's drafts, or join its trees.
 
-    Copies are deeper than K, so a request that asks for fewer drafts has none.
+    Copies in trees are deeper than K, so a request that asks for fewer drafts has none.
     """
     if speculative is None or draws_chain(params, speculative):
         return False
+    if speculative.method == "ngram":
+        return params.prompt_lookup
     if params.num_speculative_tokens is not None and params.num_speculative_tokens < speculative.k:
         return False
     return speculative.copies_join_trees and params.prompt_lookup

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.depth import AutomaticDepth, DecodeSeconds
+from peagle.engine.depth import AutomaticDepth, DecodeSeconds, LookupDepth
 from peagle.engine.drafting import (
     HeadDrafting,
     LookupDrafting,
@@ -44,6 +44,7 @@ from peagle.engine.step.graph_runner import (
     RowTokens,
     accelerate,
     buckets,
+    graph_sizes,
     make_graph_runner,
 )
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
@@ -222,11 +223,15 @@ class LLMEngine:
             depth=plan.depth,
             features=self._features,
             max_draft_len=plan.max_draft_len,
+            speculative=self.speculative,
         )
         if isinstance(plan.depth, AutomaticDepth) and isinstance(self.drafting, HeadDrafting):
             most = min(config.max_num_batched_tokens, plan.max_draft_len, _TIMED_TOKENS)
             reading_s = self.drafting.time_reading(most)
             plan.depth.measure(buckets(config.max_num_seqs), graphs.time_step, reading_s)
+        elif isinstance(plan.depth, LookupDepth) and self.target.device.type == "cuda":
+            sizes = graph_sizes(config.max_num_seqs, plan.depth.possible)
+            plan.depth.measure(sizes, graphs.time_step)
         self.scheduler.max_prompts = MAX_SEQUENCES
         if graphs.most_prompt_tokens is not None:
             self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)

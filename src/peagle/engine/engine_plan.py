@@ -86,7 +86,7 @@ def plan_engine(
     k, trees = 0, None
     if speculative is not None:
         k, trees = speculative.k, speculative.trees
-    is_pipelined = runs_as_graphs(target.device, config, speculative, drafter)
+    is_pipelined = runs_as_graphs(target.device, config)
     record = None if trees is None else TreeRecord(trees)
     depth = make_depth(speculative, trained_depth, is_captured=is_pipelined, trees=record)
     kept_bytes = 0
@@ -130,6 +130,6 @@ def _kept_bytes(
         num_outputs += max(TOKEN_BUCKETS[-1], config.max_num_batched_tokens)
         if speculative is not None and speculative.draws:
             num_bytes = drawn_bytes(drafter, num_rows, speculative.k)
-        if speculative is not None and speculative.copies_join_trees:
-            num_bytes += num_rows * max_model_len * torch.int32.itemsize
+    if speculative is not None and (drafter is None or speculative.copies_join_trees):
+        num_bytes += num_rows * max_model_len * torch.int32.itemsize
     return num_bytes + output_bytes(target, drafter, num_outputs)

@@ -63,7 +63,7 @@ class Sequence:
         prediction: the end of the prompt and, behind it, the output that the request predicts; in
             no KV and no hash.
         text_indices: of the text and of the prediction; empty until copies are looked for.
-        has_copies: whether copies of the text may join its trees.
+        has_copies: whether copies of the text may be its drafts.
         draws_chain: whether its drafts are a drawn chain while other sequences have trees.
         fixes_k: whether its K does not follow the K of the batch.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.

@@ -28,14 +28,14 @@ class DecodeRows:
             with copies also worth in units and cell; undefined for chains.
         text_BL: tokens of each sequence, and at the end of the row its prediction, int32; None
             without copies.
-        copy_scratch: buffers that find and join copies; None without them.
+        copy_scratch: buffers that find copies and join them to trees; None without them.
         draft_probs: q of these drafts; None if drafts are an argmax, or K is 0.
         block_tables_BM: KV blocks, int64.
         active_B: 1 for rows that are sequences, else 0; int64.
         context_starts_B: first drafter slot that attention may read.
         feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
         draws_chain_B: 1 for drawn chains while other sequences have trees, else 0; int64.
-        has_copies_B: 1 where copies of the text may join the tree, else 0; int64.
+        has_copies_B: 1 where copies of the text may be drafts, else 0; int64.
         num_predicted_B: tokens of the prediction; int64.
     """
 

@@ -25,6 +25,7 @@ from peagle.engine.model_runner import target_passes
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.decode_rows import DecodeRows
 from peagle.engine.step.drawn_drafts import DrawnDrafts
+from peagle.engine.step.lookup import DecodeLookup, LookupSizes
 from peagle.engine.step.rules import DecodeRules, PendingLogprobs
 from peagle.engine.step.tree_growth import TreeGrowth
 from peagle.engine.step.trees import DecodeTrees
@@ -76,7 +77,7 @@ _INTS = (
     "context_starts",
     "feature_slots",
     "draws_chain",  # 1 for drawn chains while other sequences have trees
-    "has_copies",  # 1 where copies of the text may join trees
+    "has_copies",  # 1 where copies of the text may be drafts
     "num_predicted",  # tokens of the prediction
 )
 _FLOATS = ("temperature", "top_p", "min_p")
@@ -84,7 +85,11 @@ _FLOATS = ("temperature", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class BufferSizes:
-    """Sizes of the buffers; lengths as in `DecodeLimits`, the rest as in `SpeculativeConfig`."""
+    """Sizes of the buffers; lengths as in `DecodeLimits`, the rest as in `SpeculativeConfig`.
+
+    With `lookup`, prompt lookup without a head, steps that verify fewer drafts or none make K too,
+    so that the host learns where the text has some.
+    """
 
     num_seqs: int  # rows of the largest step
     num_rows: int  # T of the largest step
@@ -96,6 +101,7 @@ class BufferSizes:
     synthetic_rates: tuple[float, ...] | None = None
     trees: CandidateTrees | None = None
     has_copies: bool = False
+    lookup: LookupSizes | None = None
 
     @property
     def node_fields(self) -> int:
@@ -117,10 +123,12 @@ class BufferSizes:
 
     def num_columns(self, k: int) -> int:
         """Return the number of draft columns in a step of K drafts, at least one."""
-        return max(self.max_drafts(k), 1)
+        return self.lookup.k if self.lookup else max(self.max_drafts(k), 1)
 
     def depth(self, k: int) -> int:
-        """Return the most drafts on a path in steps of K drafts."""
+        """Return the most drafts on a path that steps of K drafts make."""
+        if self.lookup is not None:
+            return self.lookup.k
         return k if self.trees is None else self.trees.depth(k)
 
 
@@ -153,7 +161,7 @@ class DecodeBuffers:
         self._nodes_BX = torch.zeros(batch, sizes.node_fields * num_nodes, **types)
         self._text_BL: Tensor | None = None
         self._copy_scratch: CopyScratch | None = None
-        if sizes.has_copies:
+        if sizes.has_copies or sizes.lookup:
             shape = batch, sizes.max_model_len
             self._text_BL = torch.zeros(shape, dtype=torch.int32, device=device)
             num_rows = min(SEARCHED_ROWS, num_nodes + 1)
@@ -221,13 +229,14 @@ class DecodeBuffers:
     def switch(self, k: int) -> None:
         """Prepare the buffers for steps that verify and make up to `k` drafts."""
         before, after = self._drafts_of(self.k), self._drafts_of(k)
-        both = min(before.shape[1], after.shape[1]) if self.k and k else 0
+        both, depth = 0, self.sizes.depth(k)
+        if depth and self.sizes.depth(self.k):
+            both = min(before.shape[1], after.shape[1])
         if after is not before:
             after[:, :both] = before[:, :both]
         self.k = k
         self._int("num_drafts").clamp_(max=both)
-        depth, most = self.sizes.depth(k), self._int("k")
-        torch.clamp(self._int("num_speculative_tokens"), max=depth, out=most)
+        torch.clamp(self._int("num_speculative_tokens"), max=depth, out=self._int("k"))
 
     @torch.inference_mode()
     def write(self, rows: Mapping[int, Sequence | None], vocab_size: int) -> None:
@@ -271,7 +280,7 @@ class DecodeBuffers:
             empty += [0] * (columns + fields_of_node * num_nodes)
             return empty, [0.0] * len(_FLOATS)
         params, ring = sequence.params, sequence.pending_features
-        drafts = sequence.drafts[: columns if self.k else 0]
+        drafts = sequence.drafts[: columns if depth else 0]
         parents = sequence.draft_parents
         if parents is None and self.sizes.trees is not None:
             parents = list(range(len(drafts)))
@@ -354,7 +363,7 @@ class DecodeStep:
 
     Args:
         target: the target, its KV caches set.
-        proposer: the head with its KV caches; None decodes plainly.
+        proposer: the head with its KV caches; None decodes plainly, or by prompt lookup.
         num_seqs, k: B and K; K is 0 without a head.
         num_rows: T, at least B * J. Trees share all rows but those of the newest tokens.
         kept_SCA: `FeatureRings.rows_SCA`, which takes the features for a head that reads them
@@ -362,6 +371,7 @@ class DecodeStep:
 
     Attributes:
         rows: state of the sequences.
+        lookup: looks drafts up; None with a head, and without drafts.
         trees: the trees of the step; None if drafts are chains.
         out: the result of the last step.
         report_RX: that result in one tensor for the host, see `kernels.drafts.step_state_triton`.
@@ -386,6 +396,8 @@ class DecodeStep:
         self.k = k
         self.kept_SCA = kept_SCA
         self._proposer = proposer
+        found = buffers.sizes.lookup
+        self.lookup = None if found is None else DecodeLookup(own, found)
         self._passes = target_passes(target, TritonAttention())
         self.max_accepted = self.max_drafts = own.drafts_BK.shape[1]
         self.batch = TargetBatch.allocate(num_seqs, num_rows, device)
@@ -437,6 +449,8 @@ class DecodeStep:
         """Make the batch of the newest tokens and the drafts."""
         own, batch, sizes = self.rows, self.batch, self.buffers.sizes
         state = own.state
+        if self.lookup is not None:
+            state.num_drafts_B.clamp_(max=self.k)
         begin_step(own.active_B, state, self.running_B, self._num_drafted_B, self._times)
         if self.trees is not None:
             self.trees.allocate_nodes()
@@ -573,10 +587,13 @@ class DecodeStep:
 
     @torch.inference_mode()
     def draft(self) -> None:
-        """Draft for the next step, and report again; needs a head."""
-        assert self._proposer is not None, "K is above 0"
+        """Draft for the next step, and report again."""
         stamp(self._times, Stamp.DRAFTING)
-        self._proposer.draft(self._draft, self._features_TA)
+        if self.lookup is not None:
+            self.lookup.draft()
+        else:
+            assert self._proposer is not None, "K is above 0"
+            self._proposer.draft(self._draft, self._features_TA)
         self._report(Stamp.DRAFTED)
 
     def _report(self, at: Stamp) -> None:

@@ -56,15 +56,9 @@ _TIMED_STEPS = 4
 _FIRST_IN_UNITS = 2
 
 
-def runs_as_graphs(
-    device: torch.device,
-    config: EngineConfig,
-    speculative: SpeculativeConfig | None,
-    drafter: Drafter | None,
-) -> bool:
-    """Return whether decode steps run as CUDA graphs: plain steps, and steps with a head."""
-    can_draft = speculative is None or drafter is not None
-    return device.type == "cuda" and not config.enforce_eager and can_draft
+def runs_as_graphs(device: torch.device, config: EngineConfig) -> bool:
+    """Return whether decode steps run as CUDA graphs."""
+    return device.type == "cuda" and not config.enforce_eager
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -164,6 +158,7 @@ def make_graph_runner(
     depth: DepthPolicy,
     features: FeatureRings,
     max_draft_len: int,
+    speculative: SpeculativeConfig | None,
 ) -> GraphRunner:
     """Return the runner of decode steps for up to `max_num_seqs` sequences.
 
@@ -171,9 +166,12 @@ def make_graph_runner(
     """
     from peagle.engine.step.decode_step import BufferSizes, DecodeBuffers, DecodeStep
     from peagle.engine.step.drawn_drafts import DrawnDrafts
+    from peagle.engine.step.lookup import LookupSizes
     from peagle.engine.step.rules import DecodeRules
 
-    target, max_model_len = runner.target, runner.max_model_len
+    target, max_model_len, lookup = runner.target, runner.max_model_len, None
+    if speculative is not None and speculative.method == "ngram":
+        lookup = LookupSizes(speculative.k, *speculative.lookup_lengths)
     trees = None if proposer is None else proposer.trees
     table_width = -(-max_model_len // runner.block_size)
     capture = make_capturer(target.device)
@@ -185,10 +183,11 @@ def make_graph_runner(
         num_stop_ids=MAX_STOP_IDS,
         block_size=runner.block_size,
         max_model_len=max_model_len,
-        max_draft_len=max_draft_len,
+        max_draft_len=max_model_len if lookup else max_draft_len,
         synthetic_rates=synthetic_rates,
         trees=trees,
         has_copies=proposer is not None and proposer.lookup_lengths is not None,
+        lookup=lookup,
     )
     drawn, max_drafts = None, max(k for _, k in num_rows)
     if proposer is not None and proposer.draws:
@@ -337,7 +336,7 @@ class Flight:
         sequences: the sequence of each row; None for an empty row.
         max_accepted, max_drafts: as `DecodeStep`, for the reading of the reports.
         tokens: report of the verified tokens, before the step drafts.
-        drafts: the same with the drafts for the next step; that report itself if K is 0.
+        drafts: the same with the drafts for the next step; that report itself without any.
         logprobs: log-probabilities, on the host with the tokens; None if no request wants any.
         has_prompts: whether the target's pass computed prompts too, which its time includes.
     """
@@ -364,7 +363,7 @@ class _Graph:
             for greedy in ((False,) if step.draws and step.trees is None else (True, False))
         }
         self._verify = capture(step.verify)
-        self._draft = capture(step.draft) if step.k else None
+        self._draft = capture(step.draft) if step.k or step.lookup else None
         shape, self._is_cuda = step.report_RX.shape, step.report_RX.is_cuda
         # Two reports of the step in flight, and two of the step that the host reads.
         self._reports = deque(
@@ -596,7 +595,7 @@ class GraphRunner:
         return self._size_for(num_sequences) == self._size
 
     def _size_for(self, num_sequences: int) -> tuple[int, int]:
-        return self._rows_for(num_sequences), self._depth(num_sequences)
+        return self._rows_for(num_sequences), self._depth.captured(num_sequences)
 
     def _rows_for(self, num_sequences: int) -> int:
         return next(size for size in self._buckets if size >= num_sequences)
@@ -728,6 +727,7 @@ class GraphRunner:
         """
         report_RX = flight.drafts.read()
         rows_BX, times = report_RX[:-1], report_RX[-1].tolist()
+        self._depth.drafted(int((rows_BX[:, 2] > 0).sum()))
         seconds, before_ns = DecodeSeconds(), self._last_end_ns
         self._last_end_ns = times[Stamp.DRAFTED]
         if flight.drafts.done is not None and not flight.has_prompts:
