@@ -158,6 +158,10 @@ def test_a_head_from_nothing_and_where_it_goes_on(
     again = peagle(*words, "--minutes", 10)
     assert again.status == 0 and commands.words == []
     assert result["serve"] in again.out
+    (out / "head" / "correction.st").unlink()
+    assert peagle(*words, "--minutes", 10).status == 0
+    assert ["--correction-on" in one for one in commands.words] == [True]
+    assert (out / "head" / "correction.st").is_file()
     ours, lookup = (
         next(one for one in result["acceptance"] if (one["method"], one["set"]) == (name, "all"))
         for name in ("peagle", "ngram")

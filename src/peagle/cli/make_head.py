@@ -380,6 +380,7 @@ class _Maker:
         self._stages.run(
             "correction",
             words,
+            [self._output / "head" / "correction.st"],
             result=partial(_record, folder / "train.json"),
             going_on=_resumed(folder),
         )
