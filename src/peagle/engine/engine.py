@@ -21,7 +21,6 @@ from peagle.engine.drafting import (
     fixes_k,
     has_copies,
     make_drafting,
-    uses_prediction,
 )
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
@@ -339,7 +338,7 @@ class LLMEngine:
                 f"prediction has {len(given)} tokens; expected at most {most}, the context. "
                 "Shorten it."
             )
-        if self.speculative is None or not uses_prediction(params, self.speculative):
+        if self.speculative is None or not has_copies(params, self.speculative):
             raise UserError(
                 "prediction was given, and no copies are drafted here: they need a P-EAGLE head's "
                 'trees (parallel_drafting_spec, with prompt_lookup) or the method "ngram", and the '
