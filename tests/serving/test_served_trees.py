@@ -157,25 +157,22 @@ def test_a_prediction_drafts_what_it_predicts(texts: LiveServer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("content", "fields", "told"),
     [
-        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type"),
-        ({"content": [{"type": "image_url"}]}, "prediction.content"),
-        ({"content": "x " * 60_000}, "The prediction has 120000 characters"),
-        ({"content": "x", "speculation": {"prompt_lookup": False}}, "prediction was given and"),
-        ({"content": "x", "speculation": {"num_speculative_tokens": 0}}, "prediction was given, "),
-        ({"content": "x", "prompt": "x"}, "prediction"),  # of /v1/completions
+        ([{"type": "image_url"}], {}, "prediction.content"),
+        ("x " * 60_000, {}, "The prediction has 120000 characters"),
+        ("x", {"speculation": {"prompt_lookup": False}}, "prediction was given and"),
+        ("x", {"speculation": {"num_speculative_tokens": 0}}, "prediction was given, "),
+        ("x", {"prompt": "x"}, "prediction"),  # of /v1/completions
     ],
 )
 def test_predictions_are_refused_by_name(
-    texts: LiveServer, fields: dict[str, Any], told: str
+    texts: LiveServer, content: Any, fields: dict[str, Any], told: str
 ) -> None:
-    body = dict(fields) if "prompt" in fields else CHAT | fields
-    if "content" in body:
-        body["prediction"] = {"type": "content", "content": body.pop("content")}
+    body = fields | {"prediction": {"type": "content", "content": content}}
     route = "completions" if "prompt" in body else "chat/completions"
     with texts.client() as client:
-        answer = client.post(f"/v1/{route}", json=body)
+        answer = client.post(f"/v1/{route}", json=body if "prompt" in body else CHAT | body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and (told in error["message"] or told in error["param"])
 

@@ -111,17 +111,10 @@ def has_copies(params: SamplingParams, speculative: SpeculativeConfig | None) ->
     if speculative is None or draws_chain(params, speculative):
         return False
     if speculative.method == "ngram":
-        return params.prompt_lookup
+        return params.prompt_lookup and params.num_speculative_tokens != 0
     if params.num_speculative_tokens is not None and params.num_speculative_tokens < speculative.k:
         return False
     return speculative.copies_join_trees and params.prompt_lookup
-
-
-def uses_prediction(params: SamplingParams, speculative: SpeculativeConfig) -> bool:
-    """Return whether a prediction of a request's output can be drafted from."""
-    if speculative.method == "ngram":
-        return params.num_speculative_tokens != 0
-    return has_copies(params, speculative)
 
 
 def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:

@@ -21,7 +21,6 @@ from peagle.engine.drafting import (
     fixes_k,
     has_copies,
     make_drafting,
-    uses_prediction,
 )
 from peagle.engine.engine_plan import plan_engine
 from peagle.engine.features import FeatureRings
@@ -339,11 +338,11 @@ class LLMEngine:
                 f"prediction has {len(given)} tokens; expected at most {most}, the context. "
                 "Shorten it."
             )
-        if self.speculative is None or not uses_prediction(params, self.speculative):
+        if self.speculative is None or not has_copies(params, self.speculative):
             raise UserError(
-                "prediction was given, and no copies are drafted here. A P-EAGLE head's trees have "
-                '(parallel_drafting_spec, with prompt_lookup) or "ngram", at the full '
-                "num_speculative_tokens. Start the engine so, or leave prediction out."
+                "prediction was given, and no copies are drafted here: they need a P-EAGLE head's "
+                'trees (parallel_drafting_spec, with prompt_lookup) or the method "ngram", and the '
+                "full num_speculative_tokens. Start the engine so, or leave prediction out."
             )
         # The text ends as the prompt does: a prediction behind it is found from the first token on.
         end = prompt[-self.speculative.lookup_lengths[0] :]
