@@ -11,6 +11,7 @@ rows of exactly that length from training packages, most of which stop after a d
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -160,8 +161,8 @@ def heldout_prompts(candidates: list[dict], tokenizer: PreTrainedTokenizerFast) 
 
 def write_jsonl(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def _rows(text: str) -> dict[int, int]:
@@ -184,7 +185,8 @@ def write_sets(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
     """The prompt sets of the package."""
     for name, rows in load_prompts(args.shared / "data").items():
         kept = [{key: row[key] for key in ("id", "category", "turns")} for row in rows]
-        write_jsonl(args.prompts / f"{name}.jsonl", kept)
+        # The README's first training reads lines of GSM8K.
+        write_jsonl(args.prompts / f"{name}.jsonl{'' if name == 'gsm8k' else '.gz'}", kept)
     candidates = list(read_documents(args.build / "docs" / "heldout_candidates.jsonl"))
     write_jsonl(args.prompts / "heldout_code.jsonl", heldout_prompts(candidates, tokenizer))
 
