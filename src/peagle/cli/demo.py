@@ -285,11 +285,13 @@ def _results_table(results: Mapping[str, Run]) -> Table:
         if not result.answers:
             continue
         stats, speed = result.stats, result.tokens_per_s
-        positions = " ".join(f"{100 * share:2.0f}" for share in stats.acceptance_per_pos)
+        shares = [f"{100 * share:2.0f}" for share in stats.acceptance_per_pos]
+        while len(shares) > 1 and shares[-1] == " 0":  # copies of the text are deep, and rare
+            shares.pop()
         table.add_row(
             name,
             f"{stats.acceptance_length:.2f}" if stats.num_drafts else "",
-            positions,
+            " ".join(shares),
             f"{speed:.0f}",
             f"{speed / results[PLAIN].tokens_per_s:.2f}x",
             style="bold" if name == TREE else None,
@@ -321,7 +323,7 @@ def _facts(report: Mapping[str, Any]) -> list[str]:
     return [
         f"{report['num_prompts']} {_TITLES[report['prompt_set']]} prompts, one at a time, up to "
         f"{report['max_new_tokens']} new tokens each. K={report['num_speculative_tokens']}, "
-        f"trees of {report['parallel_drafting_spec']['max_nodes']} nodes, "
+        f"trees of {report['parallel_drafting_spec']['max_nodes']} nodes with copies of the text, "
         f"temperature {report['temperature']:g}, {report['dtype']}; {hardware}, "
         f"torch {machine['torch']}.",
         "Acceptance length: 1 + accepted draft tokens / drafts. By position: share of drafts "
