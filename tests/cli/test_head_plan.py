@@ -10,6 +10,7 @@ from peagle.cli.head_plan import (
     MAX_EPOCHS,
     MIN_DATA_SHARE,
     HeadProbe,
+    eval_prompts,
     make_head_plan,
     training_steps,
 )
@@ -162,6 +163,12 @@ def test_steps_by_time_and_by_epochs() -> None:
     assert training_steps(100, 0.5, 1000, 10**9) == 200
     assert training_steps(100, 0.5, 1000, 20_000) == 60
     assert training_steps(-5, 0.5, 1000, 10**9) == 50
+
+
+def test_a_late_evaluation_has_fewer_prompts() -> None:
+    plan = make_head_plan(GPU, 20)  # of 0.1 s for each of two sets
+    assert plan.eval_limit > 100
+    assert [eval_prompts(s, plan, GPU) for s in (1e6, 20, 0.1, -30)] == [plan.eval_limit, 100, 4, 4]
 
 
 def test_a_plan_without_time_for_more_answers_than_the_probe_has_is_none() -> None:

@@ -303,6 +303,8 @@ def test_too_few_minutes_end_it_before_the_work(
         (["--minutes", "inf"], "--minutes is inf; expected a finite number above 0"),
         (["--minutes", "nan"], "--minutes is nan; expected a finite number above 0"),
         (["--set", "head.layers=3"], "--set: head.layers is not a known key"),
+        (["--set", "run.minutes=5"], "--set run.minutes=5: `peagle make-head` plans the steps"),
+        (["--set", "optimizer.steps = 9"], "and give other --minutes"),
         (["--prompts", "none.jsonl"], "'none.jsonl' is not there"),
         (["--output", "full"], "is not empty, and `peagle make-head` did not begin it"),
         (["--output", "file"], "file"),

@@ -203,6 +203,12 @@ def training_steps(seconds: float, step_s: float, step_tokens: float, num_tokens
     return min(most, max(MIN_STEPS, int(seconds / step_s)))
 
 
+def eval_prompts(seconds: float, plan: HeadPlan, probe: HeadProbe) -> int:
+    """Return the prompts of each set that fit into `seconds`, at most those of the plan."""
+    fitting = int(seconds / (probe.num_sets * probe.eval_prompt_s))
+    return min(plan.eval_limit, max(MIN_EVAL_PROMPTS, fitting))
+
+
 def too_short(minutes: float, stage: str, needed_s: float) -> UserError:
     """Return the error for minutes that are too short for a stage."""
     needed = 1.05 * needed_s / 60

@@ -19,6 +19,7 @@ from peagle.cli.head_plan import (
     MAX_CORRECTION_STEPS,
     HeadPlan,
     HeadProbe,
+    eval_prompts,
     make_head_plan,
     training_steps,
 )
@@ -67,6 +68,7 @@ _VALIDATION_SHARE = 0.03
 _NUM_VALIDATIONS = 3
 _NUM_SAVES = 6
 _STAGES = ("synthesize", "regenerate", "prepare", "train", "correction", "eval")
+_PLANNED = {"run.minutes", "optimizer.steps", "correction.steps"}
 _FREEZE = ("head.freeze_embeddings=true", "head.freeze_lm_head=true")
 
 
@@ -269,7 +271,7 @@ class _Maker:
         )
 
     def make(self, plan: HeadPlan, probe: HeadProbe, minutes: float) -> None:
-        """Run all stages in full; training and the correction use the time that is left."""
+        """Run all stages in full; training, correction and evaluation fit into what is left."""
         if "synthesize" in plan.seconds:
             self._synthesize("synthesize", plan.prompts, self._prompts)
         if "regenerate" in plan.seconds or not all(path.is_file() for path in self._answers):
@@ -285,7 +287,8 @@ class _Maker:
             left = 60 * minutes - spent - probe.starts_s["correction"] - plan.seconds["eval"]
             steps = training_steps(left, probe.step_s, probe.step_tokens, tokens)
             self._correct(min(steps, MAX_CORRECTION_STEPS))
-        self._eval(plan.eval_limit)
+        left = 60 * minutes - self._stages.seconds(without=("eval",)) - probe.starts_s["eval"]
+        self._eval(eval_prompts(left, plan, probe))
 
     # ---- their commands ----------------------------------------------------------------------
 
@@ -439,6 +442,12 @@ def _check_overrides(head: str, overrides: Sequence[str]) -> None:
     """
     from peagle.training.config import TrainConfig
 
+    for override in overrides:
+        if override.partition("=")[0].strip() in _PLANNED:
+            raise UserError(
+                f"--set {override}: `peagle make-head` plans the steps by --minutes. Leave it out, "
+                "and give other --minutes."
+            )
     with TemporaryDirectory() as folder:
         config = Path(folder) / "head.toml"
         config.write_text(_config_text(Path(folder), head, False), encoding="utf-8")
