@@ -276,7 +276,7 @@ class TextPart(_Body):
     text: StrictStr
 
 
-class Prediction(_Body):
+class PredictedOutput(_Body):
     """The answer that a client expects, as one text or in parts."""
 
     type: Literal["content"]
@@ -299,7 +299,7 @@ class ChatBody(SamplingFields):
     tools: Annotated[list[Tool], bounded_list("tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     reasoning_effort: Name | None = None
     chat_template_kwargs: Options | None = None
     add_generation_prompt: StrictBool | None = None
