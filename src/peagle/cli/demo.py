@@ -281,13 +281,13 @@ def _results_table(results: Mapping[str, Run]) -> Table:
     table.add_column("accepted by position, %", justify="left")
     table.add_column("tokens/s", justify="right")
     table.add_column("speed-up", justify="right")
+    depths = (len(result.stats.acceptance_per_pos) for result in results.values())
+    k = min(filter(None, depths), default=0)  # copies of the text are deeper in trees
     for name, result in results.items():
         if not result.answers:
             continue
         stats, speed = result.stats, result.tokens_per_s
-        shares = [f"{100 * share:2.0f}" for share in stats.acceptance_per_pos]
-        while len(shares) > 1 and shares[-1] == " 0":  # copies of the text are deep, and rare
-            shares.pop()
+        shares = [f"{100 * share:2.0f}" for share in stats.acceptance_per_pos[:k]]
         table.add_row(
             name,
             f"{stats.acceptance_length:.2f}" if stats.num_drafts else "",
