@@ -103,7 +103,8 @@ class LLMEngine:
         self.on_pass: Callable[[int], None] | None = None
         self._depth, self._tree_record = plan.depth, plan.tree_record
         if plan.is_pipelined and target.device.type == "cuda":
-            accelerate(target, plan.drafter, config.max_num_seqs, plan.depth, plan.trees)
+            drafting = plan.drafter, config.max_num_seqs, plan.depth, plan.trees, plan.max_path
+            accelerate(target, *drafting)
         self._features = FeatureRings()
         if plan.drafter is not None and plan.num_resuming and plan.is_pipelined:
             width = plan.drafter.config.feature_size

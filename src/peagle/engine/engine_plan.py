@@ -11,6 +11,7 @@ from peagle.engine.memory_plan import drawn_bytes, lookahead_slots, output_bytes
 from peagle.engine.step.graph_runner import buckets, mixed_buckets, runs_as_graphs
 from peagle.engine.step.pass_graphs import TOKEN_BUCKETS
 from peagle.engine.tree_record import TreeRecord
+from peagle.kernels.trees.copies import longest_path
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel, check_length
 
@@ -59,6 +60,14 @@ class EnginePlan:
     def aux_layer_ids(self) -> tuple[int, ...]:
         """Return the layers of the target whose entering states the drafter reads."""
         return () if self.drafter is None else self.drafter.config.aux_layer_ids
+
+    @property
+    def max_path(self) -> int | None:
+        """Return the most nodes on a path of a tree; None for chains."""
+        if self.speculative is None or self.trees is None:
+            return None
+        depth, has_copies = self.trees.prediction_depth, self.speculative.copies_join_trees
+        return longest_path(depth, self.trees.max_nodes) if has_copies else depth
 
     @property
     def synthetic_rates(self) -> tuple[float, ...] | None:

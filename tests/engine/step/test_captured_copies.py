@@ -12,6 +12,7 @@ import pytest
 
 from peagle import LLM, SamplingParams
 from peagle.config import StructuredOutput
+from peagle.engine.step import graph_runner
 from peagle.engine.tree_record import TreeRecord
 from tests.kernels.devices import DEVICES
 
@@ -47,6 +48,29 @@ def make(
         enforce_eager=eager,
         **options,
     )
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_head_is_compiled_for_the_slots_of_its_steps(
+    copies: bool,
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = make(target_folder, head_folders(parallel=True), eager=False, copies=copies)
+    assert llm.engine._pipeline is not None
+    runner, plan, told = llm.engine._pipeline.runner, llm.engine._plan, list[list[int]]()
+    monkeypatch.setattr(graph_runner, "accelerate_target", lambda *_: None)
+    monkeypatch.setattr(
+        graph_runner, "accelerate_drafter", lambda _, slots, **__: told.append(slots)
+    )
+    graph_runner.accelerate(llm.target, plan.drafter, 2, plan.depth, plan.trees, plan.max_path)
+    sizes = [(rows, k) for rows, k in graph_runner.greatest_depths(runner._sizes).items() if k]
+    drafts = [runner._make_step(*size)._draft for size in sizes]
+    assert [sorted(slots) for slots in told] == [
+        sorted(len(draft._hidden_SD) for draft in drafts if draft is not None)
+    ]
+    assert len(sizes) == 2 and len(told[0]) == 2
 
 
 @pytest.mark.slow

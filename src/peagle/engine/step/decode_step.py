@@ -29,7 +29,12 @@ from peagle.engine.step.lookup import DecodeLookup, LookupSizes
 from peagle.engine.step.rules import DecodeRules, PendingLogprobs
 from peagle.engine.step.tree_growth import TreeGrowth
 from peagle.engine.step.trees import DecodeTrees
-from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, TargetBatch
+from peagle.kernels.drafts.batches import (
+    DraftBatch,
+    PackedBatch,
+    TargetBatch,
+    count_draft_slots,
+)
 from peagle.kernels.drafts.batches_triton import (
     build_target_batch,
     expand_draft_batch,
@@ -622,9 +627,8 @@ class CapturedDraft:
         self.k = k = sizes.depth(step.k)
         self._drafter, self._step, self._sizes = drafter, step, sizes
         self._passes = Passes(proposer.passes.run, TritonAttention())
-        # Each row of the target's batch is read once at most.
-        num_read = min(num_seqs * (step.max_accepted + 1), len(step.batch.tokens_R))
-        num_slots = num_read + num_seqs * (k - 1 if config.is_parallel else 0)
+        of_step = num_seqs, len(step.batch.tokens_R), step.max_accepted
+        num_slots = count_draft_slots(*of_step, k - 1 if config.is_parallel else 0)
         self._max_slots = min(step.max_accepted + k, num_slots)
         self._batch = DraftBatch.allocate(num_seqs, num_slots, k, device)
         self._num_mask_slots_B = step.out.num_mask_slots_B

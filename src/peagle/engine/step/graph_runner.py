@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import add
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from peagle.engine.stats import GraphTimes
 from peagle.engine.step.capture import Capturer, make_capturer
 from peagle.engine.step.mixed_pass import MixedPass
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, PassGraphs
+from peagle.kernels.drafts.batches import count_draft_slots
 from peagle.kernels.drafts.step_state import NO_TOKEN, Stamp
 from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.kernels.trees.survival import SCORE_UNIT
@@ -128,8 +129,13 @@ def accelerate(
     max_num_seqs: int,
     depth: DepthPolicy,
     trees: CandidateTrees | None,
+    max_path: int | None,
 ) -> None:
-    """Fuse and compile the modules that the graphs run."""
+    """Fuse and compile the modules that the graphs run.
+
+    Args:
+        max_path: most nodes on a path of a tree; None for chains.
+    """
     num_rows = count_target_rows(graph_sizes(max_num_seqs, depth.possible))
     accelerate_target(target, set(num_rows.values()))
     # A head is small: it is compiled only for the greatest K at the same rows.
@@ -138,12 +144,16 @@ def accelerate(
         return
     verified = [num_rows[size] for size in sizes]
     single = [rows for rows, _ in sizes]
-    all_drafts = [rows * (trees.depth(k) if trees else k) for rows, k in sizes]
-    accepted = [rows * (trees.prediction_depth if trees else k) for rows, k in sizes]
+    depths = [trees.depth(k) if trees else k for _, k in sizes]
+    all_drafts = list(map(mul, single, depths))
     parallel = drafter.config.is_parallel
+    slots = [
+        count_draft_slots(rows, num_read, max_path or k, k - 1)
+        for rows, num_read, k in zip(single, verified, depths, strict=True)
+    ]
     accelerate_drafter(
         drafter,
-        list(map(add, accepted, all_drafts)) if parallel else [*verified, *single],
+        slots if parallel else [*verified, *single],
         num_feature_rows=verified,
         num_logit_rows=all_drafts if parallel else single,
     )

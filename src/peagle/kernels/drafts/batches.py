@@ -86,6 +86,17 @@ def _ints(device: torch.device | str, *shapes: int | tuple[int, int]) -> list[Te
     return [torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]
 
 
+def count_draft_slots(num_seqs: int, num_rows: int, max_accepted: int, num_masks: int) -> int:
+    """Return the slots of a captured draft batch, which every step fills or pads.
+
+    Args:
+        num_rows: rows of the target's batch, each of which is read once at most.
+        max_accepted: most drafts that a step accepts of a sequence.
+        num_masks: mask slots of a sequence.
+    """
+    return min(num_seqs * (max_accepted + 1), num_rows) + num_seqs * num_masks
+
+
 def slot_mapping(
     block_tables_BM: Tensor, sequences_S: Tensor, positions_S: Tensor, block_size: int, limit: int
 ) -> Tensor:
