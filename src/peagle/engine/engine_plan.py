@@ -67,7 +67,7 @@ class EnginePlan:
         if self.speculative is None or self.trees is None:
             return None
         depth, has_copies = self.trees.prediction_depth, self.speculative.copies_join_trees
-        return longest_path(depth, self.trees.max_nodes) if has_copies else depth
+        return longest_path(depth, self.trees.max_nodes, has_copies=has_copies)
 
     @property
     def synthetic_rates(self) -> tuple[float, ...] | None:

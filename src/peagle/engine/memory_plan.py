@@ -225,7 +225,7 @@ def lookahead_slots(
     `MAX_COPIED` more, as far as there are nodes.
     """
     nodes = 0 if num_nodes is None else num_nodes
-    most_new = 1 + (longest_path(k, nodes) if has_copies else k)
+    most_new = 1 + longest_path(k, nodes, has_copies=has_copies)
     in_flight = most_new if is_pipelined else 0
     return in_flight + max(most_new + k + 1, nodes + 1)
 

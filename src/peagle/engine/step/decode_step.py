@@ -118,7 +118,7 @@ class BufferSizes:
         """Return the most nodes on a path of a tree."""
         assert self.trees is not None, "drafts are trees"
         depth = self.trees.prediction_depth
-        return longest_path(depth, self.trees.max_nodes) if self.has_copies else depth
+        return longest_path(depth, self.trees.max_nodes, has_copies=self.has_copies)
 
     def max_drafts(self, k: int) -> int:
         """Return the most drafts that a sequence has in steps of K drafts."""

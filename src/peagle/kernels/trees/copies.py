@@ -71,9 +71,9 @@ class Tree(NamedTuple):
     cells: list[int]
 
 
-def longest_path(depth: int, max_nodes: int) -> int:
-    """Return the most nodes on a path of a tree with copies, whose head drafts so deep."""
-    return min(depth + MAX_COPIED, max_nodes)
+def longest_path(depth: int, max_nodes: int, *, has_copies: bool) -> int:
+    """Return the most nodes on a path of a tree whose head drafts so deep."""
+    return min(depth + MAX_COPIED, max_nodes) if has_copies else depth
 
 
 def rate_cell(length: int, drafted: int) -> int:
