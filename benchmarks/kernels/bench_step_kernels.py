@@ -94,7 +94,7 @@ class Step:
             2**31 - 8,
         )
         self.state = DecodeState.allocate(num_seqs, DEVICE)
-        self.state.num_drafts_B.fill_(K)
+        self.state.num_draft_tokens_B.fill_(K)
         floats: dict[str, Any] = {"dtype": torch.float64, "device": DEVICE}
         self.sampling = verify_triton.SequenceSampling(
             torch.ones(num_seqs, **floats),

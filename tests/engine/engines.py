@@ -84,7 +84,7 @@ def know_the_answer(
         following: list[list[int | None]] = []
         for b, history in enumerate(step.histories):
             (answer,) = (a for a in answers if a[: len(history)] == list(history))
-            rest = answer[len(history) :][: min(num_right, step.num_drafts[b])]
+            rest = answer[len(history) :][: min(num_right, step.num_draft_tokens[b])]
             following.append([t if share == 1 or rng.random() < share else None for t in rest])
         if drafts.parents_BK is not None:
             return replant(
@@ -124,7 +124,7 @@ def replant(
             some = [
                 r
                 for r in range(row + 1)
-                if depths[r] < step.num_drafts[b] and parents.count(r) < len(tokens)
+                if depths[r] < step.num_draft_tokens[b] and parents.count(r) < len(tokens)
             ]
             parents.append(rng.choice(some[-3:] if rng.random() < 0.8 else some))
             depths.append(depths[parents[-1]] + 1)
@@ -153,7 +153,7 @@ def watch_drafts(llm: LLM) -> dict[tuple[int, ...], list[int]]:
     def watching(step: ProposerInput) -> Drafts:
         drafts = propose(step)
         for b, history in enumerate(step.histories):
-            if step.num_drafts[b]:
+            if step.num_draft_tokens[b]:
                 seen[tuple(history)] = drafts.tokens_BK[b, : drafts.lens[b]].tolist()
         return drafts
 

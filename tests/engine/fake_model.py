@@ -78,7 +78,7 @@ class FakeRunner:
         starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
         for chunk, start in zip(chunks, starts, strict=True):
             sequence = chunk.sequence
-            drafts = sequence.drafts[: chunk.num_drafts]
+            drafts = sequence.drafts[: chunk.num_draft_tokens]
             rows = [*sequence.token_ids[start : start + chunk.num_tokens], *drafts]
             if drafts and sequence.draft_parents is not None:
                 path, own = self._run_tree(sequence, start, drafts)
@@ -199,7 +199,7 @@ class FakeProposer:
         self.kv: list[Any] = [None] * (num_blocks * block_size)
 
     def read(self, step: ProposerInput) -> None:
-        assert not any(step.num_drafts)
+        assert not any(step.num_draft_tokens)
         self.propose(step)
 
     def propose(self, step: ProposerInput) -> Drafts:
@@ -217,7 +217,7 @@ class FakeProposer:
                 self.kv[slot] = (token, float(step.features_TA[row, 0]))
             last = int(step.positions_T[rows[-1]])
             self.check(table, history, 0 if starts is None else int(starts[b]), last)
-            k = step.num_drafts[b]
+            k = step.num_draft_tokens[b]
             for j in range(1, k):
                 self.kv[self._slot(table, last + j)] = MASK
             chain = _draft(tuple(history[: last + 2]), k) if k else []
@@ -228,7 +228,7 @@ class FakeProposer:
         padded = [row + [0] * (most - len(row)) for row in tokens]
         tokens_BK = torch.tensor(padded).view(len(tokens), most)
         if not self.trees:
-            return Drafts(tokens_BK, list(step.num_drafts))
+            return Drafts(tokens_BK, list(step.num_draft_tokens))
         rows = [row + [0] * (most - len(row)) for row in parents]
         parents_BK = torch.tensor(rows).view(len(tokens), most)
         # Trees of some texts are surer than those of others.

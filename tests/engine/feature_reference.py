@@ -238,7 +238,7 @@ class _Steered:
     def __init__(self, step: ProposerInput, right: Choose, vocab_size: int) -> None:
         self._grammar: DraftConstraint | None = step.constraint
         self._contexts = [tuple(history) for history in step.histories]
-        self._num_drafts = list(step.num_drafts)
+        self._num_drafts = list(step.num_draft_tokens)
         self._right = right
         self._vocab_size = vocab_size
         self._column = 0

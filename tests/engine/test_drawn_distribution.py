@@ -103,7 +103,7 @@ def test_a_wrong_rule_is_noticed(
     def wrong(*given: Any, **named: Any) -> None:
         reject_drafts(*given, **named)
         _, _, _, active_B, state, _, num_accepted_B = given
-        num_accepted_B.copy_(torch.where(active_B != 0, state.num_drafts_B, num_accepted_B))
+        num_accepted_B.copy_(torch.where(active_B != 0, state.num_draft_tokens_B, num_accepted_B))
 
     monkeypatch.setattr(decode_step, "reject_drafts", wrong)
     assert fit_of(world, ASKED[asked], device) < 1e-4

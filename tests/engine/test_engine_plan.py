@@ -24,7 +24,7 @@ def plan_of(target: TargetModel, name: str, heads: dict[bool, Path]) -> EnginePl
 
 
 @pytest.mark.parametrize(
-    ("name", "num_drafts", "num_nodes", "slots"),
+    ("name", "num_draft_tokens", "num_nodes", "slots"),
     [
         ("plain", 0, None, 2),
         ("ngram", K, None, 2 * (K + 1)),
@@ -37,13 +37,13 @@ def test_sizes_follow_from_the_way_to_draft(
     target: TargetModel,
     heads: dict[bool, Path],
     name: str,
-    num_drafts: int,
+    num_draft_tokens: int,
     num_nodes: int | None,
     slots: int,
 ) -> None:
     plan = plan_of(target, name, heads)
     has_head = name in ("peagle", "eagle3", "trees")
-    assert (plan.num_speculative_tokens, plan.num_nodes) == (num_drafts, num_nodes)
+    assert (plan.num_speculative_tokens, plan.num_nodes) == (num_draft_tokens, num_nodes)
     assert plan.num_lookahead_slots == slots
     assert (plan.max_model_len, plan.max_draft_len) == (64, 64 if has_head else 0)
     assert (plan.drafter is not None, bool(plan.aux_layer_ids)) == (has_head, has_head)
@@ -57,8 +57,8 @@ def test_graphs_hold_a_step_in_flight_and_keep_memory(
     target: TargetModel, heads: dict[bool, Path], graphs_everywhere: None, name: str
 ) -> None:
     plan = plan_of(target, name, heads)
-    num_drafts = 0 if name == "plain" else K
-    assert plan.is_pipelined and plan.num_lookahead_slots == 3 * (num_drafts + 1)
+    num_draft_tokens = 0 if name == "plain" else K
+    assert plan.is_pipelined and plan.num_lookahead_slots == 3 * (num_draft_tokens + 1)
     # Of passes over a step and prompts, of the prompts of a pass, and q or texts of 3 sequences.
     has_head = name not in ("plain", "ngram")
     rows = 128 + 256 + 384 + 512 + 640 + (2048 if has_head else 0)

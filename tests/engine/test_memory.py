@@ -135,7 +135,7 @@ SIZES = {"max_num_seqs": 3, "max_model_len": 40, "max_num_batched_tokens": 64}
 
 
 @pytest.mark.parametrize(
-    ("name", "num_drafts", "drafter"),
+    ("name", "num_draft_tokens", "drafter"),
     [
         ("plain", 0, []),
         ("ngram", 5, []),
@@ -151,12 +151,12 @@ def test_the_largest_passes_run_with_the_real_modules(
     heads: dict[bool, Path],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    num_drafts: int,
+    num_draft_tokens: int,
     drafter: list[int],
 ) -> None:
     llm = make_llm(target_folder, config_of(name, heads), **SIZES)
     rows = largest_passes(llm, monkeypatch)
-    decoding = 3 * (1 + num_drafts)
+    decoding = 3 * (1 + num_draft_tokens)
     assert rows["target"][:2] == [64, decoding]
     assert rows["logits"][-2] == decoding
     assert name == "ngram" or rows["target"][2] == rows["logits"][-1] == decoding

@@ -113,13 +113,13 @@ def test_prompts_that_part_at_any_token(
     assert drafts[0] == drafts[1]
 
 
-@pytest.mark.parametrize("num_drafts", [0, K])
+@pytest.mark.parametrize("num_draft_tokens", [0, K])
 def test_outputs_of_one_request_share_its_prompt_whether_they_draft_or_not(
-    target_folder: Path, heads: dict[bool, Path], num_drafts: int
+    target_folder: Path, heads: dict[bool, Path], num_draft_tokens: int
 ) -> None:
     llm = make_llm(target_folder, config_of("peagle", heads), block_size=4)
     params = SamplingParams(
-        n=3, max_tokens=5, temperature=1.0, seed=3, num_speculative_tokens=num_drafts
+        n=3, max_tokens=5, temperature=1.0, seed=3, num_speculative_tokens=num_draft_tokens
     )
     (output,) = llm.generate([list(range(20, 41))], params)
     assert len(output.outputs) == 3

@@ -197,7 +197,7 @@ def test_the_last_in_order_yields_and_resumes_where_it_was() -> None:
     prefill = [chunk for plan in chunks for chunk in plan.prefill]
     assert not any(chunk.samples for chunk in prefill)
     assert sum(chunk.num_tokens for chunk in prefill) in range(1, len(tokens))
-    assert chunks[-1].decode == [Chunk(last, 1, num_drafts=2)], "with the drafts it had"
+    assert chunks[-1].decode == [Chunk(last, 1, num_draft_tokens=2)], "with the drafts it had"
 
 
 @pytest.mark.parametrize(("priority", "takes"), [(0, True), (1, False), (2, False)])

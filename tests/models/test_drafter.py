@@ -223,7 +223,7 @@ def generate_and_record(
         logits_BKV = torch.cat(columns, dim=1)
         tokens_BK = drafts.tokens_BK.clone()
         for b, history in enumerate(step.histories):
-            assert step.num_drafts[b] == K, "drafts are cut at the end of the context only"
+            assert step.num_draft_tokens[b] == K, "drafts are cut at the end of the context only"
             whole = truth[history[0]]
             recorded.append(
                 Recorded(

@@ -78,7 +78,7 @@ def prompt_step(
         block_tables_BM=torch.arange(batch * blocks).view(batch, blocks),
         num_rows=lens,
         seq_lens=lens,
-        num_drafts=[k] * batch if isinstance(k, int) else list(k),
+        num_draft_tokens=[k] * batch if isinstance(k, int) else list(k),
         sampling=sampling,
         draws_chain=[False] * batch,
         histories=[[*prompt, prompt[0]] for prompt in prompts],
@@ -262,7 +262,7 @@ def dense_drafts(
         return drafter.to_target_ids(drafter.compute_logits(hidden).argmax(-1)).tolist()
 
     tokens = [*step.tokens_T[1:].tolist(), int(step.next_tokens_B[0])]
-    hidden, (k,) = drafter.combine_features(step.features_TA), step.num_drafts
+    hidden, (k,) = drafter.combine_features(step.features_TA), step.num_draft_tokens
     if isinstance(proposer, ParallelProposer):
         assert drafter.config.mask_token_id is not None
         masks = [drafter.config.mask_token_id] * (k - 1)
@@ -362,7 +362,7 @@ def test_reading_apart_changes_nothing(
     layer.mlp.register_forward_hook(lambda _, args, __: ran.append(args[0].shape[0]))
     with torch.inference_mode():
         expected = whole.propose(step)
-        apart.read(replace(step, num_drafts=[0, 0, 0], sampling=None, **before))
+        apart.read(replace(step, num_draft_tokens=[0, 0, 0], sampling=None, **before))
         assert not ran
         found = apart.propose(replace(step, **last))
     assert ran == ([3 * K] if parallel else [3] * K)

@@ -149,13 +149,13 @@ def simulate(
         a, b = text[rows, n], text[rows, n + 1]
         sampling = sampling_of(case, first_seed + rows, n)
         tokens_BK, probs_BKV = draft(case, drafter, a, b, sampling)
-        num_drafts = rows % (case.k + 1) if case.ragged else torch.full_like(rows, case.k)
+        num_draft_tokens = rows % (case.k + 1) if case.ragged else torch.full_like(rows, case.k)
         if lengths is not None and probs_BKV is not None:
-            num_drafts = lengths(tokens_BK, probs_BKV)
+            num_draft_tokens = lengths(tokens_BK, probs_BKV)
         context = torch.cat((a.unsqueeze(1), b.unsqueeze(1), tokens_BK), dim=1)
         logits_BJV = target[context[:, :-1], context[:, 1:]]
-        packed = torch.arange(case.k + 1) <= num_drafts.unsqueeze(1)
-        packed_rows = VerificationRows(tokens_BK, num_drafts, n, int(packed.sum()))
+        packed = torch.arange(case.k + 1) <= num_draft_tokens.unsqueeze(1)
+        packed_rows = VerificationRows(tokens_BK, num_draft_tokens, n, int(packed.sum()))
         verified = verifier(logits_BJV[packed], packed_rows, sampling, probs_BKV)
         for j in range(case.k + 1):
             own = tokens_BK[:, min(j, case.k - 1)]
@@ -163,7 +163,7 @@ def simulate(
             keep = j <= verified.num_accepted_B
             text[rows[keep], 2 + n[keep] + j] = token[keep]
         length[rows] += verified.num_accepted_B + 1
-        drafted += int(num_drafts.sum())
+        drafted += int(num_draft_tokens.sum())
         accepted += int(verified.num_accepted_B.sum())
     return Outcome(text[:, 2 : 2 + LENGTH], accepted / drafted)
 
@@ -263,9 +263,9 @@ def test_lengths_decided_before_the_draw_keep_the_distribution(case: Case) -> No
     seen: set[int] = set()
 
     def lengths(tokens_BK: Tensor, probs_BKV: Tensor) -> Tensor:
-        num_drafts = sure_before_the_draw(tokens_BK, probs_BKV)
-        seen.update(num_drafts.unique().tolist())
-        return num_drafts
+        num_draft_tokens = sure_before_the_draw(tokens_BK, probs_BKV)
+        seen.update(num_draft_tokens.unique().tolist())
+        return num_draft_tokens
 
     outcome = simulate(case, lengths=lengths)
     assert seen == set(range(case.k + 1)) and outcome.acceptance > 0.1

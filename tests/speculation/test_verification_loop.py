@@ -24,7 +24,7 @@ VOCAB = 5
 class Ragged:
     """A packed batch with rows of different length and different parameters."""
 
-    num_drafts: list[int]
+    num_draft_tokens: list[int]
     temperature: list[float]
     top_k: list[int]
     is_drawn: list[bool]
@@ -32,13 +32,13 @@ class Ragged:
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
-        batch, most = len(self.num_drafts), max(self.num_drafts)
-        rows = sum(self.num_drafts) + batch
+        batch, most = len(self.num_draft_tokens), max(self.num_draft_tokens)
+        rows = sum(self.num_draft_tokens) + batch
         self.logits = torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64)
         best = self.logits.argmax(-1).tolist()
         self.drafts = torch.randint(VOCAB, (batch, most), generator=generator)
         row = 0
-        for b, k in enumerate(self.num_drafts):
+        for b, k in enumerate(self.num_draft_tokens):
             for j in range(k):  # most drafts are the target's favourite
                 if torch.rand((), generator=generator) < 0.7:
                     self.drafts[b, j] = best[row + j]
@@ -52,7 +52,7 @@ class Ragged:
 
     @property
     def sampling(self) -> SamplingTensors:
-        batch = len(self.num_drafts)
+        batch = len(self.num_draft_tokens)
         return SamplingTensors(
             temperature_B=torch.tensor(self.temperature, dtype=torch.float64),
             top_k_B=torch.tensor(self.top_k),
@@ -63,14 +63,14 @@ class Ragged:
         )
 
     def run(self) -> list[tuple[int, int]]:
-        num_drafts = torch.tensor(self.num_drafts)
-        rows = VerificationRows(self.drafts, num_drafts, self.num_outputs, len(self.logits))
+        num_draft_tokens = torch.tensor(self.num_draft_tokens)
+        rows = VerificationRows(self.drafts, num_draft_tokens, self.num_outputs, len(self.logits))
         found = verify(self.logits, rows, self.sampling, self.q)
         return list(zip(found.num_accepted_B.tolist(), found.next_tokens_B.tolist()))
 
     def reference(self) -> list[tuple[int, int]]:
         results, row = [], 0
-        for b, k in enumerate(self.num_drafts):
+        for b, k in enumerate(self.num_draft_tokens):
             rows = self.logits[row : row + k + 1].tolist()
             results.append(self._one(b, rows))
             row += k + 1
@@ -114,7 +114,7 @@ def ragged(temperatures: list[float]) -> st.SearchStrategy[Ragged]:
     return st.integers(1, 6).flatmap(
         lambda batch: st.builds(
             Ragged,
-            num_drafts=st.lists(st.integers(0, 5), min_size=batch, max_size=batch),
+            num_draft_tokens=st.lists(st.integers(0, 5), min_size=batch, max_size=batch),
             temperature=st.lists(st.sampled_from(temperatures), min_size=batch, max_size=batch),
             top_k=st.lists(st.integers(0, 6), min_size=batch, max_size=batch),
             is_drawn=st.lists(st.booleans(), min_size=batch, max_size=batch),
@@ -148,7 +148,7 @@ def test_neighbours_with_drawn_drafts_change_nothing(case: Ragged) -> None:
 def test_columns_past_the_drafts_are_ignored(temperature: float) -> None:
     case = Ragged([0, 1, 4, 2], [temperature] * 4, [0] * 4, [temperature > 0] * 4, seed=5)
     expected = case.run()
-    for b, k in enumerate(case.num_drafts):
+    for b, k in enumerate(case.num_draft_tokens):
         case.drafts[b, k:] = 10**9
         if case.q is not None:
             case.q[b, k:] = 0

@@ -21,9 +21,9 @@ class Batch:
 
     def __init__(self, kind: str, count: int, *, ragged: bool = False, most: int = K) -> None:
         generator = torch.Generator().manual_seed(len(kind))
-        self.num_drafts_B = torch.full((count,), most)
+        self.num_draft_tokens_B = torch.full((count,), most)
         if ragged:
-            self.num_drafts_B = torch.arange(count) % (most + 1)
+            self.num_draft_tokens_B = torch.arange(count) % (most + 1)
         self.drafts_BK = torch.randint(VOCAB, (count, most), generator=generator)
         temperature_B = torch.full((count,), 0.0 if kind == "greedy" else 0.8, dtype=torch.float64)
         if kind != "greedy":
@@ -46,9 +46,9 @@ class Batch:
     def rows(self) -> VerificationRows:
         return VerificationRows(
             self.drafts_BK,
-            self.num_drafts_B,
+            self.num_draft_tokens_B,
             self.sampling.num_outputs_B,
-            int(self.num_drafts_B.sum()) + len(self.num_drafts_B),
+            int(self.num_draft_tokens_B.sum()) + len(self.num_draft_tokens_B),
         )
 
     def verify(self, rates: list[float] | None) -> Verified:
@@ -91,7 +91,7 @@ def test_sequences_with_fewer_drafts(kind: str) -> None:
     full = Batch(kind, 5000).verify(RATES).num_accepted_B
     ragged = Batch(kind, 5000, ragged=True)
     found = ragged.verify(RATES).num_accepted_B
-    assert found.tolist() == torch.minimum(full, ragged.num_drafts_B).tolist()
+    assert found.tolist() == torch.minimum(full, ragged.num_draft_tokens_B).tolist()
     narrow = Batch(kind, 5000, most=2).verify(RATES).num_accepted_B
     assert narrow.tolist() == full.clamp_max(2).tolist(), "the rates of longer drafts are unread"
     none = Batch(kind, 50, most=0)
@@ -105,7 +105,7 @@ def test_the_next_token_is_the_targets_own(kind: str, rates: list[float]) -> Non
     batch = Batch(kind, 5000, ragged=True)
     found = batch.verify(rates)
     if rates != RATES:
-        assert torch.equal(found.num_accepted_B, batch.num_drafts_B * int(rates[0]))
+        assert torch.equal(found.num_accepted_B, batch.num_draft_tokens_B * int(rates[0]))
     rows_B = batch.rows().first_row_B + found.num_accepted_B
     greedy_B = batch.sampling.temperature_B == 0
     best_B = batch.logits_RV[rows_B].argmax(-1)

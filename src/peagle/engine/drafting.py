@@ -147,7 +147,7 @@ class Drafting:
         """Draft for the sequences of a pass whose new tokens have been appended."""
         raise NotImplementedError
 
-    def num_drafts(self, sequence: Sequence) -> int:
+    def num_draft_tokens(self, sequence: Sequence) -> int:
         """Return the number of drafts of the next step; no draft may lie beyond the context."""
         room = self.max_model_len - len(sequence)
         return max(0, min(sequence.num_speculative_tokens, self.max_drafts_of(sequence), room))
@@ -181,7 +181,7 @@ class LookupDrafting(Drafting):
             sequence, grammar = chunk.sequence, chunk.sequence.grammar
             if not chunk.samples or sequence.is_finished:
                 continue
-            k = self.num_drafts(sequence)
+            k = self.num_draft_tokens(sequence)
             texts = sequence.token_ids, k, sequence.prediction
             found = self.lookup.find(*texts) if k else []
             if grammar is not None:
@@ -201,7 +201,7 @@ class _Reading:
     first: int
     end: int
     row: int
-    num_drafts: int = 0
+    num_draft_tokens: int = 0
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -213,9 +213,9 @@ class _Reading:
 
     def split(self) -> tuple[_Reading, _Reading]:
         """Return the positions before the one that drafts start from, and that one."""
-        at = self.end - 1 if self.num_drafts else self.end
+        at = self.end - 1 if self.num_draft_tokens else self.end
         row = self.row + at - self.first
-        return replace(self, end=at, num_drafts=0), replace(self, first=at, row=row)
+        return replace(self, end=at, num_draft_tokens=0), replace(self, first=at, row=row)
 
 
 class HeadDrafting(Drafting):
@@ -252,7 +252,7 @@ class HeadDrafting(Drafting):
             if not chunk.sequence.is_finished:
                 reading = self._read(chunk, pass_start, row, done.features_TA)
                 readings += [] if reading is None else [reading]
-            row += chunk.num_tokens + chunk.num_drafts
+            row += chunk.num_tokens + chunk.num_draft_tokens
         readings = self._read_apart(done, readings)
         if not readings:
             return
@@ -269,7 +269,7 @@ class HeadDrafting(Drafting):
             return
         tokens, probs_BKV = drafts.tokens_BK.tolist(), drafts.probs_BKV
         for row, reading in enumerate(readings):
-            if reading.num_drafts:
+            if reading.num_draft_tokens:
                 reading.sequence.drafts = tokens[row][: drafts.lens[row]]
                 reading.sequence.draft_probs_KV = None if probs_BKV is None else probs_BKV[row]
         if constraint is not None:
@@ -322,14 +322,14 @@ class HeadDrafting(Drafting):
         """
         tokens, parents = torch.stack((drafts.tokens_BK, parents_BN)).tolist()
         scores = scores_BN.tolist()
-        growing = [(row, r) for row, r in enumerate(readings) if r.num_drafts]
+        growing = [(row, r) for row, r in enumerate(readings) if r.num_draft_tokens]
         masked = [(row, r, g) for row, r in growing if (g := r.sequence.grammar) is not None]
         if masked:
             assert self.proposer.trees is not None
             grow_masked_trees(
                 [grammar for *_, grammar in masked],
                 [self._logits_after(drafts.slots[row]) for row, *_ in masked],
-                [reading.num_drafts for _, reading, _ in masked],
+                [reading.num_draft_tokens for _, reading, _ in masked],
                 self.proposer.trees,
                 TREE_TEMPERATURE,
                 self._draft_token_ids,
@@ -426,7 +426,7 @@ class HeadDrafting(Drafting):
             block_tables_BM=ints(1, -(-num_tokens // block_size)),
             num_rows=[num_tokens],
             seq_lens=[num_tokens],
-            num_drafts=[0],
+            num_draft_tokens=[0],
             sampling=None,
             histories=[()],
             draws_chain=[False],
@@ -505,7 +505,7 @@ class HeadDrafting(Drafting):
             ring.put_before(features_NA)
 
     def _num_drafts_within(self, sequence: Sequence) -> int:
-        k = self.num_drafts(sequence)
+        k = self.num_draft_tokens(sequence)
         # The last of k drafts comes from the slot at position len + k - 3.
         within = max(0, self.max_draft_len + 2 - len(sequence))
         if k > 0 and within == 0 and not self._has_warned:
@@ -524,8 +524,8 @@ class HeadDrafting(Drafting):
         The last layer computes only keys and values of such positions. A pass of their own pays
         beside drafts only if they are many.
         """
-        num_apart = sum(len(r) - (r.num_drafts > 0) for r in readings)
-        are_drafting = any(r.num_drafts for r in readings)
+        num_apart = sum(len(r) - (r.num_draft_tokens > 0) for r in readings)
+        are_drafting = any(r.num_draft_tokens for r in readings)
         if not num_apart or (are_drafting and num_apart < MIN_APART_POSITIONS):
             return readings
         parts = [reading.split() for reading in readings]
@@ -540,7 +540,7 @@ class HeadDrafting(Drafting):
             features_TA = features_TA[upload_ints(every, features_TA.device)]
             readings = _one_behind_another(readings)
         sampling = None
-        if any(reading.num_drafts for reading in readings):
+        if any(reading.num_draft_tokens for reading in readings):
             # A decode step mostly reads all sequences of its pass, whose tensors exist already.
             sequences = [reading.sequence for reading in readings]
             are_known = sequences == [chunk.sequence for chunk in done.chunks if chunk.samples]
@@ -570,7 +570,7 @@ def _proposer_input(
         block_tables_BM=block_tables(sequences),
         num_rows=[len(reading) for reading in readings],
         seq_lens=[reading.end for reading in readings],
-        num_drafts=[reading.num_drafts for reading in readings],
+        num_draft_tokens=[reading.num_draft_tokens for reading in readings],
         sampling=sampling,
         histories=[s.token_ids for s in sequences],
         draws_chain=[s.draws_chain for s in sequences],

@@ -589,7 +589,7 @@ class LLMEngine:
     def _run(self, chunks: list[Chunk], run_target: RunTarget | None = None) -> None:
         """Compute chunks, append new tokens to their sequences, and queue the pass for drafting."""
         if self.on_pass is not None:
-            self.on_pass(sum(chunk.num_tokens + chunk.num_drafts for chunk in chunks))
+            self.on_pass(sum(chunk.num_tokens + chunk.num_draft_tokens for chunk in chunks))
         self._catch_up([chunk.sequence for chunk in chunks], len(self.scheduler.running))
         done = self.runner.run(chunks, run_target)
         self._append(done)
@@ -643,7 +643,7 @@ class LLMEngine:
                     self._emit(
                         sequence,
                         done.sampled.new_token_ids[row],
-                        chunk.num_drafts,
+                        chunk.num_draft_tokens,
                         done.sampled.num_accepted[row],
                         done.sampled.logprobs[row] or [],
                     )

@@ -86,7 +86,7 @@ class ModelRunner:
         sequences = [chunk.sequence for chunk in chunks]
         first = [s.num_computed_tokens for s in sequences]
         rows = [
-            [*s.token_ids[start : start + chunk.num_tokens], *s.drafts[: chunk.num_drafts]]
+            [*s.token_ids[start : start + chunk.num_tokens], *s.drafts[: chunk.num_draft_tokens]]
             for s, start, chunk in zip(sequences, first, chunks, strict=True)
         ]
         lens = [len(row) for row in rows]
@@ -168,26 +168,26 @@ class ModelRunner:
         sampling = [chunk for chunk in chunks if chunk.samples]
         if not sampling:
             return None
-        if sum(lens) > sum(1 + chunk.num_drafts for chunk in sampling):
+        if sum(lens) > sum(1 + chunk.num_draft_tokens for chunk in sampling):
             # The last row of a chunk and the rows of its drafts predict new tokens.
             ends = list(accumulate(lens))
             sampled_rows = [
                 row
                 for chunk, end in zip(chunks, ends, strict=True)
                 if chunk.samples
-                for row in range(end - chunk.num_drafts - 1, end)
+                for row in range(end - chunk.num_draft_tokens - 1, end)
             ]
             hidden_TH = hidden_TH[self._ints(sampled_rows)]
         sequences, vocab_size = [chunk.sequence for chunk in sampling], self.target.vocab_size
         packed_RW = verification_masks(
             [s.grammar for s in sequences],
-            [chunk.sequence.drafts[: chunk.num_drafts] for chunk in sampling],
+            [chunk.sequence.drafts[: chunk.num_draft_tokens] for chunk in sampling],
             vocab_size,
         )
         masks_RV = None if packed_RW is None else to_bools(packed_RW.to(self.device), vocab_size)
-        num_drafts = [chunk.num_drafts for chunk in sampling]
+        num_draft_tokens = [chunk.num_draft_tokens for chunk in sampling]
         logits_RV = self.target.compute_logits(hidden_TH)
-        return self.sampler.sample(logits_RV, sequences, num_drafts, masks_RV, paths)
+        return self.sampler.sample(logits_RV, sequences, num_draft_tokens, masks_RV, paths)
 
     def _prompt_logprobs(
         self, chunks: SequenceOf[Chunk], hidden_TH: Tensor, lens: list[int]
@@ -215,12 +215,14 @@ class ModelRunner:
 
 def _paths(chunks: SequenceOf[Chunk]) -> TreePaths | None:
     """Return the paths of the rows of each chunk, on the host; None if all drafts are chains."""
-    if not any(chunk.sequence.draft_parents for chunk in chunks if chunk.num_drafts):
+    if not any(chunk.sequence.draft_parents for chunk in chunks if chunk.num_draft_tokens):
         return None
     assert all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks), "a decode step"
     return TreePaths.of_lists(
         [
-            (chunk.sequence.draft_parents or list(range(chunk.num_drafts)))[: chunk.num_drafts]
+            (chunk.sequence.draft_parents or list(range(chunk.num_draft_tokens)))[
+                : chunk.num_draft_tokens
+            ]
             for chunk in chunks
         ]
     )

@@ -18,14 +18,14 @@ class Chunk:
 
     Attributes:
         num_tokens: number of tokens, from the first that is not computed.
-        num_drafts: number of drafts that are verified behind them.
+        num_draft_tokens: number of drafts that are verified behind them.
         samples: whether the rows of the last token and the drafts give new tokens; only the last
             chunk of a prompt does.
     """
 
     sequence: Sequence
     num_tokens: int
-    num_drafts: int = 0
+    num_draft_tokens: int = 0
     samples: bool = True
 
 

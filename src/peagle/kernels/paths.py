@@ -87,19 +87,19 @@ class TreePaths:
         parents_BN, visible_BJ, depths_BJ = upload_together(tensors, device)
         return TreePaths(parents_BN, visible_BJ, depths_BJ, self.depth)
 
-    def reached(self, tokens_BJ: Tensor, drafts_BN: Tensor, num_drafts_B: Tensor) -> Tensor:
+    def reached(self, tokens_BJ: Tensor, drafts_BN: Tensor, num_draft_tokens_B: Tensor) -> Tensor:
         """Return which rows a descent comes to that goes to the child equal to a row's token.
 
         Args:
             tokens_BJ: the target's own tokens of the rows.
-            drafts_BN: the nodes; columns at or above `num_drafts_B` hold none.
+            drafts_BN: the nodes; columns at or above `num_draft_tokens_B` hold none.
 
         Returns:
             bool [B, J]; the root is always reached.
         """
         column_N = torch.arange(drafts_BN.shape[1], device=drafts_BN.device)
         passes_BN = tokens_BJ.gather(1, self.parents_BN) == drafts_BN
-        passes_BN = passes_BN & (column_N < num_drafts_B.unsqueeze(1))
+        passes_BN = passes_BN & (column_N < num_draft_tokens_B.unsqueeze(1))
         refused_B = (~passes_BN * (1 << (column_N + 1))).sum(-1)
         return (self.visible_BJ & refused_B.unsqueeze(1)) == 0
 

@@ -63,7 +63,8 @@ class ProposerInput:
         num_rows: a_b + 1 of each sequence: its first row, and the a_b tokens after it that stand
             (all of them in a prompt).
         seq_lens: positions of each sequence that the head has read after this step.
-        num_drafts: k_b, drafts to make for each sequence, at most K; with 0 a head only reads on.
+        num_draft_tokens: k_b, draft tokens to make for each sequence, at most K; with 0 a head
+            only reads on.
         sampling: with num_outputs counting the emitted tokens; None where nothing is drafted.
         histories: every token of each sequence, the emitted ones included.
         draws_chain: of each sequence, whether it gets a chain of drawn drafts where others get
@@ -80,7 +81,7 @@ class ProposerInput:
     block_tables_BM: Tensor
     num_rows: Sequence[int]
     seq_lens: Sequence[int]
-    num_drafts: Sequence[int]
+    num_draft_tokens: Sequence[int]
     sampling: SamplingTensors | None
     histories: Sequence[Sequence[int]]
     draws_chain: Sequence[bool]
@@ -216,11 +217,11 @@ class HeadProposer:
         """Read positions after which nothing is drafted: the last layer's query, attention and MLP
         are left out.
         """
-        assert not any(step.num_drafts), "drafts need the whole pass"
+        assert not any(step.num_draft_tokens), "drafts need the whole pass"
         self.first_pass(EagerDraft(self, step, self.readings), step.features_TA)
 
     def propose(self, step: ProposerInput) -> Drafts:
-        """Draft the `num_drafts` tokens that follow `next_tokens_B` of every sequence."""
+        """Draft the `num_draft_tokens` tokens that follow `next_tokens_B` of every sequence."""
         on = EagerDraft(self, step, self.passes)
         self.draft(on, step.features_TA)
         return on.drafts()
@@ -332,7 +333,7 @@ class EagerDraft:
     def __init__(self, proposer: HeadProposer, step: ProposerInput, passes: Passes) -> None:
         self._proposer, self._step, self._passes = proposer, step, passes
         self._device = step.features_TA.device
-        lens = self._lens = list(step.num_drafts)
+        lens = self._lens = list(step.num_draft_tokens)
         self.k = max(lens)
         drafting = [b for b, k in enumerate(lens) if k]
         self._order = sorted(drafting, key=lambda b: -lens[b])

@@ -149,7 +149,7 @@ def _verify_drawn(
     matches_BK = tokens_BJ[:, :-1] == rows.drafts_BK
     num_accepted_B, shares_BJ = _accept_drawn(*given, matches_BK)
     drawn_B = _draw_rejected(*given, num_accepted_B, _at(shares_BJ, num_accepted_B))
-    is_rejected_B = num_accepted_B < rows.num_drafts_B
+    is_rejected_B = num_accepted_B < rows.num_draft_tokens_B
     next_tokens_B = torch.where(is_rejected_B, drawn_B, _at(tokens_BJ, num_accepted_B))
     return Verified(num_accepted_B, next_tokens_B)
 
@@ -193,7 +193,7 @@ def _accept_drawn(
     # What draft j stands for stays with the rest behind it; behind the last one there is none.
     behind_BK, rest_BK = shares_BJ[:, 1:], rest_BK.roll(-1, 1)
     stays_BK = torch.where(behind_BK < 1, rest_BK / (rest_BK + 1 - behind_BK), 1)
-    is_last_BK = rows.columns_J[1:] >= rows.num_drafts_B.unsqueeze(1)
+    is_last_BK = rows.columns_J[1:] >= rows.num_draft_tokens_B.unsqueeze(1)
     passes_BK = (u_BK < torch.where(is_last_BK, behind_BK, stays_BK)) & rows.drafted_BK
     by_block_B = (passes_BK * rows.columns_J[1:]).amax(-1)
     return torch.where(is_block_B1.squeeze(1), by_block_B, by_draft_B), shares_BJ

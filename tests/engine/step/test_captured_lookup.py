@@ -70,7 +70,7 @@ def test_drafts_are_those_of_the_host(device: str, lengths: tuple[int, int]) -> 
         step = buffers.rows(48, K)
         DecodeLookup(step, sizes).draft()
         buffers.switch(K)  # plain steps keep drafts
-        counts = step.state.num_drafts_B.tolist()
+        counts = step.state.num_draft_tokens_B.tolist()
         assert [d[:n] for d, n in zip(step.drafts_BK.tolist(), counts, strict=True)] == found
     assert {*map(len, found)} == {0, 1, 2, 3}
 

@@ -124,7 +124,7 @@ def plant_answers(
         _: None,
     ) -> None:
         state, histories, lens = self._state, list[list[int]](), list[int]()
-        depths = state.num_drafts_B.tolist()
+        depths = state.num_draft_tokens_B.tolist()
         for row, (depth, first) in enumerate(zip(depths, state.first_positions_B.tolist())):
             sequence, history = runner._sequences[row], list[int]()
             if sequence is not None and depth:  # the host does not know its newest tokens yet
@@ -133,7 +133,7 @@ def plant_answers(
             histories.append(history)
             count = count_nodes(depth, shape.num_parallel_trees, shape.max_nodes, vocab_size)
             lens.append(count if history else 0)
-        step = SimpleNamespace(histories=histories, num_drafts=depths)
+        step = SimpleNamespace(histories=histories, num_draft_tokens=depths)
         drafts = planted(step, Drafts(tokens_BN, lens, parents_BK=parents_BN))
         assert drafts.parents_BK is not None
         write_trees(self, drafts.tokens_BK, drafts.parents_BK, scores_BN)

@@ -164,7 +164,7 @@ def check(rows: DecodeRows, sequences: list[Sequence | None]) -> None:
             (state.last_tokens_B, s.token_ids[-1]),
             (state.first_positions_B, len(s.token_ids) - 1),
             (state.num_outputs_B, len(s.output_token_ids)),
-            (state.num_drafts_B, min(len(s.drafts), k)),
+            (state.num_draft_tokens_B, min(len(s.drafts), k)),
             (state.finish_B, 0),
             (limits.min_tokens_B, s.params.min_tokens),
             (limits.max_tokens_B, s.params.max_tokens),
@@ -201,13 +201,13 @@ def test_trees_join_move_and_stay_whole(device: torch.device) -> None:
         rows = buffers.rows(ROWS, k)
         assert rows.drafts_BK[3].tolist() == [*sequence.drafts, 0]
         assert rows.nodes(0)[3].tolist() == [*sequence.draft_parents, 0]
-        assert int(rows.state.num_drafts_B[3]) == 5
+        assert int(rows.state.num_draft_tokens_B[3]) == 5
         expected = [*sequence.draft_scores[:4], MIN_SCORE, 0]
         assert (rows.nodes(1)[3] * SCORE_UNIT).tolist() == expected
         assert int(rows.limits.k_B[3]) == min(K, k + 1)
     for k in (0, 6):
         buffers.switch(k)
-        assert int(buffers.rows(ROWS, k).state.num_drafts_B[3]) == 0
+        assert int(buffers.rows(ROWS, k).state.num_draft_tokens_B[3]) == 0
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -252,12 +252,12 @@ def test_k_changes_between_steps(device: torch.device) -> None:
     host.check()
     host.buffers.switch(K)
     rows = host.buffers.rows(ROWS, K)
-    assert rows.state.num_drafts_B.tolist() == [1] * ROWS
+    assert rows.state.num_draft_tokens_B.tolist() == [1] * ROWS
     assert rows.limits.k_B.tolist() == [K] * ROWS
     assert rows.drafts_BK[:, 0].tolist() == [40] * ROWS
     host.buffers.switch(0)
     rows = host.buffers.rows(ROWS, 0)
-    assert rows.state.num_drafts_B.eq(0).all() and rows.limits.k_B.eq(0).all()
+    assert rows.state.num_draft_tokens_B.eq(0).all() and rows.limits.k_B.eq(0).all()
     assert rows.drafts_BK.shape == (ROWS, 1)
 
 
@@ -296,12 +296,12 @@ def make_head(target: TargetModel, device: torch.device, draft_vocab_size: int) 
     return make_drafter(target, draft_vocab_size=draft_vocab_size).to(device)
 
 
-def random_probs(head: Drafter, num_drafts: int, seed: int) -> Any:
+def random_probs(head: Drafter, num_draft_tokens: int, seed: int) -> Any:
     """q in the target vocabulary, of what the head can draft."""
     generator = torch.Generator().manual_seed(seed)
-    probs_KV = torch.zeros(num_drafts, head.config.vocab_size)
+    probs_KV = torch.zeros(num_draft_tokens, head.config.vocab_size)
     ids = head.target_ids().cpu()
-    probs_KV[:, ids] = torch.rand(num_drafts, len(ids), generator=generator).softmax(-1)
+    probs_KV[:, ids] = torch.rand(num_draft_tokens, len(ids), generator=generator).softmax(-1)
     return probs_KV.to(head.fc.weight.device)
 
 
@@ -316,7 +316,7 @@ def test_probabilities_come_and_go_with_a_sequence(
     drawn, rng = buffers.drawn, random.Random(0)
     assert drawn is not None
     sequences = {row: make_sequence(row, rng) for row in range(4)}
-    wanted = [random_probs(head, num_drafts, 9) for num_drafts in (K, K + 2, 1)]
+    wanted = [random_probs(head, num_draft_tokens, 9) for num_draft_tokens in (K, K + 2, 1)]
     for row, probs_KV in enumerate(wanted):
         sequences[row].draft_probs_KV = probs_KV
     buffers.write(sequences, VOCAB)

@@ -111,7 +111,7 @@ class Step:
                 tokens[firsts[b] : firsts[b + 1]] = torch.tensor(self.own[b])
         state = DecodeState.allocate(num_seqs, self.device)
         state.num_outputs_B.copy_(self.ints(self.of_rows(lambda r: r.num_output_tokens)))
-        state.num_drafts_B.copy_(self.ints(self.num_drafted))
+        state.num_draft_tokens_B.copy_(self.ints(self.num_drafted))
 
         def floats(value: Any) -> Tensor:
             return torch.tensor(self.of_rows(value), dtype=torch.float32, device=self.device)

@@ -36,7 +36,7 @@ def target_state(num_seqs: int, k: int, block_size: int, seed: int) -> dict[str,
     return {
         "last_tokens_B": torch.randint(900, (num_seqs,)),
         "drafts_BK": torch.randint(900, (num_seqs, k)),
-        "num_drafts_B": torch.randint(k + 1, (num_seqs,)) * active,
+        "num_draft_tokens_B": torch.randint(k + 1, (num_seqs,)) * active,
         "first_positions_B": torch.randint(40, (num_seqs,)),
         "block_tables_BM": block_tables(num_seqs, -(-(40 + k + 1) // block_size)),
         "active_B": active,
@@ -57,7 +57,7 @@ def test_target_batch(
 ) -> None:
     for seed in range(3):
         state = target_state(num_seqs, k, block_size, seed)
-        num_rows = int(((state["num_drafts_B"] + 1) * state["active_B"]).sum()) + spare
+        num_rows = int(((state["num_draft_tokens_B"] + 1) * state["active_B"]).sum()) + spare
         num_rows = max(num_rows, 1)
         expected = reference.build_target_batch(
             **state, num_rows=num_rows, block_size=block_size, max_model_len=max_model_len
@@ -81,7 +81,7 @@ def test_the_target_reference_is_the_loop() -> None:
         if not state["active_B"][b]:
             assert batch.seq_lens_B[b] == 0
             continue
-        count, first = int(state["num_drafts_B"][b]), int(state["first_positions_B"][b])
+        count, first = int(state["num_draft_tokens_B"][b]), int(state["first_positions_B"][b])
         tokens = [int(state["last_tokens_B"][b]), *state["drafts_BK"][b, :count].tolist()]
         for offset, token in enumerate(tokens):
             position = first + offset

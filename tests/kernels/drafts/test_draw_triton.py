@@ -133,7 +133,7 @@ def draw_and_verify(
     num_rows = count * (k + 1)
     rows = torch.arange(num_rows, device=device)
     state = DecodeState.allocate(count, device)
-    state.num_drafts_B.fill_(k)
+    state.num_draft_tokens_B.fill_(k)
     stop = torch.full((count, 1), -1, device=device)
     limits = DecodeLimits(stop, zeros, zeros + 99, zeros, 99, 99)
     out = DecodeResult.allocate(count, k, device)
@@ -203,7 +203,7 @@ def test_some_sequences_of_a_step_by_rows_of_their_own(device: str) -> None:
     drafts = torch.multinomial(probs.flatten(0, 1), 1).view(num_seqs, k)
     logits = torch.randn(num_seqs * (k + 1), vocab_size).to(device)
     state = DecodeState.allocate(num_seqs, device)
-    state.num_drafts_B.copy_(torch.tensor([3, 2, 3, 3, 1, 3]))
+    state.num_draft_tokens_B.copy_(torch.tensor([3, 2, 3, 3, 1, 3]))
     named = {"sampling": sampling, "draft_probs": DraftProbs(probs)}
 
     def found(asked: list[int]) -> tuple[Tensor, list[list[int]]]:
@@ -240,7 +240,7 @@ def test_no_draft_passes_where_the_targets_own_token_is_none(device: str) -> Non
     drafts = torch.ones(1, k, dtype=torch.int64, device=device)
     probs = torch.full((1, k, vocab_size), 0.2, device=device)
     state = DecodeState.allocate(1, device)
-    state.num_drafts_B.fill_(k)
+    state.num_draft_tokens_B.fill_(k)
     scratch, accepted = VerifyScratch.allocate(k + 1, vocab_size, device), zeros.clone()
     sequences, start_loc = torch.zeros(k + 1, dtype=torch.int64, device=device), zeros
     for broken, wanted in ((None, k), (1, 1), (0, 0)):

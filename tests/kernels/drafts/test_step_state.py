@@ -70,7 +70,7 @@ def test_ends_where_the_engine_ends(seed: int) -> None:
         assert state.first_positions_B[b] == first + len(emitted) - 1
         assert state.num_outputs_B[b] == before + len(emitted)
         room = 0 if sequence.is_finished else max(0, max_model_len - len(sequence))
-        assert state.num_drafts_B[b] == min(k, room)
+        assert state.num_draft_tokens_B[b] == min(k, room)
         assert done.num_mask_slots_B[b] == max(min(k, room) - 1, 0)
 
 
@@ -90,7 +90,7 @@ def test_inactive_and_finished_sequences_stay() -> None:
     assert state.last_tokens_B.tolist() == [11, 12, 8]
     assert state.first_positions_B.tolist() == [11, 12, 15]
     assert state.num_outputs_B.tolist() == [11, 12, 15]
-    assert state.num_drafts_B.tolist() == [0, 0, 4]
+    assert state.num_draft_tokens_B.tolist() == [0, 0, 4]
     assert state.finish_B.tolist() == [0, 1, 0]
 
 
@@ -100,4 +100,4 @@ def test_drafts_end_with_the_heads_length() -> None:
     state = DecodeState(zero.clone(), torch.arange(6) + 5, zero.clone(), zero.clone(), zero.clone())
     limits = DecodeLimits(zero.unsqueeze(1) - 1, zero, zero + 99, zero + 3, 100, max_draft_len=9)
     advance(state, limits, zero == 0, zero.unsqueeze(1), zero, zero)
-    assert state.num_drafts_B.tolist() == [3, 3, 2, 1, 0, 0]
+    assert state.num_draft_tokens_B.tolist() == [3, 3, 2, 1, 0, 0]

@@ -69,7 +69,7 @@ def test_who_runs_is_active_and_not_finished(num_seqs: int, device: str) -> None
         for b in range(num_seqs):
             runs = bool(active_B[b]) and before["finish_B"][b] == Finish.RUNNING
             assert running_B[b] == int(runs)
-            assert num_drafted_B[b] == (before["num_drafts_B"][b] if runs else 0)
+            assert num_drafted_B[b] == (before["num_draft_tokens_B"][b] if runs else 0)
         assert fields_of(state) == before
         for behind in (behind_running, behind_drafted, behind_times, times[1:]):
             assert behind.eq(POISON).all(), "written beyond its end"
@@ -97,7 +97,7 @@ def test_the_host_reads_what_the_step_did(at: Stamp, num_seqs: int, k: int, devi
     *rows, stamps = report_RX.tolist()
     for b, row in enumerate(rows):
         drafted, accepted, to_come = (
-            int(x[b]) for x in (num_drafted_B, out.num_accepted_B, state.num_drafts_B)
+            int(x[b]) for x in (num_drafted_B, out.num_accepted_B, state.num_draft_tokens_B)
         )
         emitted, drafts = out.emitted_BJ[b].tolist(), drafts_BK[b].tolist()
         assert row == [drafted, accepted, to_come, *emitted, *drafts]
@@ -133,7 +133,7 @@ def test_the_host_reads_trees(depth: int, nodes: int, device: str) -> None:
     nodes_BX = torch.cat((parents_BN, units_BN), 1)
     report_step(out.num_accepted_B, out, state, drafts_BN, times, report_RX, nodes_BX)
     for b, row in enumerate(report_RX.tolist()[:-1]):
-        accepted, count = int(out.num_accepted_B[b]), int(state.num_drafts_B[b])
+        accepted, count = int(out.num_accepted_B[b]), int(state.num_draft_tokens_B[b])
         drafts, parents = (x[b, :count].tolist() for x in (drafts_BN, parents_BN))
         emitted = out.emitted_BJ[b, : accepted + 1].tolist()
         scores = [unit * SCORE_UNIT for unit in units_BN[b, :count].tolist()]
@@ -166,7 +166,7 @@ def test_no_program_writes_the_row_of_another(
 
         monkeypatch.setattr(step_state_triton, "launch", few)
         report_RX, behind = poisoned(num_seqs + 1, 2 * k + 4, device=device)
-        report_step(state.num_drafts_B, out, state, drafts_BK, times, report_RX)
+        report_step(state.num_draft_tokens_B, out, state, drafts_BK, times, report_RX)
         assert report_RX[:count].ne(POISON).all()
         assert report_RX[count:].eq(POISON).all() and behind.eq(POISON).all()
 

@@ -30,7 +30,7 @@ EXTREMES = [-torch.inf, 3e38, -3e38, 0.0, torch.nan]
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("num_seqs", "num_drafts", "vocab_size", "dtype", "is_tree", "names"),
+    ("num_seqs", "num_draft_tokens", "vocab_size", "dtype", "is_tree", "names"),
     [
         (1, 0, 1, torch.float32, False, "rpf"),
         (3, 7, 300, torch.bfloat16, False, "rpf"),
@@ -43,20 +43,20 @@ EXTREMES = [-torch.inf, 3e38, -3e38, 0.0, torch.nan]
 def test_equals_the_reference(
     device: str,
     num_seqs: int,
-    num_drafts: int,
+    num_draft_tokens: int,
     vocab_size: int,
     dtype: torch.dtype,
     is_tree: bool,
     names: str,
 ) -> None:
     torch.manual_seed(vocab_size)
-    num_rows = num_seqs * (num_drafts + 1)
+    num_rows = num_seqs * (num_draft_tokens + 1)
     logits_RV = 3 * torch.randn(num_rows, vocab_size)
     for column, value in enumerate(EXTREMES[:vocab_size]):
         logits_RV[:, column * vocab_size // len(EXTREMES)] = value
     # Few tokens, so that drafts repeat each other, the output and the prompt.
     few = [vocab_size // n for n in range(2, 9)]
-    drafts_BK = torch.tensor(few)[torch.randint(len(few), (num_seqs, num_drafts))]
+    drafts_BK = torch.tensor(few)[torch.randint(len(few), (num_seqs, num_draft_tokens))]
     counts = TokenCounts(num_seqs + 2, vocab_size, device)
     for slot in range(num_seqs + 2):
         counts.start(slot, torch.tensor(few[:4], device=device))
@@ -76,19 +76,22 @@ def test_equals_the_reference(
         frequency_penalty_B=given.get("f"),
         count_slots_B=slots.to(device),
     )
-    num_drafts_B = torch.randint(num_drafts + 1, (num_seqs,), device=device)
-    sizes = drafts_BK.to(device), num_drafts_B, torch.zeros_like(num_drafts_B), num_rows
+    num_draft_tokens_B = torch.randint(num_draft_tokens + 1, (num_seqs,), device=device)
+    sizes = drafts_BK.to(device), num_draft_tokens_B, torch.zeros_like(num_draft_tokens_B), num_rows
     rows = PaddedRows(*sizes)
     if is_tree:
         parents_BN = torch.tensor(
-            [[int(torch.randint(n + 1, ())) for n in range(num_drafts)] for _ in range(num_seqs)]
+            [
+                [int(torch.randint(n + 1, ())) for n in range(num_draft_tokens)]
+                for _ in range(num_seqs)
+            ]
         )
-        rows = PaddedTreeRows(*sizes, paths=TreePaths.of(parents_BN.to(device), num_drafts))
+        rows = PaddedTreeRows(*sizes, paths=TreePaths.of(parents_BN.to(device), num_draft_tokens))
     logits_RV = logits_RV.to(dtype).to(device)
     found = penalise(logits_RV, rows, rules, counts)
     wanted = apply_penalties(logits_RV, rows, rules, counts)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
-    if num_drafts > 2:
+    if num_draft_tokens > 2:
         other = penalise(logits_RV, replace(rows, draft_tokens_BK=sizes[0] * 0), rules, counts)
         assert not torch.equal(found.nan_to_num(), other.nan_to_num()), "drafts count"
 

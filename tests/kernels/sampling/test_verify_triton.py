@@ -75,12 +75,12 @@ def make_case(
     torch.manual_seed(seed)
     active = torch.rand(num_seqs) < 0.8
     active[0] = True
-    num_drafts = torch.randint(k + 1, (num_seqs,)) * active
+    num_draft_tokens = torch.randint(k + 1, (num_seqs,)) * active
     state = DecodeState(
         torch.randint(vocab_size, (num_seqs,)),
         torch.randint(5, 60, (num_seqs,)),
         torch.randint(5, (num_seqs,)),
-        num_drafts,
+        num_draft_tokens,
         (torch.rand(num_seqs) < 0.1).long(),
     )
     limits = DecodeLimits(
@@ -95,7 +95,7 @@ def make_case(
     logits = torch.randn(num_rows, vocab_size) * scale
     ids = torch.randperm(vocab_size)[:draft_vocab].sort().values if draft_vocab else None
     probs = None
-    of_BJ = torch.nn.functional.pad((num_drafts + 1) * active, (1, 0)).cumsum(0)[:-1, None]
+    of_BJ = torch.nn.functional.pad((num_draft_tokens + 1) * active, (1, 0)).cumsum(0)[:-1, None]
     rows_BK = (of_BJ + torch.arange(k)).clamp_max(num_rows - 1)
     if ids is None:
         drafts = logits[rows_BK].argmax(-1)
@@ -126,7 +126,7 @@ def make_case(
         build_target_batch(
             state.last_tokens_B,
             drafts,
-            num_drafts,
+            num_draft_tokens,
             state.first_positions_B,
             torch.zeros(num_seqs, 100, dtype=torch.int64),
             active,
@@ -159,7 +159,7 @@ def expected(case: Case) -> tuple[DecodeResult, DecodeState]:
     sampling = SamplingTensors(**per_sequence, all_greedy=case.sampling.all_greedy)
     rows = VerificationRows(
         case.drafts_BK[active],
-        case.state.num_drafts_B[active],
+        case.state.num_draft_tokens_B[active],
         sampling.num_outputs_B,
         num_rows,
     )
@@ -305,7 +305,9 @@ def test_a_row_of_nan_ends_its_sequence_alone(greedy: bool, value: float, device
     accepted = int(out.num_accepted_B[broken])
     assert int(out.emitted_BJ[broken, accepted]) == NO_TOKEN
     assert int(out.next_tokens_B[broken]) == int(state.last_tokens_B[broken]) == 0
-    assert int(state.finish_B[broken]) == Finish.LENGTH and not int(state.num_drafts_B[broken])
+    assert int(state.finish_B[broken]) == Finish.LENGTH and not int(
+        state.num_draft_tokens_B[broken]
+    )
     others = [b for b in range(6) if b != broken]
     for found, wanted in ((out, clean), (state, clean_state)):
         for one in fields(found):
@@ -391,7 +393,7 @@ def test_synthetic_acceptance(
     assert check(case, device) == 0
     if share is not None:  # of k drafts, which differ from sequence to sequence
         accepted = run(case, device)[0].num_accepted_B.cpu()
-        assert accepted.tolist() == (case.state.num_drafts_B * share).tolist()
+        assert accepted.tolist() == (case.state.num_draft_tokens_B * share).tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -419,7 +421,7 @@ def test_nothing_left_over(device: str) -> None:
     case.sampling.temperature_B.fill_(1.0)
     for b in range(8):
         first = int(case.batch.query_start_loc[b])
-        for j in range(int(case.state.num_drafts_B[b])):
+        for j in range(int(case.state.num_draft_tokens_B[b])):
             assert case.probs_BKD is not None
             case.probs_BKD[b, j] = torch.softmax(case.logits_RV[first + j], 0)
     assert check(case, device) == 0

@@ -41,9 +41,9 @@ def test_rows_and_paths_are_those_of_torch(
     """A sequence that does not run has no rows; rows behind the last one are padding."""
     rng, generator = random.Random(n), torch.Generator().manual_seed(n)
     num_seqs, num_rows = len(sizes) + 1, (len(sizes) + 1) * (n + 1) + 3
-    num_drafts = torch.tensor([*sizes, n])
+    num_draft_tokens = torch.tensor([*sizes, n])
     running = torch.tensor([1] * len(sizes) + [0])
-    counts = torch.where(running != 0, num_drafts + 1, 0)
+    counts = torch.where(running != 0, num_draft_tokens + 1, 0)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
     parents, total = random_trees(rng, num_seqs, n, depth), int(starts[-1])
     drafts, first = torch.arange(num_seqs * n).view(num_seqs, n), torch.arange(num_seqs) * 100
@@ -71,8 +71,10 @@ def test_rows_and_paths_are_those_of_torch(
     out = Descent.allocate(torch.zeros(num_seqs, dtype=torch.int64, device=device), depth, num_rows)
     out.rows_X.fill_(-1)[-1] = num_rows
     own_on = own.to(device, copy=True)
-    drafts_on, num_drafts_on, running_on = (x.to(device) for x in (drafts, num_drafts, running))
-    descend(own_on, drafts_on, parents_on, num_drafts_on, running_on, on, out)
+    drafts_on, num_draft_tokens_on, running_on = (
+        x.to(device) for x in (drafts, num_draft_tokens, running)
+    )
+    descend(own_on, drafts_on, parents_on, num_draft_tokens_on, running_on, on, out)
 
     for b, count in enumerate(counts.tolist()):
         at = slice(int(starts[b]), int(starts[b]) + count)
@@ -86,7 +88,7 @@ def test_rows_and_paths_are_those_of_torch(
         tree = TreePaths.of(parents[b : b + 1], depth)
         tokens = torch.zeros(1, n + 1, dtype=torch.int64)
         tokens[0, :count] = own[at]
-        reached = tree.reached(tokens, drafts[b : b + 1], num_drafts[b : b + 1])
+        reached = tree.reached(tokens, drafts[b : b + 1], num_draft_tokens[b : b + 1])
         order = path_rows(reached)[0, :count]
         accepted = int(reached.sum()) - 1
         assert out.num_accepted_B[b] == accepted == paths.depths_BJ[b, :count].max()

@@ -53,7 +53,7 @@ class DecodeCopies:
 
         The state has K of each sequence, and gets the number of its nodes.
         """
-        depths_B = self._state.num_drafts_B
+        depths_B = self._state.num_draft_tokens_B
         join_found_copies(
             self._texts,
             HeadTrees(tokens_BN.contiguous(), parents_BN, scores_BN, depths_B, self._num_nodes_K),

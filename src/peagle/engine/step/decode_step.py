@@ -70,7 +70,7 @@ _INTS = (
     "last_tokens",
     "first_positions",
     "num_outputs",
-    "num_drafts",
+    "num_draft_tokens",
     "finish",
     "min_tokens",
     "max_tokens",
@@ -240,7 +240,7 @@ class DecodeBuffers:
         if after is not before:
             after[:, :both] = before[:, :both]
         self.k = k
-        self._int("num_drafts").clamp_(max=both)
+        self._int("num_draft_tokens").clamp_(max=both)
         torch.clamp(self._int("num_speculative_tokens"), max=depth, out=self._int("k"))
 
     @torch.inference_mode()
@@ -296,7 +296,7 @@ class DecodeBuffers:
             "last_tokens": sequence.token_ids[-1],
             "first_positions": len(sequence) - 1,
             "num_outputs": sequence.num_output_tokens,
-            "num_drafts": len(drafts),
+            "num_draft_tokens": len(drafts),
             "finish": 0,
             "min_tokens": params.min_tokens,
             "max_tokens": params.max_tokens,
@@ -455,15 +455,15 @@ class DecodeStep:
         own, batch, sizes = self.rows, self.batch, self.buffers.sizes
         state = own.state
         if self.lookup is not None:
-            state.num_drafts_B.clamp_(max=self.k)
+            state.num_draft_tokens_B.clamp_(max=self.k)
         begin_step(own.active_B, state, self.running_B, self._num_drafted_B, self._times)
         if self.trees is not None:
             self.trees.allocate_nodes()
-            self._num_drafted_B.copy_(state.num_drafts_B)
+            self._num_drafted_B.copy_(state.num_draft_tokens_B)
         build_target_batch(
             state.last_tokens_B,
             own.drafts_BK,
-            state.num_drafts_B,
+            state.num_draft_tokens_B,
             state.first_positions_B,
             own.block_tables_BM,
             self.running_B,
@@ -702,7 +702,7 @@ class CapturedDraft:
         if correction is not None:
             states_NJW = correction.start(drafter.normed(hidden_NJD))
         if (trees := self._step.trees) is not None:
-            depths_N = self._step.rows.state.num_drafts_B
+            depths_N = self._step.rows.state.num_draft_tokens_B
             grown = self._growth(logits_NJV, states_NJW, depths_N)
             if self._step.draws:
                 self._choose_chains(logits_NJV, states_NJW, first)

@@ -30,7 +30,7 @@ class DecodeLookup:
         # The trees have no nodes: only the end of the text is looked for.
         num_nodes_K = rows.drafts_BK.new_zeros(sizes.k + 1)
         node_B1 = torch.zeros_like(rows.drafts_BK[:, :1])
-        self._roots = HeadTrees(node_B1, node_B1, node_B1, state.num_drafts_B, num_nodes_K)
+        self._roots = HeadTrees(node_B1, node_B1, node_B1, state.num_draft_tokens_B, num_nodes_K)
         self._columns_K = torch.arange(sizes.k, device=node_B1.device)
 
     def draft(self) -> None:
@@ -43,8 +43,8 @@ class DecodeLookup:
         at_BK = torch.where(in_prediction_B1, 2 * width + 1 - rank_B1, rank_B1) + self._columns_K
         ends_B1 = torch.where(in_prediction_B1, width, state.first_positions_B.unsqueeze(1) + 1)
         is_draft_BK = (at_BK < ends_B1) & (found_B1 > 0)
-        is_draft_BK &= self._columns_K < state.num_drafts_B.unsqueeze(1)
+        is_draft_BK &= self._columns_K < state.num_draft_tokens_B.unsqueeze(1)
         copied_BK = self._text_BL.gather(1, at_BK.clamp_max(width - 1))
         rows.drafts_BK.copy_(torch.where(is_draft_BK, copied_BK, 0))
-        state.num_drafts_B.copy_(is_draft_BK.sum(1))
+        state.num_draft_tokens_B.copy_(is_draft_BK.sum(1))
         found_BM.zero_()

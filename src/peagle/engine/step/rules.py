@@ -282,8 +282,8 @@ class DecodeRules:
         Args:
             logits_TV: logits of the target, float32, bfloat16 or float16.
             start_loc: first row of each sequence, as in `TargetBatch`; sequence b has
-                state.num_drafts_B[b] + 1 rows if it runs.
-            drafts_BK: drafts; `state.num_drafts_B` of each row count.
+                state.num_draft_tokens_B[b] + 1 rows if it runs.
+            drafts_BK: drafts; `state.num_draft_tokens_B` of each row count.
             state: state before the step.
             sampling: sampling parameters; min-p is taken from the rules instead.
             running_B: not 0 for sequences that run.
@@ -302,14 +302,14 @@ class DecodeRules:
                 continue
             rows_M = ruled.rows_M
             columns_J = torch.arange(ruled.num_columns, device=self._device)
-            is_row_MJ = columns_J <= state.num_drafts_B[rows_M].unsqueeze(1)
+            is_row_MJ = columns_J <= state.num_draft_tokens_B[rows_M].unsqueeze(1)
             is_row_MJ = is_row_MJ & (running_B[rows_M] != 0).unsqueeze(1)
             at_MJ = (start_loc[rows_M].unsqueeze(1) + columns_J).clamp_max(len(tokens_T) - 1)
             at_R = at_MJ.flatten()
             raw_RV = logits_TV[at_R]
             sizes = (
                 drafts_BK[rows_M, : ruled.num_columns - 1],
-                state.num_drafts_B[rows_M],
+                state.num_draft_tokens_B[rows_M],
                 state.num_outputs_B[rows_M],
                 len(at_R),
                 None if ruled.tails is None else ruled.tails.tails_MW,
@@ -371,7 +371,7 @@ class DecodeRules:
         found = _prepared_masks(self._masked)
         rows_M = upload_ints([self._masked.rows[index] for index, _ in found], self._device)
         most_M = upload_ints([len(bitmask_RW) - 1 for _, bitmask_RW in found], self._device)
-        state.num_drafts_B[rows_M] = torch.minimum(state.num_drafts_B[rows_M], most_M)
+        state.num_draft_tokens_B[rows_M] = torch.minimum(state.num_draft_tokens_B[rows_M], most_M)
 
     @torch.inference_mode()
     def after(

@@ -96,7 +96,7 @@ class DecodeTrees:
         One row of each sequence is for its newest token; all other rows take the most probable
         nodes of all trees.
         """
-        num_nodes_B = self._state.num_drafts_B
+        num_nodes_B = self._state.num_draft_tokens_B
         num_nodes_B.mul_(self._running_B)
         if self._draws_B1 is not None:
             num_drawn_B = num_nodes_B.clamp_max(self._max_drawn)
@@ -134,7 +134,7 @@ class DecodeTrees:
         Args:
             tokens_T: the target's own token of each row; they move too.
         """
-        found, num_nodes_B = self._descent, self._state.num_drafts_B
+        found, num_nodes_B = self._descent, self._state.num_draft_tokens_B
         if self._draws_B1 is not None:
             num_nodes_B = self._pass_drawn(tokens_T, self._draws_B1 != 0)
         drafts = self._drafts_BN, self._parents_BN, num_nodes_B
@@ -147,7 +147,7 @@ class DecodeTrees:
         Returns the number of nodes to which each sequence may descend, for a chain those that
         passed.
         """
-        num_nodes_B, num_passed_B = self._state.num_drafts_B, self._descent.num_accepted_B
+        num_nodes_B, num_passed_B = self._state.num_draft_tokens_B, self._descent.num_accepted_B
         runs_B1 = self._running_B.unsqueeze(1) != 0
         passes_BN = is_drawn_B1 & runs_B1 & (self._columns_N < num_passed_B.unsqueeze(1))
         at_BN = self._batch.query_start_loc[:-1].unsqueeze(1) + self._columns_N
@@ -176,12 +176,14 @@ class DecodeTrees:
             chains_BK: drafts of sequences that draw chains; None if no sequence does.
         """
         state = self._state
-        depths_B = state.num_drafts_B.clone() if chains_BK is not None else state.num_drafts_B
+        depths_B = (
+            state.num_draft_tokens_B.clone() if chains_BK is not None else state.num_draft_tokens_B
+        )
         if self._copies is not None:
             self._copies.write_trees(tokens_BN, parents_BN, scores_BN)
         else:
             num_nodes_B = torch.minimum(self._num_nodes_K[depths_B], self._num_slots_B)
-            state.num_drafts_B.copy_(num_nodes_B)
+            state.num_draft_tokens_B.copy_(num_nodes_B)
             is_node_BN = self._columns_N < num_nodes_B.unsqueeze(1)
             self._drafts_BN.copy_(torch.where(is_node_BN, tokens_BN, 0))
             self._parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
@@ -189,10 +191,12 @@ class DecodeTrees:
             self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))
         if chains_BK is not None and self._draws_B1 is not None:
             is_drawn_B1, width = self._draws_B1 != 0, chains_BK.shape[1]
-            num_drafts_B = torch.minimum(depths_B, self._num_slots_B)
-            is_drawn_BK = is_drawn_B1 & (self._columns_N[:width] < num_drafts_B.unsqueeze(1))
+            num_draft_tokens_B = torch.minimum(depths_B, self._num_slots_B)
+            is_drawn_BK = is_drawn_B1 & (self._columns_N[:width] < num_draft_tokens_B.unsqueeze(1))
             pairs = (self._drafts_BN, chains_BK), (self._parents_BN, self._columns_N[:width])
             for rows_BN, own in pairs:
                 rows_BN[:, :width].copy_(torch.where(is_drawn_BK, own, rows_BN[:, :width]))
             is_drawn_B = is_drawn_B1.squeeze(1)
-            state.num_drafts_B.copy_(torch.where(is_drawn_B, num_drafts_B, state.num_drafts_B))
+            state.num_draft_tokens_B.copy_(
+                torch.where(is_drawn_B, num_draft_tokens_B, state.num_draft_tokens_B)
+            )

@@ -182,7 +182,7 @@ def expand_draft_batch(
 def build_target_batch(
     last_tokens_B: Tensor,
     drafts_BK: Tensor,
-    num_drafts_B: Tensor,
+    num_draft_tokens_B: Tensor,
     first_positions_B: Tensor,
     block_tables_BM: Tensor,
     active_B: Tensor,
@@ -195,7 +195,7 @@ def build_target_batch(
 
     Args:
         last_tokens_B: newest token of each sequence.
-        drafts_BK: its drafts; columns at or above `num_drafts_B` are ignored.
+        drafts_BK: its drafts; columns at or above `num_draft_tokens_B` are ignored.
         first_positions_B: position of the newest token.
         block_tables_BM: KV blocks of each sequence.
         active_B: bool; an inactive sequence has no rows.
@@ -204,7 +204,7 @@ def build_target_batch(
         max_model_len: positions from here on write no KV.
     """
     device = last_tokens_B.device
-    lens_B = torch.where(active_B, num_drafts_B + 1, 0)
+    lens_B = torch.where(active_B, num_draft_tokens_B + 1, 0)
     start_loc = torch.nn.functional.pad(lens_B.cumsum(0), (1, 0))
     rows_T = torch.arange(num_rows, device=device)
     sequences_T = torch.searchsorted(start_loc[1:].contiguous(), rows_T, right=True)

@@ -30,7 +30,7 @@ def kv_slots(table_ptr, positions, inside, table_width, limit, BLOCK_SIZE: tl.co
 def _target_batch_kernel(
     last_tokens_ptr,
     drafts_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     first_positions_ptr,
     tables_ptr,
     active_ptr,
@@ -55,7 +55,7 @@ def _target_batch_kernel(
     i = tl.arange(0, SEQS)
     known = i < num_seqs
     active = tl.load(active_ptr + i, mask=known, other=0) != 0
-    drafts = tl.load(num_drafts_ptr + i, mask=known, other=0).to(tl.int64)
+    drafts = tl.load(num_draft_tokens_ptr + i, mask=known, other=0).to(tl.int64)
     lens = tl.where(active & known, drafts + 1, 0)
     start = tl.sum(tl.where(i < b, lens, 0))
     length = tl.sum(tl.where(i == b, lens, 0))
@@ -93,7 +93,7 @@ def _target_batch_kernel(
 def build_target_batch(
     last_tokens_B: Tensor,
     drafts_BK: Tensor,
-    num_drafts_B: Tensor,
+    num_draft_tokens_B: Tensor,
     first_positions_B: Tensor,
     block_tables_BM: Tensor,
     active_B: Tensor,
@@ -112,7 +112,7 @@ def build_target_batch(
         (num_seqs,),
         last_tokens_B,
         drafts_BK,
-        num_drafts_B,
+        num_draft_tokens_B,
         first_positions_B,
         block_tables_BM,
         active_B,

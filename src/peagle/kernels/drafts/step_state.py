@@ -39,14 +39,14 @@ class DecodeState:
         last_tokens_B: newest token.
         first_positions_B: its position: the target has not run it yet.
         num_outputs_B: tokens generated so far.
-        num_drafts_B: drafts that the next target pass verifies.
+        num_draft_tokens_B: drafts that the next target pass verifies.
         finish_B: `Finish`; once not 0 nothing of the sequence changes any more.
     """
 
     last_tokens_B: Tensor
     first_positions_B: Tensor
     num_outputs_B: Tensor
-    num_drafts_B: Tensor
+    num_draft_tokens_B: Tensor
     finish_B: Tensor
 
     @classmethod
@@ -170,6 +170,6 @@ def advance(
     room_B = (limits.draft_end - 1 - state.first_positions_B).clamp_min(0)
     drafting_B = active_B & (state.finish_B == Finish.RUNNING)
     k_B = torch.where(drafting_B, torch.minimum(limits.k_B, room_B), 0)
-    state.num_drafts_B.copy_(k_B)
+    state.num_draft_tokens_B.copy_(k_B)
     masks_B = (k_B - 1).clamp_min(0)
     return DecodeResult(num_accepted_B, next_tokens_B, emitted_BJ, num_kept_B, masks_B)

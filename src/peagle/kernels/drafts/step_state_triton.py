@@ -34,7 +34,7 @@ def _stamp(times_ptr, index, TIMED: tl.constexpr):
 def _begin_kernel(
     active_ptr,
     finish_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     running_ptr,
     num_drafted_ptr,
     times_ptr,
@@ -47,9 +47,9 @@ def _begin_kernel(
     known = b < num_seqs
     active = tl.load(active_ptr + b, mask=known, other=0) != 0
     running = active & (tl.load(finish_ptr + b, mask=known, other=0) == 0)
-    num_drafts = tl.load(num_drafts_ptr + b, mask=known, other=0)
+    num_draft_tokens = tl.load(num_draft_tokens_ptr + b, mask=known, other=0)
     tl.store(running_ptr + b, running.to(tl.int64), mask=known)
-    tl.store(num_drafted_ptr + b, tl.where(running, num_drafts, 0), mask=known)
+    tl.store(num_drafted_ptr + b, tl.where(running, num_draft_tokens, 0), mask=known)
 
 
 def begin_step(
@@ -61,7 +61,7 @@ def begin_step(
         (1,),
         active_B,
         state.finish_B,
-        state.num_drafts_B,
+        state.num_draft_tokens_B,
         running_B,
         num_drafted_B,
         times,
@@ -87,7 +87,7 @@ def stamp(times: Tensor, at: Stamp) -> None:
 def report_kernel(
     num_drafted_ptr,
     num_accepted_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     emitted_ptr,
     drafts_ptr,
     nodes_ptr,
@@ -111,7 +111,7 @@ def report_kernel(
     if b < num_seqs:
         tl.store(row, tl.load(num_drafted_ptr + b))
         tl.store(row + 1, tl.load(num_accepted_ptr + b))
-        tl.store(row + 2, tl.load(num_drafts_ptr + b))
+        tl.store(row + 2, tl.load(num_draft_tokens_ptr + b))
         emitted = tl.load(
             emitted_ptr + b * (max_accepted + 1) + columns, mask=columns <= max_accepted, other=0
         )
@@ -168,7 +168,7 @@ def report_step(
         (num_seqs + 1,),
         num_drafted_B,
         out.num_accepted_B,
-        state.num_drafts_B,
+        state.num_draft_tokens_B,
         out.emitted_BJ,
         drafts_BK,
         drafts_BK if nodes_BX is None else nodes_BX,
@@ -204,7 +204,7 @@ def advance(
     last_tokens_ptr,
     first_positions_ptr,
     num_outputs_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     finish_ptr,
     stop_ids_ptr,
     num_stop_ids,
@@ -264,7 +264,7 @@ def advance(
     tl.store(last_tokens_ptr + b, tl.maximum(next_token, 0), mask=runs)
     tl.store(first_positions_ptr + b, first)
     tl.store(num_outputs_ptr + b, num_outputs + num_emitted)
-    tl.store(num_drafts_ptr + b, drafts)
+    tl.store(num_draft_tokens_ptr + b, drafts)
     tl.store(masks_ptr + b, tl.maximum(drafts - 1, 0))
 
 
@@ -280,7 +280,7 @@ def state_arguments(
         state.last_tokens_B,
         state.first_positions_B,
         state.num_outputs_B,
-        state.num_drafts_B,
+        state.num_draft_tokens_B,
         state.finish_B,
         limits.stop_ids_BE,
         limits.stop_ids_BE.shape[1],

@@ -25,15 +25,15 @@ class VerificationRows:
     """The context of each packed row; further facts are computed from it when asked for.
 
     Attributes:
-        draft_tokens_BK: int64, the drafts; columns at or above num_drafts are ignored.
-        num_drafts_B: int64, k_b of each sequence, 0 where nothing was drafted.
+        draft_tokens_BK: int64, the drafts; columns at or above num_draft_tokens are ignored.
+        num_draft_tokens_B: int64, k_b of each sequence, 0 where nothing was drafted.
         num_outputs_B: int64, output tokens before row 0.
         num_rows: R, the sum of k_b + 1, known to the host from the logits' shape.
         tails_BW: last context tokens before row 0, see `context_tails`; needed by bad words only.
     """
 
     draft_tokens_BK: Tensor
-    num_drafts_B: Tensor
+    num_draft_tokens_B: Tensor
     num_outputs_B: Tensor
     num_rows: int
     tails_BW: Tensor | None = None
@@ -46,24 +46,24 @@ class VerificationRows:
     @cached_property
     def columns_J(self) -> Tensor:
         """Return the column numbers 0 to K."""
-        return torch.arange(self.max_drafts + 1, device=self.num_drafts_B.device)
+        return torch.arange(self.max_drafts + 1, device=self.num_draft_tokens_B.device)
 
     @cached_property
     def first_row_B(self) -> Tensor:
         """Return row 0 of each sequence."""
-        num_rows_B = self.num_drafts_B + 1
+        num_rows_B = self.num_draft_tokens_B + 1
         return num_rows_B.cumsum(0) - num_rows_B
 
     @cached_property
     def rows_BJ(self) -> Tensor:
         """Return the rows of each sequence; columns past its last row repeat that row."""
-        within_BJ = torch.minimum(self.columns_J, self.num_drafts_B.unsqueeze(1))
+        within_BJ = torch.minimum(self.columns_J, self.num_draft_tokens_B.unsqueeze(1))
         return self.first_row_B.unsqueeze(1) + within_BJ
 
     @cached_property
     def drafted_BK(self) -> Tensor:
         """Return where a sequence has a draft, bool."""
-        return self.columns_J[:-1] < self.num_drafts_B.unsqueeze(1)
+        return self.columns_J[:-1] < self.num_draft_tokens_B.unsqueeze(1)
 
     @cached_property
     def drafts_BK(self) -> Tensor:
@@ -73,12 +73,12 @@ class VerificationRows:
     @cached_property
     def sequences_R(self) -> Tensor:
         """Return the sequence of each row."""
-        return torch.repeat_interleave(self.num_drafts_B + 1, output_size=self.num_rows)
+        return torch.repeat_interleave(self.num_draft_tokens_B + 1, output_size=self.num_rows)
 
     @cached_property
     def offsets_R(self) -> Tensor:
         """Return the number of drafts before each row: its j."""
-        rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
+        rows_R = torch.arange(self.num_rows, device=self.num_draft_tokens_B.device)
         return rows_R - self.first_row_B[self.sequences_R]
 
     @property
@@ -90,7 +90,7 @@ class VerificationRows:
         """Return the drafts before each row of the sequences, broadcast to [N, J], the packed rows
         [N, J], and whether they exist.
         """
-        exists_NJ = self.columns_J <= self.num_drafts_B[sequences_N].unsqueeze(1)
+        exists_NJ = self.columns_J <= self.num_draft_tokens_B[sequences_N].unsqueeze(1)
         return self.columns_J, self.rows_BJ[sequences_N], exists_NJ
 
     def windows(self, width: int) -> Tensor:
@@ -118,7 +118,7 @@ class TreeRows(VerificationRows):
     @cached_property
     def _within_R(self) -> tuple[Tensor, Tensor]:
         """Return the indices of each packed row in the tensors of the paths: sequence and j."""
-        rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
+        rows_R = torch.arange(self.num_rows, device=self.num_draft_tokens_B.device)
         return self.sequences_R, rows_R - self.first_row_B[self.sequences_R]
 
     @cached_property
@@ -154,7 +154,7 @@ class TreeRows(VerificationRows):
 
     def reached(self, tokens_BJ: Tensor) -> Tensor:
         """Return `TreePaths.reached` for the target's own tokens of the rows."""
-        return self._paths.reached(tokens_BJ, self.drafts_BK, self.num_drafts_B)
+        return self._paths.reached(tokens_BJ, self.drafts_BK, self.num_draft_tokens_B)
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ class PaddedRows(VerificationRows):
     def first_row_B(self) -> Tensor:
         """Return the first row of each sequence, b * J."""
         width = self.max_drafts + 1
-        return torch.arange(0, self.num_rows, width, device=self.num_drafts_B.device)
+        return torch.arange(0, self.num_rows, width, device=self.num_draft_tokens_B.device)
 
     @cached_property
     def sequences_R(self) -> Tensor:
         """Return the sequence of each row, r // J."""
-        rows_R = torch.arange(self.num_rows, device=self.num_drafts_B.device)
+        rows_R = torch.arange(self.num_rows, device=self.num_draft_tokens_B.device)
         return rows_R // (self.max_drafts + 1)
 
 

@@ -18,7 +18,7 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-@triton.jit(do_not_specialize=["num_drafts"])
+@triton.jit(do_not_specialize=["num_draft_tokens"])
 def penalise_kernel(
     logits_ptr,
     sequences_ptr,
@@ -32,7 +32,7 @@ def penalise_kernel(
     before_ptr,
     out_ptr,
     vocab_size,
-    num_drafts,
+    num_draft_tokens,
     BLOCK: tl.constexpr,
 ):
     """Apply the penalties to one vocabulary block of one row.
@@ -48,9 +48,9 @@ def penalise_kernel(
     if slot >= 0:
         at = slot * vocab_size + v
         count = tl.load(outputs_ptr + at, mask=inside, other=0)
-        for k in range(num_drafts):
-            is_before = tl.load(before_ptr + row * num_drafts + k).to(tl.int32)
-            draft = tl.load(drafts_ptr + b * num_drafts + k)
+        for k in range(num_draft_tokens):
+            is_before = tl.load(before_ptr + row * num_draft_tokens + k).to(tl.int32)
+            draft = tl.load(drafts_ptr + b * num_draft_tokens + k)
             count += is_before * (v == draft).to(tl.int32)
         is_output = count > 0
         is_seen = is_output | (tl.load(in_prompt_ptr + at, mask=inside, other=0) != 0)

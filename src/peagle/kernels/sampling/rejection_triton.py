@@ -77,7 +77,7 @@ def _load_drafts(
     row_stride,
     start_loc_ptr,
     temperature_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     max_ptr,
     threshold_ptr,
     last_tie_ptr,
@@ -95,7 +95,7 @@ def _load_drafts(
     own token; and how many can pass: the drafts before the first row without an own token.
     """
     temperature = tl.load(temperature_ptr + b)
-    drafted = j < tl.load(num_drafts_ptr + b)
+    drafted = j < tl.load(num_draft_tokens_ptr + b)
     rows = tl.load(start_loc_ptr + b).to(tl.int64) + j
     x = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0).to(tl.int64)
     logits = tl.load(logits_ptr + rows * row_stride + x, mask=drafted, other=0.0)
@@ -117,15 +117,15 @@ def _load_drafts(
 
 
 @triton.jit
-def _shares(j, p, q, is_drawn, num_drafts):
+def _shares(j, p, q, is_drawn, num_draft_tokens):
     """p_j of block verification before draft j and behind it; 1 where a draft was not drawn."""
-    is_block = tl.min(tl.where(is_drawn | (j >= num_drafts), 1, 0)) > 0
+    is_block = tl.min(tl.where(is_drawn | (j >= num_draft_tokens), 1, 0)) > 0
     ratio = tl.where(is_drawn, p / tl.where(is_drawn, q, 1.0), 1.0)
     share = tl.full((), 1.0, tl.float64)
     before = tl.full(j.shape, 1.0, tl.float64)
     behind = before
     if is_block:
-        for i in range(num_drafts):
+        for i in range(num_draft_tokens):
             before = tl.where(j == i, share, before)
             share = tl.minimum(share * tl.sum(tl.where(j == i, ratio, 0.0)), 1.0)
             behind = tl.where(j == i, share, behind)
@@ -142,7 +142,7 @@ def weigh_rejected_kernel(
     temperature_ptr,
     seeds_ptr,
     num_outputs_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     max_ptr,
     threshold_ptr,
     last_tie_ptr,
@@ -168,15 +168,15 @@ def weigh_rejected_kernel(
         # Load p and q of the drafts.
         j = tl.arange(0, COLUMNS)
         p, q, is_drawn, _is_own, num_sound = _load_drafts(
-            b, j, logits_ptr, row_stride, start_loc_ptr, temperature_ptr, num_drafts_ptr, max_ptr,
-            threshold_ptr, last_tie_ptr, total_ptr, tokens_ptr, q_ptr, q_stride, index_ptr,
+            b, j, logits_ptr, row_stride, start_loc_ptr, temperature_ptr, num_draft_tokens_ptr,
+            max_ptr, threshold_ptr, last_tie_ptr, total_ptr, tokens_ptr, q_ptr, q_stride, index_ptr,
             draft_vocab, drafts_ptr, max_drafts, HAS_INDEX,
         )  # fmt: skip
-        num_drafts = tl.load(num_drafts_ptr + b)
-        _is_block, before, _behind = _shares(j, p, q, is_drawn, num_drafts)
+        num_draft_tokens = tl.load(num_draft_tokens_ptr + b)
+        _is_block, before, _behind = _shares(j, p, q, is_drawn, num_draft_tokens)
         first_row = tl.load(start_loc_ptr + b).to(tl.int64)
         # Sum what the target gives above the drafter in this chunk, row by row.
-        for i in range(tl.minimum(num_sound, num_drafts)):
+        for i in range(tl.minimum(num_sound, num_draft_tokens)):
             row = first_row + i
             weight = tl.full((), 0.0, tl.float64)
             if tl.max(tl.where(is_drawn & (j == i), 1, 0)) > 0:
@@ -208,7 +208,7 @@ def draw_rejected_kernel(
     temperature_ptr,
     seeds_ptr,
     num_outputs_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     max_ptr,
     threshold_ptr,
     last_tie_ptr,
@@ -237,13 +237,13 @@ def draw_rejected_kernel(
         # Load p and q of the drafts.
         j = tl.arange(0, COLUMNS)
         p, q, is_drawn, is_own, num_sound = _load_drafts(
-            b, j, logits_ptr, row_stride, start_loc_ptr, temperature_ptr, num_drafts_ptr, max_ptr,
-            threshold_ptr, last_tie_ptr, total_ptr, tokens_ptr, q_ptr, q_stride, index_ptr,
+            b, j, logits_ptr, row_stride, start_loc_ptr, temperature_ptr, num_draft_tokens_ptr,
+            max_ptr, threshold_ptr, last_tie_ptr, total_ptr, tokens_ptr, q_ptr, q_stride, index_ptr,
             draft_vocab, drafts_ptr, max_drafts, HAS_INDEX,
         )  # fmt: skip
-        num_drafts = tl.load(num_drafts_ptr + b)
-        is_block, before, behind = _shares(j, p, q, is_drawn, num_drafts)
-        can_pass = j < tl.minimum(num_sound, num_drafts)
+        num_draft_tokens = tl.load(num_draft_tokens_ptr + b)
+        is_block, before, behind = _shares(j, p, q, is_drawn, num_draft_tokens)
+        can_pass = j < tl.minimum(num_sound, num_draft_tokens)
         first_row = tl.load(start_loc_ptr + b).to(tl.int64)
         position = tl.load(num_outputs_ptr + b)
         seed = tl.load(seeds_ptr + b)
@@ -251,7 +251,7 @@ def draw_rejected_kernel(
         u = uniform(seed + j * 0, position * _PER_STEP + j, _ACCEPT)
         c = tl.arange(0, CHUNKS)
         if is_block:
-            has_next = j + 1 < tl.minimum(num_sound, num_drafts)
+            has_next = j + 1 < tl.minimum(num_sound, num_draft_tokens)
             next_ptrs = weights_ptr + (first_row + j + 1)[:, None] * num_chunks + c[None, :]
             mask = has_next[:, None] & (c < num_chunks)[None, :]
             rest = tl.sum(tl.load(next_ptrs, mask=mask, other=0.0), 1)
@@ -319,7 +319,7 @@ def reject_drafts(
     Args:
         logits_RV: as `own_tokens` got them.
         start_loc: first row of each active sequence.
-        drafts_BK: as many of them as `state.num_drafts_B` says.
+        drafts_BK: as many of them as `state.num_draft_tokens_B` says.
         active_B: bool or integers; the others keep their `num_accepted_B`.
         state: before the step.
         scratch: the result of `own_tokens` with this `sampling`; its tokens change.
@@ -340,7 +340,7 @@ def reject_drafts(
         sampling.temperature_B,
         sampling.seeds_B,
         state.num_outputs_B,
-        state.num_drafts_B,
+        state.num_draft_tokens_B,
         rows.max_R,
         rows.threshold_R,
         rows.last_tie_R,

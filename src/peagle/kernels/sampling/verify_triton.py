@@ -106,14 +106,14 @@ def argmax_kernel(
 
 @triton.jit
 def num_accepted_synthetically(
-    b, real, num_drafts, rates_ptr, seeds_ptr, num_outputs_ptr, COLUMNS: tl.constexpr
+    b, real, num_draft_tokens, rates_ptr, seeds_ptr, num_outputs_ptr, COLUMNS: tl.constexpr
 ):
     """a of one sequence, whatever its drafts are: how many rates lie above its one number.
 
     `real` is the a that the drafts deserve; it changes nothing.
     """
     j = tl.arange(0, COLUMNS)
-    rates = tl.load(rates_ptr + j, mask=j < num_drafts, other=0.0)
+    rates = tl.load(rates_ptr + j, mask=j < num_draft_tokens, other=0.0)
     u = uniform(tl.load(seeds_ptr + b), tl.load(num_outputs_ptr + b), _SYNTHETIC)
     num_accepted = tl.sum((u < rates.to(tl.float64)).to(tl.int32))
     # Always so, but the compiler does not know: it must leave the work for `real` in.
@@ -132,7 +132,7 @@ def match_kernel(
     last_tokens_ptr,
     first_positions_ptr,
     num_outputs_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     finish_ptr,
     stop_ids_ptr,
     num_stop_ids,
@@ -155,19 +155,25 @@ def match_kernel(
     b = tl.program_id(0)
     is_active = tl.load(active_ptr + b) != 0
     # -1 where inactive: such a sequence has no row.
-    num_drafts = tl.where(is_active, tl.load(num_drafts_ptr + b).to(tl.int32), -1)
+    num_draft_tokens = tl.where(is_active, tl.load(num_draft_tokens_ptr + b).to(tl.int32), -1)
     first_row = tl.load(start_loc_ptr + b).to(tl.int64)
     j = tl.arange(0, COLUMNS)
     # Count the drafts that equal the target's own tokens.
-    own = tl.load(tokens_ptr + first_row + j, mask=j <= num_drafts, other=_NO_TOKEN)
-    drafted = j < num_drafts
+    own = tl.load(tokens_ptr + first_row + j, mask=j <= num_draft_tokens, other=_NO_TOKEN)
+    drafted = j < num_draft_tokens
     drafts = tl.load(drafts_ptr + b * max_drafts + j, mask=drafted, other=0)
     num_accepted = tl.min(tl.where(drafted & (drafts == own), COLUMNS, j))
     if GIVEN:
         num_accepted = tl.load(accepted_out_ptr + b, mask=is_active, other=0).to(tl.int32)
     if SYNTHETIC:
         num_accepted = num_accepted_synthetically(
-            b, num_accepted, num_drafts, rates_ptr, synthetic_seeds_ptr, num_outputs_ptr, COLUMNS
+            b,
+            num_accepted,
+            num_draft_tokens,
+            rates_ptr,
+            synthetic_seeds_ptr,
+            num_outputs_ptr,
+            COLUMNS,
         )
     # Move the state over them.
     next_token = tl.sum(tl.where(j == num_accepted, own, 0))
@@ -181,7 +187,7 @@ def match_kernel(
         last_tokens_ptr,
         first_positions_ptr,
         num_outputs_ptr,
-        num_drafts_ptr,
+        num_draft_tokens_ptr,
         finish_ptr,
         stop_ids_ptr,
         num_stop_ids,
@@ -294,7 +300,7 @@ def match_drafts(
     Args:
         tokens_R: the target's own token of each row; row j of a sequence predicts its draft j.
         start_loc: as in `TargetBatch`.
-        drafts_BK: as many of them as `state.num_drafts_B` says.
+        drafts_BK: as many of them as `state.num_draft_tokens_B` says.
         active_B: bool or integers.
         state: before the step; changed in place.
         limits, out: see the classes.

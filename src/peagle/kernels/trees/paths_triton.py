@@ -70,7 +70,7 @@ def descend_kernel(
     slots_ptr,
     start_loc_ptr,
     running_ptr,
-    num_drafts_ptr,
+    num_draft_tokens_ptr,
     drafts_ptr,
     drafts_stride,
     parents_ptr,
@@ -101,8 +101,8 @@ def descend_kernel(
     is_node = (row > 0) & (row <= N)
     parent = tl.load(parents_ptr + b * parents_stride + row - 1, mask=is_node, other=-1)
     draft = tl.load(drafts_ptr + b * drafts_stride + row - 1, mask=is_node, other=-1)
-    num_drafts = tl.where(tl.load(running_ptr + b) != 0, tl.load(num_drafts_ptr + b), 0)
-    is_node = is_node & (row <= num_drafts)
+    num_draft_tokens = tl.where(tl.load(running_ptr + b) != 0, tl.load(num_draft_tokens_ptr + b), 0)
+    is_node = is_node & (row <= num_draft_tokens)
     root_slot = tl.load(slots_ptr + start, mask=count > 0, other=-1)
     # Descend from the root while a child is the target's own token.
     at = tl.cast(0, tl.int32)
@@ -200,7 +200,7 @@ def descend(
     own_tokens_T: Tensor,
     drafts_BN: Tensor,
     parents_BN: Tensor,
-    num_drafts_B: Tensor,
+    num_draft_tokens_B: Tensor,
     running_B: Tensor,
     batch: TargetBatch,
     out: Descent,
@@ -212,7 +212,7 @@ def descend(
     Args:
         own_tokens_T: int64, of each row.
         drafts_BN, parents_BN: int64, the nodes, any stride between trees; those at or above
-            `num_drafts_B` are none.
+            `num_draft_tokens_B` are none.
         running_B: int64; a sequence that does not run accepts nothing.
     """
     num_seqs, max_nodes = drafts_BN.shape
@@ -225,7 +225,7 @@ def descend(
         batch.slots_R,
         batch.query_start_loc,
         running_B,
-        num_drafts_B,
+        num_draft_tokens_B,
         drafts_BN,
         drafts_BN.stride(0),
         parents_BN,
