@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from peagle import LLM, SamplingParams
 from peagle.config import StructuredOutput
-from peagle.engine.step import graph_runner
+from peagle.engine.step import decode_step, graph_runner
 from peagle.engine.tree_record import TreeRecord
 from tests.kernels.devices import DEVICES
 
@@ -159,6 +160,38 @@ def test_predictions_in_captured_steps(
         # A step verifies nine nodes: a good prediction fills them from the first token on.
         assert [found[i].stats.num_drafts for i in (0, 3)] == [3, 3]
     assert stats[0].speculation == stats[1].speculation and stats[2].num_preemptions
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
+@pytest.mark.parametrize("device", DEVICES)
+def test_long_copies_of_all_sequences_leave_room_for_fewer_mask_slots(
+    device: str,
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All accept long copies at once, and a graph has fewer slots than these need."""
+    monkeypatch.setattr(TreeRecord, "looks", False)
+    head = head_folders(parallel=True)
+    build = partial(make, target_folder, head, device=device, max_num_seqs=4)
+    prompts = [PROMPTS[3]] * 4
+    (without,) = build(eager=True, copies=False).generate(prompts[:1], [SAMPLED])
+    # The prediction's last token is wrong, so that the head's own drafts follow.
+    params = replace(SAMPLED, prediction=[*without.token_ids[:10], 7])
+    depths, expand = list[list[int]](), decode_step.expand_draft_batch
+
+    def expand_and_tell(*batch: Any, num_draft_tokens_B: Tensor, **options: Any) -> None:
+        expand(*batch, num_draft_tokens_B=num_draft_tokens_B, **options)
+        depths.append(num_draft_tokens_B.tolist())
+
+    monkeypatch.setattr(decode_step, "expand_draft_batch", expand_and_tell)
+    llm = build(eager=False)
+    found = llm.generate(prompts, [params] * 4)
+    assert [o.token_ids for o in found] == [without.token_ids] * 4
+    assert llm.stats.eager_steps == {}
+    if device == "cpu":  # a graph replays without Python
+        assert [3, 3, 3, 1] in depths and [3] * 4 in depths, "the last one has room for one draft"
 
 
 def test_copies_under_a_grammar_in_eager_steps(

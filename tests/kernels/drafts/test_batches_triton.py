@@ -162,6 +162,7 @@ def expand_inputs(
         "next_tokens_B": torch.randint(900, (num_seqs,)),
         "block_tables_BM": block_tables(num_seqs, -(-longest // block_size)),
         "num_mask_slots_B": torch.randint(k, (num_seqs,)) * active,
+        "num_draft_tokens_B": torch.full((num_seqs,), 77),
         "active_B": active,
     }
 
@@ -201,6 +202,50 @@ def test_draft_batch(
         assert set(expected) == set(DRAFT_FIELDS)
         for name, values in expected.items():
             assert getattr(out, name).tolist() == values.tolist(), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("left", [0, 1, 5, 11])
+def test_mask_slots_without_room_are_left_out(left: int, device: str) -> None:
+    for seed in range(3):
+        inputs = expand_inputs(9, 7, 4, seed)
+        active, wanted = inputs["active_B"], inputs["num_mask_slots_B"]
+        num_slots = int(((inputs["num_accepted_B"] + 1) * active).sum()) + left
+        room, fitting, drafts = left, [], []
+        for b in range(9):
+            fitting.append(min(room, int(wanted[b])))
+            drafts.append(77 if fitting[b] == wanted[b] else fitting[b] + 1)
+            room -= fitting[b]
+        fit = reference.fit_mask_slots(
+            inputs["num_accepted_B"] * active - (~active).long(), wanted, num_slots
+        )
+        assert fit.tolist() == fitting and sum(fitting) == min(left, int(wanted.sum()))
+        options: dict[str, Any] = {"block_size": 4, "max_model_len": 100}
+        expected = padded_expand(inputs | {"num_mask_slots_B": fit}, num_slots, 7, **options)
+        out = reference.DraftBatch.allocate(9, num_slots, 7, device)
+        given = on(inputs, device)
+        batches_triton.expand_draft_batch(**given, out=out, mask_token_id=MASK_TOKEN, **options)
+        assert given["num_draft_tokens_B"].tolist() == drafts
+        for name, values in expected.items():
+            assert getattr(out, name).tolist() == values.tolist(), name
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_rows", "max_accepted", "num_masks", "num_slots"),
+    [
+        (4, 32, 7, 6, 56),  # chains of 7
+        (4, 64, 7, 6, 56),  # trees of 15 nodes
+        (4, 16, 4, 3, 28),  # trees of 3 nodes
+        (1, 16, 32, 6, 22),  # trees of 15 nodes with copies
+        (64, 1024, 32, 6, 1030),
+        (64, 2048, 32, 6, 2054),  # of 31 nodes
+        (4, 64, 32, 0, 64),  # a head that makes one draft a pass
+    ],
+)
+def test_slots_of_a_captured_batch(
+    num_seqs: int, num_rows: int, max_accepted: int, num_masks: int, num_slots: int
+) -> None:
+    assert reference.count_draft_slots(num_seqs, num_rows, max_accepted, num_masks) == num_slots
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -665,6 +665,7 @@ class CapturedDraft:
             step.running_B,
             batch,
             num_mask_slots_B=self._num_mask_slots_B,
+            num_draft_tokens_B=step.rows.state.num_draft_tokens_B,
             mask_token_id=self._drafter.config.mask_token_id or 0,
             **ends,
         )

@@ -89,12 +89,28 @@ def _ints(device: torch.device | str, *shapes: int | tuple[int, int]) -> list[Te
 def count_draft_slots(num_seqs: int, num_rows: int, max_accepted: int, num_masks: int) -> int:
     """Return the slots of a captured draft batch, which every step fills or pads.
 
+    They hold every slot of a step in which no sequence accepts more drafts than the head makes.
+    Copies of the text may be longer: then the accepted rows fit in any case, and mask slots as far
+    as there is room (`fit_mask_slots`).
+
     Args:
         num_rows: rows of the target's batch, each of which is read once at most.
         max_accepted: most drafts that a step accepts of a sequence.
         num_masks: mask slots of a sequence.
     """
-    return min(num_seqs * (max_accepted + 1), num_rows) + num_seqs * num_masks
+    num_read = min(num_seqs * (max_accepted + 1), num_rows)
+    usual = num_seqs * (2 * num_masks + 2)
+    return min(num_read + num_seqs * num_masks, max(usual, num_read + num_masks))
+
+
+def fit_mask_slots(num_accepted_B: Tensor, num_mask_slots_B: Tensor, num_slots: int) -> Tensor:
+    """Return the mask slots that a draft batch of `num_slots` has room for, [B].
+
+    Behind the accepted rows of all sequences the first sequences have all of theirs.
+    """
+    left = num_slots - (num_accepted_B + 1).sum()
+    before_B = num_mask_slots_B.cumsum(0) - num_mask_slots_B
+    return torch.minimum((left - before_B).clamp_min(0), num_mask_slots_B)
 
 
 def slot_mapping(

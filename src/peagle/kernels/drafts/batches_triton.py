@@ -144,6 +144,7 @@ def _expand_kernel(
     next_tokens_ptr,
     tables_ptr,
     num_masks_ptr,
+    num_draft_tokens_ptr,
     active_ptr,
     tokens_ptr,
     positions_ptr,
@@ -172,16 +173,23 @@ def _expand_kernel(
     known = i < num_seqs
     active = tl.load(active_ptr + i, mask=known, other=0) != 0
     accepted = tl.load(num_accepted_ptr + i, mask=known, other=0).to(tl.int64)
-    masks = tl.load(num_masks_ptr + i, mask=known, other=0).to(tl.int64)
-    lens = tl.where(active & known, accepted + 1 + masks, 0)
+    num_read = tl.where(active & known, accepted + 1, 0)
+    wanted = tl.load(num_masks_ptr + i, mask=active & known, other=0).to(tl.int64)
+    left = num_slots - tl.sum(num_read) - (tl.cumsum(wanted) - wanted)
+    masks = tl.minimum(tl.maximum(left, 0), wanted)
+    lens = num_read + masks
     start = tl.sum(tl.where(i < b, lens, 0))
     length = tl.sum(tl.where(i == b, lens, 0))
     total = tl.sum(lens)
 
+    # Store the number of drafts where not all mask slots have room.
+    num_masks = tl.sum(tl.where(i == b, masks, 0))
+    is_cut = num_masks < tl.sum(tl.where(i == b, wanted, 0))
+    tl.store(num_draft_tokens_ptr + b, num_masks + 1, mask=is_cut)
+
     # Load the accepted prefix and the bonus token.
     runs = length > 0
     num_accepted = tl.load(num_accepted_ptr + b).to(tl.int64)
-    num_masks = tl.load(num_masks_ptr + b).to(tl.int64)
     first_row = tl.load(target_start_ptr + b).to(tl.int64)
     first = tl.load(target_positions_ptr + first_row, mask=runs, other=0).to(tl.int64)
     bonus = tl.load(next_tokens_ptr + b).to(tl.int64)
@@ -234,13 +242,16 @@ def expand_draft_batch(
     *,
     block_size: int,
     num_mask_slots_B: Tensor,
+    num_draft_tokens_B: Tensor,
     mask_token_id: int,
     max_model_len: int,
 ) -> None:
     """Write `batches.expand_draft_batch` into buffers of S slots.
 
-    S must hold a + 1 + mask slots of every active sequence: 2K each for a decode step. Rows of
-    h_shared have feature row T, the length of `target_tokens_T`, padding included.
+    S must hold a + 1 slots of every active sequence (`batches.count_draft_slots`). Of its mask
+    slots a sequence gets what `batches.fit_mask_slots` leaves; where these are fewer,
+    `num_draft_tokens_B` becomes one more than they are. Rows of h_shared have feature row T, the
+    length of `target_tokens_T`, padding included.
     """
     num_seqs, max_drafts = out.draft_rows_BK.shape
     num_slots = out.tokens_R.shape[0]
@@ -256,6 +267,7 @@ def expand_draft_batch(
         next_tokens_B,
         block_tables_BM,
         num_mask_slots_B,
+        num_draft_tokens_B,
         active_B,
         out.tokens_R,
         out.positions_R,
