@@ -217,7 +217,10 @@ LOOKUP = {"method": "ngram", "model": None}
         ({"draft_sampling": "beam"}, "draft_sampling is 'beam'; expected \"argmax\" or"),
         ({"check_target": "no"}, "check_target is 'no'; expected true or false"),
         ({**LOOKUP, "prompt_lookup": False}, "prompt_lookup is False; expected true, or none"),
-        ({"prompt_lookup": True}, "prompt_lookup is True; expected false, or none, without"),
+        (
+            {"prompt_lookup": True, "draft_sampling": "probabilistic"},
+            "draft_sampling is 'probabilistic'; expected \"argmax\" with prompt_lookup",
+        ),
         ({**LOOKUP, "prompt_lookup_min": 0}, "prompt_lookup_min is 0; expected 1 to prompt_lookup"),
         ({**LOOKUP, "prompt_lookup_min": 5}, "prompt_lookup_min is 5; expected 1 to prompt_lookup"),
         ({**LOOKUP, "prompt_lookup_max": "4"}, "prompt_lookup_max is '4'; expected a whole number"),
@@ -455,3 +458,10 @@ def test_lengths_of_a_lookup() -> None:
         for given in ({}, {"prompt_lookup": True}, {"prompt_lookup": False})
     ]
     assert joins == [True, True, False]
+
+
+@pytest.mark.parametrize(("given", "nodes"), [({}, 7), ({"num_speculative_tokens": 5}, 5)])
+def test_head_and_text_share_k_drafts(given: dict[str, int], nodes: int) -> None:
+    config = SpeculativeConfig.parse({"model": "head", "prompt_lookup": True, **given})
+    assert config.copies_join_trees and config.trees == CandidateTrees(nodes, nodes, nodes)
+    assert config.num_speculative_tokens == given.get("num_speculative_tokens")

@@ -146,6 +146,17 @@ def test_what_one_source_drafts() -> None:
 
 
 @pytest.mark.slow
+def test_head_and_text_share_k_drafts() -> None:
+    k = {"parallel_drafting_spec": None, "num_speculative_tokens": 4}
+    chains, shared = make(**k), make(**k, prompt_lookup=True)
+    outputs = [[o.token_ids for o in llm.generate(PROMPTS, PARAMS)] for llm in (chains, shared)]
+    assert outputs[0] == outputs[1]
+    of_chains, stats = chains.stats.speculation, shared.stats.speculation
+    assert stats.acceptance_length > of_chains.acceptance_length and sum(getattr(stats, TEXT)) > 0
+    assert stats.num_draft_tokens <= 4 * stats.num_drafts and not of_chains.shares_by_source
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_everywhere", "torch_attention")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET is not 1")
 def test_captured_steps_count_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:

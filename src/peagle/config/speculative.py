@@ -192,8 +192,8 @@ class SpeculativeConfig:
             same nodes in every step. None: all requests get trees.
         prompt_lookup: where drafts are trees, let continuations of the text join them: what stood
             behind earlier occurrences of a path's last tokens (`kernels.trees.copies`). Such paths
-            may be deeper than the head drafts. None: yes where drafts are trees. A request may say
-            no.
+            may be deeper than the head drafts. True without `parallel_drafting_spec`: head and text
+            share trees of K nodes. None: yes where drafts are trees. A request may say no.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that is looked for. None:
             4 and 1 for "ngram", and 16 and 2 where drafts are trees; there more than 16 tokens
             count as 16.
@@ -260,19 +260,24 @@ class SpeculativeConfig:
         else:
             self._check_lookup()
         if self.parallel_drafting_spec is not None:
-            self._check_trees(self.parallel_drafting_spec)
+            self._check_trees(self.parallel_drafting_spec, _TREES)
         elif (first := self.drawn_chains_from) is not None:
             require(False, "drawn_chains_from", first, f"none without {_TREES}")
         elif self.prompt_lookup and self.method != "ngram":
-            require(False, "prompt_lookup", True, f"false, or none, without {_TREES}")
+            # K drafts of head and text together are a tree of K nodes.
+            self._check_trees({"max_nodes": min(k or DEFAULT_K, MAX_TREE_NODES)}, "prompt_lookup")
         self._check_lookup_lengths()
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.synthetic_acceptance_rates is not None:
             self._check_rates(self.synthetic_acceptance_rates)
 
-    def _check_trees(self, shape: TreeShape) -> None:
-        """Refuse settings that do not go with trees; K is their depth."""
+    def _check_trees(self, shape: TreeShape, setting: str) -> None:
+        """Take trees of `shape`, for which `setting` asks; K is their depth.
+
+        Raises:
+            UserError: a setting does not go with trees.
+        """
         k = self.num_speculative_tokens
         trees = CandidateTrees.parse(shape, k or DEFAULT_K)
         kept: TreeShape = trees
@@ -284,9 +289,9 @@ class SpeculativeConfig:
         require(k in (None, depth), "num_speculative_tokens", k, expected, "Leave it out.")
         drawn, rates = self.draft_sampling, self.synthetic_acceptance_rates
         parallel = self.parallel_drafting
-        require(drawn == "argmax", "draft_sampling", drawn, f'"argmax" with {_TREES}')
-        require(rates is None, "synthetic_acceptance_rates", rates, f"none with {_TREES}")
-        require(parallel in (None, True), "parallel_drafting", parallel, f"true with {_TREES}")
+        require(drawn == "argmax", "draft_sampling", drawn, f'"argmax" with {setting}')
+        require(rates is None, "synthetic_acceptance_rates", rates, f"none with {setting}")
+        require(parallel in (None, True), "parallel_drafting", parallel, f"true with {setting}")
 
     def _check_lookup(self) -> None:
         for name in (_TREES, "model", "revision", "quantization", "max_model_len", "draft_window"):
