@@ -220,6 +220,17 @@ def test_the_block_used_longest_ago_is_taken_first_and_ends_before_beginnings() 
     assert blocks.match(make_sequence([1, 2, 3, 4, 9])) == tables[0][:1]
 
 
+def test_only_sequences_of_one_salt_share_blocks() -> None:
+    blocks, tokens = BlockManager(8, 2), [3, 4, 5, 6, 7]
+    salted = [make_sequence(tokens) for _ in range(3)]
+    for sequence, salt in zip(salted, (b"a", b"a", b"b"), strict=True):
+        sequence.cache_salt = salt
+    blocks.admit(salted[0], [], len(tokens))
+    blocks.publish(salted[0], 4, 4)
+    assert blocks.match(salted[1]) == salted[0].block_table[:2]
+    assert blocks.match(salted[2]) == blocks.match(make_sequence(tokens)) == []
+
+
 def test_without_prefix_caching_nothing_is_shared() -> None:
     blocks, sequence = BlockManager(4, 2, enable_prefix_caching=False), make_sequence([1, 2, 3])
     blocks.admit(sequence, [], 3)

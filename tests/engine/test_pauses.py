@@ -180,24 +180,33 @@ DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=py
 @pytest.mark.slow
 @pytest.mark.usefixtures("graphs_everywhere")
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("prompts", "lengths"),
+    # The second ring keeps position 0, where padding stands once the first sequence has ended.
+    [(PROMPTS[:2], (11, 4)), ([[3], [5]], (4, 11))],
+    ids=["the first row goes on", "the last row goes on"],
+)
 def test_captured_steps_keep_features_and_resume(
-    target_folder: Path, heads: dict[bool, Path], device: str, monkeypatch: pytest.MonkeyPatch
+    target_folder: Path,
+    heads: dict[bool, Path],
+    device: str,
+    prompts: list[list[int]],
+    lengths: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("peagle.engine.depth.RESUME_STEPS", 2)
     options = {**CAPTURED, "device": device}
-    params = [replace(GREEDY, max_tokens=n) for n in (11, 4)]
+    params = [replace(GREEDY, max_tokens=n) for n in lengths]
     config = {"model": str(heads[True]), "num_speculative_tokens": 3}
     whole = LLM(target_folder, speculative_config=config, enforce_eager=True, **options)
     expected = watch_drafts(whole)
-    outputs = whole.generate(PROMPTS[:2], params)
+    outputs = whole.generate(prompts, params)
 
     llm = LLM(
         target_folder, speculative_config=scheduled(config, [[1, 1, 3], [2, 2, 0]]), **options
     )
     found, apart = watch_steps(llm), watch_drafts(llm)
-    assert [o.token_ids for o in llm.generate(PROMPTS[:2], params)] == [
-        o.token_ids for o in outputs
-    ]
+    assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in outputs]
     pipeline = llm.engine._pipeline
     assert pipeline is not None
     sizes = set(pipeline.runner._graphs)

@@ -714,9 +714,10 @@ def test_the_fingerprint_is_the_same_in_every_type(target_folder: Path, tmp_path
     assert TargetFingerprint.from_json(json.loads(json.dumps(found[0].to_json()))) == found[0]
 
 
-def test_the_fingerprint_sees_a_changed_output_embedding(target: TargetModel) -> None:
+@pytest.mark.parametrize("row", [0, -1])
+def test_the_fingerprint_sees_a_changed_output_embedding(target: TargetModel, row: int) -> None:
     before = TargetFingerprint.of(target)
-    target.lm_head_weight()[0] *= 1.5
+    target.lm_head_weight()[row] *= 1.5
     with pytest.raises(CheckpointError, match="lm_head_sha256"):
         before.check(target, "head")
 

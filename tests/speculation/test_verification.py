@@ -231,6 +231,27 @@ def test_drafts_that_were_not_drawn_change_no_token(case: Case) -> None:
     assert not torch.equal(drawn.tokens, text[:, 2:])
 
 
+def test_drafts_that_were_not_drawn_are_verified_as_ever_beside_drawn_ones() -> None:
+    """Copies of the text, or the argmax drafts of a greedy request."""
+    case, count = Case(3), 2_000
+    target, drafter = tables(case)
+    rows, start = torch.arange(count), torch.full((count,), START)
+    sampling = sampling_of(case, rows, torch.zeros_like(rows))
+    drafts_BK, probs_BKV = draft(case, drafter, start, start, sampling)
+    assert probs_BKV is not None
+    probs_BKV[::2] = 0
+    context = torch.cat((start.unsqueeze(1), start.unsqueeze(1), drafts_BK), dim=1)
+    logits_RV = target[context[:, :-1], context[:, 1:]].flatten(0, 1)
+    packed_rows = VerificationRows(
+        drafts_BK, torch.full_like(rows, case.k), torch.zeros_like(rows), len(logits_RV)
+    )
+    beside = verify(logits_RV, packed_rows, sampling, probs_BKV)
+    alone = verify(logits_RV, packed_rows, sampling)
+    assert torch.equal(beside.num_accepted_B[::2], alone.num_accepted_B[::2])
+    assert torch.equal(beside.next_tokens_B[::2], alone.next_tokens_B[::2])
+    assert not torch.equal(beside.num_accepted_B[1::2], alone.num_accepted_B[1::2])
+
+
 # ---- how many drawn drafts are verified -----------------------------------------------------
 
 

@@ -16,7 +16,12 @@ from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter
 from peagle.models.elements import Elements, sample_elements
 from peagle.training.config import MethodSection
-from peagle.training.partition import PartitionLayout, split_by_anchor, two_pass_backward
+from peagle.training.partition import (
+    PartitionLayout,
+    _Borrowed,
+    split_by_anchor,
+    two_pass_backward,
+)
 from peagle.training.training_methods import Graded, Selected, TrainingMethod
 from tests.training.reference import HIDDEN as H
 from tests.training.reference import VOCAB, make_head, make_plain_batch, peagle_forward
@@ -188,6 +193,18 @@ def test_algorithm_1_gives_the_same_gradients(segments: int) -> None:
     value = two_pass(head, batch, states, elements, segments)
     torch.testing.assert_close(value, loss, atol=1e-12, rtol=1e-12)
     assert_same(gradients(head), expected)
+
+
+def test_gradients_of_many_segments_are_summed_in_float32() -> None:
+    """In bfloat16 256 + 1 is 256."""
+    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    borrowed = _Borrowed([weight * 1])
+    for _ in range(300):
+        leaves = borrowed.leaves()
+        leaves[0].sum().backward()
+        borrowed.collect(leaves)
+    borrowed.backward(torch.zeros((), requires_grad=True))
+    assert weight.grad is not None and weight.grad.tolist() == [300]
 
 
 def listed(elements: Elements, row: int) -> list[tuple[int, int]]:

@@ -82,10 +82,13 @@ def test_prompts_in_chunks_and_decode_steps(
 ) -> None:
     """Ragged chunks alone and together, with padding and without, larger ones before smaller."""
     monkeypatch.setattr("peagle.engine.drafting.MIN_APART_POSITIONS", 6)
-    head = head_folders(parallel=kind == "peagle", num_layers=1)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 9}
+    num_layers = 1
     if kind == "peagle":  # a longer prompt's context begins that far before its end
         sizes["draft_window"] = 6
+        # The second layer's keys come from rows whose window reaches before that beginning.
+        num_layers = 2
+    head = head_folders(parallel=kind == "peagle", num_layers=num_layers)
     eager = make(target_folder, head, eager=True, device="cpu", **sizes)
     graphs = make(target_folder, head, eager=True, device="cpu", **sizes)
     seen = use_graphs(graphs, one_launch=one_launch)

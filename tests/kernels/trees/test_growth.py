@@ -208,11 +208,13 @@ def test_one_launch_moves_the_slots_of_all_caches(device: str) -> None:
     caches = [
         torch.randint(256, (40, width), generator=generator, dtype=torch.uint8) for width in widths
     ]
-    # Slots 39 and -1 are scrap, a path stops early, and rows that follow each other move up.
-    from_BD = torch.tensor([[5, 7, 8], [20, 18, 18], [-1, -1, -1]])
+    # Slot 39 is scrap, a path stops early, and rows that follow each other move up. Slot -1, which
+    # is scrap too, is no memory in front of the cache.
+    from_BD = torch.tensor([[5, 7, 8], [20, 18, 18], [30, -1, -1]])
     to_BD = torch.tensor([[4, 5, 6], [19, 18, 18], [-1, -1, -1]])
-    moved = [cache.to(device, copy=True) for cache in caches]
-    SlotMoves(moved)(from_BD.to(device), to_BD.to(device))
+    behind = [torch.cat((torch.zeros_like(x[:1]), x)).to(device) for x in caches]
+    SlotMoves([x[1:] for x in behind])(from_BD.to(device), to_BD.to(device))
     move_slots(caches, from_BD, to_BD)
-    for expected, found in zip(caches, moved, strict=True):
-        assert torch.equal(expected, found.cpu())
+    for expected, found in zip(caches, behind, strict=True):
+        assert not found[0].any()
+        assert torch.equal(expected[:39], found[1:40].cpu())
