@@ -16,6 +16,7 @@ passes over beams, R = B W rows of such a pass, M blocks a sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from peagle.kernels.drafts.batches import PADDING_SLOT, PackedBatch, slot_mapping
 from peagle.kernels.trees.growth import log_probs, rank_paths
+
+Count = TypeVar("Count", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,8 @@ def beam_slots(depth: int, beam: int) -> int:
     return max(depth - 1, 0) * beam
 
 
-def depth_within(room: int, beam: int) -> int:
-    """Return the greatest depth of a tree whose beams find slots.
+def depth_within(room: Count, beam: int) -> Count:
+    """Return the greatest depth of a tree whose beams find slots, of one sequence or of several.
 
     Args:
         room: tokens that the context can still take. The first node stands at the position of the
