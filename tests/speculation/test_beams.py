@@ -142,3 +142,58 @@ def test_a_beam_of_one_is_the_chain(target: TargetModel) -> None:
                 drafts.parents_BK[b, :k].tolist() == [*range(k)] for b, k in enumerate(depths)
             )
     assert found[0] == found[1]
+
+
+class Rising:
+    """A constraint that allows multiples of three behind the root, and behind a node more."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def masks(
+        self,
+        sequences: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        behind: Sequence[Sequence[int]],
+    ) -> Tensor:
+        ids_V = torch.arange(self._vocab_size)
+        return torch.stack(
+            [torch.stack([self.allowed(ids_V, token) for token in own or (-1,)]) for own in tokens]
+        )
+
+    @staticmethod
+    def allowed(ids_V: Tensor, token: int) -> Tensor:
+        return (ids_V % 3 == 0) if token < 0 else ids_V > token
+
+
+@pytest.mark.slow
+def test_a_constraint_restricts_the_nodes(target: TargetModel) -> None:
+    """Scores are probabilities among the tokens that are allowed; paths end where none is."""
+    beam, depth, nodes = 3, 3, 20
+    options: dict[str, Any] = {"num_layers": 1, "draft_vocab_size": VOCAB}
+    step = roomy(prompt_step(target, PROMPTS[:2], k=depth))
+    step = replace(step, beam_constraint=Rising(target.vocab_size))
+    trees = CandidateTrees(beam, depth, nodes)
+    proposer = make_proposer(target, False, step, trees=trees, **options)
+    with torch.inference_mode():
+        drafts = proposer.propose(step)
+    assert drafts.parents_BK is not None and drafts.scores_BK is not None
+    for b, prompt in enumerate(PROMPTS[:2]):
+        chains = Chains(target, prompt, **options)
+        ids_V = torch.tensor(chains.target_ids)
+        logprobs = chains.logprobs
+
+        def allowed(path: Sequence[int], logprobs: Any = logprobs, ids_V: Tensor = ids_V) -> Any:
+            kept_V = Rising.allowed(ids_V, path[-1] if path else -1)
+            logits_V = torch.tensor(logprobs(path), dtype=torch.float64)
+            return logits_V.masked_fill(~kept_V, -torch.inf).log_softmax(-1).nan_to_num().tolist()
+
+        chains.logprobs = allowed  # type: ignore[method-assign]
+        expected = expected_tree(chains, depth, beam, nodes)
+        kept = {path: score for path, score in expected.items() if score > -1e9}
+        scores = drafts.scores_BK[b].tolist()
+        count = sum(score > -torch.inf for score in scores)
+        found = (x[b, :count].tolist() for x in (drafts.tokens_BK, drafts.parents_BK))
+        paths = paths_of(*found)
+        assert set(paths) == set(kept) and count > 0
+        assert scores[:count] == pytest.approx([kept[path] for path in paths])

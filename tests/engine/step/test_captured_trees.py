@@ -267,9 +267,7 @@ def test_beams_at_the_end_of_the_context(
     """Wide beams find no KV slots there, so that trees are flatter."""
     params = [replace(one, max_tokens=30) for one in PARAMS]
     shape = {"num_parallel_trees": beam, "prediction_depth": 4, "max_nodes": 15}
-    llm = check(
-        target_folder, eagle3_head, params, monkeypatch, max_model_len=24, shape=shape
-    )
+    llm = check(target_folder, eagle3_head, params, monkeypatch, max_model_len=24, shape=shape)
     assert llm.stats.speculation.num_accepted_tokens > 0
 
 
