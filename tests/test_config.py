@@ -117,7 +117,7 @@ def test_keys_of_trees_that_are_left_out(
     assert config.trees == CandidateTrees(*expected)
     assert (config.k, config.num_verified) == expected[1:]
     again = replace(config, num_speculative_tokens=config.k)
-    assert again.parallel_drafting_spec == config.trees
+    assert again.trees == config.trees
 
 
 def test_a_configuration_is_not_changed_by_parsing() -> None:
@@ -165,7 +165,6 @@ LOOKUP = {"method": "ngram", "model": None}
         (trees(prediction_depth=True), "prediction_depth is True; expected a whole number from 1"),
         ({**TREES, "draft_sampling": "probabilistic"}, 'expected "argmax" with parallel_draft'),
         ({**TREES, "num_speculative_tokens": 4}, "num_speculative_tokens is 4; expected 5, the"),
-        ({**TREES, "parallel_drafting": False}, "parallel_drafting is False; expected true with"),
         ({**TREES, "synthetic_acceptance_rates": [0.5] * 5}, "expected none with parallel_drafti"),
         ({**LOOKUP, **TREES}, 'expected no parallel_drafting_spec with method "ngram"'),
         ({"parallel_drafting_spec": False}, "parallel_drafting_spec is False; expected an object"),

@@ -92,15 +92,19 @@ TREES = '{"num_parallel_trees": 2, "prediction_depth": 3, "max_nodes": 6}'
 def test_trees_are_methods_of_their_own(peagle: Peagle, pair: Pair) -> None:
     options = (*pair.options, "--eagle3", pair.eagle3, *SMALL, "--no-ngram", *JSON)
     entries = entries_of(peagle("eval", *options, "-k", 2, "--parallel-drafting-spec", TREES))
-    tree = "peagle-tree-w2-n6"
-    named = [("peagle", 2), (tree, 3), (f"{tree}-text", 3), ("eagle3", 2)]
+    trees = [f"{head}-tree-w2-n6" for head in ("peagle", "eagle3")]
+    named = [
+        one
+        for head, tree in zip(("peagle", "eagle3"), trees, strict=True)
+        for one in ((head, 2), (tree, 3), (f"{tree}-text", 3))
+    ]
     assert [(one["method"], one["k"]) for one in entries] == named
     depths = [len(one["pooled"]["unconditional"]) for one in entries]
-    assert (depths[0], depths[1], depths[3]) == (2, 3, 2)
+    assert depths[0::3] == [2, 2] and depths[1::3] == [3, 3]
     assert len({one["pooled"]["num_tokens"] for one in entries}) == 1
     words = (*options, "-k", 2, "--parallel-drafting-spec", TREES, "--no-prompt-lookup")
     without = entries_of(peagle("eval", *words))
-    assert [one["method"] for one in without] == ["peagle", tree, "eagle3"]
+    assert [one["method"] for one in without] == ["peagle", trees[0], "eagle3", trees[1]]
     assert without[1]["pooled"] == entries[1]["pooled"]
 
 

@@ -225,7 +225,6 @@ def test_acceptance_of_a_file(peagle: Peagle, options: tuple[object, ...], tmp_p
         (("--rounds", "0"), "--rounds is 0"),
         (("--max-nodes", "64"), "--max-nodes is '64'; expected whole numbers from 1 to 63"),
         (("--max-nodes", "7", "--acceptance", "."), "--max-nodes and --acceptance were given"),
-        (("--max-nodes", "7", "--draft", "bundled-eagle3"), "autoregressive EAGLE-3 head"),
         (("--set", "humanevil"), "Did you mean humaneval"),
     ],
 )

@@ -43,15 +43,18 @@ class PaddedTorchAttention(TorchAttention):
 
 
 def config_of(name: str, heads: dict[bool, Path]) -> dict[str, Any] | None:
-    """A speculative configuration: plain, ngram, trees or a head's, maybe with a draft sampling."""
+    """A speculative configuration: plain, ngram, trees, "eagle3 trees" or a head's chains.
+
+    Chains may have a draft sampling.
+    """
     kind, _, draft_sampling = name.partition(" ")
     if kind == "plain":
         return None
     if kind == "ngram":
         return {"method": "ngram", "num_speculative_tokens": K}
-    if kind == "trees":
+    if name in ("trees", "eagle3 trees"):
         own = {"parallel_drafting_spec": TREES, "prompt_lookup": False}
-        return {"model": str(heads[True]), **own}
+        return {"model": str(heads[kind == "trees"]), **own}
     config = {"model": str(heads[kind == "peagle"]), "num_speculative_tokens": K}
     return {**config, "draft_sampling": draft_sampling or "argmax"}
 

@@ -108,7 +108,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 DEPTHS = (7, 1, 5, 2)
 # Besides plain decoding and trees; copies: trees with chains of prompt lookup.
-OTHER_WAYS = ("peagle", "eagle3", "ngram", "copies")
+OTHER_WAYS = ("peagle", "eagle3", "ngram", "copies", "eagle3 trees", "eagle3 copies")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -139,12 +139,12 @@ def test_output_equals_transformers(folder: Path, model: str, way: str, tmp_path
         config = {"method": "ngram", "num_speculative_tokens": k}
     else:
         shape = HEADS[index % len(HEADS)]
-        head = make_drafter(load_target(folder), parallel=way != "eagle3", **shape)
+        head = make_drafter(load_target(folder), parallel="eagle3" not in way, **shape)
         save_drafter(tmp_path, head)
-    if way in ("trees", "copies"):
+    if way.endswith(("trees", "copies")):
         tree = {"num_parallel_trees": 3, "prediction_depth": k, "max_nodes": 2 * k + 1}
         config = {"model": str(tmp_path), "parallel_drafting_spec": tree}
-        config["prompt_lookup"] = way == "copies"
+        config["prompt_lookup"] = way.endswith("copies")
     share = 0.0 if way in ("plain", "ngram") else 0.8
     outputs = engine_outputs(folder, config, right_share=share, **schedule)
     assert outputs == reference_outputs(folder)

@@ -57,7 +57,7 @@ def make(
             "num_speculative_tokens": MOST,
             "num_speculative_tokens_per_batch_size": schedule,
         }
-        if way == "trees":
+        if way.endswith("trees"):
             shape = {"num_parallel_trees": 2, "prediction_depth": MOST, "max_nodes": 2 * MOST}
             config["parallel_drafting_spec"] = shape
     llm = make_llm(folder, config, **options)
@@ -86,7 +86,7 @@ def num_by_acceptance(llm: LLM) -> tuple[int, int]:
     return stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens
 
 
-WAYS = pytest.mark.parametrize("way", ["peagle", "trees", "eagle3", "ngram"])
+WAYS = pytest.mark.parametrize("way", ["peagle", "trees", "eagle3", "eagle3 trees", "ngram"])
 
 
 @pytest.mark.slow

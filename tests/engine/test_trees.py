@@ -88,27 +88,61 @@ def test_requests_share_the_nodes_of_a_schedule(
 
 
 def test_blocks_ahead_are_those_of_the_nodes(target_folder: Path, heads: dict[bool, Path]) -> None:
-    for nodes, slots in ((9, 2 * (K + 1)), (20, 21)):
-        config = config_of("trees", heads) or {}
+    """A beam takes its nodes of all depths but the last, behind the accepted tokens."""
+    beams = 3 * (K - 1)
+    cases = ("trees", 9, 2 * (K + 1)), ("trees", 20, 21), ("eagle3 trees", 9, K + 1 + beams)
+    for way, nodes, slots in cases:
+        config = config_of(way, heads) or {}
         config |= {"parallel_drafting_spec": TREES | {"max_nodes": nodes}, "prompt_lookup": False}
         plan = make_llm(target_folder, config).engine.memory_plan
         assert plan.num_lookahead_slots == slots
 
 
 @pytest.mark.parametrize(
-    ("head", "message"),
+    ("head", "keys", "message"),
     [
-        ({"parallel": False}, "is an autoregressive EAGLE-3 head; trees grow from the one pass"),
         (
             {"trained_depth": 4},
+            {},
             "prediction_depth is 5; expected at most 4, which the head .* Each key",
+        ),
+        (
+            {"parallel": False},
+            {"num_parallel_trees": 9},
+            "num_parallel_trees is 9; expected 1 to 8: the nodes of each depth .* Each key",
+        ),
+        (
+            {"parallel": False},
+            {"num_parallel_trees": 8, "prediction_depth": 10, "max_nodes": 20},
+            "go on from 8 nodes at 9 depths; expected at most 64 nodes in all",
         ),
     ],
 )
 def test_heads_that_cannot_draft_these_trees(
-    target_folder: Path, head_folders: Callable[..., Path], head: dict[str, Any], message: str
+    target_folder: Path,
+    head_folders: Callable[..., Path],
+    head: dict[str, Any],
+    keys: dict[str, int],
+    message: str,
 ) -> None:
     folder = head_folders(**{"parallel": True, **head})
-    config = {"model": str(folder), "parallel_drafting_spec": TREES, "prompt_lookup": False}
+    config = {"model": str(folder), "parallel_drafting_spec": TREES | keys, "prompt_lookup": False}
     with pytest.raises(UserError, match=message):
         make_llm(target_folder, config)
+
+
+def test_no_chains_are_drawn_beside_the_trees_of_an_eagle3_head(
+    target_folder: Path, heads: dict[bool, Path]
+) -> None:
+    config = {**(config_of("eagle3 trees", heads) or {}), "drawn_chains_from": 1.0}
+    with pytest.raises(UserError, match=r"drawn_chains_from is 1, but .* is an EAGLE-3 head"):
+        make_llm(target_folder, config)
+
+
+def test_a_width_that_is_left_out_is_a_beam(target_folder: Path, heads: dict[bool, Path]) -> None:
+    for parallel, shape, width in ((True, {}, 15), (False, {}, 4), (False, {"max_nodes": 2}, 2)):
+        for k in (None, 2):
+            config = {"model": str(heads[parallel]), "parallel_drafting_spec": shape}
+            llm = make_llm(target_folder, {**config, "num_speculative_tokens": k})
+            trees = llm.engine.speculative and llm.engine.speculative.trees
+            assert trees and trees.num_parallel_trees == width

@@ -113,16 +113,19 @@ def test_trees_are_certified(
 ) -> None:
     """Beside chains, of another depth than these, and with more nodes than they reserve slots."""
     trees = methods[0].with_trees(CandidateTrees(3, 2, 20))
-    certificate = certify([methods[0], trees], samples=10, prompts=2)
-    assert certificate.passed and trees.name in certificate_text(certificate)
+    beams = methods[1].with_trees(CandidateTrees(4, 3, 9))
+    certificate = certify([methods[0], trees, beams], samples=10, prompts=2)
+    assert certificate.passed
+    assert all(one.name in certificate_text(certificate) for one in (trees, beams))
     chains = {test.draft_sampling for test in certificate.distribution if test.method == "peagle"}
     assert chains == {"argmax", "probabilistic"}
-    cells = [cell for cell in certificate.matrix if cell.method == trees.name]
-    assert [cell.feature for cell in cells] == FEATURES
-    assert all(cell.status == "passed" for cell in cells)
-    tested = [test for test in certificate.distribution if test.method == trees.name]
-    assert {test.draft_sampling for test in tested} == {"argmax"}
-    assert all(test.num_accepted_tokens <= test.num_draft_tokens for test in tested)
+    for name in (trees.name, beams.name):
+        cells = [cell for cell in certificate.matrix if cell.method == name]
+        assert [cell.feature for cell in cells] == FEATURES
+        assert [cell for cell in cells if cell.status != "passed"] == []
+        tested = [test for test in certificate.distribution if test.method == name]
+        assert {test.draft_sampling for test in tested} == {"argmax"}
+        assert all(test.num_accepted_tokens <= test.num_draft_tokens for test in tested)
 
 
 @pytest.mark.slow

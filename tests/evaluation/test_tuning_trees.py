@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from peagle.bundled import BUNDLED_PEAGLE
 from peagle.config import CandidateTrees, SpeculativeConfig
-from peagle.errors import UserError
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import TreeAcceptance
 from peagle.evaluation.tuning.machine import DecodeCost
@@ -32,14 +29,13 @@ def chain(batch: int, k: int, speed: float) -> Prediction:
     )
 
 
-def test_shapes_are_as_deep_as_the_head_and_as_wide_as_they_are_large() -> None:
+def test_shapes_are_as_deep_as_the_head_and_as_wide_as_their_default() -> None:
     config = read_head(BUNDLED_PEAGLE).config
     assert tree_shapes((4, 16), config) == SHAPES
     assert tree_shapes((4,), replace(config, trained_depth=3)) == [CandidateTrees(4, 3, 4)]
     autoregressive = replace(config, mask_token_id=None)
-    with pytest.raises(UserError, match="autoregressive"):
-        tree_shapes((4,), autoregressive)
-    assert tree_shapes((), autoregressive) == []
+    beams = [CandidateTrees(2, 2, 2), CandidateTrees(4, 7, 16)]
+    assert tree_shapes((2, 16), autoregressive) == beams
 
 
 def test_the_fastest_visit_counts_and_is_kept(tmp_path: Path) -> None:

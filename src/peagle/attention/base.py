@@ -19,17 +19,20 @@ ALL_BEFORE = -1  # see `TreeMask`
 class TreeMask:
     """The rows of a pass that each row sees, where the rows of a sequence are a tree.
 
-    A row sees all of the context before the pass; of the rows of the pass it sees the rows on its
+    A row sees all of the context before the tree; of the rows of the tree it sees the rows on its
     path. Sliding windows count positions, not slots.
 
     Attributes:
-        visible_T: int64, bit i says that a token sees row i of its sequence in this pass; a tree
+        visible_T: int64, bit i says that a token sees row i of the tree of its sequence; a tree
             has at most 64 rows. ALL_BEFORE: it sees its own row and all before it, as in a prompt.
         positions_T: int64, position of each token: the root's position plus the token's depth.
+        rows_before: rows of each tree that earlier passes have written; those of this pass follow.
+            No window hides them.
     """
 
     visible_T: Tensor
     positions_T: Tensor
+    rows_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Passes:
         max_seq_len: int,
         context_starts_B: Tensor | None = None,
         visible_R: Tensor | None = None,
+        rows_before: int = 0,
     ) -> tuple[Tensor, ...]:
         """Return the model's outputs for a batch.
 
@@ -54,8 +55,9 @@ class Passes:
             max_query_len, max_seq_len: bounds of the rows and of the context of a sequence.
             context_starts_B: first visible position of each context; None shows all.
             visible_R: which rows of its sequence a row sees (`TreeMask`); None: all before it.
+            rows_before: rows of each tree that earlier passes have written.
         """
-        if self.graphs is not None:
+        if self.graphs is not None and not rows_before:
             done = self.graphs(batch, block_tables_BM, hidden_RD, visible_R, context_starts_B)
             if done is not None:
                 return done
@@ -67,7 +69,7 @@ class Passes:
             max_query_len,
             max_seq_len,
             context_starts_B,
-            None if visible_R is None else TreeMask(visible_R, batch.positions_R),
+            None if visible_R is None else TreeMask(visible_R, batch.positions_R, rows_before),
         )
         attend = self.backend.prepare(metadata)
         return self.run(batch.tokens_R, batch.positions_R, attend, hidden_RD)

@@ -152,22 +152,25 @@ class TorchPreparedAttention:
             key_rows_BS: row of each key in this pass, below 0 in the context before it.
         """
         words_BQ, query_pos_BQ = (self._pad(x_T) for x_T in (tree.visible_T, tree.positions_T))
-        in_pass_BS = key_rows_BS >= 0
-        row_BS = key_rows_BS.clamp(0, query_pos_BQ.shape[1] - 1)
-        bit_BS = row_BS.clamp_max(63)
+        num_queries, before = words_BQ.shape[1], tree.rows_before
+        row_BS = key_rows_BS.clamp(-before, num_queries - 1)
+        bit_BS = (row_BS + before).clamp_max(63)
         bits_BQS = (words_BQ.unsqueeze(-1) >> bit_BS.unsqueeze(1)).bitwise_and(1).bool()
         # Of a prompt, whose bits are all set, a row sees no later one.
-        query_row_Q1 = torch.arange(words_BQ.shape[1], device=row_BS.device).unsqueeze(1)
+        query_row_Q1 = torch.arange(num_queries, device=row_BS.device).unsqueeze(1)
         bits_BQS &= row_BS.unsqueeze(1) <= query_row_Q1
         # Keys beyond the rows of a sequence stand for none.
         bits_BQS &= (key_rows_BS == row_BS).unsqueeze(1)
-        visible_BQS = bits_BQS | ~in_pass_BS.unsqueeze(1)
+        in_context_BS = key_rows_BS < -before
+        visible_BQS = bits_BQS | in_context_BS.unsqueeze(1)
         if sliding_window is None:
             return visible_BQS
-        context_pos_BS = query_pos_BQ[:, :1] + key_rows_BS
-        key_pos_BS = torch.where(in_pass_BS, query_pos_BQ.gather(1, row_BS), context_pos_BS)
+        context_pos_BS = torch.arange(row_BS.shape[1], device=row_BS.device).expand_as(row_BS)
+        in_pass_BS, own_BS = key_rows_BS >= 0, row_BS.clamp_min(0)
+        key_pos_BS = torch.where(in_pass_BS, query_pos_BQ.gather(1, own_BS), context_pos_BS)
         distance_BQS = query_pos_BQ.unsqueeze(-1) - key_pos_BS.unsqueeze(1)
-        return visible_BQS & (distance_BQS < sliding_window)
+        is_earlier_BS = ~(in_context_BS | in_pass_BS)
+        return visible_BQS & ((distance_BQS < sliding_window) | is_earlier_BS.unsqueeze(1))
 
     def _pad(self, rows_THd: Tensor) -> Tensor:
         shape = (self._num_sequences, self.metadata.max_query_len, *rows_THd.shape[1:])

@@ -112,6 +112,7 @@ class TritonPreparedAttention:
             context_starts_B=meta.context_starts_B,
             visible_T=None if meta.tree is None else meta.tree.visible_T,
             positions_T=None if meta.tree is None else meta.tree.positions_T,
+            rows_before=0 if meta.tree is None else meta.tree.rows_before,
             config=plan.config,
             workspace=plan.workspace,
             new=new,

@@ -27,6 +27,7 @@ from peagle.config import (
     require_writable_folder,
 )
 from peagle.config.engine import TARGET_DEFAULTS
+from peagle.config.speculative import DEFAULT_BEAM, MAX_BEAM
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
@@ -35,6 +36,7 @@ from peagle.models.head_json import default_k, is_parallel, with_depth
 if TYPE_CHECKING:
     import torch
 
+    from peagle.models.drafter import DrafterConfig
     from peagle.models.target_facts import TargetSizes
     from peagle.results import Document
 
@@ -202,8 +204,8 @@ def load_models(
     """Load the target and the heads, and check each head before anything runs.
 
     A method with a source and no name is named after the kind of its head. With
-    --parallel-drafting-spec a P-EAGLE head is three methods: chains, trees, and unless
-    --no-prompt-lookup is given, trees that copies of the text join. Without `whole` only the ends
+    --parallel-drafting-spec a head is three methods: chains, trees, and unless --no-prompt-lookup
+    is given, trees that copies of the text join. Without `whole` only the ends
     of the target are loaded, for another engine.
     """
     from peagle.engine.placement import load_target
@@ -232,7 +234,7 @@ def load_models(
         every = _each_once(every)
     if shape is not None and not any(one.trees for one in every):
         raise UserError(
-            "--parallel-drafting-spec asks for candidate trees, and no P-EAGLE head is measured. "
+            "--parallel-drafting-spec asks for candidate trees, and no head is measured. "
             "Name one with --draft, or leave it out."
         )
     names = [one.name for one in every]
@@ -282,11 +284,25 @@ def _with_head(
         head.trained_length,
         config.trained_depth,
     )
-    if trees is None or not config.is_parallel:
+    if trees is None:
         return [found]
-    shape = CandidateTrees.parse(trees, default_k(config.trained_depth))
+    shape = _shape_for(config, trees)
     every = [found, found.with_trees(shape)]
     return [*every, found.with_trees(shape, has_copies=True)] if has_copies else every
+
+
+def _shape_for(head: DrafterConfig, trees: TreeShape) -> CandidateTrees:
+    """Return the shape of a head's trees.
+
+    The shape is asked of all heads that are compared, so an EAGLE-3 head drafts what it can of it.
+    """
+    k = default_k(head.trained_depth)
+    if head.is_parallel:
+        return CandidateTrees.parse(trees, k)
+    shape = CandidateTrees.parse(trees, k, DEFAULT_BEAM)
+    depth = min(shape.prediction_depth, head.trained_depth or shape.prediction_depth)
+    beam = min(shape.num_parallel_trees, MAX_BEAM)
+    return replace(shape, num_parallel_trees=beam, prediction_depth=depth)
 
 
 def _each_once(methods: Sequence[DecodingMethod]) -> list[DecodingMethod]:

@@ -46,7 +46,7 @@ Larger batches and longer contexts, K from a list:
   peagle tune --target ./Qwen3-0.6B --draft ./head -k 1,3,5,7 --batch-sizes 1,4,16,32,64 \\
       --context 2048
 
-Candidate trees of 7, 16 and 32 nodes beside chains, for a P-EAGLE head:
+Candidate trees of 7, 16 and 32 nodes beside chains:
   peagle tune --target ./Qwen3-0.6B --draft ./head --max-nodes 7,16,32
 
 Interrupted? The same command with the same --output goes on where it was.
@@ -270,7 +270,7 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
         of_trees = view.say_of("of trees of {} nodes")
         acceptances = measured(measure_tree_acceptance, shapes, watch=of_trees)
         drawn_length = None
-        if shapes and not params.is_greedy:
+        if shapes and config.is_parallel and not params.is_greedy:
             depth = max(shape.prediction_depth for shape in shapes)
             drawn_length = measured(measure_drawn_acceptance, depth)
             view.say_of("of {} drawn drafts")(depth)

@@ -32,6 +32,9 @@ MAX_SPECULATIVE_TOKENS = 64
 MAX_TREE_NODES = 63  # the newest token and the nodes of a tree are the bits of one word
 DEFAULT_K = 7  # K where neither the user nor the head sets it
 DEFAULT_TREE_NODES = 15
+MAX_BEAM = 8  # nodes of a depth from which an EAGLE-3 head goes on
+DEFAULT_BEAM = 4
+MAX_BEAM_ROWS = 64  # of one sequence: the nodes that such a head reads are the bits of one word
 AUTO = "auto"  # in place of a schedule of K
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
@@ -48,8 +51,8 @@ _REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
 _TREES = "parallel_drafting_spec"
 TREE_DEFAULTS = (
     f"Each key may be left out: max_nodes is then {DEFAULT_TREE_NODES} (or more, if another value "
-    "is), num_parallel_trees max_nodes, and prediction_depth what the head was trained for, at "
-    f"most {DEFAULT_K}."
+    f"is), num_parallel_trees max_nodes (of an EAGLE-3 head {DEFAULT_BEAM} at most), and "
+    f"prediction_depth what the head was trained for, at most {DEFAULT_K}."
 )
 _SLOTS_AHEAD = 1
 _MAX_COPY_MATCH = 16  # tokens that a lookup compares at most where copies join trees
@@ -57,13 +60,15 @@ _MAX_COPY_MATCH = 16  # tokens that a lookup compares at most where copies join 
 
 @dataclass(frozen=True, slots=True)
 class CandidateTrees:
-    """The shape of the candidate trees that a P-EAGLE head drafts: `parallel_drafting_spec`.
+    """The shape of the candidate trees that a head drafts: `parallel_drafting_spec`.
 
     `parse` fills in what a user leaves out.
 
     Attributes:
         num_parallel_trees: w, most distinct first tokens. Left out: max_nodes, so that the
-            probabilities of the paths alone decide.
+            probabilities of the paths alone decide. An EAGLE-3 head goes on from a beam of w nodes
+            at each depth, and each of them has w children (`kernels.trees.beams`); 1 to 8, left
+            out 4, or max_nodes if that is less.
         prediction_depth: d, most drafts on a path; at most what the head was trained for. Left
             out: K where that is given, else what the head was trained for, at most 7, or 7 if the
             head does not name it; never more than max_nodes.
@@ -99,12 +104,15 @@ class CandidateTrees:
         return min(self.prediction_depth, num_verified + _SLOTS_AHEAD) if num_verified else 0
 
     @classmethod
-    def parse(cls, source: TreeShape, depth: int = DEFAULT_K) -> CandidateTrees:
+    def parse(
+        cls, source: TreeShape, depth: int = DEFAULT_K, width: int | None = None
+    ) -> CandidateTrees:
         """Return the shape that a mapping of the three attributes gives; each may be left out.
 
         Args:
             source: the mapping; null stands for the default.
             depth: the default of prediction_depth.
+            width: the default of num_parallel_trees, if max_nodes is not less; None: max_nodes.
 
         Raises:
             UserError: no mapping, an unknown key, or a value out of range.
@@ -126,7 +134,9 @@ class CandidateTrees:
             n = min(max([DEFAULT_TREE_NODES, *asked]), MAX_TREE_NODES)
         if d is None:
             d = min(depth, n) if is_int(n) else depth
-        return cls(n if w is None else w, d, n)
+        if w is None:
+            w = min(width, n) if width is not None and is_int(n) else n
+        return cls(w, d, n)
 
 
 TreeShape = CandidateTrees | Mapping[str, Any]
@@ -182,14 +192,14 @@ class SpeculativeConfig:
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         parallel_drafting_spec: draft candidate trees of this shape instead of chains; K is then
             their depth. A mapping may leave keys of `CandidateTrees` out; it stays a mapping until
-            the depth is known, from K or from the head. None: chains.
+            the depth is known, from K or from the head, and the width, from the head. None: chains.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
         drawn_chains_from: where drafts are trees, the temperature from which a request gets a chain
             of drawn drafts instead, which the target accepts more often at high temperatures
             (`peagle tune --max-nodes` tells from where). Requests with a seed or a structured
             output keep trees. K of such chains never follows their acceptance, so "auto" means the
-            same nodes in every step. None: all requests get trees.
+            same nodes in every step. P-EAGLE heads alone. None: all requests get trees.
         prompt_lookup: where drafts are trees, let continuations of the text join them: what stood
             behind earlier occurrences of a path's last tokens (`kernels.trees.copies`). Such paths
             may be deeper than the head drafts. True without `parallel_drafting_spec`: head and text
@@ -281,17 +291,19 @@ class SpeculativeConfig:
         k = self.num_speculative_tokens
         trees = CandidateTrees.parse(shape, k or DEFAULT_K)
         kept: TreeShape = trees
-        if not isinstance(shape, CandidateTrees) and k is shape.get("prediction_depth") is None:
-            kept = dict(shape)
+        if not isinstance(shape, CandidateTrees):
+            given = {"prediction_depth": k} | {
+                name: value for name, value in shape.items() if value is not None
+            }
+            if given["prediction_depth"] is None or "num_parallel_trees" not in given:
+                kept = given
         object.__setattr__(self, _TREES, kept)
         depth = trees.prediction_depth
         expected = f"{depth}, the prediction_depth of {_TREES}, or none"
         require(k in (None, depth), "num_speculative_tokens", k, expected, "Leave it out.")
         drawn, rates = self.draft_sampling, self.synthetic_acceptance_rates
-        parallel = self.parallel_drafting
         require(drawn == "argmax", "draft_sampling", drawn, f'"argmax" with {setting}')
         require(rates is None, "synthetic_acceptance_rates", rates, f"none with {setting}")
-        require(parallel in (None, True), "parallel_drafting", parallel, f"true with {setting}")
 
     def _check_lookup(self) -> None:
         for name in (_TREES, "model", "revision", "quantization", "max_model_len", "draft_window"):

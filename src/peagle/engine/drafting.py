@@ -24,7 +24,14 @@ from peagle.attention import AttentionBackend
 from peagle.config import SamplingParams, SpeculativeConfig
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.engine.features import FeatureRings
-from peagle.engine.grammar import DraftGrammar, LogitsAfter, grow_masked_trees, prepare_masks
+from peagle.engine.grammar import (
+    BeamGrammar,
+    DraftGrammar,
+    GrammarState,
+    LogitsAfter,
+    grow_masked_trees,
+    prepare_masks,
+)
 from peagle.engine.model_runner import TargetPass, block_tables
 from peagle.engine.sampler import Sampler
 from peagle.engine.scheduler import Chunk
@@ -41,7 +48,7 @@ from peagle.kernels.trees.copies import (
     join_copies,
 )
 from peagle.kernels.trees.growth import allocate_nodes
-from peagle.kernels.trees.survival import SURELY_VERIFIED, Survival
+from peagle.kernels.trees.survival import MIN_SCORE, SURELY_VERIFIED, Survival
 from peagle.kernels.upload import upload_ints
 from peagle.models.correction import DraftCorrection
 from peagle.models.drafter import Drafter
@@ -149,8 +156,8 @@ class Drafting:
 
     def num_draft_tokens(self, sequence: Sequence) -> int:
         """Return the number of drafts of the next step; no draft may lie beyond the context."""
-        room = self.max_model_len - len(sequence)
-        return max(0, min(sequence.num_speculative_tokens, self.max_drafts_of(sequence), room))
+        room = max(0, self.max_model_len - len(sequence))
+        return min(sequence.num_speculative_tokens, self.max_drafts_of(sequence), room)
 
     def max_drafts_of(self, sequence: Sequence) -> int:
         """Return K of the batch; for a sequence whose K must not follow it the greatest K."""
@@ -263,6 +270,8 @@ class HeadDrafting(Drafting):
             draftable = self.proposer.draft_token_ids
             constraint = DraftGrammar(grammars, self.vocab_size, draft_token_ids=draftable)
             step = replace(step, constraint=constraint)
+        elif any(grammars) and not self.proposer.drafter.config.is_parallel:
+            step = replace(step, beam_constraint=BeamGrammar(grammars, self.vocab_size))
         drafts = self.proposer.propose(step)
         if drafts.parents_BK is not None and drafts.scores_BK is not None:
             self._set_trees(readings, drafts, drafts.parents_BK, drafts.scores_BK)
@@ -318,12 +327,17 @@ class HeadDrafting(Drafting):
     ) -> None:
         """Set trees on their sequences, cut to the slots of the context.
 
-        Under a grammar a tree grows again, from tokens that the grammar allows.
+        Under a grammar the tree of a parallel pass grows again, from tokens that the grammar
+        allows; other trees have grown so.
         """
         tokens, parents = torch.stack((drafts.tokens_BK, parents_BN)).tolist()
         scores = scores_BN.tolist()
         growing = [(row, r) for row, r in enumerate(readings) if r.num_draft_tokens]
-        masked = [(row, r, g) for row, r in growing if (g := r.sequence.grammar) is not None]
+        masked = [
+            (row, r, g)
+            for row, r in growing
+            if row in drafts.slots and (g := r.sequence.grammar) is not None
+        ]
         if masked:
             assert self.proposer.trees is not None
             grow_masked_trees(
@@ -340,8 +354,10 @@ class HeadDrafting(Drafting):
             found = tokens[row][: drafts.lens[row]], parents[row], scores[row]
             if sequence.draws_chain and drafts.probs_BKV is not None:
                 sequence.draft_probs_KV = drafts.probs_BKV[row]
-            if grammar is not None:
+            if grammar is not None and row in drafts.slots:
                 found = grammar.prepared_tree()
+            elif grammar is not None:
+                found = _allowed_tree(grammar, *found)
             # The nodes of a depth share a position, but each needs a slot.
             count = min(len(found[0]), self.max_model_len - len(sequence))
             sequence.drafts = found[0][:count]
@@ -463,6 +479,10 @@ class HeadDrafting(Drafting):
         survival_BN[[s.draws_chain for s in sequences]] = SURELY_VERIFIED
         return allocate_nodes(survival_BN, torch.tensor(counts), budget).tolist()
 
+    def num_draft_tokens(self, sequence: Sequence) -> int:
+        room = max(0, self.max_model_len - len(sequence))
+        return min(super().num_draft_tokens(sequence), self.proposer.max_depth(room))
+
     def max_drafts_of(self, sequence: Sequence) -> int:
         if (trees := self.proposer.trees) is not None:
             return trees.depth(self.max_drafts)
@@ -576,6 +596,20 @@ def _proposer_input(
         draws_chain=[s.draws_chain for s in sequences],
         context_starts_B=torch.tensor(context_starts) if any(context_starts) else None,
     )
+
+
+def _allowed_tree(
+    grammar: GrammarState, tokens: list[int], parents: list[int], scores: list[float]
+) -> tuple[list[int], list[int], list[float]]:
+    """Return the nodes of a tree that grew under a grammar which the grammar allows.
+
+    A forbidden node has no probability, so it stands behind all others. While the grammar works,
+    and if it failed, there are none.
+    """
+    if not grammar.is_free:
+        return [], [], []
+    count = sum(score > MIN_SCORE for score in scores[: len(tokens)])
+    return tokens[:count], parents[:count], scores[:count]
 
 
 def _first_unread(sequence: Sequence, known: int) -> int:

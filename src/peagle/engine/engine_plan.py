@@ -96,6 +96,9 @@ def plan_engine(
     if speculative is not None:
         k, trees = speculative.k, speculative.trees
     is_pipelined = runs_as_graphs(target.device, config)
+    beam = 0
+    if drafter is not None and trees is not None and not drafter.config.is_parallel:
+        beam = trees.num_parallel_trees
     record = None if trees is None else TreeRecord(trees)
     depth = make_depth(speculative, trained_depth, is_captured=is_pipelined, trees=record)
     kept_bytes = 0
@@ -117,6 +120,7 @@ def plan_engine(
             k,
             trees.max_nodes if trees else None,
             has_copies=speculative is not None and speculative.copies_join_trees,
+            beam=beam,
             is_pipelined=is_pipelined,
         ),
         kept_bytes=kept_bytes,

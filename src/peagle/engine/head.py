@@ -15,7 +15,8 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     """Return the draft head of a configuration, None if it has none.
 
     Raises:
-        UserError: parallel_drafting contradicts the kind of head.
+        UserError: parallel_drafting contradicts the kind of head, or the head cannot draft the
+            trees.
         CheckpointError: the head does not fit the target, or its correction does not fit the head.
     """
     if speculative is None or speculative.model is None:
@@ -31,7 +32,7 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
         )
     depth = head.trained_depth
     if (trees := speculative.trees) is not None:
-        check_trees(trees, speculative.model, head.is_parallel, depth)
+        check_trees(trees, speculative, head.is_parallel, depth)
     if depth is not None and speculative.k > depth:
         warnings.warn(
             f"num_speculative_tokens is {speculative.k}, but the head "

@@ -23,6 +23,7 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.pass_graphs import TOKEN_BUCKETS
 from peagle.errors import UserError
+from peagle.kernels.trees.beams import beam_slots
 from peagle.kernels.trees.copies import longest_path
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
@@ -215,19 +216,21 @@ def lookahead_slots(
     num_nodes: int | None = None,
     *,
     has_copies: bool = False,
+    beam: int = 0,
     is_pipelined: bool,
 ) -> int:
     """Return the KV slots that a request holds beyond its tokens.
 
     They are the K drafts that a step may accept, and the drafter's K - 1 mask slots beyond those;
     with a step in flight (`is_pipelined`, in CUDA graphs) also the K + 1 tokens that it may add.
-    Each of a tree's `num_nodes` takes a slot, whatever its depth. With copies a step may accept
+    Each of a tree's `num_nodes` takes a slot, whatever its depth, and so does each node that an
+    EAGLE-3 head reads beyond the accepted ones, `beam` of each depth. With copies a step may accept
     `MAX_COPIED` more, as far as there are nodes.
     """
     nodes = 0 if num_nodes is None else num_nodes
     most_new = 1 + longest_path(k, nodes, has_copies=has_copies)
     in_flight = most_new if is_pipelined else 0
-    return in_flight + max(most_new + k + 1, nodes + 1)
+    return in_flight + max(most_new + k + 1, nodes + 1, most_new + beam_slots(k, beam))
 
 
 def drawn_bytes(drafter: Drafter, num_seqs: int, k: int) -> int:

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from peagle.config import DEFAULT_K, CandidateTrees, SpeculativeConfig
-from peagle.config.speculative import AUTO, TREE_DEFAULTS
+from peagle.config.speculative import (
+    AUTO,
+    DEFAULT_BEAM,
+    MAX_BEAM,
+    MAX_BEAM_ROWS,
+    TREE_DEFAULTS,
+)
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_json
 
@@ -114,7 +120,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     reports the fault.
 
     Raises:
-        UserError: trees of an EAGLE-3 head, or deeper ones than the head was trained for.
+        UserError: trees that the head cannot draft (`check_trees`).
     """
     schedule, shape = config.num_speculative_tokens_per_batch_size, config.parallel_drafting_spec
     is_open = schedule in (None, AUTO) and config.synthetic_acceptance_rates is None
@@ -129,8 +135,12 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
         pass
     depth = depth if type(depth) is int and depth >= 1 else None
     if shape is not None:
-        trees = CandidateTrees.parse(shape, k or default_k(depth))
-        check_trees(trees, config.model, not data or is_parallel(data), depth)
+        parallel = not data or is_parallel(data)
+        trees = CandidateTrees.parse(
+            shape, k or default_k(depth), None if parallel else DEFAULT_BEAM
+        )
+        check_trees(trees, config, parallel, depth)
+        config = replace(config, parallel_drafting_spec=trees)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
         k = trees.prediction_depth
@@ -141,24 +151,41 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     )
 
 
-def check_trees(trees: CandidateTrees, head: str, parallel: bool, trained: int | None) -> None:
-    """Refuse trees of a head that drafts one token a pass, or that was trained for less depth.
+def check_trees(
+    trees: CandidateTrees, config: SpeculativeConfig, parallel: bool, trained: int | None
+) -> None:
+    """Refuse trees that a head cannot draft.
 
     Args:
-        head: its name, for the message.
+        config: names the head, and says whether some requests get chains of drawn drafts.
         parallel: whether it is a P-EAGLE head.
         trained: as of `check_tree_depth`.
 
     Raises:
-        UserError: naming the head, and what may be done.
+        UserError: naming the value and the head, and what may be done.
     """
-    if not parallel:
-        raise UserError(
-            f"parallel_drafting_spec asks for candidate trees, but {head!r} is an autoregressive "
-            "EAGLE-3 head; trees grow from the one pass of a P-EAGLE head. Name such a head, or "
-            "leave it out: chains."
-        )
+    head = config.model or ""
     check_tree_depth(trees, trained, head)
+    if parallel:
+        return
+    beam, depth = trees.num_parallel_trees, trees.prediction_depth
+    if beam > MAX_BEAM:
+        raise UserError(
+            f"parallel_drafting_spec.num_parallel_trees is {beam}; expected 1 to {MAX_BEAM}: the "
+            f"nodes of each depth from which the EAGLE-3 head {head!r} goes on. {TREE_DEFAULTS}"
+        )
+    if beam * (depth - 1) > MAX_BEAM_ROWS:
+        raise UserError(
+            f"parallel_drafting_spec asks the EAGLE-3 head {head!r} to go on from {beam} nodes at "
+            f"{depth - 1} depths; expected at most {MAX_BEAM_ROWS} nodes in all. Make "
+            f"num_parallel_trees or prediction_depth smaller. {TREE_DEFAULTS}"
+        )
+    if (first := config.drawn_chains_from) is not None:
+        raise UserError(
+            f"drawn_chains_from is {first:g}, but {head!r} is an EAGLE-3 head, whose trees have no "
+            "chains of drawn drafts beside them. Leave it out, or leave parallel_drafting_spec out "
+            'and set draft_sampling to "probabilistic".'
+        )
 
 
 def check_tree_depth(trees: CandidateTrees, trained: int | None, head: str) -> None:

@@ -21,6 +21,7 @@ from peagle.config import CandidateTrees
 from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.sampling.probabilities import sample_from_weights
 from peagle.kernels.sampling.random import Purpose, of_step, uniform
+from peagle.kernels.trees.beams import Beam, BeamPlan, BeamTrees, count_beam_nodes, depth_within
 from peagle.kernels.trees.copies import PRIOR_RATES
 from peagle.kernels.trees.growth import after_slots, best_first_trees, count_nodes, searched_trees
 from peagle.kernels.trees.survival import Survival
@@ -48,6 +49,26 @@ class DraftConstraint(Protocol):
         """Take the tokens chosen for the column, one a sequence."""
 
 
+class BeamConstraint(Protocol):
+    """Restricts the nodes of beams, as a grammar does."""
+
+    def masks(
+        self,
+        sequences: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        behind: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Return the tokens allowed behind each node of a beam, bool [N, W, V] on the CPU.
+
+        Args:
+            sequences: N numbers of sequences of the batch.
+            tokens: W target ids of each.
+            behind: of each node its parent's place among the nodes of the call before. Without
+                such a call there is one parent, the newest token.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProposerInput:
     """A proposer's input: the rows that the target ran, and the results of verification.
@@ -70,7 +91,8 @@ class ProposerInput:
         draws_chain: of each sequence, whether it gets a chain of drawn drafts where others get
             trees.
         context_starts_B: first drafter slot of each sequence that may be looked at; None: all.
-        constraint: which tokens may be drafted; None: all.
+        constraint: which tokens of chains may be drafted; None: all.
+        beam_constraint: which nodes of an EAGLE-3 head's trees may be drafted; None: all.
     """
 
     tokens_T: Tensor
@@ -87,6 +109,7 @@ class ProposerInput:
     draws_chain: Sequence[bool]
     context_starts_B: Tensor | None = None
     constraint: DraftConstraint | None = None
+    beam_constraint: BeamConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +175,44 @@ class DraftExecutor(Protocol):
         """
         ...
 
-    def run(self, batch: PackedBatch, hidden_SD: Tensor) -> Tensor:
-        """Run the drafter over the batch made last, and return its hidden states, [S, D]."""
+    def beam_batch(self, column: int, tokens_BW: Tensor) -> PackedBatch:
+        """Return the batch of the nodes of depth `column`, as `next_batch` does for chains.
+
+        Args:
+            tokens_BW: their target ids, of all sequences that draft.
+        """
+        ...
+
+    def run(
+        self,
+        batch: PackedBatch,
+        hidden_SD: Tensor,
+        visible_R: Tensor | None = None,
+        rows_before: int = 0,
+    ) -> Tensor:
+        """Run the drafter over the batch made last, and return its hidden states, [S, D].
+
+        Args:
+            visible_R, rows_before: as `Passes` takes them.
+        """
         ...
 
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
         """Choose J drafts of each sequence, from column `first` on."""
+        ...
+
+    def allow(self, logits_NJV: Tensor, beam: Beam | None) -> Tensor:
+        """Return the logits of tokens that may follow the nodes of a beam, others as -inf.
+
+        Args:
+            logits_NJV: behind the J nodes of N sequences.
+            beam: the nodes; None for the newest tokens.
+        """
+        ...
+
+    def set_trees(self, trees: BeamTrees) -> None:
+        """Take the trees that have grown as the drafts."""
+        ...
 
 
 class HeadProposer:
@@ -229,6 +284,21 @@ class HeadProposer:
     def draft(self, on: DraftExecutor, features_TA: Tensor) -> None:
         """Read the features of a target pass, and draft."""
         raise NotImplementedError
+
+    def max_depth(self, room: int) -> int:
+        """Return the greatest depth of drafts that find KV slots.
+
+        Args:
+            room: tokens that the context can still take.
+        """
+        return room
+
+    def count_nodes(self, depth: int) -> int:
+        """Return the nodes of a tree of some depth."""
+        shape = self.trees
+        assert shape is not None, "the head drafts chains"
+        vocab_size = self.drafter.config.draft_vocab_size
+        return count_nodes(depth, shape.num_parallel_trees, shape.max_nodes, vocab_size)
 
     def first_pass(self, on: DraftExecutor, features_TA: Tensor) -> tuple[DraftBatch, Tensor]:
         """Run [NTP slots | mask slots] of every sequence: the batch and its hidden states."""
@@ -307,18 +377,61 @@ class ParallelProposer(HeadProposer):
 
 
 class AutoregressiveProposer(HeadProposer):
-    """EAGLE-3: draft token j + 1 from a pass over draft token j and the head's own hidden state."""
+    """EAGLE-3: draft token j + 1 from a pass over draft token j and the head's own hidden state.
+
+    For trees the pass is over a beam of nodes (`kernels.trees.beams`).
+    """
+
+    @property
+    def beam(self) -> int:
+        """Return W, the nodes of a depth from which the head goes on."""
+        assert self.trees is not None, "the head drafts chains"
+        return min(self.trees.num_parallel_trees, self.drafter.config.draft_vocab_size)
+
+    def max_depth(self, room: int) -> int:
+        return room if self.trees is None else min(room, depth_within(room, self.beam))
+
+    def count_nodes(self, depth: int) -> int:
+        assert self.trees is not None, "the head drafts chains"
+        return count_beam_nodes(depth, self.beam, self.trees.max_nodes)
 
     def draft(self, on: DraftExecutor, features_TA: Tensor) -> None:
         batch, hidden_SD = self.first_pass(on, features_TA)
         if not on.k:
             return
         hidden_ND = hidden_SD[batch.draft_rows_BK[:, 0]]
+        if self.trees is not None:
+            self._draft_trees(on, hidden_ND, self.trees)
+            return
         on.choose(hidden_ND.unsqueeze(1), 0)
         for column in range(1, on.k):
             single = on.next_batch(column)
             hidden_ND = on.run(single, hidden_ND[: single.tokens_R.shape[0]])
             on.choose(hidden_ND.unsqueeze(1), column)
+
+    def _draft_trees(self, on: DraftExecutor, hidden_ND: Tensor, shape: CandidateTrees) -> None:
+        """Grow trees from the hidden states behind the newest tokens."""
+        drafter, width = self.drafter, self.beam
+        trees = BeamTrees(width, shape.max_nodes, TREE_TEMPERATURE)
+        hidden_NWD = hidden_ND.unsqueeze(1)  # all nodes of depth 1 have one parent
+        logits_N1V = on.allow(drafter.compute_logits(hidden_NWD), None)
+        beam = trees.start(logits_N1V.squeeze(1))
+        for column in range(1, on.k):
+            batch = on.beam_batch(column, drafter.to_target_ids(beam.tokens_BW))
+            count = batch.tokens_R.shape[0] // width
+            behind_NW1 = beam.behind_BW[:count].unsqueeze(2)
+            size = hidden_NWD.shape[2]
+            hidden_NWD = hidden_NWD[:count].gather(1, behind_NW1.expand(-1, -1, size))
+            hidden_RD = on.run(
+                batch,
+                hidden_NWD.flatten(0, 1),
+                beam.visible_BW[:count].flatten(),
+                rows_before=(column - 1) * width,
+            )
+            hidden_NWD = hidden_RD.unflatten(0, (count, width))
+            logits_NWV = drafter.compute_logits(hidden_RD).unflatten(0, (count, width))
+            beam = trees.extend(on.allow(logits_NWV, beam))
+        on.set_trees(trees)
 
 
 class EagerDraft:
@@ -397,7 +510,32 @@ class EagerDraft:
         tokens_N = self._tokens_BK[sequences_N, column - 1]
         return PackedBatch(tokens_N, position_N, slots_N, rows, position_N + 1)
 
-    def run(self, batch: PackedBatch, hidden_SD: Tensor) -> Tensor:
+    def beam_batch(self, column: int, tokens_BW: Tensor) -> PackedBatch:
+        own, sequences_N = self._proposer, self._still_drafting(column)
+        num_seqs, width = sequences_N.shape[0], tokens_BW.shape[1]
+        if column == 1:
+            self._beams = BeamPlan.of(
+                self._last_N,
+                self._tables_BM[self._order_N],
+                num_passes=self.k - 1,
+                beam=width,
+                block_size=own.caches[0].block_size,
+                max_model_len=own.max_model_len,
+            )
+        self._tables_NM = self._tables_BM[sequences_N]
+        if self._starts_B is not None:
+            self._starts_N = self._starts_B[sequences_N]
+        lens = [self._step.seq_lens[b] for b in self._order[:num_seqs]]
+        self._max_query_len, self._max_seq_len = width, max(lens) + column * width
+        return self._beams.batch(column - 1, tokens_BW[:num_seqs])
+
+    def run(
+        self,
+        batch: PackedBatch,
+        hidden_SD: Tensor,
+        visible_R: Tensor | None = None,
+        rows_before: int = 0,
+    ) -> Tensor:
         (done_SD,) = self._passes(
             batch,
             self._tables_NM,
@@ -405,6 +543,8 @@ class EagerDraft:
             max_query_len=self._max_query_len,
             max_seq_len=self._max_seq_len,
             context_starts_B=self._starts_N,
+            visible_R=visible_R,
+            rows_before=rows_before,
         )
         return done_SD
 
@@ -415,7 +555,7 @@ class EagerDraft:
         if correction is not None:
             states_NJW = correction.start(drafter.normed(hidden_NJD))
         if self._proposer.trees is not None:
-            self._trees = self._grow(logits_NJV, states_NJW, self._proposer.trees)
+            self._trees = self._grow(logits_NJV, states_NJW)
             chains = [n for n, b in enumerate(self._order) if self._step.draws_chain[b]]
             if not chains:
                 return
@@ -451,21 +591,50 @@ class EagerDraft:
             lens = list(map(min, lens, constraint.lens))
         return Drafts(self._tokens_BK, lens, self._probs_BKV)
 
-    def _grow(self, logits_NKV: Tensor, states_NKW: Tensor | None, shape: CandidateTrees) -> Drafts:
+    def _grow(self, logits_NKV: Tensor, states_NKW: Tensor | None) -> Drafts:
         """Return trees over the slots of the sequences that draft."""
-        w, most = shape.num_parallel_trees, shape.max_nodes
-        depths_N = upload_ints([self._lens[b] for b in self._order], self._device)
-        *nodes, grown_NX = self._proposer.grow(logits_NKV, states_NKW, depths_N)
-        every = torch.zeros((2, len(self._lens), most), dtype=torch.int64, device=self._device)
-        every[:, self._order_N] = torch.stack(nodes)
-        scores_BX = grown_NX.new_zeros(every.shape[1:])
-        scores_BX[self._order_N] = grown_NX
-        lens = [count_nodes(k, w, most, logits_NKV.shape[2]) for k in self._lens]
+        grown = self._proposer.grow(logits_NKV, states_NKW, self._depths_N)
         slots = {
             b: TreeSlots(logits_NKV[n], None if states_NKW is None else states_NKW[n])
             for n, b in enumerate(self._order)
         }
-        return Drafts(every[0], lens, parents_BK=every[1], scores_BK=scores_BX, slots=slots)
+        return replace(self._of_trees(*grown), slots=slots)
+
+    def allow(self, logits_NJV: Tensor, beam: Beam | None) -> Tensor:
+        constraint, drafter = self._step.beam_constraint, self._proposer.drafter
+        if constraint is None:
+            return logits_NJV
+        count = len(logits_NJV)
+        sequences = self._order[:count]
+        if beam is None:
+            nothing: list[list[int]] = [[] for _ in sequences]
+            allowed_NJV = constraint.masks(sequences, nothing, nothing)
+        else:
+            tokens_NW = drafter.to_target_ids(beam.tokens_BW[:count])
+            behind_NW = beam.behind_BW[:count]
+            allowed_NJV = constraint.masks(sequences, tokens_NW.tolist(), behind_NW.tolist())
+        allowed_NJV = allowed_NJV.to(self._device)[..., self._proposer.target_ids]
+        return logits_NJV.masked_fill(~allowed_NJV, -torch.inf)
+
+    def set_trees(self, trees: BeamTrees) -> None:
+        tokens_NX, parents_NX, scores_NX = trees.best(self._depths_N)
+        tokens_NX = self._proposer.drafter.to_target_ids(tokens_NX)
+        self._trees = self._of_trees(tokens_NX, parents_NX, scores_NX)
+
+    @property
+    def _depths_N(self) -> Tensor:
+        """Return the depths of the trees of the sequences that draft."""
+        return upload_ints([self._lens[b] for b in self._order], self._device)
+
+    def _of_trees(self, tokens_NX: Tensor, parents_NX: Tensor, scores_NX: Tensor) -> Drafts:
+        """Return the trees of the sequences that draft as the drafts of all."""
+        shape = len(self._lens), tokens_NX.shape[1]
+        every = torch.zeros((2, *shape), dtype=torch.int64, device=self._device)
+        every[:, self._order_N] = torch.stack((tokens_NX, parents_NX))
+        scores_BX = scores_NX.new_zeros(shape)
+        scores_BX[self._order_N] = scores_NX
+        lens = [self._proposer.count_nodes(k) for k in self._lens]
+        return Drafts(every[0], lens, parents_BK=every[1], scores_BK=scores_BX)
 
     def _with_chains(self, trees: Drafts) -> Drafts:
         """Put the drawn chains in the place of the trees of their sequences."""

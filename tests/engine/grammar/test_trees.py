@@ -13,7 +13,13 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.config.structured import StructuredOutput
-from peagle.engine.grammar import GrammarState, LogitsAfter, grow_masked_trees, verification_masks
+from peagle.engine.grammar import (
+    BeamGrammar,
+    GrammarState,
+    LogitsAfter,
+    grow_masked_trees,
+    verification_masks,
+)
 from tests.engine.grammar.conftest import allowed, encode
 
 pytest.importorskip("xgrammar")
@@ -95,3 +101,42 @@ def test_trees_are_the_most_probable_allowed_paths(
             wanted = torch.full_like(mask, -1).unsqueeze(0)
             fresh.mask_into(wanted, 0)
             assert torch.equal(mask, wanted[0])
+
+
+@pytest.mark.slow
+def test_masks_of_beams_are_those_behind_their_paths(compiler: Any) -> None:
+    """Behind a forbidden token, and behind a stop id, nothing is allowed."""
+    structures = [StructuredOutput.regex("(ab|a)(1|b1)"), None, StructuredOutput.regex("b[1a]{2}")]
+    states = [None if s is None else compiler.start(s) for s in structures]
+    (a,), (b,), (one,) = (encode(text) for text in "ab1")
+    stop = min(allowed(finished(compiler, "(ab|a)(1|b1)", [a, one])))
+    beams = [
+        ([0, 1, 2], [[], [], []], [[], [], []]),
+        ([0, 1, 2], [[a, b], [a, b], [b, a]], [[0, 0]] * 3),
+        ([0, 2], [[one, b], [one, one]], [[0, 0], [0, 1]]),
+        ([0, 2], [[stop, one], [a, a]], [[0, 1], [0, 1]]),
+    ]
+    grammar = BeamGrammar(states, compiler.vocab_size)
+    before: dict[int, list[list[int]]] = {n: [[]] for n in range(3)}
+    for sequences, tokens, behind in beams:
+        masks = grammar.masks(sequences, tokens, behind)
+        for n, own, parents, mask_WV in zip(sequences, tokens, behind, masks, strict=True):
+            nodes = zip(own, parents, strict=True)
+            before[n] = [[*before[n][parent], token] for token, parent in nodes] or [[]]
+            for path, mask_V in zip(before[n], mask_WV, strict=True):
+                found = set(mask_V.nonzero().flatten().tolist())
+                structure = structures[n]
+                if structure is None:
+                    assert len(found) == compiler.vocab_size
+                    continue
+                fresh = compiler.start(structure)
+                moved = [fresh.try_advance(token) for token in path]
+                ends = fresh.is_finished or not all(moved)
+                assert found == (set() if ends else allowed(fresh))
+
+
+def finished(compiler: Any, pattern: str, path: Sequence[int]) -> GrammarState:
+    """The state of a pattern behind a path."""
+    state = compiler.start(StructuredOutput.regex(pattern))
+    assert all(state.try_advance(token) for token in path)
+    return state

@@ -25,7 +25,6 @@ from peagle.engine.sequence import SequenceStatus
 from peagle.engine.step.graph_runner import Flight, GraphRunner, RowTokens
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.trees.growth import count_nodes
 from peagle.speculation import Drafts
 from tests.engine.engines import replant
 
@@ -88,7 +87,6 @@ def plant_answers(
     """
     drafting: Any = llm.engine.drafting
     proposer, pipeline = drafting.proposer, llm.engine._pipeline
-    shape, vocab_size = proposer.trees, proposer.drafter.config.draft_vocab_size
     seen: Trees = {}
 
     def planted(step: Any, drafts: Drafts) -> Drafts:
@@ -121,7 +119,7 @@ def plant_answers(
         tokens_BN: torch.Tensor,
         parents_BN: torch.Tensor,
         scores_BN: torch.Tensor,
-        _: None,
+        _: None = None,
     ) -> None:
         state, histories, lens = self._state, list[list[int]](), list[int]()
         depths = state.num_draft_tokens_B.tolist()
@@ -131,8 +129,7 @@ def plant_answers(
                 known = sequence.token_ids
                 history = next(a for a in answers if a[: len(known)] == known)[: first + 1]
             histories.append(history)
-            count = count_nodes(depth, shape.num_parallel_trees, shape.max_nodes, vocab_size)
-            lens.append(count if history else 0)
+            lens.append(proposer.count_nodes(depth) if history else 0)
         step = SimpleNamespace(histories=histories, num_draft_tokens=depths)
         drafts = planted(step, Drafts(tokens_BN, lens, parents_BK=parents_BN))
         assert drafts.parents_BK is not None
@@ -212,6 +209,11 @@ def head(head_folders: Callable[..., Path]) -> Path:
     return head_folders(parallel=True)
 
 
+@pytest.fixture(scope="module")
+def eagle3_head(head_folders: Callable[..., Path]) -> Path:
+    return head_folders(parallel=False, num_layers=1)
+
+
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 5, 20)])
@@ -241,6 +243,31 @@ def test_stops_and_the_end_of_the_context(
     llm = check(
         target_folder, head, params, monkeypatch, max_model_len=20, shape=SHAPE | {"max_nodes": 15}
     )
+    assert llm.stats.speculation.num_accepted_tokens > 0
+
+
+@pytest.mark.slow
+@interpreted
+def test_beams_of_an_eagle3_head(
+    target_folder: Path, eagle3_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes over beams are parts of the step; each request has its own depth."""
+    params = [*PARAMS[:3], replace(PARAMS[3], num_speculative_tokens=2)]
+    llm = check(target_folder, eagle3_head, params, monkeypatch)
+    assert 0 < llm.stats.speculation.num_accepted_tokens < llm.stats.speculation.num_draft_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
+@interpreted
+@pytest.mark.parametrize("beam", [1, 4, 8])
+def test_beams_at_the_end_of_the_context(
+    target_folder: Path, eagle3_head: Path, monkeypatch: pytest.MonkeyPatch, beam: int
+) -> None:
+    """Wide beams find no KV slots there, so that trees are flatter."""
+    params = [replace(one, max_tokens=30) for one in PARAMS]
+    shape = {"num_parallel_trees": beam, "prediction_depth": 4, "max_nodes": 15}
+    llm = check(target_folder, eagle3_head, params, monkeypatch, max_model_len=24, shape=shape)
     assert llm.stats.speculation.num_accepted_tokens > 0
 
 

@@ -2,6 +2,7 @@
 
 from peagle.engine.grammar.compiler import MAX_THREADS, GrammarCompiler, GrammarState, to_bools
 from peagle.engine.grammar.drafts import (
+    BeamGrammar,
     DraftGrammar,
     LogitsAfter,
     grow_masked_trees,

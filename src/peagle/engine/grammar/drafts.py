@@ -251,3 +251,53 @@ class DraftGrammar:
             if self._is_over[b]:
                 bitmask_BW[b] = -1
         self._bitmask_BW = bitmask_BW
+
+
+class BeamGrammar:
+    """Masks the nodes of beams (`speculation.proposers.BeamConstraint`).
+
+    The states are at their output between the calls. Behind a token that a grammar does not allow,
+    and behind a stop id, nothing is allowed. Of a state that is busy all is allowed: its sequence
+    must not keep the tree.
+
+    Args:
+        states: state of each sequence after its output tokens; None for one without a grammar.
+    """
+
+    def __init__(self, states: Sequence[GrammarState | None], vocab_size: int) -> None:
+        self._states = states
+        self._vocab_size = vocab_size
+        self._paths: dict[int, list[list[int]]] = {}
+
+    def masks(
+        self,
+        sequences: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        behind: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Return the tokens allowed behind each node, bool [N, W, V]; see `BeamConstraint`."""
+        width = len(tokens[0]) or 1
+        for b, own, parents in zip(sequences, tokens, behind, strict=True):
+            before = self._paths.get(b, [[]])
+            nodes = zip(own, parents, strict=True)
+            self._paths[b] = [[*before[parent], token] for token, parent in nodes] or [[]]
+        # A new tensor: a state that is busy may still write into the last one.
+        bitmask_RW = full_bitmask(len(sequences) * width, self._vocab_size)
+
+        def fill(n: int, state: GrammarState) -> None:
+            for i, path in enumerate(self._paths[sequences[n]]):
+                row, moved = n * width + i, 0
+                for token in path:
+                    moved += state.try_advance(token)
+                if moved < len(path) or state.is_finished:
+                    bitmask_RW[row] = 0
+                else:
+                    state.mask_into(bitmask_RW, row)
+                state.rollback(moved)
+
+        states = [self._states[b] for b in sequences]
+        known = next((state for state in states if state is not None), None)
+        if known is not None:
+            known.budget.each(states, fill)
+            known.budget.mark_excess()
+        return to_bools(bitmask_RW, self._vocab_size).unflatten(0, (len(sequences), width))

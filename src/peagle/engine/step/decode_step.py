@@ -58,6 +58,7 @@ from peagle.kernels.sampling.verify_triton import (
     match_drafts,
     own_tokens,
 )
+from peagle.kernels.trees.beams import Beam, BeamPlan, BeamTrees
 from peagle.kernels.trees.copies import NO_COPY, SEARCHED_ROWS, longest_path
 from peagle.kernels.trees.copies_triton import CopyScratch, append_emitted
 from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
@@ -625,6 +626,8 @@ class CapturedDraft:
         drafter, device = proposer.drafter, step.running_B.device
         config, num_seqs, sizes = drafter.config, len(step.running_B), step.buffers.sizes
         self.k = k = sizes.depth(step.k)
+        self._max_query_len = 1
+        self._proposer = proposer
         self._drafter, self._step, self._sizes = drafter, step, sizes
         self._passes = Passes(proposer.passes.run, TritonAttention())
         of_step = num_seqs, len(step.batch.tokens_R), step.max_accepted
@@ -638,12 +641,14 @@ class CapturedDraft:
         else:
             self._num_mask_slots_B = torch.zeros_like(self._num_mask_slots_B)
             self._chain = ChainBuffers.allocate(num_seqs, k, device)
+            self._beams: BeamPlan | None = None
         self._hidden_SD = self._h_shared_D.new_zeros(num_slots, config.hidden_size)
         all_at_once = config.is_parallel and drafter.correction is None
         columns, vocab_size = k if all_at_once else 1, config.draft_vocab_size
         self._chain_BK = step.rows.drafts_BK
-        if proposer.trees is not None:
+        if proposer.trees is not None and config.is_parallel:
             self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
+        if proposer.trees is not None:
             self._chain_BK = torch.zeros(num_seqs, k, dtype=torch.int64, device=device)
         if step.draws:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
@@ -671,7 +676,12 @@ class CapturedDraft:
         )
         if step.trees is not None:
             batch.feature_rows_R.copy_(step.trees.rows_X[batch.feature_rows_R])
-        if not self._drafter.config.is_parallel:
+        self._max_query_len = self._max_slots
+        if self._drafter.config.is_parallel:
+            return batch
+        if step.trees is not None:
+            step.trees.limit_depths(self._proposer.beam)
+        else:
             place = batch.last_ntp_B, batch.positions_R, tables_BM
             plan_chain(*place, step.running_B, self._chain, **ends)
         return batch
@@ -681,19 +691,54 @@ class CapturedDraft:
         return self._hidden_SD
 
     def next_batch(self, column: int) -> PackedBatch:
+        self._max_query_len = 1
         return self._chain.batch(column - 1, self._step.rows.drafts_BK[:, column - 1])
 
-    def run(self, batch: PackedBatch, hidden_SD: Tensor) -> Tensor:
+    def beam_batch(self, column: int, tokens_BW: Tensor) -> PackedBatch:
+        step, width = self._step, tokens_BW.shape[1]
+        if column == 1:
+            self._beams = BeamPlan.of(
+                self._batch.positions_R[self._batch.last_ntp_B],
+                step.rows.block_tables_BM,
+                num_passes=self.k - 1,
+                beam=width,
+                block_size=self._sizes.block_size,
+                max_model_len=self._sizes.max_model_len,
+                running_B=step.running_B,
+            )
+        assert self._beams is not None, "passes begin at depth 1"
+        self._max_query_len = width
+        return self._beams.batch(column - 1, tokens_BW)
+
+    def run(
+        self,
+        batch: PackedBatch,
+        hidden_SD: Tensor,
+        visible_R: Tensor | None = None,
+        rows_before: int = 0,
+    ) -> Tensor:
         own = self._step.rows
         (done_SD,) = self._passes(
             batch,
             own.block_tables_BM,
             hidden_SD,
-            max_query_len=self._max_slots if len(hidden_SD) == len(self._hidden_SD) else 1,
+            max_query_len=self._max_query_len,
             max_seq_len=self._sizes.max_model_len,
             context_starts_B=own.context_starts_B,
+            visible_R=visible_R,
+            rows_before=rows_before,
         )
         return done_SD
+
+    def allow(self, logits_NJV: Tensor, beam: Beam | None) -> Tensor:
+        return logits_NJV  # grammars run between the graphs: verification applies them
+
+    def set_trees(self, trees: BeamTrees) -> None:
+        assert self._step.trees is not None, "the head drafts chains"
+        depths_B = self._step.rows.state.num_draft_tokens_B
+        tokens_BN, parents_BN, scores_BN = trees.best(depths_B)
+        tokens_BN = self._drafter.to_target_ids(tokens_BN)
+        self._step.trees.write_trees(tokens_BN, parents_BN, scores_BN.contiguous())
 
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
         drafter, num_columns = self._drafter, hidden_NJD.shape[1]

@@ -148,14 +148,15 @@ def accelerate(
     all_drafts = list(map(mul, single, depths))
     parallel = drafter.config.is_parallel
     slots = [
-        count_draft_slots(rows, num_read, max_path or k, k - 1)
+        count_draft_slots(rows, num_read, max_path or k, k - 1 if parallel else 0)
         for rows, num_read, k in zip(single, verified, depths, strict=True)
     ]
+    beams = [rows * trees.num_parallel_trees for rows in single] if trees else single
     accelerate_drafter(
         drafter,
-        slots if parallel else [*verified, *single],
+        slots if parallel else [*slots, *beams],
         num_feature_rows=verified,
-        num_logit_rows=all_drafts if parallel else single,
+        num_logit_rows=all_drafts if parallel else {*single, *beams},
     )
 
 

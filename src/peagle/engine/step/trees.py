@@ -22,7 +22,8 @@ from peagle.engine.step.decode_rows import DecodeRows
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.drafts.batches import TargetBatch
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.trees.growth import allocate_nodes, count_nodes
+from peagle.kernels.trees.beams import depth_within
+from peagle.kernels.trees.growth import allocate_nodes
 from peagle.kernels.trees.paths_triton import Descent, descend, place_rows
 from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT, SURELY_VERIFIED
 from peagle.models.target import TargetModel
@@ -80,11 +81,7 @@ class DecodeTrees:
         self._descent = Descent.allocate(num_accepted_B, depth, len(batch.tokens_R))
         self.rows_X, self.path_BD = self._descent.rows_X, self._descent.path_BD
         self.visible_T, self.depths_T = (torch.zeros_like(batch.tokens_R) for _ in range(2))
-        vocab_size = proposer.drafter.config.draft_vocab_size
-        sizes = [
-            count_nodes(k, shape.num_parallel_trees, shape.max_nodes, vocab_size)
-            for k in range(shape.prediction_depth + 1)
-        ]
+        sizes = [proposer.count_nodes(k) for k in range(shape.prediction_depth + 1)]
         self._num_nodes_K = torch.tensor(sizes, device=device)
         self._copies = None
         if rows.text_BL is not None:
@@ -160,6 +157,11 @@ class DecodeTrees:
     def _num_slots_B(self) -> Tensor:
         """Return how many drafts of each sequence have KV slots."""
         return (self._max_model_len - 1 - self._state.first_positions_B).clamp_min(0)
+
+    def limit_depths(self, beam: int) -> None:
+        """Make the next trees no deeper than their beams find KV slots (`depth_within`)."""
+        depths_B = self._state.num_draft_tokens_B
+        depths_B.copy_(torch.minimum(depths_B, depth_within(self._num_slots_B, beam)))
 
     def write_trees(
         self,

@@ -48,8 +48,10 @@ Check = Callable[[Case, RequestOutput, Difference | None], str]
 class Feature:
     """One row of the matrix.
 
-    `check` returns a fault of an output beyond its tokens, "" if there is none. `used` returns
-    whether an engine used the feature while it ran; None skips this check.
+    `blocks_for` returns the KV blocks of an engine whose requests hold so many slots beyond their
+    tokens; None takes all that fit. `check` returns a fault of an output beyond its tokens, "" if
+    there is none. `used` returns whether an engine used the feature while it ran; None skips this
+    check.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Feature:
     speculative: dict[str, Any] = field(default_factory=dict)  # fields of its configuration
     together: int | None = None  # requests that run at a time; None runs all
     rounds: int = 1  # runs in one engine; the last outputs are compared
+    blocks_for: Callable[[int], int] | None = None
     check: Check | None = None
     used: Callable[[LLM, Sequence[RequestOutput]], bool] | None = None
     needs_drafts: bool = False  # not applicable to plain decoding
@@ -71,16 +74,18 @@ def greedy_case(
 
 
 def matrix_features(
-    reference: TargetReference, plain: LLM, cases: Sequence[Case], k: int, num_lookahead_slots: int
+    reference: TargetReference, plain: LLM, cases: Sequence[Case], k: int
 ) -> list[Feature]:
     """Return all features of a target, with their references, for K up to `k`.
 
-    `plain` is an engine without drafts: it decodes text and gives outputs under grammars. A request
-    holds at most `num_lookahead_slots` KV slots beyond its tokens.
+    `plain` is an engine without drafts: it decodes text and gives outputs under grammars.
     """
     longest = max(len(case.prompt) + case.params.max_tokens for case in cases)
-    blocks = math.ceil(1.5 * (longest + num_lookahead_slots) / 16)  # for one sequence and a half
     schedule = [[1, 1, k], [2, 2, max(1, k // 2)], [3, 64, 0]]
+
+    def few_blocks(slots_ahead: int) -> int:
+        """Return the blocks of one sequence and a half."""
+        return math.ceil(1.5 * (longest + slots_ahead) / 16)
 
     def again(case: Case, **options: Any) -> Case:
         """Return the same prompt under other parameters that `generate` supports too."""
@@ -101,7 +106,7 @@ def matrix_features(
         Feature("prefix caching", cases, {"enable_prefix_caching": True}, rounds=2,
                 used=lambda _, outputs: any(o.num_cached_tokens for o in outputs)),
         Feature("chunked prefill", cases, {"max_num_batched_tokens": _CHUNK_TOKENS}),
-        Feature("preemption", cases, {"num_kv_blocks": blocks},
+        Feature("preemption", cases, blocks_for=few_blocks,
                 used=lambda llm, _: llm.stats.num_preemptions > 0),
         Feature(f"K 1 to {k}", _every_k(cases, k), needs_drafts=True),
         Feature("K schedule", cases, needs_drafts=True,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from peagle.config import SamplingParams
+from peagle.engine.memory_plan import lookahead_slots
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
 from peagle.evaluation.certify.distribution import MIN_EXPECTED, Tokens, fit, joint_cells
@@ -20,6 +21,7 @@ from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.engine_backend import build_llms, time_requests
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
+from peagle.models.checkpoint import read_head
 from peagle.models.target import TargetModel
 from peagle.results import CertificateResults, CertifiedCase, Provenance, SampledTest
 
@@ -95,8 +97,7 @@ def run_certificate(
         for prompt in load(options.prompt_set, options.prompts)
     ]
     in_matrix = cases[: options.matrix_prompts]
-    ahead = max(2 * (k + 1), *(one.trees.max_nodes + 1 if one.trees else 0 for one in every))
-    matrix = matrix_features(reference, plain, in_matrix, k, ahead) if in_matrix else []
+    matrix = matrix_features(reference, plain, in_matrix, k) if in_matrix else []
     return CertificateResults(
         provenance=Provenance(**provenance),
         settings={
@@ -126,7 +127,10 @@ def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> Cer
         note = "grammars cannot be compiled here: pip install 'peagle[grammar]'"
         return result.model_copy(update={"note": note})
     subject.watch(f"{feature.name}, {method.name}")
-    llm = subject.engine(method, feature.speculative, **feature.engine)
+    engine = dict(feature.engine)
+    if feature.blocks_for is not None:
+        engine["num_kv_blocks"] = feature.blocks_for(_slots_ahead(method, subject.k))
+    llm = subject.engine(method, feature.speculative, **engine)
     most = subject.depth(method)
     cases = [one for one in feature.cases if (one.params.num_speculative_tokens or 0) <= most]
     size = feature.together or len(cases)
@@ -211,6 +215,16 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
                 num_draft_tokens=drafted,
                 num_accepted_tokens=accepted,
             )
+
+
+def _slots_ahead(method: DecodingMethod, k: int) -> int:
+    """Return the KV slots that a request of an eager engine holds beyond its tokens."""
+    if (trees := method.trees) is None:
+        return lookahead_slots(k, is_pipelined=False)
+    is_parallel = read_head(method.folder or method.source).config.is_parallel
+    beam = 0 if is_parallel else trees.num_parallel_trees
+    sizes = trees.prediction_depth, trees.max_nodes
+    return lookahead_slots(*sizes, beam=beam, is_pipelined=False)
 
 
 def _draft_samplings(method: DecodingMethod, options: Options) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from peagle.config import CandidateTrees
-from peagle.errors import UserError
+from peagle.config.speculative import DEFAULT_BEAM
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import TreeAcceptance
 from peagle.evaluation.tuning.machine import DecodeCost
@@ -20,18 +20,10 @@ Measure = Callable[[int, CandidateTrees], DecodeCost]
 def tree_shapes(sizes: Sequence[int], head: DrafterConfig) -> list[CandidateTrees]:
     """Return the shape of trees of each number of nodes, as deep as the head was trained for.
 
-    Only the number of nodes limits the number of first tokens.
-
-    Raises:
-        UserError: the head drafts one token a pass.
+    The number of first tokens is the default of the head.
     """
-    if sizes and not head.is_parallel:
-        raise UserError(
-            "--max-nodes asks for candidate trees, and the head is an autoregressive EAGLE-3 head; "
-            "trees grow from the one pass of a P-EAGLE head. Leave --max-nodes out."
-        )
-    depth = default_k(head.trained_depth)
-    return [CandidateTrees(size, min(depth, size), size) for size in sizes]
+    depth, width = default_k(head.trained_depth), None if head.is_parallel else DEFAULT_BEAM
+    return [CandidateTrees.parse({"max_nodes": size}, depth, width) for size in sizes]
 
 
 def measure_tree_steps(

@@ -219,6 +219,7 @@ def paged_attention(
     context_starts_B: Tensor | None = None,
     visible_T: Tensor | None = None,
     positions_T: Tensor | None = None,
+    rows_before: int = 0,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     config: PagedAttentionConfig | None = None,
@@ -241,8 +242,8 @@ def paged_attention(
         max_query_len: no sequence has more queries.
         scaling, sliding_window, sinks, softcap: as `peagle.attention.Prepared`.
         context_starts_B: first visible position of each context; None: 0.
-        visible_T, positions_T: as `peagle.attention.TreeMask`, where the queries of a sequence are
-            a tree; None: they are a chain.
+        visible_T, positions_T, rows_before: as `peagle.attention.TreeMask`, where the queries of a
+            sequence are a tree; None: they are a chain.
         key_scale, value_scale: factors on the cache's numbers.
         config: default `choose_config`.
         workspace: of `Workspace.make`, to be shared by layers; default a new one.
@@ -341,6 +342,7 @@ def paged_attention(
         config.num_splits,
         config.few_splits,
         sliding_window or 0,
+        rows_before,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=shape.group,
         HEAD_DIM=head_dim,

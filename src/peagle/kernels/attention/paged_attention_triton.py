@@ -147,6 +147,7 @@ def _add_tile(scores, values, highest, total, acc, dtype: tl.constexpr):
         "num_splits",
         "few_splits",
         "window",
+        "rows_before",
     ]
 )
 def attend_kernel(
@@ -189,6 +190,7 @@ def attend_kernel(
     num_splits,
     few_splits,
     window,
+    rows_before,  # of a tree, cached by earlier passes
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a key head
     HEAD_DIM: tl.constexpr,
@@ -250,7 +252,7 @@ def attend_kernel(
         low = tl.maximum(tl.load(starts_ptr + sequence).to(tl.int32), 0)
     if HAS_WINDOW:
         # A row of a tree stands at its depth, which may be that of the root's first child.
-        first_position = num_cached + (0 if HAS_TREE else first_query)
+        first_position = num_cached + (-rows_before if HAS_TREE else first_query)
         low = tl.maximum(first_position - window + 1, low)
     high = tl.maximum(num_cached + tl.minimum(first_query + BLOCK_Q, num_queries), 0)
     first_keys = low // BLOCK_N
@@ -412,14 +414,17 @@ def attend_kernel(
         key_position = key
         if HAS_TREE:
             key_row = key - num_cached
-            is_node = is_key & (key_row >= 0)
-            bit = tl.minimum(tl.maximum(key_row, 0), 63).to(tl.int64)
+            tree_row = key_row + rows_before
+            bit = tl.minimum(tl.maximum(tree_row, 0), 63).to(tl.int64)
             on_path = (seen[:, None] >> bit[None, :]) & 1
             before = key_row[None, :] <= query[:, None]  # of a prompt, whose bits are all set
-            visible = is_key[None, :] & ((key_row < 0)[None, :] | ((on_path != 0) & before))
+            visible = is_key[None, :] & ((tree_row < 0)[None, :] | ((on_path != 0) & before))
             if HAS_WINDOW:
+                is_node = is_key & (key_row >= 0)
                 node = tl.load(positions_ptr + query_start + key_row, mask=is_node, other=0)
-                key_position = tl.where(is_node, node.to(tl.int32), key)
+                # No window hides the rows of earlier passes.
+                context = tl.where(tree_row < 0, key, 2147483647 // 2)
+                key_position = tl.where(is_node, node.to(tl.int32), context)
         else:
             visible = is_key[None, :] & (key[None, :] <= position[:, None])
         if HAS_WINDOW:

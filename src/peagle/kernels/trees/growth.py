@@ -65,7 +65,7 @@ def best_first_trees(
     find = children or _of_slots(logits_BKV, width, temperature)
     first = min(num_parallel_trees, width, vocab_size)
     # More than `first`: siblings differ even where broken logits leave no other nodes.
-    roots = _log_softmax(logits_BKV[:, 0], temperature).topk(min(width, vocab_size), -1)
+    roots = log_probs(logits_BKV[:, 0], temperature).topk(min(width, vocab_size), -1)
     nothing_BW = roots.values.new_full((len(logits_BKV), width), -torch.inf)
     scores_BW, tokens_BW = nothing_BW.clone(), torch.zeros_like(nothing_BW, dtype=torch.int64)
     scores_BW[:, :first] = roots.values[:, :first]
@@ -81,6 +81,20 @@ def best_first_trees(
         behind_BW = at_BW // next_BWC.shape[2]
         levels.append((scores_BW, tokens_BW, behind_BW + (column - 1) * width))
 
+    return rank_paths(levels, max_nodes)
+
+
+def rank_paths(
+    levels: Sequence[tuple[Tensor, Tensor, Tensor]], max_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the N best of some paths as a tree, in the form of `best_first_trees`.
+
+    Args:
+        levels: of each depth the scores, tokens and parents of the paths that end there, [B, x]
+            each. A parent is counted over the paths of all depths, and -1 is the root. No path
+            scores above its beginning.
+        max_nodes: N, at most the number of paths.
+    """
     scores_BX, tokens_BX, parents_BX = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
     # Stable: a parent stands before its children in X, and so in the tree where they tie.
     sorted_BX, order_BX = scores_BX.sort(dim=-1, descending=True, stable=True)
@@ -120,7 +134,7 @@ def searched_trees(
 def after_slots(logits_BKV: Tensor, count: int, temperature: float) -> After:
     """Return a function that finds the likeliest tokens of a slot, the same after every token."""
     count = min(count, logits_BKV.shape[2])
-    best = _log_softmax(logits_BKV, temperature).topk(count, -1)
+    best = log_probs(logits_BKV, temperature).topk(count, -1)
     values, tokens = best.values.tolist(), best.indices.tolist()
     return lambda b, column, _: (values[b][column], tokens[b][column])
 
@@ -159,7 +173,7 @@ def _search(
 
 def _of_slots(logits_BKV: Tensor, count: int, temperature: float) -> Children:
     """Return a function that finds the likeliest tokens of a slot, the same for every node."""
-    logprobs_BKV = _log_softmax(logits_BKV, temperature)
+    logprobs_BKV = log_probs(logits_BKV, temperature)
     tops = logprobs_BKV.topk(min(count, logits_BKV.shape[2]), -1)
 
     def find(column: int, tokens_BW: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +184,7 @@ def _of_slots(logits_BKV: Tensor, count: int, temperature: float) -> Children:
     return find
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+def log_probs(logits: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature); broken logits are of no use to a tree."""
     logprobs = torch.log_softmax(at_least_float32(logits) / temperature, -1)
     return logprobs.nan_to_num(-torch.inf)
