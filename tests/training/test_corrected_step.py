@@ -12,7 +12,8 @@ from torch import Tensor
 
 from peagle.data.batches import Batch
 from peagle.data.features import TargetStates
-from peagle.models.correction import CORRECTION_FORMS, Correction, CorrectionForm
+from peagle.models.correction import Correction
+from peagle.models.correction_form import CORRECTION_FORMS, CorrectionForm
 from peagle.models.drafter import Drafter
 from peagle.training.config import MethodSection
 from peagle.training.step import Objective, TrainingStep

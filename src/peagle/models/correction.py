@@ -27,7 +27,6 @@ P nodes of a depth, C candidates of a slot.
 """
 
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +34,8 @@ from torch import Tensor, nn
 
 from peagle.kernels.sampling.probabilities import at_least_float32
 from peagle.kernels.trees.growth import After, Children, Ranked
+from peagle.models.correction_form import CorrectionForm
 
-CorrectionForm = Literal["markov", "gated", "recurrent"]
-CORRECTION_FORMS: tuple[CorrectionForm, ...] = get_args(CorrectionForm)
 CANDIDATES = 64  # of a slot of a tree: as many as a depth may hold nodes
 _LIKELIEST = 12  # tokens of a slot of which `tree_search` computes at once what follows them
 _ROWS_AT_ONCE = 1 << 14  # of an embedding

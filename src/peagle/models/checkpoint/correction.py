@@ -18,7 +18,8 @@ from peagle.disk import put_in_place
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.files import object_at, save_tensors
 from peagle.models.checkpoint.weights import head_digest
-from peagle.models.correction import CORRECTION_FORMS, Correction, DraftCorrection
+from peagle.models.correction import Correction, DraftCorrection
+from peagle.models.correction_form import CORRECTION_FORMS
 from peagle.models.drafter import Drafter, DrafterConfig
 
 CORRECTION_NAME = "correction.st"
