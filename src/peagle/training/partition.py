@@ -170,13 +170,17 @@ def frozen_backward(
     *,
     method: TrainingMethod,
 ) -> Tensor:
-    """`two_pass_backward` where nothing of the head is trained: gradients end at its outputs."""
+    """`two_pass_backward` where nothing of the head is trained: gradients end at its outputs.
+
+    Depth 0, which no correction changes, has none.
+    """
     with torch.no_grad():
         parts = list(partitioned_graded(drafter, batch, states, layout, method))
     total = torch.zeros((), device=layout.context.anchors.device)
     for graded in parts:
         loss = loss_of(graded)
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         total = total + loss.detach()
     return total
 

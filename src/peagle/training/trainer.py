@@ -490,13 +490,12 @@ class Trainer:
                 self._head_sha256 = sha256_of(folder / WEIGHTS_NAME)
             if self.correction is None:
                 return
-            head = self._corrected_head
-            if not self._is_fit:
-                head = head_identity(folder, self.drafter.config)
+            is_fit, config = self._is_fit, self.drafter.config
+            head = self._corrected_head if is_fit else head_identity(folder, config)
             facts = {name: record[name] for name in _CORRECTION_FACTS}
             save_correction(folder, self.correction, head, dtype=dtype, record=facts)
             self._correction_sha256 = sha256_of(folder / CORRECTION_NAME)
-            if self._is_fit:
+            if is_fit:
                 self._head_sha256 = self._correction_sha256
 
         self.processes.first(save)
@@ -587,7 +586,8 @@ class Trainer:
         """Return the origin of the run, read before it starts: files may change during it."""
         config, data = self.config, self.inputs.data_facts
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
-        paths["correction"] = self._is_fit or self.correction is None
+        if self._is_fit or self.correction is None:
+            paths["correction"] = True
         return self._correction_facts() | {
             **environment(self.device),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
