@@ -204,6 +204,8 @@ class DraftCorrection(nn.Module):
         if self.path_WW is None:
             return states_RW, path_RW
         weights = [getattr(self, name) for name in _GRU]
+        # Any token will do where a captured step has no draft.
+        tokens_R = tokens_R.clamp(0, len(self.tokens_VW) - 1)
         path_RW = torch.gru_cell(F.embedding(tokens_R, self.tokens_VW), path_RW, *weights)
         return states_RW + F.linear(path_RW, self.path_WW), path_RW
 

@@ -38,11 +38,6 @@ class Chains:
         first_C = elements[0]
         return cls(row_M[first_C], anchor_M[first_C], elements)
 
-    @property
-    def num_chains(self) -> int:
-        """Return C."""
-        return len(self.row_C)
-
 
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
@@ -50,12 +45,12 @@ class ChainPlan:
 
     Attributes:
         every: all chains.
-        own: the chains whose slots are conditioned on the head's own drafts.
+        own: the chains whose slots are conditioned on the head's own drafts; None: no chain is.
         is_alone_M: the elements of chains that are graded without the correction.
     """
 
     every: Chains
-    own: Chains
+    own: Chains | None
     is_alone_M: Tensor
 
     @classmethod
@@ -76,10 +71,13 @@ class ChainPlan:
                 graded alone or conditioned on own drafts.
             alone, own_drafts: shares of the chains.
         """
-        every = Chains.of(row_M, anchor_M, depth_M, torch.ones_like(row_M, dtype=torch.bool))
-        lots_M = torch.ones_like(row_M, dtype=torch.float32)
-        if lots_BN is not None:
-            lots_M = lots_BN[row_M, anchor_M]
+        of_part = row_M, anchor_M, depth_M
+        every, own = Chains.of(*of_part, torch.ones_like(row_M, dtype=torch.bool)), None
+        if lots_BN is None:
+            return cls(every, None, torch.zeros_like(row_M, dtype=torch.bool))
+        lots_M = lots_BN[row_M, anchor_M]
         is_alone_M = lots_M < alone
         is_own_M = ~is_alone_M & (lots_M < alone + own_drafts)
-        return cls(every, Chains.of(row_M, anchor_M, depth_M, is_own_M), is_alone_M)
+        if bool(is_own_M.any()):
+            own = Chains.of(*of_part, is_own_M)
+        return cls(every, own, is_alone_M)

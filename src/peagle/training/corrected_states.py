@@ -10,16 +10,18 @@ needs no second projection, and its chunks need not hold whole chains. A form th
 before its slot needs no chain at all where that token is the text's. The state of a path and own
 drafts need all elements of a chain before them, and find these in the same part of the partition.
 
-Shapes: M graded elements, C chains, E elements of a depth, O elements of chains on own drafts, D
-drafter width, W width of the correction.
+Shapes: B rows, N positions, M graded elements, C chains, E elements of a depth, O elements of
+chains on own drafts, D drafter width, W width of the correction.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.models.correction import Correction
 from peagle.models.drafter import Drafter
-from peagle.training.training_methods import Graded
+from peagle.training.chains import Chains
+from peagle.training.training_methods import Graded, Roots
 
 
 def corrected_states(
@@ -37,58 +39,63 @@ def corrected_states(
     at, roots, plan = graded.selected, graded.roots, graded.plan
     assert roots is not None and plan is not None, "elements below depth 0 have both"
     normed_MD = drafter.normed(graded.hidden_MD)
-    embedding_MD = roots.embedding_BND[at.row, at.anchor + at.depth]
-    if plan.own.num_chains:
-        own_O, own_OD = _own_drafts(drafter, correction, graded, normed_MD.detach(), chunk_rows)
+    before_M = at.row * roots.embedding_BND.shape[1] + at.anchor + at.depth
+    embedding_MD = F.embedding(before_M, roots.embedding_BND.flatten(0, 1))
+    if plan.own is not None:
+        given = graded, roots, plan.own
+        own_O, own_OD = _own_drafts(drafter, correction, *given, normed_MD.detach(), chunk_rows)
         embedding_MD = embedding_MD.index_copy(0, own_O, own_OD.to(embedding_MD.dtype))
-    path_MW = _paths(drafter, correction, graded, embedding_MD)
+    path_MW = None
+    if correction.follows_paths:
+        path_MW = _paths(correction, plan.every, _begin(drafter, roots, plan.every), embedding_MD)
     corrected_MD = correction(normed_MD, embedding_MD, at.depth, path_MW)
     return torch.where(plan.is_alone_M.unsqueeze(1), normed_MD, corrected_MD)
 
 
-def _paths(
-    drafter: Drafter, correction: Correction, graded: Graded, embedding_MD: Tensor
-) -> Tensor | None:
-    """Return the state of the path before each element, [M, W]; None for a form without."""
-    if not correction.follows_paths:
-        return None
-    roots, plan = graded.roots, graded.plan
-    assert roots is not None and plan is not None
-    chains = plan.every
-    path_EW = correction.begin_paths(
-        drafter.normed(roots.hidden_BND[chains.row_C, chains.anchor_C])
-    )
-    assert path_EW is not None
+def _paths(correction: Correction, chains: Chains, root_CD: Tensor, embedding_MD: Tensor) -> Tensor:
+    """Return the state of the path before each element, [M, W], from n_0 of the chains."""
+    path_EW = correction.begin_paths(root_CD)
+    assert path_EW is not None, "the form follows paths"
     parts = []
     for elements_E in chains.elements:
-        path_EW = correction.follow(path_EW[: len(elements_E)], embedding_MD[elements_E])
+        embedding_ED = embedding_MD.index_select(0, elements_E)
+        path_EW = correction.follow(path_EW[: len(elements_E)], embedding_ED)
         parts.append(path_EW)
     place_M = torch.cat(chains.elements).argsort()
-    return torch.cat(parts)[place_M]
+    return torch.cat(parts).index_select(0, place_M)
 
 
 @torch.no_grad()
 def _own_drafts(
-    drafter: Drafter, correction: Correction, graded: Graded, normed_MD: Tensor, chunk_rows: int
+    drafter: Drafter,
+    correction: Correction,
+    graded: Graded,
+    roots: Roots,
+    chains: Chains,
+    normed_MD: Tensor,
+    chunk_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the elements of the chains on own drafts [O], and the embedding of the draft before
-    each, [O, D].
+    """Return the elements of chains on own drafts [O], and the embedding of the draft before each,
+    [O, D].
     """
-    roots, plan = graded.roots, graded.plan
-    assert roots is not None and plan is not None
-    chains, found = plan.own, []
-    root_CD = drafter.normed(roots.hidden_BND[chains.row_C, chains.anchor_C])
-    path_EW, hidden_ED = correction.begin_paths(root_CD), root_CD
+    found: list[Tensor] = []
+    hidden_ED = _begin(drafter, roots, chains)
+    path_EW = correction.begin_paths(hidden_ED)
     for elements_E in chains.elements:
         count = len(elements_E)
-        tokens_E = _drafts(drafter, hidden_ED[:count], chunk_rows)
-        embedding_ED = drafter.embed_tokens(tokens_E)
+        embedding_ED = drafter.embed_tokens(_drafts(drafter, hidden_ED[:count], chunk_rows))
         found.append(embedding_ED)
         if path_EW is not None:
             path_EW = correction.follow(path_EW[:count], embedding_ED)
         slot_E = graded.selected.depth[elements_E]
         hidden_ED = correction(normed_MD[elements_E], embedding_ED, slot_E, path_EW)
     return torch.cat(chains.elements), torch.cat(found)
+
+
+def _begin(drafter: Drafter, roots: Roots, chains: Chains) -> Tensor:
+    """Return the normed hidden states of depth 0 with which chains begin, [C, D]."""
+    at_C = chains.row_C * roots.hidden_BND.shape[1] + chains.anchor_C
+    return drafter.normed(roots.hidden_BND.flatten(0, 1).index_select(0, at_C))
 
 
 def _drafts(drafter: Drafter, hidden_ED: Tensor, chunk_rows: int) -> Tensor:

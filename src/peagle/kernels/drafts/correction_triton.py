@@ -98,6 +98,7 @@ def correct_logits(
     """
     num_rows, vocab_size = logits_NV.shape
     rank, width = weight_Vr.shape[1], tokens_VW.shape[1]
+    states_NW = tokens_VW if down_rW is None else states_NW  # not read
     assert logits_NV.stride(1) == states_NW.stride(1) == 1, "kernels step over whole rows"
     assert tokens_VW.is_contiguous() and weight_Vr.is_contiguous()
     assert down_rW is None or down_rW.is_contiguous()
