@@ -99,20 +99,24 @@ class Correction(nn.Module):
             self.slots.zero_()
             self.down.weight.zero_()
 
+    def read(self, embedding: Tensor) -> Tensor:
+        """Return t of tokens, [..., W], from their embeddings [..., D]."""
+        return self.tokens(_scaled(embedding))
+
     def forward(
-        self, normed: Tensor, embedding: Tensor, slot: Tensor, path: Tensor | None = None
+        self, normed: Tensor, token: Tensor, slot: Tensor, path: Tensor | None = None
     ) -> Tensor:
         """Return the normed hidden states whose logits are the corrected ones, [..., D].
 
         Args:
             normed: n, [..., D].
-            embedding: of the token drafted by the slot before, [..., D].
+            token: t of the token drafted by the slot before, [..., W].
             slot: int64 [...], j; slot 0 is left alone.
             path: s, [..., W], of the form that follows paths.
         """
-        inner = self.tokens(_scaled(embedding))
+        inner = token
         if self.form != "markov":
-            inner = self.states(normed) + inner + _at(self.slots, slot)
+            inner = self.states(normed) + token + _at(self.slots, slot)
             if path is not None:
                 inner = inner + self.path(path)
             inner = self.down(F.silu(inner))
@@ -122,9 +126,9 @@ class Correction(nn.Module):
         """Return s_0 of n_0, [..., W]; None for a form that follows no paths."""
         return torch.tanh(self.begin(normed)) if self.follows_paths else None
 
-    def follow(self, path: Tensor, embedding: Tensor) -> Tensor:
-        """Return the states of paths [..., W] that go on with tokens of embeddings [..., D]."""
-        return self.gru(self.tokens(_scaled(embedding)), path)
+    def follow(self, path: Tensor, token: Tensor) -> Tensor:
+        """Return s of paths [R, W] that go on with tokens of t [R, W]."""
+        return self.gru(token, path)
 
 
 class DraftCorrection(nn.Module):
@@ -161,7 +165,7 @@ class DraftCorrection(nn.Module):
         own = {name: value.detach() for name, value in correction.named_parameters()}
         parts = embedding_VD.split(_ROWS_AT_ONCE)
         for name, value in {
-            "tokens_VW": torch.cat([correction.tokens(_scaled(part)) for part in parts]),
+            "tokens_VW": torch.cat([correction.read(part) for part in parts]),
             "weight_Vr": lm_head_VD @ correction.up.weight,
             "states_WD": own.get("states.weight"),
             "slots_JW": own.get("slots"),

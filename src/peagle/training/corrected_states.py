@@ -45,21 +45,21 @@ def corrected_states(
         given = graded, roots, plan.own
         own_O, own_OD = _own_drafts(drafter, correction, *given, normed_MD.detach(), chunk_rows)
         embedding_MD = embedding_MD.index_copy(0, own_O, own_OD.to(embedding_MD.dtype))
-    path_MW = None
-    if correction.follows_paths:
-        path_MW = _paths(correction, plan.every, _begin(drafter, roots, plan.every), embedding_MD)
-    corrected_MD = correction(normed_MD, embedding_MD, at.depth, path_MW)
+    token_MW, path_MW = correction.read(embedding_MD), None
+    if plan.every is not None:
+        path_MW = _paths(correction, plan.every, _begin(drafter, roots, plan.every), token_MW)
+    corrected_MD = correction(normed_MD, token_MW, at.depth, path_MW)
     return torch.where(plan.is_alone_M.unsqueeze(1), normed_MD, corrected_MD)
 
 
-def _paths(correction: Correction, chains: Chains, root_CD: Tensor, embedding_MD: Tensor) -> Tensor:
+def _paths(correction: Correction, chains: Chains, root_CD: Tensor, token_MW: Tensor) -> Tensor:
     """Return the state of the path before each element, [M, W], from n_0 of the chains."""
     path_EW = correction.begin_paths(root_CD)
     assert path_EW is not None, "the form follows paths"
     parts = []
     for elements_E in chains.elements:
-        embedding_ED = embedding_MD.index_select(0, elements_E)
-        path_EW = correction.follow(path_EW[: len(elements_E)], embedding_ED)
+        token_EW = token_MW.index_select(0, elements_E)
+        path_EW = correction.follow(path_EW[: len(elements_E)], token_EW)
         parts.append(path_EW)
     place_M = torch.cat(chains.elements).argsort()
     return torch.cat(parts).index_select(0, place_M)
@@ -85,10 +85,11 @@ def _own_drafts(
         count = len(elements_E)
         embedding_ED = drafter.embed_tokens(_drafts(drafter, hidden_ED[:count], chunk_rows))
         found.append(embedding_ED)
+        token_EW = correction.read(embedding_ED)
         if path_EW is not None:
-            path_EW = correction.follow(path_EW[:count], embedding_ED)
+            path_EW = correction.follow(path_EW[:count], token_EW)
         slot_E = graded.selected.depth[elements_E]
-        hidden_ED = correction(normed_MD[elements_E], embedding_ED, slot_E, path_EW)
+        hidden_ED = correction(normed_MD[elements_E], token_EW, slot_E, path_EW)
     return torch.cat(chains.elements), torch.cat(found)
 
 
