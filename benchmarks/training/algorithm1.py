@@ -39,8 +39,7 @@ def cumulative_backward(
         both = concatenate([context, part])
         hidden = _one_pass(step, batch, states, both, size)
         loss = (
-            step.training.grade(Graded.at(Selected.of(both, length), hidden), batch, states).loss
-            / weight
+            step.training.grade(Graded.at(Selected.of(both, length), hidden), states).loss / weight
         )
         loss.backward()
         total, done = total + loss.detach(), end

@@ -365,10 +365,18 @@ def trees() -> dict[str, dict[str, Any]]:
     """Kernels of candidate trees, of bfloat16 logits."""
     growth = growth_triton
     of_63: dict[str, Any] = {"N": 63, "ROWS": 64, "IS_CORRECTED": True, "HAS_MAP": True}
+    of_63["IS_GATED"] = True
     kernels: dict[Any, tuple[int, list[dict[str, Any]]]] = {
         growth._best_of_part_kernel: (4, [{"PART": 2048}]),
         growth._best_of_slot_kernel: (16, [{"PARTS": 16}, {"PARTS": 128}]),
-        growth._grow_kernel: (8, [of_63, of_63 | {"IS_CORRECTED": False, "num_roots": 1}]),
+        growth._grow_kernel: (
+            8,
+            [
+                of_63,
+                of_63 | {"IS_GATED": False},
+                of_63 | {"IS_CORRECTED": False, "IS_GATED": False, "num_roots": 1},
+            ],
+        ),
         paths_triton.place_rows_kernel: (1, [{"ROWS": 64}]),
         paths_triton.descend_kernel: (1, [{"N": 63, "ROWS": 64}]),
         kv_moves_triton.move_slots_kernel: (4, [{"WORD": 4, "BLOCK_W": 512}]),

@@ -37,7 +37,7 @@ def test_the_term_is_what_the_formula_says() -> None:
     ready = DraftCorrection(correction, embedding, lm_head)
     states = ready.start(normed)
     slots = torch.arange(5).expand(4, 5)
-    trained = correction(normed, embedding[tokens], slots) @ lm_head.T
+    trained = correction(normed, correction.read(embedding[tokens]), slots) @ lm_head.T
     for path in range(4):
         for slot in range(5):
             n, e = normed[path, slot], embedding[tokens[path, slot]]
@@ -58,8 +58,8 @@ def test_the_term_is_what_the_formula_says() -> None:
 def test_a_fresh_correction_changes_nothing() -> None:
     correction = Correction(12, rank=3, width=10, num_slots=2)
     correction.reset(0)
-    normed = torch.randn(4, 5, 12)
-    assert torch.equal(correction(normed, torch.randn(4, 5, 12), torch.ones(4, 5).long()), normed)
+    normed, token = torch.randn(4, 5, 12), correction.read(torch.randn(4, 5, 12))
+    assert torch.equal(correction(normed, token, torch.ones(4, 5).long()), normed)
 
 
 @pytest.fixture

@@ -142,9 +142,9 @@ class Running:
         running = self
 
         class Watching(Objective):
-            def grade(self, graded: Graded, batch: Batch, states: TargetStates) -> Grade:
+            def grade(self, graded: Graded, states: TargetStates) -> Grade:
                 running.kept.append(running._bytes_held())
-                return super().grade(graded, batch, states)
+                return super().grade(graded, states)
 
         rows = config.run.loss_chunk_rows
         training, validation = (

@@ -216,9 +216,12 @@ def _facts(trainer: Trainer) -> Iterator[str]:
     plan, count = trainer.config, trainer.processes.world_size
     places = str(trainer.device) if count == 1 else f"{count} times {trainer.device.type}"
     parameters = sum(p.numel() for p in trainer.trained.parameters())
+    own = plan.correction
     steps, minutes = plan.optimizer.steps, plan.run.minutes
     length = f"{minutes:g} minutes" if steps is None else f"{steps} steps"
-    kind = "correction" if plan.correction.on is not None else f"{plan.method.name} head"
+    kind = "correction" if own.on is not None else f"{plan.method.name} head"
+    if own.train == "together":
+        kind += f" with a {own.form} correction"
     yield (
         f"{kind}: {parameters / 1e6:.2f}M parameters, "
         f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "
@@ -249,7 +252,7 @@ def _stop_on_interrupt(trainer: Trainer) -> None:
 
 
 _MAX_COLUMNS = 8  # A validation then fits into 80 columns.
-_LABEL = 27
+_LABEL = 29
 
 
 class TrainView:
@@ -321,8 +324,14 @@ def _acceptance_rows(report: TrainingReport) -> list[str]:
         return [f"  no acceptance: every response is shorter than {depth + 2} tokens"]
     columns = chosen_columns(depth, _MAX_COLUMNS)
     at = f"T={report.temperature:g}" if report.temperature is not None else ""
+    alone = report.acceptance_lengths_alone
     rows: list[tuple[str, Sequence[float | None], bool]] = [
-        ("acceptance length, greedy", report.acceptance_lengths, False),
+        ("acceptance length, head alone", alone, False),
+        (
+            f"acceptance length, {'corrected' if alone else 'greedy'}",
+            report.acceptance_lengths,
+            False,
+        ),
         (f"acceptance length, {at}", report.sampled_acceptance_lengths, False),
         ("unconditional, greedy", report.unconditional_acceptance_per_pos, True),
         (f"unconditional, {at}", report.sampled_unconditional_acceptance_per_pos, True),

@@ -1,20 +1,29 @@
-"""A correction of P-EAGLE's drafts: a draft learns which token was drafted before it.
+"""A correction of P-EAGLE's drafts: a draft learns which tokens were drafted before it.
 
 The drafts of one pass do not see each other: each slot gives the distribution of its token over all
-that may come before it. A small term on the frozen head mends part of that. Let n_j be the normed
-hidden state of slot j = 0, 1, ..., x the token drafted by slot j - 1 and e its embedding in the
-head. Then
+that may come before it. A small term mends part of that. Let n_j be the normed hidden state of slot
+j = 0, 1, ..., x_j the token drafted by slot j - 1, e its embedding in the head, and t_j =
+We norm(e(x_j)). Then
 
-    logits_j += W2 Wo silu(B n_j + We norm(e(x)) + p_j)        for j >= 1.
+    logits_j += W2 r_j                                         for j >= 1,
 
-W2 = lm_head P has r columns and is computed once, so that a slot reads r numbers of each token of
-the draft vocabulary; so is We norm(e(x)) of every token. The first draft follows a token that the
-head has read and is left alone. docs/lab/bundled.md has other forms. (Kin: the Markov heads of
-DSpark and the selector of DFlash2.)
+where the forms of the correction have
+
+    markov:     r_j = t_j
+    gated:      r_j = Wo silu(B n_j + t_j + p_j)
+    recurrent:  r_j = Wo silu(B n_j + t_j + Ws s_j + p_j)
+                s_j = GRU(t_j, s_(j-1)),  s_0 = tanh(A n_0)
+
+so that a draft knows the one before it, in the last form all drafts on its path. W2 = lm_head P has
+r columns and is computed once, so that a slot reads r numbers of each token of the draft
+vocabulary; so is t of every token. The first draft follows a token that the head has read and is
+left alone. A correction is fitted on a frozen head or trained with the head
+(`training.corrected_states`). docs/lab/bundled.md compares forms. (Kin: the Markov heads of DSpark
+and the selector of DFlash2; GRU: Cho et al., 2014.)
 
 Shapes: ... leading dimensions, R paths (a chain is one path), J slots, D drafter width, W width of
-the term, r its rank, V target and DV draft vocabulary; of trees B sequences, P nodes of a depth, C
-candidates of a slot.
+the term (r in the Markov form), r its rank, V target and DV draft vocabulary; of trees B sequences,
+P nodes of a depth, C candidates of a slot.
 """
 
 from collections.abc import Callable
@@ -25,10 +34,12 @@ from torch import Tensor, nn
 
 from peagle.kernels.sampling.probabilities import at_least_float32
 from peagle.kernels.trees.growth import After, Children, Ranked
+from peagle.models.correction_form import CorrectionForm
 
 CANDIDATES = 64  # of a slot of a tree: as many as a depth may hold nodes
 _LIKELIEST = 12  # tokens of a slot of which `tree_search` computes at once what follows them
 _ROWS_AT_ONCE = 1 << 14  # of an embedding
+_GRU = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # as torch.gru_cell takes them
 
 
 class Correction(nn.Module):
@@ -36,86 +47,178 @@ class Correction(nn.Module):
 
     Args:
         hidden_size: D of the head.
-        rank, width: r and W.
+        rank, width: r and W; the Markov form has no width of its own.
+        form: which form.
     """
 
-    def __init__(self, hidden_size: int, *, rank: int, width: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        rank: int,
+        width: int,
+        num_slots: int,
+        form: CorrectionForm = "gated",
+    ) -> None:
         super().__init__()
-        self.states = nn.Linear(hidden_size, width, bias=False)  # B
+        self.form: CorrectionForm = form
+        width = rank if form == "markov" else width
         self.tokens = nn.Linear(hidden_size, width, bias=False)  # We
+        self.up = nn.Linear(rank, hidden_size, bias=False)  # P
+        if form == "markov":
+            return
+        self.states = nn.Linear(hidden_size, width, bias=False)  # B
         self.slots = nn.Parameter(torch.zeros(num_slots, width))  # p
         self.down = nn.Linear(width, rank, bias=False)  # Wo
-        self.up = nn.Linear(rank, hidden_size, bias=False)  # P
+        if form == "recurrent":
+            self.begin = nn.Linear(hidden_size, width, bias=False)  # A
+            self.gru = nn.GRUCell(width, width)
+            self.path = nn.Linear(width, width, bias=False)  # Ws
+
+    @property
+    def follows_paths(self) -> bool:
+        """Return whether the term depends on all tokens of a path, not on the last alone."""
+        return self.form == "recurrent"
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
         """Draw first weights, with which the term is 0."""
         generator = torch.Generator().manual_seed(seed)
-        for linear in (self.states, self.tokens, self.up):
-            linear.weight.normal_(0, linear.in_features**-0.5, generator=generator)
-        self.slots.zero_()
-        self.down.weight.zero_()
+        names = ("states", "tokens", "up", "begin", "path")
+        modules = [getattr(self, name) for name in names if hasattr(self, name)]
+        matrices = [module.weight for module in modules]
+        if self.form == "recurrent":
+            matrices += [self.gru.weight_ih, self.gru.weight_hh]
+            self.gru.bias_ih.zero_()
+            self.gru.bias_hh.zero_()
+        for matrix in matrices:
+            matrix.normal_(0, matrix.shape[1] ** -0.5, generator=generator)
+        if self.form == "markov":
+            self.tokens.weight.zero_()
+        else:
+            self.slots.zero_()
+            self.down.weight.zero_()
 
-    def forward(self, normed: Tensor, embedding: Tensor, slot: Tensor) -> Tensor:
+    def read(self, embedding: Tensor) -> Tensor:
+        """Return t of tokens, [..., W], from their embeddings [..., D]."""
+        return self.tokens(_scaled(embedding))
+
+    def forward(
+        self, normed: Tensor, token: Tensor, slot: Tensor, path: Tensor | None = None
+    ) -> Tensor:
         """Return the normed hidden states whose logits are the corrected ones, [..., D].
 
         Args:
             normed: n, [..., D].
-            embedding: of the token drafted by the slot before, [..., D].
+            token: t of the token drafted by the slot before, [..., W].
             slot: int64 [...], j; slot 0 is left alone.
+            path: s, [..., W], of the form that follows paths.
         """
-        inner = self.states(normed) + self.tokens(_scaled(embedding)) + _at(self.slots, slot)
-        term = self.up(self.down(F.silu(inner)))
-        return torch.where((slot > 0).unsqueeze(-1), normed + term, normed)
+        inner = token
+        if self.form != "markov":
+            inner = self.states(normed) + token + _at(self.slots, slot)
+            if path is not None:
+                inner = inner + self.path(path)
+            inner = self.down(F.silu(inner))
+        return torch.where((slot > 0).unsqueeze(-1), normed + self.up(inner), normed)
+
+    def begin_paths(self, normed: Tensor) -> Tensor | None:
+        """Return s_0 of n_0, [..., W]; None for a form that follows no paths."""
+        return torch.tanh(self.begin(normed)) if self.follows_paths else None
+
+    def follow(self, path: Tensor, token: Tensor) -> Tensor:
+        """Return s of paths [R, W] that go on with tokens of t [R, W]."""
+        return self.gru(token, path)
 
 
 class DraftCorrection(nn.Module):
     """A correction made ready for drafting with its head.
 
-    `start` sees the slots of a pass once; `add` then goes from one slot to the next, for any number
-    of paths at once, each with the token that it chose. In trees `tree_children` goes from a depth
-    to the next. No tensor is part of the head's checkpoint.
+    `start` sees the slots of a pass once; a walk then goes from one slot to the next, for any
+    number of paths at once, each with the token that it chose: `follow` first, then `add`. In trees
+    `tree_children` goes from a depth to the next. No tensor is part of the head's checkpoint.
 
     Args:
         correction: on the device and in the type of the head.
         embedding_VD, lm_head_VD: weights of the head, [V, D] and [DV, D].
 
     Attributes:
-        states_WD, slots_JW, down_rW: B, p and Wo.
-        tokens_VW: We norm(e(x)) of every token.
+        form: which form.
+        tokens_VW: t of every token.
         weight_Vr: W2, in the draft vocabulary.
+        states_WD, slots_JW, down_rW: B, p and Wo; None in the Markov form.
+        begin_WD, path_WW, gru: A, Ws and the GRU's weights; None in forms that follow no paths.
     """
 
-    states_WD: Tensor
-    slots_JW: Tensor
     tokens_VW: Tensor
-    down_rW: Tensor
     weight_Vr: Tensor
+    states_WD: Tensor | None
+    slots_JW: Tensor | None
+    down_rW: Tensor | None
+    begin_WD: Tensor | None
+    path_WW: Tensor | None
 
     @torch.no_grad()
     def __init__(self, correction: Correction, embedding_VD: Tensor, lm_head_VD: Tensor) -> None:
         super().__init__()
+        self.form = correction.form
+        own = {name: value.detach() for name, value in correction.named_parameters()}
         parts = embedding_VD.split(_ROWS_AT_ONCE)
         for name, value in {
-            "states_WD": correction.states.weight.detach(),
-            "slots_JW": correction.slots.detach(),
-            "tokens_VW": torch.cat([correction.tokens(_scaled(part)) for part in parts]),
-            "down_rW": correction.down.weight.detach(),
+            "tokens_VW": torch.cat([correction.read(part) for part in parts]),
             "weight_Vr": lm_head_VD @ correction.up.weight,
+            "states_WD": own.get("states.weight"),
+            "slots_JW": own.get("slots"),
+            "down_rW": own.get("down.weight"),
+            "begin_WD": own.get("begin.weight"),
+            "path_WW": own.get("path.weight"),
+            **{name: own.get(f"gru.{name}") for name in _GRU},
         }.items():
             self.register_buffer(name, value, persistent=False)
 
+    @property
+    def follows_paths(self) -> bool:
+        """Return whether the term depends on all tokens of a path, not on the last alone."""
+        return self.begin_WD is not None
+
     def start(self, normed_RJD: Tensor) -> Tensor:
-        """Return B n_j + p_j of every slot, [R, J, W]; slot 0's is not for use."""
+        """Return B n_j + p_j of every slot, [R, J, W].
+
+        Slot 0 has s_0 in its place where the form follows paths, else nothing of use. In the Markov
+        form W is 0.
+        """
+        if self.states_WD is None or self.slots_JW is None:
+            return normed_RJD[..., :0]
         slot_J = torch.arange(normed_RJD.shape[1], device=normed_RJD.device)
-        return F.linear(normed_RJD, self.states_WD) + _at(self.slots_JW, slot_J)
+        states_RJW = F.linear(normed_RJD, self.states_WD) + _at(self.slots_JW, slot_J)
+        if self.begin_WD is not None:
+            states_RJW[:, 0] = torch.tanh(F.linear(normed_RJD[:, 0], self.begin_WD))
+        return states_RJW
+
+    def follow(self, states_RW: Tensor, path_RW: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state of a slot for `add`, and s of paths that go on with tokens, [R, W] both.
+
+        Forms that follow no paths return what they get.
+
+        Args:
+            states_RW: of the slot, from `start`.
+            path_RW: s of the slot before; for slot 1 that is slot 0 of `start`.
+            tokens_R: drafted by the slot before, target ids.
+        """
+        if self.path_WW is None:
+            return states_RW, path_RW
+        weights = [getattr(self, name) for name in _GRU]
+        # Any token will do where a captured step has no draft.
+        tokens_R = tokens_R.clamp(0, len(self.tokens_VW) - 1)
+        path_RW = torch.gru_cell(F.embedding(tokens_R, self.tokens_VW), path_RW, *weights)
+        return states_RW + F.linear(path_RW, self.path_WW), path_RW
 
     def add(self, logits_RV: Tensor, states_RW: Tensor, tokens_R: Tensor) -> Tensor:
         """Return the corrected logits of one slot, [R, DV].
 
         Args:
             logits_RV: the head's own.
-            states_RW: of the slot, from `start`.
+            states_RW: of the slot, from `follow`.
             tokens_R: drafted by the slot before, target ids.
         """
         return torch.addmm(logits_RV, self._term(states_RW, tokens_R), self.weight_Vr.mT)
@@ -135,11 +238,20 @@ class DraftCorrection(nn.Module):
             states_BJW: s, of the slots, from `start`.
             target_ids_V: the target id of every draft id.
         """
-        columns_BJC, logprobs = self._candidates(logits_BJV, states_BJW, target_ids_V, temperature)
+        columns_BJC, logprobs = self._candidates(logits_BJV, target_ids_V, temperature)
+        path_BPW = states_BJW[:, :1]  # of the nodes of the depth before
 
-        def find(slot: int, tokens_BP: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        def find(slot: int, tokens_BP: Tensor, behind_BP: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal path_BPW
+            states_BPW = states_BJW[:, slot, None].expand(*tokens_BP.shape, states_BJW.shape[2])
+            if self.follows_paths:
+                at_BPW = behind_BP.clamp_max(path_BPW.shape[1] - 1).unsqueeze(2)
+                path_BPW = path_BPW.gather(1, at_BPW.expand_as(states_BPW))
+                states_BPW, path_BPW = self._follow_all(
+                    states_BPW, path_BPW, target_ids_V[tokens_BP]
+                )
             at = slice(None), slice(slot, slot + 1)
-            found_BPC = logprobs(at, tokens_BP.unsqueeze(1)).squeeze(1)
+            found_BPC = logprobs(at, states_BPW.unsqueeze(1), tokens_BP.unsqueeze(1)).squeeze(1)
             return found_BPC, columns_BJC[:, slot, None].expand(found_BPC.shape)
 
         return find
@@ -152,45 +264,61 @@ class DraftCorrection(nn.Module):
         temperature: float,
         count: int,
     ) -> After:
-        """Return a function that finds `tree_children`'s `count` best candidates after one token.
+        """Return a function that finds `tree_children`'s `count` best candidates after one path.
 
-        The candidates after the likeliest tokens of each slot are computed at once, the rest if
-        asked for. Slot 0 has candidates of its own.
+        Where a token's candidates depend on no other token, those after the likeliest tokens of
+        each slot are computed at once, the rest if asked for. Slot 0 has candidates of its own.
         """
-        columns_BJC, logprobs = self._candidates(logits_BJV, states_BJW, target_ids_V, temperature)
+        columns_BJC, logprobs = self._candidates(logits_BJV, target_ids_V, temperature)
         columns = columns_BJC.tolist()
         count = min(count, columns_BJC.shape[2])
-        known: dict[tuple[int, int, int], tuple[list[float], list[int]]] = {}
+        known: dict[tuple[int, int, tuple[int, ...]], tuple[list[float], list[int]]] = {}
+        paths: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
-        def learn(first: int, slot: int, tokens_BJP: Tensor) -> None:
+        def learn(first: int, slot: int, states_BJPW: Tensor, tokens_BJP: Tensor) -> None:
             """Compute the candidates after tokens; they begin at sequence `first`, slot `slot`."""
             num_seqs, num_slots, _ = tokens_BJP.shape
             at = slice(first, first + num_seqs), slice(slot, slot + num_slots)
-            best = logprobs(at, tokens_BJP).flatten(0, 2).topk(count)
+            best = logprobs(at, states_BJPW, tokens_BJP).flatten(0, 2).topk(count)
             keys = (
-                (b, j, token)
+                (b, j, (token,))
                 for b, of_slots in enumerate(tokens_BJP.tolist(), start=first)
                 for j, of_slot in enumerate(of_slots, start=slot)
                 for token in of_slot
             )
             known.update(zip(keys, zip(best.values.tolist(), best.indices.tolist())))
 
-        def after(b: int, slot: int, token: int) -> Ranked:
+        def after(b: int, path: tuple[int, ...]) -> Ranked:
+            slot = len(path)
+            key = path if self.follows_paths else path[-1:]
             if not slot:
-                token = columns[b][-1][0]  # any that is known
-            elif (b, slot, token) not in known:
-                learn(b, slot, torch.tensor([[[token]]]))
-            values, ranks = known[b, slot, token]
+                key = (columns[b][-1][0],)  # any that is known
+            elif (b, slot, key) not in known:
+                states_1W = states_BJW[b, slot, None]
+                token = torch.tensor(path[-1:])
+                if self.follows_paths:
+                    before_1W = paths.get((b, path[:-1]), states_BJW[b, 0, None])
+                    states_1W, paths[b, path] = self.follow(
+                        states_1W, before_1W, target_ids_V[token]
+                    )
+                learn(b, slot, states_1W.view(1, 1, 1, -1), token.view(1, 1, 1))
+                known[b, slot, key] = known[b, slot, path[-1:]]
+            values, ranks = known[b, slot, key]
             return values, [columns[b][slot][rank] for rank in ranks]
 
-        learn(0, 0, columns_BJC[..., :_LIKELIEST].roll(1, 1))
+        likeliest_BJP = columns_BJC[..., :_LIKELIEST].roll(1, 1)
+        if self.follows_paths:
+            likeliest_BJP = likeliest_BJP[:, :1, :1]  # of slot 0, which follows no path
+        states_BJPW = states_BJW[:, : likeliest_BJP.shape[1]].unsqueeze(2)
+        learn(0, 0, states_BJPW, likeliest_BJP)
         return after
 
     def _candidates(
-        self, logits_BJV: Tensor, states_BJW: Tensor, target_ids_V: Tensor, temperature: float
-    ) -> tuple[Tensor, Callable[[tuple[slice, slice], Tensor], Tensor]]:
+        self, logits_BJV: Tensor, target_ids_V: Tensor, temperature: float
+    ) -> tuple[Tensor, Callable[[tuple[slice, slice], Tensor, Tensor], Tensor]]:
         """Return the candidates of each slot, likeliest first, and what finds their
-        log-probabilities [B, J, P, C], for some sequences and slots, after tokens [B, J, P].
+        log-probabilities [B, J, P, C], for some sequences and slots, after tokens [B, J, P] with
+        states of `follow` [B, J, P or 1, W].
         """
         scaled_BJV = at_least_float32(logits_BJV) / temperature
         columns_BJC = scaled_BJV.topk(min(CANDIDATES, scaled_BJV.shape[2]), -1).indices
@@ -199,8 +327,8 @@ class DraftCorrection(nn.Module):
         weight_BJrC = F.embedding(columns_BJC, self.weight_Vr).mT
         weight_BJrC[:, 0] = 0  # nothing is drafted before slot 0
 
-        def logprobs(at: tuple[slice, slice], tokens_BJP: Tensor) -> Tensor:
-            term_BJPr = self._term(states_BJW[at].unsqueeze(2), target_ids_V[tokens_BJP])
+        def logprobs(at: tuple[slice, slice], states_BJPW: Tensor, tokens_BJP: Tensor) -> Tensor:
+            term_BJPr = self._term(states_BJPW, target_ids_V[tokens_BJP])
             logits_BJPC = logits_BJC[at].unsqueeze(2) + term_BJPr @ weight_BJrC[at]
             scores_BJPC = at_least_float32(logits_BJPC) / temperature
             others_BJP1 = others_BJ11[at].expand(*scores_BJPC.shape[:3], 1)
@@ -209,9 +337,20 @@ class DraftCorrection(nn.Module):
 
         return columns_BJC, logprobs
 
+    def _follow_all(
+        self, states_BPW: Tensor, path_BPW: Tensor, tokens_BP: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Call `follow` for the nodes of several sequences."""
+        flat = (x.flatten(0, 1) for x in (states_BPW, path_BPW, tokens_BP))
+        states_RW, path_RW = self.follow(*flat)
+        return states_RW.view_as(states_BPW), path_RW.view_as(path_BPW)
+
     def _term(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Return Wo silu(s + We norm(e(x))), [..., r]."""
-        return F.silu(states + F.embedding(tokens, self.tokens_VW)) @ self.down_rW.mT
+        """Return the term before W2, [..., r]."""
+        embedded = F.embedding(tokens, self.tokens_VW)
+        if self.down_rW is None:
+            return embedded
+        return F.silu(states + embedded) @ self.down_rW.mT
 
 
 def _at(slots_JW: Tensor, slot: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The head that a configuration asks for, before its first step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,34 @@ class Built:
     Attributes:
         drafter: the head.
         warm_start: the start from another head; None: from random weights.
-        correction: trained in place of the head; None: the head itself is trained.
+        correction: trained with the head, or in its place; None: the head itself is trained.
+        is_frozen: the head stays as it is.
     """
 
     drafter: Drafter
     warm_start: WarmStart | None
     correction: Correction | None = None
+    is_frozen: bool = False
+
+    @property
+    def trained(self) -> nn.Module:
+        """Return what is trained, whose weights keep their names in the head."""
+        if self.correction is None:
+            return self.drafter
+        if self.is_frozen:
+            return self.correction
+        return HeadWithCorrection(self.drafter, self.correction)
+
+
+class HeadWithCorrection(nn.Module):
+    """A head's own modules, under the names that they have there, and its correction."""
+
+    def __init__(self, drafter: Drafter, correction: Correction) -> None:
+        super().__init__()
+        self._modules |= drafter._modules
+        self._parameters |= drafter._parameters
+        self._buffers |= drafter._buffers
+        self.correction = correction
 
 
 def build_drafter(
@@ -47,7 +69,8 @@ def build_drafter(
 ) -> Built:
     """Return a head to train: fresh, or started from the head that `head.init` names.
 
-    With `correction.on` it is the head named there, frozen, with a fresh correction.
+    With `correction.on` it is the head named there, frozen, with a fresh correction. With
+    `correction.train` = "together" a head to train has a fresh correction too.
 
     Fresh means random layers, embeddings and lm_head from the target. Geometry that the
     configuration leaves out is the target's. The draft vocabulary is the most frequent tokens of
@@ -63,6 +86,19 @@ def build_drafter(
     """
     if config.correction.on is not None:
         return _corrected(config.correction.on, config, target)
+    built = _built(config, target, tokenizer, dataset)
+    if config.correction.is_trained:
+        built = replace(built, correction=_fresh_correction(built.drafter, config))
+    return built
+
+
+def _built(
+    config: TrainConfig,
+    target: TargetFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: ResponseDataset,
+) -> Built:
+    """Return a head to train, without a correction."""
     mask_token_id = _mask_token_id(config, target, tokenizer)
     if config.head.init is not None:
         return _warm(config.head.init, config, target, tokenizer, dataset, mask_token_id)
@@ -104,15 +140,26 @@ def _corrected(folder: Path, config: TrainConfig, target: TargetFacts) -> Built:
             "expected a P-EAGLE head."
         )
     _reserve(drafter, config)
+    return Built(drafter, None, _fresh_correction(drafter, config), is_frozen=True)
+
+
+def build_correction(hidden_size: int, config: TrainConfig) -> Correction:
+    """Return an empty correction of the form and sizes that a run asks for."""
     own = config.correction
-    correction = Correction(
-        drafter.config.hidden_size,
+    return Correction(
+        hidden_size,
         rank=own.rank,
         width=own.width,
         num_slots=config.method.depth - 1,
+        form=own.form,
     )
+
+
+def _fresh_correction(drafter: Drafter, config: TrainConfig) -> Correction:
+    """Return a correction whose term is 0, on the device and in the type of its head."""
+    correction = build_correction(drafter.config.hidden_size, config)
     correction.reset(config.run.seed)
-    return Built(drafter, None, correction.to(target.device, drafter.fc.weight.dtype))
+    return correction.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
 
 
 def _warm(

@@ -38,13 +38,11 @@ def config_facts(config: TrainConfig) -> dict[str, Any]:
         "seed": config.run.seed,
         "batch_tokens": config.data.batch_tokens,
         "data": config.data.model_dump(include={"max_length", "length_multiple"}),
+        "correction": config.correction.facts(),
     }
     # A run that was planned by time may go on by a number of steps.
     if config.run.minutes is not None:
         facts["minutes"] = config.run.minutes
-    if config.correction.on is not None:
-        shape = {"rank", "width", "survival"}
-        facts["correction"] = config.correction.model_dump(mode="json", include=shape)
     return facts
 
 

@@ -13,6 +13,7 @@ from peagle.config import require_folder, require_writable_folder
 from peagle.config.checks import did_you_mean
 from peagle.errors import UserError, short_repr
 from peagle.model_folder import read_json
+from peagle.models.correction_form import CorrectionForm
 from peagle.models.gguf_header import is_gguf
 from peagle.models.head_json import refuse_whole_model
 from peagle.models.head_quantization import (
@@ -217,27 +218,60 @@ class MethodSection(_Section):
 
 
 class CorrectionSection(_Section):
-    """A correction of a frozen head (`models.correction`), fitted in place of training a head.
+    """A correction of drafts (`models.correction`): trained with its head, or fitted on it.
 
-    The learning rate falls linearly to zero, without decay of weights, as in [optimizer]. The loss
-    is KL(target || draft), and a slot counts by how often drafts get there.
+    Trained together, the corrected logits have the head's loss, weights of depths and optimizer,
+    and the gradient reaches the head. Fitted, the head is frozen: the learning rate falls linearly
+    to zero, without decay of weights, the loss is KL(target || draft), and a slot counts by how
+    often drafts get there.
 
     Attributes:
-        on: folder of the head; none trains a head, whatever else is set here. The correction is
-            written beside the head.
+        train: "together" trains a correction as a part of the head, P-EAGLE only; "after" trains a
+            head by itself, and a correction where `on` names a head.
+        on: folder of a head to fit a correction on, in place of training a head; none trains a
+            head. The correction is written beside the head.
+        form: "gated", a term of the slot and the token before it; "markov", a low-rank term of that
+            token alone; "recurrent", the gated term with a state along the drafted path.
         rank, width: r and W of the term; a slot reads r numbers of each token of the draft
-            vocabulary.
-        steps: optimizer steps, minutes.
-        learning_rate: the highest.
-        survival: weight of a slot relative to the slot before it.
+            vocabulary. "markov" has no width.
+        alone: share of the chains that are graded without the correction when both are trained
+            together, so that the head by itself keeps its worth; of the loss this is a weight of
+            alone for the head's own logits and 1 - alone for the corrected ones.
+        own_drafts: share of the chains that are corrected by the head's own drafts, in place of the
+            text's tokens, when both are trained together. A draft counts only where those before it
+            are the text's, so none is needed.
+        steps: optimizer steps of a fit, minutes.
+        learning_rate: the highest of a fit.
+        survival: weight of a slot relative to the slot before it, in a fit.
     """
 
+    train: Literal["after", "together"] = "after"
     on: Annotated[Path | None, _model("draft")] = None
+    form: CorrectionForm = "gated"
     rank: int = Field(64, ge=1)
     width: int = Field(256, ge=1)
+    alone: float = Field(0.25, ge=0, le=0.75)
+    own_drafts: float = Field(0.0, ge=0, le=0.25)
     steps: int = Field(1100, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
     survival: float = Field(0.7, gt=0, le=1)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether a correction is trained or fitted."""
+        return self.on is not None or self.train == "together"
+
+    def facts(self) -> dict[str, Any] | None:
+        """Return the settings that a resumed run must share with its checkpoint; None: there is no
+        correction.
+        """
+        if not self.is_trained:
+            return None
+        shape = {"form", "rank", "width"}
+        if self.on is None:
+            return self.model_dump(mode="json", include={*shape, "train", "alone", "own_drafts"})
+        young = {"form"} if self.form == "gated" else set[str]()  # older checkpoints lack it
+        return self.model_dump(mode="json", include={*shape, "survival"} - young)
 
 
 OptimizerName = Literal["adamw", "muon"]
@@ -442,10 +476,17 @@ class TrainConfig(_Section):
             )
 
     def _check_correction(self) -> None:
-        on, method = self.correction.on, self.method
-        if on is not None and (method.name != "peagle" or method.depth < 2):
+        own, method = self.correction, self.method
+        if own.on is not None and own.train == "together":
             raise ValueError(
-                f"correction.on is {str(on)!r} with method.name {method.name!r} and method.depth "
+                f"correction.on is {str(own.on)!r}, a head that stays as it is, and "
+                "correction.train is 'together', which trains a head; leave one of them out, or "
+                'set correction.train = "after"'
+            )
+        given = f"on is {str(own.on)!r}" if own.on is not None else f"train is {own.train!r}"
+        if own.is_trained and (method.name != "peagle" or method.depth < 2):
+            raise ValueError(
+                f"correction.{given} with method.name {method.name!r} and method.depth "
                 f"{method.depth}; expected 'peagle' and at least 2: only the drafts of one pass do "
                 "not see each other"
             )

@@ -7,7 +7,8 @@ with what the leaves collected. What a segment keeps in memory is dropped before
 so that the peak is the depth-0 pass and 1/S of the rest. (The paper's Algorithm 1 computes the
 depth-0 context anew in every segment; reference/peagle.md, "Sequence partition".)
 
-Segments are split by anchor, so that every chain lies in one of them.
+Segments are split by anchor, so that every chain lies in one of them. A correction that is trained
+with the head reads what chains begin with (`Roots`): the segments borrow that too.
 
 Shapes: B rows, N positions, R deeper elements of a row, E of a segment, D drafter width.
 """
@@ -23,9 +24,11 @@ from peagle.data.batches import Batch
 from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter
 from peagle.models.elements import PADDING_ROW, Elements
+from peagle.training.chains import ChainPlan
 from peagle.training.element_attention import BlockTable, causal_attention
 from peagle.training.training_methods import (
     Graded,
+    Roots,
     Selected,
     TrainingMethod,
     concatenate,
@@ -82,6 +85,7 @@ class PartitionLayout:
         graded: which of the context and of each part count.
         blocks: mask blocks of the context and of each part, where FlexAttention needs them.
         is_causal: rows of the context have one document each, and padding at most at their end.
+        plans: how a correction sees each part; () without one.
     """
 
     context: Elements
@@ -89,14 +93,25 @@ class PartitionLayout:
     graded: tuple[Selected, ...]
     blocks: tuple[BlockTable | None, ...]
     is_causal: bool
+    plans: tuple[ChainPlan, ...] = ()
 
     @classmethod
-    def of(cls, elements: Elements, length: int, segments: int, method: TrainingMethod) -> Self:
-        """Split elements, as `sample_elements` makes them, of rows of `length` positions."""
+    def of(
+        cls,
+        elements: Elements,
+        length: int,
+        segments: int,
+        method: TrainingMethod,
+        plan: Callable[[Selected], ChainPlan] | None = None,
+    ) -> Self:
+        """Split elements, as `sample_elements` makes them, of rows of `length` positions.
+
+        `plan` says how a correction sees a part below depth 0; None: there is no correction.
+        """
         context = _mapped(elements, lambda x: x[:, :length])
         depths = method.section.depth
         parts = split_by_anchor(elements, length, segments, depths, method.multiple)
-        graded = (Selected.of(part, length) for part in (context, *parts))
+        graded = tuple(Selected.of(part, length) for part in (context, *parts))
         is_causal = bool((context.documents <= 0).all())
         keys = (concatenate([context, part]) for part in parts)
         pairs = [(context, context), *zip(parts, keys, strict=True)]
@@ -104,7 +119,15 @@ class PartitionLayout:
             BlockTable.of(*pair) if method.flex and not (is_causal and pair[0] is context) else None
             for pair in pairs
         ]
-        return cls(context, tuple(parts), tuple(graded), tuple(tables), is_causal)
+        plans = () if plan is None else tuple(map(plan, graded[1:]))
+        return cls(context, tuple(parts), graded, tuple(tables), is_causal, plans)
+
+    def graded_at(self, index: int, hidden_BED: Tensor, roots: Sequence[Tensor]) -> Graded:
+        """Return the graded elements of a part below depth 0, from the head's outputs at it."""
+        selected = self.graded[index + 1]
+        if not self.plans:
+            return Graded.at(selected, hidden_BED)
+        return Graded.at(selected, hidden_BED, Roots(*roots), self.plans[index])
 
 
 def two_pass_backward(
@@ -126,10 +149,10 @@ def two_pass_backward(
     first = _ContextPass(drafter, batch, states, layout, method, light=len(layout.parts) > 1)
     borrowed = _Borrowed(first.lent())
     loss = torch.zeros((), device=layout.context.anchors.device)
-    for index, graded in enumerate(layout.graded[1:]):
+    for index in range(len(layout.parts)):
         leaves = borrowed.leaves()
         hidden_BED = _segment(drafter, layout, index, leaves, method)
-        part_loss = loss_of(Graded.at(graded, hidden_BED))
+        part_loss = loss_of(layout.graded_at(index, hidden_BED, leaves[-2:]))
         part_loss.backward()
         borrowed.collect(leaves)
         loss = loss + part_loss.detach()
@@ -147,13 +170,17 @@ def frozen_backward(
     *,
     method: TrainingMethod,
 ) -> Tensor:
-    """`two_pass_backward` where nothing of the head is trained: gradients end at its outputs."""
+    """`two_pass_backward` where nothing of the head is trained: gradients end at its outputs.
+
+    Depth 0, which no correction changes, has none.
+    """
     with torch.no_grad():
         parts = list(partitioned_graded(drafter, batch, states, layout, method))
     total = torch.zeros((), device=layout.context.anchors.device)
     for graded in parts:
         loss = loss_of(graded)
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         total = total + loss.detach()
     return total
 
@@ -168,9 +195,10 @@ def partitioned_graded(
     """Yield graded elements of depth 0, then of each segment; for validation, keeping nothing."""
     first = _ContextPass(drafter, batch, states, layout, method, light=False)
     yield Graded.at(layout.graded[0], first.hidden_BND)
-    for index, graded in enumerate(layout.graded[1:]):
-        hidden_BED = _segment(drafter, layout, index, first.lent(), method)
-        yield Graded.at(graded, hidden_BED)
+    for index in range(len(layout.parts)):
+        lent = first.lent()
+        hidden_BED = _segment(drafter, layout, index, lent, method)
+        yield layout.graded_at(index, hidden_BED, lent[-2:])
 
 
 class _ContextPass:
@@ -196,6 +224,7 @@ class _ContextPass:
         mask_token = next_tokens.new_tensor([drafter.config.mask_token_id])
         embedding = drafter.embed_tokens(torch.cat((next_tokens.flatten(), mask_token)))
         self._mask_embedding = embedding[-1:]
+        self._lends_roots = bool(layout.plans)
         self._shared = drafter.shared_hidden()
         self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}
         context, attention = layout.context, causal_attention
@@ -210,9 +239,10 @@ class _ContextPass:
             self._keys_values.setdefault(layer, (key, value))
             return attention(query, key, value)
 
+        self._embedding_BND = embedding[:-1].unflatten(0, (rows, length))
         self.hidden_BND = method.run_layers(
             drafter,
-            embedding[:-1].unflatten(0, (rows, length)),
+            self._embedding_BND,
             drafter.combine_features(states.features_BNA.to(embedding.dtype)),
             context.positions,
             attend,
@@ -220,9 +250,12 @@ class _ContextPass:
         )
 
     def lent(self) -> list[Tensor]:
-        """Return mask embedding [1, D], h_shared [D], then keys and values of layer 0, 1, ..."""
+        """Return mask embedding [1, D], h_shared [D], keys and values of layer 0, 1, ... and, if
+        there is a correction, the tensors of `Roots`.
+        """
         pairs = (self._keys_values[layer] for layer in sorted(self._keys_values))
-        return [self._mask_embedding, self._shared, *(x for pair in pairs for x in pair)]
+        roots = [self._embedding_BND, self.hidden_BND] if self._lends_roots else []
+        return [self._mask_embedding, self._shared, *(x for pair in pairs for x in pair), *roots]
 
 
 class _Borrowed:

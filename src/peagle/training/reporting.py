@@ -44,6 +44,8 @@ class TrainingReport:
         unconditional_acceptance_per_pos: P(positions 1 to i all accepted).
         conditional_acceptance_per_pos: P(position i accepted | those before it); None where no
             draft got that far.
+        acceptance_lengths_alone: `acceptance_lengths` of the head without its correction, where
+            both are trained together.
         temperature: temperature of the sampled figures; None without them.
         sampled_acceptance_lengths, sampled_unconditional_acceptance_per_pos,
             sampled_conditional_acceptance_per_pos: the same at the temperature.
@@ -65,6 +67,7 @@ class TrainingReport:
     num_drafts: int = 0
     unconditional_acceptance_per_pos: list[float] = field(default_factory=list)
     conditional_acceptance_per_pos: list[float | None] = field(default_factory=list)
+    acceptance_lengths_alone: list[float] = field(default_factory=list)
     temperature: float | None = None
     sampled_acceptance_lengths: list[float] = field(default_factory=list)
     sampled_unconditional_acceptance_per_pos: list[float] = field(default_factory=list)
@@ -140,6 +143,7 @@ class ValidationWindow(Window):
         super().__init__(num_depths, device)
         self.temperature = temperature
         self.greedy = ServedAcceptance(num_depths)
+        self.alone = ServedAcceptance(num_depths)
         self.sampled = ServedAcceptance(num_depths)
 
     def add(
@@ -149,6 +153,8 @@ class ValidationWindow(Window):
         super().add(outcome, batch, gradient_norm)
         which, shape = (outcome.row, outcome.anchor, outcome.depth), batch.tokens_BN.shape
         self.greedy.add(*which, outcome.match, outcome.match, shape)
+        if (alone := outcome.match_alone) is not None:
+            self.alone.add(*which, alone, alone, shape)
         if outcome.follows is not None and outcome.chance is not None:
             self.sampled.add(*which, outcome.follows, outcome.chance, shape)
 
@@ -156,6 +162,7 @@ class ValidationWindow(Window):
         """Add the other processes' counts and losses, since those are of other batches."""
         super().pool(processes)
         processes.sum(self.greedy.counters)
+        processes.sum(self.alone.counters)
         processes.sum(self.sampled.counters)
         losses = torch.tensor([float(sum(self._losses)), len(self._losses)], dtype=torch.float64)
         total, count = processes.sum(losses)
@@ -170,6 +177,8 @@ class ValidationWindow(Window):
             "unconditional_acceptance_per_pos": self.greedy.unconditional(k),
             "conditional_acceptance_per_pos": self.greedy.conditional(k),
         }
+        if self.alone.num_drafts(k):
+            figures |= {"acceptance_lengths_alone": self.alone.acceptance_lengths()}
         if not self.temperature:
             return figures
         return figures | {

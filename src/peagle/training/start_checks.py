@@ -52,7 +52,7 @@ def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
     paths = {"train": data.train, "validation": data.validation}
     facts["data"] |= {name: path and sha256_of(path) for name, path in paths.items()}
     for name in facts.keys() & {"data", "correction"}:
-        if isinstance(before := record.get(name), dict):
+        if isinstance(before := record.get(name), dict) and facts[name] is not None:
             facts[name] = before | facts[name]
     checkpoint_facts.require_same_facts(checkpoint, record, facts)
     checkpoint_facts.require_steps_left(checkpoint, record.get("step", 0), config.optimizer.steps)

@@ -3,7 +3,7 @@
 Shapes: M graded elements.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from peagle.data.features import TargetStates
 from peagle.models.correction import Correction
 from peagle.models.drafter import Drafter
 from peagle.models.target_facts import TargetFacts
+from peagle.training.chains import ChainPlan
 from peagle.training.chunked_loss import (
     DraftLoss,
     Projection,
@@ -22,6 +23,7 @@ from peagle.training.chunked_loss import (
     projected_loss,
 )
 from peagle.training.config import MethodSection
+from peagle.training.corrected_states import corrected_states
 from peagle.training.distributed import ONE_PROCESS, Processes
 from peagle.training.partition import (
     PartitionLayout,
@@ -63,8 +65,10 @@ class Objective:
             projected: with 32,000 of 152,000 tokens that is a fifth of the work.
         temperature: say how likely the target is to draw each draft at this temperature; without
             gradients, with the whole vocabulary. 0 does not.
-        correction: grade the head with it, each draft corrected by the response's token before it:
-            acceptance asks for no other, since a draft counts only where those before it pass.
+        correction: grade the head with it, each draft corrected by the response's tokens before
+            it: acceptance asks for no other, since a draft counts only where those before it pass.
+        alone, own_drafts: shares of the chains that are graded without the correction, and
+            corrected by the head's own drafts, in training.
     """
 
     def __init__(
@@ -77,8 +81,11 @@ class Objective:
         whole_vocabulary: bool = True,
         temperature: float = 0.0,
         correction: Correction | None = None,
+        alone: float = 0.0,
+        own_drafts: float = 0.0,
     ) -> None:
         assert whole_vocabulary or not temperature
+        self._shares = {"alone": alone, "own_drafts": own_drafts}
         self.drafter = drafter
         self.correction = correction
         self.temperature = temperature
@@ -98,11 +105,25 @@ class Objective:
         dtype = torch.promote_types(drafter.lm_head.weight.dtype, torch.float32)
         self._weights_K = torch.tensor(section.weights(), dtype=dtype, device=device)
 
+    def planner(self, lots_BN: Tensor | None) -> Callable[[Selected], ChainPlan] | None:
+        """Return a function that plans how the correction sees elements; None without one.
+
+        `lots_BN` are uniform numbers, one for the chain of each anchor; None draws no chain.
+        """
+        if self.correction is None:
+            return None
+        how = {"follows_paths": self.correction.follows_paths, **self._shares}
+
+        def plan(at: Selected) -> ChainPlan:
+            return ChainPlan.of(at.row, at.anchor, at.depth, lots_BN=lots_BN, **how)
+
+        return plan
+
     def weights(self, depth_M: Tensor) -> Tensor:
         """Return the weight of elements by their depth."""
         return self._weights_K[depth_M]
 
-    def grade(self, graded: Graded, batch: Batch, states: TargetStates) -> Grade:
+    def grade(self, graded: Graded, states: TargetStates) -> Grade:
         """Grade elements by the target's prediction of their token."""
         target_rows = states.hidden_BNH.flatten(0, 1)
 
@@ -119,11 +140,10 @@ class Objective:
             draft_ids=self.draft_ids,
             chunk_rows=self.chunk_rows,
         )
-        hidden_MD = drafter.normed(graded.hidden_MD)
-        if self.correction is not None:
-            at = graded.selected
-            token_M = batch.tokens_BN[at.row, at.anchor + at.depth + 1]
-            hidden_MD = self.correction(hidden_MD, drafter.embed_tokens(token_M), at.depth)
+        if self.correction is None or graded.plan is None:
+            hidden_MD = drafter.normed(graded.hidden_MD)
+        else:
+            hidden_MD = corrected_states(drafter, self.correction, graded, self.chunk_rows)
         if self.temperature:
             loss, *judged = judged_loss(
                 hidden_MD, drafter.lm_head.weight, projection, self.temperature
@@ -152,6 +172,7 @@ class GradedElements:
         chance: the target draws the greedy draft with this probability, at the temperature of
             validation; None in training, and without a temperature.
         follows: the greedy draft is the response's token; None as `chance`.
+        match_alone: `match` of the head without its correction, in a validation of both.
     """
 
     row: Tensor
@@ -161,13 +182,15 @@ class GradedElements:
     loss: Tensor
     chance: Tensor | None = None
     follows: Tensor | None = None
+    match_alone: Tensor | None = None
 
 
 class TrainingStep:
-    """Computes gradients and grades of a head, or of a correction on a frozen one.
+    """Computes gradients and grades of a head, of a correction on a frozen one, or of both.
 
-    `training` and `validation` say how elements are graded, `segments` is S of the two-pass
-    partition, and `processes` share the rows of a batch.
+    `training` and `validation` say how elements are graded, `alone` how those of the head without
+    its correction are in validation; `segments` is S of the two-pass partition, and `processes`
+    share the rows of a batch. `is_frozen` says that nothing of the head is trained.
     """
 
     def __init__(
@@ -178,8 +201,13 @@ class TrainingStep:
         validation: Objective,
         segments: int,
         processes: Processes = ONE_PROCESS,
+        *,
+        alone: Objective | None = None,
+        is_frozen: bool = False,
     ) -> None:
         self.drafter = drafter
+        self.alone = alone
+        self.is_frozen = is_frozen
         self.method = method
         self.training = training
         self.validation = validation
@@ -194,7 +222,10 @@ class TrainingStep:
         if self.method.section.name == "eagle3":
             return None
         elements = self.method.elements(batch, generator)
-        return PartitionLayout.of(elements, batch.tokens_BN.shape[1], self.segments, self.method)
+        length, plan = batch.tokens_BN.shape[1], None
+        if self.training.correction is not None:
+            plan = self.training.planner(self.method.uniform(batch, generator))
+        return PartitionLayout.of(elements, length, self.segments, self.method, plan)
 
     def backward(
         self, batch: Batch, states: TargetStates, generator: torch.Generator
@@ -210,7 +241,7 @@ class TrainingStep:
             counts_K = (batch.deepest_BN.unsqueeze(-1) >= depths_K).sum((0, 1))
             weight = self._weight((self.training.weights(depths_K) * counts_K).sum())
             graded = eagle3_graded(self.drafter, batch, states, self.method)
-            loss = self._graded_loss(graded, batch, states, weight, parts)
+            loss = self._graded_loss(graded, states, weight, parts)
             loss.backward()
         else:
             layout = batch.layout or self.lay_out(batch, generator)
@@ -220,25 +251,27 @@ class TrainingStep:
             weight = self._weight(torch.stack(weights).sum())
 
             def loss_of(graded: Graded) -> Tensor:
-                return self._graded_loss(graded, batch, states, weight, parts)
+                return self._graded_loss(graded, states, weight, parts)
 
             run = (self.drafter, batch, states, layout)
-            if self.training.correction is None:
-                loss = two_pass_backward(*run, loss_of, method=self.method)
-            else:
-                loss = frozen_backward(*run, loss_of, method=self.method)
+            run_backward = frozen_backward if self.is_frozen else two_pass_backward
+            loss = run_backward(*run, loss_of, method=self.method)
         return _joined(parts, self.processes.sum(loss.detach()))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, states: TargetStates) -> GradedElements:
         """Grade every element of a batch, over the target's whole vocabulary."""
-        parts = [
-            (graded.selected, self.validation.grade(graded, batch, states))
-            for graded in self._everything(batch, states)
-        ]
+        parts: Parts = []
+        alone: list[Tensor] = []
+        for graded in self._everything(batch, states):
+            parts.append((graded.selected, self.validation.grade(graded, states)))
+            if self.alone is not None:
+                alone.append(self.alone.grade(graded, states).match_M)
         loss = torch.stack([grade.loss for _, grade in parts]).sum()
         weight = torch.stack([grade.weight for _, grade in parts]).sum().clamp_min(1)
         outcome = _joined(parts, loss / weight)
+        if alone:
+            outcome = replace(outcome, match_alone=torch.cat(alone))
         chances = [grade.chance_M for _, grade in parts if grade.chance_M is not None]
         drafts = [grade.draft_M for _, grade in parts if grade.draft_M is not None]
         if not drafts:
@@ -255,7 +288,8 @@ class TrainingStep:
         elements = method.elements(batch, None, everything=True)
         pairs = elements.anchors.numel() * batch.tokens_BN.shape[1]
         segments = -(-pairs // _VALIDATION_PAIRS)
-        layout = PartitionLayout.of(elements, batch.tokens_BN.shape[1], segments, method)
+        plan = self.validation.planner(None)
+        layout = PartitionLayout.of(elements, batch.tokens_BN.shape[1], segments, method, plan)
         yield from partitioned_graded(self.drafter, batch, states, layout, method)
 
     def _weight(self, own: Tensor) -> Tensor:
@@ -263,9 +297,9 @@ class TrainingStep:
         return self.processes.sum(own).clamp_min(1)
 
     def _graded_loss(
-        self, graded: Graded, batch: Batch, states: TargetStates, weight: Tensor, parts: Parts
+        self, graded: Graded, states: TargetStates, weight: Tensor, parts: Parts
     ) -> Tensor:
-        grade = self.training.grade(graded, batch, states)
+        grade = self.training.grade(graded, states)
         parts.append((graded.selected, grade))
         return grade.loss / weight
 

@@ -30,6 +30,7 @@ from peagle.models.checkpoint.packed import Rounding
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.elements import depth_counts
 from peagle.models.target_facts import TargetShape
+from peagle.training.build import build_correction
 from peagle.training.chunked_loss import default_chunk_rows
 from peagle.training.config import DataSection, MethodSection, RunSection, TrainConfig
 from peagle.training.distributed import ONE_PROCESS, Processes
@@ -128,9 +129,21 @@ class TrainingShape:
             return Drafter(self.head)
 
     @cached_property
+    def correction(self) -> dict[str, int]:
+        """Return the count of numbers in each parameter of a correction that is trained with the
+        head, by name; {} without one.
+        """
+        if self.config.correction.train != "together":
+            return {}
+        with torch.device("meta"):
+            skeleton = build_correction(self.head.hidden_size, self.config)
+        return {f"correction.{name}": p.numel() for name, p in skeleton.named_parameters()}
+
+    @cached_property
     def parameters(self) -> dict[str, int]:
-        """Return the count of numbers in each parameter of the head, by name."""
-        return {name: p.numel() for name, p in self._skeleton.named_parameters()}
+        """Return the count of numbers in each parameter of the head and its correction, by name."""
+        own = {name: p.numel() for name, p in self._skeleton.named_parameters()}
+        return own | self.correction
 
     @property
     def num_parameters(self) -> int:

@@ -88,7 +88,8 @@ class TrainingStopped(Exception):
 
 
 class Trainer:
-    """Trains one head, or where `correction.on` names one, the correction of that head.
+    """Trains one head, with its correction where `correction.train` is "together"; or where
+    `correction.on` names a head, the correction of that head.
 
     The loss has one denominator for the whole batch; all randomness is a function of (seed, step),
     so a resumed run takes the very steps that an uninterrupted one would have taken. All processes
@@ -140,7 +141,7 @@ class Trainer:
         begin("making the head")
         built = self.inputs.build_head()
         self.drafter, self.warm_start = built.drafter, built.warm_start
-        self.correction = built.correction
+        self.correction, self._is_fit = built.correction, built.is_frozen
         self._ends_are_targets = config.head.freezes_ends and has_target_ends(
             self.drafter, self.target
         )
@@ -148,13 +149,13 @@ class Trainer:
             self._corrected_head = head_identity(config.correction.on, self.drafter.config)
         self.vocabulary = vocabulary_report(self.drafter, self.dataset, self.validation)
         precision = resolve_dtype(run.precision, self.device)
-        self.trained = self.correction or self.drafter
+        self.trained = built.trained
         quantization = config.head.layer_quantization
         self._rounding = None
-        if quantization is not None and self.correction is None:
+        if quantization is not None and not self._is_fit:
             self._rounding = Rounding(self.drafter.config, quantization)
         self.masters = build_masters(self.trained, precision, processes, self._rounding)
-        if self.correction is not None:
+        if self._is_fit:
             self.drafter.to(precision)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
         self.memory = self._choose_memory(budget)
@@ -165,6 +166,7 @@ class Trainer:
         self._start_step, self._started = 0, clock()
         self._origin: dict[str, Any] = {}
         self._head_sha256: str | None = None
+        self._correction_sha256: str | None = None
         self.stop_requested = self._has_warned = False
         self.selection = Selection(run, config.method.depth)
 
@@ -209,6 +211,7 @@ class Trainer:
             self.num_tokens = progress.get("tokens", 0)
             self.selection.restore(progress.get("selection", {}))
             self._head_sha256 = progress.get("head_sha256")
+            self._correction_sha256 = progress.get("correction_sha256")
         else:
             refuse_earlier_run(checkpoint)
         self.processes.first(lambda: self._require_room(resume))
@@ -226,7 +229,7 @@ class Trainer:
         _, compiled = kernels_of(config, self.device)
         self._begin(f"step {self.step + 1} of {steps}" + (", compiling" if compiled else ""))
         stop = self.step if self.selection.exhausted else steps
-        if self.correction is not None and self.step == 0:
+        if self._is_fit and self.step == 0:
             self._select()
         source = self.inputs.source(self._batch_at)
         for batch, states in source.range(self.step, stop):
@@ -313,7 +316,7 @@ class Trainer:
     def _warn_of_epochs(self) -> None:
         stream, steps = self.stream, self.config.optimizer.planned_steps
         problem = epochs_warning(steps, stream.steps_per_epoch, len(self.dataset.tokens))
-        if problem and self.correction is None and self.processes.is_first:
+        if problem and not self._is_fit and self.processes.is_first:
             warnings.warn(problem, stacklevel=2)
 
     def _warn_of_overfitting(self) -> None:
@@ -324,7 +327,7 @@ class Trainer:
             warnings.warn(problem, stacklevel=2)
 
     def _require_room(self, resume: bool) -> None:
-        if self.correction is None:
+        if not self._is_fit:
             sizes = (self._shape.checkpoint_bytes, self._shape.head_bytes)
             require_room(self.config.output, *sizes, resume=resume)
 
@@ -368,19 +371,23 @@ class Trainer:
         method = TrainingMethod(
             section, attention, flex=flex, recompute=recompute, compiled=compiled
         )
-        training, validation = (
-            Objective(
-                self.drafter,
-                self.target,
-                section,
-                run.loss_chunk_rows,
-                whole_vocabulary=whole,
-                temperature=run.validation_temperature if whole else 0.0,
-                correction=self.correction,
-            )
-            for whole in (False, True)
+        objective = partial(Objective, self.drafter, self.target, section, run.loss_chunk_rows)
+        own, alone, shares = self.config.correction, None, {}
+        if self.correction is not None and not self._is_fit:
+            alone = objective()
+            shares = {"alone": own.alone, "own_drafts": own.own_drafts}
+        training = objective(whole_vocabulary=False, correction=self.correction, **shares)
+        validation = objective(temperature=run.validation_temperature, correction=self.correction)
+        return TrainingStep(
+            self.drafter,
+            method,
+            training,
+            validation,
+            segments,
+            processes,
+            alone=alone,
+            is_frozen=self._is_fit,
         )
-        return TrainingStep(self.drafter, method, training, validation, segments, processes)
 
     def _agree(self, batch: Batch) -> bool:
         """Return whether a process asks to stop; add the tokens of all processes."""
@@ -433,6 +440,7 @@ class Trainer:
         self.seconds = self._before + self._clock() - self._started
         progress = {
             "head_sha256": self._head_sha256,
+            "correction_sha256": self._correction_sha256,
             "seconds": self.seconds,
             "tokens": self.num_tokens,
             "selection": self.selection.to_json(),
@@ -452,20 +460,23 @@ class Trainer:
         )
 
     @property
-    def _head_file(self) -> Path:
-        name = WEIGHTS_NAME if self.correction is None else CORRECTION_NAME
-        return self.config.head_folder / name
+    def _written(self) -> dict[Path, str | None]:
+        """Return the SHA-256 of each file that the run writes of what it trains; None: not yet."""
+        found = {}
+        if not self._is_fit:
+            found[WEIGHTS_NAME] = self._head_sha256
+        if self.correction is not None:
+            # A checkpoint of a fit has the digest of its only file.
+            digest = self._head_sha256 if self._is_fit else self._correction_sha256
+            found[CORRECTION_NAME] = digest
+        return {self.config.head_folder / name: digest for name, digest in found.items()}
 
     def _save_head(self) -> None:
         folder, dtype = self.config.head_folder, getattr(torch, self.config.run.save_dtype)
         longest, record = self.dataset.longest, self._record()
 
         def save() -> None:
-            if self.correction is not None:
-                facts = {name: record[name] for name in _CORRECTION_FACTS}
-                head = self._corrected_head
-                save_correction(folder, self.correction, head, dtype=dtype, record=facts)
-            else:
+            if not self._is_fit:
                 save_drafter(
                     folder,
                     self.drafter,
@@ -476,7 +487,16 @@ class Trainer:
                     rounding=self._rounding,
                 )
                 write_json(folder / _RECORD_NAME, record)
-            self._head_sha256 = sha256_of(self._head_file)
+                self._head_sha256 = sha256_of(folder / WEIGHTS_NAME)
+            if self.correction is None:
+                return
+            is_fit, config = self._is_fit, self.drafter.config
+            head = self._corrected_head if is_fit else head_identity(folder, config)
+            facts = {name: record[name] for name in _CORRECTION_FACTS}
+            save_correction(folder, self.correction, head, dtype=dtype, record=facts)
+            self._correction_sha256 = sha256_of(folder / CORRECTION_NAME)
+            if is_fit:
+                self._head_sha256 = self._correction_sha256
 
         self.processes.first(save)
 
@@ -485,18 +505,19 @@ class Trainer:
 
         A crash between the two leaves the head of a later step; the file may be damaged or gone.
         """
-        file, written = self._head_file, self._head_sha256
-        is_other = written is not None and self.processes.is_first
-        if is_other:
-            is_other = not file.is_file() or sha256_of(file) != written
-        if not self.processes.most(int(is_other)):
+        others = [
+            file
+            for file, digest in self._written.items()
+            if digest is not None and (not file.is_file() or sha256_of(file) != digest)
+        ]
+        if not self.processes.most(len(others) if self.processes.is_first else 0):
             return
         best = self.selection.best
         if best is None or best["step"] == self.step:
             self._save_head()
         elif self.processes.is_first:
             warnings.warn(
-                f"{str(file)!r} is not what the checkpoint knows as the best, that of step "
+                f"{str(others[0])!r} is not what the checkpoint knows as the best, that of step "
                 f"{best['step']}: it is of a later step, damaged or gone. The next one that is "
                 "better replaces it.",
                 stacklevel=2,
@@ -555,8 +576,8 @@ class Trainer:
         }
 
     def _correction_facts(self) -> dict[str, Any]:
-        """Return the correction's shape and the head that it is for; {} where a head is trained."""
-        if self.correction is None:
+        """Return a fitted correction's shape and its head; {} where a head is trained."""
+        if not self._is_fit:
             return {}
         shape = config_facts(self.config)["correction"]
         return {"correction": shape | {"head": self._corrected_head}}
@@ -565,7 +586,8 @@ class Trainer:
         """Return the origin of the run, read before it starts: files may change during it."""
         config, data = self.config, self.inputs.data_facts
         paths = {"target": True, "output": True, "data": {"train", "validation"}}
-        paths["correction"] = True
+        if self._is_fit or self.correction is None:
+            paths["correction"] = True
         return self._correction_facts() | {
             **environment(self.device),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -586,7 +608,7 @@ class Trainer:
         self.seconds = self._before + self._clock() - self._started
         return {
             **self._origin,
-            "parameters": sum(p.numel() for p in self.trained.parameters()),
+            **self._counts(),
             "steps": self.step,
             "planned_steps": planned,
             "epochs": self.step / self.stream.steps_per_epoch,
@@ -604,11 +626,20 @@ class Trainer:
             "best": self.selection.best,
         }
 
+    def _counts(self) -> dict[str, int]:
+        """Return the numbers in the parameters of what is trained; a correction's by themselves."""
+        trained = self.correction if self._is_fit else self.drafter
+        assert trained is not None
+        counts = {"parameters": sum(p.numel() for p in trained.parameters())}
+        if self.correction is not None and not self._is_fit:
+            counts["correction_parameters"] = sum(p.numel() for p in self.correction.parameters())
+        return counts
+
     def _write_record(self) -> dict[str, Any]:
         """Write the record of the run, beside the head and with it."""
         record = self._record()
         if self.processes.is_first:
             write_json(self.config.output / _RECORD_NAME, record)
-            if self.correction is None and self.config.head_folder.is_dir():
+            if not self._is_fit and self.config.head_folder.is_dir():
                 write_json(self.config.head_folder / _RECORD_NAME, record)
         return record

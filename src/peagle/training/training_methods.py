@@ -17,6 +17,7 @@ from peagle.data.batches import Batch
 from peagle.data.features import TargetStates
 from peagle.models.drafter import Attend, Drafter, DrafterLayer, Rope
 from peagle.models.elements import Elements, sample_elements
+from peagle.training.chains import ChainPlan
 from peagle.training.chunked_loss import TargetOrder
 from peagle.training.config import MethodSection
 from peagle.training.element_attention import BLOCK, BlockTable, ElementAttention, dense_attention
@@ -61,17 +62,42 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
+class Roots:
+    """What chains begin with, at every position of a batch.
+
+    Attributes:
+        embedding_BND: of the token after each position.
+        hidden_BND: the head's output at depth 0, before the final norm.
+    """
+
+    embedding_BND: Tensor
+    hidden_BND: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Graded:
-    """Elements that count, with the head's output at them, before the final norm: [M, D]."""
+    """Elements that count, with the head's output at them, before the final norm: [M, D].
+
+    `roots` and `plan` are of elements below depth 0, for a correction; None where there is none.
+    """
 
     selected: Selected
     hidden_MD: Tensor
+    roots: Roots | None = None
+    plan: ChainPlan | None = None
 
     @classmethod
-    def at(cls, selected: Selected, hidden_BED: Tensor) -> Self:
+    def at(
+        cls,
+        selected: Selected,
+        hidden_BED: Tensor,
+        roots: Roots | None = None,
+        plan: ChainPlan | None = None,
+    ) -> Self:
         """Take the selected elements' outputs out of the outputs of all elements."""
         # No row twice, so index_select's backward adds in no particular order and is still exact.
-        return cls(selected, hidden_BED.flatten(0, 1).index_select(0, selected.index))
+        hidden_MD = hidden_BED.flatten(0, 1).index_select(0, selected.index)
+        return cls(selected, hidden_MD, roots, plan)
 
 
 class TrainingMethod:
@@ -104,14 +130,11 @@ class TrainingMethod:
     def elements(
         self, batch: Batch, generator: torch.Generator | None, *, everything: bool = False
     ) -> Elements:
-        """P-EAGLE's elements of a batch.
+        """P-EAGLE's elements of a batch, drawn by `uniform`.
 
-        The generator draws for the whole batch, so that what a row gets does not depend on how many
-        processes share the rows. `everything`: no conditional drop, for validation.
+        `everything`: no conditional drop, for validation.
         """
         section, deepest_BN = self.section, batch.deepest_BN
-        shape = (batch.num_rows, deepest_BN.shape[1])
-        scores = torch.rand(shape, generator=generator, device=deepest_BN.device)
         return sample_elements(
             deepest_BN,
             section.depth,
@@ -120,8 +143,18 @@ class TrainingMethod:
             multiple=self.multiple,
             max_anchors=batch.max_anchors,
             documents_BN=batch.documents_BN,
-            scores_BN=scores[batch.first_row : batch.first_row + len(deepest_BN)],
+            scores_BN=self.uniform(batch, generator),
         )
+
+    def uniform(self, batch: Batch, generator: torch.Generator | None) -> Tensor:
+        """Return a uniform random number for each position, [B, N].
+
+        The generator draws for the whole batch, so that what a row gets does not depend on how many
+        processes share the rows.
+        """
+        device, (rows, length) = batch.deepest_BN.device, batch.deepest_BN.shape
+        scores = torch.rand((batch.num_rows, length), generator=generator, device=device)
+        return scores[batch.first_row : batch.first_row + rows]
 
     def run_layers(
         self,

@@ -106,8 +106,9 @@ def test_a_search_gives_the_trees_of_all_depths_at_once(data: st.DataObject) -> 
             found = logprobs(column, tokens_BW)
             return found, torch.arange(vocab).expand_as(found)
 
-        def ranked(b: int, column: int, token: int) -> tuple[list[float], list[int]]:
-            best = logprobs(column, torch.full((num_seqs, 1), token))[b, 0].sort(descending=True)
+        def ranked(b: int, path: tuple[int, ...]) -> tuple[list[float], list[int]]:
+            tokens = torch.full((num_seqs, 1), path[-1] if path else 0)
+            best = logprobs(len(path), tokens)[b, 0].sort(descending=True)
             return best.values.tolist(), best.indices.tolist()
 
         after, hook = ranked, children

@@ -762,12 +762,15 @@ class CapturedDraft:
         if correction is None or states_NJW is None:
             self._put(logits_NJV.flatten(0, 1), slice(first, first + num_columns))
             return
+        path_NW = states_NJW[:, 0]
         for j in range(num_columns):
             if j:
+                tokens_N = self._chain_BK[:, first + j - 1]
+                state_NW, path_NW = correction.follow(states_NJW[:, j], path_NW, tokens_N)
                 correct_logits(
                     logits_NJV[:, j],
-                    states_NJW[:, j],
-                    self._chain_BK[:, first + j - 1],
+                    state_NW,
+                    tokens_N,
                     correction.tokens_VW,
                     correction.down_rW,
                     correction.weight_Vr,

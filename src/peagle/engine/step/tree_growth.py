@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees
+from peagle.kernels.trees.growth import best_first_trees
 from peagle.kernels.trees.growth_triton import CorrectionTerm, GrowthScratch, grow_trees
 from peagle.models.drafter import Drafter
 from peagle.speculation.proposers import TREE_TEMPERATURE
@@ -43,6 +44,18 @@ class TreeGrowth:
         """Return token, parent row and score of each node, [B, N], until the next call."""
         drafter, shape, term = self._drafter, self._shape, None
         correction = drafter.correction
+        if correction is not None and states_BKW is not None and correction.follows_paths:
+            # What follows a node depends on its path: no kernel walks these.
+            ids = drafter.target_ids()
+            tokens_BN, parents_BN, scores_BN = best_first_trees(
+                logits_BKV,
+                depths_B,
+                num_parallel_trees=shape.num_parallel_trees,
+                max_nodes=shape.max_nodes,
+                temperature=TREE_TEMPERATURE,
+                children=correction.tree_children(logits_BKV, states_BKW, ids, TREE_TEMPERATURE),
+            )
+            return drafter.to_target_ids(tokens_BN), parents_BN, scores_BN
         if correction is not None and states_BKW is not None:
             weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
             term = CorrectionTerm(states_BKW, *weights, drafter.d2t)

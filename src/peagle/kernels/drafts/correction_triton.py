@@ -36,6 +36,7 @@ def _correct_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
+    IS_GATED: tl.constexpr,
 ):
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -44,23 +45,26 @@ def _correct_kernel(
     # Any token will do where the logits mean nothing.
     draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
     draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
-    # term = down silu(state + embedding), summed over parts of the width.
-    term = tl.zeros((ROWS, RANK), dtype=tl.float32)
-    for first in range(0, width, WIDTH):
-        w = first + tl.arange(0, WIDTH)
-        inside = is_row[:, None] & (w < width)[None, :]
-        state = tl.load(
-            states_ptr + n.to(tl.int64)[:, None] * states_stride + w[None, :], mask=inside, other=0
-        )
-        token = tl.load(tokens_ptr + draft[:, None] * width + w[None, :], mask=inside, other=0)
-        inner = state.to(tl.float32) + token.to(tl.float32)
-        inner = inner / (1 + tl.exp(-inner))
-        down = tl.load(
-            down_ptr + r[None, :] * width + w[:, None],
-            mask=is_rank[None, :] & (w < width)[:, None],
-            other=0,
-        )
-        term = tl.dot(inner.to(down.dtype), down, term, input_precision="ieee")
+    if IS_GATED:
+        # term = down silu(state + embedding), summed over parts of the width.
+        term = tl.zeros((ROWS, RANK), dtype=tl.float32)
+        for first in range(0, width, WIDTH):
+            w = first + tl.arange(0, WIDTH)
+            inside = is_row[:, None] & (w < width)[None, :]
+            state_at = states_ptr + n.to(tl.int64)[:, None] * states_stride + w[None, :]
+            state = tl.load(state_at, mask=inside, other=0)
+            token = tl.load(tokens_ptr + draft[:, None] * width + w[None, :], mask=inside, other=0)
+            inner = state.to(tl.float32) + token.to(tl.float32)
+            inner = inner / (1 + tl.exp(-inner))
+            down = tl.load(
+                down_ptr + r[None, :] * width + w[:, None],
+                mask=is_rank[None, :] & (w < width)[:, None],
+                other=0,
+            )
+            term = tl.dot(inner.to(down.dtype), down, term, input_precision="ieee")
+    else:
+        term_at = tokens_ptr + draft[:, None] * rank + r[None, :]
+        term = tl.load(term_at, mask=is_row[:, None] & is_rank[None, :], other=0)
     # Multiply by the weights of these tokens, and add to the logits.
     weight = tl.load(
         weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None],
@@ -79,10 +83,12 @@ def correct_logits(
     states_NW: Tensor,
     drafts_N: Tensor,
     tokens_VW: Tensor,
-    down_rW: Tensor,
+    down_rW: Tensor | None,
     weight_Vr: Tensor,
 ) -> None:
     """logits += weight @ down @ silu(states + tokens[drafts]), in place. One launch.
+
+    In the Markov form, without down, logits += weight @ tokens[drafts].
 
     Args:
         logits_NV: the head's own of a slot, [N, DV], any stride between rows.
@@ -91,9 +97,11 @@ def correct_logits(
         tokens_VW, down_rW, weight_Vr: see `DraftCorrection`.
     """
     num_rows, vocab_size = logits_NV.shape
-    rank, width = down_rW.shape
+    rank, width = weight_Vr.shape[1], tokens_VW.shape[1]
+    states_NW = tokens_VW if down_rW is None else states_NW  # not read
     assert logits_NV.stride(1) == states_NW.stride(1) == 1, "kernels step over whole rows"
-    assert tokens_VW.is_contiguous() and down_rW.is_contiguous() and weight_Vr.is_contiguous()
+    assert tokens_VW.is_contiguous() and weight_Vr.is_contiguous()
+    assert down_rW is None or down_rW.is_contiguous()
     launch(
         _correct_kernel,
         (triton.cdiv(num_rows, _ROWS), triton.cdiv(vocab_size, _TOKENS)),
@@ -104,7 +112,7 @@ def correct_logits(
         drafts_N,
         drafts_N.stride(0),
         tokens_VW,
-        down_rW,
+        weight_Vr if down_rW is None else down_rW,
         weight_Vr,
         num_rows,
         len(tokens_VW),
@@ -115,5 +123,6 @@ def correct_logits(
         TOKENS=_TOKENS,
         WIDTH=_WIDTH,
         RANK=max(16, power_of_two(rank)),
+        IS_GATED=down_rW is not None,
         num_warps=4,
     )

@@ -24,8 +24,8 @@ from peagle.kernels.sampling.probabilities import at_least_float32
 Children = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 # Log-probabilities and tokens of candidates, most probable first.
 Ranked = tuple[Sequence[float], Sequence[int]]
-# after(b, column, token) -> what may follow the token in the slot of that column, of sequence b.
-After = Callable[[int, int, int], Ranked]
+# after(b, path) -> what may follow the tokens of a path of sequence b; () is the root's.
+After = Callable[[int, tuple[int, ...]], Ranked]
 
 
 def best_first_trees(
@@ -117,13 +117,13 @@ def searched_trees(
     so that only nodes of the tree are asked for what may follow them.
 
     Args:
-        after: at least N candidates after each token, of which column 0 has none before it.
+        after: at least N candidates after each path.
         depths: most nodes on a path of each sequence.
         num_parallel_trees, max_nodes: as there.
     """
     trees = []
     for b, depth in enumerate(depths):
-        logprobs, tokens = after(b, 0, 0)
+        logprobs, tokens = after(b, ())
         roots = logprobs[:num_parallel_trees], tokens[:num_parallel_trees]
         tree = _search(roots, partial(after, b), depth, max_nodes)
         trees.append([[*of, *[0] * (max_nodes - len(of))] for of in tree])
@@ -136,38 +136,39 @@ def after_slots(logits_BKV: Tensor, count: int, temperature: float) -> After:
     count = min(count, logits_BKV.shape[2])
     best = log_probs(logits_BKV, temperature).topk(count, -1)
     values, tokens = best.values.tolist(), best.indices.tolist()
-    return lambda b, column, _: (values[b][column], tokens[b][column])
+    return lambda b, path: (values[b][len(path)], tokens[b][len(path)])
 
 
 def _search(
-    roots: Ranked, after: Callable[[int, int], Ranked], depth: int, max_nodes: int
+    roots: Ranked, after: Callable[[tuple[int, ...]], Ranked], depth: int, max_nodes: int
 ) -> tuple[list[int], list[int], list[float]]:
     """Return tokens, parents and scores of the nodes of one tree."""
     tokens, parents, scores = list[int](), list[int](), list[float]()
-    rows: list[tuple[float, int, Ranked]] = []  # score, depth and candidates of each row
+    # Score, path and candidates of each row.
+    rows: list[tuple[float, tuple[int, ...], Ranked]] = []
     heap: list[tuple[float, int, int, int]] = []  # score, depth, row of the parent, rank
 
     def push(row: int, rank: int) -> None:
-        score, level, (logprobs, _) = rows[row]
-        if level < depth and rank < len(logprobs):
-            heappush(heap, (-score - logprobs[rank], level, row, rank))
+        score, path, (logprobs, _) = rows[row]
+        if len(path) < depth and rank < len(logprobs):
+            heappush(heap, (-score - logprobs[rank], len(path), row, rank))
 
-    def add_row(score: float, level: int, candidates: Ranked) -> None:
-        rows.append((score, level, candidates))
+    def add_row(score: float, path: tuple[int, ...], candidates: Ranked) -> None:
+        rows.append((score, path, candidates))
         push(len(rows) - 1, 0)
 
-    add_row(0.0, 0, roots)
+    add_row(0.0, (), roots)
     while heap:
-        negative, level, row, rank = heappop(heap)
+        negative, _, row, rank = heappop(heap)
         token = rows[row][2][1][rank]
+        path = (*rows[row][1], token)
         tokens.append(token)
         parents.append(row)
         scores.append(-negative)
         if len(tokens) == max_nodes:
             break
         push(row, rank + 1)
-        is_last = level + 1 == depth
-        add_row(-negative, level + 1, ((), ()) if is_last else after(level + 1, token))
+        add_row(-negative, path, ((), ()) if len(path) == depth else after(path))
     return tokens, parents, scores
 
 

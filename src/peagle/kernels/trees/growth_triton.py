@@ -157,6 +157,7 @@ def _grow_kernel(
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     IS_CORRECTED: tl.constexpr,
+    IS_GATED: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
     """Grow the tree of one sequence: N times, add the best child that any row does not have yet.
@@ -168,9 +169,11 @@ def _grow_kernel(
     first_slot = b * num_slots
     c, row = tl.arange(0, C), tl.arange(0, ROWS)
     scores_ptr += b.to(tl.int64) * ROWS * C
-    # Load the correction's down projection.
+    # Load the down projection of a correction that has one.
     if IS_CORRECTED:
-        w, r = tl.arange(0, WIDTH), tl.arange(0, RANK)
+        r = tl.arange(0, RANK)
+    if IS_GATED:
+        w = tl.arange(0, WIDTH)
         down_inside = (r < rank)[:, None] & (w < width)[None, :]
         down = tl.load(down_ptr + r[:, None] * width + w[None, :], mask=down_inside, other=0)
         down = down.to(tl.float32)
@@ -213,12 +216,17 @@ def _grow_kernel(
                 target_id = token.to(tl.int64)
                 if HAS_MAP:
                     target_id += tl.load(d2t_ptr + token)
-                state_at = states_ptr + slot.to(tl.int64) * stride_states + w
-                state = tl.load(state_at, mask=w < width, other=0).to(tl.float32)
-                embedded = tl.load(embedded_ptr + target_id * width + w, mask=w < width, other=0)
-                inner = state + embedded.to(tl.float32)
-                inner = inner / (1 + tl.exp(-inner))
-                term = tl.sum(down * inner[None, :], 1)
+                if IS_GATED:
+                    state_at = states_ptr + slot.to(tl.int64) * stride_states + w
+                    state = tl.load(state_at, mask=w < width, other=0).to(tl.float32)
+                    embedded_at = embedded_ptr + target_id * width + w
+                    embedded = tl.load(embedded_at, mask=w < width, other=0)
+                    inner = state + embedded.to(tl.float32)
+                    inner = inner / (1 + tl.exp(-inner))
+                    term = tl.sum(down * inner[None, :], 1)
+                else:
+                    term_at = embedded_ptr + target_id * rank + r
+                    term = tl.load(term_at, mask=r < rank, other=0).to(tl.float32)
                 candidate = tl.load(tokens_ptr + slot * C + c).to(tl.int64)
                 weight_at = weight_ptr + candidate[:, None] * rank + r[None, :]
                 weight = tl.load(weight_at, mask=(r < rank)[None, :], other=0).to(tl.float32)
@@ -271,13 +279,14 @@ class CorrectionTerm:
 
     Attributes:
         states_BKW: of the slots.
-        tokens_VW, down_rW, weight_Vr: its weights.
+        tokens_VW, down_rW, weight_Vr: its weights; down is None in the Markov form. A form that
+            follows paths has no kernel.
         d2t: target id - draft id; None where both vocabularies are one.
     """
 
     states_BKW: Tensor
     tokens_VW: Tensor
-    down_rW: Tensor
+    down_rW: Tensor | None
     weight_Vr: Tensor
     d2t: Tensor | None
 
@@ -341,8 +350,12 @@ def grow_trees(
         C=c,
         num_warps=4 if num_parts <= 32 else 16,
     )
-    rank, width = (0, 0) if term is None else term.down_rW.shape
-    states_KW = scratch.logits_RC if term is None else term.states_BKW.flatten(0, 1)
+    rank = 0 if term is None else term.weight_Vr.shape[1]
+    width = 0 if term is None else term.tokens_VW.shape[1]
+    is_gated = term is not None and term.down_rW is not None
+    states_KW = scratch.logits_RC
+    if term is not None and is_gated:
+        states_KW = term.states_BKW.flatten(0, 1)
     launch(
         _grow_kernel,
         (num_seqs,),
@@ -353,7 +366,7 @@ def grow_trees(
         states_KW,
         states_KW.stride(0),
         scratch.logits_RC if term is None else term.tokens_VW,
-        scratch.logits_RC if term is None else term.down_rW,
+        scratch.logits_RC if term is None or term.down_rW is None else term.down_rW,
         scratch.logits_RC if term is None else term.weight_Vr,
         scratch.tokens_RC if term is None or term.d2t is None else term.d2t,
         scratch.scores_BJC,
@@ -372,6 +385,7 @@ def grow_trees(
         WIDTH=power_of_two(width),
         RANK=power_of_two(rank),
         IS_CORRECTED=term is not None,
+        IS_GATED=is_gated,
         HAS_MAP=term is not None and term.d2t is not None,
         num_warps=1 if term is None else 8,
     )

@@ -19,10 +19,12 @@ from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.files import object_at, save_tensors
 from peagle.models.checkpoint.weights import head_digest
 from peagle.models.correction import Correction, DraftCorrection
+from peagle.models.correction_form import CORRECTION_FORMS
 from peagle.models.drafter import Drafter, DrafterConfig
 
 CORRECTION_NAME = "correction.st"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_FIRST_FORM = "gated"  # of files of format 1, which name no form
 _KEY = "peagle_correction"  # of the file's metadata
 _SIZES = ("hidden_size", "vocab_size", "draft_vocab_size")
 
@@ -55,7 +57,11 @@ def save_correction(
         UserError: it could not be written.
     """
     path = Path(folder) / CORRECTION_NAME
-    facts = {"format_version": FORMAT_VERSION, "head": dict(head), "record": dict(record or {})}
+    facts: dict[str, Any] = {"head": dict(head), "record": dict(record or {})}
+    if correction.form == _FIRST_FORM:
+        facts = {"format_version": 1, **facts}
+    else:
+        facts = {"format_version": FORMAT_VERSION, "form": correction.form, **facts}
     tensors = {
         name: value.detach().to(dtype).cpu().contiguous()
         for name, value in correction.state_dict().items()
@@ -108,7 +114,7 @@ def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | N
     if not path.is_file():
         return None
     remedy = (
-        "Fit it again with `peagle train --correction-on`, move it away, or set "
+        "Fit one with `peagle train --correction-on`, move it away, or set "
         '"correction": false in the speculative configuration.'
     )
     if not drafter.config.is_parallel:
@@ -123,7 +129,7 @@ def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | N
             f"{str(path)!r}: format_version is {version!r}; this peagle reads up to "
             f"{FORMAT_VERSION}. Upgrade peagle."
         )
-    correction = _shaped(tensors, path)
+    correction = _shaped(tensors, facts.get("form", _FIRST_FORM), path)
     own, fitted = head_identity(folder, drafter.config), object_at(facts, "head")
     for name, value in own.items():
         if fitted.get(name) != value:
@@ -149,18 +155,24 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, facts
 
 
-def _shaped(tensors: Mapping[str, Tensor], path: Path) -> Correction:
-    """Return an empty correction of the shape of the tensors.
+def _shaped(tensors: Mapping[str, Tensor], form: Any, path: Path) -> Correction:
+    """Return an empty correction of a form and of the shape of the tensors.
 
     Raises:
-        CheckpointError: they do not fit together, or hold values that are not finite.
+        CheckpointError: the form is not known, or the tensors are not its own, do not fit together
+            or hold values that are not finite.
     """
-    down, up, slots = (tensors.get(name) for name in ("down.weight", "up.weight", "slots"))
+    if form not in CORRECTION_FORMS:
+        raise CheckpointError(
+            f"{str(path)!r} is a correction of the form {form!r}; this peagle knows "
+            f"{', '.join(CORRECTION_FORMS)}. Upgrade peagle."
+        )
     found = {name: tuple(value.shape) for name, value in tensors.items()}
-    if down is None or up is None or slots is None or {down.dim(), up.dim(), slots.dim()} != {2}:
-        raise CheckpointError(f"{str(path)!r} holds {found}; expected the tensors of a correction.")
-    rank, width = down.shape
-    correction = Correction(up.shape[0], rank=rank, width=width, num_slots=len(slots))
+    (width, _), (size, rank) = (
+        _matrix(found, name, path) for name in ("tokens.weight", "up.weight")
+    )
+    num_slots = 0 if form == "markov" else _matrix(found, "slots", path)[0]
+    correction = Correction(size, rank=rank, width=width, num_slots=num_slots, form=form)
     expected = {name: tuple(value.shape) for name, value in correction.state_dict().items()}
     if found != expected:
         raise CheckpointError(f"{str(path)!r} holds {found}; expected {expected}.")
@@ -168,3 +180,10 @@ def _shaped(tensors: Mapping[str, Tensor], path: Path) -> Correction:
         if not value.is_floating_point() or not bool(value.isfinite().all()):
             raise CheckpointError(f"{str(path)!r}: {name} holds values that are no finite numbers.")
     return correction
+
+
+def _matrix(found: Mapping[str, tuple[int, ...]], name: str, path: Path) -> tuple[int, int]:
+    shape = found.get(name, ())
+    if len(shape) != 2:
+        raise CheckpointError(f"{str(path)!r} holds {found}; expected the tensors of a correction.")
+    return shape[0], shape[1]
