@@ -55,7 +55,7 @@ def test_what_is_timed(
         run = llm.engine.runner.run
 
         def counting(chunks: list[Any], *others: Any) -> Any:
-            rows.append(sum(chunk.num_tokens + chunk.num_drafts for chunk in chunks))
+            rows.append(sum(chunk.num_tokens + chunk.num_draft_tokens for chunk in chunks))
             return run(chunks, *others)
 
         llm.engine.runner.run = counting  # type: ignore[method-assign]

@@ -60,7 +60,7 @@ def recorded_passes(llm: LLM) -> Iterator[list[DecodePass]]:
             chosen.clear()
             done = run(chunks, run_target)
             if all(c.num_tokens == 1 and c.sequence.num_output_tokens for c in chunks):
-                num_rows = tuple(chunk.num_tokens + chunk.num_drafts for chunk in chunks)
+                num_rows = tuple(chunk.num_tokens + chunk.num_draft_tokens for chunk in chunks)
                 passes.append(DecodePass(num_rows, torch.stack(chosen).cpu().long()))
             return done
 

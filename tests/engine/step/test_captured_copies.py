@@ -184,14 +184,15 @@ def test_long_copies_of_all_sequences_leave_room_for_fewer_mask_slots(
 
     def expand_and_tell(*batch: Any, num_draft_tokens_B: Tensor, **options: Any) -> None:
         expand(*batch, num_draft_tokens_B=num_draft_tokens_B, **options)
-        depths.append(num_draft_tokens_B.tolist())
+        if device == "cpu":  # a graph replays without Python
+            depths.append(num_draft_tokens_B.tolist())
 
     monkeypatch.setattr(decode_step, "expand_draft_batch", expand_and_tell)
     llm = build(eager=False)
     found = llm.generate(prompts, [params] * 4)
     assert [o.token_ids for o in found] == [without.token_ids] * 4
     assert llm.stats.eager_steps == {}
-    if device == "cpu":  # a graph replays without Python
+    if device == "cpu":
         assert [3, 3, 3, 1] in depths and [3] * 4 in depths, "the last one has room for one draft"
 
 
