@@ -239,6 +239,7 @@ def test_a_stop_string_trims_tokens_logprobs_and_counters_alike(
     assert [one.token_id for one in output.logprobs] == output.token_ids
     assert [one for chunk in chunks for one in chunk.logprobs] == output.logprobs
     assert [t for chunk in chunks for t in chunk.token_ids] == output.token_ids
+    assert all(chunk.num_accepted <= len(chunk.token_ids) for chunk in chunks)
     assert llm.stats.num_output_tokens == len(output.token_ids)
 
 

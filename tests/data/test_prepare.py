@@ -222,6 +222,14 @@ def test_a_cut_answer_has_no_end_and_a_numbered_turn_is_one_answer() -> None:
     assert last == [(tokens(pairs([("q", "yes"), ("r", "no")])[1][0]), tokens(f"no{END}"))]
 
 
+def test_an_answer_right_behind_another_is_a_sample_of_its_own() -> None:
+    """Side by side they would be one answer to the loss mask."""
+    first = Sample.answered([1], [2, 3])
+    assert first.followed_by(Sample.answered([1, 2, 3], [5])) is None
+    joined = first.followed_by(Sample.answered([1, 2, 3, 4], [5]))
+    assert joined is not None and joined.answers == ((1, 3), (4, 5))
+
+
 def reasons(one: SampleMaker, **data: Any) -> list[str]:
     return [d.reason for d in one.samples(record(**data)) if isinstance(d, Dropped)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -82,6 +83,17 @@ def test_width_is_that_of_the_normal_approximation() -> None:
     assert interval is not None
     assert (interval[1] - interval[0]) / (2 * 1.96 * error) == pytest.approx(1, abs=0.08)
     assert sum(interval) / 2 == pytest.approx(1 + ratio, abs=0.2 * error)
+
+
+def test_width_for_few_requests_is_students() -> None:
+    """Of a mean of ten normal scores: t * s / sqrt(10), s with 9 degrees of freedom."""
+    scores_N = [NormalDist().inv_cdf((n + 0.5) / 10) for n in range(10)]
+    accepted_N = np.array([round(500 + 100 * score) for score in scores_N])
+    intervals = acceptance_intervals(np.full(10, 1000), accepted_N[:, np.newaxis], resamples=20_000)
+    assert intervals.acceptance_length is not None
+    low, high = intervals.acceptance_length
+    half = student_quantile(0.975, 9) * accepted_N.std(ddof=1) / 10**0.5 / 1000
+    assert (high - low) / (2 * half) == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.parametrize(
