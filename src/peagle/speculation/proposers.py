@@ -25,6 +25,7 @@ from peagle.kernels.trees.beams import (
     Beam,
     BeamPlan,
     BeamTrees,
+    Count,
     Find,
     count_beam_nodes,
     depth_within,
@@ -294,8 +295,8 @@ class HeadProposer:
         """Read the features of a target pass, and draft."""
         raise NotImplementedError
 
-    def max_depth(self, room: int) -> int:
-        """Return the greatest depth of drafts that find KV slots.
+    def max_depth(self, room: Count) -> Count:
+        """Return the greatest depth of drafts that find KV slots, of one sequence or of several.
 
         Args:
             room: tokens that the context can still take.
@@ -397,8 +398,8 @@ class AutoregressiveProposer(HeadProposer):
         assert self.trees is not None, "the head drafts chains"
         return min(self.trees.num_parallel_trees, self.drafter.config.draft_vocab_size)
 
-    def max_depth(self, room: int) -> int:
-        return room if self.trees is None else min(room, depth_within(room, self.beam))
+    def max_depth(self, room: Count) -> Count:
+        return room if self.trees is None else depth_within(room, self.beam)
 
     def count_nodes(self, depth: int) -> int:
         assert self.trees is not None, "the head drafts chains"

@@ -627,7 +627,6 @@ class CapturedDraft:
         config, num_seqs, sizes = drafter.config, len(step.running_B), step.buffers.sizes
         self.k = k = sizes.depth(step.k)
         self._max_query_len = 1
-        self._proposer = proposer
         self._drafter, self._step, self._sizes = drafter, step, sizes
         self._passes = Passes(proposer.passes.run, TritonAttention())
         of_step = num_seqs, len(step.batch.tokens_R), step.max_accepted
@@ -682,7 +681,7 @@ class CapturedDraft:
         if self._drafter.config.is_parallel:
             return batch
         if step.trees is not None:
-            step.trees.limit_depths(self._proposer.beam)
+            step.trees.limit_depths()
         else:
             place = batch.last_ntp_B, batch.positions_R, tables_BM
             plan_chain(*place, step.running_B, self._chain, **ends)

@@ -158,7 +158,7 @@ def depth_within(room: Count, beam: int) -> Count:
 
 @dataclass(frozen=True, slots=True)
 class BeamPlan:
-    """Where the beams of the P passes behind the first one stand.
+    """Positions and KV slots of the beams of the P passes behind the first one.
 
     Attributes:
         positions_PR: last + d for the nodes of depth d, last being the last position before them.
