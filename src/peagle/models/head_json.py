@@ -139,7 +139,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
         trees = CandidateTrees.parse(
             shape, k or default_k(depth), None if parallel else DEFAULT_BEAM
         )
-        check_trees(trees, config, parallel, depth)
+        check_trees(trees, config.model, parallel, depth, config.drawn_chains_from)
         config = replace(config, parallel_drafting_spec=trees)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
@@ -152,19 +152,23 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
 
 
 def check_trees(
-    trees: CandidateTrees, config: SpeculativeConfig, parallel: bool, trained: int | None
+    trees: CandidateTrees,
+    head: str,
+    parallel: bool,
+    trained: int | None,
+    drawn_chains_from: float | None,
 ) -> None:
     """Refuse trees that a head cannot draft.
 
     Args:
-        config: names the head, and says whether some requests get chains of drawn drafts.
+        head: its name, for the message.
         parallel: whether it is a P-EAGLE head.
         trained: as of `check_tree_depth`.
+        drawn_chains_from: as of `SpeculativeConfig`.
 
     Raises:
         UserError: naming the value and the head, and what may be done.
     """
-    head = config.model or ""
     check_tree_depth(trees, trained, head)
     if parallel:
         return
@@ -180,11 +184,11 @@ def check_trees(
             f"{depth - 1} depths; expected at most {MAX_BEAM_ROWS} nodes in all. Make "
             f"num_parallel_trees or prediction_depth smaller. {TREE_DEFAULTS}"
         )
-    if (first := config.drawn_chains_from) is not None:
+    if drawn_chains_from is not None:
         raise UserError(
-            f"drawn_chains_from is {first:g}, but {head!r} is an EAGLE-3 head, whose trees have no "
-            "chains of drawn drafts beside them. Leave it out, or leave parallel_drafting_spec out "
-            'and set draft_sampling to "probabilistic".'
+            f"drawn_chains_from is {drawn_chains_from:g}, but {head!r} is an EAGLE-3 head; none is "
+            "expected: it draws no chains beside trees. Leave it out, or leave "
+            'parallel_drafting_spec out and set draft_sampling to "probabilistic".'
         )
 
 
