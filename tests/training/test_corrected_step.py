@@ -49,8 +49,9 @@ def make_step(
     head: Drafter, correction: Correction, matrix: Tensor, segments: int, own: float
 ) -> TrainingStep:
     target = cast(Any, SimpleNamespace(compute_logits=lambda hidden: hidden @ matrix.mT))
-    shares = {"alone": ALONE, "own_drafts": own}
-    training = Objective(head, target, SECTION, 16, correction=correction, **shares)
+    training = Objective(
+        head, target, SECTION, 16, correction=correction, alone=ALONE, own_drafts=own
+    )
     validation = Objective(head, target, SECTION, 16, correction=correction)
     alone = Objective(head, target, SECTION, 16)
     return TrainingStep(head, TrainingMethod(SECTION), training, validation, segments, alone=alone)
