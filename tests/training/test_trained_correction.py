@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from peagle import LLM, SamplingParams
+from peagle.cli.main import run
 from peagle.errors import UserError
 from peagle.models.checkpoint import CORRECTION_NAME, load_correction, load_drafter
 from peagle.models.correction_form import CORRECTION_FORMS
@@ -143,6 +144,32 @@ def test_it_goes_with_heads_of_all_kinds(
     assert found.down_rW is not None
     stored = trainer.correction.down.weight.detach().bfloat16().to(found.down_rW.dtype)
     assert torch.equal(found.down_rW, stored) and stored.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_stored_features_train_the_same(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    command = ["data", "features", responses, "--target", target_folder, "--output", store]
+    assert run([str(word) for word in [*command, "--max-length", 2048]]) == 0
+    weights = []
+    for data in ({}, {"features": store, "validation_features": store}):
+        config = configure(
+            target_folder,
+            responses,
+            tmp_path / str(len(data)),
+            correction={"form": "recurrent"},
+            data=data,
+            optimizer={"steps": 6, "name": "muon"},
+        )
+        trainer = Trainer(config)
+        trainer.run()
+        assert trainer.correction is not None
+        weights.append(dict(trainer.correction.named_parameters()))
+    for name, weight in weights[0].items():
+        # Stored states are rounded to bfloat16.
+        assert (weight - weights[1][name]).norm() < 0.05 * weight.norm(), name
 
 
 def test_a_correction_is_part_of_what_a_resumed_run_shares(
