@@ -36,6 +36,15 @@ VARIANTS: dict[str, list[str]] = {
     "r-0.5": ["method.cod_ratio=0.5"],
     "r-0.9": ["method.cod_ratio=0.9"],
     "decay-0.8": ["method.depth_decay=0.8"],
+    **{
+        name: ["correction.train=together", *changes]
+        for name, changes in {
+            "markov-64": ["correction.form=markov"],
+            "markov-256": ["correction.form=markov", "correction.rank=256"],
+            "gated": ["correction.form=gated"],
+            "recurrent": ["correction.form=recurrent"],
+        }.items()
+    },
 }
 _SHOWN = (3, 5, 7)
 
@@ -67,6 +76,7 @@ def figures(name: str, config: TrainConfig) -> dict[str, Any]:
     record = json.loads((config.output / "train.json").read_text())
     last = record["validation"]
     lengths, sampled = last["acceptance_lengths"], last["sampled_acceptance_lengths"] or []
+    alone = last.get("acceptance_lengths_alone", [])
     shown = [k for k in _SHOWN if k <= len(lengths)]
     return {
         "variant": name,
@@ -77,6 +87,7 @@ def figures(name: str, config: TrainConfig) -> dict[str, Any]:
         "parameters": record["parameters"],
         "validation_loss": round(last["loss"], 4),
         "acceptance_length": {k: round(lengths[k - 1], 3) for k in shown},
+        "acceptance_length_alone": {k: round(alone[k - 1], 3) for k in shown if alone},
         "sampled_acceptance_length": {k: round(sampled[k - 1], 3) for k in shown if sampled},
         "accuracy_by_depth": [round(value, 3) for value in last["accuracy"]],
         **{name: record[name] for name in ("device", "commit", "torch")},

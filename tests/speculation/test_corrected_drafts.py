@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from peagle.config import CandidateTrees
 from peagle.engine.drafting import HeadDrafting
+from peagle.kernels.trees.growth import best_first_trees
 from peagle.models.correction import DraftCorrection
+from peagle.models.correction_form import CORRECTION_FORMS, CorrectionForm
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import TREE_TEMPERATURE, EagerDraft, HeadProposer
-from tests.corrections import random_correction
+from tests.corrections import random_correction, term_of
 from tests.kernels.tree_reference import Path, exact_tree, paths_of
 from tests.speculation.test_proposers import K, make_proposer, prompt_step
 
@@ -26,34 +29,34 @@ PROMPTS = [[5, 9, 200], [17], [31, 31, 8, 2, 90, 41]]
 class Corrected:
     """A proposer with a random correction, and what its slots see."""
 
-    def __init__(self, target: TargetModel, step: Any, **options: Any) -> None:
-        self.proposer: HeadProposer = make_proposer(target, True, step, **options)
+    def __init__(self, target: TargetModel, step: Any, form: CorrectionForm, **more: Any) -> None:
+        self.proposer: HeadProposer = make_proposer(target, True, step, **more)
         self.drafter = self.proposer.drafter
-        self.correction = random_correction(self.drafter.config.hidden_size).double()
+        self.correction = random_correction(self.drafter.config.hidden_size, form=form).double()
         weights = self.drafter.embed_tokens.weight, self.drafter.lm_head.weight
         self.drafter.correction = DraftCorrection(self.correction, *weights)
 
-    def logits(self, normed_D: Tensor, slot: int, before: int) -> Tensor:
-        """Of one slot, [V], -inf outside of the draft vocabulary."""
-        own, head = self.correction, self.drafter
-        residual = torch.zeros_like(normed_D)
-        if slot:
-            e = head.embed_tokens.weight[before]
-            e = e / e.square().mean().sqrt()
-            p = own.slots[min(slot, len(own.slots)) - 1]
-            inner = own.states.weight @ normed_D + own.tokens.weight @ e + p
-            residual = own.up.weight @ own.down.weight @ (inner * inner.sigmoid())
+    def logits(self, normed_KD: Tensor, path: Sequence[int]) -> Tensor:
+        """Of the slot behind a path, [V], -inf outside of the draft vocabulary."""
+        normed_D = normed_KD[len(path)]
+        if path:
+            embeddings = [self.drafter.embed_tokens.weight[token] for token in path]
+            normed_D = normed_D + term_of(self.correction, normed_D, embeddings, normed_KD[0])
+        return self.own_logits(normed_D)
+
+    def own_logits(self, normed_D: Tensor) -> Tensor:
+        """Of the head itself, [V]."""
+        head = self.drafter
         full = torch.full((head.config.vocab_size,), -torch.inf, dtype=torch.float64)
-        full[head.target_ids()] = head.lm_head.weight @ (normed_D + residual)
+        full[head.target_ids()] = head.lm_head.weight @ normed_D
         return full
 
     def logprobs(self, normed_KD: Tensor, path: Sequence[int]) -> Tensor:
         """Of what follows in a tree, [V]: the 64 likeliest tokens by the head are corrected."""
-        slot = len(path)
-        mixed = self.logits(normed_KD[slot], 0, 0)
+        mixed = self.own_logits(normed_KD[len(path)])
         some = mixed.topk(64).indices if path else torch.arange(len(mixed))
         if path:
-            mixed[some] = self.logits(normed_KD[slot], slot, path[-1])[some]
+            mixed[some] = self.logits(normed_KD, path)[some]
         logprobs_V = (mixed / TREE_TEMPERATURE).log_softmax(-1)
         return torch.full_like(mixed, -torch.inf).scatter(0, some, logprobs_V[some])
 
@@ -72,25 +75,36 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("draft_vocab_size", [320, 100])
-@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
-def test_every_draft_knows_the_one_before(
-    target: TargetModel, seen: list[Tensor], draft_vocab_size: int, draft_sampling: str
+@pytest.mark.parametrize(
+    ("draft_vocab_size", "draft_sampling", "form"),
+    [
+        (320, "argmax", "gated"),
+        (100, "argmax", "markov"),
+        (100, "argmax", "recurrent"),
+        (320, "probabilistic", "recurrent"),
+        (100, "probabilistic", "gated"),
+    ],
+)
+def test_every_draft_knows_those_before(
+    target: TargetModel,
+    seen: list[Tensor],
+    draft_vocab_size: int,
+    draft_sampling: str,
+    form: CorrectionForm,
 ) -> None:
     lens = [K, 2, K]
     step = prompt_step(target, PROMPTS, [0.9, 0.0, 1.4], [3, 4, 5], k=lens)
     options = {"draft_vocab_size": draft_vocab_size, "draft_sampling": draft_sampling}
-    made = Corrected(target, step, **options)
+    made = Corrected(target, step, form, **options)
     with torch.inference_mode():
         drafts = made.proposer.propose(step)
     order = [0, 2, 1]  # those with the most drafts come first
     differs = 0
     for row, b in enumerate(order):
         for slot in range(lens[b]):
-            before = int(drafts.tokens_BK[b, slot - 1]) if slot else 0
-            logits_V = made.logits(seen[0][row, slot], slot, before)
+            logits_V = made.logits(seen[0][row], drafts.tokens_BK[b, :slot].tolist())
             token, greedy = int(drafts.tokens_BK[b, slot]), int(logits_V.argmax())
-            differs += greedy != int(made.logits(seen[0][row, slot], 0, 0).argmax())
+            differs += greedy != int(made.own_logits(seen[0][row, slot]).argmax())
             temperature = [0.9, 0.0, 1.4][b]
             if draft_sampling == "argmax" or not temperature:
                 assert token == greedy
@@ -122,23 +136,33 @@ class OnlyAfter:
 def test_a_grammar_masks_corrected_logits(target: TargetModel, seen: list[Tensor]) -> None:
     grammar = OnlyAfter(len(PROMPTS), target.vocab_size)
     step = replace(prompt_step(target, PROMPTS), constraint=grammar)
-    made = Corrected(target, step, draft_vocab_size=100)
+    made = Corrected(target, step, "recurrent", draft_vocab_size=100)
     with torch.inference_mode():
         drafts = made.proposer.propose(step).tokens_BK
     for b in range(len(PROMPTS)):
         for slot in range(K):
-            logits_V = made.logits(seen[0][b, slot], slot, int(drafts[b, slot - 1]))
+            logits_V = made.logits(seen[0][b], drafts[b, :slot].tolist())
             logits_V[~grammar.masks[slot][b]] = -torch.inf
             assert int(drafts[b, slot]) == int(logits_V.argmax())
 
 
-@pytest.mark.parametrize("draft_vocab_size", [320, 70])
-def test_the_children_of_a_tree_know_their_parent(
-    target: TargetModel, seen: list[Tensor], draft_vocab_size: int
+@pytest.mark.parametrize(
+    ("draft_vocab_size", "form"), [(320, "gated"), (70, "markov"), (70, "recurrent")]
+)
+@pytest.mark.parametrize("device_way", [False, True])
+def test_the_children_of_a_tree_know_their_parents(
+    target: TargetModel,
+    seen: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    draft_vocab_size: int,
+    form: CorrectionForm,
+    device_way: bool,
 ) -> None:
     lens, shape = [K, 2, K], CandidateTrees(3, K, 20)
     step = prompt_step(target, PROMPTS, k=lens)
-    made = Corrected(target, step, draft_vocab_size=draft_vocab_size, trees=shape)
+    made = Corrected(target, step, form, draft_vocab_size=draft_vocab_size, trees=shape)
+    if device_way:
+        monkeypatch.setattr(made.proposer, "grow", partial(grown_as_on_a_card, made.proposer))
     with torch.inference_mode():
         drafts = made.proposer.propose(step)
     assert drafts.parents_BK is not None and drafts.lens == [20] * 3
@@ -161,14 +185,35 @@ def test_the_children_of_a_tree_know_their_parent(
     assert alone > 20, "the correction changes trees"
 
 
+def grown_as_on_a_card(
+    proposer: HeadProposer, logits_NKV: Tensor, states_NKW: Tensor, depths_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Depth after depth, not node by node."""
+    correction, shape = proposer.drafter.correction, proposer.trees
+    assert correction is not None and shape is not None
+    ids, heat = proposer.target_ids, TREE_TEMPERATURE
+    tokens, parents, scores = best_first_trees(
+        logits_NKV,
+        depths_N,
+        num_parallel_trees=shape.num_parallel_trees,
+        max_nodes=shape.max_nodes,
+        temperature=heat,
+        children=correction.tree_children(logits_NKV, states_NKW, ids, heat),
+    )
+    return proposer.drafter.to_target_ids(tokens), parents, scores
+
+
 def marginal(made: Corrected, normed_KD: Tensor, path: Sequence[int]) -> Tensor:
-    return (made.logits(normed_KD[len(path)], 0, 0) / TREE_TEMPERATURE).log_softmax(-1)
+    return (made.own_logits(normed_KD[len(path)]) / TREE_TEMPERATURE).log_softmax(-1)
 
 
-def test_trees_under_a_grammar_know_the_parent_too(target: TargetModel, seen: list[Tensor]) -> None:
+@pytest.mark.parametrize("form", CORRECTION_FORMS)
+def test_trees_under_a_grammar_know_the_parents_too(
+    target: TargetModel, seen: list[Tensor], form: CorrectionForm
+) -> None:
     """`grow_trees` asks for logits behind a path; the whole vocabulary is corrected."""
     step = prompt_step(target, PROMPTS)
-    made = Corrected(target, step, draft_vocab_size=70, trees=CandidateTrees(3, K, 7))
+    made = Corrected(target, step, form, draft_vocab_size=70, trees=CandidateTrees(3, K, 7))
     with torch.inference_mode():
         drafts = made.proposer.propose(step)
     unused: Any = None
@@ -177,8 +222,7 @@ def test_trees_under_a_grammar_know_the_parent_too(target: TargetModel, seen: li
     for b in range(len(PROMPTS)):
         logits_after = drafting._logits_after(drafts.slots[b])
         for path in ([], [9], [9, 200], [9, 200, 31]):
-            before = path[-1] if path else 0
-            expected_V = made.logits(seen[0][b, len(path)], len(path), before)[ids]
+            expected_V = made.logits(seen[0][b], path)[ids]
             torch.testing.assert_close(logits_after(path), expected_V)
 
 

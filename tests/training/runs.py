@@ -34,7 +34,7 @@ def make_config(target: Path, responses: Path, output: Path, **changes: Any) -> 
         "run": {"log_every": 10, "validate_every": 20, "save_every": 10, "device": "cpu"},
     }
     for name, section in changes.items():
-        sections[name] = {**sections[name], **section}
+        sections[name] = {**sections.get(name, {}), **section}
     return TrainConfig.model_validate({"target": target, "output": output, **sections})
 
 

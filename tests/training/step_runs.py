@@ -17,6 +17,7 @@ from peagle.data.batches import Batch, moved
 from peagle.data.features import TargetStates
 from peagle.models.drafter import Drafter, DrafterConfig
 from peagle.models.target_facts import TargetShape
+from peagle.training.build import Built, build_correction
 from peagle.training.config import TrainConfig
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.optimizers import Masters, build_optimizers
@@ -52,6 +53,7 @@ class Case:
         packed: two documents a row.
         frozen: which ends of the head are not trained, "embeddings" and "lm_head".
         quantization: type that the linear layers are rounded to.
+        correction: form of a correction that is trained with the head.
     """
 
     segments: int = 1
@@ -65,6 +67,7 @@ class Case:
     packed: bool = False
     frozen: tuple[str, ...] = ()
     quantization: str | None = None
+    correction: str | None = None
 
     @property
     def config(self) -> TrainConfig:
@@ -84,6 +87,9 @@ class Case:
                 },
                 "method": {"depth": 6, **self.method},
                 "optimizer": {"steps": 3, "name": self.optimizer},
+                "correction": {"train": "together", "form": self.correction, "width": 48}
+                if self.correction
+                else {},
                 "run": {"device": "cpu", **self.run},
             }
         )
@@ -130,7 +136,12 @@ class Running:
         self.drafter = Drafter(head).to(device)
         for name in config.head.frozen:
             self.drafter.get_parameter(name).requires_grad_(False)
-        self.masters = Masters(self.drafter, shape.dtype, shape.rounding)
+        built = Built(self.drafter, None)
+        if case.correction:
+            correction = build_correction(head.hidden_size, config).to(device)
+            correction.reset(0)
+            built = dataclasses.replace(built, correction=correction)
+        self.masters = Masters(built.trained, shape.dtype, shape.rounding)
         self.optimizers = build_optimizers(self.masters.named(), config.optimizer)
         weight = torch.randn(shape.graded_vocabulary, head.target_hidden_size).to(device, wide)
         target: Any = types.SimpleNamespace(
@@ -148,7 +159,15 @@ class Running:
 
         rows = config.run.loss_chunk_rows
         training, validation = (
-            Watching(self.drafter, target, config.method, rows, whole_vocabulary=whole)
+            Watching(
+                self.drafter,
+                target,
+                config.method,
+                rows,
+                whole_vocabulary=whole,
+                correction=built.correction,
+                alone=config.correction.alone,
+            )
             for whole in (False, True)
         )
         flex, compiled = shape.kernels

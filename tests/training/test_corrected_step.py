@@ -18,6 +18,7 @@ from peagle.models.drafter import Drafter
 from peagle.training.config import MethodSection
 from peagle.training.step import Objective, TrainingStep
 from peagle.training.training_methods import TrainingMethod
+from tests.corrections import term_of
 from tests.training.reference import HIDDEN, VOCAB, make_head, make_plain_batch, peagle_forward
 
 SECTION = MethodSection(depth=5, depth_decay=0.9, cod_ratio=0.8, cod_floor=0.3)  # type: ignore[call-arg]
@@ -49,33 +50,12 @@ def make_step(
     head: Drafter, correction: Correction, matrix: Tensor, segments: int, own: float
 ) -> TrainingStep:
     target = cast(Any, SimpleNamespace(compute_logits=lambda hidden: hidden @ matrix.mT))
-    shares = {"alone": ALONE, "own_drafts": own}
-    training = Objective(head, target, SECTION, 16, correction=correction, **shares)
+    training = Objective(
+        head, target, SECTION, 16, correction=correction, alone=ALONE, own_drafts=own
+    )
     validation = Objective(head, target, SECTION, 16, correction=correction)
     alone = Objective(head, target, SECTION, 16)
     return TrainingStep(head, TrainingMethod(SECTION), training, validation, segments, alone=alone)
-
-
-def term_of(correction: Correction, normed: Tensor, tokens_e: list[Tensor], root: Tensor) -> Tensor:
-    """P r of one slot: `tokens_e` are the embeddings of all tokens drafted before it."""
-    own = dict(correction.named_parameters())
-    scaled = [e / e.square().mean().sqrt() for e in tokens_e]
-    t = own["tokens.weight"] @ scaled[-1]
-    if correction.form == "markov":
-        return own["up.weight"] @ t
-    slot = min(len(tokens_e), len(own["slots"]))
-    inner = own["states.weight"] @ normed + t + own["slots"][slot - 1]
-    if correction.form == "recurrent":
-        path = torch.tanh(own["begin.weight"] @ root)
-        for e in scaled:
-            x = own["gru.weight_ih"] @ (own["tokens.weight"] @ e) + own["gru.bias_ih"]
-            h = own["gru.weight_hh"] @ path + own["gru.bias_hh"]
-            (xr, xz, xn), (hr, hz, hn) = x.chunk(3), h.chunk(3)
-            new = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
-            z = torch.sigmoid(xz + hz)
-            path = (1 - z) * new + z * path
-        inner = inner + own["path.weight"] @ path
-    return own["up.weight"] @ (own["down.weight"] @ (inner * inner.sigmoid()))
 
 
 def in_one_pass(

@@ -71,6 +71,9 @@ CASES: dict[str, Case] = {
         2, True, head={"vocab_size": 4000, "draft_vocab_size": 2000}, frozen=BOTH, optimizer="muon"
     ),
     "frozen in bfloat16": Case(2, run={"precision": "bfloat16"}, frozen=BOTH),
+    "correction": Case(2, correction="gated"),
+    "correction of paths": Case(3, correction="recurrent"),
+    "Markov correction": Case(1, correction="markov", run={"precision": "bfloat16"}),
     "int4": Case(2, head=EVEN, quantization="int4", optimizer="muon"),
     "int8 in bfloat16": Case(2, head=EVEN, quantization="int8", run={"precision": "bfloat16"}),
 }
@@ -234,6 +237,7 @@ WORK: dict[str, Case] = {
     "deep": Case(2, method={"depth": 9, "cod_ratio": 0.7}, head={"num_layers": 2}),
     "eagle3": Case(method={"name": "eagle3", "depth": 4}),
     "frozen": Case(head={"vocab_size": 900, "draft_vocab_size": 600}, frozen=BOTH),
+    "correction": Case(2, correction="recurrent"),
 }
 
 
@@ -252,7 +256,8 @@ def test_products_of_a_step(case: Case) -> None:
     flops = estimate_flops(case.shape, case.recompute)
     # Without the compiler the last product of a layer is not computed again.
     tolerance = 0.2 if case.recompute else 0.1
-    assert flops["layers"] + flops["vocabulary"] == pytest.approx(products, rel=tolerance)
+    counted = sum(flops.get(name, 0) for name in ("layers", "vocabulary", "correction"))
+    assert counted == pytest.approx(products, rel=tolerance)
 
 
 def test_attention_and_the_target_count() -> None:

@@ -183,7 +183,7 @@ def train(
         trainer.run(resume=resume)
     except TrainingStopped as stopped:
         assert f"step {stop_at} " in str(stopped)
-    weights = {name: p.detach().cpu().clone() for name, p in trainer.drafter.named_parameters()}
+    weights = {name: p.detach().cpu().clone() for name, p in trainer.trained.named_parameters()}
     return {"entries": trainer.history.entries, "weights": weights, "tokens": trainer.num_tokens}
 
 

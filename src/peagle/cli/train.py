@@ -39,7 +39,10 @@ peagle train head.toml --resume
 # Train for longer; the learning rate is then that of a run of 4,000 steps
 peagle train head.toml --resume --set optimizer.steps=4000
 
-# A correction of that head, fitted in minutes on the same data and kept beside it
+# A head and its correction, trained together
+peagle train head.toml --set correction.train=together --set correction.form=recurrent
+
+# A correction of a head that stays as it is, fitted in minutes on the same data and kept beside it
 peagle train head.toml --correction-on out/head
 
 # As many steps as take 20 minutes, planned by the time of the first ones; optimizer.steps is then
@@ -96,7 +99,8 @@ def train(
     """Train a P-EAGLE or EAGLE-3 draft head on responses that the target generated.
 
     Writes to the output folder: head/ (vLLM style; the best one where there is validation data),
-    checkpoint/ (to resume from), metrics.jsonl and train.json. With --correction-on the head stays
+    checkpoint/ (to resume from), metrics.jsonl and train.json. With correction.train = "together"
+    head/ has the head's correction too. With --correction-on the head stays
     as it is and gets correction.st beside it; the rest goes to correction/ in the output folder.
     """
     from peagle.training.checkpoint_facts import continued

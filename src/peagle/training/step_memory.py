@@ -351,6 +351,7 @@ def _passes(shape: TrainingShape, segments: int, recompute: bool) -> dict[str, i
         "depth 0": layers * context + 2 * positions * head.hidden_size * size,
         "deeper elements": layers * segment + (0 if flex else context_scores + scores),
         "keys and values lent": borrowed * lent,
+        "correction": _correction_bytes(shape, positions, elements) if shape.correction else 0,
         "a loss, or a layer's gradients": max(_loss_bytes(shape, graded), backward),
         "gradients": 4 * (shape.trained.get("lm_head.weight", 0) + gradients),
     }
@@ -377,6 +378,19 @@ def _layer_bytes(
     kept = elements * (numbers * size + 4 * wide)
     # A dense mask is a number for each pair, and repeats the keys for all heads.
     return kept + (2 * key * keys if flex else 2 * query * keys + scores) * size
+
+
+def _correction_bytes(shape: TrainingShape, positions: int, elements: int) -> int:
+    """Return the bytes that a correction of elements keeps, and those of what it borrows."""
+    own, size, width = shape.config.correction, shape.dtype.itemsize, shape.head.hidden_size
+    # Embeddings, scaled ones, terms and corrected states; the rest is of the term's own width.
+    numbers, roots = 4 * width + own.rank, 1
+    if own.form == "gated":
+        numbers += 4 * own.width
+    elif own.form == "recurrent":
+        numbers, roots = numbers + 14 * own.width, 2
+    # Gradients of the borrowed tensors, and their float32 sums.
+    return elements * numbers * size + roots * positions * width * (size + 4)
 
 
 def _loss_bytes(shape: TrainingShape, graded: int) -> int:
@@ -420,6 +434,7 @@ def estimate_flops(shape: TrainingShape, recompute: bool) -> dict[str, int]:
         + 4 * head.feature_size * head.hidden_size * positions,
         "attention": (2 + 4 * passes) * elements * batch.context * width,
         "vocabulary": vocabulary + 2 * target_rows * target.hidden_size * shape.graded_vocabulary,
+        "correction": round(6 * sum(shape.correction.values()) * anchors * deeper),
         "target": 0 if shape.is_stored else 2 * target.num_active * positions,
     }
     return {name: round(count) for name, count in parts.items() if count}

@@ -63,7 +63,7 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What chains begin with, at every position of a batch.
+    """The states with which chains begin, at every position of a batch.
 
     Attributes:
         embedding_BND: of the token after each position.

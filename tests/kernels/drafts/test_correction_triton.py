@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.models.correction import Correction, DraftCorrection
+from peagle.models.correction import DraftCorrection
+from peagle.models.correction_form import CORRECTION_FORMS, CorrectionForm
+from tests.corrections import random_correction
 from tests.kernels.devices import DEVICES, INTERPRETED
 
 pytest.importorskip("triton", reason="needs triton")
@@ -71,17 +73,19 @@ def test_one_slot_of_a_batch(size: tuple[int, ...], dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_kernel_does_what_drafting_by_torch_does(device: str) -> None:
+@pytest.mark.parametrize("form", CORRECTION_FORMS)
+def test_the_kernel_does_what_drafting_by_torch_does(device: str, form: CorrectionForm) -> None:
     torch.manual_seed(0)
-    correction = Correction(24, rank=8, width=40, num_slots=3).to(device)
-    torch.nn.init.normal_(correction.slots)
+    correction = random_correction(24, rank=8, width=40, form=form).to(device)
     embedding, lm_head = torch.randn(50, 24, device=device), torch.randn(30, 24, device=device)
     ready = DraftCorrection(correction, embedding, lm_head)
     normed, logits = torch.randn(5, 4, 24, device=device), torch.randn(5, 4, 30, device=device)
     states, tokens = ready.start(normed), torch.randint(50, (5,), device=device)
-    expected = ready.add(logits[:, 2], states[:, 2], tokens)
+    state, _ = ready.follow(states[:, 2], states[:, 0], tokens)
+    expected = ready.add(logits[:, 2], state, tokens)
+    assert (expected - logits[:, 2]).abs().max() > 0.1
     weights = ready.tokens_VW, ready.down_rW, ready.weight_Vr
-    correct_logits(logits[:, 2], states[:, 2], tokens, *weights)
+    correct_logits(logits[:, 2], state, tokens, *weights)
     torch.testing.assert_close(logits[:, 2], expected, rtol=1e-4, atol=1e-4)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from peagle.kernels.trees.growth import best_first_trees, count_nodes
 from peagle.models.correction import Correction, DraftCorrection
+from peagle.models.correction_form import CorrectionForm
 from tests.kernels.devices import DEVICES, compile_for_card
 from tests.kernels.tree_reference import paths_of
 
@@ -30,12 +31,15 @@ def grow(
     return tokens, parents, scores
 
 
-def correction_of(hidden: int, vocab: int, draft_vocab: int, device: str) -> DraftCorrection:
-    made = Correction(hidden, rank=12, width=24, num_slots=4)
+def correction_of(
+    form: CorrectionForm, hidden: int, vocab: int, draft_vocab: int, device: str
+) -> DraftCorrection:
+    made = Correction(hidden, rank=12, width=24, num_slots=4, form=form)
     made.reset(3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        made.down.weight.normal_(0, 2.0, generator=generator)
+        last = made.tokens if form == "markov" else made.down
+        last.weight.normal_(0, 2.0, generator=generator)
     embedding = torch.randn(vocab, hidden, generator=generator)
     lm_head = torch.randn(draft_vocab, hidden, generator=generator) / hidden**0.5
     return DraftCorrection(made, embedding, lm_head).to(device)
@@ -45,19 +49,19 @@ CASES = [(5, 2, 2, 2100), (16, 8, 5, 200), (63, 63, 4, 64), (1, 1, 1, 70), (7, 3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_corrected", [False, True])
+@pytest.mark.parametrize("form", [None, "gated", "markov"])
 @pytest.mark.parametrize(("n", "w", "num_slots", "vocab"), CASES)
 def test_trees_are_those_of_torch(
-    device: str, is_corrected: bool, n: int, w: int, num_slots: int, vocab: int
+    device: str, form: CorrectionForm | None, n: int, w: int, num_slots: int, vocab: int
 ) -> None:
     generator = torch.Generator().manual_seed(n)
     wide = torch.randn(2, num_slots + 1, vocab, generator=generator) * 3
     logits = wide.to(device)[:, 1:]  # rows of a larger tensor
     depths = torch.tensor([num_slots, max(num_slots - 1, 1)], device=device)
     term, children = None, None
-    if is_corrected:
+    if form is not None:
         d2t = torch.arange(vocab, device=device) % 3
-        correction = correction_of(8, vocab + 3, vocab, device)
+        correction = correction_of(form, 8, vocab + 3, vocab, device)
         states = torch.randn(2, num_slots, 24, generator=generator).to(device)
         ids = torch.arange(vocab, device=device) + d2t
         children = correction.tree_children(logits, states, ids, 0.7)
