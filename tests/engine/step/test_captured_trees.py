@@ -26,7 +26,6 @@ from peagle.engine.sequence import SequenceStatus
 from peagle.engine.step.graph_runner import Flight, GraphRunner, RowTokens
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.trees.growth import count_nodes
 from peagle.models.correction_form import CorrectionForm
 from peagle.speculation import Drafts
 from tests.corrections import add_correction
