@@ -19,17 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from peagle import LLM, SamplingParams
-from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_TARGET
+from peagle import LLM
+from peagle.bundled import BUNDLED_EAGLE3
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.engine import LLMEngine
 from peagle.engine.stats import GraphTimes
-from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
@@ -460,77 +456,3 @@ def test_nodes_are_measured_beside_both_heads_and_without_loops() -> None:
         lengths = {name: one["acceptance_length"] for name, one in found.items()}
         assert lengths["plain"] == 1 < min(lengths["n=5"], lengths["eagle3 K=7"])
         assert found["n=5"]["nodes_a_step"] > 4
-
-
-def test_foreseen_chains_of_eagle3_are_those_of_the_engine(throughput: ModuleType) -> None:
-    """Step by step over greedy outputs; trees, which no engine drafts here, share all but width."""
-    import eagle3_trees  # type: ignore[import-not-found]
-
-    prompts = [[7 * i + n for i in range(9)] for n in range(40, 43)]
-    head_config = {"model": str(BUNDLED_EAGLE3), "num_speculative_tokens": 3}
-    llm = LLM("bundled", speculative_config=head_config, device="cpu", dtype="float32")
-    served: list[list[int]] = [[] for _ in prompts]
-    outputs: list[list[int]] = [[] for _ in prompts]
-    for chunk in llm.stream(prompts, SamplingParams(max_tokens=30, ignore_eos=True)):
-        served[chunk.index] += [chunk.num_accepted] if outputs[chunk.index] else []
-        outputs[chunk.index] += chunk.token_ids
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED_TARGET).float()
-    head = load_drafter(str(BUNDLED_EAGLE3), llm.target)
-
-    for prompt, output, accepted in zip(prompts, outputs, served, strict=True):
-        with torch.inference_mode():
-            chains, trees = (
-                eagle3_trees.foreseen(model, head, prompt, output, depth=3, width=width)
-                for width in (1, 4)
-            )
-        assert eagle3_trees.walk(chains, output, 3)[:-1] == accepted[:-1]
-        for tree in trees:
-            assert all(parent < node for node, parent in enumerate(tree.parents))
-            assert len({*zip(tree.parents, tree.tokens, strict=True)}) == 4 + 2 * 16
-        tokens = [*prompt, *output[:5]]
-        expanded: dict[tuple[int, ...], set[int]] = {}
-        for path in paths(trees[4]):
-            expanded.setdefault(path[:-1], set()).add(path[-1])
-        assert Counter(map(len, expanded)) == {0: 1, 1: 4, 2: 4}
-        for path, children in expanded.items():
-            assert children == best_children(model, head, tokens, path, 4)
-
-
-def paths(tree: Any) -> list[tuple[int, ...]]:
-    """The tokens on the way to each node."""
-    found: list[tuple[int, ...]] = []
-    for parent, token in zip(tree.parents, tree.tokens, strict=True):
-        found.append((*(found[parent] if parent >= 0 else ()), token))
-    return found
-
-
-def best_children(
-    model: Any, head: Drafter, tokens: list[int], path: tuple[int, ...], count: int
-) -> set[int]:
-    """What one pass over context and path a draft, without any cache, finds most probable."""
-
-    def attend(_: int, *projected: Tensor) -> Tensor:
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in projected)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return out.squeeze(0).transpose(0, 1)
-
-    with torch.inference_mode():
-        states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[i][0] for i in head.config.aux_layer_ids], -1)
-        hidden = head.combine_features(features[:-1])
-        for more in range(len(path) + 1):
-            ids = torch.tensor([*tokens[1:], *path[:more]])
-            out = head(ids, hidden, torch.arange(len(ids)), attend)
-            hidden = torch.cat((hidden, out[-1:]))
-        best = head.compute_logits(out[-1]).topk(count).indices
-        return set(head.to_target_ids(best).tolist())
-
-
-def test_a_tree_accepts_what_its_first_nodes_hold(throughput: ModuleType) -> None:
-    import eagle3_trees  # type: ignore[import-not-found]
-
-    tree = eagle3_trees.Tree(tokens=[5, 6, 8, 7], parents=[-1, 0, -1, 1])
-    assert [tree.num_accepted([5, 6, 7], n) for n in range(5)] == [0, 1, 2, 2, 3]
-    assert tree.num_accepted([6], 4) == 0
-    assert eagle3_trees.walk([tree] * 5, [1, 5, 6, 9, 5, 6], 4) == [2, 2]
-    assert eagle3_trees.length([[2, 0], [1, 1, 0]]) == round(1 + 4 / 3, 3)

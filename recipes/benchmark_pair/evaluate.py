@@ -59,7 +59,7 @@ def measurements(work: Path, *, small: bool) -> list[Job]:
         evaluation("eval-tree16", ["tree16"], "7", *trees(16)),
         evaluation("eval-tree32", ["tree32"], "7", *trees(32)),
         evaluation("eval-greedy", both, "3,5,7"),
-        _eagle3_trees(work, small=small),
+        evaluation("eval-eagle3-trees", ["eagle3"], "7", *trees(16)),
         *(
             evaluation(f"{name}-greedy", ["peagle"], "7", "--quantization", name)
             for name in ("fp8", "int8", "int4")
@@ -100,16 +100,6 @@ def _nodes(work: Path, prompts: str, *, small: bool) -> Job:
     # What is interrupted is lost.
     least_s = 0 if prompts == "humaneval" else 240
     return Job(f"nodes-{prompts}", (*command, "--output", str(folder / NODES_FILE)), least_s)
-
-
-def _eagle3_trees(work: Path, *, small: bool) -> Job:
-    """`benchmarks/eagle3_trees.py`: what trees would bring EAGLE-3."""
-    command = [sys.executable, str(BENCHMARKS / "eagle3_trees.py"), "--target"]
-    command += [str(work / "target"), "--eagle3", _head(work, "eagle3")]
-    command += ["--depth", "3"] if small else []
-    command += ["--limit", "2" if small else "164", "--max-new-tokens", "16" if small else "512"]
-    file = _found(work, "eagle3-trees") / NODES_FILE
-    return Job("eagle3-trees", (*command, "--output", str(file)))
 
 
 def _peagle(work: Path, verb: str, name: str, arguments: Sequence[str]) -> Job:

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     sets = corpus.load_prompts(args.shared / "data")
-    sets["heldout_code"] = list(read_documents(BUNDLED / "prompts" / "heldout_code.jsonl"))
+    sets["heldout_code"] = list(read_documents(BUNDLED / "prompts" / "heldout_code.jsonl.gz"))
     corpus._start({name: NgramIndex(corpus.evaluation_texts(rows)) for name, rows in sets.items()})
     _, documents, dropped = corpus.process((stdlib_source(), BYTES, TESTS_SHARE))
     deduplicator = corpus.Deduplicator()

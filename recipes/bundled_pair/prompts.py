@@ -5,7 +5,7 @@
 Writes `response_prompts.npz` in the build folder: `p128`, `p256`, `p448`, uint16 [rows, length],
 rows of exactly that length from training packages, most of which stop after a docstring; with
 `--positions` where they begin in `train.u16`, int32 [rows]. Writes the evaluation prompt sets and
-`heldout_code.jsonl` as `{id, category, turns}` lines.
+`heldout_code.jsonl.gz` as `{id, category, turns}` lines.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def write_sets(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
         # The README's first training reads lines of GSM8K.
         write_jsonl(args.prompts / f"{name}.jsonl{'' if name == 'gsm8k' else '.gz'}", kept)
     candidates = list(read_documents(args.build / "docs" / "heldout_candidates.jsonl"))
-    write_jsonl(args.prompts / "heldout_code.jsonl", heldout_prompts(candidates, tokenizer))
+    write_jsonl(args.prompts / "heldout_code.jsonl.gz", heldout_prompts(candidates, tokenizer))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,6 +9,7 @@ uint16 tokens, every document ended by token 0), `train.u16.xz` and `corpus.json
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import subprocess
 import time
@@ -31,8 +32,9 @@ _BATCH = 512
 
 
 def read_documents(path: Path) -> Iterator[dict]:
-    """The documents of a `.jsonl` file, in order."""
-    with path.open(encoding="utf-8") as lines:
+    """The documents of a `.jsonl` or `.jsonl.gz` file, in order."""
+    reader = gzip.open if path.suffix == ".gz" else open
+    with reader(path, "rt", encoding="utf-8") as lines:
         yield from map(json.loads, lines)
 
 

@@ -9,6 +9,7 @@ before, unless it asks for the same server. `limited` keeps the work small.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -155,8 +156,8 @@ class Shell:
             example.write_text(self.on_its_port(example.read_text()))
         for name, stand_in in _STAND_INS.items():
             (self.folder / name).symlink_to(stand_in)
-        held_out = (BUNDLED_TARGET.parent / "prompts" / "heldout_code.jsonl").open()
-        with held_out, (self.folder / "few.jsonl").open("w") as few:
+        packed = BUNDLED_TARGET.parent / "prompts" / "heldout_code.jsonl.gz"
+        with gzip.open(packed) as held_out, (self.folder / "few.jsonl").open("wb") as few:
             few.writelines(islice(held_out, _NUM_FEW))
         self._listener = socket.socket(socket.AF_UNIX)
         address = str(folder / "socket")

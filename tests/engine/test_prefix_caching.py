@@ -6,7 +6,6 @@ what stands before it in the last block.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import pytest
 import torch
 
 from peagle import LLM, SamplingParams
-from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_PROMPTS, BUNDLED_TARGET
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.outputs import RequestOutput
+from peagle.evaluation.prompts import load_prompt_set
 from peagle.messages import ChatMessage
 from peagle.models.target import TargetModel
 from tests.engine.engines import K, config_of, make_llm, watch_drafts
@@ -53,8 +53,7 @@ def bundled_llm(target: TargetModel, head: Path, **options: Any) -> LLM:
 
 def long_code(llm: LLM, num_tokens: int) -> str:
     """Held-out functions, one after the other."""
-    lines = (BUNDLED_PROMPTS / "heldout_code.jsonl").read_text().splitlines()
-    code = "\n".join(json.loads(line)["turns"][0] for line in lines[:9])
+    code = "\n".join(prompt.text for prompt in load_prompt_set("heldout_code", 9))
     return str(llm.tokenizer.decode(llm.tokenizer.encode(code)[:num_tokens]))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_TARGET
-from peagle.evaluation.prompts import read_prompts
+from peagle.evaluation.prompts import load_prompt_set, read_prompts
 from tests.interop.heads import SavedHead, longer_attention, longer_heads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ BUILD = ROOT / "build" / "interop"
 PAIR2 = ROOT / "tests" / "fixtures" / "pair2"
 # vLLM's attention on a CPU has no kernel for the 16 dimensions that the second pair's heads have.
 HEAD_DIM = 32
-CODE = BUNDLED_TARGET.parent / "prompts" / "heldout_code.jsonl"
+CODE = "heldout_code"
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,21 @@ class Pair:
     """A target, and prompts of the kind that its heads are for.
 
     Attributes:
+        prompts: a file, or the name of a prompt set.
         thinking: mode of its chat template; None for a target without one.
         num_joined: prompts of the file that are one text.
     """
 
     target: Path
-    prompts: Path
+    prompts: Path | str
     num_prompts: int
     thinking: bool | None = None
     num_joined: int = 1
 
     def texts(self, count: int) -> list[str]:
         each = self.num_joined
-        texts = [prompt.text for prompt in read_prompts(self.prompts)[: count * each]]
+        read = load_prompt_set if isinstance(self.prompts, str) else read_prompts
+        texts = [prompt.text for prompt in read(self.prompts)[: count * each]]
         return ["\n\n".join(texts[at : at + each]) for at in range(0, len(texts), each)]
 
 

@@ -29,7 +29,6 @@ scripts()
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-import eagle3_trees  # noqa: E402
 import evaluate  # noqa: E402
 import nodes  # noqa: E402
 import sitting  # noqa: E402
@@ -88,8 +87,8 @@ def test_measurements_are_commands_that_peagle_understands(tmp_path: Path, small
         python, first, *rest = job.command
         assert python == sys.executable
         if Path(first).parent == evaluate.BENCHMARKS:
-            script = next(one for one in (eagle3_trees, nodes) if one.__file__ == first)
-            script.parser().parse_args(rest)
+            assert first == nodes.__file__
+            nodes.parser().parse_args(rest)
             continue
         module, verb, *arguments = rest
         assert (first, module) == ("-m", "peagle")
