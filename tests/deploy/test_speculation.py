@@ -260,7 +260,7 @@ def test_k_is_the_depth_of_trees(
             "unknown key 'trees'.* Each key may be left",
         ),
         (SpeculationFlags(trees={"num_parallel_trees": 0}), PEAGLE, "num_parallel_trees is 0; exp"),
-        (SpeculationFlags(trees={}), EAGLE3, "parallel_drafting is False; expected true with"),
+        (SpeculationFlags(trees={"num_parallel_trees": 9}), EAGLE3, "is 9; expected 1 to 8: the"),
         (
             SpeculationFlags(trees=BY_FLAG, num_speculative_tokens=4),
             PEAGLE,

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.config import CandidateTrees, SpeculativeConfig
-from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
+from peagle.config.speculative import DEFAULT_BEAM, MAX_SPECULATIVE_TOKENS
 from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
 from peagle.errors import UserError
-from peagle.models.head_json import check_tree_depth, default_k
+from peagle.models.head_json import check_trees, default_k
 
 _DEFAULT_METHOD = "eagle3"
 _K = "num_speculative_tokens"
@@ -134,8 +134,10 @@ def configure_drafts(
     merged.setdefault(_K, default_k(depth))
     if _TREES in merged and source == "native":
         default = merged[_K] if wanted.is_k_given or depth is None else min(merged[_K], depth)
-        trees = CandidateTrees.parse(merged[_TREES], default)
-        check_tree_depth(trees, depth, "" if draft is None else draft.name)
+        parallel, name = facts is None or facts.is_parallel, "" if draft is None else draft.name
+        width = None if parallel else DEFAULT_BEAM
+        trees = CandidateTrees.parse(merged[_TREES], default, width)
+        check_trees(trees, name, parallel, depth, merged.get("drawn_chains_from"))
         if not wanted.is_k_given:
             merged[_K] = trees.prediction_depth
     if draft is not None:

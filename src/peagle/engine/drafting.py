@@ -10,7 +10,6 @@ before a context.
 from __future__ import annotations
 
 import copy
-import math
 import time
 import warnings
 from collections.abc import Sequence as SequenceOf
@@ -50,7 +49,7 @@ from peagle.kernels.trees.copies import (
     join_copies,
 )
 from peagle.kernels.trees.growth import allocate_nodes
-from peagle.kernels.trees.survival import Survival
+from peagle.kernels.trees.survival import MIN_SCORE, Survival
 from peagle.kernels.upload import upload_ints
 from peagle.models.correction import DraftCorrection
 from peagle.models.drafter import Drafter
@@ -624,7 +623,7 @@ def _allowed_tree(
     """
     if not grammar.is_free:
         return [], [], []
-    count = sum(score > -math.inf for score in scores[: len(tokens)])
+    count = sum(score > MIN_SCORE for score in scores[: len(tokens)])
     return tokens[:count], parents[:count], scores[:count]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from peagle.config import DEFAULT_K, CandidateTrees, SpeculativeConfig
 from peagle.config.speculative import (
@@ -141,7 +141,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
         trees = CandidateTrees.parse(
             shape, k or default_k(depth), None if parallel else DEFAULT_BEAM
         )
-        check_trees(trees, config, parallel, depth)
+        check_trees(trees, config.model, parallel, depth, config.drawn_chains_from)
         drawn_from = config.drawn_chains_from
         if drawn_from is None:
             drawn_from = 0.0 if parallel else NEVER
@@ -157,19 +157,23 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
 
 
 def check_trees(
-    trees: CandidateTrees, config: SpeculativeConfig, parallel: bool, trained: int | None
+    trees: CandidateTrees,
+    head: str,
+    parallel: bool,
+    trained: int | None,
+    drawn_chains_from: float | Literal["never"] | None,
 ) -> None:
     """Refuse trees that a head cannot draft.
 
     Args:
-        config: names the head, and says whether some requests get chains of drawn drafts.
+        head: its name, for the message.
         parallel: whether it is a P-EAGLE head.
         trained: as of `check_tree_depth`.
+        drawn_chains_from: as of `SpeculativeConfig`.
 
     Raises:
         UserError: naming the value and the head, and what may be done.
     """
-    head = config.model or ""
     check_tree_depth(trees, trained, head)
     if parallel:
         return
@@ -185,11 +189,11 @@ def check_trees(
             f"{depth - 1} depths; expected at most {MAX_BEAM_ROWS} nodes in all. Make "
             f"num_parallel_trees or prediction_depth smaller. {TREE_DEFAULTS}"
         )
-    if (first := config.drawn_chains_from) not in (None, NEVER):
+    if drawn_chains_from not in (None, NEVER):
         raise UserError(
-            f"drawn_chains_from is {first:g}, but {head!r} is an EAGLE-3 head, whose trees no "
-            "drawn chain leads. Leave it out, or leave parallel_drafting_spec out and set "
-            'draft_sampling to "probabilistic".'
+            f'drawn_chains_from is {drawn_chains_from!r}, but {head!r} is an EAGLE-3 head; "never" '
+            "or none is expected: no drawn chain leads its trees. Leave it out, or leave "
+            'parallel_drafting_spec out and set draft_sampling to "probabilistic".'
         )
 
 

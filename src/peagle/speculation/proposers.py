@@ -21,7 +21,15 @@ from peagle.config import CandidateTrees
 from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, expand_draft_batch, slot_mapping
 from peagle.kernels.sampling.probabilities import sample_from_weights
 from peagle.kernels.sampling.random import Purpose, of_step, uniform
-from peagle.kernels.trees.beams import Beam, BeamPlan, BeamTrees, count_beam_nodes, depth_within
+from peagle.kernels.trees.beams import (
+    Beam,
+    BeamPlan,
+    BeamTrees,
+    Count,
+    Find,
+    count_beam_nodes,
+    depth_within,
+)
 from peagle.kernels.trees.copies import PRIOR_RATES
 from peagle.kernels.trees.growth import after_slots, best_first_trees, count_nodes, searched_trees
 from peagle.kernels.trees.survival import Survival
@@ -156,9 +164,11 @@ class DraftExecutor(Protocol):
 
     Attributes:
         k: K, most drafts of a sequence.
+        find: finds the children of the nodes of beams; None leaves it to torch.
     """
 
     k: int
+    find: Find | None
 
     def first_batch(self) -> DraftBatch:
         """Return the drafter's batch that follows from the verification.
@@ -288,8 +298,8 @@ class HeadProposer:
         """Read the features of a target pass, and draft."""
         raise NotImplementedError
 
-    def max_depth(self, room: int) -> int:
-        """Return the greatest depth of drafts that find KV slots.
+    def max_depth(self, room: Count) -> Count:
+        """Return the greatest depth of drafts that find KV slots, of one sequence or of several.
 
         Args:
             room: tokens that the context can still take.
@@ -391,8 +401,8 @@ class AutoregressiveProposer(HeadProposer):
         assert self.trees is not None, "the head drafts chains"
         return min(self.trees.num_parallel_trees, self.drafter.config.draft_vocab_size)
 
-    def max_depth(self, room: int) -> int:
-        return room if self.trees is None else min(room, depth_within(room, self.beam))
+    def max_depth(self, room: Count) -> Count:
+        return room if self.trees is None else depth_within(room, self.beam)
 
     def count_nodes(self, depth: int) -> int:
         assert self.trees is not None, "the head drafts chains"
@@ -415,7 +425,7 @@ class AutoregressiveProposer(HeadProposer):
     def _draft_trees(self, on: DraftExecutor, hidden_ND: Tensor, shape: CandidateTrees) -> None:
         """Grow trees from the hidden states behind the newest tokens."""
         drafter, width = self.drafter, self.beam
-        trees = BeamTrees(width, shape.max_nodes, TREE_TEMPERATURE)
+        trees = BeamTrees(width, shape.max_nodes, TREE_TEMPERATURE, on.find)
         hidden_NWD = hidden_ND.unsqueeze(1)  # all nodes of depth 1 have one parent
         logits_N1V = on.allow(drafter.compute_logits(hidden_NWD), None)
         beam = trees.start(logits_N1V.squeeze(1))
@@ -458,6 +468,7 @@ class EagerDraft:
         self._tokens_BK = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._probs_BKV: Tensor | None = None
         self._trees: Drafts | None = None
+        self.find: Find | None = None
         self._max_query_len = self._max_seq_len = 1
 
     def first_batch(self) -> DraftBatch:

@@ -35,6 +35,7 @@ SPECULATIVE: dict[str, Any] = {
     "eagle3": {"model": str(BUNDLED_EAGLE3), "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
     "trees": {**PEAGLE, "parallel_drafting_spec": TREES},
+    "eagle3 trees": {"model": str(BUNDLED_EAGLE3), "parallel_drafting_spec": TREES},
 }
 NUM_GOOD = 5  # tokens that the faulty matcher takes
 
@@ -118,7 +119,12 @@ def check(found: list[RequestOutput], name: str) -> None:
 
 CASES = [(name, "refuses") for name in SPECULATIVE]
 CASES += [("peagle", fault) for fault in FAULTS if fault != "refuses"]
-CASES += [("trees", "has no mask"), ("trees", "cannot go back"), ("plain", "has no end")]
+CASES += [
+    (name, fault)
+    for name in ("trees", "eagle3 trees")
+    for fault in ("has no mask", "cannot go back")
+]
+CASES += [("plain", "has no end")]
 
 
 @pytest.mark.slow
@@ -143,7 +149,13 @@ def test_a_fault_ends_its_request_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "fault"), [("plain", "refuses"), ("peagle", "has no mask"), ("trees", "refuses")]
+    ("name", "fault"),
+    [
+        ("plain", "refuses"),
+        ("peagle", "has no mask"),
+        ("trees", "refuses"),
+        ("eagle3 trees", "refuses"),
+    ],
 )
 def test_a_fault_beside_the_engine(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No call of the matcher is waited for."""
@@ -170,6 +182,32 @@ def test_text_before_a_stop_string_stands(monkeypatch: pytest.MonkeyPatch) -> No
         outputs += [chunk.output for chunk in requests.step() if chunk.output is not None]
     assert (outputs[0].finish_reason, outputs[0].error) == ("stop", None)
     assert outputs[0].text == whole[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trees", "eagle3 trees"])
+def test_a_grammar_allows_every_node(name: str) -> None:
+    config = {**SPECULATIVE[name], "prompt_lookup": False}
+    llm = LLM(speculative_config=config, dtype="float32", device="cpu")
+    structure = StructuredOutput.regex("[a-z]{2,3}( [0-9]{2}){9}")
+    params = SamplingParams(max_tokens=12, temperature=0.0, structured_output=structure)
+    requests = Requests(llm.engine, llm.tokenizer)
+    requests.add(0, "# sort", params)
+    num_nodes = 0
+    while requests.has_unfinished:
+        requests.step()
+        llm.engine._complete_drafts()  # else the next step would begin with it
+        for sequence in llm.engine.scheduler.running:
+            state, paths = sequence.grammar, list[list[int]]([[]])
+            assert state is not None
+            pairs = zip(sequence.drafts, sequence.draft_parents or (), strict=False)
+            for token, parent in pairs:
+                paths.append([*paths[parent], token])
+                moved = sum(state.try_advance(one) for one in paths[-1])
+                assert moved == len(paths[-1])
+                state.rollback(moved)
+            num_nodes += len(sequence.drafts)
+    assert num_nodes > 20
 
 
 @pytest.mark.slow

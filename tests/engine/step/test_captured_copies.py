@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("graphs_everywhere")
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.4, seed=3)
+KINDS = pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 PROMPTS = [[5, 9, 200, 31, 5, 9], [17] * 8, [8, 8, 9, 9, 8, 8, 9], list(range(20, 40))]
 
 
@@ -51,13 +52,15 @@ def make(
 
 
 @pytest.mark.parametrize("copies", [False, True])
+@KINDS
 def test_the_head_is_compiled_for_the_slots_of_its_steps(
+    parallel: bool,
     copies: bool,
     target_folder: Path,
     head_folders: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    llm = make(target_folder, head_folders(parallel=True), eager=False, copies=copies)
+    llm = make(target_folder, head_folders(parallel=parallel), eager=False, copies=copies)
     assert llm.engine._pipeline is not None
     runner, plan, told = llm.engine._pipeline.runner, llm.engine._plan, list[list[int]]()
     monkeypatch.setattr(graph_runner, "accelerate_target", lambda *_: None)
@@ -67,16 +70,18 @@ def test_the_head_is_compiled_for_the_slots_of_its_steps(
     graph_runner.accelerate(llm.target, plan.drafter, 2, plan.depth, plan.trees, plan.max_path)
     sizes = [(rows, k) for rows, k in graph_runner.greatest_depths(runner._sizes).items() if k]
     drafts = [runner._make_step(*size)._draft for size in sizes]
-    assert [sorted(slots) for slots in told] == [
-        sorted(len(draft._hidden_SD) for draft in drafts if draft is not None)
-    ]
-    assert len(sizes) == 2 and len(told[0]) == 2
+    beams = [] if parallel else [3 * rows for rows, _ in sizes]
+    slots = [len(draft._hidden_SD) for draft in drafts if draft is not None]
+    assert [sorted(slots) for slots in told] == [sorted([*slots, *beams])]
+    assert len(sizes) == len(slots) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @pytest.mark.parametrize("device", DEVICES)
+@KINDS
 def test_captured_steps_join_the_copies_of_eager_ones(
+    parallel: bool,
     device: str,
     target_folder: Path,
     head_folders: Callable[..., Path],
@@ -84,7 +89,7 @@ def test_captured_steps_join_the_copies_of_eager_ones(
 ) -> None:
     # A captured step learns a step later.
     monkeypatch.setattr(TreeRecord, "looks", False)
-    head = head_folders(parallel=True)
+    head = head_folders(parallel=parallel)
     build = partial(make, target_folder, device=device)
     params = [GREEDY, GREEDY, SAMPLED, GREEDY]
     plain = build(None, eager=True).generate(PROMPTS, params)

@@ -27,7 +27,7 @@ from peagle.engine.step.decode_rows import DecodeRows
 from peagle.engine.step.drawn_drafts import DrawnDrafts
 from peagle.engine.step.lookup import DecodeLookup, LookupSizes
 from peagle.engine.step.rules import DecodeRules, PendingLogprobs
-from peagle.engine.step.tree_growth import TreeGrowth
+from peagle.engine.step.tree_growth import BeamSearch, TreeGrowth
 from peagle.engine.step.trees import DecodeTrees
 from peagle.kernels.drafts.batches import (
     DraftBatch,
@@ -58,7 +58,7 @@ from peagle.kernels.sampling.verify_triton import (
     match_drafts,
     own_tokens,
 )
-from peagle.kernels.trees.beams import Beam, BeamPlan, BeamTrees
+from peagle.kernels.trees.beams import Beam, BeamPlan, BeamTrees, Find
 from peagle.kernels.trees.copies import NO_COPY, SEARCHED_ROWS, longest_path
 from peagle.kernels.trees.copies_triton import CopyScratch, append_emitted
 from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
@@ -655,7 +655,6 @@ class CapturedDraft:
         config, num_seqs, sizes = drafter.config, len(step.running_B), step.buffers.sizes
         self.k = k = sizes.depth(step.k)
         self._max_query_len = 1
-        self._proposer = proposer
         self._drafter, self._step, self._sizes = drafter, step, sizes
         self._passes = Passes(proposer.passes.run, TritonAttention())
         of_step = num_seqs, len(step.batch.tokens_R), step.max_accepted
@@ -675,9 +674,12 @@ class CapturedDraft:
         columns, vocab_size = sizes.num_drawn(step.k) if all_at_once else 1, config.draft_vocab_size
         self.draws = step.may_draw
         self._chain_BK = step.rows.drafts_BK
-        if proposer.trees is not None and config.is_parallel:
-            self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
+        self.find: Find | None = None
         if proposer.trees is not None:
+            if config.is_parallel:
+                self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
+            else:
+                self.find = BeamSearch(drafter, num_seqs * proposer.trees.num_parallel_trees)
             chain = num_seqs, sizes.num_drawn(step.k)
             self._chain_BK = torch.zeros(chain, dtype=torch.int64, device=device)
         if step.may_draw:
@@ -709,7 +711,7 @@ class CapturedDraft:
         if self._drafter.config.is_parallel:
             return batch
         if step.trees is not None:
-            step.trees.limit_depths(self._proposer.beam)
+            step.trees.limit_depths()
         else:
             place = batch.last_ntp_B, batch.positions_R, tables_BM
             plan_chain(*place, step.running_B, self._chain, **ends)

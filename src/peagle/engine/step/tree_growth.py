@@ -1,14 +1,19 @@
 """Growth of the candidate trees of a captured decode step.
 
-Shapes: B rows of a step, one a sequence; K slots; V draft vocabulary; W width of a correction; N
-nodes of a tree.
+Shapes: B rows of a step, one a sequence; K slots; V draft vocabulary; W width of a correction, or
+children of a node; N nodes of a tree; R nodes of beams; C candidates of a node.
 """
 
 import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees
-from peagle.kernels.trees.growth_triton import CorrectionTerm, GrowthScratch, grow_trees
+from peagle.kernels.trees.growth_triton import (
+    CorrectionTerm,
+    GrowthScratch,
+    find_candidates,
+    grow_trees,
+)
 from peagle.models.drafter import Drafter
 from peagle.speculation.proposers import TREE_TEMPERATURE
 
@@ -58,3 +63,25 @@ class TreeGrowth:
             temperature=TREE_TEMPERATURE,
         )
         return drafter.to_target_ids(self._tokens_BN), self._parents_BN, self._scores_BN
+
+
+class BeamSearch:
+    """Finds the children of the nodes of beams (`kernels.trees.beams.Find`).
+
+    Args:
+        num_rows: most nodes of the beams of all sequences.
+    """
+
+    def __init__(self, drafter: Drafter, num_rows: int) -> None:
+        device = drafter.norm.weight.device
+        sizes = num_rows, 1, 1, drafter.config.draft_vocab_size
+        self._scratch = GrowthScratch.allocate(*sizes, device)
+
+    def __call__(self, logits_RV: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and ids of the likeliest tokens of each row, both [R, W]."""
+        found = self._scratch.first(len(logits_RV))
+        find_candidates(logits_RV.unsqueeze(1), found, temperature)
+        of_best_R = found.logits_RC.logsumexp(-1)
+        total_R1 = torch.logaddexp(of_best_R, found.others_R).unsqueeze(1)
+        best = (found.logits_RC - total_R1).nan_to_num(-torch.inf).topk(count, -1)
+        return best.values, found.tokens_RC.gather(1, best.indices).long()

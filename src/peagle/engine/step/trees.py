@@ -23,7 +23,6 @@ from peagle.engine.step.decode_rows import DecodeRows
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.drafts.batches import TargetBatch
 from peagle.kernels.paths import TreePaths
-from peagle.kernels.trees.beams import depth_within
 from peagle.kernels.trees.chains_triton import merge_chains
 from peagle.kernels.trees.growth import allocate_nodes
 from peagle.kernels.trees.paths_triton import Descent, descend, place_rows
@@ -70,7 +69,7 @@ class DecodeTrees:
             rows.nodes(0),
             rows.nodes(1),
         )
-        self._survival = proposer.survival
+        self._survival, self._max_depth = proposer.survival, proposer.max_depth
         self._draws_B, self._nodes_BX = rows.draws_chain_B, rows.nodes_BX
         self._max_model_len, self._depth = max_model_len, depth
         self._move = SlotMoves(cached_bytes(target))
@@ -149,10 +148,10 @@ class DecodeTrees:
         """Return how many drafts of each sequence have KV slots."""
         return (self._max_model_len - 1 - self._state.first_positions_B).clamp_min(0)
 
-    def limit_depths(self, beam: int) -> None:
-        """Make the next trees no deeper than their beams find KV slots (`depth_within`)."""
+    def limit_depths(self) -> None:
+        """Make the next trees no deeper than the head finds KV slots for."""
         depths_B = self._state.num_draft_tokens_B
-        depths_B.copy_(torch.minimum(depths_B, depth_within(self._num_slots_B, beam)))
+        depths_B.copy_(torch.minimum(depths_B, self._max_depth(self._num_slots_B)))
 
     def write_trees(
         self,

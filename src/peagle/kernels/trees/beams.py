@@ -15,6 +15,7 @@ passes over beams, R = B W rows of such a pass, M blocks a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +27,9 @@ from peagle.kernels.drafts.batches import PADDING_SLOT, PackedBatch, slot_mappin
 from peagle.kernels.trees.growth import log_probs, rank_paths
 
 Count = TypeVar("Count", int, Tensor)
+# find(logits [R, V], W, temperature) -> (log-probabilities, tokens), both [R, W]: of each row the W
+# greatest of log softmax(logits / temperature), greatest first.
+Find = Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +62,25 @@ class BeamTrees:
         beam: W, at most V.
         max_nodes: N.
         temperature: above 0; sharpens the scores.
+        find: finds the children of nodes; None takes `likeliest`.
     """
 
-    def __init__(self, beam: int, max_nodes: int, temperature: float) -> None:
-        self.beam = beam
-        self._max_nodes, self._temperature = max_nodes, temperature
+    def __init__(
+        self, beam: int, max_nodes: int, temperature: float, find: Find | None = None
+    ) -> None:
+        self.beam, self._max_nodes = beam, max_nodes
+        self._temperature, self._find = temperature, find or likeliest
         self._levels: list[tuple[Tensor, Tensor, Tensor]] = []
         self._last: Beam | None = None
 
     def start(self, logits_BV: Tensor) -> Beam:
         """Return the beam of depth 1, from the logits behind the newest tokens."""
-        best = log_probs(logits_BV, self._temperature).topk(self.beam, -1)
+        scores_BW, tokens_BW = self._find(logits_BV, self.beam, self._temperature)
         column_W = torch.arange(self.beam, device=logits_BV.device)
-        columns_BW = column_W.expand_as(best.indices)
-        none_BW = torch.zeros_like(best.indices)
-        self._levels = [(best.values, best.indices, none_BW - 1)]
-        visible_BW = (1 << column_W).expand_as(columns_BW)
-        self._last = Beam(best.indices, best.values, none_BW, columns_BW, visible_BW)
+        columns_BW, none_BW = column_W.expand_as(tokens_BW), torch.zeros_like(tokens_BW)
+        self._levels = [(scores_BW, tokens_BW, none_BW - 1)]
+        visible_BW = (1 << column_W).expand_as(tokens_BW)
+        self._last = Beam(tokens_BW, scores_BW, none_BW, columns_BW, visible_BW)
         return self._last
 
     def extend(self, logits_NWV: Tensor) -> Beam:
@@ -87,9 +93,10 @@ class BeamTrees:
         last, depth = self._last, len(self._levels)
         assert last is not None and width == self.beam
         first = sum(scores.shape[1] for scores, *_ in self._levels)
-        best = log_probs(logits_NWV, self._temperature).topk(width, -1)
-        scores_NX = (last.scores_BW[:num_seqs].unsqueeze(2) + best.values).flatten(1)
-        tokens_NX = best.indices.flatten(1)
+        found = self._find(logits_NWV.flatten(0, 1), width, self._temperature)
+        added_NWW, tokens_NWW = (x_RW.unflatten(0, (num_seqs, width)) for x_RW in found)
+        scores_NX = (last.scores_BW[:num_seqs].unsqueeze(2) + added_NWW).flatten(1)
+        tokens_NX = tokens_NWW.flatten(1)
         parents_NX = last.paths_BW[:num_seqs].repeat_interleave(width, 1)
         self._levels.append((scores_NX, tokens_NX, parents_NX))
         scores_NW, at_NW = scores_NX.topk(width, -1)
@@ -120,6 +127,12 @@ class BeamTrees:
         return rank_paths(levels, self._max_nodes)
 
 
+def likeliest(logits_RV: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and ids of the likeliest tokens of each row (`Find`)."""
+    best = log_probs(logits_RV, temperature).topk(count, -1)
+    return best.values, best.indices
+
+
 def count_beam_nodes(depth: int, beam: int, max_nodes: int) -> int:
     """Return how many nodes a tree of `BeamTrees` has."""
     return min(beam + (depth - 1) * beam * beam, max_nodes) if depth else 0
@@ -145,7 +158,7 @@ def depth_within(room: Count, beam: int) -> Count:
 
 @dataclass(frozen=True, slots=True)
 class BeamPlan:
-    """Where the beams of the P passes behind the first one stand.
+    """Positions and KV slots of the beams of the P passes behind the first one.
 
     Attributes:
         positions_PR: last + d for the nodes of depth d, last being the last position before them.

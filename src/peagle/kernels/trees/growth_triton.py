@@ -7,7 +7,7 @@ Shapes: B sequences, K slots, V draft vocabulary, P parts of it, C candidates of
 a tree, W width of the correction's term, r its rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -264,6 +264,17 @@ class GrowthScratch:
             torch.zeros((num_seqs, power_of_two(max_nodes + 1), CANDIDATES), **floats),
         )
 
+    def first(self, num_rows: int) -> Self:
+        """Return the buffers of the first R slots, for `find_candidates`."""
+        return replace(
+            self,
+            **{
+                one.name: getattr(self, one.name)[:num_rows]
+                for one in fields(self)
+                if one.name != "scores_BJC"
+            },
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CorrectionTerm:
@@ -282,35 +293,19 @@ class CorrectionTerm:
     d2t: Tensor | None
 
 
-def grow_trees(
-    logits_BKV: Tensor,
-    depths_B: Tensor,
-    term: CorrectionTerm | None,
-    scratch: GrowthScratch,
-    tokens_BN: Tensor,
-    parents_BN: Tensor,
-    scores_BN: Tensor,
-    *,
-    num_parallel_trees: int,
-    temperature: float,
-) -> None:
-    """Grow the trees of `best_first_trees` over the C likeliest tokens of each slot.
+def find_candidates(logits_BKV: Tensor, scratch: GrowthScratch, temperature: float) -> None:
+    """Find the C likeliest tokens of each slot.
 
-    Of two paths of equal score the one whose parent came first is first. Needs no synchronisation
-    and allocates nothing, so that a CUDA graph can hold it.
+    `scratch` gets their logits / temperature and their ids, in no order, -inf where there are
+    fewer, and log sum exp of all other logits / temperature.
 
     Args:
-        logits_BKV: the head's own, any strides between rows.
-        depths_B: int64, most nodes on a path of each sequence, up to K.
-        term: the correction of the logits behind each node but the root; None: there is none.
-        tokens_BN, parents_BN, scores_BN: int64 and float32, contiguous; take draft ids, parent rows
-            and scores.
+        logits_BKV: any strides between rows.
+        scratch: for so many slots.
     """
     num_seqs, num_slots, vocab_size = logits_BKV.shape
     rows, num_parts, c = scratch.best_RPC.shape
-    max_nodes = tokens_BN.shape[1]
     assert rows == num_seqs * num_slots and logits_BKV.stride(2) == 1
-    assert all(x.is_contiguous() for x in (tokens_BN, parents_BN, scores_BN)) and max_nodes < c
     launch(
         _best_of_part_kernel,
         (rows, num_parts),
@@ -341,6 +336,36 @@ def grow_trees(
         C=c,
         num_warps=4 if num_parts <= 32 else 16,
     )
+
+
+def grow_trees(
+    logits_BKV: Tensor,
+    depths_B: Tensor,
+    term: CorrectionTerm | None,
+    scratch: GrowthScratch,
+    tokens_BN: Tensor,
+    parents_BN: Tensor,
+    scores_BN: Tensor,
+    *,
+    num_parallel_trees: int,
+    temperature: float,
+) -> None:
+    """Grow the trees of `best_first_trees` over the C likeliest tokens of each slot.
+
+    Of two paths of equal score the one whose parent came first is first. Needs no synchronisation
+    and allocates nothing, so that a CUDA graph can hold it.
+
+    Args:
+        logits_BKV: the head's own, any strides between rows.
+        depths_B: int64, most nodes on a path of each sequence, up to K.
+        term: the correction of the logits behind each node but the root; None: there is none.
+        tokens_BN, parents_BN, scores_BN: int64 and float32, contiguous; take draft ids, parent rows
+            and scores.
+    """
+    num_seqs, num_slots, vocab_size = logits_BKV.shape
+    c, max_nodes = scratch.logits_RC.shape[1], tokens_BN.shape[1]
+    assert all(x.is_contiguous() for x in (tokens_BN, parents_BN, scores_BN)) and max_nodes < c
+    find_candidates(logits_BKV, scratch, temperature)
     rank, width = (0, 0) if term is None else term.down_rW.shape
     states_KW = scratch.logits_RC if term is None else term.states_BKW.flatten(0, 1)
     launch(
