@@ -14,11 +14,15 @@ from peagle.errors import UserError
 from tests.engine.engines import PROMPTS, TREES, K, config_of, know_the_answer, make_llm
 
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+WAYS = pytest.mark.parametrize("way", ["trees", "eagle3 trees"])
 
 
-def test_counters_are_of_nodes_and_depths(target_folder: Path, heads: dict[bool, Path]) -> None:
+@WAYS
+def test_counters_are_of_nodes_and_depths(
+    target_folder: Path, heads: dict[bool, Path], way: str
+) -> None:
     plain = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, GREEDY)]
-    llm = make_llm(target_folder, config_of("trees", heads))
+    llm = make_llm(target_folder, config_of(way, heads))
     know_the_answer(llm, [p + o for p, o in zip(PROMPTS, plain, strict=True)], share=0.9)
     stats, accepted, deepest = llm.stats.speculation, [0] * K, 0
     drafted = 0
@@ -46,11 +50,14 @@ def test_counters_are_of_nodes_and_depths(target_folder: Path, heads: dict[bool,
 
 
 @pytest.mark.slow
-def test_each_request_has_its_own_depth(target_folder: Path, heads: dict[bool, Path]) -> None:
+@WAYS
+def test_each_request_has_its_own_depth(
+    target_folder: Path, heads: dict[bool, Path], way: str
+) -> None:
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(K + 1)]
     params = [replace(GREEDY, num_speculative_tokens=k) for k in range(K + 1)]
     expected = [o.token_ids for o in make_llm(target_folder).generate(prompts, GREEDY)]
-    outputs = make_llm(target_folder, config_of("trees", heads)).generate(prompts, params)
+    outputs = make_llm(target_folder, config_of(way, heads)).generate(prompts, params)
     for k, output in enumerate(outputs):
         assert output.token_ids == expected[k]
         assert len(output.stats.num_accepted_tokens_per_pos) <= k
@@ -60,13 +67,14 @@ def test_each_request_has_its_own_depth(target_folder: Path, heads: dict[bool, P
 
 
 @pytest.mark.slow
+@WAYS
 def test_requests_share_the_nodes_of_a_schedule(
-    target_folder: Path, heads: dict[bool, Path]
+    target_folder: Path, heads: dict[bool, Path], way: str
 ) -> None:
     schedule = [[1, 1, 9], [2, 2, 4], [3, 4, 2]]
     expected = [o.token_ids for o in make_llm(target_folder).generate(PROMPTS, GREEDY)]
     config = {
-        **(config_of("trees", heads) or {}),
+        **(config_of(way, heads) or {}),
         "num_speculative_tokens_per_batch_size": schedule,
     }
     llm = make_llm(target_folder, config)

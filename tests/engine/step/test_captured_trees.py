@@ -336,8 +336,12 @@ def test_arrivals_and_cancels(
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
-def test_k_by_load(target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["head", "eagle3_head"])
+def test_k_by_load(
+    target_folder: Path, kind: str, request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trees of another depth, and steps without any, change no output."""
+    head: Path = request.getfixturevalue(kind)
     params = [replace(one, max_tokens=10) for one in PARAMS]
     answers = answers_of(target_folder, PROMPTS, params)
     for schedule in ([[1, 1, 4], [2, 2, 1], [3, 4, 2]], [[1, 2, 3], [3, 4, 0]]):
