@@ -45,6 +45,7 @@ def paths_of(tree: Tree) -> list[tuple[int, ...]]:
 def by_paths(tree: Tree, chain: list[int], most: int) -> dict[tuple[int, ...], tuple[Any, ...]]:
     """The other fields of each node, by its path, in the order of the nodes."""
     drawn = (DRAWN_SCORE, SURELY_VERIFIED, NO_COPY)
+    found: dict[tuple[int, ...], tuple[Any, ...]]
     found = {tuple(chain[: i + 1]): drawn for i in range(len(chain))}
     for path, *fields in zip(paths_of(tree), *tree[2:], strict=True):
         found.setdefault(path, tuple(fields))
@@ -111,8 +112,9 @@ def test_the_kernel_is_the_reference(device: str, most: int, fields: int) -> Non
     tokens, nodes = rows[:, :most], rows[:, most:]
     num_nodes = torch.tensor([len(tree.tokens) for tree in trees], device=device)
     given = torch.tensor([depths, draws, [max_model_len - 1 - room for room in rooms]])
-    on = torch.tensor(chains, device=device), *given.to(device)
-    merge_chains(*on, num_nodes, tokens, nodes, max_model_len=max_model_len)
+    depths_on, draws_on, first_on = given.to(device)
+    of_rows = torch.tensor(chains, device=device), depths_on, draws_on, first_on
+    merge_chains(*of_rows, num_nodes, tokens, nodes, max_model_len=max_model_len)
     for row, tree in enumerate(trees):
         if draws[row]:
             chain = chains[row][: min(depths[row], rooms[row])]

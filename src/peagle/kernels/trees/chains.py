@@ -35,13 +35,12 @@ def merge_chain(tree: Tree, chain: Sequence[int], max_nodes: int) -> Tree:
     others = [node for node in range(len(tree.tokens)) if node + 1 not in new_rows]
     others = others[: max_nodes - len(chain)]
     new_rows |= {node + 1: row for row, node in enumerate(others, len(chain) + 1)}
-    tokens, parents, scores, worths, cells = ([of[node] for node in others] for of in tree)
     return Tree(
-        [*chain, *tokens],
-        [*range(len(chain)), *(new_rows[parent] for parent in parents)],
-        [DRAWN_SCORE] * len(chain) + scores,
-        [SURELY_VERIFIED] * len(chain) + worths,
-        [NO_COPY] * len(chain) + cells,
+        [*chain, *(tree.tokens[node] for node in others)],
+        [*range(len(chain)), *(new_rows[tree.parents[node]] for node in others)],
+        [DRAWN_SCORE] * len(chain) + [tree.scores[node] for node in others],
+        [SURELY_VERIFIED] * len(chain) + [tree.worths[node] for node in others],
+        [NO_COPY] * len(chain) + [tree.cells[node] for node in others],
     )
 
 
