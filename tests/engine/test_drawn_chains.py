@@ -16,7 +16,10 @@ import pytest
 import torch
 
 from peagle import LLM, SamplingParams
-from peagle.config import SpeculativeConfig
+from peagle.config import SpeculativeConfig, StructuredOutput
+from peagle.engine import engine_plan
+from peagle.engine.depth import ScheduledDepth
+from peagle.engine.drafting import draws_chain
 from peagle.engine.tree_record import TreeRecord
 from peagle.errors import UserError
 from peagle.kernels.sampling.logits_rules import TreeRows
@@ -32,9 +35,7 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def make(
-    target: Path, head: Path, *, eager: bool, first: float | None = 1.0, **options: Any
-) -> LLM:
+def make(target: Path, head: Path, *, eager: bool, first: Any = 1.0, **options: Any) -> LLM:
     """An engine with trees; chains lead those of a temperature of at least `first`."""
     speculative = {"model": str(head), "parallel_drafting_spec": TREES, "drawn_chains_from": first}
     sizes: dict[str, Any] = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 2, "seed": 1}
@@ -65,11 +66,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Referen
     return folder, head, Reference(folder)
 
 
-def fit_of(world: tuple[Path, Path, Reference], schedule: list[list[int]] | None = None) -> float:
+def fit_of(
+    world: tuple[Path, Path, Reference],
+    schedule: list[list[int]] | None = None,
+    max_num_seqs: int = 64,
+) -> float:
     """P-value of three tokens each, of requests that share steps with others that have trees."""
     folder, head, reference = world
     params = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
-    llm = make(folder, head, eager=True, max_num_seqs=64, schedule=schedule, first=0.9)
+    llm = make(folder, head, eager=True, max_num_seqs=max_num_seqs, schedule=schedule, first=0.9)
     others = [replace(params, temperature=0.7), replace(params, seed=3)]
     num_outputs = 1500
     asked = [*[params] * num_outputs, *others * 40]
@@ -85,6 +90,29 @@ def test_outputs_have_the_references_distribution(
     world: tuple[Path, Path, Reference], schedule: list[list[int]] | None
 ) -> None:
     assert fit_of(world, schedule) > 1e-3
+
+
+class FollowingDepth(ScheduledDepth):
+    """Many nodes behind a step that accepted drafts, and few behind others."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: 6)
+        self.k = 6
+
+    def __call__(self, num_sequences: int) -> int:
+        return self.k
+
+    def record(self, k: int, accepted: Any, num_sequences: int, seconds: Any) -> None:
+        self.k = 6 if any(accepted) else 1
+
+
+@pytest.mark.slow
+def test_k_may_follow_the_acceptance_of_past_steps(
+    world: tuple[Path, Path, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the engine's own choice does where steps run as graphs."""
+    monkeypatch.setattr(engine_plan, "make_depth", lambda *_, **__: FollowingDepth())
+    assert fit_of(world, max_num_seqs=6) > 1e-3
 
 
 def own_behind_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +254,34 @@ def test_captured_steps_are_eager_ones_where_many_drafts_pass(
 @pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("graphs_everywhere")
+def test_steps_in_which_no_request_draws_do_nothing_for_chains(
+    target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from peagle.engine.step import decode_step, trees
+
+    called = set[str]()
+
+    def noted(name: str, run: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(*given: Any, **named: Any) -> None:
+            called.add(name)
+            run(*given, **named)
+
+        return wrapped
+
+    of_chains = {"draw_drafts": decode_step, "reject_drafts": decode_step, "merge_chains": trees}
+    for name, module in of_chains.items():
+        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+    llm = make(target_folder, head, eager=False, first=0.0)
+    llm.generate([[5, 9, 3]] * 2, [replace(HOT, temperature=0.0), replace(HOT, seed=3)])
+    assert llm.stats.eager_steps == {} and not called
+    llm.generate([[5, 9, 3]], HOT)
+    assert called == of_chains.keys()
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.usefixtures("graphs_everywhere")
 def test_the_load_cuts_trees(target_folder: Path, head: Path) -> None:
     """Nodes of a step are shared, and each chain comes before all nodes of trees."""
     pytest.importorskip("triton")
@@ -244,18 +300,22 @@ def test_the_load_cuts_trees(target_folder: Path, head: Path) -> None:
 # ---- the configuration -----------------------------------------------------------------------
 
 
-def test_who_gets_chains(target_folder: Path, head: Path) -> None:
-    """Requests with a seed or a structured output keep trees."""
-    llm = make(target_folder, head, eager=True, first=0.9)
-    engine = llm.engine
-    for params, is_chain in (
-        (HOT, True),
-        (replace(HOT, temperature=0.9), True),
-        (replace(HOT, temperature=0.89), False),
+@pytest.mark.parametrize("first", [0.9, None, "never"])
+def test_who_gets_chains(target_folder: Path, head: Path, first: Any) -> None:
+    """Requests with a seed, a structured output or a prediction have trees without a chain."""
+    engine = make(target_folder, head, eager=True, first=first).engine
+    letters = StructuredOutput("regex", "[a-c]{18}")
+    for params, draws in (
+        (HOT, first != "never"),
+        (replace(HOT, temperature=0.9), first != "never"),
+        (replace(HOT, temperature=0.89), first is None),
         (replace(HOT, seed=1), False),
         (replace(HOT, temperature=0.0), False),
+        (replace(HOT, prediction=[5, 6]), False),
+        (replace(HOT, structured_output=letters, ignore_eos=False), False),
     ):
-        assert engine.add_request([1, 2], params).draws_chain is is_chain
+        assert draws_chain(params, engine.speculative) is draws
+    assert engine.add_request([1, 2], HOT).draws_chain is (first != "never")
 
 
 @pytest.mark.parametrize("value", [-0.1, "hot", float("nan"), True])
