@@ -521,8 +521,7 @@ class TuneResults(Document):
     speculative_config: dict[str, dict[str, Any] | None] = {}
     break_even: list[BreakEven] = []
     trees: list[TunedTrees] = []
-    # Of chains of drawn drafts, where trees were measured at a temperature above 0.
-    drawn_chain_length: float | None = None
+    drawn_chain_length: float | None = None  # of files of earlier versions
 
     @field_validator("schedule")
     @classmethod

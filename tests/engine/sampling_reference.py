@@ -49,6 +49,10 @@ class Request:
         return self.prompt_token_ids + self.output_token_ids
 
     @property
+    def num_drawn(self) -> int:
+        return len(self.drafts)
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
 

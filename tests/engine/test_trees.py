@@ -143,7 +143,7 @@ def test_no_chains_are_drawn_beside_the_trees_of_an_eagle3_head(
     target_folder: Path, heads: dict[bool, Path]
 ) -> None:
     config = {**(config_of("eagle3 trees", heads) or {}), "drawn_chains_from": 1.0}
-    with pytest.raises(UserError, match=r"drawn_chains_from is 1, but .* is an EAGLE-3 head"):
+    with pytest.raises(UserError, match=r"drawn_chains_from is 1\.0, but .* is an EAGLE-3 head"):
         make_llm(target_folder, config)
 
 

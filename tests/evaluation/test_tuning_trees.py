@@ -60,18 +60,15 @@ def test_trees_win_where_they_gain_more_than_the_threshold_over_every_k() -> Non
     small, large = tuned_trees(SHAPES, LENGTHS, seconds, chains, 0.03)
     assert small.tokens_per_s == [(1, 30.0), (2, 60.0)]
     assert (small.wins_at, large.wins_at) == ([], [1])  # 60 is less than 3% above 59
-    config = tree_config("head", [small, large], 0.0, None)
+    config = tree_config("head", [small, large])
     assert config is not None
     assert SpeculativeConfig.parse(config).parallel_drafting_spec == SHAPES[1]
 
     small, large = tuned_trees(SHAPES, LENGTHS, seconds, chains, 0.0)
     assert (small.wins_at, large.wins_at) == ([2], [1])
-    config = tree_config("head", [small, large], 1.2, 3.0)
+    config = tree_config("head", [small, large])
     assert config is not None and config["parallel_drafting_spec"]["max_nodes"] == 4
-    assert "drawn_chains_from" not in config
-    config = tree_config("head", [small, large], 1.2, 3.1)
-    assert config is not None and SpeculativeConfig.parse(config).drawn_chains_from == 1.2
 
     none = tuned_trees(SHAPES, LENGTHS, seconds, [chain(1, 7, 99), chain(2, 7, 99)], 0.03)
-    assert tree_config("head", none, 0.0, None) is None
-    assert tree_config("head", [], 1.0, 2.0) is None
+    assert tree_config("head", none) is None
+    assert tree_config("head", []) is None

@@ -38,7 +38,7 @@ from peagle.kernels.sampling import (
     verify_triton,
 )
 from peagle.kernels.sampling.random import Purpose
-from peagle.kernels.trees import copies_triton, growth_triton, paths_triton
+from peagle.kernels.trees import chains_triton, copies_triton, growth_triton, paths_triton
 from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -379,10 +379,11 @@ def trees() -> dict[str, dict[str, Any]]:
         ),
         paths_triton.place_rows_kernel: (1, [{"ROWS": 64}]),
         paths_triton.descend_kernel: (1, [{"N": 63, "ROWS": 64}]),
+        chains_triton.merge_chains_kernel: (4, [{"N": 63, "ROWS": 64, "FIELDS": 4}]),
         kv_moves_triton.move_slots_kernel: (4, [{"WORD": 4, "BLOCK_W": 512}]),
     }
     sizes: dict[str, Any] = {"C": 64, "WIDTH": 256, "RANK": 64, "PADDING": 256, "DEPTH": 7}
-    sizes |= {"BLOCK_D": 8}
+    sizes |= {"BLOCK_D": 8, "LENGTH": 7, "SCORE": 1, "WORTH": 1, "CELL": -1}
     found = {}
     for kernel, (num_warps, variants) in kernels.items():
         of_growth = kernel.fn.__module__ == growth.__name__

@@ -80,7 +80,7 @@ def prompt_step(
         seq_lens=lens,
         num_draft_tokens=[k] * batch if isinstance(k, int) else list(k),
         sampling=sampling,
-        draws_chain=[False] * batch,
+        num_drawn=[0] * batch,
         histories=[[*prompt, prompt[0]] for prompt in prompts],
     )
 

@@ -117,6 +117,7 @@ class EvalOptions:
     *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
     *pick_flags(groups.SPECULATION, groups.TREES, groups.PROMPT_LOOKUP),
     *pick_flags(groups.SPECULATION, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
+    *pick_flags(groups.SPECULATION, groups.DRAWN_FROM),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
     *pick_flags(groups.SAMPLING, "sampling.seed"),
     *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
@@ -182,13 +183,15 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
     if not endpoint:
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, methods)
     temperatures = read_temperatures(options.temperature)
-    draft_sampling, window = (
+    draft_sampling, window, drawn_from = (
         given.value(groups.DRAFT_SAMPLING, "argmax"),
         given.value(groups.DRAFT_WINDOW),
+        given.value(groups.DRAWN_FROM),
     )
     # Any head will do: only the trees, the draft sampling and the window are checked.
     head = {"model": "head", "parallel_drafting_spec": given.value(groups.TREES)}
-    SpeculativeConfig.parse({**head, "draft_sampling": draft_sampling, "draft_window": window})
+    head |= {"draft_sampling": draft_sampling, "draft_window": window}
+    SpeculativeConfig.parse({**head, "drawn_chains_from": drawn_from})
     certificate = _certificate_options(given, options, temperatures) if options.certify else None
     ks = () if options.k is None else whole_numbers("-k", options.k, MAX_SPECULATIVE_TOKENS)
     params, concurrency = harness.sampling_params(given), options.concurrency
@@ -207,7 +210,15 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
         chosen = options.sets, options.limit, options.shuffle_seed, options.prompt_column
         prompts = harness.load_prompts(*chosen)
     requests = EvalPlan(
-        prompts, temperatures, params, draft_sampling, concurrency, False, thinking, window
+        prompts,
+        temperatures,
+        params,
+        draft_sampling,
+        concurrency,
+        False,
+        thinking,
+        window,
+        drawn_from,
     )
     if certificate is not None:
         harness.check_output(options.output)
@@ -344,7 +355,8 @@ def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
     options = {"max_num_seqs": requests.concurrency, **models.engine_options}
 
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
-        config = one.config(k, **drafting if one.folder else {})
+        drawn = {"drawn_chains_from": requests.drawn_chains_from} if one.trees else {}
+        config = one.config(k, **drafting if one.folder else {}, **drawn)
         return open_engine(models.target, config, thinking=requests.thinking, **options)
 
     return [

@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from peagle.cli.flags import group
-from peagle.cli.settings import one_of, read_logit_bias, read_trees, structure
+from peagle.cli.settings import one_of, read_drawn_from, read_logit_bias, read_trees, structure
 
 # Keys of single options, for commands that look at them.
 DRAFT_SAMPLING = "speculative.draft_sampling"
 DRAFT_WINDOW = "speculative.draft_window"
+DRAWN_FROM = "speculative.drawn_chains_from"
 TREES = "speculative.parallel_drafting_spec"
 PROMPT_LOOKUP = "speculative.prompt_lookup"
 
@@ -55,9 +56,10 @@ SPECULATION = group(
         the same tokens stood before.
     --draft-sampling TEXT
         Drafts at a temperature above 0: argmax or probabilistic.
-    --drawn-chains-from FLOAT
-        With candidate trees: the temperature from which requests without a seed or a structured
-        output get a chain of drawn drafts instead. [default: trees for all requests]
+    --drawn-chains-from TEMPERATURE
+        With candidate trees: the temperature from which a chain of drawn drafts leads the trees of
+        sampled requests without a seed, a structured output or a prediction, or never. [default: 0
+        with a P-EAGLE head, never with an EAGLE-3 head]
     --draft-quantization TEXT = speculative.quantization
         Type that the weights of the head's layers get when they are loaded: fp8, int8 or
         int4. [default: as stored]
@@ -74,7 +76,7 @@ SPECULATION = group(
         Speculative configuration in vLLM's form, in place of the options above.
     """,
     section="speculative",
-    read={"--parallel-drafting-spec": read_trees},
+    read={"--parallel-drafting-spec": read_trees, "--drawn-chains-from": read_drawn_from},
 )
 
 SAMPLING = group(

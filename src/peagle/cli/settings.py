@@ -289,6 +289,14 @@ def read_temperatures(text: str) -> tuple[float, ...]:
     return temperatures
 
 
+def read_drawn_from(text: str) -> float | str:
+    """Read the temperature from which drawn chains lead trees; other text stays as it is."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def read_trees(text: str) -> dict[str, Any]:
     """Read the shape of candidate trees from JSON text."""
     example = '{"num_parallel_trees": 8, "prediction_depth": 7, "max_nodes": 16}'

@@ -224,7 +224,6 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
     """Load the models, measure what the output folder lacks, and choose K."""
     from peagle.evaluation.tuning.acceptance import (
         measure_acceptance,
-        measure_drawn_acceptance,
         measure_tree_acceptance,
     )
     from peagle.evaluation.tuning.machine import EngineMachine, contexts
@@ -269,11 +268,6 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
             known = measured(measure_acceptance, fitted_ks, watch=view.say_of("at K = {}"))
         of_trees = view.say_of("of trees of {} nodes")
         acceptances = measured(measure_tree_acceptance, shapes, watch=of_trees)
-        drawn_length = None
-        if shapes and config.is_parallel and not params.is_greedy:
-            depth = max(shape.prediction_depth for shape in shapes)
-            drawn_length = measured(measure_drawn_acceptance, depth)
-            view.say_of("of {} drawn drafts")(depth)
         timed = EngineMachine(
             target,
             head.folder,
@@ -307,7 +301,6 @@ def _run(given: Given, plan: TunePlan) -> TuneResults:
         provenance=provenance,
         settings=settings,
         trees=lambda chains: tuned_trees(shapes, acceptances, seconds, chains, options.threshold),
-        drawn_chain_length=drawn_length,
     )
 
 
@@ -488,12 +481,6 @@ def _trees(result: TuneResults) -> list[str]:
         lines.append(f"Accepted tokens of {nodes} nodes by position, drafted by the {source}")
         positions = [str(i) for i in range(1, len(shares) + 1)]
         lines += _table("", {"": [f"{share:.2f}" for share in shares]}, positions)
-    if (drawn := result.drawn_chain_length) is not None:
-        temperature = result.settings["temperature"]
-        lines.append(
-            f"A chain of drawn drafts has the acceptance length {drawn:.2f} at temperature "
-            f"{temperature:g}. Where trees have less, drawn_chains_from gives requests such chains."
-        )
     config = result.speculative_config.get("peagle_trees")
     if config is None:
         return [*lines, "Chains or no drafts are as fast at every batch size."]

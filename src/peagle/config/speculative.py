@@ -36,6 +36,7 @@ MAX_BEAM = 8  # nodes of a depth from which an EAGLE-3 head goes on
 DEFAULT_BEAM = 4
 MAX_BEAM_ROWS = 64  # of one sequence: the nodes that such a head reads are the bits of one word
 AUTO = "auto"  # in place of a schedule of K
+NEVER = "never"  # in place of a temperature
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
 # engine does the same.
@@ -103,6 +104,14 @@ class CandidateTrees:
         """
         return min(self.prediction_depth, num_verified + _SLOTS_AHEAD) if num_verified else 0
 
+    def num_drawn(self, num_verified: int) -> int:
+        """Return the drafts of a drawn chain where steps verify so many nodes of each sequence.
+
+        The chain has half of the nodes. Its length follows the load alone: if it followed drafts,
+        outputs would not have the target's distribution.
+        """
+        return min(self.prediction_depth, (num_verified + 1) // 2)
+
     @classmethod
     def parse(
         cls, source: TreeShape, depth: int = DEFAULT_K, width: int | None = None
@@ -158,8 +167,8 @@ _CHECKS = {
     "prompt_lookup": OPTIONAL_BOOLEAN,
     "max_model_len": whole(1, optional=True),
     "drawn_chains_from": FieldCheck(
-        lambda value: value is None or (is_number(value) and 0 < value < math.inf),
-        "a temperature above 0, or none",
+        lambda value: value in (None, NEVER) or (is_number(value) and 0 <= value < math.inf),
+        'a temperature of at least 0, "never", or none',
     ),
     "draft_window": FieldCheck(
         whole(0, optional=True).accepts, "a whole number, 0 for no window, or none"
@@ -195,11 +204,11 @@ class SpeculativeConfig:
             the depth is known, from K or from the head, and the width, from the head. None: chains.
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
-        drawn_chains_from: where drafts are trees, the temperature from which a request gets a chain
-            of drawn drafts instead, which the target accepts more often at high temperatures
-            (`peagle tune --max-nodes` tells from where). Requests with a seed or a structured
-            output keep trees. K of such chains never follows their acceptance, so "auto" means the
-            same nodes in every step. P-EAGLE heads alone. None: all requests get trees.
+        drawn_chains_from: where drafts are trees, the temperature from which a chain of drawn
+            drafts leads the tree of a sampled request, which is accepted longer at high
+            temperatures and as long at low ones. Requests with a seed or a structured output keep
+            trees without one, and "never" keeps such trees for all. P-EAGLE heads alone. None: 0,
+            and for other heads "never" (`models.head_json`).
         prompt_lookup: where drafts are trees, let continuations of the text join them: what stood
             behind earlier occurrences of a path's last tokens (`kernels.trees.copies`). Such paths
             may be deeper than the head drafts. True without `parallel_drafting_spec`: head and text
@@ -241,7 +250,7 @@ class SpeculativeConfig:
     parallel_drafting: bool | None = None
     parallel_drafting_spec: TreeShape | None = None
     draft_sampling: DraftSampling = "argmax"
-    drawn_chains_from: float | None = None
+    drawn_chains_from: float | Literal["never"] | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     quantization: Quantization | None = None
@@ -342,7 +351,7 @@ class SpeculativeConfig:
     @property
     def draws(self) -> bool:
         """Return whether drafts of some requests are drawn."""
-        return self.draft_sampling != "argmax" or self.drawn_chains_from is not None
+        return self.draft_sampling != "argmax" or self.drawn_chains_from not in (None, NEVER)
 
     @property
     def trees(self) -> CandidateTrees | None:

@@ -199,8 +199,8 @@ def make_depth(
     """
     if speculative is None:
         return ScheduledDepth(lambda _: 0)
-    # K may change the output of drawn drafts.
-    is_free = is_captured and not speculative.draws
+    # K may change the output of drawn drafts. The chains that lead trees follow past steps alone.
+    is_free = is_captured and (trees is not None or not speculative.draws)
     if is_free and speculative.num_speculative_tokens_per_batch_size == AUTO:
         most = speculative.num_verified
         if trees is None and trained_depth is not None:

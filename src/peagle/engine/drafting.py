@@ -22,7 +22,7 @@ from torch import Tensor
 
 from peagle.attention import AttentionBackend
 from peagle.config import SamplingParams, SpeculativeConfig
-from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
+from peagle.config.speculative import MAX_SPECULATIVE_TOKENS, NEVER
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import (
     BeamGrammar,
@@ -39,6 +39,7 @@ from peagle.engine.sequence import Sequence
 from peagle.engine.step.pass_graphs import MAX_SEQUENCES, TOKEN_BUCKETS
 from peagle.kernels.paths import row_depths
 from peagle.kernels.sampling.probabilities import at_least_float32
+from peagle.kernels.trees.chains import merge_chain
 from peagle.kernels.trees.copies import (
     NO_COPY,
     SEARCHED_ROWS,
@@ -48,7 +49,7 @@ from peagle.kernels.trees.copies import (
     join_copies,
 )
 from peagle.kernels.trees.growth import allocate_nodes
-from peagle.kernels.trees.survival import MIN_SCORE, SURELY_VERIFIED, Survival
+from peagle.kernels.trees.survival import MIN_SCORE, Survival
 from peagle.kernels.upload import upload_ints
 from peagle.models.correction import DraftCorrection
 from peagle.models.drafter import Drafter
@@ -115,7 +116,7 @@ def has_copies(params: SamplingParams, speculative: SpeculativeConfig | None) ->
 
     Copies in trees are deeper than K, so a request that asks for fewer drafts has none.
     """
-    if speculative is None or draws_chain(params, speculative):
+    if speculative is None:
         return False
     if speculative.method == "ngram":
         return params.prompt_lookup and params.num_speculative_tokens != 0
@@ -125,14 +126,15 @@ def has_copies(params: SamplingParams, speculative: SpeculativeConfig | None) ->
 
 
 def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
-    """Return whether a request gets chains of drawn drafts while others get trees.
+    """Return whether chains of drawn drafts lead the trees of a request.
 
-    A seeded output must not depend on drafts, no grammar restricts such draws, and a prediction
-    needs a tree.
+    A seeded output must not depend on drafts, no grammar restricts such draws, and a prediction is
+    worth all nodes of a tree.
     """
     first = None if speculative is None else speculative.drawn_chains_from
     is_free = params.seed is None and params.structured_output is None and not params.prediction
-    return first is not None and is_free and params.temperature >= first
+    is_free = is_free and not params.is_greedy
+    return is_free and first is not None and first != NEVER and params.temperature >= first
 
 
 class Drafting:
@@ -201,7 +203,7 @@ class LookupDrafting(Drafting):
 class _Reading:
     """Positions `first` to before `end` of a sequence that the drafter reads now.
 
-    `row` is the row of `first` in the features.
+    `row` is the row of `first` in the features. A chain of `num_drawn` drafts leads the tree.
     """
 
     sequence: Sequence
@@ -209,6 +211,7 @@ class _Reading:
     end: int
     row: int
     num_draft_tokens: int = 0
+    num_drawn: int = 0
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -222,7 +225,8 @@ class _Reading:
         """Return the positions before the one that drafts start from, and that one."""
         at = self.end - 1 if self.num_draft_tokens else self.end
         row = self.row + at - self.first
-        return replace(self, end=at, num_draft_tokens=0), replace(self, first=at, row=row)
+        before = replace(self, end=at, num_draft_tokens=0, num_drawn=0)
+        return before, replace(self, first=at, row=row)
 
 
 class HeadDrafting(Drafting):
@@ -349,11 +353,10 @@ class HeadDrafting(Drafting):
                 self._draft_token_ids,
             )
         survival = None if self.proposer.lookup_lengths is None else self._host_survival
+        chains = None if drafts.chains_BC is None else drafts.chains_BC.tolist()
         for row, reading in growing:
             sequence, grammar = reading.sequence, reading.sequence.grammar
             found = tokens[row][: drafts.lens[row]], parents[row], scores[row]
-            if sequence.draws_chain and drafts.probs_BKV is not None:
-                sequence.draft_probs_KV = drafts.probs_BKV[row]
             if grammar is not None and row in drafts.slots:
                 found = grammar.prepared_tree()
             elif grammar is not None:
@@ -361,12 +364,27 @@ class HeadDrafting(Drafting):
             # The nodes of a depth share a position, but each needs a slot.
             count = min(len(found[0]), self.max_model_len - len(sequence))
             sequence.drafts = found[0][:count]
-            if sequence.draws_chain:
-                continue
             sequence.draft_parents, sequence.draft_scores = found[1][:count], found[2][:count]
             # A grammar that takes long has no tree yet.
             if sequence.has_copies and (grammar is None or sequence.drafts):
                 self._join_copies(sequence, survival)
+            if reading.num_drawn and chains is not None and drafts.probs_BKV is not None:
+                self._merge_chain(sequence, chains[row][: reading.num_drawn])
+                sequence.draft_probs_KV = drafts.probs_BKV[row, : reading.num_drawn]
+
+    def _merge_chain(self, sequence: Sequence, chain: list[int]) -> None:
+        """Let a drawn chain lead the tree of a sequence."""
+        assert self.proposer.trees is not None
+        tokens, parents, has_copies = sequence.drafts, sequence.draft_parents or [], True
+        worths, cells = sequence.draft_worths, sequence.draft_cells
+        if worths is None or cells is None:
+            worths, cells, has_copies = [0.0] * len(tokens), [NO_COPY] * len(tokens), False
+        tree = Tree(tokens, parents, sequence.draft_scores or [], worths, cells)
+        room = min(self.proposer.trees.max_nodes, self.max_model_len - len(sequence))
+        tree = merge_chain(tree, chain, room)
+        sequence.drafts, sequence.draft_parents, sequence.draft_scores = tree[:3]
+        if has_copies:
+            sequence.draft_worths, sequence.draft_cells = tree[3:]
 
     def _join_copies(self, sequence: Sequence, survival: Survival | None) -> None:
         """Let copies of the text join the tree of a sequence."""
@@ -448,7 +466,7 @@ class HeadDrafting(Drafting):
             num_draft_tokens=[0],
             sampling=None,
             histories=[()],
-            draws_chain=[False],
+            num_drawn=[0],
         )
         seconds: list[float] = []
         for _ in range(_TIMED_READINGS):
@@ -460,12 +478,7 @@ class HeadDrafting(Drafting):
         return min(seconds) / num_tokens
 
     def num_verified(self, sequences: SequenceOf[Sequence], most: int) -> list[int]:
-        budget = most * len(sequences)
-        # The number of verified drawn drafts must not depend on any drafts.
-        counts = [
-            min(count, most) if sequence.draws_chain else count
-            for sequence, count in zip(sequences, super().num_verified(sequences, most))
-        ]
+        budget, counts = most * len(sequences), super().num_verified(sequences, most)
         if self.proposer.survival is None or sum(counts) <= budget:
             return counts
         survival = self._host_survival
@@ -479,7 +492,6 @@ class HeadDrafting(Drafting):
         for row, sequence in enumerate(sequences):
             if sequence.draft_worths is not None:
                 survival_BN[row, : len(sequence.draft_worths)] = torch.tensor(sequence.draft_worths)
-        survival_BN[[s.draws_chain for s in sequences]] = SURELY_VERIFIED
         return allocate_nodes(survival_BN, torch.tensor(counts), budget).tolist()
 
     def num_draft_tokens(self, sequence: Sequence) -> int:
@@ -512,7 +524,10 @@ class HeadDrafting(Drafting):
         if first >= end:
             return None
         sequence.num_drafter_tokens = end
-        return _Reading(sequence, first, end, row + first - pass_start, k)
+        num_drawn = 0
+        if sequence.draws_chain and (trees := self.proposer.trees) is not None:
+            num_drawn = min(k, trees.num_drawn(self.max_drafts))
+        return _Reading(sequence, first, end, row + first - pass_start, k, num_drawn)
 
     def _put_features(self, sequence: Sequence, start: int, features_NA: Tensor) -> None:
         """Keep the features of the positions from `start` on while a sequence does not draft."""
@@ -596,7 +611,7 @@ def _proposer_input(
         num_draft_tokens=[reading.num_draft_tokens for reading in readings],
         sampling=sampling,
         histories=[s.token_ids for s in sequences],
-        draws_chain=[s.draws_chain for s in sequences],
+        num_drawn=[reading.num_drawn for reading in readings],
         context_starts_B=torch.tensor(context_starts) if any(context_starts) else None,
     )
 

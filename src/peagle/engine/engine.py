@@ -671,9 +671,8 @@ class LLMEngine:
         """Set the drafts of a step that ran as a graph on a sequence."""
         if sequence.num_speculative_tokens:
             sequence.drafts = report.token_ids
-            if not sequence.draws_chain:
-                sequence.draft_parents, sequence.draft_scores = report.parents, report.scores
-                sequence.draft_worths, sequence.draft_cells = report.worths, report.cells
+            sequence.draft_parents, sequence.draft_scores = report.parents, report.scores
+            sequence.draft_worths, sequence.draft_cells = report.worths, report.cells
 
     def _emit(
         self,
@@ -692,7 +691,7 @@ class LLMEngine:
         if num_drafted and parents is not None:
             tree = DraftTree.of(drafts, parents[:num_drafted])
             depth = tree.depth
-        record = self._tree_record
+        record = self._tree_record if not sequence.draws_chain else None
         if record is not None and record.looks and parents and not self._is_checking:
             # Trees without a verified node count too: the verified trees are the surer ones.
             worths, cells = sequence.draft_worths, sequence.draft_cells

@@ -142,7 +142,9 @@ def _kept_bytes(
     if drafter is not None:
         num_outputs += max(TOKEN_BUCKETS[-1], config.max_num_batched_tokens)
         if speculative is not None and speculative.draws:
-            num_bytes = drawn_bytes(drafter, num_rows, speculative.k)
+            shape, k = speculative.trees, speculative.k
+            num_drawn = k if shape is None else shape.num_drawn(shape.max_nodes)
+            num_bytes = drawn_bytes(drafter, num_rows, num_drawn)
     if speculative is not None and (drafter is None or speculative.copies_join_trees):
         num_bytes += num_rows * max_model_len * torch.int32.itemsize
     return num_bytes + output_bytes(target, drafter, num_outputs)

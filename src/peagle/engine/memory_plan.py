@@ -285,6 +285,8 @@ def run_largest_passes(
     def sequence(seq_id: int, num_tokens: int) -> Sequence:
         made = Sequence(seq_id, [0] * num_tokens, params, seq_id, frozenset())
         made.num_speculative_tokens = num_speculative_tokens
+        if isinstance(drafting, HeadDrafting) and num_nodes is not None:
+            made.draws_chain = drafting.proposer.draws
         made.block_table = [0] * -(-max_len // runner.block_size)
         return made
 

@@ -138,7 +138,9 @@ class Sampler:
                 logits_RV, rows, rules, sampling.temperature_B, self.slots.counts, masks_RV
             )
         # Greedy verification has no use for q.
-        draft_probs_BKV = None if sampling.all_greedy else self._draft_probs(sequences, num_drafted)
+        draft_probs_BKV = None
+        if not sampling.all_greedy:
+            draft_probs_BKV = self._draft_probs(sequences, num_drafted, has_trees=paths is not None)
         verified = verify(processed_RV, rows, sampling, draft_probs_BKV, self._synthetic_rates_K)
         if batch.rules is not None and batch.rules.has_penalties:
             self._count(batch.rules, rows, verified)
@@ -227,23 +229,29 @@ class Sampler:
         return VerificationRows(*sizes) if paths is None else TreeRows(*sizes, paths)
 
     def _draft_probs(
-        self, sequences: SequenceOf[Sequence], num_drafted: SequenceOf[int]
+        self, sequences: SequenceOf[Sequence], num_drafted: SequenceOf[int], *, has_trees: bool
     ) -> Tensor | None:
-        """Return q of the batch, [B, K, V]; 0 for sequences whose drafts were not drawn.
+        """Return q of the batch, [B, K, V]; of trees that of their first C nodes, [B, C, V].
 
-        None if no drafts were drawn.
+        It is 0 for drafts that were not drawn; None if no drafts were drawn. C is the length of the
+        longest drawn chain.
         """
-        most = max(num_drafted)
-        probs = [s.draft_probs_KV for s in sequences if s.draft_probs_KV is not None]
-        if not probs or most == 0:
+        probs = {
+            row: sequence.draft_probs_KV[: min(k, sequence.num_drawn)]
+            for row, (sequence, k) in enumerate(zip(sequences, num_drafted, strict=True))
+            if sequence.draft_probs_KV is not None
+        }
+        most = max(map(len, probs.values()), default=0)
+        if not most:
             return None
-        if len(probs) == len(sequences) and all(len(p) >= most for p in probs):
-            return torch.stack([p[:most] for p in probs])
-        stacked_BKV = probs[0].new_zeros(len(sequences), most, self.vocab_size)
-        for row, (sequence, k) in enumerate(zip(sequences, num_drafted, strict=True)):
-            if sequence.draft_probs_KV is not None:
-                stacked_BKV[row, :k] = sequence.draft_probs_KV[:k]
-        return stacked_BKV
+        if not has_trees:
+            most = max(num_drafted)
+        if len(probs) == len(sequences) and all(len(p) == most for p in probs.values()):
+            return torch.stack([*probs.values()])
+        stacked_BCV = next(iter(probs.values())).new_zeros(len(sequences), most, self.vocab_size)
+        for row, probs_CV in probs.items():
+            stacked_BCV[row, : len(probs_CV)] = probs_CV
+        return stacked_BCV
 
     def _count(self, rules: LogitsRules, rows: VerificationRows, verified: Verified) -> None:
         """Add the emitted tokens to the token counts."""

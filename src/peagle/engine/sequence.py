@@ -14,6 +14,7 @@ from peagle.engine.grammar import GrammarState
 from peagle.engine.stats import SpeculationStats
 from peagle.kernels.paths import path_nodes
 from peagle.kernels.sampling.logprobs import PromptLogprobs, TokenLogprobs
+from peagle.kernels.trees.chains import count_drawn
 from peagle.kernels.trees.copies import TextIndex
 
 
@@ -57,14 +58,15 @@ class Sequence:
         drafts: tokens that the next step verifies; `draft_probs_KV` is their q, None for argmax.
             Preemption keeps them, so that it changes no output.
         draft_parents: row of each draft's parent in a tree, see `kernels.trees.growth`, with the
-            score of each draft's path in `draft_scores`; None for a chain.
+            score of each draft's path in `draft_scores`; None for a chain. The drafts of a drawn
+            chain come first, and have DRAWN_SCORE.
         draft_worths: how probable it is that each node is accepted, and `draft_cells` which rate of
             copies it had (`kernels.trees.copies`); None where the tree has no copies.
         prediction: the end of the prompt and, behind it, the output that the request predicts; in
             no KV and no hash.
         text_indices: of the text and of the prediction; empty until copies are looked for.
         has_copies: whether copies of the text may be its drafts.
-        draws_chain: whether its drafts are a drawn chain while other sequences have trees.
+        draws_chain: whether a chain of drawn drafts leads its trees.
         fixes_k: whether its K does not follow the K of the batch.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
@@ -152,6 +154,11 @@ class Sequence:
         if self.draft_parents is None:
             return range(len(accepted))
         return path_nodes(self.draft_parents, self.drafts, accepted)
+
+    @property
+    def num_drawn(self) -> int:
+        """Return how many of its first drafts may have been drawn."""
+        return len(self.drafts) if self.draft_parents is None else count_drawn(self.draft_scores)
 
     @property
     def is_prefilling(self) -> bool:

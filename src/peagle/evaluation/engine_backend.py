@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from peagle.chat import opens_thinking, render_chat, resolve_chat_template
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine import SpeculationStats
 from peagle.engine.detokenizer import split_output
+from peagle.engine.drafting import draws_chain
 from peagle.engine.memory_plan import free_and_total
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, DecodeCounts, Request, Run, require_some
@@ -175,7 +177,9 @@ class EngineBackend:
         """Answer requests, as `Backend.run`.
 
         A request that the engine refuses, for one because its prompt is too long, has an answer
-        with the reason as its `error`; the others go on.
+        with the reason as its `error`; the others go on. Where drawn chains may lead trees,
+        requests go without their seeds, which would keep such chains away: the engine's seed and
+        the order of the requests decide instead.
 
         Raises:
             UserError: the concurrency is below 1, a request asks for several outputs, messages
@@ -188,7 +192,12 @@ class EngineBackend:
         for request in requests:
             if request.params.n != 1:
                 raise UserError(f"Request {request.id}: n is {request.params.n}; expected 1.")
-        prompts = [self.encode(one) for one in requests]
+        speculative, prompts = self.llm.engine.speculative, [self.encode(one) for one in requests]
+
+        def without_seed(params: SamplingParams) -> SamplingParams:
+            free = replace(params, seed=None)
+            return free if draws_chain(free, speculative) else params
+
         answers = [Answer(num_prompt_tokens=len(prompt)) for prompt in prompts]
         sent_s: dict[int, float] = {}  # by request in flight
         unsent = iter(range(len(requests)))
@@ -202,7 +211,7 @@ class EngineBackend:
             while len(sent_s) < concurrency and (index := next(unsent, None)) is not None:
                 sent_s[index] = time.perf_counter()
                 try:
-                    engine.add(index, prompts[index], requests[index].params)
+                    engine.add(index, prompts[index], without_seed(requests[index].params))
                 except UserError as error:
                     answers[index].error = str(error)
                     end(index)

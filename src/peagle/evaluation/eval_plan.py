@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.config import SamplingParams
 
@@ -25,6 +25,7 @@ class EvalPlan:
     chat: bool  # prompts go behind the chat template
     thinking: bool | None = None  # mode of the template; None leaves it to the template
     draft_window: int | None = None  # for heads; None takes each head's own
+    drawn_chains_from: float | Literal["never"] | None = None  # for trees; None takes the default
 
     def settings(self, target_sha256: str) -> dict[str, Any]:
         """Return the settings that all entries share, as JSON."""
@@ -34,8 +35,8 @@ class EvalPlan:
                 others = [json.dumps(one) for one in (prompt.system, prompt.tools) if one]
                 for text in (name, prompt.id, prompt.category, *prompt.turns, *others):
                     digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
-        window = {} if self.draft_window is None else {"draft_window": self.draft_window}
-        return window | {
+        given = {name: getattr(self, name) for name in ("draft_window", "drawn_chains_from")}
+        return {name: value for name, value in given.items() if value is not None} | {
             "sets": {name: len(prompts) for name, prompts in self.sets.items()},
             "max_new_tokens": self.params.max_tokens,
             "top_p": self.params.top_p,

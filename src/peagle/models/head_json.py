@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from peagle.config import DEFAULT_K, CandidateTrees, SpeculativeConfig
 from peagle.config.speculative import (
@@ -11,6 +11,7 @@ from peagle.config.speculative import (
     DEFAULT_BEAM,
     MAX_BEAM,
     MAX_BEAM_ROWS,
+    NEVER,
     TREE_DEFAULTS,
 )
 from peagle.errors import CheckpointError, UserError
@@ -116,8 +117,9 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
 
     K is then automatic up to what the head was trained for, or up to the nodes of candidate trees.
     A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
-    their depth is still the head's. A file that cannot be read changes nothing: loading the head
-    reports the fault.
+    their depth is still the head's, and drawn chains lead those of a P-EAGLE head unless the
+    configuration says no. A file that cannot be read changes nothing: loading the head reports the
+    fault.
 
     Raises:
         UserError: trees that the head cannot draft (`check_trees`).
@@ -140,7 +142,10 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
             shape, k or default_k(depth), None if parallel else DEFAULT_BEAM
         )
         check_trees(trees, config.model, parallel, depth, config.drawn_chains_from)
-        config = replace(config, parallel_drafting_spec=trees)
+        drawn_from = config.drawn_chains_from
+        if drawn_from is None:
+            drawn_from = 0.0 if parallel else NEVER
+        config = replace(config, parallel_drafting_spec=trees, drawn_chains_from=drawn_from)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
         k = trees.prediction_depth
@@ -156,7 +161,7 @@ def check_trees(
     head: str,
     parallel: bool,
     trained: int | None,
-    drawn_chains_from: float | None,
+    drawn_chains_from: float | Literal["never"] | None,
 ) -> None:
     """Refuse trees that a head cannot draft.
 
@@ -184,10 +189,10 @@ def check_trees(
             f"{depth - 1} depths; expected at most {MAX_BEAM_ROWS} nodes in all. Make "
             f"num_parallel_trees or prediction_depth smaller. {TREE_DEFAULTS}"
         )
-    if drawn_chains_from is not None:
+    if drawn_chains_from not in (None, NEVER):
         raise UserError(
-            f"drawn_chains_from is {drawn_chains_from:g}, but {head!r} is an EAGLE-3 head; none is "
-            "expected: it draws no chains beside trees. Leave it out, or leave "
+            f'drawn_chains_from is {drawn_chains_from!r}, but {head!r} is an EAGLE-3 head; "never" '
+            "or none is expected: no drawn chain leads its trees. Leave it out, or leave "
             'parallel_drafting_spec out and set draft_sampling to "probabilistic".'
         )
 

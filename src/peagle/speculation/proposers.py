@@ -96,8 +96,8 @@ class ProposerInput:
             only reads on.
         sampling: with num_outputs counting the emitted tokens; None where nothing is drafted.
         histories: every token of each sequence, the emitted ones included.
-        draws_chain: of each sequence, whether it gets a chain of drawn drafts where others get
-            trees.
+        num_drawn: length of the chain of drawn drafts that leads the tree of each sequence; 0
+            without one.
         context_starts_B: first drafter slot of each sequence that may be looked at; None: all.
         constraint: which tokens of chains may be drafted; None: all.
         beam_constraint: which nodes of an EAGLE-3 head's trees may be drafted; None: all.
@@ -114,7 +114,7 @@ class ProposerInput:
     num_draft_tokens: Sequence[int]
     sampling: SamplingTensors | None
     histories: Sequence[Sequence[int]]
-    draws_chain: Sequence[bool]
+    num_drawn: Sequence[int]
     context_starts_B: Tensor | None = None
     constraint: DraftConstraint | None = None
     beam_constraint: BeamConstraint | None = None
@@ -146,6 +146,8 @@ class Drafts:
             None for chains. K is then the nodes of a tree.
         scores_BK: the scores of the nodes then, as `best_first_trees` gives them.
         slots: the slots from which a sequence's tree grew, by its number.
+        chains_BC: drawn drafts that lead trees, as many of each sequence as were asked for, with
+            their distributions in `probs_BKV`; None where no tree has any.
     """
 
     tokens_BK: Tensor
@@ -154,6 +156,7 @@ class Drafts:
     parents_BK: Tensor | None = None
     scores_BK: Tensor | None = None
     slots: Mapping[int, TreeSlots] = field(default_factory=dict)
+    chains_BC: Tensor | None = None
 
 
 class DraftExecutor(Protocol):
@@ -460,7 +463,8 @@ class EagerDraft:
         self.k = max(lens)
         drafting = [b for b, k in enumerate(lens) if k]
         self._order = sorted(drafting, key=lambda b: -lens[b])
-        shape = len(lens), self.k
+        columns = self.k if proposer.trees is None else max(step.num_drawn)
+        shape = len(lens), columns
         self._tokens_BK = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._probs_BKV: Tensor | None = None
         self._trees: Drafts | None = None
@@ -567,11 +571,11 @@ class EagerDraft:
             states_NJW = correction.start(drafter.normed(hidden_NJD))
         if self._proposer.trees is not None:
             self._trees = self._grow(logits_NJV, states_NJW)
-            chains = [n for n, b in enumerate(self._order) if self._step.draws_chain[b]]
+            chains = [n for n, b in enumerate(self._order) if self._step.num_drawn[b]]
             if not chains:
                 return
             chains_N = upload_ints(chains, self._device)
-            logits_NJV, constraint = logits_NJV[chains_N], None
+            logits_NJV, constraint = logits_NJV[chains_N, : self._tokens_BK.shape[1]], None
             states_NJW = None if states_NJW is None else states_NJW[chains_N]
             sequences_N = self._order_N[chains_N]
         else:
@@ -598,7 +602,9 @@ class EagerDraft:
     def drafts(self) -> Drafts:
         """Return the drafts chosen, cut where the constraint ends them."""
         if self._trees is not None:
-            return self._with_chains(self._trees)
+            if self._probs_BKV is None:
+                return self._trees
+            return replace(self._trees, probs_BKV=self._probs_BKV, chains_BC=self._tokens_BK)
         lens, constraint = self._lens, self._step.constraint
         if constraint is not None:
             lens = list(map(min, lens, constraint.lens))
@@ -648,19 +654,6 @@ class EagerDraft:
         scores_BX[self._order_N] = scores_NX
         lens = [self._proposer.count_nodes(k) for k in self._lens]
         return Drafts(every[0], lens, parents_BK=every[1], scores_BK=scores_BX)
-
-    def _with_chains(self, trees: Drafts) -> Drafts:
-        """Put the drawn chains in the place of the trees of their sequences."""
-        if self._probs_BKV is None:
-            return trees
-        assert trees.parents_BK is not None and trees.scores_BK is not None
-        chains = [b for b in self._order if self._step.draws_chain[b]]
-        chains_N, nodes = upload_ints(chains, self._device), slice(self.k)
-        trees.tokens_BK[chains_N, nodes] = self._tokens_BK[chains_N]
-        trees.parents_BK[chains_N, nodes] = torch.arange(self.k, device=self._device)
-        trees.scores_BK[chains_N] = 0
-        lens = [k if b in chains else n for b, (k, n) in enumerate(zip(self._lens, trees.lens))]
-        return replace(trees, lens=lens, probs_BKV=self._probs_BKV)
 
     def _still_drafting(self, column: int) -> Tensor:
         """Return the sequences that draft more than `column` tokens."""

@@ -78,7 +78,10 @@ def verify(
 
     In a tree (`TreeRows`) x is the own token of a node's row: verification descends to the child
     that equals x while there is one. Children of one node must differ. A chain is the tree of one
-    branch; beside trees it may be drawn as a whole.
+    branch. The first nodes of a tree may be a chain that was drawn: rejection sampling decides how
+    many of them pass, and the token behind these is the own one of its row. So verification goes on
+    where the token that replaces a rejected draft is another node. Rejection has used no random
+    number of the rows below, so their own tokens are draws from p as ever.
 
     Drafts that were all drawn are verified as a block. p_0 = 1, and draft x of position j gives
     p_j = min(p_{j-1} p(x) / q(x), 1). It is tried with h_j = Z_j / (Z_j + 1 - p_j), where Z_j is
@@ -95,7 +98,8 @@ def verify(
     Args:
         logits_RV: target logits; row j of a sequence predicts its draft j (the last, the bonus).
         draft_probs_BKV: q in the target vocabulary, 0 for all tokens where a draft was not drawn;
-            None when no draft was. Not read at or above a sequence's number of drafts.
+            None when no draft was. Not read at or above a sequence's number of drafts. In trees
+            [B, C, V], of the first C nodes.
         synthetic_rates_K: float32, r_1 to r_K: the probability that at least i drafts are accepted
             where so many were made; must not rise. None: acceptance is real.
     """
@@ -109,17 +113,12 @@ def verify(
     tokens_BJ = tokens_R[rows.rows_BJ]
     if isinstance(rows, TreeRows):
         assert synthetic_rates_K is None, "acceptance of trees is real"
+        if probs_RV is not None and draft_probs_BKV is not None:
+            tokens_BJ = _with_drawn(probs_RV, draft_probs_BKV, rows, sampling, tokens_BJ)
         reached_BJ = rows.reached(tokens_BJ)
         order_BJ = path_rows(reached_BJ)
         num_accepted_B = reached_BJ.sum(-1) - 1
-        next_tokens_B = _at(tokens_BJ, _at(order_BJ, num_accepted_B))
-        if probs_RV is not None and draft_probs_BKV is not None:
-            chains = _verify_drawn(probs_RV, draft_probs_BKV, rows, sampling, tokens_BJ)
-            is_drawn_B = (draft_probs_BKV[:, 0] > 0).any(-1)
-            num_accepted_B = torch.where(is_drawn_B, chains.num_accepted_B, num_accepted_B)
-            next_tokens_B = torch.where(is_drawn_B, chains.next_tokens_B, next_tokens_B)
-            order_BJ = torch.where(is_drawn_B.unsqueeze(1), rows.columns_J, order_BJ)
-        return Verified(num_accepted_B, next_tokens_B, order_BJ)
+        return Verified(num_accepted_B, _at(tokens_BJ, _at(order_BJ, num_accepted_B)), order_BJ)
     if probs_RV is None or draft_probs_BKV is None or not rows.max_drafts:
         matches_BK = tokens_BJ[:, :-1] == rows.drafts_BK
         num_accepted_B = _count_first(matches_BK & rows.drafted_BK)
@@ -131,6 +130,25 @@ def verify(
         num_accepted_B = _accept_synthetically(rows, sampling, synthetic_rates_K)
         next_tokens_B = _at(tokens_BJ, num_accepted_B)
     return Verified(num_accepted_B, next_tokens_B)
+
+
+def _with_drawn(
+    probs_RV: Tensor, q_BCV: Tensor, rows: TreeRows, sampling: SamplingTensors, tokens_BJ: Tensor
+) -> Tensor:
+    """Return the own tokens of trees, those of drawn chains by rejection sampling.
+
+    The rows before the drafts that pass have these drafts, and the row behind them has the token
+    that rejection sampling emits. Other rows keep their own tokens.
+    """
+    most = q_BCV.shape[1]
+    drafts_BC1 = rows.drafts_BK[:, :most].unsqueeze(2)
+    is_drawn_BC = (q_BCV.gather(2, drafts_BC1).squeeze(2) > 0) & rows.drafted_BK[:, :most]
+    chains = rows.leading(_count_first(is_drawn_BC), most)
+    found = _verify_drawn(probs_RV, q_BCV, chains, sampling, tokens_BJ[:, : most + 1])
+    num_passed_B1 = found.num_accepted_B.unsqueeze(1)
+    drafts_BJ = torch.nn.functional.pad(rows.drafts_BK, (0, 1))
+    tokens_BJ = torch.where(rows.columns_J < num_passed_B1, drafts_BJ, tokens_BJ)
+    return tokens_BJ.scatter(1, num_passed_B1, found.next_tokens_B.unsqueeze(1))
 
 
 def _verify_drawn(

@@ -336,6 +336,6 @@ def test_steps_without_drafts_have_no_probabilities(
     head = make_head(target, device, 20)
     buffers = DecodeBuffers(make_buffers(device).sizes, device, DrawnDrafts(head, ROWS, K))
     probs = buffers.rows(2, 2).draft_probs
-    assert probs is not None and probs.probs_BKD.shape == (2, 2, 20)
+    assert probs is not None and probs.probs_BKD.shape == (2, K, 20)
     assert buffers.rows(2, 0).draft_probs is None
     assert make_buffers(device).rows(2, 2).draft_probs is None

@@ -34,7 +34,7 @@ class DecodeRows:
         active_B: 1 for rows that are sequences, else 0; int64.
         context_starts_B: first drafter slot that attention may read.
         feature_slots_B: ring of `FeatureRings` that takes the features; NO_SLOT without one.
-        draws_chain_B: 1 for drawn chains while other sequences have trees, else 0; int64.
+        draws_chain_B: 1 where drawn chains lead trees, else 0; int64.
         has_copies_B: 1 where copies of the text may be drafts, else 0; int64.
         num_predicted_B: tokens of the prediction; int64.
     """

@@ -12,7 +12,7 @@ the host writes.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ _INTS = (
     "active",
     "context_starts",
     "feature_slots",
-    "draws_chain",  # 1 for drawn chains while other sequences have trees
+    "draws_chain",  # 1 where drawn chains lead trees
     "has_copies",  # 1 where copies of the text may be drafts
     "num_predicted",  # tokens of the prediction
 )
@@ -136,6 +136,10 @@ class BufferSizes:
         if self.lookup is not None:
             return self.lookup.k
         return k if self.trees is None else self.trees.depth(k)
+
+    def num_drawn(self, k: int) -> int:
+        """Return the most drafts of a sequence that steps of K drafts draw, where they draw."""
+        return k if self.trees is None else self.trees.num_drawn(k)
 
 
 class DecodeBuffers:
@@ -211,7 +215,7 @@ class DecodeBuffers:
             node_fields=sizes.node_fields,
             text_BL=None if self._text_BL is None else self._text_BL[:num_seqs],
             copy_scratch=self._copy_scratch and self._copy_scratch.first(num_seqs),
-            draft_probs=None if drawn is None else drawn.rows(num_seqs, sizes.depth(k)),
+            draft_probs=None if drawn is None else drawn.rows(num_seqs),
             block_tables_BM=self._tables_BM[:num_seqs],
             active_B=ints["active"],
             context_starts_B=ints["context_starts"],
@@ -263,8 +267,7 @@ class DecodeBuffers:
         self._nodes_BX[rows_N] = nodes_NX
         floats_NF = torch.tensor(floats, dtype=torch.float32)
         self._floats_FB[:, rows_N] = upload(floats_NF, self._device).T
-        if self.drawn is not None:
-            self.drawn.write(rows_N, rows)
+        self._write_drawn(rows_N, rows)
         if self._text_BL is not None:
             for row, sequence in rows.items():
                 if sequence is not None and sequence.has_copies:
@@ -275,6 +278,16 @@ class DecodeBuffers:
                     if left > 0:
                         tokens_T = torch.tensor(sequence.prediction[-left:], dtype=torch.int32)
                         self._text_BL[row, -left:] = upload(tokens_T, self._device)
+
+    def _write_drawn(self, rows_N: Tensor, rows: Mapping[int, Sequence | None]) -> None:
+        """Write the q of the rows; of trees for sequences that draw alone: no other row has any."""
+        if self.drawn is None:
+            return
+        if self.trees is not None:
+            rows = {row: s for row, s in rows.items() if s is not None and s.draws_chain}
+            rows_N = upload_ints(list(rows), self._device) if rows else rows_N
+        if rows:
+            self.drawn.write(rows_N, rows)
 
     def _values(self, sequence: Sequence | None, vocab_size: int) -> tuple[list[int], list[float]]:
         """Return a row's integers (fields, stop ids, drafts, nodes) and its other numbers."""
@@ -333,8 +346,12 @@ class DecodeBuffers:
         self._tables_BM[rows_N, indices_N] = blocks_N
 
     @torch.inference_mode()
-    def move(self, moves: Mapping[int, int]) -> None:
-        """Copy rows to others, from: to; the old row stays unchanged."""
+    def move(self, moves: Mapping[int, int], *, draws: bool = True) -> None:
+        """Copy rows to others, from: to; the old row stays unchanged.
+
+        Args:
+            draws: whether drafts of some of these rows may be drawn.
+        """
         from_N, to_N = upload_ints(list(moves.items()), self._device).unbind(1)
         for fields_FB in (self._ints_FB, self._floats_FB):
             fields_FB[:, to_N] = fields_FB[:, from_N]
@@ -343,7 +360,7 @@ class DecodeBuffers:
             rows_BX[to_N] = rows_BX[from_N]
         if self._text_BL is not None:
             self._text_BL[to_N] = self._text_BL[from_N]
-        if self.drawn is not None:
+        if self.drawn is not None and draws:
             self.drawn.move(from_N, to_N)
 
     def copy_outputs(self, outputs: SequenceOf[Tensor]) -> list[Tensor]:
@@ -428,7 +445,6 @@ class DecodeStep:
                 self.target,
                 proposer,
                 depth=self.max_accepted,
-                max_drawn=k,
                 max_model_len=buffers.sizes.max_model_len,
             )
         self.report_RX = torch.zeros(num_seqs + 1, width, dtype=torch.int64, device=device)
@@ -491,22 +507,22 @@ class DecodeStep:
         kept_SCA[slots_T, batch.positions_R % capacity] = features_TA
 
     @property
-    def draws(self) -> bool:
-        """Return whether drafts are drawn; without trees greedy sequences are then rejected too."""
+    def may_draw(self) -> bool:
+        """Return whether drafts may be drawn; without trees those of all sequences are then."""
         return self.rows.draft_probs is not None
 
     @torch.inference_mode()
-    def find_own_tokens(self, *, greedy: bool, rules: DecodeRules | None = None) -> None:
+    def find_own_tokens(
+        self, *, greedy: bool, draws: bool, rules: DecodeRules | None = None
+    ) -> None:
         """Find the target's own token of each row: the argmax, or also draws.
 
-        This also rejects drawn drafts.
-
         Args:
+            draws: whether some drafts were drawn: this also rejects these. Not with `greedy`.
             rules: replace the tokens of requests with rules, which cannot be captured; None if no
                 request has any.
         """
-        may_skip = self.trees is not None or not self.draws
-        assert may_skip or not greedy, "only draws leave what the rejection reads"
+        assert not (greedy and draws), "only draws leave what the rejection reads"
         logits_TV = self.target.compute_logits(self.hidden_TH)
         own_tokens(
             logits_TV,
@@ -517,25 +533,25 @@ class DecodeStep:
             self.scratch,
             offsets_R=None if self.trees is None else self.trees.depths_T,
         )
-        if self.draws and not greedy:
+        if draws:
             self._reject(logits_TV, self.batch.query_start_loc, self.running_B, self.scratch)
         if rules is not None:
-            self._apply(rules, logits_TV)
+            self._apply(rules, logits_TV, draws=draws)
 
     def _reject(
         self, logits_RV: Tensor, start_loc: Tensor, active_B: Tensor, scratch: VerifyScratch
     ) -> None:
         """Count the drawn drafts that pass, and replace the own token behind them."""
-        own = self.rows
+        own, state = self.rows, self.rows.state
         assert own.draft_probs is not None, "drafts are drawn"
         if self.trees is not None:
-            active_B = active_B * own.draws_chain_B
+            state = replace(state, num_draft_tokens_B=self.trees.num_drawn())
         reject_drafts(
             logits_RV,
             start_loc,
             own.drafts_BK,
             active_B,
-            own.state,
+            state,
             scratch,
             self.out.num_accepted_B,
             sampling=own.sampling,
@@ -548,7 +564,7 @@ class DecodeStep:
         """Leave rows unchanged in this step, but drop their drafts."""
         self.running_B[upload_ints(rows, self.running_B.device)] = 0
 
-    def _apply(self, rules: DecodeRules, logits_TV: Tensor) -> None:
+    def _apply(self, rules: DecodeRules, logits_TV: Tensor, *, draws: bool) -> None:
         own = self.rows
         rules.apply(
             logits_TV,
@@ -559,7 +575,7 @@ class DecodeStep:
             self.running_B,
             self.scratch.tokens_R,
             paths_of=None if self.trees is None else self.trees.paths_of,
-            reject=self._reject if self.draws else None,
+            reject=self._reject if draws else None,
         )
         if own.synthetic is not None:
             rules.drop_refused(own.state)
@@ -570,11 +586,15 @@ class DecodeStep:
         return rules.after(self.out, self.batch.query_start_loc, rows_X)
 
     @torch.inference_mode()
-    def verify(self) -> None:
-        """Verify the drafts, advance the state, report."""
+    def verify(self, *, draws: bool) -> None:
+        """Verify the drafts, advance the state, report.
+
+        Args:
+            draws: as for `find_own_tokens`.
+        """
         own, trees, drafts_BK = self.rows, self.trees, self.rows.drafts_BK
         if trees is not None:
-            trees.descend(self.scratch.tokens_R)
+            trees.descend(self.scratch.tokens_R, draws=draws)
             drafts_BK = trees.path_BD
         match_drafts(
             self.scratch.tokens_R,
@@ -585,20 +605,25 @@ class DecodeStep:
             own.limits,
             self.out,
             synthetic=own.synthetic,
-            given=self.draws or trees is not None,
+            given=draws or trees is not None,
         )
         if own.text_BL is not None:
             append_emitted(own.text_BL, own.state.first_positions_B, self.out.emitted_BJ)
         self._report(Stamp.VERIFIED)
 
     @torch.inference_mode()
-    def draft(self) -> None:
-        """Draft for the next step, and report again."""
+    def draft(self, *, draws: bool) -> None:
+        """Draft for the next step, and report again.
+
+        Args:
+            draws: whether some sequences draw drafts.
+        """
         stamp(self._times, Stamp.DRAFTING)
         if self.lookup is not None:
             self.lookup.draft()
         else:
             assert self._proposer is not None, "K is above 0"
+            self._draft.draws = draws
             self._proposer.draft(self._draft, self._features_TA)
         self._report(Stamp.DRAFTED)
 
@@ -619,7 +644,10 @@ class DecodeStep:
 class CapturedDraft:
     """A `DraftExecutor` over the rows of a step, all of one size.
 
-    It makes argmax drafts, drawn ones, or trees, beside which some sequences may draw chains.
+    It makes argmax drafts, drawn ones, or trees, of which drawn chains may lead some.
+
+    Attributes:
+        draws: whether some sequences draw drafts.
     """
 
     def __init__(self, step: DecodeStep, proposer: HeadProposer) -> None:
@@ -643,7 +671,8 @@ class CapturedDraft:
             self._beams: BeamPlan | None = None
         self._hidden_SD = self._h_shared_D.new_zeros(num_slots, config.hidden_size)
         all_at_once = config.is_parallel and drafter.correction is None
-        columns, vocab_size = k if all_at_once else 1, config.draft_vocab_size
+        columns, vocab_size = sizes.num_drawn(step.k) if all_at_once else 1, config.draft_vocab_size
+        self.draws = step.may_draw
         self._chain_BK = step.rows.drafts_BK
         self.find: Find | None = None
         if proposer.trees is not None:
@@ -651,8 +680,9 @@ class CapturedDraft:
                 self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
             else:
                 self.find = BeamSearch(drafter, num_seqs * proposer.trees.num_parallel_trees)
-            self._chain_BK = torch.zeros(num_seqs, k, dtype=torch.int64, device=device)
-        if step.draws:
+            chain = num_seqs, sizes.num_drawn(step.k)
+            self._chain_BK = torch.zeros(chain, dtype=torch.int64, device=device)
+        if step.may_draw:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
         elif proposer.trees is None:
             self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
@@ -752,9 +782,9 @@ class CapturedDraft:
         if (trees := self._step.trees) is not None:
             depths_N = self._step.rows.state.num_draft_tokens_B
             grown = self._growth(logits_NJV, states_NJW, depths_N)
-            if self._step.draws:
-                self._choose_chains(logits_NJV, states_NJW, first)
-            trees.write_trees(*grown, self._chain_BK if self._step.draws else None)
+            if self.draws:
+                self._choose_chains(logits_NJV[:, : self._chain_BK.shape[1]], states_NJW, first)
+            trees.write_trees(*grown, self._chain_BK if self.draws else None)
         else:
             self._choose_chains(logits_NJV, states_NJW, first)
 

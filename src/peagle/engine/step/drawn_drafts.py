@@ -21,7 +21,7 @@ class DrawnDrafts:
     """q of every row, float32 like the draws, in the draft vocabulary.
 
     Args:
-        num_seqs, k: rows of the largest step, and its K.
+        num_seqs, k: rows of the largest step, and the most drafts of a sequence that are drawn.
     """
 
     def __init__(self, drafter: Drafter, num_seqs: int, k: int) -> None:
@@ -36,9 +36,9 @@ class DrawnDrafts:
             index_V[target_ids_D] = torch.arange(num_ids, dtype=torch.int32, device=device)
             self._index_V = index_V
 
-    def rows(self, num_seqs: int, k: int) -> DraftProbs:
-        """Return q of the first rows, for steps of K drafts."""
-        return DraftProbs(self._probs_BKD[:num_seqs, :k], self._index_V)
+    def rows(self, num_seqs: int) -> DraftProbs:
+        """Return q of the first rows; steps of fewer drafts use its first columns."""
+        return DraftProbs(self._probs_BKD[:num_seqs], self._index_V)
 
     def write(self, rows_N: Tensor, sequences: Mapping[int, Sequence | None]) -> None:
         """Put the q of sequences into their rows, 0 for drafts that were not drawn.

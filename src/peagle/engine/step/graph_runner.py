@@ -202,7 +202,7 @@ def make_graph_runner(
     )
     drawn, max_drafts = None, max(k for _, k in num_rows)
     if proposer is not None and proposer.draws:
-        drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, sizes.depth(max_drafts))
+        drawn = DrawnDrafts(proposer.drafter, sizes.num_seqs, sizes.num_drawn(max_drafts))
     buffers = DecodeBuffers(sizes, target.device, drawn)
 
     def make_step(num_seqs: int, k: int) -> DecodeStep:
@@ -363,18 +363,30 @@ class Flight:
 
 
 class _Graph:
-    """The captured parts of one step. On a CPU, for tests, they run without capture."""
+    """The captured parts of one step. On a CPU, for tests, they run without capture.
+
+    Where drawn chains may lead trees, all parts behind the target's pass have a graph for steps in
+    which a sequence draws, and one for the others, which then do nothing for chains: at most twice
+    the graphs. They share their memory.
+    """
 
     def __init__(self, step: DecodeStep, capture: Capturer) -> None:
         self._step = step  # owns the tensors in which the graphs work
         self.num_rows = step.batch.tokens_R.shape[0]
         self._run_target = capture(step.run_target)
+        self._always_draws = step.may_draw and step.trees is None
+        variants = [(False, True)] if step.may_draw else []  # greedy or not, draws or not
+        if not self._always_draws:
+            variants += [(True, False), (False, False)]
         self._find_own_tokens = {
-            greedy: capture(partial(step.find_own_tokens, greedy=greedy))
-            for greedy in ((False,) if step.draws and step.trees is None else (True, False))
+            (greedy, draws): capture(partial(step.find_own_tokens, greedy=greedy, draws=draws))
+            for greedy, draws in variants
         }
-        self._verify = capture(step.verify)
-        self._draft = capture(step.draft) if step.k or step.lookup else None
+        each = sorted({draws for _, draws in variants})
+        self._verify = {draws: capture(partial(step.verify, draws=draws)) for draws in each}
+        self._draft = None
+        if step.k or step.lookup:
+            self._draft = {draws: capture(partial(step.draft, draws=draws)) for draws in each}
         shape, self._is_cuda = step.report_RX.shape, step.report_RX.is_cuda
         # Two reports of the step in flight, and two of the step that the host reads.
         self._reports = deque(
@@ -397,19 +409,20 @@ class _Graph:
         if meanwhile is not None:
             meanwhile()
             sequences = self._without_waiting(sequences)
-        all_greedy = all(s.params.is_greedy for s in sequences if s is not None)
-        greedy = all_greedy and True in self._find_own_tokens
+        draws = self._always_draws or any(s.draws_chain for s in sequences if s is not None)
+        draws = draws and self._step.may_draw
+        greedy = not draws and all(s.params.is_greedy for s in sequences if s is not None)
         if rules.is_needed:
-            self._step.find_own_tokens(greedy=greedy, rules=rules)
+            self._step.find_own_tokens(greedy=greedy, draws=draws, rules=rules)
         else:
-            self._find_own_tokens[greedy]()
-        self._verify()
+            self._find_own_tokens[greedy, draws]()
+        self._verify[draws]()
         logprobs = self._step.logprobs(rules) if rules.is_needed else None
         tokens = drafts = self._report()
         if before_drafts is not None:
             before_drafts()
         if self._draft is not None:
-            self._draft()
+            self._draft[draws]()
             drafts = self._report()
         step = self._step
         return Flight(
@@ -503,8 +516,12 @@ class GraphRunner:
 
     @property
     def draws(self) -> bool:
-        """Return whether drafts are drawn from the head's distribution."""
-        return self._buffers.drawn is not None
+        """Return whether drafts of some sequences are drawn from the head's distribution."""
+        return self._buffers.drawn is not None and any(
+            self._buffers.trees is None or sequence.draws_chain
+            for sequence in self._sequences
+            if sequence is not None
+        )
 
     def capture_all(self) -> None:
         """Make all graphs now, the largest first: the others then fit into its memory."""
@@ -552,6 +569,7 @@ class GraphRunner:
             made_up.drafts = drafts
             if self._buffers.trees is not None:
                 made_up.draft_parents = [0] * k
+                made_up.draws_chain = self._buffers.drawn is not None and not params.is_greedy
             sequences.append(made_up)
         self._size = num_rows, k
         self._buffers.switch(k)
@@ -676,7 +694,9 @@ class GraphRunner:
             seats[old] = written[old] = None
             written.pop(new, None)
         if moves:
-            self._buffers.move(moves)
+            moved = (seats[row] for row in moves.values())
+            draws = self._buffers.trees is None or any(s.draws_chain for s in moved if s)
+            self._buffers.move(moves, draws=draws)
         seated = set(seats)
         for sequence in sequences:
             if sequence not in seated:

@@ -5,11 +5,12 @@ path come first, and the rest of the step sees a chain. `ModelRunner.run` does t
 sizes. The trees share the rows of the step: the step itself chooses the nodes that it verifies, out
 of all that were drafted (`allocate_nodes`). Drafts are deterministic, so this changes no output.
 
-Some sequences may have chains of drawn drafts in place of trees. Rejection sampling decides how
-many of these pass, and the number of verified ones depends on no draft.
+Chains of drawn drafts lead the trees of some sequences (`kernels.trees.chains`). Rejection sampling
+decides how many of these pass, and the number of verified ones depends on no draft. Steps in which
+no sequence draws do nothing of this.
 
 Shapes: B rows of a step, one a sequence; T target rows; N nodes of a tree, J = N + 1; D most nodes
-on a path; K drafts of a chain.
+on a path; C drafts of a chain.
 """
 
 import torch
@@ -22,9 +23,10 @@ from peagle.engine.step.decode_rows import DecodeRows
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.drafts.batches import TargetBatch
 from peagle.kernels.paths import TreePaths
+from peagle.kernels.trees.chains_triton import merge_chains
 from peagle.kernels.trees.growth import allocate_nodes
 from peagle.kernels.trees.paths_triton import Descent, descend, place_rows
-from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT, SURELY_VERIFIED
+from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
 
@@ -37,7 +39,6 @@ class DecodeTrees:
         target: the target, whose KV caches hold the rows.
         proposer: the head that drafts the trees.
         depth: D, most nodes on a path.
-        max_drawn: drafts of a chain that the step verifies at most.
         max_model_len: no node has a slot from here on.
 
     Attributes:
@@ -58,7 +59,6 @@ class DecodeTrees:
         proposer: HeadProposer,
         *,
         depth: int,
-        max_drawn: int,
         max_model_len: int,
     ) -> None:
         assert proposer.survival is not None, "the head drafts trees"
@@ -70,10 +70,7 @@ class DecodeTrees:
             rows.nodes(1),
         )
         self._survival, self._max_depth = proposer.survival, proposer.max_depth
-        self._draws_B1 = None
-        if rows.draft_probs is not None:
-            self._draws_B1 = rows.draws_chain_B.unsqueeze(1)
-        self._max_drawn = max_drawn
+        self._draws_B, self._nodes_BX = rows.draws_chain_B, rows.nodes_BX
         self._max_model_len, self._depth = max_model_len, depth
         self._move = SlotMoves(cached_bytes(target))
         self._columns_N = torch.arange(shape.max_nodes, device=device)
@@ -90,14 +87,10 @@ class DecodeTrees:
         """Choose the nodes of each running sequence's tree that the rows of the step verify.
 
         One row of each sequence is for its newest token; all other rows take the most probable
-        nodes of all trees.
+        nodes of all trees, and before these the drafts of drawn chains.
         """
         num_nodes_B = self._state.num_draft_tokens_B
         num_nodes_B.mul_(self._running_B)
-        if self._draws_B1 is not None:
-            num_drawn_B = num_nodes_B.clamp_max(self._max_drawn)
-            is_drawn_B = self._draws_B1.squeeze(1) != 0
-            num_nodes_B.copy_(torch.where(is_drawn_B, num_drawn_B, num_nodes_B))
         budget = len(self._batch.tokens_R) - len(num_nodes_B)
         if budget < self._scores_BN.numel():
             if self._copies is not None:
@@ -105,8 +98,6 @@ class DecodeTrees:
             else:
                 paths = TreePaths.of(self._parents_BN, self._depth)
                 survival_BN = self._survival(self._scores_BN * SCORE_UNIT, paths.depths_BJ[:, 1:])
-            if self._draws_B1 is not None:
-                survival_BN = torch.where(self._draws_B1 != 0, SURELY_VERIFIED, survival_BN)
             num_nodes_B.copy_(allocate_nodes(survival_BN, num_nodes_B, budget))
 
     def place_rows(self) -> None:
@@ -124,33 +115,33 @@ class DecodeTrees:
         parents_MN = self._parents_BN[rows_M]
         return TreePaths(parents_MN, self.visible_T[at_MJ], self.depths_T[at_MJ], self._depth)
 
-    def descend(self, tokens_T: Tensor) -> None:
+    def num_drawn(self) -> Tensor:
+        """Return how many of the verified nodes of each sequence are a drawn chain, int64 [B]."""
+        return torch.minimum((self._scores_BN > 0).sum(1), self._state.num_draft_tokens_B)
+
+    def descend(self, tokens_T: Tensor, *, draws: bool) -> None:
         """Accept a path of each sequence; move its rows, keys and values to those of a chain.
 
         Args:
-            tokens_T: the target's own token of each row; they move too.
+            tokens_T: the target's own token of each row, behind the drafts of a drawn chain that
+                pass the one that rejection sampling emits; they move too.
+            draws: whether drawn chains lead some trees.
         """
         found, num_nodes_B = self._descent, self._state.num_draft_tokens_B
-        if self._draws_B1 is not None:
-            num_nodes_B = self._pass_drawn(tokens_T, self._draws_B1 != 0)
+        if draws:
+            self._pass_drawn(tokens_T)
         drafts = self._drafts_BN, self._parents_BN, num_nodes_B
         descend(tokens_T, *drafts, self._running_B, self._batch, found)
         self._move(found.from_BD, found.to_BD)
 
-    def _pass_drawn(self, tokens_T: Tensor, is_drawn_B1: Tensor) -> Tensor:
-        """Replace the own tokens of rows by the drafts of drawn chains that passed.
-
-        Returns the number of nodes to which each sequence may descend, for a chain those that
-        passed.
-        """
-        num_nodes_B, num_passed_B = self._state.num_draft_tokens_B, self._descent.num_accepted_B
-        runs_B1 = self._running_B.unsqueeze(1) != 0
-        passes_BN = is_drawn_B1 & runs_B1 & (self._columns_N < num_passed_B.unsqueeze(1))
+    def _pass_drawn(self, tokens_T: Tensor) -> None:
+        """Replace the own tokens of rows by the drafts of drawn chains that passed."""
+        num_passed_B = torch.where(self._running_B != 0, self._descent.num_accepted_B, 0)
+        passes_BN = self._columns_N < num_passed_B.unsqueeze(1)
         at_BN = self._batch.query_start_loc[:-1].unsqueeze(1) + self._columns_N
         at_BN = at_BN.clamp_max(len(tokens_T) - 1)
         change_BN = torch.where(passes_BN, self._drafts_BN - tokens_T[at_BN], 0)
         tokens_T.index_add_(0, at_BN.flatten(), change_BN.flatten())
-        return torch.where(is_drawn_B1.squeeze(1), num_passed_B, num_nodes_B)
 
     @property
     def _num_slots_B(self) -> Tensor:
@@ -167,19 +158,20 @@ class DecodeTrees:
         tokens_BN: Tensor,
         parents_BN: Tensor,
         scores_BN: Tensor,
-        chains_BK: Tensor | None = None,
+        chains_BC: Tensor | None = None,
     ) -> None:
         """Write the trees that the next step may verify, as many nodes as have KV slots.
 
         The state has K of each sequence, and gets the number of its nodes.
 
         Args:
-            chains_BK: drafts of sequences that draw chains; None if no sequence does.
+            chains_BC: drawn chains that lead the trees of sequences that draw; None if no sequence
+                does.
         """
         state = self._state
-        depths_B = (
-            state.num_draft_tokens_B.clone() if chains_BK is not None else state.num_draft_tokens_B
-        )
+        depths_B = state.num_draft_tokens_B
+        if chains_BC is not None:
+            depths_B = depths_B.clone()
         if self._copies is not None:
             self._copies.write_trees(tokens_BN, parents_BN, scores_BN)
         else:
@@ -190,14 +182,14 @@ class DecodeTrees:
             self._parents_BN.copy_(torch.where(is_node_BN, parents_BN, 0))
             units_BN = (scores_BN.clamp_min(MIN_SCORE) / SCORE_UNIT).round().long()
             self._scores_BN.copy_(torch.where(is_node_BN, units_BN, 0))
-        if chains_BK is not None and self._draws_B1 is not None:
-            is_drawn_B1, width = self._draws_B1 != 0, chains_BK.shape[1]
-            num_draft_tokens_B = torch.minimum(depths_B, self._num_slots_B)
-            is_drawn_BK = is_drawn_B1 & (self._columns_N[:width] < num_draft_tokens_B.unsqueeze(1))
-            pairs = (self._drafts_BN, chains_BK), (self._parents_BN, self._columns_N[:width])
-            for rows_BN, own in pairs:
-                rows_BN[:, :width].copy_(torch.where(is_drawn_BK, own, rows_BN[:, :width]))
-            is_drawn_B = is_drawn_B1.squeeze(1)
-            state.num_draft_tokens_B.copy_(
-                torch.where(is_drawn_B, num_draft_tokens_B, state.num_draft_tokens_B)
+        if chains_BC is not None:
+            merge_chains(
+                chains_BC,
+                depths_B,
+                self._draws_B,
+                state.first_positions_B,
+                state.num_draft_tokens_B,
+                self._drafts_BN,
+                self._nodes_BX,
+                max_model_len=self._max_model_len,
             )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from peagle.config import SamplingParams
+from peagle.config.speculative import NEVER
 from peagle.engine.memory_plan import lookahead_slots
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
@@ -192,15 +193,20 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
     cells = [_exact_cells(subject, context, params) for context in contexts]
     for method, sampling in ways:
         speculative = {"draft_sampling": sampling} if sampling else {}
+        draws = sampling == "probabilistic" and method.trees is not None
+        if method.trees is not None:
+            speculative = {"drawn_chains_from": 0.0 if draws else NEVER}
         llm = subject.engine(method, speculative, enable_prefix_caching=True, max_num_seqs=64)
         depths = range(1, min(subject.depth(method), num_tokens - 1) + 1)
         ks = [None] if method.name == PLAIN else depths
         for number, (case, context) in enumerate(zip(cases, contexts, strict=True)):
             subject.watch(f"sampling, {method.name} {sampling}".rstrip() + f", {case.id}")
             first = (options.seed << 32) + number * options.samples
+            # A seed would keep drawn chains away from trees.
+            seeds = [None if draws else first + i for i in range(options.samples)]
             every = [
-                replace(params, seed=first + i, num_speculative_tokens=ks[i % len(ks)])
-                for i in range(options.samples)
+                replace(params, seed=seed, num_speculative_tokens=ks[i % len(ks)])
+                for i, seed in enumerate(seeds)
             ]
             prompts: list[Any] = [context] * options.samples
             found = time_requests(llm, prompts, every)
@@ -221,17 +227,25 @@ def _slots_ahead(method: DecodingMethod, k: int) -> int:
     """Return the KV slots that a request of an eager engine holds beyond its tokens."""
     if (trees := method.trees) is None:
         return lookahead_slots(k, is_pipelined=False)
-    is_parallel = read_head(method.folder or method.source).config.is_parallel
-    beam = 0 if is_parallel else trees.num_parallel_trees
+    beam = 0 if _is_parallel(method) else trees.num_parallel_trees
     sizes = trees.prediction_depth, trees.max_nodes
     return lookahead_slots(*sizes, beam=beam, is_pipelined=False)
 
 
 def _draft_samplings(method: DecodingMethod, options: Options) -> tuple[str, ...]:
-    """Return the draft samplings of a method: trees hold the likeliest tokens only."""
+    """Return the draft samplings of a method.
+
+    Of trees "probabilistic" stands for those that a drawn chain leads, which P-EAGLE heads have.
+    """
     if not method.source:
         return ("",)
-    return options.draft_samplings if method.trees is None else ("argmax",)
+    has_both = method.trees is None or _is_parallel(method)
+    return options.draft_samplings if has_both else ("argmax",)
+
+
+def _is_parallel(method: DecodingMethod) -> bool:
+    """Return whether the head of a method is a P-EAGLE head."""
+    return read_head(method.folder or method.source).config.is_parallel
 
 
 def _context(subject: _Subject, prompt: list[int]) -> list[int]:

@@ -184,23 +184,6 @@ def measure_tree_acceptance(
     return every
 
 
-def measure_drawn_acceptance(
-    target: TargetModel,
-    head: str,
-    k: int,
-    sets: PromptSets,
-    params: SamplingParams,
-    journal: Journal,
-    *,
-    chat: bool,
-    **engine_options: Any,
-) -> float:
-    """Return the acceptance length of chains of K drawn drafts; see measure_acceptance."""
-    config = SpeculativeConfig(model=head, num_speculative_tokens=k, draft_sampling="probabilistic")
-    given = target, config, sets, params, journal, chat, engine_options
-    return 1 + sum(_measured_rates("acceptance drawn", *given))
-
-
 def _measured_rates(
     key: str,
     target: TargetModel,

@@ -98,23 +98,13 @@ def tuned_trees(
     ]
 
 
-def tree_config(
-    draft: str, trees: Sequence[TunedTrees], temperature: float, drawn_length: float | None
-) -> dict[str, Any] | None:
+def tree_config(draft: str, trees: Sequence[TunedTrees]) -> dict[str, Any] | None:
     """Return the value of `--speculative-config` for the shape that wins at most batch sizes.
 
-    Of shapes that win as often it is the one with fewer nodes; None if no shape wins anywhere. From
-    `temperature` on requests draw chains if chains have the longer acceptance length.
-
-    Args:
-        temperature: temperature of the measurements.
-        drawn_length: acceptance length of chains of drawn drafts; None if not measured.
+    Of shapes that win as often it is the one with fewer nodes; None if no shape wins anywhere.
     """
     best = max(trees, key=lambda one: len(one.wins_at), default=None)
     if best is None or not best.wins_at:
         return None
     shape = best.parallel_drafting_spec
-    config = {"method": "eagle3", "model": draft, "parallel_drafting_spec": shape}
-    if drawn_length is not None and drawn_length > best.acceptance_length:
-        config["drawn_chains_from"] = temperature
-    return config
+    return {"method": "eagle3", "model": draft, "parallel_drafting_spec": shape}

@@ -148,7 +148,6 @@ def tune_results(
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],
     trees: Callable[[Sequence[results.Prediction]], list[results.TunedTrees]] = lambda chains: [],
-    drawn_chain_length: float | None = None,
 ) -> results.TuneResults:
     """Fit the model of costs, check it, and choose K.
 
@@ -187,8 +186,7 @@ def tune_results(
         "vllm_single_k": vllm_config(draft, single, is_parallel=shape.is_parallel),
     }
     tuned_trees = trees(predictions)
-    given = float(settings.get("temperature", 0.0)), drawn_chain_length
-    if (config := tree_config(draft, tuned_trees, *given)) is not None:
+    if (config := tree_config(draft, tuned_trees)) is not None:
         configs["peagle_trees"] = config
     return results.TuneResults(
         provenance=results.Provenance(**provenance),
@@ -224,7 +222,6 @@ def tune_results(
             for k in grid.ks
         ],
         trees=tuned_trees,
-        drawn_chain_length=drawn_chain_length,
     )
 
 

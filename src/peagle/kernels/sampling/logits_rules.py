@@ -156,6 +156,36 @@ class TreeRows(VerificationRows):
         """Return `TreePaths.reached` for the target's own tokens of the rows."""
         return self._paths.reached(tokens_BJ, self.drafts_BK, self.num_draft_tokens_B)
 
+    def leading(self, num_leading_B: Tensor, most: int) -> "LeadingRows":
+        """Return the rows of the first nodes of each tree, which are a chain.
+
+        Args:
+            num_leading_B: int64, how many of them are in the chain, `most` at most.
+        """
+        return LeadingRows(
+            self.drafts_BK[:, :most],
+            num_leading_B,
+            self.num_outputs_B,
+            self.num_rows,
+            starts_B=self.first_row_B,
+        )
+
+
+@dataclass(frozen=True)
+class LeadingRows(VerificationRows):
+    """The first rows of each sequence, behind which its other rows stand.
+
+    Attributes:
+        starts_B: row 0 of each sequence; given.
+    """
+
+    starts_B: Tensor | None = None
+
+    @cached_property
+    def first_row_B(self) -> Tensor:
+        assert self.starts_B is not None, "rows of other sequences stand between"
+        return self.starts_B
+
 
 @dataclass(frozen=True)
 class PaddedRows(VerificationRows):

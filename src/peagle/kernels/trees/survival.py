@@ -21,7 +21,8 @@ from torch import Tensor
 # Scores cross to the host and back as whole numbers of these units, none below the least one.
 SCORE_UNIT = 2.0**-16
 MIN_SCORE = -1e4
-SURELY_VERIFIED = 2.0  # more than any probability: such nodes take their share first
+DRAWN_SCORE = 1.0  # of the nodes of a drawn chain; all others have 0 or less
+SURELY_VERIFIED = 2.0  # more than any probability: drawn chains take their share first
 MAX_LOGIT = 8.0  # |x| is at most that: probabilities from 0.0003 to 0.9997
 
 
@@ -52,11 +53,15 @@ class Survival:
     def __call__(self, scores_BN: Tensor, depths_BN: Tensor) -> Tensor:
         """Return the probability that a node is accepted, float32 [B, N].
 
+        How many drafts of a drawn chain are verified must not depend on drafts: each of them has
+        SURELY_VERIFIED.
+
         Args:
-            scores_BN: scores of the nodes' paths.
+            scores_BN: scores of the nodes' paths, DRAWN_SCORE of drawn drafts.
             depths_BN: int64, nodes on these paths; beyond D the deepest weights count.
         """
         slopes_BN, offsets_BN = self.weights_D2[
             (depths_BN - 1).clamp(0, len(self.weights_D2) - 1)
         ].unbind(-1)
-        return torch.sigmoid(slopes_BN * score_logits(scores_BN) + offsets_BN)
+        survival_BN = torch.sigmoid(slopes_BN * score_logits(scores_BN) + offsets_BN)
+        return torch.where(scores_BN > 0, SURELY_VERIFIED, survival_BN)
