@@ -522,8 +522,8 @@ def without_offsets(own_tokens: Any) -> Any:
 
 
 def without_features(descend: Any) -> Any:
-    def changed(self: DecodeTrees, *rest: Any) -> None:
-        descend(self, *rest)
+    def changed(self: DecodeTrees, *rest: Any, **named: Any) -> None:
+        descend(self, *rest, **named)
         torch.arange(len(self.rows_X), out=self.rows_X)
 
     return changed
