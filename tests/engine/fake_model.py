@@ -198,6 +198,9 @@ class FakeProposer:
         self.block_size = block_size
         self.kv: list[Any] = [None] * (num_blocks * block_size)
 
+    def max_depth(self, room: int) -> int:
+        return room
+
     def read(self, step: ProposerInput) -> None:
         assert not any(step.num_draft_tokens)
         self.propose(step)

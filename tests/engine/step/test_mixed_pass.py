@@ -225,23 +225,24 @@ def test_the_tokens_of_a_step_are_sent_before_the_head_reads_prompts(
     engine: Any = llm.engine
     runner, proposer = engine._pipeline.runner, engine.drafting.proposer
 
-    def note(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
+    def noting(name: str, call: Any) -> Any:
         def noted(*given: Any, **options: Any) -> Any:
             order.append(name)
             return call(*given, **options)
 
-        monkeypatch.setattr(owner, name, noted)
+        return noted
 
     graph = runner._graph_of((1, 3))
+    for name in ("_verify", "_draft"):
+        parts = getattr(graph, name)
+        monkeypatch.setitem(parts, False, noting(name, parts[False]))
     for owner, names in (
-        (graph, ("_verify", "_draft", "_report")),
+        (graph, ("_report",)),
         (proposer, ("read", "propose")),
         (runner, ("read_drafts",)),
     ):
         for name in names:
-            note(owner, name)
+            monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     if not mixes:
         monkeypatch.setattr(GraphRunner, "can_mix", lambda *sizes: False)
     engine.add_request(list(range(300, 309)), GREEDY)
