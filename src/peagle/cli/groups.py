@@ -58,8 +58,8 @@ SPECULATION = group(
         Drafts at a temperature above 0: argmax or probabilistic.
     --drawn-chains-from TEMPERATURE
         With candidate trees: the temperature from which a chain of drawn drafts leads the trees of
-        sampled requests without a seed, a structured output or a prediction, or never. [default: 0
-        with a P-EAGLE head, never with an EAGLE-3 head]
+        sampled requests without a seed, a structured output or a prediction, or never. P-EAGLE
+        heads only. [default: never]
     --draft-quantization TEXT = speculative.quantization
         Type that the weights of the head's layers get when they are loaded: fp8, int8 or
         int4. [default: as stored]

@@ -207,8 +207,8 @@ class SpeculativeConfig:
         drawn_chains_from: where drafts are trees, the temperature from which a chain of drawn
             drafts leads the tree of a sampled request, which is accepted longer at high
             temperatures and as long at low ones. Requests with a seed or a structured output keep
-            trees without one, and "never" keeps such trees for all. P-EAGLE heads alone. None: 0,
-            and for other heads "never" (`models.head_json`).
+            trees without one, and "never" keeps such trees for all. P-EAGLE heads alone. None:
+            "never".
         prompt_lookup: where drafts are trees, let continuations of the text join them: what stood
             behind earlier occurrences of a path's last tokens (`kernels.trees.copies`). Such paths
             may be deeper than the head drafts. True without `parallel_drafting_spec`: head and text

@@ -142,10 +142,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
             shape, k or default_k(depth), None if parallel else DEFAULT_BEAM
         )
         check_trees(trees, config.model, parallel, depth, config.drawn_chains_from)
-        drawn_from = config.drawn_chains_from
-        if drawn_from is None:
-            drawn_from = 0.0 if parallel else NEVER
-        config = replace(config, parallel_drafting_spec=trees, drawn_chains_from=drawn_from)
+        config = replace(config, parallel_drafting_spec=trees)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
         k = trees.prediction_depth
