@@ -225,18 +225,22 @@ def test_the_tokens_of_a_step_are_sent_before_the_head_reads_prompts(
     engine: Any = llm.engine
     runner, proposer = engine._pipeline.runner, engine.drafting.proposer
 
-    def note(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
+    def noting(name: str, call: Any) -> Any:
         def noted(*given: Any, **options: Any) -> Any:
             order.append(name)
             return call(*given, **options)
 
-        monkeypatch.setattr(owner, name, noted)
+        return noted
+
+    def note(owner: Any, name: str) -> None:
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
 
     graph = runner._graph_of((1, 3))
+    for name in ("_verify", "_draft"):  # one for steps in which no request draws
+        parts = {draws: noting(name, call) for draws, call in getattr(graph, name).items()}
+        monkeypatch.setattr(graph, name, parts)
     for owner, names in (
-        (graph, ("_verify", "_draft", "_report")),
+        (graph, ("_report",)),
         (proposer, ("read", "propose")),
         (runner, ("read_drafts",)),
     ):
