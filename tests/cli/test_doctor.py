@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,13 +92,15 @@ def test_candidate_trees_deeper_than_the_head_was_trained(peagle: Peagle, prompt
 
 def test_what_an_engine_with_candidate_trees_refuses() -> None:
     target, trees = TargetModel.load(BUNDLED_TARGET), CandidateTrees(**TREES)
-    for head, sizes, told in (
-        (BUNDLED_EAGLE3, {}, "autoregressive"),
-        (BUNDLED_PEAGLE, {"kv_cache_gib": 1e-6}, "Raise kv_cache_gib"),
-        (BUNDLED_PEAGLE, {}, None),
+    wide = replace(trees, num_parallel_trees=9)
+    for head, shape, sizes, told in (
+        (BUNDLED_EAGLE3, wide, {}, "num_parallel_trees is 9"),
+        (BUNDLED_EAGLE3, trees, {}, None),
+        (BUNDLED_PEAGLE, trees, {"kv_cache_gib": 1e-6}, "Raise kv_cache_gib"),
+        (BUNDLED_PEAGLE, trees, {}, None),
     ):
         report = Examination()
-        examine_trees(target, head, trees, EngineConfig(**sizes), report)
+        examine_trees(target, head, shape, EngineConfig(**sizes), report)
         (check,) = report.checks
         assert check.status == ("differs" if told else "agrees")
         assert [told in cause.evidence for cause in report.causes] == [True] * bool(told)
