@@ -300,22 +300,22 @@ def test_the_load_cuts_trees(target_folder: Path, head: Path) -> None:
 # ---- the configuration -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0.9, None, "never"])
+@pytest.mark.parametrize("first", [0.9, 0, None, "never"])
 def test_who_gets_chains(target_folder: Path, head: Path, first: Any) -> None:
     """Requests with a seed, a structured output or a prediction have trees without a chain."""
     engine = make(target_folder, head, eager=True, first=first).engine
-    letters = StructuredOutput("regex", "[a-c]{18}")
+    letters, are_led = StructuredOutput("regex", "[a-c]{18}"), first not in (None, "never")
     for params, draws in (
-        (HOT, first != "never"),
-        (replace(HOT, temperature=0.9), first != "never"),
-        (replace(HOT, temperature=0.89), first is None),
+        (HOT, are_led),
+        (replace(HOT, temperature=0.9), are_led),
+        (replace(HOT, temperature=0.89), first == 0),
         (replace(HOT, seed=1), False),
         (replace(HOT, temperature=0.0), False),
         (replace(HOT, prediction=[5, 6]), False),
         (replace(HOT, structured_output=letters, ignore_eos=False), False),
     ):
         assert draws_chain(params, engine.speculative) is draws
-    assert engine.add_request([1, 2], HOT).draws_chain is (first != "never")
+    assert engine.add_request([1, 2], HOT).draws_chain is are_led
 
 
 @pytest.mark.parametrize("value", [-0.1, "hot", float("nan"), True])
