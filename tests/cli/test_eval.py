@@ -544,7 +544,6 @@ def test_the_certificate_decides_the_status(
             ("--parallel-drafting-spec", TREES, "--draft-sampling", "probabilistic"),
             'expected "argmax" with parallel_drafting_spec',
         ),
-        (("--parallel-drafting-spec", TREES, "--draft", "EAGLE3"), "no P-EAGLE head is measured"),
         (("--concurrency", "0"), "--concurrency is 0"),
         (("--method", "plain"), "Plain decoding drafts nothing"),
         (("--method", "x"), "The method is 'x'"),
@@ -575,7 +574,6 @@ def test_mistakes(
 ) -> None:
     (tmp_path / "file").write_text("")
     words = {"PEAGLE": str(pair.peagle), "peagle=PEAGLE": f"peagle={pair.peagle}"}
-    words["EAGLE3"] = str(pair.eagle3)
     words["FILE"] = str(tmp_path / "file")
     options = tuple(words.get(text, text) for text in options)
     models = () if "--endpoint" in options else pair.options
