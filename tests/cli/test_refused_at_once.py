@@ -31,8 +31,11 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", *TREES, "{}", "-k", "9"], "is 9; expected at most 8, which"),
     (["generate", "--show-config", *TREES, '{"prediction_depth": 9}'], "is 9; expected at most 8"),
     (
-        ["generate", "--prompt", "x", "--draft", "bundled-eagle3", *TREES[2:], "{}"],
-        "is an autoregressive EAGLE-3 head",
+        [
+            *("generate", "--prompt", "x", "--draft", "bundled-eagle3"),
+            *(*TREES[2:], '{"num_parallel_trees": 9}'),
+        ],
+        "num_parallel_trees is 9; expected 1 to 8: the nodes of each depth",
     ),
     (["chat", "--target", "./none"], "target model 'none' is not there"),
     (["chat"], "The bundled code model has no chat template"),

@@ -151,7 +151,7 @@ def test_a_fault_in_verification_is_found_and_named(
 
     def careless(logits: Any, rows: Any, *rest: Any) -> Verified:
         verified = verification.verify(logits, rows, *rest)
-        accepted = torch.maximum(verified.num_accepted_B, rows.num_drafts_B.clamp_max(1))
+        accepted = torch.maximum(verified.num_accepted_B, rows.num_draft_tokens_B.clamp_max(1))
         return replace(verified, num_accepted_B=accepted)
 
     monkeypatch.setattr(sampler, "verify", careless)

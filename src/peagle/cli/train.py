@@ -256,7 +256,7 @@ def _stop_on_interrupt(trainer: Trainer) -> None:
 
 
 _MAX_COLUMNS = 8  # A validation then fits into 80 columns.
-_LABEL = 29
+_LABEL = 27
 
 
 class TrainView:
@@ -342,12 +342,13 @@ def _acceptance_rows(report: TrainingReport) -> list[str]:
         ("conditional, greedy", report.conditional_acceptance_per_pos, True),
         (f"conditional, {at}", report.sampled_conditional_acceptance_per_pos, True),
     ]
-    heading = f"  {f'by K; by position of K={depth}':<{_LABEL}}"
+    width = max(_LABEL, *(len(label) for label, values, _ in rows if values))
+    heading = f"  {f'by K; by position of K={depth}':<{width}}"
     lines = [heading + "".join(f"{column + 1:>6}" for column in columns)]
     for label, values, shares in rows:
         if values:
             shown = (short_share(values[i]) if shares else f"{values[i]:.2f}" for i in columns)
-            lines.append(f"  {label:<{_LABEL}}" + "".join(f"{text:>6}" for text in shown))
+            lines.append(f"  {label:<{width}}" + "".join(f"{text:>6}" for text in shown))
     return lines
 
 
