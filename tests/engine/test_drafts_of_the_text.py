@@ -204,6 +204,7 @@ def test_a_good_prediction_takes_fewer_steps(is_lookup: bool) -> None:
         ({}, {"prediction": [5, 2**40]}, "is 1099511627776; expected token ids from 0"),
         ({}, {"prediction": [5] * 257}, "has 257 tokens; expected at most 256"),
         ({}, {"prediction": 3}, "is 3; expected a text or a list of token ids"),
+        ({}, {"prediction": b"ab"}, "is b'ab'; expected a text or a list of token ids"),
         ({}, {"prediction": [-1]}, "is -1; expected token ids of at least 0"),
         ({}, {"prompt_lookup": False}, "was given and prompt_lookup is false"),
         ({}, {"num_speculative_tokens": 2}, "was given, and"),

@@ -294,7 +294,7 @@ class SamplingParams:
 
 
 def _ids(name: str, values: Any, expected: str = "a list of token ids") -> tuple[int, ...]:
-    ok = isinstance(values, Sequence | Set) and not isinstance(values, str)
+    ok = isinstance(values, Sequence | Set) and not isinstance(values, str | bytes)
     require(ok, name, values, expected)
     ids: tuple[Any, ...] = tuple(values)
     for token in ids:
