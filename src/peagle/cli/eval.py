@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -350,15 +349,13 @@ def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
     """Make arms of our own engine, which run one at a time."""
     from peagle.evaluation.engine_backend import open_engine
     from peagle.evaluation.eval_run import EvalArm
-    from peagle.model_folder import read_json
-    from peagle.models.head_json import is_parallel
 
     requests, ks = plan.requests, plan.ks or (models.default_k,)
     drafting = {"draft_sampling": requests.draft_sampling, "draft_window": requests.draft_window}
     options = {"max_num_seqs": requests.concurrency, **models.engine_options}
 
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
-        has_chains = one.trees and is_parallel(read_json(Path(one.folder or "") / "config.json"))
+        has_chains = one.trees is not None and one.is_parallel
         drawn = {"drawn_chains_from": requests.drawn_chains_from} if has_chains else {}
         config = one.config(k, **drafting if one.folder else {}, **drawn)
         return open_engine(models.target, config, thinking=requests.thinking, **options)

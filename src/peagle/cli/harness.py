@@ -27,7 +27,7 @@ from peagle.config import (
     require_writable_folder,
 )
 from peagle.config.engine import TARGET_DEFAULTS
-from peagle.config.speculative import DEFAULT_BEAM, MAX_BEAM
+from peagle.config.speculative import MAX_BEAM
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
@@ -205,8 +205,8 @@ def load_models(
 
     A method with a source and no name is named after the kind of its head. With
     --parallel-drafting-spec a head is three methods: chains, trees, and unless --no-prompt-lookup
-    is given, trees that copies of the text join. Without `whole` only the ends
-    of the target are loaded, for another engine.
+    is given, trees that copies of the text join. Without `whole` only the ends of the target are
+    loaded, for another engine.
     """
     from peagle.engine.placement import load_target
     from peagle.models.checkpoint import load_drafter
@@ -297,9 +297,9 @@ def _shape_for(head: DrafterConfig, trees: TreeShape) -> CandidateTrees:
     The shape is asked of all heads that are compared, so an EAGLE-3 head drafts what it can of it.
     """
     k = default_k(head.trained_depth)
+    shape = CandidateTrees.parse(trees, k, parallel=head.is_parallel)
     if head.is_parallel:
-        return CandidateTrees.parse(trees, k)
-    shape = CandidateTrees.parse(trees, k, DEFAULT_BEAM)
+        return shape
     depth = min(shape.prediction_depth, head.trained_depth or shape.prediction_depth)
     beam = min(shape.num_parallel_trees, MAX_BEAM)
     return replace(shape, num_parallel_trees=beam, prediction_depth=depth)

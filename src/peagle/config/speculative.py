@@ -114,14 +114,15 @@ class CandidateTrees:
 
     @classmethod
     def parse(
-        cls, source: TreeShape, depth: int = DEFAULT_K, width: int | None = None
+        cls, source: TreeShape, depth: int = DEFAULT_K, *, parallel: bool = True
     ) -> CandidateTrees:
         """Return the shape that a mapping of the three attributes gives; each may be left out.
 
         Args:
             source: the mapping; null stands for the default.
             depth: the default of prediction_depth.
-            width: the default of num_parallel_trees, if max_nodes is not less; None: max_nodes.
+            parallel: whether the head is a P-EAGLE head. The default of num_parallel_trees is
+                max_nodes then, and at most 4 for an EAGLE-3 head.
 
         Raises:
             UserError: no mapping, an unknown key, or a value out of range.
@@ -144,7 +145,7 @@ class CandidateTrees:
         if d is None:
             d = min(depth, n) if is_int(n) else depth
         if w is None:
-            w = min(width, n) if width is not None and is_int(n) else n
+            w = n if parallel or not is_int(n) else min(DEFAULT_BEAM, n)
         return cls(w, d, n)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.config import CandidateTrees, SpeculativeConfig
-from peagle.config.speculative import DEFAULT_BEAM, MAX_SPECULATIVE_TOKENS
+from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
@@ -135,8 +135,7 @@ def configure_drafts(
     if _TREES in merged and source == "native":
         default = merged[_K] if wanted.is_k_given or depth is None else min(merged[_K], depth)
         parallel, name = facts is None or facts.is_parallel, "" if draft is None else draft.name
-        width = None if parallel else DEFAULT_BEAM
-        trees = CandidateTrees.parse(merged[_TREES], default, width)
+        trees = CandidateTrees.parse(merged[_TREES], default, parallel=parallel)
         check_trees(trees, name, parallel, depth, merged.get("drawn_chains_from"))
         if not wanted.is_k_given:
             merged[_K] = trees.prediction_depth

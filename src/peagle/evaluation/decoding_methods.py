@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.errors import UserError
+from peagle.model_folder import read_json
+from peagle.models.head_json import is_parallel
 
 PLAIN, NGRAM = "plain", "ngram"
 
@@ -38,6 +41,11 @@ class DecodingMethod:
             f"The method is {text!r}; expected plain, ngram, or NAME=FOLDER with the folder or hub "
             "id of a head, like peagle=./head."
         )
+
+    @property
+    def is_parallel(self) -> bool:
+        """Return whether the head is a P-EAGLE head, by its config.json."""
+        return is_parallel(read_json(Path(self.folder or self.source) / "config.json"))
 
     def with_trees(self, trees: CandidateTrees, *, has_copies: bool = False) -> Self:
         """Return the method with trees, under a name of their width and size.

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from peagle.config import DEFAULT_K, CandidateTrees, SpeculativeConfig
 from peagle.config.speculative import (
     AUTO,
-    DEFAULT_BEAM,
     MAX_BEAM,
     MAX_BEAM_ROWS,
     NEVER,
@@ -138,9 +137,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     depth = depth if type(depth) is int and depth >= 1 else None
     if shape is not None:
         parallel = not data or is_parallel(data)
-        trees = CandidateTrees.parse(
-            shape, k or default_k(depth), None if parallel else DEFAULT_BEAM
-        )
+        trees = CandidateTrees.parse(shape, k or default_k(depth), parallel=parallel)
         check_trees(trees, config.model, parallel, depth, config.drawn_chains_from)
         config = replace(config, parallel_drafting_spec=trees)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):

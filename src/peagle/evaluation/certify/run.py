@@ -22,7 +22,6 @@ from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.engine_backend import build_llms, time_requests
 from peagle.evaluation.prompt_sets import load
 from peagle.llm import LLM
-from peagle.models.checkpoint import read_head
 from peagle.models.target import TargetModel
 from peagle.results import CertificateResults, CertifiedCase, Provenance, SampledTest
 
@@ -227,7 +226,7 @@ def _slots_ahead(method: DecodingMethod, k: int) -> int:
     """Return the KV slots that a request of an eager engine holds beyond its tokens."""
     if (trees := method.trees) is None:
         return lookahead_slots(k, is_pipelined=False)
-    beam = 0 if _is_parallel(method) else trees.num_parallel_trees
+    beam = 0 if method.is_parallel else trees.num_parallel_trees
     sizes = trees.prediction_depth, trees.max_nodes
     return lookahead_slots(*sizes, beam=beam, is_pipelined=False)
 
@@ -239,13 +238,8 @@ def _draft_samplings(method: DecodingMethod, options: Options) -> tuple[str, ...
     """
     if not method.source:
         return ("",)
-    has_both = method.trees is None or _is_parallel(method)
+    has_both = method.trees is None or method.is_parallel
     return options.draft_samplings if has_both else ("argmax",)
-
-
-def _is_parallel(method: DecodingMethod) -> bool:
-    """Return whether the head of a method is a P-EAGLE head."""
-    return read_head(method.folder or method.source).config.is_parallel
 
 
 def _context(subject: _Subject, prompt: list[int]) -> list[int]:

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from peagle.config import CandidateTrees
-from peagle.config.speculative import DEFAULT_BEAM
 from peagle.evaluation.journal import Journal
 from peagle.evaluation.tuning.acceptance import TreeAcceptance
 from peagle.evaluation.tuning.machine import DecodeCost
@@ -22,8 +21,8 @@ def tree_shapes(sizes: Sequence[int], head: DrafterConfig) -> list[CandidateTree
 
     The number of first tokens is the default of the head.
     """
-    depth, width = default_k(head.trained_depth), None if head.is_parallel else DEFAULT_BEAM
-    return [CandidateTrees.parse({"max_nodes": size}, depth, width) for size in sizes]
+    depth, parallel = default_k(head.trained_depth), head.is_parallel
+    return [CandidateTrees.parse({"max_nodes": size}, depth, parallel=parallel) for size in sizes]
 
 
 def measure_tree_steps(

@@ -184,7 +184,7 @@ class BeamPlan:
         max_model_len: int,
         running_B: Tensor | None = None,
     ) -> BeamPlan:
-        """Plan the passes.
+        """Return the positions and KV slots of all passes behind the first one.
 
         Args:
             last_B: position of the last slot of each sequence in the first pass.
