@@ -264,7 +264,9 @@ def test_both_servers_are_asked_for_the_same(
                 assert (found.synthetic_acceptance_rates is None) == (kind == "real")
                 assert found.correction != name.endswith("-alone")
                 if name == "peagle/tree15":
-                    assert found.parallel_drafting_spec == CandidateTrees(15, 7, 15)
+                    assert found.parallel_drafting_spec is not None
+                    shape = CandidateTrees.parse(found.parallel_drafting_spec)
+                    assert shape == CandidateTrees(15, 7, 15)
                 else:
                     assert found.parallel_drafting_spec is None
                     assert found.k == variant.k
