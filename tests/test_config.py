@@ -68,6 +68,7 @@ TREES = trees()
         ({"revision": "v2"}, {"revision": "v2"}),
         ({"num_speculative_tokens": None, "revision": None}, {}),
         ({"draft_sample_method": "greedy"}, {"draft_sampling": "argmax"}),
+        ({"drawn_chains_from": "never"}, {"drawn_chains_from": "never"}),
         ({"draft_sample_method": "probabilistic"}, {"draft_sampling": "probabilistic"}),
         (
             {"draft_sample_method": "greedy", "draft_sampling": "argmax"},
@@ -105,6 +106,7 @@ def test_keys_of_vllm(keys: dict[str, Any], fields: dict[str, Any]) -> None:
         ({"max_nodes": 32, "num_parallel_trees": 2}, None, (2, 7, 32)),
         ({}, 5, (15, 5, 15)),
         ({"max_nodes": 9}, 3, (9, 3, 9)),
+        ({}, 20, (20, 20, 20)),
     ],
     ids=str,
 )
@@ -158,8 +160,13 @@ LOOKUP = {"method": "ngram", "model": None}
         ),
         (
             {"parallel_drafting_spec": {"max_nodes": 4}, "num_speculative_tokens": 5},
-            "num_speculative_tokens is 5; expected 4, the prediction_depth of",
+            "num_speculative_tokens is 5; expected at most 4, the most nodes of a tree",
         ),
+        (
+            {"prompt_lookup": True, "num_speculative_tokens": 64},
+            "num_speculative_tokens is 64; expected at most 63, the most nodes of a tree, or none",
+        ),
+        ({"drawn_chains_from": 1.0}, 'is 1.0; expected "never" or none without parallel_drafting'),
         (trees(max_nodes=64), "max_nodes is 64; expected a whole number from 1 to 63"),
         (trees(num_parallel_trees=17), "num_parallel_trees is 17; expected a whole number from 1"),
         (trees(prediction_depth=True), "prediction_depth is True; expected a whole number from 1"),

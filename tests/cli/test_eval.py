@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from peagle.cli.eval import EvalView, entry_text
+from peagle.cli.flags import Given
+from peagle.cli.harness import named_methods
+from peagle.cli.settings import Setting
 from peagle.evaluation import dialogues, eval_run
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -106,6 +109,33 @@ def test_trees_are_methods_of_their_own(peagle: Peagle, pair: Pair) -> None:
     without = entries_of(peagle("eval", *words))
     assert [one["method"] for one in without] == ["peagle", trees[0], "eagle3", trees[1]]
     assert without[1]["pooled"] == entries[1]["pooled"]
+
+
+@pytest.mark.slow
+def test_trees_follow_k_and_say_what_they_draft(peagle: Peagle, pair: Pair) -> None:
+    """K sets the depth of trees that leave it open, as in `peagle generate`."""
+    trees = ("--parallel-drafting-spec", '{"max_nodes": 6}', "--no-prompt-lookup")
+    drawn = ("-k", "2,3", "--temperature", "0,1", "--drawn-chains-from", 0.5)
+    entries = entries_of(peagle("eval", *pair.options, *SMALL, "--no-ngram", *trees, *drawn, *JSON))
+    name, argmax = "peagle-tree-w6-n6", "argmax"
+    found = [(e["method"], e["k"], e["temperature"], e["draft_sampling"]) for e in entries]
+    assert found == [
+        *[("peagle", k, t, argmax) for k in (2, 3) for t in (0.0, 1.0)],
+        *[(name, k, t, "probabilistic" if t else argmax) for k in (2, 3) for t in (0.0, 1.0)],
+    ]
+    for entry in entries[4:]:
+        assert entry["parallel_drafting_spec"]["prediction_depth"] == entry["k"]
+        assert len(entry["pooled"]["unconditional"]) == entry["k"]
+    chain, tree = (entry_text(Entry.model_validate(entries[i]), "", chat=False) for i in (1, 5))
+    assert "temperature 1, argmax drafts" in chain
+    assert "temperature 1, argmax trees behind drawn chains" in tree
+
+
+@pytest.mark.parametrize("draft", ["bundled", "bundled-eagle3", "smollm2-eagle3"])
+def test_an_eagle3_head_is_not_compared_with_the_default_one(draft: str) -> None:
+    given = Given({"speculative.model": Setting(draft, "--draft")})
+    methods = named_methods(given, None, [], ngram=False)
+    assert [one.name for one in methods] == ["", "eagle3"][: 2 if draft == "bundled" else 1]
 
 
 @pytest.mark.slow
@@ -539,6 +569,10 @@ def test_the_certificate_decides_the_status(
         (("--temperature", "warm"), "expected numbers like 0,0.7"),
         (("--draft-sampling", "best"), "draft_sampling is 'best'"),
         (("--parallel-drafting-spec", "4"), "'4' is not a JSON object"),
+        (
+            ("--parallel-drafting-spec", '{"max_nodes": 4, "max_nodes": 5}'),
+            "--parallel-drafting-spec: The JSON object has the key 'max_nodes' twice",
+        ),
         (("--parallel-drafting-spec", '{"trees": 4}'), "has the unknown key 'trees'"),
         (
             ("--parallel-drafting-spec", TREES, "--draft-sampling", "probabilistic"),

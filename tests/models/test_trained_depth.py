@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,17 @@ def test_an_engine_drafts_trees_of_the_defaults() -> None:
 
 
 DEEPER = {"parallel_drafting_spec": {"prediction_depth": 7}}
+
+
+@pytest.mark.parametrize("others", [{"prompt_lookup": True}, {"parallel_drafting_spec": {}}])
+def test_the_refusal_names_the_k_that_was_given(tmp_path: Path, others: dict[str, Any]) -> None:
+    folder = head_config(tmp_path, speculative_tokens=5, mask_token_id=1)
+    config = SpeculativeConfig(model="head", num_speculative_tokens=20, **others)
+    with pytest.raises(
+        UserError, match=r"^num_speculative_tokens is 20; expected at most 5, "
+    ) as e:
+        with_depth(config, folder)
+    assert "parallel_drafting_spec" not in str(e.value)
 
 
 def test_what_is_given_stays(tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str
 
 def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
     """Load the models, and measure what the output folder lacks."""
-    found = harness.find_models(given, plan.heads) if plan.heads else None
+    found = harness.find_models(given, plan.heads, plan.ks) if plan.heads else None
     quiet_libraries()
     from peagle.evaluation.endpoint import EndpointBackend
     from peagle.evaluation.report.advice import throughput_advice
@@ -347,7 +347,8 @@ def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
         provenance = harness.provenance(", ".join(served), "")
     else:
         installation = vllm.find(given) if plan.is_on_vllm else None
-        models = harness.load_models(given, plan.heads, found, whole=not plan.is_on_vllm)
+        whole = not plan.is_on_vllm
+        models = harness.load_models(given, plan.heads, found, plan.ks, whole=whole)
         if installation is None:
             device = models.target.device
             arms, identity, dtype = _engine_arms(given, plan, models)

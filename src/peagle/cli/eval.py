@@ -341,8 +341,8 @@ def _on_engines(given: Given, plan: AcceptancePlan) -> Subject:
 
 
 def _load(given: Given, plan: AcceptancePlan) -> Models:
-    found = harness.find_models(given, plan.heads)
-    return harness.load_models(given, plan.heads, found, whole=not plan.is_on_vllm)
+    found = harness.find_models(given, plan.heads, plan.ks)
+    return harness.load_models(given, plan.heads, found, plan.ks, whole=not plan.is_on_vllm)
 
 
 def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
@@ -542,7 +542,10 @@ def entry_text(entry: Entry, dtype: str, *, chat: bool) -> str:
     pooled = entry.pooled
     k = entry.k or "unknown"
     title = f"{entry.method}  K={k}  temperature {entry.temperature:g}"
-    title += f", {entry.draft_sampling} drafts" if entry.temperature else ""
+    drafts = f"{entry.draft_sampling} drafts"
+    if entry.parallel_drafting_spec and entry.draft_sampling == "probabilistic":
+        drafts = "argmax trees behind drawn chains"
+    title += f", {drafts}" if entry.temperature else ""
     prompts = "chat template" if chat else "plain prompts"
     server = "" if entry.engine == "peagle" else entry.engine
     where = "  ".join(filter(None, (dtype, prompts, entry.source, server)))

@@ -31,6 +31,7 @@ from peagle.config.speculative import MAX_BEAM
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
+from peagle.model_folder import read_json
 from peagle.models.head_json import default_k, is_parallel, with_depth
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ def named_methods(
         raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
     target, draft = given.value("target"), given.value("speculative.model")
     if (pair := pair_of(target)) is not None:
-        draft, eagle3 = draft or pair, eagle3 or pair
+        draft = draft or pair
+        eagle3 = eagle3 or (None if _is_eagle3(draft) else pair)
     heads = [DecodingMethod("", draft)] if draft else []
     heads += [DecodingMethod(_EAGLE3, expand_bundled(eagle3, _EAGLE3))] if eagle3 else []
     heads += [one for one in named if one.source]
@@ -170,6 +172,24 @@ def named_methods(
     return heads
 
 
+def _is_eagle3(source: str) -> bool:
+    """Return whether a head in a folder is an EAGLE-3 head; False where it is yet to be fetched."""
+    config = Path(expand_bundled(source, "draft")).expanduser() / "config.json"
+    return config.is_file() and not is_parallel(read_json(config))
+
+
+def _measured_shape(given: Given, ks: Sequence[int]) -> tuple[TreeShape | None, int | None]:
+    """Return the shape of trees to measure, and the K that sets their depth, if K does.
+
+    Where the user leaves the depth open, the largest K is the depth, or max_nodes if that is less.
+    """
+    shape = given.value(groups.TREES)
+    if shape is None or not ks or shape.get("prediction_depth") is not None:
+        return shape, None
+    depth = CandidateTrees.parse(shape, max(ks)).prediction_depth
+    return {**shape, "prediction_depth": depth}, depth
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The folders of a target and of the methods' heads; None for a method without a head."""
@@ -178,34 +198,44 @@ class Found:
     heads: list[Path | None]
 
 
-def find_models(given: Given, methods: Sequence[DecodingMethod]) -> Found:
+def find_models(given: Given, methods: Sequence[DecodingMethod], ks: Sequence[int] = ()) -> Found:
     """Find the target and the heads, and fetch those of a hub; torch is not imported.
+
+    Args:
+        ks: as for `load_models`.
 
     Raises:
         UserError: as for `resolve_model`; or trees are deeper than a head was trained for.
     """
-    from peagle.model_folder import read_json
     from peagle.models.loading import resolve_model
 
     sources = [expand_bundled(one.source, "draft") for one in methods]
     target = resolve_model(given.value("target") or BUNDLED, given.value("revision"))
     heads = [resolve_model(one, role="draft") if one else None for one in sources]
-    if (shape := given.value("speculative.parallel_drafting_spec")) is not None:
+    shape, k = _measured_shape(given, ks)
+    if shape is not None:
+        trees = {"parallel_drafting_spec": shape, "num_speculative_tokens": k}
         for head in filter(None, heads):
             config = head / "config.json"
             if config.is_file() and is_parallel(read_json(config)):
-                with_depth(SpeculativeConfig(model=str(head), parallel_drafting_spec=shape), head)
+                with_depth(SpeculativeConfig(model=str(head), **trees), head)
     return Found(target, heads)
 
 
 def load_models(
-    given: Given, methods: Sequence[DecodingMethod], found: Found, *, whole: bool = True
+    given: Given,
+    methods: Sequence[DecodingMethod],
+    found: Found,
+    ks: Sequence[int] = (),
+    *,
+    whole: bool = True,
 ) -> Models:
     """Load the target and the heads, and check each head before anything runs.
 
     A method with a source and no name is named after the kind of its head. With
     --parallel-drafting-spec a head is three methods: chains, trees, and unless --no-prompt-lookup
-    is given, trees that copies of the text join. Without `whole` only the ends of the target are
+    is given, trees that copies of the text join. Of the given `ks` each is a depth of the trees
+    too, unless the option names their depth. Without `whole` only the ends of the target are
     loaded, for another engine.
     """
     from peagle.engine.placement import load_target
@@ -224,11 +254,15 @@ def load_models(
         target = load_target(folder, engine)
     else:
         target = TargetEnds.load(folder)
-    shape: TreeShape | None = given.value("speculative.parallel_drafting_spec")
+    shape, depth = _measured_shape(given, ks)
+    of_trees = {
+        "follows_k": depth is not None,
+        "has_copies": given.value(groups.PROMPT_LOOKUP, True),
+    }
     every = [
         method
         for one, head in zip(methods, found.heads, strict=True)
-        for method in _with_head(one, head, target, shape, given.value(groups.PROMPT_LOOKUP, True))
+        for method in _with_head(one, head, target, shape, **of_trees)
     ]
     if shape is not None:
         every = _each_once(every)
@@ -264,6 +298,8 @@ def _with_head(
     folder: Path | None,
     target: TargetSizes,
     trees: TreeShape | None,
+    *,
+    follows_k: bool,
     has_copies: bool,
 ) -> list[DecodingMethod]:
     from peagle.models.checkpoint import read_head
@@ -287,8 +323,9 @@ def _with_head(
     if trees is None:
         return [found]
     shape = _shape_for(config, trees)
-    every = [found, found.with_trees(shape)]
-    return [*every, found.with_trees(shape, has_copies=True)] if has_copies else every
+    kinds = (False, True) if has_copies else (False,)
+    grown = [found.with_trees(shape, follows_k=follows_k, has_copies=one) for one in kinds]
+    return [found, *grown]
 
 
 def _shape_for(head: DrafterConfig, trees: TreeShape) -> CandidateTrees:

@@ -18,7 +18,7 @@ from peagle.config import (
     StructuredOutput,
     speculative_keys,
 )
-from peagle.config.checks import did_you_mean, near_names
+from peagle.config.checks import did_you_mean, near_names, unique_keys
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
 
@@ -224,7 +224,7 @@ def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
 def json_object(text: str, example: str) -> dict[str, Any]:
     """Read the JSON text of an object; the error shows the example."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys("The JSON object"))
     except json.JSONDecodeError:
         value = None
     if not isinstance(value, dict):

@@ -76,6 +76,23 @@ def require_neutral(name: str, given: object, neutral: object, reason: str) -> N
         raise UserError(f"{name} is {shown}; expected {neutral!r} or nothing: {reason}")
 
 
+def unique_keys(source: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return a hook for `json.loads` (`object_pairs_hook`) that refuses a key given twice.
+
+    `source` names the JSON text in the UserError.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise UserError(f"{source} has the key {short_repr(key)} twice. Keep one of them.")
+            found[key] = value
+        return found
+
+    return unique
+
+
 def near_names(name: str, known: Iterable[str], most: int = 1, likeness: float = 0.6) -> list[str]:
     """Return the known names closest to `name`, the closest first.
 

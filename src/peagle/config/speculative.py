@@ -20,6 +20,7 @@ from peagle.config.checks import (
     is_int,
     is_number,
     require,
+    unique_keys,
     whole,
 )
 from peagle.errors import UserError
@@ -73,9 +74,9 @@ class CandidateTrees:
         prediction_depth: d, most drafts on a path; at most what the head was trained for. Left
             out: K where that is given, else what the head was trained for, at most 7, or 7 if the
             head does not name it; never more than max_nodes.
-        max_nodes: N, most drafts of a sequence that a step verifies. Left out: 15, or w or d where
-            one of them is larger. With the newest token 15 nodes are 16 rows, and matrix products
-            take as many at a time (docs/trees.md).
+        max_nodes: N, most drafts of a sequence that a step verifies. Left out: 15, or w, d or K
+            where one of them is larger. With the newest token 15 nodes are 16 rows, and matrix
+            products take as many at a time (docs/trees.md).
 
     Raises:
         UserError: a value is out of range.
@@ -140,7 +141,7 @@ class CandidateTrees:
             )
         w, d, n = (source.get(name) for name in names)
         if n is None:
-            asked = [int(value) for value in (w, d) if value is not None and is_int(value)]
+            asked = [int(one) for one in (w, depth if d is None else d) if is_int(one)]
             n = min(max([DEFAULT_TREE_NODES, *asked]), MAX_TREE_NODES)
         if d is None:
             d = min(depth, n) if is_int(n) else depth
@@ -281,8 +282,8 @@ class SpeculativeConfig:
             self._check_lookup()
         if self.parallel_drafting_spec is not None:
             self._check_trees(self.parallel_drafting_spec, _TREES)
-        elif (first := self.drawn_chains_from) is not None:
-            require(False, "drawn_chains_from", first, f"none without {_TREES}")
+        elif (first := self.drawn_chains_from) not in (None, NEVER):
+            require(False, "drawn_chains_from", first, f'"{NEVER}" or none without {_TREES}')
         elif self.prompt_lookup and self.method != "ngram":
             # K drafts of head and text together are a tree of K nodes.
             self._check_trees({"max_nodes": min(k or DEFAULT_K, MAX_TREE_NODES)}, "prompt_lookup")
@@ -310,6 +311,8 @@ class SpeculativeConfig:
         object.__setattr__(self, _TREES, kept)
         depth = trees.prediction_depth
         expected = f"{depth}, the prediction_depth of {_TREES}, or none"
+        if not isinstance(shape, CandidateTrees) and shape.get("prediction_depth") is None:
+            expected = f"at most {depth}, the most nodes of a tree, or none"
         require(k in (None, depth), "num_speculative_tokens", k, expected, "Leave it out.")
         drawn, rates = self.draft_sampling, self.synthetic_acceptance_rates
         require(drawn == "argmax", "draft_sampling", drawn, f'"argmax" with {setting}')
@@ -493,14 +496,8 @@ def _range(sizes: object, k: object) -> tuple[Any, ...]:
 
 
 def _json(text: str) -> Any:
-    """Return the value of a JSON text in which no key appears twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if twice := [key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])]:
-            raise UserError(f"The speculative configuration has the key {twice[0]!r} twice.")
-        return dict(pairs)
-
+    source = "The speculative configuration"
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique_keys(source))
     except json.JSONDecodeError as error:
-        raise UserError(f"The speculative configuration is not JSON: {error}.") from None
+        raise UserError(f"{source} is not JSON: {error}.") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.config import CandidateTrees, SpeculativeConfig
+from peagle.config.checks import unique_keys
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
@@ -136,7 +137,8 @@ def configure_drafts(
         default = merged[_K] if wanted.is_k_given or depth is None else min(merged[_K], depth)
         parallel, name = facts is None or facts.is_parallel, "" if draft is None else draft.name
         trees = CandidateTrees.parse(merged[_TREES], default, parallel=parallel)
-        check_trees(trees, name, parallel, depth, merged.get("drawn_chains_from"))
+        k = merged[_K] if wanted.is_k_given else None
+        check_trees(trees, name, parallel, depth, merged.get("drawn_chains_from"), k)
         if not wanted.is_k_given:
             merged[_K] = trees.prediction_depth
     if draft is not None:
@@ -156,17 +158,8 @@ def read_config(text: str, source: str) -> dict[str, Any]:
 
     `source` names the text in messages.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise UserError(f"{source} has the key {key!r} twice.")
-            found[key] = value
-        return found
-
     try:
-        data = json.loads(text, object_pairs_hook=unique)
+        data = json.loads(text, object_pairs_hook=unique_keys(source))
     except json.JSONDecodeError as error:
         raise UserError(f"{source} is not JSON: {error}.") from None
     if not isinstance(data, dict):

@@ -32,8 +32,8 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
         )
     depth = head.trained_depth
     if (trees := speculative.trees) is not None:
-        first = speculative.drawn_chains_from
-        check_trees(trees, speculative.model, head.is_parallel, depth, first)
+        first, k = speculative.drawn_chains_from, speculative.num_speculative_tokens
+        check_trees(trees, speculative.model, head.is_parallel, depth, first, k)
     if depth is not None and speculative.k > depth:
         warnings.warn(
             f"num_speculative_tokens is {speculative.k}, but the head "

@@ -23,6 +23,7 @@ class DecodingMethod:
     trained_length: int | None = None  # tokens of the longest sequence of training, if known
     trained_depth: int | None = None  # K that the head was trained for, if known
     trees: CandidateTrees | None = None  # shape of the head's trees; None drafts chains
+    follows_k: bool = False  # whether the trees are as deep as the K to measure, up to their depth
     has_copies: bool = False  # whether copies of the text may join the trees
 
     @classmethod
@@ -47,18 +48,27 @@ class DecodingMethod:
         """Return whether the head is a P-EAGLE head, by its config.json."""
         return is_parallel(read_json(Path(self.folder or self.source) / "config.json"))
 
-    def with_trees(self, trees: CandidateTrees, *, has_copies: bool = False) -> Self:
+    def with_trees(
+        self, trees: CandidateTrees, *, follows_k: bool = False, has_copies: bool = False
+    ) -> Self:
         """Return the method with trees, under a name of their width and size.
 
         Trees that copies of the text may join are named "…-text".
         """
         name = f"{self.name}-tree-w{trees.num_parallel_trees}-n{trees.max_nodes}"
         name += "-text" if has_copies else ""
-        return replace(self, name=name, trees=trees, has_copies=has_copies)
+        return replace(self, name=name, trees=trees, follows_k=follows_k, has_copies=has_copies)
 
     def depths(self, ks: Sequence[int]) -> Sequence[int]:
         """Return the K to measure: `ks` for chains, the depth of the trees for trees."""
-        return ks if self.trees is None else (self.trees.prediction_depth,)
+        if self.trees is None:
+            return ks
+        most = self.trees.prediction_depth
+        return sorted({min(k, most) for k in ks}) if self.follows_k else (most,)
+
+    def trees_at(self, k: int) -> CandidateTrees | None:
+        """Return the shape of the trees of depth k; None: the method drafts chains."""
+        return self.trees and replace(self.trees, prediction_depth=k)
 
     def config(self, k: int, **options: Any) -> SpeculativeConfig | None:
         """Return the configuration that drafts k tokens a step; None for plain decoding.
@@ -74,5 +84,6 @@ class DecodingMethod:
             return SpeculativeConfig(method="ngram", num_speculative_tokens=k)
         model = self.folder or self.source
         if self.trees is not None:
-            options |= {"parallel_drafting_spec": self.trees, "prompt_lookup": self.has_copies}
+            trees = self.trees_at(k)
+            options |= {"parallel_drafting_spec": trees, "prompt_lookup": self.has_copies}
         return SpeculativeConfig(model=model, num_speculative_tokens=k, **options)

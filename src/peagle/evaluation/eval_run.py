@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from peagle.config.speculative import NEVER
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import beyond_training, figures_of_answers, figures_of_counters
 from peagle.evaluation.decoding import Backend
@@ -129,11 +130,21 @@ class EvalArm:
                 source=self.method.source,
                 k=self.k,
                 temperature=t,
-                draft_sampling=plan.draft_sampling if self.method.source and t else "argmax",
+                draft_sampling=self._draft_sampling(plan, t),
                 engine=self.engine,
             )
             for t in plan.temperatures
         ]
+
+    def _draft_sampling(self, plan: EvalPlan, temperature: float) -> str:
+        """Return how drafts are chosen; trees that a drawn chain leads are "probabilistic"."""
+        method, first = self.method, plan.drawn_chains_from
+        if not method.source or not temperature:
+            return "argmax"
+        if method.trees is None:
+            return plan.draft_sampling
+        is_led = first is not None and first != NEVER and temperature >= first
+        return "probabilistic" if is_led and method.is_parallel else "argmax"
 
 
 class EvaluationView(Protocol):
@@ -200,7 +211,7 @@ def _measure(
     notes = []
     if found.num_errors:
         notes = [f"{found.num_errors} requests have no answer; the first: {found.first_error}"]
-    seed, method = params.seed or 0, arm.method
+    seed, method, trees = params.seed or 0, arm.method, arm.method.trees_at(arm.k)
     if all(one.answer.stats is not None for one in found.observations):
         tokenizer = backend.llm.tokenizer if isinstance(backend, EngineBackend) else None
         figures = figures_of_answers(found.observations, key.k, tokenizer, seed=seed)
@@ -221,5 +232,5 @@ def _measure(
         notes=notes,
         weights_sha256=weights_sha256,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        parallel_drafting_spec=method.trees and asdict(method.trees),
+        parallel_drafting_spec=trees and asdict(trees),
     )

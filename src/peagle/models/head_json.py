@@ -138,7 +138,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     if shape is not None:
         parallel = not data or is_parallel(data)
         trees = CandidateTrees.parse(shape, k or default_k(depth), parallel=parallel)
-        check_trees(trees, config.model, parallel, depth, config.drawn_chains_from)
+        check_trees(trees, config.model, parallel, depth, config.drawn_chains_from, k)
         config = replace(config, parallel_drafting_spec=trees)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
@@ -156,6 +156,7 @@ def check_trees(
     parallel: bool,
     trained: int | None,
     drawn_chains_from: float | Literal["never"] | None,
+    k: int | None,
 ) -> None:
     """Refuse trees that a head cannot draft.
 
@@ -164,11 +165,12 @@ def check_trees(
         parallel: whether it is a P-EAGLE head.
         trained: as of `check_tree_depth`.
         drawn_chains_from: as of `SpeculativeConfig`.
+        k: as of `check_tree_depth`.
 
     Raises:
         UserError: naming the value and the head, and what may be done.
     """
-    check_tree_depth(trees, trained, head)
+    check_tree_depth(trees, trained, head, k)
     if parallel:
         return
     beam, depth = trees.num_parallel_trees, trees.prediction_depth
@@ -191,18 +193,26 @@ def check_trees(
         )
 
 
-def check_tree_depth(trees: CandidateTrees, trained: int | None, head: str) -> None:
+def check_tree_depth(
+    trees: CandidateTrees, trained: int | None, head: str, k: int | None = None
+) -> None:
     """Refuse trees that are deeper than the drafts that the head was trained for.
 
     Args:
         trained: as `trained_depth` returns it; None: unknown.
         head: its name, for the message.
+        k: num_speculative_tokens where it was given; it is the depth, and the message names it.
 
     Raises:
         UserError: naming both depths and the default.
     """
-    if trained is not None and trees.prediction_depth > trained:
-        raise UserError(
-            f"parallel_drafting_spec.prediction_depth is {trees.prediction_depth}; expected at "
-            f"most {trained}, which the head {head!r} was trained for. {TREE_DEFAULTS}"
-        )
+    if trained is None or trees.prediction_depth <= trained:
+        return
+    name, remedy = "parallel_drafting_spec.prediction_depth", TREE_DEFAULTS
+    if k is not None:
+        name = "num_speculative_tokens"
+        remedy = f"Left out, it is what the head was trained for, at most {DEFAULT_K}."
+    raise UserError(
+        f"{name} is {trees.prediction_depth}; expected at most {trained}, which the head {head!r} "
+        f"was trained for. {remedy}"
+    )
