@@ -172,13 +172,27 @@ def test_a_prompt_longer_than_the_context(llm: LLM, target_folder: Path) -> None
     assert "expected at most 9" in message_of(lambda: short.generate([5] * 10))
 
 
+def test_half_of_a_surrogate_pair_is_refused_by_its_place(llm: LLM) -> None:
+    half = "a\ud800"
+    for name, call in {
+        "The prompt": lambda: llm.generate({"prompt": half}),
+        "bad_words": lambda: SamplingParams(bad_words=[half]),
+        "prediction": lambda: SamplingParams(prediction=half),
+    }.items():
+        message = message_of(call)
+        assert f"{name} has '\\ud800' at character 1, half of a surrogate pair" in message
+        assert "Remove it" in message
+
+
 def test_a_request_larger_than_the_cache(target_folder: Path, heads: dict[bool, str]) -> None:
     config = {"model": heads[True], "num_speculative_tokens": 3}
     small = LLM(target_folder, speculative_config=config, num_kv_blocks=4, block_size=8)
     params = SamplingParams(max_tokens=100)
     message = message_of(lambda: small.generate([5] * 20, params))
     assert "needs 16 KV blocks of 8 tokens, the cache has 4" in message
-    assert "Lower max_tokens (100), or raise kv_cache_gib or gpu_memory_utilization" in message
+    assert "Lower max_tokens (100), or raise num_kv_blocks." in message
+    message = message_of(lambda: small.generate([5] * 40, SamplingParams(max_tokens=1)))
+    assert "Shorten the prompt (40 tokens), or raise num_kv_blocks." in message
     assert len(small.generate([5] * 20, GREEDY)[0].token_ids) == 4
 
 

@@ -21,7 +21,7 @@ import jinja2.sandbox
 from jinja2.parser import Parser
 
 from peagle.encoding import Marks, encode_text, special_tokens_of
-from peagle.errors import UserError, short_repr
+from peagle.errors import UserError, require_characters, short_repr
 from peagle.messages import (
     ChatMessage,
     Message,
@@ -157,6 +157,7 @@ def render_chat(
     _check_developers(conversation, text, render)
     if "tool_calls" not in facts.attributes | facts.words:
         _check_calls(conversation, text)
+    require_characters("The conversation, as the chat template renders it,", text)
     if check_text is not None:
         check_text(text)
 

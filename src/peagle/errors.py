@@ -16,6 +16,18 @@ class CheckpointError(UserError):
     """A model or draft-head folder that is missing, incomplete, misshapen or of another target."""
 
 
+def require_characters(name: str, text: str) -> None:
+    """Refuse a text with half of a surrogate pair, which no tokenizer and no UTF-8 takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{name} has {text[error.start]!r} at character {error.start}, half of a surrogate "
+            "pair; expected Unicode text. Remove it, or decode the text's bytes as UTF-8 with "
+            'errors="replace".'
+        ) from None
+
+
 # Characters of a value that an error shows; what a client sends may have millions.
 _SHOWN_CHARACTERS = 200
 

@@ -161,6 +161,7 @@ def test_a_prediction_drafts_what_it_predicts(texts: LiveServer) -> None:
     [
         ([{"type": "image_url"}], {}, "prediction.content"),
         ("x " * 60_000, {}, "The prediction has 120000 characters"),
+        ("x " * 3_000, {}, "prediction has 3001 tokens; expected at most"),
         ("x", {"speculation": {"prompt_lookup": False}}, "prediction was given and"),
         ("x", {"speculation": {"num_speculative_tokens": 0}}, "prediction was given, "),
         ("x", {"prompt": "x"}, "prediction"),  # of /v1/completions
@@ -175,6 +176,7 @@ def test_predictions_are_refused_by_name(
         answer = client.post(f"/v1/{route}", json=body if "prompt" in body else CHAT | body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and (told in error["message"] or told in error["param"])
+    assert error["param"].startswith("prediction")
 
 
 def assert_recounted(of_text: list[int], steps: list[tuple[int, int]]) -> None:

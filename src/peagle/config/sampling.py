@@ -17,7 +17,7 @@ from peagle.config.checks import (
 )
 from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
 from peagle.config.structured import StructuredOutput
-from peagle.errors import UserError, short_repr
+from peagle.errors import UserError, require_characters, short_repr
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
@@ -253,7 +253,9 @@ class SamplingParams:
         ok = isinstance(words, Sequence) and not isinstance(words, str)
         require(ok, "bad_words", words, "a list of texts or of lists of token ids")
         self.bad_words = tuple(_word(word) for word in words)
-        if not isinstance(self.prediction, str):
+        if isinstance(self.prediction, str):
+            require_characters("prediction", self.prediction)
+        else:
             self.prediction = _ids("prediction", self.prediction, "a text or a list of token ids")
 
     def _check_together(self) -> None:
@@ -315,6 +317,7 @@ def _bias(pair: Any) -> tuple[int, float]:
 def _word(word: Any) -> str | tuple[int, ...]:
     if isinstance(word, str):
         require(bool(word), "bad_words", word, "texts that are not empty")
+        require_characters("bad_words", word)
         return word
     ids = _ids("bad_words", word)
     require(bool(ids), "bad_words", word, "lists of at least one token id")

@@ -299,18 +299,29 @@ class LLMEngine:
             draws_chain=draws_chain(params, self.speculative),
             fixes_k=fixes_k(params, self.speculative),
         )
-        needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
-        if needed > self.blocks.num_blocks:
-            raise UserError(
-                f"The request needs {needed} KV blocks of {self.config.block_size} tokens, the "
-                f"cache has {self.blocks.num_blocks}. Lower max_tokens "
-                f"({params.max_tokens}), or raise kv_cache_gib or gpu_memory_utilization."
-            )
+        self._check_blocks(sequence)
         self._num_requests += 1
         self.scheduler.add(sequence)
         if grammar is not None:
             self._constrained.append(sequence)
         return sequence
+
+    def _check_blocks(self, sequence: Sequence) -> None:
+        """Refuse a request that the whole KV cache could not hold."""
+        most, max_tokens = self.blocks.num_blocks, sequence.params.max_tokens
+        needed = self.blocks.blocks_for(self.scheduler.most_slots(sequence))
+        if needed <= most:
+            return
+        shortest = self.scheduler.slots_for(sequence.num_prompt_tokens + 1)
+        remedy = f"Lower max_tokens ({max_tokens})"
+        if self.blocks.blocks_for(shortest) > most:
+            remedy = f"Shorten the prompt ({sequence.num_prompt_tokens} tokens)"
+        is_counted = self.config.num_kv_blocks is not None
+        larger = "num_kv_blocks" if is_counted else "kv_cache_gib or gpu_memory_utilization"
+        raise UserError(
+            f"The request needs {needed} KV blocks of {self.config.block_size} tokens, the cache "
+            f"has {most}. {remedy}, or raise {larger}."
+        )
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size, most = self.target.vocab_size, self.num_speculative_tokens
@@ -341,9 +352,10 @@ class LLMEngine:
             )
         if self.speculative is None or not has_copies(params, self.speculative):
             raise UserError(
-                "prediction was given, and no copies are drafted here: they need a P-EAGLE head's "
-                'trees (parallel_drafting_spec, with prompt_lookup) or the method "ngram", and the '
-                "full num_speculative_tokens. Start the engine so, or leave prediction out."
+                "prediction was given, and no copies are drafted here: they need trees of a draft "
+                "head (parallel_drafting_spec, or prompt_lookup true) that copies may join, or the "
+                'method "ngram", and the full num_speculative_tokens. Start the engine so, or '
+                "leave prediction out."
             )
         # The text ends as the prompt does: a prediction behind it is found from the first token on.
         end = prompt[-self.speculative.lookup_lengths[0] :]

@@ -18,7 +18,7 @@ from peagle.engine.engine import LLMEngine
 from peagle.engine.grammar import GrammarCompiler
 from peagle.engine.outputs import RequestOutput, SequenceOutput, StreamChunk
 from peagle.engine.sequence import Sequence as EngineSequence
-from peagle.errors import UserError, short_repr
+from peagle.errors import UserError, require_characters, short_repr
 from peagle.kernels.sampling.random import derive_seed
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -30,7 +30,7 @@ def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) 
     If a mapping has both `prompt_token_ids` and `prompt`, the ids count.
 
     Raises:
-        UserError: the prompt is none of these.
+        UserError: the prompt is none of these, or the text has half of a surrogate pair.
     """
     if isinstance(prompt, Mapping):
         given = {key: value for key, value in prompt.items() if value is not None}
@@ -41,6 +41,7 @@ def encode_prompt(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) 
             )
         prompt = given.get("prompt_token_ids", given.get("prompt"))
     if isinstance(prompt, str):
+        require_characters("The prompt", prompt)
         return tokenizer.encode(prompt)
     try:
         return list(prompt)

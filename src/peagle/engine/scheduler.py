@@ -93,9 +93,10 @@ class Scheduler:
 
     def most_slots(self, sequence: Sequence) -> int:
         """Return the most KV slots that the sequence ever holds."""
-        return self._slots(sequence.num_prompt_tokens + sequence.params.max_tokens)
+        return self.slots_for(sequence.num_prompt_tokens + sequence.params.max_tokens)
 
-    def _slots(self, num_tokens: int) -> int:
+    def slots_for(self, num_tokens: int) -> int:
+        """Return the KV slots of so many tokens, with those that drafts ahead of them need."""
         return min(num_tokens + self.num_lookahead_slots, self.max_model_len)
 
     def add(self, sequence: Sequence) -> None:
@@ -112,7 +113,7 @@ class Scheduler:
         """Return the number of running sequences, and of waiting ones with a place and blocks."""
         load, num_free = len(self.running), self.blocks.num_free_blocks
         for sequence in self.waiting[: self.max_num_seqs - load]:
-            num_new = self.blocks.blocks_for(self._slots(len(sequence)))
+            num_new = self.blocks.blocks_for(self.slots_for(len(sequence)))
             if num_new + load > num_free:  # as in `_make_room`
                 break
             num_free -= num_new
@@ -139,13 +140,13 @@ class Scheduler:
         of new blocks waits for the host.
         """
         every = list(sequences)
-        if all(self.blocks.holds(s, self._slots(len(s))) for s in every):
+        if all(self.blocks.holds(s, self.slots_for(len(s))) for s in every):
             return True
         ahead = BLOCKS_AHEAD * self.blocks.block_size
         most = self.blocks.blocks_for(self.num_lookahead_slots + ahead) + 1
         if len(every) * most > self.blocks.num_free_blocks // 2:
             ahead = 0
-        slots = (min(self._slots(len(s)) + ahead, self.most_slots(s)) for s in every)
+        slots = (min(self.slots_for(len(s)) + ahead, self.most_slots(s)) for s in every)
         return all(map(self.blocks.extend, every, slots))
 
     def may_preempt(self) -> bool:
@@ -162,7 +163,7 @@ class Scheduler:
         for sequence in decoding:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
-            slots = self._slots(len(sequence))
+            slots = self.slots_for(len(sequence))
             while not self.blocks.extend(sequence, slots):
                 self._preempt(self.running[-1], plan)
                 if sequence.status is not SequenceStatus.RUNNING:
@@ -195,7 +196,7 @@ class Scheduler:
             if not self._make_room(sequence, matched, plan):
                 break
             del self.waiting[at]
-            self.blocks.admit(sequence, matched, self._slots(len(sequence)))
+            self.blocks.admit(sequence, matched, self.slots_for(len(sequence)))
             num_cached = len(matched) * self.blocks.block_size
             sequence.num_computed_tokens = num_cached
             sequence.num_drafter_tokens = max(num_cached, self._window_start(sequence))
@@ -245,7 +246,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, matched: list[int], plan: Schedule) -> bool:
         """Find a place and blocks; preempt running sequences of lower priority if needed."""
-        slots = self._slots(len(sequence))
+        slots = self.slots_for(len(sequence))
         while True:
             # A block for each running sequence stays free, or they would be preempted at once.
             has_blocks = self.blocks.can_admit(matched, slots, num_reserved=len(self.running))

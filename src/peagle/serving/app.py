@@ -153,7 +153,14 @@ def _fields_at(kind: Any, path: Any) -> set[str]:
     return {name for part in get_args(kind) for name in _fields_at(part, path)}
 
 
+_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
+
+
 def _expectation(error: Any) -> str:
+    if error["type"] in _NO_OBJECT:
+        kind = getattr(protocol, error.get("ctx", {}).get("class_name", ""), None)
+        fields = ", ".join(sorted(_fields_at(kind, ()))) if _field_path(error) else ""
+        return f"should be an object with the fields {fields}" if fields else "should be an object"
     message = str(error["msg"]).removeprefix("Value error, ")
     return message.removeprefix("Input ").replace("List should", "should")
 

@@ -36,6 +36,7 @@ from peagle.serving.engine_process import (
 )
 from peagle.serving.errors import ApiError
 from peagle.serving.metrics import Metrics
+from peagle.serving.protocol import api_error
 
 logger = logging.getLogger("peagle.serving")
 
@@ -387,7 +388,7 @@ class EnginePool:
             case Refused(index, text, is_user_error):
                 if (stream := engine.streams.get(index)) is None:
                     return
-                error = ApiError(400, text)
+                error = api_error(text)
                 if not is_user_error:
                     logger.error("a request failed: %s", text)
                     text = "The engine could not take the request; the server's log says why."

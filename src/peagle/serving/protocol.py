@@ -431,9 +431,18 @@ _SAME_NAME = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
     *("stop", "stop_token_ids", "ignore_eos", "prompt_logprobs"),
 )
-_FIELDS = frozenset(SamplingFields.model_fields)
+_FIELDS = frozenset(ChatBody.model_fields)
 _GUIDED = "guided_"
 _GRAMMARS = ("regex", "grammar")
+
+
+def api_error(text: str, param: str | None = None) -> ApiError:
+    """Return the error of status 400 with a UserError's text; `param` is the field if it has none.
+
+    Messages about a value begin with its name.
+    """
+    word = text.partition(" ")[0]
+    return ApiError(400, text, param=word if word.partition(".")[0] in _FIELDS else param)
 
 
 @contextmanager
@@ -442,10 +451,7 @@ def as_api_error(param: str | None = None) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        # Messages about a value begin with its name.
-        word = str(error).partition(" ")[0]
-        is_field = word.partition(".")[0] in _FIELDS
-        raise ApiError(400, str(error), param=word if is_field else param) from None
+        raise api_error(str(error), param) from None
 
 
 def tool_dicts(tools: list[Tool] | None) -> list[dict[str, Any]]:
