@@ -13,6 +13,7 @@ from typing import IO
 from peagle.errors import UserError
 
 LOCK_NAME = ".lock"
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HELD_ERRORS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
@@ -65,6 +66,26 @@ def whole_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         yield number, line
     file.truncate(num_bytes)
     file.seek(0, os.SEEK_END)
+
+
+@contextmanager
+def needing_room(path: Path, advice: str) -> Iterator[None]:
+    """Name a file in the error if the disk has no room for it.
+
+    Files are opened within, since closing one writes too.
+
+    Args:
+        advice: what stays, and what to do.
+
+    Raises:
+        UserError: the disk, or the share of this user, is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK_ERRORS:
+            raise
+        raise UserError(f"{str(path)!r} cannot be written: {error.strerror}. {advice}") from None
 
 
 def size_text(num_bytes: int) -> str:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from peagle.cli.convert import convert
+from peagle.evaluation.training_record import read_training_record
 from peagle.models.checkpoint import read_head, save_drafter
 from peagle.models.checkpoint.convert import StoredFormat
 from peagle.models.target import TargetModel
@@ -50,7 +51,9 @@ def test_the_formats_are_those_of_the_library() -> None:
 
 @pytest.mark.parametrize("head", ["peagle", "eagle3"])
 def test_there_and_back(peagle: Peagle, pair: Pair, tmp_path: Path, head: str) -> None:
-    source: Path = getattr(pair, head)
+    source = tmp_path / "trained"
+    shutil.copytree(getattr(pair, head), source)
+    (source / "train.json").write_text('{"steps": 5}')
     result = peagle("convert", source, tmp_path / "s", "--format", "speculators")
     assert result.status == 0, result.err
     kind = "P-EAGLE" if head == "peagle" else "EAGLE-3"
@@ -64,6 +67,8 @@ def test_there_and_back(peagle: Peagle, pair: Pair, tmp_path: Path, head: str) -
     assert all(value.equal(after[name]) for name, value in before.items())
     back, before = read_head(tmp_path / "v"), read_head(source)
     assert (back.config, back.facts) == (before.config, before.facts)
+    record = read_training_record(tmp_path / "v")
+    assert record is not None and record.steps == 5
 
 
 def test_either_style_generates_the_same(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:

@@ -113,6 +113,20 @@ def test_faults_of_peagle_are_not_hidden(peagle: Peagle, monkeypatch: pytest.Mon
         peagle("generate", "--prompt", "x")
 
 
+def test_a_second_interrupt_shows_no_traceback() -> None:
+    """It comes while the interpreter ends, which takes long where torch is loaded."""
+    code = """
+import atexit, os, signal
+from peagle.cli import main
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+main.run = lambda: main.INTERRUPTED
+main.main()
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (main.INTERRUPTED, "")
+
+
 def test_interrupt_ends_cleanly(pair: Pair, tmp_path: Path) -> None:
     """In the midst of much output."""
     prompts, log = tmp_path / "prompts.txt", tmp_path / "log"

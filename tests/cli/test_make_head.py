@@ -72,6 +72,17 @@ def kind(words: Sequence[str]) -> str:
     return " ".join([*words[: 2 if words[0] == "data" else 1], Path(output).name]).strip()
 
 
+def test_an_interrupt_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of the stage tells it, so `peagle make-head` ends in silence."""
+    command = [sys.executable, "-c", "raise SystemExit(130)"]
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: real(command, **options))
+    with pytest.raises(SystemExit) as end, stages._stoppable([["x"]], None) as processes:
+        signal.raise_signal(signal.SIGINT)
+        processes[0].communicate()
+    assert end.value.code == 130
+
+
 OPTIONS = [
     *("--max-new-tokens", 24, "--set", "head.num_layers=1", "--set", "method.depth=3"),
     *("--set", "data.batch_tokens=256", "--set", "data.length_multiple=8"),

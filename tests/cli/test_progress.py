@@ -197,6 +197,22 @@ def test_a_log_has_plain_lines(capsys: pytest.CaptureFixture[str], clock: list[f
     ]
 
 
+def test_the_time_left_follows_a_pace_that_falls(clock: list[float]) -> None:
+    """100 counts in 100 s, then one in 10 s: the mean since the beginning says 1:03 for 20 more."""
+    line = ProgressLine("prompt", quiet=True)
+    for done in range(101):
+        found = line._time_left(done, 140)
+        clock[0] += 1
+    assert found == "0:40 left"
+    for done in range(101, 121):
+        clock[0] += 10
+        found = line._time_left(done, 140)
+    minutes, seconds = map(int, found.removesuffix(" left").split(":"))
+    assert 180 <= 60 * minutes + seconds <= 220
+    clock[0] += 1000
+    assert line._time_left(120, 140) == "", "nothing was counted for half of the time"
+
+
 def test_a_quiet_line_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLine("step", quiet=True) as line:
         line.begin("loading")

@@ -81,6 +81,7 @@ COMMANDS: list[tuple[list[str], str]] = [
         "--system-file 'd.txt' is empty",
     ),
     (["data", "synthesize", "--count", "9", "-o", "x.txt"], "expected a name that ends in"),
+    (["data", "synthesize", "--count", "9", "-o", "y.jsonl"], "'y.dropped.jsonl' is a folder"),
     (
         ["data", "synthesize", "--count", "9", "-o", "x.jsonl", "--target", "./none"],
         "target model 'none' is not there",
@@ -214,6 +215,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[
     (folder / "huge").mkdir()
     (folder / "huge" / "config.json").write_text(json.dumps(sizes))
     (folder / "empty").mkdir()
+    (folder / "y.dropped.jsonl").mkdir()
     (folder / "whole").mkdir()
     (folder / "whole" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (folder / "begun" / "checkpoint").mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import random
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,23 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, stop: int) -> None:
     assert min(again.written) == judged <= stop, "what was judged is not written again"
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert write(output, Reciter(stops_at=0)).resumed == 12, "nothing is left to write"
+
+
+def test_a_full_disk_names_the_file_and_the_run_goes_on(tmp_path: Path) -> None:
+    """A limit of the size of files stands for a full disk."""
+    output = tmp_path / "out.jsonl"
+    write(tmp_path / "whole.jsonl", Reciter())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+        message = message_of(lambda: write(output, Reciter()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert message.startswith(f"{str(output)!r} cannot be written: File too large. All prompts so")
+    assert "Make room, then run the same command again" in message
+    assert 0 < output.stat().st_size <= 500
+    assert write(output, Reciter()).resumed > 0
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_more_may_be_asked_for(tmp_path: Path) -> None:

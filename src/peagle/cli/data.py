@@ -1016,7 +1016,10 @@ def synthesize(
     NAME.dropped.jsonl beside NAME.jsonl. The same command goes on with an
     output. OUTPUT.meta.json holds the provenance.
     """
+    from peagle.data.synthesize import dropped_file
+
     _check_jsonl(output)
+    require_writable_file(dropped_file(output), "The file of dropped samples")
     open_ended = {"sampling.temperature": Setting(1.0, "default")}
     setup = Setup(given, Layer(open_ended))
     if setup.params.n != 1:

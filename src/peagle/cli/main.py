@@ -1,11 +1,13 @@
 """The `peagle` command: finds the subcommand, runs it, turns errors into exit statuses.
 
-Status 0: done. 1: the reader of the output went away, or the disk is full. 2: a mistake in the
-input (`UserError` or usage). 130: interrupted. A fault of peagle shows its traceback.
+Status 0: done. 1: the reader of the output went away, or there is no room for it. 2: a mistake in
+the input (`UserError` or usage), or a disk that is full. 130: interrupted. A fault of peagle shows
+its traceback.
 """
 
 import errno
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,10 +19,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from peagle import __version__
+from peagle.disk import FULL_DISK_ERRORS
 from peagle.errors import UserError
 
 INTERRUPTED = 130
-_UNWRITABLE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNWRITABLE_ERRORS = (errno.EPIPE, *FULL_DISK_ERRORS)
 
 # Name and one-line help of each command. The command is the function of that name (_ for -) in the
 # module peagle.cli.NAME, whose EXAMPLES close the help page; a call of the command imports it.
@@ -184,7 +187,17 @@ def main() -> NoReturn:
     # Torch reads both at its import: the levels of its loggers and of the log of its C++ code.
     os.environ.setdefault("TORCH_LOGS", "-all")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    sys.exit(run())
+    status: Any = INTERRUPTED
+    try:
+        status = run()
+    except KeyboardInterrupt:  # the second one, while the first is told
+        pass
+    except SystemExit as end:
+        status = end.code
+    if status == INTERRUPTED:
+        # One more Ctrl-C would show a traceback of what the interpreter does at its end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import deque
 from typing import Self
 
 from rich.console import Console
@@ -36,7 +37,8 @@ class ProgressLine:
             redirect_stdout=sys.stdout.isatty(),
         )
         self._task: TaskID | None = None
-        self._first: tuple[float, int] | None = None
+        self._begun = time.monotonic()
+        self._counts: deque[tuple[float, int]] = deque()  # of the last half of the time
         self._printed = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -54,7 +56,10 @@ class ProgressLine:
             self.print(phase)
 
     def update(self, done: int, total: int, figures: str, *, line: str | None = None) -> None:
-        """Show a count with figures, and the time left at the pace since the first call."""
+        """Show a count with figures, and the time left at the pace of the last half of the time.
+
+        A pace that falls, as of prompts of which ever more repeat earlier ones, is soon seen.
+        """
         left = self._time_left(done, total)
         if self.is_live:
             figures = "  ".join(filter(None, (figures, left)))
@@ -81,10 +86,14 @@ class ProgressLine:
         self._bar.update(self._task, description=text, total=total, completed=done, figures=figures)
 
     def _time_left(self, done: int, total: int) -> str:
-        now = time.monotonic()
-        if self._first is None:
-            self._first = now, done
-        since, first = self._first
+        now, counts = time.monotonic(), self._counts
+        if not counts:
+            self._begun = now
+        if not counts or done != counts[-1][1]:
+            counts.append((now, done))
+        while len(counts) > 1 and counts[1][0] <= (self._begun + now) / 2:
+            counts.popleft()
+        since, first = counts[0]
         if done <= first:
             return ""
         return f"{time_text((now - since) / (done - first) * (total - done))} left"

@@ -15,6 +15,7 @@ from typing import Any
 
 import typer
 
+from peagle.cli.main import INTERRUPTED
 from peagle.cli.terminal import bright, command_prefix
 from peagle.errors import UserError
 
@@ -221,5 +222,7 @@ def _stoppable(
             if process.returncode and not stopped:
                 errors.seek(0)
                 print(errors.read()[-2000:], end="", file=sys.stderr)
+    if stopped and processes[0].returncode == INTERRUPTED:
+        raise SystemExit(INTERRUPTED)  # the command has said so
     if stopped:
         raise KeyboardInterrupt

@@ -18,7 +18,7 @@ from peagle.data.limits import MIN_RESPONSE, Limits
 from peagle.data.origins import AnswerOrigin, answer_origins, joined_origins
 from peagle.data.readers import DropCounts, Dropped, side_file
 from peagle.data.samples import Sample, SampleMaker, continues
-from peagle.disk import put_in_place
+from peagle.disk import needing_room, put_in_place
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import write_json
 
@@ -136,17 +136,23 @@ class Collected:
         return train, validation
 
     def write(self, path: Path, metadata: dict[str, Any]) -> None:
-        """Write a file that `ResponseDataset.load` reads; it appears whole or not at all."""
+        """Write a file that `ResponseDataset.load` reads; it appears whole or not at all.
+
+        Raises:
+            UserError: the disk is full.
+        """
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        advice = "No part of it was kept. Make room, then run the same command again."
         try:
-            if path.suffix == ".safetensors":
-                write_store(partial, self._dataset(), metadata)
-            else:
-                with partial.open("w", encoding="utf-8") as lines:
-                    for ids, mask in zip(self.tokens, self.masks, strict=True):
-                        lines.write(json.dumps(row_of(ids.tolist(), mask)) + "\n")
-                write_json(side_file(path), metadata)
-            put_in_place(partial, path)
+            with needing_room(path, advice):
+                if path.suffix == ".safetensors":
+                    write_store(partial, self._dataset(), metadata)
+                else:
+                    with partial.open("w", encoding="utf-8") as lines:
+                        for ids, mask in zip(self.tokens, self.masks, strict=True):
+                            lines.write(json.dumps(row_of(ids.tolist(), mask)) + "\n")
+                    write_json(side_file(path), metadata)
+                put_in_place(partial, path)
         finally:
             partial.unlink(missing_ok=True)
 

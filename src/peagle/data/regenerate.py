@@ -29,7 +29,7 @@ from peagle.client.api import ApiClient, NoAnswer
 from peagle.config import SamplingParams
 from peagle.data.batched import BatchedRequest, batched_outputs
 from peagle.data.readers import AskedConversation, DropCounts, Dropped, side_file
-from peagle.disk import lock, put_in_place, whole_lines
+from peagle.disk import lock, needing_room, put_in_place, whole_lines
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -159,12 +159,13 @@ def regenerate(
 
     Raises:
         UserError: the output belongs to another run (its options or its prompts differ), is
-            damaged, or is being written by another process.
+            damaged, or is being written by another process; or the disk is full.
     """
     progress = RegenerateProgress()
     kept = _distinct(dialogues, progress)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a+b") as file:
+    advice = "All answers so far stay. Make room, then run the same command again: it goes on."
+    with needing_room(output, advice), output.open("a+b") as file:
         lock(file.fileno(), output)
         done = _read_done(file, output)
         if done:

@@ -24,7 +24,7 @@ from peagle.config import SamplingParams
 from peagle.data.batched import BatchedRequest, batched_outputs
 from peagle.data.prompt_filters import NearDuplicates, find_fault
 from peagle.data.regenerate import check_options, seed_of, write_side
-from peagle.disk import lock, whole_lines
+from peagle.disk import lock, needing_room, whole_lines
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def synthesize(
 
     Raises:
         UserError: the output belongs to another run, is damaged, or is being written by another
-            process; or hardly any sample is kept.
+            process; the disk is full; or hardly any sample is kept.
     """
     forbidden = NearDuplicates(held_out, quotes=True)
 
@@ -142,7 +142,12 @@ def synthesize(
         return find_fault(text) or (REASON_HELD_OUT if forbidden.has_like(text) else None)
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a+b") as file, dropped_file(output).open("a+b") as dropped:
+    advice = "All prompts so far stay. Make room, then run the same command again: it goes on."
+    with (
+        needing_room(output, advice),
+        output.open("a+b") as file,
+        dropped_file(output).open("a+b") as dropped,
+    ):
         lock(file.fileno(), output)
         log = _Log(output, file, dropped, SynthesizeProgress(count))
         progress = log.progress

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle.disk import needing_room
 from peagle.errors import UserError
 
 FORMAT_VERSION = 1
@@ -68,11 +69,16 @@ class Journal:
         return ((json.loads(name), value) for name, value in self._values.items())
 
     def add(self, key: Any, value: Any) -> None:
-        """Keep a measurement; it is on the disk when this returns."""
+        """Keep a measurement; it is on the disk when this returns.
+
+        Raises:
+            UserError: the disk is full.
+        """
         self._values[_name(key)] = value
         if self._path is None:
             return
-        with self._path.open("ab") as file:
+        advice = "All measurements before stay. Make room, then run the same command again."
+        with needing_room(self._path, advice), self._path.open("ab") as file:
             file.write(_line({"key": key, "value": value}))
             file.flush()
             os.fsync(file.fileno())

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from peagle.models.head_json import RECORD_NAME
 from peagle.results import TrainingRecord
 
-_NAME, _TRAINED_FOLDER = "train.json", "head"
+_TRAINED_FOLDER = "head"
 
 
 def read_training_record(head: str | Path) -> TrainingRecord | None:
@@ -16,9 +17,9 @@ def read_training_record(head: str | Path) -> TrainingRecord | None:
         None without a readable record.
     """
     folder = Path(head).resolve()
-    path = folder / _NAME
+    path = folder / RECORD_NAME
     if not path.is_file() and folder.name == _TRAINED_FOLDER:
-        path = folder.parent / _NAME
+        path = folder.parent / RECORD_NAME
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         planned = data.get("config", {}).get("optimizer", {}).get("steps")

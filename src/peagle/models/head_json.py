@@ -70,6 +70,7 @@ def refuse_head(data: Mapping[str, Any], source: str) -> None:
 
 # Searched in vLLM's order; all are written, equal, because its versions read different ones.
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+RECORD_NAME = "train.json"  # the record of a head's training, beside its weights
 DEPTH_KEY = "num_speculative_tokens_trained"  # of the "peagle" object of config.json
 
 

@@ -23,13 +23,12 @@ from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME
 from peagle.models.drafter import DrafterConfig
 from peagle.models.fingerprint import TargetFingerprint
-from peagle.models.head_json import default_k
+from peagle.models.head_json import RECORD_NAME, default_k
 from peagle.models.head_quantization import DEFAULT_GROUP, HeadQuantization, StoredQuantization
 from peagle.models.hub import DEFAULT_REVISION
 from peagle.models.loading import resolve_model
 
 CARD_NAME = "README.md"
-RECORD_NAME = "train.json"
 
 _CONFIG_NAME = "config.json"
 _TRAINED_NAME = "head"  # of the folder that `peagle train` makes beside train.json

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from peagle.data.batches import Batch
-from peagle.disk import sync
+from peagle.disk import needing_room, sync
 from peagle.errors import UserError
 from peagle.models.checkpoint.files import replace_file
 from peagle.training.acceptance import AnchorAcceptance, ServedAcceptance
@@ -242,7 +242,8 @@ class History:
     def add(self, report: TrainingReport) -> None:
         self.entries.append(asdict(report))
         if self._writes:
-            with self._file.open("a", encoding="utf-8") as lines:
+            advice = "The last checkpoint stays. Make room, then go on with --resume."
+            with needing_room(self._file, advice), self._file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(self.entries[-1]) + "\n")
 
     def sync(self) -> None:

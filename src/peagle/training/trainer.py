@@ -33,6 +33,7 @@ from peagle.models.checkpoint.ends import has_target_ends
 from peagle.models.checkpoint.packed import Rounding
 from peagle.models.checkpoint.weights import WEIGHTS_NAME
 from peagle.models.fingerprint import TargetFingerprint
+from peagle.models.head_json import RECORD_NAME
 from peagle.models.target_facts import TargetShape
 from peagle.training.checkpoint_facts import (
     config_facts,
@@ -72,7 +73,6 @@ from peagle.training.training_methods import TrainingMethod
 from peagle.training.vocabulary import vocabulary_report
 
 _COD_SEED = 7_919
-_RECORD_NAME = "train.json"
 # Steps that are measured to plan a run, after those in which kernels compile.
 _MEASURED_STEPS = 8
 _COMPILING_STEPS = 2
@@ -486,7 +486,7 @@ class Trainer:
                     ends_are_targets=self._ends_are_targets,
                     rounding=self._rounding,
                 )
-                write_json(folder / _RECORD_NAME, record)
+                write_json(folder / RECORD_NAME, record)
                 self._head_sha256 = sha256_of(folder / WEIGHTS_NAME)
             if self.correction is None:
                 return
@@ -639,7 +639,7 @@ class Trainer:
         """Write the record of the run, beside the head and with it."""
         record = self._record()
         if self.processes.is_first:
-            write_json(self.config.output / _RECORD_NAME, record)
+            write_json(self.config.output / RECORD_NAME, record)
             if not self._is_fit and self.config.head_folder.is_dir():
-                write_json(self.config.head_folder / _RECORD_NAME, record)
+                write_json(self.config.head_folder / RECORD_NAME, record)
         return record

@@ -4,6 +4,7 @@ A compact head is a head in the vLLM style that only peagle loads: its ends may 
 (`checkpoint.ends`), and its linear layers may be quantised. In memory it is as any other.
 """
 
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from peagle.models.checkpoint.head import check_fits, fill_ends, kept_tokens, wr
 from peagle.models.checkpoint.packed import compact_maps, pack_tensors
 from peagle.models.checkpoint.stored import StoredHead, read_head
 from peagle.models.drafter import DrafterConfig
+from peagle.models.head_json import RECORD_NAME
 from peagle.models.head_quantization import DEFAULT_GROUP, HeadQuantization, StoredQuantization
 from peagle.models.loading import resolve_model
 from peagle.models.target_ends import TargetEnds
@@ -91,7 +93,8 @@ def convert_head(
 
     Tensors keep their bits, type and order of rows; `midlayer.` becomes `layers.0.`, and shards
     become one file. A compact or quantised head becomes a whole one of bfloat16: that needs its
-    target where ends of the head are the target's. A correction goes with its head.
+    target where ends of the head are the target's. A correction and a train.json go with their
+    head.
 
     Args:
         source: a head in either style, or a compact one.
@@ -215,7 +218,7 @@ def _finished(
     notes: list[str],
     rounded: Collection[str] = (),
 ) -> Conversion:
-    """Copy the correction of a head that is written, and say what was done.
+    """Copy the correction and the training record of a head that is written; say what was done.
 
     `rounded` are the types of its quantised layers.
     """
@@ -224,6 +227,8 @@ def _finished(
             f"{CORRECTION_NAME} is beside the head: peagle reads it, vLLM and the speculators "
             "package draft without the correction"
         )
+    if (record := source / RECORD_NAME).is_file():
+        shutil.copyfile(record, destination / RECORD_NAME)
     return Conversion(
         source=str(source),
         source_format=head.format,
