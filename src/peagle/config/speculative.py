@@ -141,7 +141,8 @@ class CandidateTrees:
             )
         w, d, n = (source.get(name) for name in names)
         if n is None:
-            asked = [int(one) for one in (w, depth if d is None else d) if is_int(one)]
+            given = (w, depth if d is None else d)
+            asked = [int(one) for one in given if one is not None and is_int(one)]
             n = min(max([DEFAULT_TREE_NODES, *asked]), MAX_TREE_NODES)
         if d is None:
             d = min(depth, n) if is_int(n) else depth
