@@ -365,7 +365,7 @@ def trees() -> dict[str, dict[str, Any]]:
     """Kernels of candidate trees, of bfloat16 logits."""
     growth = growth_triton
     of_63: dict[str, Any] = {"N": 63, "ROWS": 64, "IS_CORRECTED": True, "HAS_MAP": True}
-    of_63["IS_GATED"] = True
+    of_63 |= {"IS_GATED": True, "HAS_PATHS": False}
     kernels: dict[Any, tuple[int, list[dict[str, Any]]]] = {
         growth._best_of_part_kernel: (4, [{"PART": 2048}]),
         growth._best_of_slot_kernel: (16, [{"PARTS": 16}, {"PARTS": 128}]),
@@ -373,6 +373,7 @@ def trees() -> dict[str, dict[str, Any]]:
             8,
             [
                 of_63,
+                of_63 | {"HAS_PATHS": True},
                 of_63 | {"IS_GATED": False},
                 of_63 | {"IS_CORRECTED": False, "IS_GATED": False, "num_roots": 1},
             ],
@@ -389,7 +390,7 @@ def trees() -> dict[str, dict[str, Any]]:
         of_growth = kernel.fn.__module__ == growth.__name__
         types = {n: "*fp32" if of_growth else "*i64" for n in kernel.arg_names if n[-4:] == "_ptr"}
         if of_growth:
-            bfloat16 = ("states_ptr", "embedded_ptr", "down_ptr", "weight_ptr")
+            bfloat16 = ("states_ptr", "embedded_ptr", "down_ptr", "weight_ptr", "decay_ptr")
             types |= dict.fromkeys(bfloat16, "*bf16")
             int64 = ("depths_ptr", "d2t_ptr", "out_tokens_ptr", "out_parents_ptr")
             types |= dict.fromkeys(int64, "*i64")

@@ -191,7 +191,7 @@ def test_a_correction_is_part_of_what_a_resumed_run_shares(
         ({"method": {"name": "eagle3"}}, "train is 'together' with method.name 'eagle3'"),
         ({"method": {"depth": 1}}, "method.depth 1; expected 'peagle' and at least 2"),
         ({"correction": {"on": "head"}}, "'head', a head that stays as it is"),
-        ({"correction": {"form": "gru"}}, "'markov', 'gated' or 'recurrent'"),
+        ({"correction": {"form": "gru"}}, "'markov', 'gated', 'diagonal' or 'recurrent'"),
         ({"correction": {"own_drafts": 0.3}}, "less than or equal to 0.25"),
     ],
     ids=str,

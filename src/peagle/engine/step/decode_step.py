@@ -46,7 +46,7 @@ from peagle.kernels.drafts.choice_triton import (
     choose_drafts,
     plan_chain,
 )
-from peagle.kernels.drafts.correction_triton import correct_logits
+from peagle.kernels.drafts.correction_triton import Paths, correct_logits
 from peagle.kernels.drafts.draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState, Stamp
 from peagle.kernels.drafts.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
@@ -794,19 +794,18 @@ class CapturedDraft:
         if correction is None or states_NJW is None:
             self._put(logits_NJV.flatten(0, 1), slice(first, first + num_columns))
             return
+        weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
         path_NW = states_NJW[:, 0]
         for j in range(num_columns):
             if j:
-                tokens_N = self._chain_BK[:, first + j - 1]
-                state_NW, path_NW = correction.follow(states_NJW[:, j], path_NW, tokens_N)
-                correct_logits(
-                    logits_NJV[:, j],
-                    state_NW,
-                    tokens_N,
-                    correction.tokens_VW,
-                    correction.down_rW,
-                    correction.weight_Vr,
-                )
+                tokens_N, state_NW = self._chain_BK[:, first + j - 1], states_NJW[:, j]
+                paths = None
+                if correction.decay_W is not None:
+                    paths = Paths(path_NW, torch.empty_like(state_NW), correction.decay_W)
+                    path_NW = paths.after_NW
+                else:
+                    state_NW, path_NW = correction.follow(state_NW, path_NW, tokens_N)
+                correct_logits(logits_NJV[:, j], state_NW, tokens_N, *weights, paths)
             self._put(logits_NJV[:, j], slice(first + j, first + j + 1))
 
     def _put(self, logits_RV: Tensor, columns: slice) -> None:

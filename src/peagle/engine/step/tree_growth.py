@@ -42,6 +42,10 @@ class TreeGrowth:
             (2, num_seqs, nodes), dtype=torch.int64, device=device
         )
         self._scores_BN = torch.zeros(num_seqs, nodes, device=device)
+        self._paths_BJW = None
+        if (term := drafter.correction) is not None and term.decay_W is not None:
+            rows = self._scratch.scores_BJC.shape[1]
+            self._paths_BJW = torch.zeros((num_seqs, rows, len(term.decay_W)), device=device)
 
     def __call__(
         self, logits_BKV: Tensor, states_BKW: Tensor | None, depths_B: Tensor
@@ -49,8 +53,7 @@ class TreeGrowth:
         """Return token, parent row and score of each node, [B, N], until the next call."""
         drafter, shape, term = self._drafter, self._shape, None
         correction = drafter.correction
-        if correction is not None and states_BKW is not None and correction.follows_paths:
-            # What follows a node depends on its path: no kernel walks these.
+        if correction is not None and states_BKW is not None and not correction.has_kernels:
             ids = drafter.target_ids()
             tokens_BN, parents_BN, scores_BN = best_first_trees(
                 logits_BKV,
@@ -63,7 +66,8 @@ class TreeGrowth:
             return drafter.to_target_ids(tokens_BN), parents_BN, scores_BN
         if correction is not None and states_BKW is not None:
             weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
-            term = CorrectionTerm(states_BKW, *weights, drafter.d2t)
+            paths = correction.decay_W, self._paths_BJW
+            term = CorrectionTerm(states_BKW, *weights, drafter.d2t, *paths)
         grow_trees(
             logits_BKV,
             depths_B,
