@@ -64,7 +64,8 @@ class Correction(nn.Module):
     ) -> None:
         super().__init__()
         self.form: CorrectionForm = form
-        width = rank if form == "markov" else width
+        self.rank = rank
+        self.width = width = rank if form == "markov" else width
         self.tokens = nn.Linear(hidden_size, width, bias=False)  # We
         self.up = nn.Linear(rank, hidden_size, bias=False)  # P
         if form == "markov":
@@ -123,11 +124,15 @@ class Correction(nn.Module):
         inner = token
         if self.form != "markov":
             last = token if self.form != "diagonal" or path is None else path
-            inner = self.states(normed) + last + _at(self.slots, slot)
+            inner = self.states(normed) + last + self.of_slots(slot)
             if self.form == "recurrent" and path is not None:
                 inner = inner + self.path(path)
             inner = self.down(F.silu(inner))
         return torch.where((slot > 0).unsqueeze(-1), normed + self.up(inner), normed)
+
+    def of_slots(self, slot: Tensor) -> Tensor:
+        """Return p of slots, [..., W]."""
+        return _at(self.slots, slot)
 
     def begin_paths(self, normed: Tensor) -> Tensor | None:
         """Return s_0 of n_0, [..., W]; None for a form that follows no paths."""
