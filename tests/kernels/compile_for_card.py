@@ -38,7 +38,13 @@ from peagle.kernels.sampling import (
     verify_triton,
 )
 from peagle.kernels.sampling.random import Purpose
-from peagle.kernels.trees import chains_triton, copies_triton, growth_triton, paths_triton
+from peagle.kernels.trees import (
+    beams_triton,
+    chains_triton,
+    copies_triton,
+    growth_triton,
+    paths_triton,
+)
 from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -407,6 +413,34 @@ def trees() -> dict[str, dict[str, Any]]:
     return found
 
 
+def beams() -> dict[str, dict[str, Any]]:
+    """Kernels of beams of 4 and of 8 nodes, at the first depth and behind it."""
+    int64 = {"depths_ptr", "tokens_ptr", "parents_ptr", "out_tokens_ptr", "out_parents_ptr"}
+    found = {}
+    for width, candidates in ((4, 128), (8, 512)):
+        sizes: dict[str, Any] = {"W": width, "CHILDREN": width, "C": 64, "N": 63, "AT_ONCE": 16}
+        sizes |= {"CANDIDATES": candidates}
+        variants = [
+            (beams_triton.extend_beams_kernel, {"IS_ROOT": True, "NODES": 1, "NODE_ROWS": 1}),
+            (beams_triton.extend_beams_kernel, {"NODES": width, "NODE_ROWS": width}),
+            (beams_triton.rank_candidates_kernel, {}),
+        ]
+        for i, (kernel, flags) in enumerate(variants):
+            names = [n for n in kernel.arg_names if n[-4:] == "_ptr"]
+            types = {n: "*fp32" if "scores" in n else "*i64" for n in names}
+            if kernel is beams_triton.extend_beams_kernel:
+                types |= {"logits_ptr": "*fp32", "others_ptr": "*fp32", "tokens_ptr": "*i32"}
+            else:
+                types |= {"ranks_ptr": "*i32"} | dict.fromkeys(int64, "*i64")
+            every = {"IS_ROOT": False, **sizes, **flags}
+            constants = {n: v for n, v in every.items() if n in kernel.arg_names}
+            options = {"num_warps": 4 if width == 4 else 8}
+            loose = tuple(n for n in kernel.arg_names if not n.endswith("_ptr"))
+            compiled = compile_kernel(kernel, ASTSource, types, constants, options, loose)
+            found[f"{kernel.__name__} {width} {i}"] = compiled
+    return found
+
+
 def copies() -> dict[str, dict[str, Any]]:
     """Kernels that find copies of the text and join them to trees of 31 and of 63 nodes."""
     floats = ("scores_ptr", "weights_ptr", "rates_ptr", "worths_ptr")
@@ -450,5 +484,5 @@ def _told(kind: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
 
 
 if __name__ == "__main__":
-    kinds = (copies, experts, unpacking, caches, verification, trees, rules)
+    kinds = (beams, copies, experts, unpacking, caches, verification, trees, rules)
     print(json.dumps({kind.__name__: _told(kind) for kind in kinds}))

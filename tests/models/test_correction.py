@@ -180,9 +180,7 @@ def test_a_broken_file_is_refused(head: Path, target: TargetModel) -> None:
     assert "Upgrade peagle" in save({}, {key: newer})
     facts = json.loads(metadata[key])
     other = json.dumps({**facts, "form": "convolution"})
-    assert "the form 'convolution'; this peagle knows markov, gated, diag" in save(
-        {}, {key: other}
-    )
+    assert "the form 'convolution'; this peagle knows markov, gated, diag" in save({}, {key: other})
     other = json.dumps({**facts, "form": "markov"})
     assert "expected {" in save({}, {key: other}), "the tensors of another form"
     path.write_bytes(b"no safetensors")

@@ -16,8 +16,8 @@ where the forms of the correction have
     recurrent:  r_j = Wo silu(B n_j + t_j + Ws s_j + p_j)
                 s_j = GRU(t_j, s_(j-1)),  s_0 = tanh(A n_0)
 
-so that a draft knows the one before it, in the last two forms all drafts on its path. W2 = lm_head P has
-r columns and is computed once, so that a slot reads r numbers of each token of the draft
+so that a draft knows the one before it, in the last two forms all drafts on its path. W2 = lm_head
+P has r columns and is computed once, so that a slot reads r numbers of each token of the draft
 vocabulary; so is t of every token. The first draft follows a token that the head has read and is
 left alone. A correction is fitted on a frozen head or trained with the head
 (`training.corrected_states`). docs/lab/bundled.md compares forms. (Kin: the Markov heads of DSpark
