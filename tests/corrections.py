@@ -36,6 +36,8 @@ def random_correction(
         else:
             correction.slots.normal_()
             correction.down.weight.normal_()
+        if form == "diagonal":
+            correction.decay.normal_()
         if form == "recurrent":
             correction.gru.bias_ih.normal_()
             correction.gru.bias_hh.normal_()
@@ -66,6 +68,9 @@ def term_of(
         return own["up.weight"] @ t
     slot = min(len(tokens_e), len(own["slots"]))
     inner = own["states.weight"] @ normed + t + own["slots"][slot - 1]
+    if correction.form == "diagonal":
+        for distance, e in enumerate(reversed(scaled[:-1]), start=1):
+            inner = inner + own["decay"] ** distance * (own["tokens.weight"] @ e)
     if correction.form == "recurrent":
         path = torch.tanh(own["begin.weight"] @ root)
         for e in scaled:

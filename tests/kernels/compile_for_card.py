@@ -38,7 +38,13 @@ from peagle.kernels.sampling import (
     verify_triton,
 )
 from peagle.kernels.sampling.random import Purpose
-from peagle.kernels.trees import chains_triton, copies_triton, growth_triton, paths_triton
+from peagle.kernels.trees import (
+    beams_triton,
+    chains_triton,
+    copies_triton,
+    growth_triton,
+    paths_triton,
+)
 from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -365,7 +371,7 @@ def trees() -> dict[str, dict[str, Any]]:
     """Kernels of candidate trees, of bfloat16 logits."""
     growth = growth_triton
     of_63: dict[str, Any] = {"N": 63, "ROWS": 64, "IS_CORRECTED": True, "HAS_MAP": True}
-    of_63["IS_GATED"] = True
+    of_63 |= {"IS_GATED": True, "HAS_PATHS": False}
     kernels: dict[Any, tuple[int, list[dict[str, Any]]]] = {
         growth._best_of_part_kernel: (4, [{"PART": 2048}]),
         growth._best_of_slot_kernel: (16, [{"PARTS": 16}, {"PARTS": 128}]),
@@ -373,6 +379,7 @@ def trees() -> dict[str, dict[str, Any]]:
             8,
             [
                 of_63,
+                of_63 | {"HAS_PATHS": True},
                 of_63 | {"IS_GATED": False},
                 of_63 | {"IS_CORRECTED": False, "IS_GATED": False, "num_roots": 1},
             ],
@@ -389,7 +396,7 @@ def trees() -> dict[str, dict[str, Any]]:
         of_growth = kernel.fn.__module__ == growth.__name__
         types = {n: "*fp32" if of_growth else "*i64" for n in kernel.arg_names if n[-4:] == "_ptr"}
         if of_growth:
-            bfloat16 = ("states_ptr", "embedded_ptr", "down_ptr", "weight_ptr")
+            bfloat16 = ("states_ptr", "embedded_ptr", "down_ptr", "weight_ptr", "decay_ptr")
             types |= dict.fromkeys(bfloat16, "*bf16")
             int64 = ("depths_ptr", "d2t_ptr", "out_tokens_ptr", "out_parents_ptr")
             types |= dict.fromkeys(int64, "*i64")
@@ -403,6 +410,34 @@ def trees() -> dict[str, dict[str, Any]]:
             options = {"num_warps": num_warps}
             compiled = compile_kernel(kernel, ASTSource, types, constants, options, loose)
             found[f"{kernel.__name__} {i}"] = compiled
+    return found
+
+
+def beams() -> dict[str, dict[str, Any]]:
+    """Kernels of beams of 4 and of 8 nodes, at the first depth and behind it."""
+    int64 = {"depths_ptr", "tokens_ptr", "parents_ptr", "out_tokens_ptr", "out_parents_ptr"}
+    found = {}
+    for width, candidates in ((4, 128), (8, 512)):
+        sizes: dict[str, Any] = {"W": width, "CHILDREN": width, "C": 64, "N": 63, "AT_ONCE": 16}
+        sizes |= {"CANDIDATES": candidates}
+        variants = [
+            (beams_triton.extend_beams_kernel, {"IS_ROOT": True, "NODES": 1, "NODE_ROWS": 1}),
+            (beams_triton.extend_beams_kernel, {"NODES": width, "NODE_ROWS": width}),
+            (beams_triton.rank_candidates_kernel, {}),
+        ]
+        for i, (kernel, flags) in enumerate(variants):
+            names = [n for n in kernel.arg_names if n[-4:] == "_ptr"]
+            types = {n: "*fp32" if "scores" in n else "*i64" for n in names}
+            if kernel is beams_triton.extend_beams_kernel:
+                types |= {"logits_ptr": "*fp32", "others_ptr": "*fp32", "tokens_ptr": "*i32"}
+            else:
+                types |= {"ranks_ptr": "*i32"} | dict.fromkeys(int64, "*i64")
+            every = {"IS_ROOT": False, **sizes, **flags}
+            constants = {n: v for n, v in every.items() if n in kernel.arg_names}
+            options = {"num_warps": 4 if width == 4 else 8}
+            loose = tuple(n for n in kernel.arg_names if not n.endswith("_ptr"))
+            compiled = compile_kernel(kernel, ASTSource, types, constants, options, loose)
+            found[f"{kernel.__name__} {width} {i}"] = compiled
     return found
 
 
@@ -449,5 +484,5 @@ def _told(kind: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
 
 
 if __name__ == "__main__":
-    kinds = (copies, experts, unpacking, caches, verification, trees, rules)
+    kinds = (beams, copies, experts, unpacking, caches, verification, trees, rules)
     print(json.dumps({kind.__name__: _told(kind) for kind in kinds}))

@@ -82,7 +82,7 @@ def test_its_form_is_that_of_the_file(
     assert (facts["format_version"], facts.get("form", "gated")) == (1 + (form != "gated"), form)
     found = load_correction(head, load_drafter(head, target))
     assert found is not None and found.form == form
-    assert found.follows_paths == (form == "recurrent")
+    assert found.follows_paths == (form in ("diagonal", "recurrent"))
 
 
 def test_it_is_loaded_beside_its_head(head: Path, target: TargetModel) -> None:
@@ -180,9 +180,7 @@ def test_a_broken_file_is_refused(head: Path, target: TargetModel) -> None:
     assert "Upgrade peagle" in save({}, {key: newer})
     facts = json.loads(metadata[key])
     other = json.dumps({**facts, "form": "convolution"})
-    assert "the form 'convolution'; this peagle knows markov, gated, recur" in save(
-        {}, {key: other}
-    )
+    assert "the form 'convolution'; this peagle knows markov, gated, diag" in save({}, {key: other})
     other = json.dumps({**facts, "form": "markov"})
     assert "expected {" in save({}, {key: other}), "the tensors of another form"
     path.write_bytes(b"no safetensors")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from peagle import LLM, SamplingParams
 from peagle.cli.main import run
@@ -191,7 +192,7 @@ def test_a_correction_is_part_of_what_a_resumed_run_shares(
         ({"method": {"name": "eagle3"}}, "train is 'together' with method.name 'eagle3'"),
         ({"method": {"depth": 1}}, "method.depth 1; expected 'peagle' and at least 2"),
         ({"correction": {"on": "head"}}, "'head', a head that stays as it is"),
-        ({"correction": {"form": "gru"}}, "'markov', 'gated' or 'recurrent'"),
+        ({"correction": {"form": "gru"}}, "'markov', 'gated', 'diagonal' or 'recurrent'"),
         ({"correction": {"own_drafts": 0.3}}, "less than or equal to 0.25"),
     ],
     ids=str,
@@ -199,3 +200,47 @@ def test_a_correction_is_part_of_what_a_resumed_run_shares(
 def test_options_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tmp_path, tmp_path, tmp_path, **changes)
+
+
+def test_a_run_goes_on_with_the_correction_of_the_head_to_start_from(
+    target_folder: Path, responses: Path, tmp_path: Path
+) -> None:
+    """At the first step both are what was saved; a correction of other sizes is refused."""
+    both = {"form": "diagonal"}
+    steps = {"optimizer": {"steps": 30, "learning_rate": 6e-3}, "run": {"save_dtype": "float32"}}
+    Trainer(configure(target_folder, responses, tmp_path / "a", correction=both, **steps)).run()
+    init = tmp_path / "a" / "head"
+    again = Trainer(
+        configure(
+            target_folder, responses, tmp_path / "b", correction=both, head={"init": init}, **steps
+        )
+    )
+    stored = load_file(init / CORRECTION_NAME)
+    found = again.correction
+    assert found is not None and stored["down.weight"].abs().max() > 0
+    assert all(torch.equal(value, stored[name]) for name, value in found.state_dict().items())
+
+    deeper = configure(
+        target_folder,
+        responses,
+        tmp_path / "c",
+        correction=both,
+        head={"init": init},
+        method={"depth": 6},
+    )
+    slots = Trainer(deeper).correction
+    assert slots is not None and len(slots.slots) == 5
+    assert torch.equal(slots.slots[:3], stored["slots"])
+    assert torch.equal(slots.slots[3:], stored["slots"][-1:].expand(2, -1))
+
+    for asked in ({"form": "gated"}, {**both, "rank": 8}):
+        other = configure(
+            target_folder, responses, tmp_path / "d", correction=asked, head={"init": init}
+        )
+        with pytest.raises(UserError, match=r"Set correction\.(form|rank) to '?(diagonal|16)"):
+            Trainer(other)
+    (init / CORRECTION_NAME).unlink()
+    fresh = Trainer(
+        configure(target_folder, responses, tmp_path / "e", head={"init": init})
+    ).correction
+    assert fresh is not None and not fresh.down.weight.any()

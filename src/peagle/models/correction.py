@@ -11,11 +11,13 @@ where the forms of the correction have
 
     markov:     r_j = t_j
     gated:      r_j = Wo silu(B n_j + t_j + p_j)
+    diagonal:   r_j = Wo silu(B n_j + s_j + p_j)
+                s_j = a * s_(j-1) + t_j,  s_0 = 0, a a number of each channel
     recurrent:  r_j = Wo silu(B n_j + t_j + Ws s_j + p_j)
                 s_j = GRU(t_j, s_(j-1)),  s_0 = tanh(A n_0)
 
-so that a draft knows the one before it, in the last form all drafts on its path. W2 = lm_head P has
-r columns and is computed once, so that a slot reads r numbers of each token of the draft
+so that a draft knows the one before it, in the last two forms all drafts on its path. W2 = lm_head
+P has r columns and is computed once, so that a slot reads r numbers of each token of the draft
 vocabulary; so is t of every token. The first draft follows a token that the head has read and is
 left alone. A correction is fitted on a frozen head or trained with the head
 (`training.corrected_states`). docs/lab/bundled.md compares forms. (Kin: the Markov heads of DSpark
@@ -62,7 +64,8 @@ class Correction(nn.Module):
     ) -> None:
         super().__init__()
         self.form: CorrectionForm = form
-        width = rank if form == "markov" else width
+        self.rank = rank
+        self.width = width = rank if form == "markov" else width
         self.tokens = nn.Linear(hidden_size, width, bias=False)  # We
         self.up = nn.Linear(rank, hidden_size, bias=False)  # P
         if form == "markov":
@@ -70,6 +73,8 @@ class Correction(nn.Module):
         self.states = nn.Linear(hidden_size, width, bias=False)  # B
         self.slots = nn.Parameter(torch.zeros(num_slots, width))  # p
         self.down = nn.Linear(width, rank, bias=False)  # Wo
+        if form == "diagonal":
+            self.decay = nn.Parameter(torch.zeros(width))  # a
         if form == "recurrent":
             self.begin = nn.Linear(hidden_size, width, bias=False)  # A
             self.gru = nn.GRUCell(width, width)
@@ -78,7 +83,7 @@ class Correction(nn.Module):
     @property
     def follows_paths(self) -> bool:
         """Return whether the term depends on all tokens of a path, not on the last alone."""
-        return self.form == "recurrent"
+        return self.form in ("diagonal", "recurrent")
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -93,6 +98,8 @@ class Correction(nn.Module):
             self.gru.bias_hh.zero_()
         for matrix in matrices:
             matrix.normal_(0, matrix.shape[1] ** -0.5, generator=generator)
+        if self.form == "diagonal":
+            self.decay.copy_(torch.linspace(0, 1, len(self.decay) + 1)[:-1])
         if self.form == "markov":
             self.tokens.weight.zero_()
         else:
@@ -116,18 +123,27 @@ class Correction(nn.Module):
         """
         inner = token
         if self.form != "markov":
-            inner = self.states(normed) + token + _at(self.slots, slot)
-            if path is not None:
+            last = token if self.form != "diagonal" or path is None else path
+            inner = self.states(normed) + last + self.of_slots(slot)
+            if self.form == "recurrent" and path is not None:
                 inner = inner + self.path(path)
             inner = self.down(F.silu(inner))
         return torch.where((slot > 0).unsqueeze(-1), normed + self.up(inner), normed)
 
+    def of_slots(self, slot: Tensor) -> Tensor:
+        """Return p of slots, [..., W]."""
+        return _at(self.slots, slot)
+
     def begin_paths(self, normed: Tensor) -> Tensor | None:
         """Return s_0 of n_0, [..., W]; None for a form that follows no paths."""
+        if self.form == "diagonal":
+            return normed.new_zeros(*normed.shape[:-1], len(self.decay))
         return torch.tanh(self.begin(normed)) if self.follows_paths else None
 
     def follow(self, path: Tensor, token: Tensor) -> Tensor:
         """Return s of paths [R, W] that go on with tokens of t [R, W]."""
+        if self.form == "diagonal":
+            return torch.addcmul(token, self.decay, path)
         return self.gru(token, path)
 
 
@@ -147,6 +163,7 @@ class DraftCorrection(nn.Module):
         tokens_VW: t of every token.
         weight_Vr: W2, in the draft vocabulary.
         states_WD, slots_JW, down_rW: B, p and Wo; None in the Markov form.
+        decay_W: a; None in forms without.
         begin_WD, path_WW, gru: A, Ws and the GRU's weights; None in forms that follow no paths.
     """
 
@@ -155,6 +172,7 @@ class DraftCorrection(nn.Module):
     states_WD: Tensor | None
     slots_JW: Tensor | None
     down_rW: Tensor | None
+    decay_W: Tensor | None
     begin_WD: Tensor | None
     path_WW: Tensor | None
 
@@ -170,6 +188,7 @@ class DraftCorrection(nn.Module):
             "states_WD": own.get("states.weight"),
             "slots_JW": own.get("slots"),
             "down_rW": own.get("down.weight"),
+            "decay_W": own.get("decay"),
             "begin_WD": own.get("begin.weight"),
             "path_WW": own.get("path.weight"),
             **{name: own.get(f"gru.{name}") for name in _GRU},
@@ -179,7 +198,12 @@ class DraftCorrection(nn.Module):
     @property
     def follows_paths(self) -> bool:
         """Return whether the term depends on all tokens of a path, not on the last alone."""
-        return self.begin_WD is not None
+        return self.form in ("diagonal", "recurrent")
+
+    @property
+    def has_kernels(self) -> bool:
+        """Return whether kernels walk chains and grow trees with this form."""
+        return self.form != "recurrent"
 
     def start(self, normed_RJD: Tensor) -> Tensor:
         """Return B n_j + p_j of every slot, [R, J, W].
@@ -191,6 +215,8 @@ class DraftCorrection(nn.Module):
             return normed_RJD[..., :0]
         slot_J = torch.arange(normed_RJD.shape[1], device=normed_RJD.device)
         states_RJW = F.linear(normed_RJD, self.states_WD) + _at(self.slots_JW, slot_J)
+        if self.decay_W is not None:
+            states_RJW[:, 0] = 0
         if self.begin_WD is not None:
             states_RJW[:, 0] = torch.tanh(F.linear(normed_RJD[:, 0], self.begin_WD))
         return states_RJW
@@ -205,12 +231,16 @@ class DraftCorrection(nn.Module):
             path_RW: s of the slot before; for slot 1 that is slot 0 of `start`.
             tokens_R: drafted by the slot before, target ids.
         """
-        if self.path_WW is None:
+        if not self.follows_paths:
             return states_RW, path_RW
         weights = [getattr(self, name) for name in _GRU]
         # Any token will do where a captured step has no draft.
-        tokens_R = tokens_R.clamp(0, len(self.tokens_VW) - 1)
-        path_RW = torch.gru_cell(F.embedding(tokens_R, self.tokens_VW), path_RW, *weights)
+        token_RW = F.embedding(tokens_R.clamp(0, len(self.tokens_VW) - 1), self.tokens_VW)
+        if self.decay_W is not None:
+            before_RW = self.decay_W * path_RW
+            return states_RW + before_RW, before_RW + token_RW
+        assert self.path_WW is not None
+        path_RW = torch.gru_cell(token_RW, path_RW, *weights)
         return states_RW + F.linear(path_RW, self.path_WW), path_RW
 
     def add(self, logits_RV: Tensor, states_RW: Tensor, tokens_R: Tensor) -> Tensor:

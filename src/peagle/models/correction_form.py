@@ -2,5 +2,5 @@
 
 from typing import Literal, get_args
 
-CorrectionForm = Literal["markov", "gated", "recurrent"]
+CorrectionForm = Literal["markov", "gated", "diagonal", "recurrent"]
 CORRECTION_FORMS: tuple[CorrectionForm, ...] = get_args(CorrectionForm)

@@ -26,7 +26,7 @@ from peagle.kernels.trees.beams import (
     BeamPlan,
     BeamTrees,
     Count,
-    Find,
+    GrowingTrees,
     count_beam_nodes,
     depth_within,
 )
@@ -164,11 +164,9 @@ class DraftExecutor(Protocol):
 
     Attributes:
         k: K, most drafts of a sequence.
-        find: finds the children of the nodes of beams; None leaves it to torch.
     """
 
     k: int
-    find: Find | None
 
     def first_batch(self) -> DraftBatch:
         """Return the drafter's batch that follows from the verification.
@@ -214,6 +212,10 @@ class DraftExecutor(Protocol):
         """Choose J drafts of each sequence, from column `first` on."""
         ...
 
+    def beam_trees(self, beam: int, max_nodes: int) -> GrowingTrees:
+        """Return trees of at most so many nodes, to be grown with beams."""
+        ...
+
     def allow(self, logits_NJV: Tensor, beam: Beam | None) -> Tensor:
         """Return the logits of tokens that may follow the nodes of a beam, others as -inf.
 
@@ -223,7 +225,7 @@ class DraftExecutor(Protocol):
         """
         ...
 
-    def set_trees(self, trees: BeamTrees) -> None:
+    def set_trees(self, trees: GrowingTrees) -> None:
         """Take the trees that have grown as the drafts."""
         ...
 
@@ -425,7 +427,7 @@ class AutoregressiveProposer(HeadProposer):
     def _draft_trees(self, on: DraftExecutor, hidden_ND: Tensor, shape: CandidateTrees) -> None:
         """Grow trees from the hidden states behind the newest tokens."""
         drafter, width = self.drafter, self.beam
-        trees = BeamTrees(width, shape.max_nodes, TREE_TEMPERATURE, on.find)
+        trees = on.beam_trees(width, shape.max_nodes)
         hidden_NWD = hidden_ND.unsqueeze(1)  # all nodes of depth 1 have one parent
         logits_N1V = on.allow(drafter.compute_logits(hidden_NWD), None)
         beam = trees.start(logits_N1V.squeeze(1))
@@ -468,7 +470,6 @@ class EagerDraft:
         self._tokens_BK = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._probs_BKV: Tensor | None = None
         self._trees: Drafts | None = None
-        self.find: Find | None = None
         self._max_query_len = self._max_seq_len = 1
 
     def first_batch(self) -> DraftBatch:
@@ -619,6 +620,9 @@ class EagerDraft:
         }
         return replace(self._of_trees(*grown), slots=slots)
 
+    def beam_trees(self, beam: int, max_nodes: int) -> GrowingTrees:
+        return BeamTrees(beam, max_nodes, TREE_TEMPERATURE)
+
     def allow(self, logits_NJV: Tensor, beam: Beam | None) -> Tensor:
         constraint, drafter = self._step.beam_constraint, self._proposer.drafter
         if constraint is None:
@@ -635,7 +639,7 @@ class EagerDraft:
         allowed_NJV = allowed_NJV.to(self._device)[..., self._proposer.target_ids]
         return logits_NJV.masked_fill(~allowed_NJV, -torch.inf)
 
-    def set_trees(self, trees: BeamTrees) -> None:
+    def set_trees(self, trees: GrowingTrees) -> None:
         tokens_NX, parents_NX, scores_NX = trees.best(self._depths_N)
         tokens_NX = self._proposer.drafter.to_target_ids(tokens_NX)
         self._trees = self._of_trees(tokens_NX, parents_NX, scores_NX)

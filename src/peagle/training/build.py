@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
-from peagle.models.checkpoint import load_drafter
+from peagle.models.checkpoint import CORRECTION_NAME, load_drafter, read_correction
 from peagle.models.checkpoint.packed import layer_types
 from peagle.models.checkpoint.weights import tensor_shapes
 from peagle.models.correction import Correction
@@ -70,7 +70,8 @@ def build_drafter(
     """Return a head to train: fresh, or started from the head that `head.init` names.
 
     With `correction.on` it is the head named there, frozen, with a fresh correction. With
-    `correction.train` = "together" a head to train has a fresh correction too.
+    `correction.train` = "together" a head to train has a correction too: that of the head to start
+    from, or a fresh one.
 
     Fresh means random layers, embeddings and lm_head from the target. Geometry that the
     configuration leaves out is the target's. The draft vocabulary is the most frequent tokens of
@@ -87,7 +88,7 @@ def build_drafter(
     if config.correction.on is not None:
         return _corrected(config.correction.on, config, target)
     built = _built(config, target, tokenizer, dataset)
-    if config.correction.is_trained:
+    if config.correction.is_trained and built.correction is None:
         built = replace(built, correction=_fresh_correction(built.drafter, config))
     return built
 
@@ -98,7 +99,7 @@ def _built(
     tokenizer: PreTrainedTokenizerBase,
     dataset: ResponseDataset,
 ) -> Built:
-    """Return a head to train, without a correction."""
+    """Return a head to train, with the correction of the head to start from, if both have one."""
     mask_token_id = _mask_token_id(config, target, tokenizer)
     if config.head.init is not None:
         return _warm(config.head.init, config, target, tokenizer, dataset, mask_token_id)
@@ -183,7 +184,31 @@ def _warm(
     if record.mask_hidden_is_new and isinstance(target, TargetModel):
         features_of = features_by(target, dataset, drafter.config.aux_layer_ids)
         start_mask_hidden(drafter, dataset, features_of)
-    return Built(_ready(drafter, config, target), record)
+    return Built(_ready(drafter, config, target), record, _warm_correction(init, config, drafter))
+
+
+def _warm_correction(init: InitHead, config: TrainConfig, drafter: Drafter) -> Correction | None:
+    """Return the correction of the head to start from; None: it has none, or none is trained."""
+    if not config.correction.is_trained or not init.config.is_parallel:
+        return None
+    stored = read_correction(init.folder, init.config)
+    if stored is None:
+        return None
+    fresh = build_correction(drafter.config.hidden_size, config)
+    for name in ("form", "rank", "width"):
+        asked, found = getattr(fresh, name), getattr(stored, name)
+        if asked != found:
+            raise UserError(
+                f"correction.{name} is {asked!r}, and the correction of head.init, "
+                f"{str(init.folder / CORRECTION_NAME)!r}, has {found!r}. Set correction.{name} to "
+                f"{found!r} to go on with it, or move that file away for a new one."
+            )
+    taken = stored.state_dict()
+    if "slots" in taken:
+        # Slots that the stored one does not know take its last p, as in drafting.
+        taken["slots"] = stored.of_slots(torch.arange(1, config.method.depth))
+    fresh.load_state_dict(taken)
+    return fresh.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
 
 
 def _ready(drafter: Drafter, config: TrainConfig, target: TargetFacts) -> Drafter:

@@ -491,9 +491,9 @@ def test_a_corrected_head(device: str, length: int, shape: dict[str, int]) -> No
     "device",
     [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize("form", ["markov", "recurrent"])
+@pytest.mark.parametrize("form", ["markov", "diagonal", "recurrent"])
 def test_corrections_of_other_forms(device: str, form: CorrectionForm, tmp_path: Path) -> None:
-    """Beside the bundled head; trees of a term that follows paths have no kernel."""
+    """Beside the bundled head; trees of the recurrent form have no kernel."""
     head = tmp_path / "head"
     shutil.copytree(BUNDLED_PEAGLE, head)
     add_correction(head, form)

@@ -79,6 +79,7 @@ def outputs(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[Any
     [
         (True, None, "auto", None),
         (True, None, "auto", "gated"),
+        (True, None, "auto", "diagonal"),
         (True, None, "auto", "recurrent"),
         (False, None, "auto", None),
         (True, 3, "auto", None),

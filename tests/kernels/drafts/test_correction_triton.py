@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels.drafts.correction_triton import correct_logits
+from peagle.kernels.drafts.correction_triton import Paths, correct_logits
 
 # Rows, W, r, DV and V: whole blocks and beside them, one row and more than a program's.
 SIZES = [(1, 64, 16, 128, 128), (3, 5, 1, 7, 30), (16, 70, 64, 129, 300), (37, 256, 65, 500, 500)]
@@ -81,12 +81,18 @@ def test_the_kernel_does_what_drafting_by_torch_does(device: str, form: Correcti
     ready = DraftCorrection(correction, embedding, lm_head)
     normed, logits = torch.randn(5, 4, 24, device=device), torch.randn(5, 4, 30, device=device)
     states, tokens = ready.start(normed), torch.randint(50, (5,), device=device)
-    state, _ = ready.follow(states[:, 2], states[:, 0], tokens)
+    before = torch.randn(5, 3, states.shape[2], device=device)[:, 1]
+    state, after = ready.follow(states[:, 2], before, tokens)
     expected = ready.add(logits[:, 2], state, tokens)
     assert (expected - logits[:, 2]).abs().max() > 0.1
+    paths = None
+    if ready.decay_W is not None:
+        state, paths = states[:, 2], Paths(before, torch.empty_like(after), ready.decay_W)
     weights = ready.tokens_VW, ready.down_rW, ready.weight_Vr
-    correct_logits(logits[:, 2], state, tokens, *weights)
+    correct_logits(logits[:, 2], state, tokens, *weights, paths)
     torch.testing.assert_close(logits[:, 2], expected, rtol=1e-4, atol=1e-4)
+    if paths is not None:
+        torch.testing.assert_close(paths.after_NW, after, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,6 +14,7 @@ from tests.kernels.tree_reference import paths_of
 
 pytest.importorskip("triton")
 
+from peagle.kernels.launch import power_of_two
 from peagle.kernels.trees.growth_triton import CorrectionTerm, GrowthScratch, grow_trees
 
 
@@ -49,7 +50,7 @@ CASES = [(5, 2, 2, 2100), (16, 8, 5, 200), (63, 63, 4, 64), (1, 1, 1, 70), (7, 3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", [None, "gated", "markov"])
+@pytest.mark.parametrize("form", [None, "gated", "markov", "diagonal"])
 @pytest.mark.parametrize(("n", "w", "num_slots", "vocab"), CASES)
 def test_trees_are_those_of_torch(
     device: str, form: CorrectionForm | None, n: int, w: int, num_slots: int, vocab: int
@@ -63,10 +64,13 @@ def test_trees_are_those_of_torch(
         d2t = torch.arange(vocab, device=device) % 3
         correction = correction_of(form, 8, vocab + 3, vocab, device)
         states = torch.randn(2, num_slots, 24, generator=generator).to(device)
+        states[:, 0] = 0  # with which paths begin
         ids = torch.arange(vocab, device=device) + d2t
         children = correction.tree_children(logits, states, ids, 0.7)
         weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
-        term = CorrectionTerm(states, *weights, d2t)
+        buffer = torch.full((2, power_of_two(n + 1), 24), torch.nan, device=device)
+        paths = (None, None) if correction.decay_W is None else (correction.decay_W, buffer)
+        term = CorrectionTerm(states, *weights, d2t, *paths)
     expected = best_first_trees(
         logits, depths, num_parallel_trees=w, max_nodes=n, temperature=0.7, children=children
     )
@@ -101,7 +105,7 @@ def test_siblings_differ_and_parents_come_first(device: str, broken: list[int]) 
 @pytest.mark.slow
 def test_kernels_of_trees_compile_for_a_card() -> None:
     found = compile_for_card("trees")
-    assert len(found) == 1 + 2 + 3 + 1 + 1 + 1 + 1
+    assert len(found) == 1 + 2 + 4 + 1 + 1 + 1 + 1
     # The second one merges the parts of a vocabulary of 262,144 tokens.
     spills = {name: kernel["stack"] for name, kernel in found.items() if kernel["stack"]}
     assert not spills or spills.keys() == {"_best_of_slot_kernel 1"}

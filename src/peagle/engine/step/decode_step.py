@@ -27,7 +27,7 @@ from peagle.engine.step.decode_rows import DecodeRows
 from peagle.engine.step.drawn_drafts import DrawnDrafts
 from peagle.engine.step.lookup import DecodeLookup, LookupSizes
 from peagle.engine.step.rules import DecodeRules, PendingLogprobs
-from peagle.engine.step.tree_growth import BeamSearch, TreeGrowth
+from peagle.engine.step.tree_growth import BeamGrowth, TreeGrowth
 from peagle.engine.step.trees import DecodeTrees
 from peagle.kernels.drafts.batches import (
     DraftBatch,
@@ -46,7 +46,7 @@ from peagle.kernels.drafts.choice_triton import (
     choose_drafts,
     plan_chain,
 )
-from peagle.kernels.drafts.correction_triton import correct_logits
+from peagle.kernels.drafts.correction_triton import Paths, correct_logits
 from peagle.kernels.drafts.draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState, Stamp
 from peagle.kernels.drafts.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
@@ -58,7 +58,7 @@ from peagle.kernels.sampling.verify_triton import (
     match_drafts,
     own_tokens,
 )
-from peagle.kernels.trees.beams import Beam, BeamPlan, BeamTrees, Find
+from peagle.kernels.trees.beams import Beam, BeamPlan, GrowingTrees
 from peagle.kernels.trees.copies import NO_COPY, SEARCHED_ROWS, longest_path
 from peagle.kernels.trees.copies_triton import CopyScratch, append_emitted
 from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
@@ -674,12 +674,11 @@ class CapturedDraft:
         columns, vocab_size = sizes.num_drawn(step.k) if all_at_once else 1, config.draft_vocab_size
         self.draws = step.may_draw
         self._chain_BK = step.rows.drafts_BK
-        self.find: Find | None = None
         if proposer.trees is not None:
             if config.is_parallel:
                 self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
             else:
-                self.find = BeamSearch(drafter, num_seqs * proposer.trees.num_parallel_trees)
+                self._beam_growth = BeamGrowth(drafter, proposer.trees, num_seqs, k, device)
             chain = num_seqs, sizes.num_drawn(step.k)
             self._chain_BK = torch.zeros(chain, dtype=torch.int64, device=device)
         if step.may_draw:
@@ -762,15 +761,18 @@ class CapturedDraft:
         )
         return done_SD
 
+    def beam_trees(self, beam: int, max_nodes: int) -> GrowingTrees:
+        return self._beam_growth
+
     def allow(self, logits_NJV: Tensor, beam: Beam | None) -> Tensor:
         return logits_NJV  # grammars run between the graphs: verification applies them
 
-    def set_trees(self, trees: BeamTrees) -> None:
+    def set_trees(self, trees: GrowingTrees) -> None:
         assert self._step.trees is not None, "the head drafts chains"
         depths_B = self._step.rows.state.num_draft_tokens_B
         tokens_BN, parents_BN, scores_BN = trees.best(depths_B)
         tokens_BN = self._drafter.to_target_ids(tokens_BN)
-        self._step.trees.write_trees(tokens_BN, parents_BN, scores_BN.contiguous())
+        self._step.trees.write_trees(tokens_BN, parents_BN, scores_BN)
 
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
         drafter, num_columns = self._drafter, hidden_NJD.shape[1]
@@ -794,19 +796,18 @@ class CapturedDraft:
         if correction is None or states_NJW is None:
             self._put(logits_NJV.flatten(0, 1), slice(first, first + num_columns))
             return
+        weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
         path_NW = states_NJW[:, 0]
         for j in range(num_columns):
             if j:
-                tokens_N = self._chain_BK[:, first + j - 1]
-                state_NW, path_NW = correction.follow(states_NJW[:, j], path_NW, tokens_N)
-                correct_logits(
-                    logits_NJV[:, j],
-                    state_NW,
-                    tokens_N,
-                    correction.tokens_VW,
-                    correction.down_rW,
-                    correction.weight_Vr,
-                )
+                tokens_N, state_NW = self._chain_BK[:, first + j - 1], states_NJW[:, j]
+                paths = None
+                if correction.decay_W is not None:
+                    paths = Paths(path_NW, torch.empty_like(state_NW), correction.decay_W)
+                    path_NW = paths.after_NW
+                else:
+                    state_NW, path_NW = correction.follow(state_NW, path_NW, tokens_N)
+                correct_logits(logits_NJV[:, j], state_NW, tokens_N, *weights, paths)
             self._put(logits_NJV[:, j], slice(first + j, first + j + 1))
 
     def _put(self, logits_RV: Tensor, columns: slice) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from peagle.config import CandidateTrees
+from peagle.kernels.trees.beams import Beam
+from peagle.kernels.trees.beams_triton import BeamBuffers, extend_beams, rank_candidates
 from peagle.kernels.trees.growth import best_first_trees
 from peagle.kernels.trees.growth_triton import (
     CorrectionTerm,
@@ -42,6 +44,10 @@ class TreeGrowth:
             (2, num_seqs, nodes), dtype=torch.int64, device=device
         )
         self._scores_BN = torch.zeros(num_seqs, nodes, device=device)
+        self._paths_BJW = None
+        if (term := drafter.correction) is not None and term.decay_W is not None:
+            rows = self._scratch.scores_BJC.shape[1]
+            self._paths_BJW = torch.zeros((num_seqs, rows, len(term.decay_W)), device=device)
 
     def __call__(
         self, logits_BKV: Tensor, states_BKW: Tensor | None, depths_B: Tensor
@@ -49,8 +55,7 @@ class TreeGrowth:
         """Return token, parent row and score of each node, [B, N], until the next call."""
         drafter, shape, term = self._drafter, self._shape, None
         correction = drafter.correction
-        if correction is not None and states_BKW is not None and correction.follows_paths:
-            # What follows a node depends on its path: no kernel walks these.
+        if correction is not None and states_BKW is not None and not correction.has_kernels:
             ids = drafter.target_ids()
             tokens_BN, parents_BN, scores_BN = best_first_trees(
                 logits_BKV,
@@ -63,7 +68,8 @@ class TreeGrowth:
             return drafter.to_target_ids(tokens_BN), parents_BN, scores_BN
         if correction is not None and states_BKW is not None:
             weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
-            term = CorrectionTerm(states_BKW, *weights, drafter.d2t)
+            paths = correction.decay_W, self._paths_BJW
+            term = CorrectionTerm(states_BKW, *weights, drafter.d2t, *paths)
         grow_trees(
             logits_BKV,
             depths_B,
@@ -78,23 +84,42 @@ class TreeGrowth:
         return drafter.to_target_ids(self._tokens_BN), self._parents_BN, self._scores_BN
 
 
-class BeamSearch:
-    """Finds the children of the nodes of beams (`kernels.trees.beams.Find`).
+class BeamGrowth:
+    """Grows the trees of a step with beams, as `BeamTrees` does.
 
     Args:
-        num_rows: most nodes of the beams of all sequences.
+        num_seqs, depth: B, and the greatest depth of a tree.
     """
 
-    def __init__(self, drafter: Drafter, num_rows: int) -> None:
-        device = drafter.norm.weight.device
-        sizes = num_rows, 1, 1, drafter.config.draft_vocab_size
-        self._scratch = GrowthScratch.allocate(*sizes, device)
+    def __init__(
+        self,
+        drafter: Drafter,
+        shape: CandidateTrees,
+        num_seqs: int,
+        depth: int,
+        device: torch.device,
+    ) -> None:
+        vocab_size = drafter.config.draft_vocab_size
+        beam = min(shape.num_parallel_trees, vocab_size)
+        self._scratch = GrowthScratch.allocate(num_seqs * beam, 1, 1, vocab_size, device)
+        self._buffers = BeamBuffers.allocate(num_seqs, beam, depth, shape.max_nodes, device)
+        self._depth = 0
 
-    def __call__(self, logits_RV: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and ids of the likeliest tokens of each row, both [R, W]."""
+    def start(self, logits_BV: Tensor) -> Beam:
+        """Return the beam of depth 1, from the logits behind the newest tokens."""
+        self._depth = 0
+        return self._extend(logits_BV)
+
+    def extend(self, logits_BWV: Tensor) -> Beam:
+        """Return the next beam, from the logits behind the nodes of the last one."""
+        self._depth += 1
+        return self._extend(logits_BWV.flatten(0, 1))
+
+    def best(self, depths_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token, parent row and score of each node, until the next call."""
+        return rank_candidates(self._buffers, depths_B)
+
+    def _extend(self, logits_RV: Tensor) -> Beam:
         found = self._scratch.first(len(logits_RV))
-        find_candidates(logits_RV.unsqueeze(1), found, temperature)
-        of_best_R = found.logits_RC.logsumexp(-1)
-        total_R1 = torch.logaddexp(of_best_R, found.others_R).unsqueeze(1)
-        best = (found.logits_RC - total_R1).nan_to_num(-torch.inf).topk(count, -1)
-        return best.values, found.tokens_RC.gather(1, best.indices).long()
+        find_candidates(logits_RV.unsqueeze(1), found, TREE_TEMPERATURE)
+        return extend_beams(found, self._buffers, self._depth)

@@ -5,6 +5,8 @@ The reference is `models.correction.DraftCorrection.add`.
 Shapes: N rows (one a sequence), W width of the term, r its rank, V target and DV draft vocabulary.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,12 +18,31 @@ _TOKENS = 128
 _WIDTH = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The sums of the tokens of paths, see `models.correction`.
+
+    Attributes:
+        before_NW: s of the slot before, any stride between rows.
+        after_NW: takes s of this slot, contiguous; another tensor.
+        decay_W: what is kept of the slot before.
+    """
+
+    before_NW: Tensor
+    after_NW: Tensor
+    decay_W: Tensor
+
+
 @triton.jit
 def _correct_kernel(
     logits_ptr,
     logits_stride,
     states_ptr,
     states_stride,
+    paths_ptr,
+    paths_stride,
+    decay_ptr,
+    out_paths_ptr,
     drafts_ptr,
     drafts_stride,
     tokens_ptr,
@@ -37,6 +58,7 @@ def _correct_kernel(
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     IS_GATED: tl.constexpr,
+    HAS_PATHS: tl.constexpr,
 ):
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -46,7 +68,7 @@ def _correct_kernel(
     draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
     draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
     if IS_GATED:
-        # term = down silu(state + embedding), summed over parts of the width.
+        # term = down silu(state + path), summed over parts of the width.
         term = tl.zeros((ROWS, RANK), dtype=tl.float32)
         for first in range(0, width, WIDTH):
             w = first + tl.arange(0, WIDTH)
@@ -54,7 +76,16 @@ def _correct_kernel(
             state_at = states_ptr + n.to(tl.int64)[:, None] * states_stride + w[None, :]
             state = tl.load(state_at, mask=inside, other=0)
             token = tl.load(tokens_ptr + draft[:, None] * width + w[None, :], mask=inside, other=0)
-            inner = state.to(tl.float32) + token.to(tl.float32)
+            path = token.to(tl.float32)
+            if HAS_PATHS:
+                decay = tl.load(decay_ptr + w, mask=w < width, other=0).to(tl.float32)
+                path_at = paths_ptr + n.to(tl.int64)[:, None] * paths_stride + w[None, :]
+                before = tl.load(path_at, mask=inside, other=0).to(tl.float32)
+                path += decay[None, :] * before
+                if tl.program_id(1) == 0:
+                    out_at = out_paths_ptr + n.to(tl.int64)[:, None] * width + w[None, :]
+                    tl.store(out_at, path, mask=inside)
+            inner = state.to(tl.float32) + path
             inner = inner / (1 + tl.exp(-inner))
             down = tl.load(
                 down_ptr + r[None, :] * width + w[:, None],
@@ -85,16 +116,19 @@ def correct_logits(
     tokens_VW: Tensor,
     down_rW: Tensor | None,
     weight_Vr: Tensor,
+    paths: Paths | None = None,
 ) -> None:
-    """logits += weight @ down @ silu(states + tokens[drafts]), in place. One launch.
+    """logits += weight @ down @ silu(states + path), in place, path = tokens[drafts]. One launch.
 
-    In the Markov form, without down, logits += weight @ tokens[drafts].
+    With `paths` path = tokens[drafts] + decay * before. In the Markov form, without down,
+    logits += weight @ tokens[drafts].
 
     Args:
         logits_NV: the head's own of a slot, [N, DV], any stride between rows.
         states_NW: of the slot, any stride between rows.
         drafts_N: int64, drafted by the slot before, target ids, any stride.
         tokens_VW, down_rW, weight_Vr: see `DraftCorrection`.
+        paths: of a form that sums the tokens of a path.
     """
     num_rows, vocab_size = logits_NV.shape
     rank, width = weight_Vr.shape[1], tokens_VW.shape[1]
@@ -102,6 +136,11 @@ def correct_logits(
     assert logits_NV.stride(1) == states_NW.stride(1) == 1, "kernels step over whole rows"
     assert tokens_VW.is_contiguous() and weight_Vr.is_contiguous()
     assert down_rW is None or down_rW.is_contiguous()
+    if paths is None:
+        before_NW, decay_W, after_NW = states_NW, states_NW, states_NW  # not read
+    else:
+        before_NW, decay_W, after_NW = paths.before_NW, paths.decay_W, paths.after_NW
+        assert before_NW.stride(1) == 1 and after_NW.is_contiguous()
     launch(
         _correct_kernel,
         (triton.cdiv(num_rows, _ROWS), triton.cdiv(vocab_size, _TOKENS)),
@@ -109,6 +148,10 @@ def correct_logits(
         logits_NV.stride(0),
         states_NW,
         states_NW.stride(0),
+        before_NW,
+        before_NW.stride(0),
+        decay_W,
+        after_NW,
         drafts_N,
         drafts_N.stride(0),
         tokens_VW,
@@ -124,5 +167,6 @@ def correct_logits(
         WIDTH=_WIDTH,
         RANK=max(16, power_of_two(rank)),
         IS_GATED=down_rW is not None,
+        HAS_PATHS=paths is not None,
         num_warps=4,
     )

@@ -15,9 +15,8 @@ passes over beams, R = B W rows of such a pass, M blocks a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +26,6 @@ from peagle.kernels.drafts.batches import PADDING_SLOT, PackedBatch, slot_mappin
 from peagle.kernels.trees.growth import log_probs, rank_paths
 
 Count = TypeVar("Count", int, Tensor)
-# find(logits [R, V], W, temperature) -> (log-probabilities, tokens), both [R, W]: of each row the W
-# greatest of log softmax(logits / temperature), greatest first.
-Find = Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +47,16 @@ class Beam:
     visible_BW: Tensor
 
 
+class GrowingTrees(Protocol):
+    """Trees that grow with beams; `BeamTrees` says what the methods do."""
+
+    def start(self, logits_BV: Tensor, /) -> Beam: ...
+
+    def extend(self, logits_NWV: Tensor, /) -> Beam: ...
+
+    def best(self, depths_B: Tensor, /) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 class BeamTrees:
     """The trees of some sequences while they grow, a pass of the head for each depth.
 
@@ -62,20 +68,16 @@ class BeamTrees:
         beam: W, at most V.
         max_nodes: N.
         temperature: above 0; sharpens the scores.
-        find: finds the children of nodes; None takes `likeliest`.
     """
 
-    def __init__(
-        self, beam: int, max_nodes: int, temperature: float, find: Find | None = None
-    ) -> None:
-        self.beam, self._max_nodes = beam, max_nodes
-        self._temperature, self._find = temperature, find or likeliest
+    def __init__(self, beam: int, max_nodes: int, temperature: float) -> None:
+        self.beam, self._max_nodes, self._temperature = beam, max_nodes, temperature
         self._levels: list[tuple[Tensor, Tensor, Tensor]] = []
         self._last: Beam | None = None
 
     def start(self, logits_BV: Tensor) -> Beam:
         """Return the beam of depth 1, from the logits behind the newest tokens."""
-        scores_BW, tokens_BW = self._find(logits_BV, self.beam, self._temperature)
+        scores_BW, tokens_BW = self._likeliest(logits_BV)
         column_W = torch.arange(self.beam, device=logits_BV.device)
         columns_BW, none_BW = column_W.expand_as(tokens_BW), torch.zeros_like(tokens_BW)
         self._levels = [(scores_BW, tokens_BW, none_BW - 1)]
@@ -93,7 +95,7 @@ class BeamTrees:
         last, depth = self._last, len(self._levels)
         assert last is not None and width == self.beam
         first = sum(scores.shape[1] for scores, *_ in self._levels)
-        found = self._find(logits_NWV.flatten(0, 1), width, self._temperature)
+        found = self._likeliest(logits_NWV.flatten(0, 1))
         added_NWW, tokens_NWW = (x_RW.unflatten(0, (num_seqs, width)) for x_RW in found)
         scores_NX = (last.scores_BW[:num_seqs].unsqueeze(2) + added_NWW).flatten(1)
         tokens_NX = tokens_NWW.flatten(1)
@@ -126,11 +128,10 @@ class BeamTrees:
             levels.append((nothing_BX, none_BX, none_BX - 1))
         return rank_paths(levels, self._max_nodes)
 
-
-def likeliest(logits_RV: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and ids of the likeliest tokens of each row (`Find`)."""
-    best = log_probs(logits_RV, temperature).topk(count, -1)
-    return best.values, best.indices
+    def _likeliest(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and ids of the W likeliest tokens of each row, [R, W]."""
+        best = log_probs(logits_RV, self._temperature).topk(self.beam, -1)
+        return best.values, best.indices
 
 
 def count_beam_nodes(depth: int, beam: int, max_nodes: int) -> int:

@@ -10,6 +10,7 @@ from peagle.models.checkpoint.correction import (
     CORRECTION_NAME,
     head_identity,
     load_correction,
+    read_correction,
     save_correction,
 )
 from peagle.models.checkpoint.files import write_json

@@ -108,6 +108,23 @@ def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | N
     """Return the correction beside the head in `folder`, ready for `drafter`; None without one.
 
     Raises:
+        CheckpointError: as `read_correction`.
+    """
+    correction = read_correction(folder, drafter.config)
+    if correction is None:
+        return None
+    weight = drafter.lm_head.weight
+    correction.to(weight.device, weight.dtype)
+    return DraftCorrection(correction, drafter.embed_tokens.weight, weight)
+
+
+def read_correction(folder: str | Path, config: DrafterConfig) -> Correction | None:
+    """Return the correction beside the head in `folder`, as it is stored; None without one.
+
+    Args:
+        config: the shape of that head.
+
+    Raises:
         CheckpointError: it is another head's, of other sizes, or not readable.
     """
     path = Path(folder) / CORRECTION_NAME
@@ -117,7 +134,7 @@ def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | N
         "Fit one with `peagle train --correction-on`, move it away, or set "
         '"correction": false in the speculative configuration.'
     )
-    if not drafter.config.is_parallel:
+    if not config.is_parallel:
         raise CheckpointError(
             f"{str(path)!r} lies beside an EAGLE-3 head, whose drafts see each other; expected a "
             f"P-EAGLE head. {remedy}"
@@ -130,7 +147,7 @@ def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | N
             f"{FORMAT_VERSION}. Upgrade peagle."
         )
     correction = _shaped(tensors, facts.get("form", _FIRST_FORM), path)
-    own, fitted = head_identity(folder, drafter.config), object_at(facts, "head")
+    own, fitted = head_identity(folder, config), object_at(facts, "head")
     for name, value in own.items():
         if fitted.get(name) != value:
             raise CheckpointError(
@@ -138,9 +155,7 @@ def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | N
                 f"beside it has {value!r}. {remedy}"
             )
     correction.load_state_dict(tensors)
-    weight = drafter.lm_head.weight
-    correction.to(weight.device, weight.dtype)
-    return DraftCorrection(correction, drafter.embed_tokens.weight, weight)
+    return correction
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
