@@ -73,6 +73,7 @@ CASES: dict[str, Case] = {
     "frozen in bfloat16": Case(2, run={"precision": "bfloat16"}, frozen=BOTH),
     "correction": Case(2, correction="gated"),
     "correction of paths": Case(3, correction="recurrent"),
+    "correction of sums": Case(2, correction="diagonal"),
     "Markov correction": Case(1, correction="markov", run={"precision": "bfloat16"}),
     "int4": Case(2, head=EVEN, quantization="int4", optimizer="muon"),
     "int8 in bfloat16": Case(2, head=EVEN, quantization="int8", run={"precision": "bfloat16"}),

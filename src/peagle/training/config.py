@@ -226,12 +226,14 @@ class CorrectionSection(_Section):
     often drafts get there.
 
     Attributes:
-        train: "together" trains a correction as a part of the head, P-EAGLE only; "after" trains a
-            head by itself, and a correction where `on` names a head.
+        train: "together" trains a correction as a part of the head, P-EAGLE only: that of
+            `head.init`, if it has one, or a fresh one. "after" trains a head by itself, and a
+            correction where `on` names a head.
         on: folder of a head to fit a correction on, in place of training a head; none trains a
             head. The correction is written beside the head.
         form: "gated", a term of the slot and the token before it; "markov", a low-rank term of that
-            token alone; "recurrent", the gated term with a state along the drafted path.
+            token alone; "diagonal", the gated term of a decayed sum of all tokens of the drafted
+            path; "recurrent", the gated term with a GRU's state along that path.
         rank, width: r and W of the term; a slot reads r numbers of each token of the draft
             vocabulary. "markov" has no width.
         alone: share of the chains that are graded without the correction when both are trained

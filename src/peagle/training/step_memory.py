@@ -387,6 +387,8 @@ def _correction_bytes(shape: TrainingShape, positions: int, elements: int) -> in
     numbers, roots = 4 * width + own.rank, 1
     if own.form == "gated":
         numbers += 4 * own.width
+    elif own.form == "diagonal":
+        numbers, roots = numbers + 6 * own.width, 2
     elif own.form == "recurrent":
         numbers, roots = numbers + 14 * own.width, 2
     # Gradients of the borrowed tensors, and their float32 sums.
