@@ -105,6 +105,11 @@ class Objective:
         dtype = torch.promote_types(drafter.lm_head.weight.dtype, torch.float32)
         self._weights_K = torch.tensor(section.weights(), dtype=dtype, device=device)
 
+    @property
+    def draws_chains(self) -> bool:
+        """Return whether some chains are drawn to be graded in another way than the others."""
+        return any(self._shares.values())
+
     def planner(self, lots_BN: Tensor | None) -> Callable[[Selected], ChainPlan] | None:
         """Return a function that plans how the correction sees elements; None without one.
 
@@ -224,7 +229,10 @@ class TrainingStep:
         elements = self.method.elements(batch, generator)
         length, plan = batch.tokens_BN.shape[1], None
         if self.training.correction is not None:
-            plan = self.training.planner(self.method.uniform(batch, generator))
+            lots_BN = None
+            if self.training.draws_chains:
+                lots_BN = self.method.uniform(batch, generator)
+            plan = self.training.planner(lots_BN)
         return PartitionLayout.of(elements, length, self.segments, self.method, plan)
 
     def backward(
