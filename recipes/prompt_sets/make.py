@@ -4,7 +4,7 @@
 
 Writes `{id, category, turns}` lines, compressed: `summarization`, `question_answering`,
 `structured_json` and `long_output` of held-out text, `code_edit` of HumanEval's functions,
-`form_json` of invented forms, and `long_reasoning` of the problems in `gsm8k.jsonl`. The same pins
+`form_json` of invented forms, and `long_reasoning` of the problems in `gsm8k.jsonl.gz`. The same pins
 give the same lines.
 """
 
@@ -277,8 +277,10 @@ def write_jsonl(path: Path, lines: list[Row]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
     # Not splitlines(): it also splits at characters that JSON strings may hold as they are.
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = text.split("\n")
     return [json.loads(line) for line in lines if line]
 
 
@@ -303,7 +305,7 @@ def main(argv: list[str] | None = None) -> None:
         "code_edit": edit_rows(read_jsonl(args.shared / "data" / "humaneval.jsonl")),
         "form_json": form_rows(),
         "long_reasoning": reasoning_rows(
-            [problem["turns"][0] for problem in read_jsonl(args.prompts / "gsm8k.jsonl")]
+            [problem["turns"][0] for problem in read_jsonl(args.prompts / "gsm8k.jsonl.gz")]
         ),
     }
     for name, lines in sets.items():

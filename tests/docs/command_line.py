@@ -203,7 +203,8 @@ def _exists(name: str) -> Path:
     return ROOT / name
 
 
-_OTHERS = ("cd", "curl", "export", "guidellm", "head", "mkdir", "sha256sum", "source", "tail")
+_OTHERS = ("cd", "curl", "export", "guidellm", "gzip", "head", "mkdir", "sha256sum", "source")
+_OTHERS += ("tail",)
 _CHECKS = {
     "peagle": check_peagle,
     "python": _check_python,

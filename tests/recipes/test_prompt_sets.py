@@ -56,7 +56,7 @@ def problem(number: int, signature: str, body: str, docstring: str = "Do it.") -
 
 
 def test_forms_and_problems_give_the_stored_lines(tmp_path: Path) -> None:
-    texts = [row["turns"][0] for row in make.read_jsonl(STORED / "gsm8k.jsonl")]
+    texts = [row["turns"][0] for row in make.read_jsonl(STORED / "gsm8k.jsonl.gz")]
     made = {"form_json": make.form_rows(), "long_reasoning": make.reasoning_rows(texts)}
     for name, rows in made.items():
         stored = STORED / f"{name}.jsonl.gz"

@@ -66,9 +66,14 @@ def load_prompt_set(name: str, limit: int | None = None) -> list[Prompt]:
         raise UserError(f"No prompt set {name!r}; there are {', '.join(PROMPT_SETS)}.")
     check_limit(limit)
     packed = BUNDLED_PROMPTS / f"{name}.jsonl.gz"
-    if packed.exists():
-        return _parse_prompts(gzip.decompress(packed.read_bytes()), repr(str(packed)))[:limit]
-    return read_prompts(BUNDLED_PROMPTS / f"{name}.jsonl")[:limit]
+    try:
+        lines = gzip.decompress(packed.read_bytes())
+    except FileNotFoundError:
+        raise UserError(
+            f"The prompt set {name!r} is not there: this installation has no {str(packed)!r}. "
+            "Install peagle again."
+        ) from None
+    return _parse_prompts(lines, repr(str(packed)))[:limit]
 
 
 def check_limit(limit: int | None) -> None:
