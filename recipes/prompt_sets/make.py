@@ -4,8 +4,8 @@
 
 Writes `{id, category, turns}` lines, compressed: `summarization`, `question_answering`,
 `structured_json` and `long_output` of held-out text, `code_edit` of HumanEval's functions,
-`form_json` of invented forms, and `long_reasoning` of the problems in `gsm8k.jsonl.gz`. The same pins
-give the same lines.
+`form_json` of invented forms, and `long_reasoning` of the problems in `gsm8k.jsonl.gz`. The same
+pins give the same lines.
 """
 
 from __future__ import annotations
