@@ -31,7 +31,7 @@ def pair2_texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def pair2() -> Probe:
-    return make_probe(PAIR2 / "target", PAIR2 / "peagle", pair2_texts()[:24])
+    return make_probe(PAIR2 / "target", PAIR2 / "peagle", pair2_texts()[:20])
 
 
 @pytest.fixture(scope="session")

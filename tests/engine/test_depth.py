@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.config import CandidateTrees, SpeculativeConfig
@@ -53,6 +53,8 @@ HEADS = {
     "bad": (0.3,) * MOST,
     "broken": (0.03,) * MOST,
 }
+# Each head at three loads, and each load with two heads or three.
+PAIRED = [(head, load) for i, head in enumerate(HEADS) for load in LOADS[i % 2 :: 2]]
 
 
 def step_s(rows: int, k: int) -> float:
@@ -148,8 +150,7 @@ class Card:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("head", "load"), PAIRED)
 def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str) -> None:
     card = Card(AutomaticDepth(MOST), HEADS[head])
     found = card.run(load, 3000)
@@ -158,9 +159,14 @@ def test_as_fast_as_the_best_fixed_k_and_never_below_plain(load: int, head: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_s", [9e-3, 25e-3])
-@pytest.mark.parametrize("head", ["great", "middling", "bad"])
-@pytest.mark.parametrize("load", [1, 64, 256])
+@pytest.mark.parametrize(
+    ("load", "head", "host_s"),
+    [
+        (load, head, (9e-3, 25e-3)[(i + j) % 2])
+        for i, load in enumerate((1, 64, 256))
+        for j, head in enumerate(("great", "middling", "bad"))
+    ],
+)
 def test_where_the_host_is_slower_than_the_device(load: int, head: str, host_s: float) -> None:
     card = Card(AutomaticDepth(MOST), HEADS[head], host_s=host_s)
     assert card.run(load, 3000) >= 0.98 * max(card.best(load), card.speed(load, 0))
@@ -173,8 +179,8 @@ def test_a_table_that_is_wrong_is_corrected(head: str, load: int, error: float) 
     """Steps with drafts take longer than at the start, or less long."""
     card = Card(AutomaticDepth(MOST), HEADS[head])
     card.policy.measure(ROWS, lambda rows, k: step_s(rows, k) * (1 + error * (k > 0)))
-    card.run(load, 500)
-    found = card.run(load, 1000)
+    card.run(load, 300)
+    found = card.run(load, 500)
     assert found >= 0.98 * card.best(load)
     assert found >= 0.98 * card.speed(load, 0)
 
@@ -192,7 +198,7 @@ def test_long_contexts_make_deeper_drafts_pay(load: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt_s", [2e-3, 25e-3])
-@pytest.mark.parametrize(("head", "in_flight"), [("good", 8), ("bad", 64), ("good", 256)])
+@pytest.mark.parametrize(("head", "in_flight"), [("good", 8), ("bad", 64), ("good", 128)])
 def test_prompts_in_flight(head: str, in_flight: int, prompt_s: float) -> None:
     """Each request that ends makes way for a prompt, whose passes come between the steps."""
 
@@ -252,7 +258,7 @@ def test_a_request_begins_with_a_step_without_drafts(in_flight: int, length: int
     def run(policy: AutomaticDepth | ScheduledDepth, *, knows: bool = True) -> float:
         card, rng = Card(policy), random.Random(1)
         left, num_new = [rng.randrange(1, length) for _ in range(in_flight)], 0
-        for _ in range(1500):
+        for _ in range(750):
             tokens = card.step(in_flight, num_new=num_new)
             left = [n - new for n, new in zip(left, tokens, strict=True) if n > new]
             num_new = in_flight - len(left)
@@ -268,7 +274,7 @@ def test_a_request_begins_with_a_step_without_drafts(in_flight: int, length: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", LOADS[::2])
 @pytest.mark.parametrize("head", ["good", "bad"])
 def test_prompts_in_every_step(head: str, load: int) -> None:
     """The time of such a step is not that of its K. Tries of another K must end all the same."""
@@ -289,7 +295,7 @@ def test_settles_after_the_load_changes(loads: tuple[int, ...], head: str) -> No
     card.run(loads[0], 300)
     for load in loads[1:]:
         assert card.steps_until_good(load, 120) < 120
-        assert card.run(load, 1500) >= 0.97 * card.best(load)
+        assert card.run(load, 800) >= 0.97 * card.best(load)
 
 
 def test_drafts_deeply_again_when_the_load_falls() -> None:
@@ -380,7 +386,7 @@ def test_a_load_that_swings_costs_little(loads: tuple[int, int], period: int) ->
     def efficiency(one: Card) -> float:
         """The least time for the tokens that it brought, over its own time."""
         least_s = 0.0
-        for number in range(1000):
+        for number in range(600):
             load = loads[number // period % 2]
             least_s += sum(one.step(load)) / best[load]
         return least_s / one.seconds
@@ -392,6 +398,7 @@ def test_a_load_that_swings_costs_little(loads: tuple[int, int], period: int) ->
 
 
 @pytest.mark.slow
+@settings(max_examples=40)
 @given(data=st.data(), most=st.integers(1, 9))
 def test_k_is_always_a_candidate(data: st.DataObject, most: int) -> None:
     policy = AutomaticDepth(most)

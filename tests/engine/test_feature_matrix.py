@@ -45,7 +45,7 @@ PROMPTS = [tuple(_dice.choices(range(VOCAB), k=PROMPT_LEN)) for _ in range(24)]
 PROMPT = (1, 1, 3, 1, 3, 3, 3)  # likely to repeat a token that is not in it
 FILLER = PROMPTS[-1] + PROMPTS[0][:5]
 SHARE_RIGHT = 0.8
-COUNT = 800
+COUNT = 480
 
 # What a request asks for, and what the same request is like to an engine that ignores it.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -172,12 +172,14 @@ def test_greedy_output_is_the_references(world: World, feature: str, way: str) -
     asked, ignored = (make_params({**f, **shape}) for f in FEATURES[feature])
     if asked.min_tokens:
         asked = replace(asked, min_tokens=10)
-    wanted = [world.reference.greedy(asked, prompt) for prompt in PROMPTS]
-    llm = world.make_llm(way, k, dict.fromkeys(PROMPTS, asked))
+    # Outputs that stop early show little of the deepest drafts.
+    prompts = PROMPTS if asked.stop_token_ids else PROMPTS[:12]
+    wanted = [world.reference.greedy(asked, prompt) for prompt in prompts]
+    llm = world.make_llm(way, k, dict.fromkeys(prompts, asked))
     accepted: Counter[int] = Counter()
     rejected: Counter[int] = Counter()
     outputs: dict[int, RequestOutput] = {}
-    for chunk in llm.stream(PROMPTS, asked):
+    for chunk in llm.stream(prompts, asked):
         if chunk.output is not None:
             outputs[chunk.index] = chunk.output
         else:  # a last chunk may be cut
@@ -194,7 +196,7 @@ def test_greedy_output_is_the_references(world: World, feature: str, way: str) -
         )  # a tree may hold all that may come
     # Greedy decoding takes the likeliest token, which filters keep.
     of_sampling = feature in ("plain", "min_p", "typical_p", "top_k", "top_p")
-    plain = [world.reference.greedy(ignored, prompt) for prompt in PROMPTS]
+    plain = [world.reference.greedy(ignored, prompt) for prompt in prompts]
     assert (plain == wanted) == of_sampling
 
 
@@ -245,6 +247,7 @@ def test_n_outputs_are_independent_samples(world: World, way: str) -> None:
         (schedule, way, float((i + j) % 2))
         for i, schedule in enumerate(SCHEDULES)
         for j, way in enumerate(WAYS)
+        if (i + j) % 3 != 2  # each way meets two of them
     ],
 )
 def test_logprobs_are_those_of_the_raw_logits(
@@ -332,7 +335,7 @@ def test_a_seeded_request_gives_the_output_of_plain_decoding(
     For drafts by argmax, trees among them, it says more than the distributions above.
     """
     asked, alone = seeded.asked, seeded.alone
-    for first_k in range(1 if way == "plain" else 3):
+    for first_k in range(1 if way == "plain" else 2):
         every = [asked[prompt] for prompt in alone]
         if way != "plain":
             every = [
@@ -347,7 +350,7 @@ def test_a_seeded_request_gives_the_output_of_plain_decoding(
             least = 0.05 if way.endswith("trees") else 0.2
             assert least < drafted.num_accepted_tokens / drafted.num_draft_tokens < 0.8
     small = world.make_llm(way, 3, asked, num_kv_blocks=8 if way == "plain" else 10)
-    for prompt, one in alone.items():
+    for prompt, one in [*alone.items()][WAYS.index(way) % 2 :: 2]:
         _, other = small.generate([FILLER, prompt], [asked[FILLER[:PROMPT_LEN]], asked[prompt]])
         assert other.num_preemptions and same(one, other)
 

@@ -31,7 +31,7 @@ from tests.models.test_architectures import ARCHITECTURES, reference
 from tests.models.tiny import make_model
 
 PROMPTS = [[5, 9, 200, 31], [17] * 40, [3], list(range(20, 95)), [8, 8, 9, 9, 8, 8, 9, 9, 8, 8]]
-NEW_TOKENS = 16
+NEW_TOKENS = 10
 NEAR_TIE = 1e-4
 
 

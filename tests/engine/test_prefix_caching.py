@@ -25,7 +25,7 @@ TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant\n{% endif %}"
 )
-ANSWER = SamplingParams(max_tokens=40)
+ANSWER = SamplingParams(max_tokens=24)
 MOST_COMPUTED = 0.05
 
 

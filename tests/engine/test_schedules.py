@@ -40,7 +40,7 @@ from peagle.speculation import ProposerInput
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeGraphs, FakeProposer, FakeRunner, FakeSampler, digest
 
-NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "320"))
+NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "204"))
 MAX_MODEL_LEN = 48
 K = 3
 

@@ -196,7 +196,7 @@ class TreeCard:
 def settled(head: str, load: int) -> TreeCard:
     """A card behind the tries with which it begins."""
     card = TreeCard(head)
-    card.run(load, 1000)
+    card.run(load, 600)
     return card
 
 

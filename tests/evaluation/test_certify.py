@@ -45,7 +45,7 @@ FEATURES = [
     "logprobs",
     "grammar",
 ]
-SMALL: dict[str, Any] = {"prompts": 3, "matrix_prompts": 3, "max_new_tokens": 24, "samples": 40}
+SMALL: dict[str, Any] = {"prompts": 2, "matrix_prompts": 2, "max_new_tokens": 16, "samples": 40}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def statuses(certificate: CertificateResults) -> dict[tuple[str, str], str]:
 
 @pytest.mark.slow
 def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> None:
-    certificate = certify(slice(1, None))
+    certificate = certify(slice(1, None), max_new_tokens=24)  # until blocks are too few
     assert certificate.passed and not certificate.faults
     ways = ["plain", "eagle3", "ngram"]
     assert [cell.method for cell in certificate.identity] == ways
@@ -114,7 +114,7 @@ def test_trees_are_certified(
     """Beside chains, of another depth than these, and with more nodes than they reserve slots."""
     trees = methods[0].with_trees(CandidateTrees(3, 2, 20))
     beams = methods[1].with_trees(CandidateTrees(4, 3, 9))
-    certificate = certify([methods[0], trees, beams], samples=10, prompts=2)
+    certificate = certify([methods[0], trees, beams], samples=10, matrix_prompts=2)
     assert certificate.passed
     assert all(one.name in certificate_text(certificate) for one in (trees, beams))
     chains = {test.draft_sampling for test in certificate.distribution if test.method == "peagle"}
@@ -137,7 +137,7 @@ def test_a_fault_of_trees_is_found_and_named(
     """The accepted path stays where the nodes lie."""
     monkeypatch.setattr(model_runner, "move_path", lambda *_: None)
     trees = methods[0].with_trees(CandidateTrees(9, K, 30))
-    certificate = certify([trees], samples=0, prompts=1, matrix_prompts=1, max_new_tokens=32)
+    certificate = certify([trees], samples=0, prompts=1, matrix_prompts=1, max_new_tokens=24)
     faults = {cell.method for cell in certificate.matrix if cell.status == "fault"}
     assert faults == {trees.name}
     assert any(f", {trees.name}: " in line for line in certificate.faults)
@@ -159,7 +159,7 @@ def test_a_fault_in_verification_is_found_and_named(
     assert not certificate.passed
     by_method = {case.method: case for case in certificate.identity}
     assert (by_method["plain"].status, by_method["peagle"].status) == ("passed", "fault")
-    assert certificate.faults[0].startswith("greedy, peagle: 3 of 3 outputs differ")
+    assert certificate.faults[0].startswith("greedy, peagle: 2 of 2 outputs differ")
     assert not any(", plain:" in line for line in certificate.faults)
     text = certificate_text(certificate)
     assert "FAILED" in text and "FAULT" in text

@@ -81,7 +81,7 @@ def outputs_of(llm: LLM, indices: range, budget_s: float | None = None) -> list[
     """What some of the prompts give in one batch."""
     requests = Requests(llm.engine, llm.tokenizer, budget_s)
     for index in indices:
-        params = SamplingParams(max_tokens=16, temperature=0.0, structured_output=STRUCTURES[index])
+        params = SamplingParams(max_tokens=10, temperature=0.0, structured_output=STRUCTURES[index])
         requests.add(index, PROMPTS[index], params)
     found = drained(requests)
     return [found[index] for index in indices]

@@ -20,7 +20,8 @@ from tests.kernels.devices import DEVICES
 pytest.importorskip("triton")
 decode_step = pytest.importorskip("peagle.engine.step.decode_step")
 pytestmark = pytest.mark.usefixtures("graphs_everywhere")
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=24)  # until blocks are too few
 SAMPLED = replace(GREEDY, temperature=0.4, seed=3)
 KINDS = pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 PROMPTS = [[5, 9, 200, 31, 5, 9], [17] * 8, [8, 8, 9, 9, 8, 8, 9], list(range(20, 40))]
@@ -94,11 +95,15 @@ def test_captured_steps_join_the_copies_of_eager_ones(
     head = head_folders(parallel=parallel)
     build = partial(make, target_folder, device=device)
     params = [GREEDY, GREEDY, SAMPLED, GREEDY]
-    plain = build(None, eager=True).generate(PROMPTS, params)
+    alone = build(None, eager=True)
+    # Requests go on behind text that begins to repeat.
+    begun = alone.generate(PROMPTS, [replace(one, max_tokens=20) for one in params])
+    prompts = [prompt + o.token_ids for prompt, o in zip(PROMPTS, begun, strict=True)]
+    plain = alone.generate(prompts, params)
     eager = build(head, eager=True)
-    wanted = eager.generate(PROMPTS, params)
+    wanted = eager.generate(prompts, params)
     captured = build(head, eager=False)
-    found = captured.generate(PROMPTS, params)
+    found = captured.generate(prompts, params)
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
     assert [o.token_ids for o in wanted] == [o.token_ids for o in plain]
     assert captured.stats.eager_steps == {}
@@ -106,12 +111,14 @@ def test_captured_steps_join_the_copies_of_eager_ones(
     accepted = captured.stats.speculation.num_accepted_tokens_per_pos
     assert len(accepted) > 3 and accepted[4] > 0, "deeper than the head drafts"
     without = build(head, eager=True, copies=False)
-    alone = without.generate(PROMPTS, params)
+    without.generate(prompts, params)
     assert eager.stats.speculation.acceptance_length > without.stats.speculation.acceptance_length
-    refusing = [replace(one, prompt_lookup=False) for one in params]
+    few = [replace(one, max_tokens=5) for one in params[:2]]
+    refusing = [replace(one, prompt_lookup=False) for one in few]
+    wanted = without.generate(prompts[:2], few)
     for llm in (eager, captured):
-        refused = llm.generate(PROMPTS, refusing)
-        assert [o.stats for o in refused] == [o.stats for o in alone], "a request may say no"
+        refused = llm.generate(prompts[:2], refusing)
+        assert [o.stats for o in refused] == [o.stats for o in wanted], "a request may say no"
 
 
 @pytest.mark.slow
@@ -125,10 +132,10 @@ def test_rules_drawn_chains_and_preemption(
     build = partial(make, target_folder, device=device)
     letters = StructuredOutput("regex", "[a-c]{18}")
     params = [
-        replace(GREEDY, structured_output=letters, ignore_eos=False),
-        replace(GREEDY, repetition_penalty=1.2, logprobs=1),
-        replace(GREEDY, temperature=1.2, seed=None),
-        GREEDY,
+        replace(LONG, structured_output=letters, ignore_eos=False),
+        replace(LONG, repetition_penalty=1.2, logprobs=1),
+        replace(LONG, temperature=1.2, seed=None),
+        LONG,
     ]
     plain = build(None, eager=True).generate(PROMPTS, params)
     llm = build(head, eager=False, drawn_chains_from=1.0, num_kv_blocks=20)
@@ -152,7 +159,7 @@ def test_predictions_in_captured_steps(
     """Right, half right, wrong and too long for the row; preemptions write rows anew."""
     monkeypatch.setattr(TreeRecord, "looks", False)
     build = partial(make, target_folder, head_folders(parallel=True), device=device)
-    params = [replace(SAMPLED, seed=seed) for seed in range(4)]
+    params = [replace(LONG, temperature=0.4, seed=seed) for seed in range(4)]
     without = build(eager=True, copies=False).generate(PROMPTS, params)
     outputs = [o.token_ids for o in without]
     given = [outputs[0], [*outputs[1][:9], 7, *outputs[1][10:]], [7] * 64, outputs[3] * 2]

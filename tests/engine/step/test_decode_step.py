@@ -376,7 +376,7 @@ def test_drawn_drafts_under_the_interpreter(
     target_folder: Path, head_folders: Callable[..., Path], case: str, kind: str
 ) -> None:
     # A corrected head draws its drafts one after another.
-    length = 3 if kind == "corrected" else 6
+    length = 3 if kind == "corrected" else 4
     check_drawn_drafts(target_folder, head_folders, "cpu", kind, case, length)
 
 

@@ -158,16 +158,16 @@ def assert_same(one: Run, other: Run) -> None:
 
 def traffic() -> dict[int, list[tuple[list[int], SamplingParams]]]:
     """A long prompt in chunks, its blocks shared later, several at once, and rules of all kinds."""
-    long = [*range(300, 330)]
+    long, short = [*range(300, 326)], replace(GREEDY, max_tokens=3)
     letters = StructuredOutput("regex", "[a-z]{3,20}")
     return {
-        0: [([5, 9, 200, 31, 77], replace(GREEDY, max_tokens=20))],
+        0: [([5, 9, 200, 31, 77], replace(GREEDY, max_tokens=16))],
         2: [(long, SAMPLED)],
-        4: [([41, 42, 43], GREEDY), ([51, 52, 53, 54, 55, 56, 57], SAMPLED)],
-        9: [([*long[:20], 7], replace(GREEDY, logprobs=1, max_tokens=3))],
-        10: [([61, 62, 63, 64], replace(GREEDY, structured_output=letters, ignore_eos=False))],
-        12: [([71, 72, 73, 74], replace(GREEDY, prompt_logprobs=0, max_tokens=3))],
-        13: [([81, 82, 83], replace(SAMPLED, repetition_penalty=1.3)), ([9], GREEDY)],
+        4: [([41, 42, 43], short), ([51, 52, 53, 54, 55, 56, 57], SAMPLED)],
+        9: [([*long[:20], 7], replace(short, logprobs=1))],
+        10: [([61, 62, 63, 64], replace(short, structured_output=letters, ignore_eos=False))],
+        12: [([71, 72, 73, 74], replace(short, prompt_logprobs=0))],
+        13: [([81, 82, 83], replace(SAMPLED, max_tokens=4, repetition_penalty=1.3)), ([9], short)],
     }
 
 
@@ -326,7 +326,7 @@ def test_graphs_of_mixed_passes(
     request: pytest.FixtureRequest,
 ) -> None:
     """Over fixed buffers with padding, and over KV that is poisoned where nothing was written."""
-    options: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 3}
+    options: dict[str, Any] = {"max_num_batched_tokens": 8, "max_num_seqs": 3}
     if has_trees:
         options["speculative"] = OWN_TREES
     head = BUNDLED_PEAGLE if has_trees else None
@@ -344,7 +344,7 @@ def test_graphs_of_mixed_passes(
         16,
         4,
         torch.device(device),
-        token_buckets=(16, 24, 40),
+        token_buckets=(8, 16, 32),
         has_trees=has_trees,
     )
     taken: Counter[bool] = Counter()

@@ -166,8 +166,9 @@ def misfit(tokens: Tensor, target: Tensor) -> float:
 def test_outputs_have_the_distribution_of_the_target(
     fault: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = torch.tensor([1.5, 0.2, -0.4, 0.6, 0.0, -1.0])
-    head = torch.tensor([-0.5, 1.4, 0.8, -1.0])
+    # Half of the target's mass is on tokens that the head drafts too often: faults show most.
+    target = torch.tensor([0.5, 0.8, 0.5, 0.3, 0.0, -1.0])
+    head = torch.tensor([-1.5, 1.8, 1.5, -1.0])
     if fault.startswith("keeps"):
 
         def keep(*given: Any, **named: Any) -> None:
@@ -181,7 +182,7 @@ def test_outputs_have_the_distribution_of_the_target(
             return kept(torch.full_like(q, 1 / len(head)), index)
 
         monkeypatch.setattr(f"{__name__}.DraftProbs", even)
-    count = 400 if device == "cpu" else 20_000
+    count = 200 if device == "cpu" else 20_000
     tokens, accepted = draw_and_verify(count, 1, 3, device, target, head)
     # The chi-square of five degrees of freedom is above 20.5 once in a thousand, and above 37.3
     # once in two millions.
