@@ -1,7 +1,7 @@
 """Prefix caching: the next turn of a conversation computes little, and nothing else changes.
 
-On the bundled pair, a second turn of 1,919 tokens computes 31 of them, 1.6%: the new message, and
-what stands before it in the last block.
+On the bundled pair, a second turn computes the new message and what stands before it in the last
+block: at most 5% of its tokens.
 """
 
 from __future__ import annotations
