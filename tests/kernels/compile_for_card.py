@@ -24,8 +24,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from peagle.kernels.attention import kv_moves_triton, kv_write_triton, paged_attention_triton
 from peagle.kernels.attention.paged_attention import MAX_WRITE_ROWS, AttentionShape, choose_config
+from peagle.kernels.drafts import correction_triton, step_state_triton
 from peagle.kernels.drafts import draw_triton as drafts_draw_triton
-from peagle.kernels.drafts import step_state_triton
 from peagle.kernels.launch import DeviceLimits, power_of_two
 from peagle.kernels.linear import experts_triton, packed_gluon, packed_weights_triton
 from peagle.kernels.linear.experts import GroupedConfig, max_registers
@@ -441,6 +441,33 @@ def beams() -> dict[str, dict[str, Any]]:
     return found
 
 
+def corrections() -> dict[str, dict[str, Any]]:
+    """Kernels of corrections of each form, of bfloat16 logits."""
+    forms: dict[str, dict[str, Any]] = {
+        "markov": {"IS_GATED": False, "HAS_PATHS": False},
+        "gated": {"IS_GATED": True, "HAS_PATHS": False},
+        "diagonal": {"IS_GATED": True, "HAS_PATHS": True},
+    }
+    sizes: dict[str, Any] = {"ROWS": 16, "TOKENS": 128, "WIDTH": 32, "RANK": 64, "TILES": 1}
+    sizes |= {"CHUNKS": 256, "HAS_MAP": True, "IS_FIRST": False}
+    walk, correct = correction_triton._walk_kernel, correction_triton._correct_kernel
+    variants = [
+        (kernel, name, flags) for name, flags in forms.items() for kernel in (walk, correct)
+    ]
+    variants.append((walk, "first", {**forms["gated"], "IS_FIRST": True}))
+    found = {}
+    for kernel, name, flags in variants:
+        types = {n: "*bf16" for n in kernel.arg_names if n[-4:] == "_ptr"}
+        types |= {n: "*i64" for n in ("drafts_ptr", "d2t_ptr") if n in types}
+        types |= {n: "*i32" for n in types if n.endswith("argmax_ptr")}
+        types |= {n: "*fp32" for n in types if n.endswith("_max_ptr")}
+        constants = {n: v for n, v in {**sizes, **flags}.items() if n in kernel.arg_names}
+        loose = tuple(n for n in kernel.arg_names if not n.endswith("_ptr"))
+        compiled = compile_kernel(kernel, ASTSource, types, constants, {"num_warps": 4}, loose)
+        found[f"{kernel.__name__} {name}"] = compiled
+    return found
+
+
 def copies() -> dict[str, dict[str, Any]]:
     """Kernels that find copies of the text and join them to trees of 31 and of 63 nodes."""
     floats = ("scores_ptr", "weights_ptr", "rates_ptr", "worths_ptr")
@@ -484,5 +511,5 @@ def _told(kind: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
 
 
 if __name__ == "__main__":
-    kinds = (beams, copies, experts, unpacking, caches, verification, trees, rules)
+    kinds = (beams, copies, corrections, experts, unpacking, caches, verification, trees, rules)
     print(json.dumps({kind.__name__: _told(kind) for kind in kinds}))

@@ -12,13 +12,19 @@ from torch import Tensor
 from peagle.models.correction import DraftCorrection
 from peagle.models.correction_form import CORRECTION_FORMS, CorrectionForm
 from tests.corrections import random_correction
-from tests.kernels.devices import DEVICES, INTERPRETED
+from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
 
 pytest.importorskip("triton", reason="needs triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from peagle.kernels.drafts.correction_triton import Paths, correct_logits
+from peagle.kernels.drafts import correction_triton
+from peagle.kernels.drafts.correction_triton import (
+    Paths,
+    WalkScratch,
+    correct_logits,
+    walk_chains,
+)
 
 # Rows, W, r, DV and V: whole blocks and beside them, one row and more than a program's.
 SIZES = [(1, 64, 16, 128, 128), (3, 5, 1, 7, 30), (16, 70, 64, 129, 300), (37, 256, 65, 500, 500)]
@@ -102,3 +108,76 @@ def test_any_token_will_do_where_drafts_mean_nothing(device: str) -> None:
     expected = by_loops(logits[:, 0], states[:, 0], wild.clamp(0, len(weights[0]) - 1), *weights)
     correct_logits(logits[:, 0], states[:, 0], wild, *weights)
     torch.testing.assert_close(logits[:, 0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["markov", "gated", "diagonal"])
+@pytest.mark.parametrize(
+    ("rows", "num_slots", "vocab", "most_chunks"),
+    [(1, 1, 30, 256), (5, 4, 129, 256), (17, 3, 1030, 2), (3, 7, 700, 256)],
+)
+def test_a_walk_is_a_loop_over_slots(
+    device: str,
+    form: CorrectionForm,
+    rows: int,
+    num_slots: int,
+    vocab: int,
+    most_chunks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By torch, a slot at a time; two of three rows and columns of larger tensors."""
+    monkeypatch.setattr(correction_triton, "_MOST_CHUNKS", most_chunks)
+    torch.manual_seed(vocab)
+    correction = random_correction(24, rank=8, width=40, form=form).to(device)
+    embedding, lm_head = (torch.randn(n, 24, device=device) for n in (2 * vocab + 1, vocab))
+    ready = DraftCorrection(correction, embedding, lm_head)
+    normed = torch.randn(rows, num_slots, 24, device=device)
+    logits = torch.randn(rows, num_slots + 1, vocab + 3, device=device)[:, 1:, :vocab]
+    logits[:, :, vocab // 2 :] *= -1
+    before, states = logits.clone(), ready.start(normed)
+    ids = torch.arange(vocab, device=device)
+    out = torch.full((rows, num_slots + 2), -77, dtype=torch.int64, device=device)
+    for d2t in (None, ids % 2 + ids):
+        path, expected = states[:, 0], list[Tensor]()
+        for j in range(num_slots):
+            slot = before[:, j]
+            if j:
+                state, path = ready.follow(states[:, j], path, expected[-1])
+                slot = ready.add(slot, state, expected[-1])
+            chosen = slot.argmax(-1)
+            expected.append(chosen if d2t is None else chosen + d2t[chosen])
+        scratch = WalkScratch.allocate(rows, vocab, device)
+        scratch.max_2NC.fill_(torch.inf)
+        weights = ready.tokens_VW, ready.down_rW, ready.weight_Vr
+        walk_chains(logits, states, d2t, weights, ready.decay_W, scratch, out[:, 1:-1])
+        assert torch.equal(out[:, 1:-1], torch.stack(expected, 1))
+        assert bool((out[:, [0, -1]] == -77).all()), "written beside its places"
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_broken_logits_give_some_token_and_spoil_no_other_row(device: str) -> None:
+    torch.manual_seed(0)
+    correction = random_correction(24, rank=8, width=40, form="diagonal").to(device)
+    embedding, lm_head = torch.randn(50, 24, device=device), torch.randn(30, 24, device=device)
+    ready = DraftCorrection(correction, embedding, lm_head)
+    normed, logits = torch.randn(3, 4, 24, device=device), torch.randn(3, 4, 30, device=device)
+    weights = ready.tokens_VW, ready.down_rW, ready.weight_Vr
+    found = []
+    for broken in (False, True):
+        if broken:
+            normed[1, 2], logits[1, 2], logits[1, 3] = torch.nan, torch.nan, -torch.inf
+        out = torch.zeros(3, 4, dtype=torch.int64, device=device)
+        states, scratch = ready.start(normed), WalkScratch.allocate(3, 30, device)
+        d2t = torch.full((30,), 20, device=device)
+        walk_chains(logits, states, d2t, weights, ready.decay_W, scratch, out)
+        found.append(out)
+    assert torch.equal(found[0][::2], found[1][::2])
+    assert bool(((found[1] >= 20) & (found[1] < 50)).all())
+
+
+@pytest.mark.slow
+def test_kernels_of_corrections_compile_for_a_card() -> None:
+    found = compile_for_card("corrections")
+    assert len(found) == 3 * 2 + 1
+    assert all(kernel["stack"] <= 8 for kernel in found.values())

@@ -46,7 +46,7 @@ from peagle.kernels.drafts.choice_triton import (
     choose_drafts,
     plan_chain,
 )
-from peagle.kernels.drafts.correction_triton import Paths, correct_logits
+from peagle.kernels.drafts.correction_triton import Paths, WalkScratch, correct_logits, walk_chains
 from peagle.kernels.drafts.draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState, Stamp
 from peagle.kernels.drafts.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
@@ -674,6 +674,7 @@ class CapturedDraft:
         columns, vocab_size = sizes.num_drawn(step.k) if all_at_once else 1, config.draft_vocab_size
         self.draws = step.may_draw
         self._chain_BK = step.rows.drafts_BK
+        self._walk: WalkScratch | None = None
         if proposer.trees is not None:
             if config.is_parallel:
                 self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
@@ -683,6 +684,12 @@ class CapturedDraft:
             self._chain_BK = torch.zeros(chain, dtype=torch.int64, device=device)
         if step.may_draw:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
+        elif (
+            proposer.trees is None
+            and drafter.correction is not None
+            and (drafter.correction.has_kernels)
+        ):
+            self._walk = WalkScratch.allocate(num_seqs, vocab_size, device)
         elif proposer.trees is None:
             self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
         drafter.reserve_positions(sizes.max_model_len + step.max_accepted + k)
@@ -797,6 +804,11 @@ class CapturedDraft:
             self._put(logits_NJV.flatten(0, 1), slice(first, first + num_columns))
             return
         weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
+        if self._walk is not None:
+            d2t, decay_W = self._drafter.d2t, correction.decay_W
+            out_NJ = self._chain_BK[:, first : first + num_columns]
+            walk_chains(logits_NJV, states_NJW, d2t, weights, decay_W, self._walk, out_NJ)
+            return
         path_NW = states_NJW[:, 0]
         for j in range(num_columns):
             if j:

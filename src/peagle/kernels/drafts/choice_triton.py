@@ -25,6 +25,7 @@ def _choose_kernel(
     d2t_ptr,
     out_ptr,
     num_chunks,
+    vocab_size,
     columns,
     stride_row,
     stride_column,
@@ -38,7 +39,8 @@ def _choose_kernel(
     indices = tl.load(chunk_argmax_ptr + at, mask=c < num_chunks, other=2147483647)
     best = tl.max(maxima, 0)
     token = tl.min(tl.where((maxima == best) & (c < num_chunks), indices, 2147483647), 0)
-    token = token.to(tl.int64)
+    # Broken logits have no greatest: any token will do.
+    token = tl.minimum(token.to(tl.int64), vocab_size - 1)
     if HAS_MAP:
         token += tl.load(d2t_ptr + token)
     tl.store(out_ptr + n // columns * stride_row + n % columns * stride_column, token)
@@ -94,15 +96,29 @@ def choose_drafts(
         CHUNK=chunk,
         num_warps=8 if chunk > 4096 else 4,
     )
+    choose_of_chunks(scratch.max_NC, scratch.argmax_NC, d2t, out, vocab_size)
+
+
+def choose_of_chunks(
+    max_NC: Tensor, argmax_NC: Tensor, d2t: Tensor | None, out: Tensor, vocab_size: int
+) -> None:
+    """out = argmax of each row, from the greatest of each chunk of it and where that stands.
+
+    Args:
+        max_NC, argmax_NC: contiguous.
+        d2t, out: as for `choose_drafts`.
+    """
+    num_rows, num_chunks = max_NC.shape
     columns = 1 if out.dim() == 1 else out.shape[1]
     launch(
         _choose_kernel,
         (num_rows,),
-        scratch.max_NC,
-        scratch.argmax_NC,
-        scratch.argmax_NC if d2t is None else d2t,
+        max_NC,
+        argmax_NC,
+        argmax_NC if d2t is None else d2t,
         out,
         num_chunks,
+        vocab_size,
         columns,
         out.stride(0),
         0 if out.dim() == 1 else out.stride(1),

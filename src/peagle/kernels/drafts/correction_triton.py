@@ -1,21 +1,26 @@
-"""The corrected logits of one slot, in place.
+"""The corrected logits of one slot, and the walk over all slots with argmax drafts.
 
-The reference is `models.correction.DraftCorrection.add`.
+The reference is `models.correction.DraftCorrection`.
 
-Shapes: N rows (one a sequence), W width of the term, r its rank, V target and DV draft vocabulary.
+Shapes: N rows (one a sequence), J slots, W width of the term, r its rank, V target and DV draft
+vocabulary, C chunks of a row.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.drafts.choice_triton import choose_of_chunks
 from peagle.kernels.launch import launch, power_of_two
 
 _ROWS = 16  # of a program: the smallest that matrix units multiply
 _TOKENS = 128
-_WIDTH = 64
+_WIDTH = 32
+_MOST_CHUNKS = 256  # of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,39 +39,29 @@ class Paths:
 
 
 @triton.jit
-def _correct_kernel(
-    logits_ptr,
-    logits_stride,
+def _term(
+    n,
+    is_row,
+    draft,
     states_ptr,
     states_stride,
     paths_ptr,
     paths_stride,
     decay_ptr,
     out_paths_ptr,
-    drafts_ptr,
-    drafts_stride,
     tokens_ptr,
     down_ptr,
-    weight_ptr,
-    num_rows,
-    num_ids,
-    vocab_size,
     width,
     rank,
     ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_PATHS: tl.constexpr,
 ):
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    """Return the term of rows behind drafts, [ROWS, RANK]; the first program stores the paths."""
     r = tl.arange(0, RANK)
-    is_row, is_token, is_rank = n < num_rows, v < vocab_size, r < rank
-    # Any token will do where the logits mean nothing.
-    draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
-    draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
+    is_rank = r < rank
     if IS_GATED:
         # term = down silu(state + path), summed over parts of the width.
         term = tl.zeros((ROWS, RANK), dtype=tl.float32)
@@ -96,17 +91,186 @@ def _correct_kernel(
     else:
         term_at = tokens_ptr + draft[:, None] * rank + r[None, :]
         term = tl.load(term_at, mask=is_row[:, None] & is_rank[None, :], other=0)
-    # Multiply by the weights of these tokens, and add to the logits.
+    return term
+
+
+@triton.jit
+def _added(term, weight_ptr, v, is_token, rank, RANK: tl.constexpr):
+    """Return what the term adds to the logits of tokens, [ROWS, TOKENS]."""
+    r = tl.arange(0, RANK)
     weight = tl.load(
         weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None],
-        mask=is_token[None, :] & is_rank[:, None],
+        mask=is_token[None, :] & (r < rank)[:, None],
         other=0,
     )
-    added = tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+    return tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+
+
+@triton.jit
+def _correct_kernel(
+    logits_ptr,
+    logits_stride,
+    states_ptr,
+    states_stride,
+    paths_ptr,
+    paths_stride,
+    decay_ptr,
+    out_paths_ptr,
+    drafts_ptr,
+    drafts_stride,
+    tokens_ptr,
+    down_ptr,
+    weight_ptr,
+    num_rows,
+    num_ids,
+    vocab_size,
+    width,
+    rank,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_PATHS: tl.constexpr,
+):
+    """Add the term behind drafts to the logits of some tokens of a slot."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_row, is_token = n < num_rows, v < vocab_size
+    # Any token will do where the logits mean nothing.
+    draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
+    draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
+    term = _term(
+        n,
+        is_row,
+        draft,
+        states_ptr,
+        states_stride,
+        paths_ptr,
+        paths_stride,
+        decay_ptr,
+        out_paths_ptr,
+        tokens_ptr,
+        down_ptr,
+        width,
+        rank,
+        ROWS=ROWS,
+        WIDTH=WIDTH,
+        RANK=RANK,
+        IS_GATED=IS_GATED,
+        HAS_PATHS=HAS_PATHS,
+    )
+    added = _added(term, weight_ptr, v, is_token, rank, RANK=RANK)
     at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
     inside = is_row[:, None] & is_token[None, :]
     logits = tl.load(at, mask=inside, other=0)
     tl.store(at, (logits.to(tl.float32) + added).to(logits.dtype), mask=inside)
+
+
+@triton.jit
+def _best_of_chunks(max_ptr, argmax_ptr, n, is_row, num_chunks, vocab_size, CHUNKS: tl.constexpr):
+    """Return the first of the greatest of each row, from those of its chunks."""
+    c = tl.arange(0, CHUNKS)
+    at = n.to(tl.int64)[:, None] * num_chunks + c[None, :]
+    inside = is_row[:, None] & (c < num_chunks)[None, :]
+    maxima = tl.load(max_ptr + at, mask=inside, other=-float("inf"))
+    indices = tl.load(argmax_ptr + at, mask=inside, other=2147483647)
+    is_best = maxima == tl.max(maxima, 1)[:, None]
+    best = tl.min(tl.where(is_best, indices, 2147483647), 1).to(tl.int64)
+    # Broken logits have no greatest: any token will do.
+    return tl.minimum(best, vocab_size - 1)
+
+
+@triton.jit
+def _walk_kernel(
+    logits_ptr,
+    logits_stride,
+    states_ptr,
+    states_stride,
+    paths_ptr,
+    paths_stride,
+    decay_ptr,
+    out_paths_ptr,
+    old_max_ptr,
+    old_argmax_ptr,
+    new_max_ptr,
+    new_argmax_ptr,
+    drafts_ptr,
+    drafts_stride,
+    d2t_ptr,
+    tokens_ptr,
+    down_ptr,
+    weight_ptr,
+    num_rows,
+    num_ids,
+    vocab_size,
+    width,
+    rank,
+    num_chunks,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_PATHS: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+):
+    """Find the draft of the slot before, and the greatest corrected logit of a chunk of this slot.
+
+    The first program of a row stores the draft. A first slot has none before it.
+    """
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = n < num_rows
+    chunk_at = n.to(tl.int64) * num_chunks
+    if not IS_FIRST:
+        draft = _best_of_chunks(
+            old_max_ptr, old_argmax_ptr, n, is_row, num_chunks, vocab_size, CHUNKS=CHUNKS
+        )
+        if HAS_MAP:
+            draft += tl.load(d2t_ptr + draft, mask=is_row, other=0)
+        if tl.program_id(1) == 0:
+            tl.store(drafts_ptr + n.to(tl.int64) * drafts_stride, draft, mask=is_row)
+        term = _term(
+            n,
+            is_row,
+            tl.minimum(draft, num_ids - 1),
+            states_ptr,
+            states_stride,
+            paths_ptr,
+            paths_stride,
+            decay_ptr,
+            out_paths_ptr,
+            tokens_ptr,
+            down_ptr,
+            width,
+            rank,
+            ROWS=ROWS,
+            WIDTH=WIDTH,
+            RANK=RANK,
+            IS_GATED=IS_GATED,
+            HAS_PATHS=HAS_PATHS,
+        )
+    greatest = tl.full((ROWS,), -float("inf"), tl.float32)
+    place = tl.full((ROWS,), 2147483647, tl.int32)
+    for tile in range(TILES):
+        v = (tl.program_id(1) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
+        is_token = v < vocab_size
+        inside = is_row[:, None] & is_token[None, :]
+        at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
+        logits = tl.load(at, mask=inside, other=0).to(tl.float32)
+        if not IS_FIRST:
+            logits += _added(term, weight_ptr, v, is_token, rank, RANK=RANK)
+        logits = tl.where(is_token[None, :] & (logits == logits), logits, -float("inf"))
+        best = tl.max(logits, 1)
+        is_best = is_token[None, :] & (logits == best[:, None])
+        found = tl.min(tl.where(is_best, v[None, :], 2147483647), 1)
+        place = tl.where((best > greatest) | (place == 2147483647), found, place)
+        greatest = tl.maximum(greatest, best)
+    tl.store(new_max_ptr + chunk_at + tl.program_id(1), greatest, mask=is_row)
+    tl.store(new_argmax_ptr + chunk_at + tl.program_id(1), place, mask=is_row)
 
 
 def correct_logits(
@@ -170,3 +334,104 @@ def correct_logits(
         HAS_PATHS=paths is not None,
         num_warps=4,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WalkScratch:
+    """Greatest corrected logit of each chunk of N rows of two slots, and where it stands."""
+
+    max_2NC: Tensor
+    argmax_2NC: Tensor
+
+    @classmethod
+    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> Self:
+        """Allocate buffers for N rows of DV logits."""
+        shape = 2, num_rows, triton.cdiv(vocab_size, _TOKENS * _tiles(vocab_size))
+        return cls(
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.zeros(shape, dtype=torch.int32, device=device),
+        )
+
+
+def _tiles(vocab_size: int) -> int:
+    """Return how many tiles of tokens a program looks at, so that a row has few chunks."""
+    return triton.cdiv(vocab_size, _TOKENS * _MOST_CHUNKS)
+
+
+def walk_chains(
+    logits_NJV: Tensor,
+    states_NJW: Tensor,
+    d2t: Tensor | None,
+    weights: tuple[Tensor, Tensor | None, Tensor],
+    decay_W: Tensor | None,
+    scratch: WalkScratch,
+    out_NJ: Tensor,
+) -> None:
+    """Choose argmax drafts slot after slot, each corrected by the drafts before it.
+
+    Launches: one a slot, and one more. The logits stay as they are; of equal ones the first is
+    taken.
+
+    Args:
+        logits_NJV: the head's own, any strides between rows.
+        states_NJW: from `DraftCorrection.start`, any strides between rows.
+        d2t: the map from draft ids, id + d2t[id]; None where both vocabularies are one.
+        weights: tokens_VW, down_rW and weight_Vr of the correction.
+        decay_W: of the diagonal form; None: another form.
+        scratch: for so many rows.
+        out_NJ: int64, any strides; takes target ids.
+    """
+    tokens_VW, down_rW, weight_Vr = weights
+    num_rows, num_slots, vocab_size = logits_NJV.shape
+    rank, width = weight_Vr.shape[1], tokens_VW.shape[1]
+    num_chunks = scratch.max_2NC.shape[2]
+    states_NJW = logits_NJV if down_rW is None else states_NJW  # not read
+    path_NW = states_NJW[:, 0]
+    for j in range(num_slots):
+        old, new = (j + 1) % 2, j % 2
+        state_NW, after_NW = states_NJW[:, j], path_NW
+        if decay_W is not None and j:
+            after_NW = torch.empty_like(state_NW)
+        launch(
+            _walk_kernel,
+            (triton.cdiv(num_rows, _ROWS), num_chunks),
+            logits_NJV[:, j],
+            logits_NJV.stride(0),
+            state_NW,
+            state_NW.stride(0),
+            path_NW,
+            path_NW.stride(0),
+            states_NJW if decay_W is None else decay_W,
+            after_NW,
+            scratch.max_2NC[old],
+            scratch.argmax_2NC[old],
+            scratch.max_2NC[new],
+            scratch.argmax_2NC[new],
+            out_NJ[:, max(j - 1, 0)],
+            out_NJ.stride(0),
+            scratch.argmax_2NC if d2t is None else d2t,
+            tokens_VW,
+            weight_Vr if down_rW is None else down_rW,
+            weight_Vr,
+            num_rows,
+            len(tokens_VW),
+            vocab_size,
+            width,
+            rank,
+            num_chunks,
+            ROWS=_ROWS,
+            TOKENS=_TOKENS,
+            TILES=_tiles(vocab_size),
+            CHUNKS=power_of_two(num_chunks),
+            WIDTH=_WIDTH,
+            RANK=max(16, power_of_two(rank)),
+            IS_FIRST=not j,
+            IS_GATED=down_rW is not None,
+            HAS_PATHS=decay_W is not None,
+            HAS_MAP=d2t is not None,
+            num_warps=4,
+        )
+        path_NW = after_NW
+    last = (num_slots - 1) % 2
+    found = scratch.max_2NC[last], scratch.argmax_2NC[last]
+    choose_of_chunks(*found, d2t, out_NJ[:, -1], vocab_size)
