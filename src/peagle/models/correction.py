@@ -233,13 +233,13 @@ class DraftCorrection(nn.Module):
         """
         if not self.follows_paths:
             return states_RW, path_RW
-        weights = [getattr(self, name) for name in _GRU]
         # Any token will do where a captured step has no draft.
         token_RW = F.embedding(tokens_R.clamp(0, len(self.tokens_VW) - 1), self.tokens_VW)
         if self.decay_W is not None:
             before_RW = self.decay_W * path_RW
             return states_RW + before_RW, before_RW + token_RW
         assert self.path_WW is not None
+        weights = [getattr(self, name) for name in _GRU]
         path_RW = torch.gru_cell(token_RW, path_RW, *weights)
         return states_RW + F.linear(path_RW, self.path_WW), path_RW
 

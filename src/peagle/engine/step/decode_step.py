@@ -684,14 +684,11 @@ class CapturedDraft:
             self._chain_BK = torch.zeros(chain, dtype=torch.int64, device=device)
         if step.may_draw:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
-        elif (
-            proposer.trees is None
-            and drafter.correction is not None
-            and (drafter.correction.has_kernels)
-        ):
-            self._walk = WalkScratch.allocate(num_seqs, vocab_size, device)
         elif proposer.trees is None:
-            self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
+            if drafter.correction is not None and drafter.correction.has_kernels:
+                self._walk = WalkScratch.allocate(num_seqs, vocab_size, device)
+            else:
+                self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
         drafter.reserve_positions(sizes.max_model_len + step.max_accepted + k)
 
     def first_batch(self) -> DraftBatch:

@@ -19,6 +19,20 @@ from peagle.kernels.sampling.probabilities_triton import chunk_kernel, chunk_siz
 
 
 @triton.jit
+def best_of_chunks(max_ptr, argmax_ptr, n, is_row, num_chunks, vocab_size, CHUNKS: tl.constexpr):
+    """Return the first of the greatest of each row, from those of its chunks."""
+    c = tl.arange(0, CHUNKS)
+    at = n.to(tl.int64)[:, None] * num_chunks + c[None, :]
+    inside = is_row[:, None] & (c < num_chunks)[None, :]
+    maxima = tl.load(max_ptr + at, mask=inside, other=-float("inf"))
+    indices = tl.load(argmax_ptr + at, mask=inside, other=2147483647)
+    is_best = maxima == tl.max(maxima, 1)[:, None]
+    best = tl.min(tl.where(is_best, indices, 2147483647), 1).to(tl.int64)
+    # Broken logits have no greatest: any token will do.
+    return tl.minimum(best, vocab_size - 1)
+
+
+@triton.jit
 def _choose_kernel(
     chunk_max_ptr,
     chunk_argmax_ptr,
@@ -32,15 +46,10 @@ def _choose_kernel(
     CHUNKS: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
-    n = tl.program_id(0)
-    c = tl.arange(0, CHUNKS)
-    at = n.to(tl.int64) * num_chunks + c
-    maxima = tl.load(chunk_max_ptr + at, mask=c < num_chunks, other=-float("inf"))
-    indices = tl.load(chunk_argmax_ptr + at, mask=c < num_chunks, other=2147483647)
-    best = tl.max(maxima, 0)
-    token = tl.min(tl.where((maxima == best) & (c < num_chunks), indices, 2147483647), 0)
-    # Broken logits have no greatest: any token will do.
-    token = tl.minimum(token.to(tl.int64), vocab_size - 1)
+    n = tl.program_id(0) + tl.arange(0, 1)
+    token = best_of_chunks(
+        chunk_max_ptr, chunk_argmax_ptr, n, n >= 0, num_chunks, vocab_size, CHUNKS=CHUNKS
+    )
     if HAS_MAP:
         token += tl.load(d2t_ptr + token)
     tl.store(out_ptr + n // columns * stride_row + n % columns * stride_column, token)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.drafts.choice_triton import choose_of_chunks
+from peagle.kernels.drafts.choice_triton import best_of_chunks, choose_of_chunks
 from peagle.kernels.launch import launch, power_of_two
 
 _ROWS = 16  # of a program: the smallest that matrix units multiply
@@ -168,20 +168,6 @@ def _correct_kernel(
 
 
 @triton.jit
-def _best_of_chunks(max_ptr, argmax_ptr, n, is_row, num_chunks, vocab_size, CHUNKS: tl.constexpr):
-    """Return the first of the greatest of each row, from those of its chunks."""
-    c = tl.arange(0, CHUNKS)
-    at = n.to(tl.int64)[:, None] * num_chunks + c[None, :]
-    inside = is_row[:, None] & (c < num_chunks)[None, :]
-    maxima = tl.load(max_ptr + at, mask=inside, other=-float("inf"))
-    indices = tl.load(argmax_ptr + at, mask=inside, other=2147483647)
-    is_best = maxima == tl.max(maxima, 1)[:, None]
-    best = tl.min(tl.where(is_best, indices, 2147483647), 1).to(tl.int64)
-    # Broken logits have no greatest: any token will do.
-    return tl.minimum(best, vocab_size - 1)
-
-
-@triton.jit
 def _walk_kernel(
     logits_ptr,
     logits_stride,
@@ -226,7 +212,7 @@ def _walk_kernel(
     is_row = n < num_rows
     chunk_at = n.to(tl.int64) * num_chunks
     if not IS_FIRST:
-        draft = _best_of_chunks(
+        draft = best_of_chunks(
             old_max_ptr, old_argmax_ptr, n, is_row, num_chunks, vocab_size, CHUNKS=CHUNKS
         )
         if HAS_MAP:
@@ -386,6 +372,9 @@ def walk_chains(
     rank, width = weight_Vr.shape[1], tokens_VW.shape[1]
     num_chunks = scratch.max_2NC.shape[2]
     states_NJW = logits_NJV if down_rW is None else states_NJW  # not read
+    assert logits_NJV.stride(2) == states_NJW.stride(2) == 1, "kernels step over whole rows"
+    assert tokens_VW.is_contiguous() and weight_Vr.is_contiguous()
+    assert down_rW is None or down_rW.is_contiguous()
     path_NW = states_NJW[:, 0]
     for j in range(num_slots):
         old, new = (j + 1) % 2, j % 2
