@@ -434,6 +434,11 @@ class SpeculativeConfig:
         return cls(**speculative_keys(source))
 
 
+def chains_lead(first: float | Literal["never"] | None, temperature: float) -> bool:
+    """Return whether `drawn_chains_from` lets drawn chains lead trees at a temperature."""
+    return first is not None and first != NEVER and temperature >= first
+
+
 def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of SpeculativeConfig from vLLM's form, see `SpeculativeConfig.parse`.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from peagle.attention import AttentionBackend
 from peagle.config import SamplingParams, SpeculativeConfig
-from peagle.config.speculative import MAX_SPECULATIVE_TOKENS, NEVER
+from peagle.config.speculative import MAX_SPECULATIVE_TOKENS, chains_lead
 from peagle.engine.features import FeatureRings
 from peagle.engine.grammar import (
     BeamGrammar,
@@ -134,7 +134,7 @@ def draws_chain(params: SamplingParams, speculative: SpeculativeConfig | None) -
     first = None if speculative is None else speculative.drawn_chains_from
     is_free = params.seed is None and params.structured_output is None and not params.prediction
     is_free = is_free and not params.is_greedy
-    return is_free and first is not None and first != NEVER and params.temperature >= first
+    return is_free and chains_lead(first, params.temperature)
 
 
 class Drafting:

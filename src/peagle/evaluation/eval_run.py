@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from peagle.config.speculative import NEVER
+from peagle.config.speculative import chains_lead
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import beyond_training, figures_of_answers, figures_of_counters
 from peagle.evaluation.decoding import Backend
@@ -143,8 +143,8 @@ class EvalArm:
             return "argmax"
         if method.trees is None:
             return plan.draft_sampling
-        is_led = first is not None and first != NEVER and temperature >= first
-        return "probabilistic" if is_led and method.is_parallel else "argmax"
+        is_led = chains_lead(first, temperature) and method.is_parallel
+        return "probabilistic" if is_led else "argmax"
 
 
 class EvaluationView(Protocol):
