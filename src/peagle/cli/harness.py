@@ -161,7 +161,8 @@ def named_methods(
     target, draft = given.value("target"), given.value("speculative.model")
     if (pair := pair_of(target)) is not None:
         draft = draft or pair
-        eagle3 = eagle3 or (None if _is_eagle3(draft) else pair)
+        folder = Path(expand_bundled(draft, "draft")).expanduser()
+        eagle3 = eagle3 or (None if _is_parallel(folder) is False else pair)
     heads = [DecodingMethod("", draft)] if draft else []
     heads += [DecodingMethod(_EAGLE3, expand_bundled(eagle3, _EAGLE3))] if eagle3 else []
     heads += [one for one in named if one.source]
@@ -172,10 +173,10 @@ def named_methods(
     return heads
 
 
-def _is_eagle3(source: str) -> bool:
-    """Return whether a head in a folder is an EAGLE-3 head; False where it is yet to be fetched."""
-    config = Path(expand_bundled(source, "draft")).expanduser() / "config.json"
-    return config.is_file() and not is_parallel(read_json(config))
+def _is_parallel(head: Path) -> bool | None:
+    """Return whether the head in a folder is a P-EAGLE head; None where it has no config.json."""
+    config = head / "config.json"
+    return is_parallel(read_json(config)) if config.is_file() else None
 
 
 def _measured_shape(given: Given, ks: Sequence[int]) -> tuple[TreeShape | None, int | None]:
@@ -216,8 +217,7 @@ def find_models(given: Given, methods: Sequence[DecodingMethod], ks: Sequence[in
     if shape is not None:
         trees = {"parallel_drafting_spec": shape, "num_speculative_tokens": k}
         for head in filter(None, heads):
-            config = head / "config.json"
-            if config.is_file() and is_parallel(read_json(config)):
+            if _is_parallel(head):
                 with_depth(SpeculativeConfig(model=str(head), **trees), head)
     return Found(target, heads)
 
