@@ -304,11 +304,13 @@ def test_the_load_cuts_trees(target_folder: Path, head: Path) -> None:
 def test_who_gets_chains(target_folder: Path, head: Path, first: Any) -> None:
     """Requests with a seed, a structured output or a prediction have trees without a chain."""
     engine = make(target_folder, head, eager=True, first=first).engine
-    letters, are_led = StructuredOutput("regex", "[a-c]{18}"), first not in (None, "never")
+    letters, are_led = StructuredOutput("regex", "[a-c]{18}"), first != "never"
     for params, draws in (
         (HOT, are_led),
         (replace(HOT, temperature=0.9), are_led),
-        (replace(HOT, temperature=0.89), first == 0),
+        (replace(HOT, temperature=0.89), first in (0, None)),
+        (replace(HOT, temperature=0.6), first in (0, None)),
+        (replace(HOT, temperature=0.59), first == 0),
         (replace(HOT, seed=1), False),
         (replace(HOT, temperature=0.0), False),
         (replace(HOT, prediction=[5, 6]), False),

@@ -59,7 +59,7 @@ SPECULATION = group(
     --drawn-chains-from TEMPERATURE
         With candidate trees: the temperature from which a chain of drawn drafts leads the trees of
         sampled requests without a seed, a structured output or a prediction, or never. P-EAGLE
-        heads only. [default: never]
+        heads only. [default: 0.6]
     --draft-quantization TEXT = speculative.quantization
         Type that the weights of the head's layers get when they are loaded: fp8, int8 or
         int4. [default: as stored]

@@ -38,6 +38,7 @@ DEFAULT_BEAM = 4
 MAX_BEAM_ROWS = 64  # of one sequence: the nodes that such a head reads are the bits of one word
 AUTO = "auto"  # in place of a schedule of K
 NEVER = "never"  # in place of a temperature
+DRAWN_CHAINS_FROM = 0.6  # the default of drawn_chains_from; docs/trees.md has the figures
 
 # Keys of vLLM that concern how it runs, not what it drafts: accepted with the values for which this
 # engine does the same.
@@ -209,9 +210,9 @@ class SpeculativeConfig:
             With drawn drafts the output of a seed depends on K and head.
         drawn_chains_from: where drafts are trees, the temperature from which a chain of drawn
             drafts leads the tree of a sampled request, which is accepted longer at high
-            temperatures and as long at low ones. Requests with a seed or a structured output keep
+            temperatures and shorter at low ones. Requests with a seed or a structured output keep
             trees without one, and "never" keeps such trees for all. P-EAGLE heads alone. None:
-            "never".
+            DRAWN_CHAINS_FROM for their trees (`models.head_json.with_depth`).
         prompt_lookup: where drafts are trees, let continuations of the text join them: what stood
             behind earlier occurrences of a path's last tokens (`kernels.trees.copies`). Such paths
             may be deeper than the head drafts. True without `parallel_drafting_spec`: head and text

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from peagle.config.speculative import chains_lead
+from peagle.config.speculative import DRAWN_CHAINS_FROM, chains_lead
 from peagle.errors import UserError
 from peagle.evaluation.acceptance import beyond_training, figures_of_answers, figures_of_counters
 from peagle.evaluation.decoding import Backend
@@ -143,6 +143,7 @@ class EvalArm:
             return "argmax"
         if method.trees is None:
             return plan.draft_sampling
+        first = DRAWN_CHAINS_FROM if first is None else first
         is_led = chains_lead(first, temperature) and method.is_parallel
         return "probabilistic" if is_led else "argmax"
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from peagle.config import DEFAULT_K, CandidateTrees, SpeculativeConfig
 from peagle.config.speculative import (
     AUTO,
+    DRAWN_CHAINS_FROM,
     MAX_BEAM,
     MAX_BEAM_ROWS,
     NEVER,
@@ -117,9 +118,9 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
 
     K is then automatic up to what the head was trained for, or up to the nodes of candidate trees.
     A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
-    their depth is still the head's, and drawn chains lead those of a P-EAGLE head unless the
-    configuration says no. A file that cannot be read changes nothing: loading the head reports the
-    fault.
+    their depth is still the head's. Drawn chains lead those of a P-EAGLE head from
+    `DRAWN_CHAINS_FROM` on unless the configuration says otherwise. A file that cannot be read
+    changes nothing: loading the head reports the fault.
 
     Raises:
         UserError: trees that the head cannot draft (`check_trees`).
@@ -139,8 +140,11 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     if shape is not None:
         parallel = not data or is_parallel(data)
         trees = CandidateTrees.parse(shape, k or default_k(depth), parallel=parallel)
-        check_trees(trees, config.model, parallel, depth, config.drawn_chains_from, k)
-        config = replace(config, parallel_drafting_spec=trees)
+        first = config.drawn_chains_from
+        check_trees(trees, config.model, parallel, depth, first, k)
+        if first is None:
+            first = DRAWN_CHAINS_FROM if parallel else NEVER
+        config = replace(config, parallel_drafting_spec=trees, drawn_chains_from=first)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
         k = trees.prediction_depth
