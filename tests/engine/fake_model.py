@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,8 @@ from peagle.engine.model_runner import TargetPass
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.engine.step.graph_runner import RowDrafts, RowTokens, buckets
+from peagle.kernels.trees.beams import beam_slots, depth_within
+from peagle.kernels.trees.chains import count_drawn
 from peagle.kernels.trees.copies import PRIOR_RATES
 from peagle.kernels.trees.survival import Survival
 from peagle.speculation import Drafts, ProposerInput
@@ -113,6 +115,9 @@ class FakeRunner:
         Every node has a slot of its own; those of the path end in the slots of a chain.
         """
         table, parents = sequence.block_table, (sequence.draft_parents or [])[: len(drafts)]
+        num_drawn = min(count_drawn(sequence.draft_scores), len(drafts))
+        assert parents[:num_drawn] == [*range(num_drawn)], "a drawn chain leads the tree"
+        assert sequence.draws_chain or not num_drawn
         for row, token in enumerate([sequence.token_ids[start], *drafts]):
             self.kv[self.slot(table, start + row)] = token
         context, path = self._context(sequence, start), list[int]()
@@ -188,8 +193,9 @@ class FakeProposer:
         has_drawn_drafts: bool = False,
         max_nodes: int = 0,
         has_copies: bool = False,
+        beam: int = 0,
     ) -> None:
-        self.draws = has_drawn_drafts
+        self.draws, self.beam = has_drawn_drafts, beam
         self.lookup_lengths = (4, 1) if has_copies else None
         self.copy_rates = [0.9] * len(PRIOR_RATES)
         self.trees = CandidateTrees(1, min(8, max_nodes), max_nodes) if max_nodes else None
@@ -199,7 +205,7 @@ class FakeProposer:
         self.kv: list[Any] = [None] * (num_blocks * block_size)
 
     def max_depth(self, room: int) -> int:
-        return room
+        return depth_within(room, self.beam) if self.beam else room
 
     def read(self, step: ProposerInput) -> None:
         assert not any(step.num_draft_tokens)
@@ -221,7 +227,8 @@ class FakeProposer:
             last = int(step.positions_T[rows[-1]])
             self.check(table, history, 0 if starts is None else int(starts[b]), last)
             k = step.num_draft_tokens[b]
-            for j in range(1, k):
+            ahead = beam_slots(k, self.beam) if self.beam else k - 1
+            for j in range(1, ahead + 1):
                 self.kv[self._slot(table, last + j)] = MASK
             chain = _draft(tuple(history[: last + 2]), k) if k else []
             grown = _grow(chain, self.trees.max_nodes) if self.trees else (chain, [])
@@ -237,7 +244,14 @@ class FakeProposer:
         # Trees of some texts are surer than those of others.
         worth_B = torch.tensor([1.0 + digest((len(history),)) % 3 for history in step.histories])
         scores_BK = -0.3 * worth_B.unsqueeze(1) * torch.arange(1, most + 1)
-        return Drafts(tokens_BK, [*map(len, tokens)], parents_BK=parents_BK, scores_BK=scores_BK)
+        drafts = Drafts(tokens_BK, [*map(len, tokens)], parents_BK=parents_BK, scores_BK=scores_BK)
+        if not (drawn := max(step.num_drawn)):
+            return drafts
+        # Drawn chains begin as the trees do, and may leave them behind.
+        chains_BC = torch.tensor([_draft((*history, 1), drawn) for history in step.histories])
+        chains_BC[:, 0] = tokens_BK[:, 0]
+        probs_BKV = torch.zeros(len(chains_BC), drawn, VOCAB)
+        return replace(drafts, chains_BC=chains_BC, probs_BKV=probs_BKV)
 
     def check(self, table: list[int], history: SequenceOf[int], start: int, last: int) -> None:
         for p in range(start, last + 1):

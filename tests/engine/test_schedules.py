@@ -40,7 +40,7 @@ from peagle.speculation import ProposerInput
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeGraphs, FakeProposer, FakeRunner, FakeSampler, digest
 
-NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "204"))
+NUM_SCHEDULES = int(os.environ.get("PEAGLE_SCHEDULES", "210"))
 MAX_MODEL_LEN = 48
 K = 3
 
@@ -58,6 +58,8 @@ class Kind:
     chooses_k: bool = False
     max_nodes: int = 0  # of trees; 0: chains
     has_copies: bool = False  # copies of the text join them
+    has_drawn_chains: bool = False  # lead the trees of sampled requests
+    beam: int = 0  # nodes of a depth that an EAGLE-3 head reads; 0: a P-EAGLE head
     draft_window: int | None = None
 
 
@@ -79,6 +81,18 @@ KINDS = {
     "graphs, drawn drafts": Kind(depths=(K,) * 9, has_graphs=True, has_drawn_drafts=True),
     "drawn drafts": Kind(features_kept=4, has_drawn_drafts=True),
     "drawn drafts, K by load": Kind(depths=(K, K, 0, 2, 0), has_drawn_drafts=True),
+    "drawn chains": Kind(max_nodes=7, has_drawn_chains=True),
+    "drawn chains, the text, K by load": Kind(
+        features_kept=6,
+        depths=(K, K, 0, 2, 0),
+        max_nodes=9,
+        has_copies=True,
+        has_drawn_chains=True,
+    ),
+    "beams": Kind(max_nodes=7, beam=3),
+    "beams, the text, K by load": Kind(
+        features_kept=6, depths=(K, K, 0, 2, 0), max_nodes=9, has_copies=True, beam=2
+    ),
 }
 
 
@@ -120,12 +134,15 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
     if kind.has_head:
         fake.num_speculative_tokens = K
         sampling = "probabilistic" if kind.has_drawn_drafts else "argmax"
-        shape = {"max_nodes": kind.max_nodes} if kind.has_copies else None
+        has_shape = kind.has_copies or kind.has_drawn_chains
+        shape = {"max_nodes": kind.max_nodes} if has_shape else None
         fake.speculative = SpeculativeConfig(
             model="head",
             num_speculative_tokens=K,
             draft_sampling=sampling,
             parallel_drafting_spec=shape,
+            drawn_chains_from=0.5 if kind.has_drawn_chains else None,
+            prompt_lookup=kind.has_copies if has_shape else None,
         )
         fake._depth = ScheduledDepth(kind.depths.__getitem__)
         if kind.chooses_k:
@@ -135,7 +152,11 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         fake._features = FeatureRings()
         fake.drafting = HeadDrafting(
             FakeProposer(  # type: ignore[arg-type]
-                *size, kind.has_drawn_drafts, kind.max_nodes, kind.has_copies
+                *size,
+                kind.has_drawn_drafts or kind.has_drawn_chains,
+                kind.max_nodes,
+                kind.has_copies,
+                kind.beam,
             ),
             fake.sampler,
             fake_model.VOCAB,
@@ -145,7 +166,11 @@ def make_engine(kind: Kind, config: EngineConfig) -> LLMEngine:
         )
         engine.scheduler.draft_window = kind.draft_window
         engine.scheduler.num_lookahead_slots = lookahead_slots(
-            K, kind.max_nodes, has_copies=kind.has_copies, is_pipelined=kind.has_graphs
+            K,
+            kind.max_nodes,
+            beam=kind.beam,
+            has_copies=kind.has_copies,
+            is_pipelined=kind.has_graphs,
         )
     if kind.has_graphs:
         head = fake.drafting.proposer
@@ -265,7 +290,7 @@ class Schedules(RuleBasedStateMachine):
             prediction=predicted or (),
             max_tokens=max_tokens,
             temperature=float(sampled),
-            seed=0,
+            seed=None if self.kind.has_drawn_chains else 0,  # a seed keeps drawn chains away
             ignore_eos=ignore_eos,
             num_speculative_tokens=k if self.kind.has_head else None,
         )
