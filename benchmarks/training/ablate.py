@@ -36,15 +36,7 @@ VARIANTS: dict[str, list[str]] = {
     "r-0.5": ["method.cod_ratio=0.5"],
     "r-0.9": ["method.cod_ratio=0.9"],
     "decay-0.8": ["method.depth_decay=0.8"],
-    **{
-        name: ["correction.train=together", *changes]
-        for name, changes in {
-            "markov-64": ["correction.form=markov"],
-            "markov-256": ["correction.form=markov", "correction.rank=256"],
-            "gated": ["correction.form=gated"],
-            "recurrent": ["correction.form=recurrent"],
-        }.items()
-    },
+    "correction": ["correction.train=together"],
 }
 _SHOWN = (3, 5, 7)
 

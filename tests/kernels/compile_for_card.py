@@ -371,18 +371,12 @@ def trees() -> dict[str, dict[str, Any]]:
     """Kernels of candidate trees, of bfloat16 logits."""
     growth = growth_triton
     of_63: dict[str, Any] = {"N": 63, "ROWS": 64, "IS_CORRECTED": True, "HAS_MAP": True}
-    of_63 |= {"IS_GATED": True, "HAS_PATHS": False}
     kernels: dict[Any, tuple[int, list[dict[str, Any]]]] = {
         growth._best_of_part_kernel: (4, [{"PART": 2048}]),
         growth._best_of_slot_kernel: (16, [{"PARTS": 16}, {"PARTS": 128}]),
         growth._grow_kernel: (
             8,
-            [
-                of_63,
-                of_63 | {"HAS_PATHS": True},
-                of_63 | {"IS_GATED": False},
-                of_63 | {"IS_CORRECTED": False, "IS_GATED": False, "num_roots": 1},
-            ],
+            [of_63, of_63 | {"IS_CORRECTED": False, "num_roots": 1}],
         ),
         paths_triton.place_rows_kernel: (1, [{"ROWS": 64}]),
         paths_triton.descend_kernel: (1, [{"N": 63, "ROWS": 64}]),
@@ -396,7 +390,7 @@ def trees() -> dict[str, dict[str, Any]]:
         of_growth = kernel.fn.__module__ == growth.__name__
         types = {n: "*fp32" if of_growth else "*i64" for n in kernel.arg_names if n[-4:] == "_ptr"}
         if of_growth:
-            bfloat16 = ("states_ptr", "embedded_ptr", "down_ptr", "weight_ptr", "decay_ptr")
+            bfloat16 = ("states_ptr", "embedded_ptr", "down_ptr", "weight_ptr")
             types |= dict.fromkeys(bfloat16, "*bf16")
             int64 = ("depths_ptr", "d2t_ptr", "out_tokens_ptr", "out_parents_ptr")
             types |= dict.fromkeys(int64, "*i64")
@@ -442,29 +436,21 @@ def beams() -> dict[str, dict[str, Any]]:
 
 
 def corrections() -> dict[str, dict[str, Any]]:
-    """Kernels of corrections of each form, of bfloat16 logits."""
-    forms: dict[str, dict[str, Any]] = {
-        "markov": {"IS_GATED": False, "HAS_PATHS": False},
-        "gated": {"IS_GATED": True, "HAS_PATHS": False},
-        "diagonal": {"IS_GATED": True, "HAS_PATHS": True},
-    }
+    """Kernels of corrections, of bfloat16 logits; the walk over a slot, and over the first."""
     sizes: dict[str, Any] = {"ROWS": 16, "TOKENS": 128, "WIDTH": 32, "RANK": 64, "TILES": 1}
-    sizes |= {"CHUNKS": 256, "HAS_MAP": True, "IS_FIRST": False}
+    sizes |= {"CHUNKS": 256, "HAS_MAP": True}
     walk, correct = correction_triton._walk_kernel, correction_triton._correct_kernel
-    variants = [
-        (kernel, name, flags) for name, flags in forms.items() for kernel in (walk, correct)
-    ]
-    variants.append((walk, "first", {**forms["gated"], "IS_FIRST": True}))
     found = {}
-    for kernel, name, flags in variants:
+    for kernel, is_first in ((correct, False), (walk, False), (walk, True)):
         types = {n: "*bf16" for n in kernel.arg_names if n[-4:] == "_ptr"}
         types |= {n: "*i64" for n in ("drafts_ptr", "d2t_ptr") if n in types}
         types |= {n: "*i32" for n in types if n.endswith("argmax_ptr")}
         types |= {n: "*fp32" for n in types if n.endswith("_max_ptr")}
-        constants = {n: v for n, v in {**sizes, **flags}.items() if n in kernel.arg_names}
+        every = {**sizes, "IS_FIRST": is_first}
+        constants = {n: v for n, v in every.items() if n in kernel.arg_names}
         loose = tuple(n for n in kernel.arg_names if not n.endswith("_ptr"))
         compiled = compile_kernel(kernel, ASTSource, types, constants, {"num_warps": 4}, loose)
-        found[f"{kernel.__name__} {name}"] = compiled
+        found[f"{kernel.__name__} {is_first}"] = compiled
     return found
 
 

@@ -24,65 +24,43 @@ from peagle.models.checkpoint import (
     save_correction,
 )
 from peagle.models.correction import Correction, DraftCorrection
-from peagle.models.correction_form import CORRECTION_FORMS, CorrectionForm
 from peagle.models.target import TargetModel
 from tests.corrections import add_correction, random_correction, term_of
 
 
-@pytest.mark.parametrize("form", CORRECTION_FORMS)
-def test_the_term_is_what_the_formula_says(form: CorrectionForm) -> None:
-    """A path at a time, slot after slot, by plain products."""
+def test_the_term_is_what_the_formula_says() -> None:
+    """A chain at a time, slot after slot, by plain products."""
     torch.manual_seed(0)
-    correction = random_correction(12, rank=3, width=10, num_slots=2, form=form).double()
+    correction = random_correction(12, rank=3, width=10, num_slots=2).double()
     normed, embedding = torch.randn(4, 5, 12).double(), torch.randn(20, 12).double()
     lm_head, tokens = torch.randn(15, 12).double(), torch.randint(20, (4, 5))
     ready = DraftCorrection(correction, embedding, lm_head)
     states = ready.start(normed)
     slots = torch.arange(5).expand(4, 5)
-    followed, followed_ready = correction.begin_paths(normed[:, 0]), states[:, 0]
+    trained = correction(normed, embedding[tokens], slots) @ lm_head.T
     for slot in range(5):
         before = tokens[:, slot]
-        token = correction.read(embedding[before])
-        if slot and followed is not None:
-            followed = correction.follow(followed, token)
-        trained = correction(normed[:, slot], token, slots[:, slot], followed) @ lm_head.T
-        logits = found = normed[:, slot] @ lm_head.T
+        found = normed[:, slot] @ lm_head.T
         if slot:
-            state, followed_ready = ready.follow(states[:, slot], followed_ready, before)
-            found = ready.add(logits, state, before)
-        for path in range(4):
-            expected = normed[path, slot]
+            found = ready.add(found, states[:, slot], before)
+        for chain in range(4):
+            expected = normed[chain, slot]
             if slot:
-                drafted = [embedding[token] for token in tokens[path, 1 : slot + 1]]
-                expected = expected + term_of(correction, expected, drafted, normed[path, 0])
-            torch.testing.assert_close(found[path], lm_head @ expected)
-            torch.testing.assert_close(trained[path], lm_head @ expected)
+                expected = expected + term_of(correction, expected, embedding[before[chain]], slot)
+            torch.testing.assert_close(found[chain], lm_head @ expected)
+            torch.testing.assert_close(trained[chain, slot], lm_head @ expected)
 
 
-@pytest.mark.parametrize("form", CORRECTION_FORMS)
-def test_a_fresh_correction_changes_nothing(form: CorrectionForm) -> None:
-    correction = Correction(12, rank=3, width=10, num_slots=2, form=form)
+def test_a_fresh_correction_changes_nothing() -> None:
+    correction = Correction(12, rank=3, width=10, num_slots=2)
     correction.reset(0)
-    normed, token = torch.randn(4, 5, 12), correction.read(torch.randn(4, 5, 12))
-    assert torch.equal(correction(normed, token, torch.ones(4, 5).long()), normed)
+    normed, embedding = torch.randn(4, 5, 12), torch.randn(4, 5, 12)
+    assert torch.equal(correction(normed, embedding, torch.ones(4, 5).long()), normed)
 
 
 @pytest.fixture
 def head(head_folders: Callable[..., Path]) -> Path:
     return head_folders(draft_vocab_size=200)
-
-
-@pytest.mark.parametrize("form", CORRECTION_FORMS)
-def test_its_form_is_that_of_the_file(
-    head: Path, target: TargetModel, form: CorrectionForm
-) -> None:
-    path = add_correction(head, form)
-    with safe_open(path, framework="pt") as reader:
-        facts = json.loads(reader.metadata()["peagle_correction"])
-    assert (facts["format_version"], facts.get("form", "gated")) == (1 + (form != "gated"), form)
-    found = load_correction(head, load_drafter(head, target))
-    assert found is not None and found.form == form
-    assert found.follows_paths == (form in ("diagonal", "recurrent"))
 
 
 def test_it_is_loaded_beside_its_head(head: Path, target: TargetModel) -> None:
@@ -179,10 +157,10 @@ def test_a_broken_file_is_refused(head: Path, target: TargetModel) -> None:
     newer = json.dumps({**json.loads(metadata[key]), "format_version": 99})
     assert "Upgrade peagle" in save({}, {key: newer})
     facts = json.loads(metadata[key])
-    other = json.dumps({**facts, "form": "convolution"})
-    assert "the form 'convolution'; this peagle knows markov, gated, diag" in save({}, {key: other})
-    other = json.dumps({**facts, "form": "markov"})
-    assert "expected {" in save({}, {key: other}), "the tensors of another form"
+    assert facts["format_version"] == 1 and "form" not in facts
+    other = json.dumps({**facts, "format_version": 2, "form": "markov"})
+    message = save({}, {key: other})
+    assert "the form 'markov'; expected 'gated'" in message and "--correction-on" in message
     path.write_bytes(b"no safetensors")
     assert "not readable" in refusal(head, target)
 

@@ -16,7 +16,6 @@ from peagle.config import CandidateTrees
 from peagle.engine.drafting import HeadDrafting
 from peagle.kernels.trees.growth import best_first_trees
 from peagle.models.correction import DraftCorrection
-from peagle.models.correction_form import CORRECTION_FORMS, CorrectionForm
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import TREE_TEMPERATURE, EagerDraft, HeadProposer
 from tests.corrections import random_correction, term_of
@@ -29,10 +28,10 @@ PROMPTS = [[5, 9, 200], [17], [31, 31, 8, 2, 90, 41]]
 class Corrected:
     """A proposer with a random correction, and what its slots see."""
 
-    def __init__(self, target: TargetModel, step: Any, form: CorrectionForm, **more: Any) -> None:
+    def __init__(self, target: TargetModel, step: Any, **more: Any) -> None:
         self.proposer: HeadProposer = make_proposer(target, True, step, **more)
         self.drafter = self.proposer.drafter
-        self.correction = random_correction(self.drafter.config.hidden_size, form=form).double()
+        self.correction = random_correction(self.drafter.config.hidden_size).double()
         weights = self.drafter.embed_tokens.weight, self.drafter.lm_head.weight
         self.drafter.correction = DraftCorrection(self.correction, *weights)
 
@@ -40,8 +39,8 @@ class Corrected:
         """Of the slot behind a path, [V], -inf outside of the draft vocabulary."""
         normed_D = normed_KD[len(path)]
         if path:
-            embeddings = [self.drafter.embed_tokens.weight[token] for token in path]
-            normed_D = normed_D + term_of(self.correction, normed_D, embeddings, normed_KD[0])
+            embedding = self.drafter.embed_tokens.weight[path[-1]]
+            normed_D = normed_D + term_of(self.correction, normed_D, embedding, len(path))
         return self.own_logits(normed_D)
 
     def own_logits(self, normed_D: Tensor) -> Tensor:
@@ -76,26 +75,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("draft_vocab_size", "draft_sampling", "form"),
-    [
-        (320, "argmax", "gated"),
-        (100, "argmax", "markov"),
-        (100, "argmax", "recurrent"),
-        (320, "probabilistic", "recurrent"),
-        (100, "probabilistic", "gated"),
-    ],
+    ("draft_vocab_size", "draft_sampling"),
+    [(320, "argmax"), (100, "argmax"), (320, "probabilistic"), (100, "probabilistic")],
 )
-def test_every_draft_knows_those_before(
-    target: TargetModel,
-    seen: list[Tensor],
-    draft_vocab_size: int,
-    draft_sampling: str,
-    form: CorrectionForm,
+def test_every_draft_knows_the_one_before(
+    target: TargetModel, seen: list[Tensor], draft_vocab_size: int, draft_sampling: str
 ) -> None:
     lens = [K, 2, K]
     step = prompt_step(target, PROMPTS, [0.9, 0.0, 1.4], [3, 4, 5], k=lens)
     options = {"draft_vocab_size": draft_vocab_size, "draft_sampling": draft_sampling}
-    made = Corrected(target, step, form, **options)
+    made = Corrected(target, step, **options)
     with torch.inference_mode():
         drafts = made.proposer.propose(step)
     order = [0, 2, 1]  # those with the most drafts come first
@@ -136,7 +125,7 @@ class OnlyAfter:
 def test_a_grammar_masks_corrected_logits(target: TargetModel, seen: list[Tensor]) -> None:
     grammar = OnlyAfter(len(PROMPTS), target.vocab_size)
     step = replace(prompt_step(target, PROMPTS), constraint=grammar)
-    made = Corrected(target, step, "recurrent", draft_vocab_size=100)
+    made = Corrected(target, step, draft_vocab_size=100)
     with torch.inference_mode():
         drafts = made.proposer.propose(step).tokens_BK
     for b in range(len(PROMPTS)):
@@ -146,21 +135,18 @@ def test_a_grammar_masks_corrected_logits(target: TargetModel, seen: list[Tensor
             assert int(drafts[b, slot]) == int(logits_V.argmax())
 
 
-@pytest.mark.parametrize(
-    ("draft_vocab_size", "form"), [(320, "gated"), (70, "markov"), (70, "recurrent")]
-)
+@pytest.mark.parametrize("draft_vocab_size", [320, 70])
 @pytest.mark.parametrize("device_way", [False, True])
 def test_the_children_of_a_tree_know_their_parents(
     target: TargetModel,
     seen: list[Tensor],
     monkeypatch: pytest.MonkeyPatch,
     draft_vocab_size: int,
-    form: CorrectionForm,
     device_way: bool,
 ) -> None:
     lens, shape = [K, 2, K], CandidateTrees(3, K, 20)
     step = prompt_step(target, PROMPTS, k=lens)
-    made = Corrected(target, step, form, draft_vocab_size=draft_vocab_size, trees=shape)
+    made = Corrected(target, step, draft_vocab_size=draft_vocab_size, trees=shape)
     if device_way:
         monkeypatch.setattr(made.proposer, "grow", partial(grown_as_on_a_card, made.proposer))
     with torch.inference_mode():
@@ -207,13 +193,12 @@ def marginal(made: Corrected, normed_KD: Tensor, path: Sequence[int]) -> Tensor:
     return (made.own_logits(normed_KD[len(path)]) / TREE_TEMPERATURE).log_softmax(-1)
 
 
-@pytest.mark.parametrize("form", CORRECTION_FORMS)
 def test_trees_under_a_grammar_know_the_parents_too(
-    target: TargetModel, seen: list[Tensor], form: CorrectionForm
+    target: TargetModel, seen: list[Tensor]
 ) -> None:
     """`grow_trees` asks for logits behind a path; the whole vocabulary is corrected."""
     step = prompt_step(target, PROMPTS)
-    made = Corrected(target, step, form, draft_vocab_size=70, trees=CandidateTrees(3, K, 7))
+    made = Corrected(target, step, draft_vocab_size=70, trees=CandidateTrees(3, K, 7))
     with torch.inference_mode():
         drafts = made.proposer.propose(step)
     unused: Any = None

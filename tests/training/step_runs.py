@@ -53,7 +53,7 @@ class Case:
         packed: two documents a row.
         frozen: which ends of the head are not trained, "embeddings" and "lm_head".
         quantization: type that the linear layers are rounded to.
-        correction: form of a correction that is trained with the head.
+        correction: whether a correction is trained with the head.
     """
 
     segments: int = 1
@@ -67,7 +67,7 @@ class Case:
     packed: bool = False
     frozen: tuple[str, ...] = ()
     quantization: str | None = None
-    correction: str | None = None
+    correction: bool = False
 
     @property
     def config(self) -> TrainConfig:
@@ -87,9 +87,7 @@ class Case:
                 },
                 "method": {"depth": 6, **self.method},
                 "optimizer": {"steps": 3, "name": self.optimizer},
-                "correction": {"train": "together", "form": self.correction, "width": 48}
-                if self.correction
-                else {},
+                "correction": {"train": "together", "width": 48} if self.correction else {},
                 "run": {"device": "cpu", **self.run},
             }
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 from peagle.data.batches import Batch
 from peagle.data.features import TargetStates
 from peagle.models.correction import Correction
-from peagle.models.correction_form import CORRECTION_FORMS, CorrectionForm
 from peagle.models.drafter import Drafter
 from peagle.training.config import MethodSection
 from peagle.training.step import Objective, TrainingStep
@@ -25,10 +24,10 @@ SECTION = MethodSection(depth=5, depth_decay=0.9, cod_ratio=0.8, cod_floor=0.3) 
 SEED, ALONE, OWN = 6, 0.3, 0.25
 
 
-def make_correction(size: int, form: CorrectionForm) -> Correction:
+def make_correction(size: int) -> Correction:
     """Random weights, whose term is about as large as the states."""
     torch.manual_seed(3)
-    correction = Correction(size, rank=4, width=7, num_slots=SECTION.depth - 1, form=form).double()
+    correction = Correction(size, rank=4, width=7, num_slots=SECTION.depth - 1).double()
     correction.reset(1)
     with torch.no_grad():
         for parameter in correction.parameters():
@@ -75,7 +74,7 @@ def in_one_pass(
     total, weight, differ = torch.zeros((), dtype=torch.float64), 0.0, 0
     for (row, anchor), normed in chains.items():
         assert sorted(normed) == list(range(len(normed)))
-        lot, before = float(lots[row, anchor]), []
+        lot = float(lots[row, anchor])
         takes_own = ALONE <= lot < ALONE + own_share
         last = normed[0]
         for depth in range(len(normed)):
@@ -84,8 +83,8 @@ def in_one_pass(
                 drafted = head.to_target_ids(head.lm_head(last).argmax())
                 differ += int(takes_own and bool(drafted != text))
                 table = head.embed_tokens.weight
-                before.append(table[drafted].detach() if takes_own else table[text])
-                last = normed[depth] + term_of(correction, normed[depth], before, normed[0])
+                before = table[drafted].detach() if takes_own else table[text]
+                last = normed[depth] + term_of(correction, normed[depth], before, depth)
             state = normed[depth] if lot < ALONE else last
             log_q = head.lm_head(state).log_softmax(-1)
             target = states.hidden_BNH[row, anchor + depth + 1] @ matrix.mT
@@ -108,17 +107,14 @@ def gradients(*modules: torch.nn.Module) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("form", CORRECTION_FORMS)
 @pytest.mark.parametrize(
     ("own", "options"), [(0.0, {}), (OWN, {"norm_output": True, "draft_vocab_size": 40})]
 )
-def test_gradients_are_those_of_one_pass(
-    form: CorrectionForm, own: float, options: dict[str, Any]
-) -> None:
+def test_gradients_are_those_of_one_pass(own: float, options: dict[str, Any]) -> None:
     head = make_head(**options)
     if head.config.is_pruned:
         head.set_draft_vocabulary(torch.arange(VOCAB - 40, VOCAB))
-    correction = make_correction(head.config.hidden_size, form)
+    correction = make_correction(head.config.hidden_size)
     batch, states, matrix = make_inputs()
     loss, differ = in_one_pass(head, correction, matrix, own)
     assert (differ > 5) == (own > 0), "some drafts are not the text's tokens"

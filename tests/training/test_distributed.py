@@ -120,7 +120,7 @@ def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_pa
         {"head": {"freeze_embeddings": True, "freeze_lm_head": True}},
         {"head": {"quantization": "int8", "group_size": 16}},
         {
-            "correction": {"train": "together", "form": "recurrent", "own_drafts": 0.25},
+            "correction": {"train": "together", "own_drafts": 0.25},
             "run": {"segments": 3},
         },
         {"run": {"validation_batches": 1}, "data": {"batch_tokens": 64}},

@@ -71,10 +71,8 @@ CASES: dict[str, Case] = {
         2, True, head={"vocab_size": 4000, "draft_vocab_size": 2000}, frozen=BOTH, optimizer="muon"
     ),
     "frozen in bfloat16": Case(2, run={"precision": "bfloat16"}, frozen=BOTH),
-    "correction": Case(2, correction="gated"),
-    "correction of paths": Case(3, correction="recurrent"),
-    "correction of sums": Case(2, correction="diagonal"),
-    "Markov correction": Case(1, correction="markov", run={"precision": "bfloat16"}),
+    "correction": Case(2, correction=True),
+    "correction in bfloat16": Case(1, correction=True, run={"precision": "bfloat16"}),
     "int4": Case(2, head=EVEN, quantization="int4", optimizer="muon"),
     "int8 in bfloat16": Case(2, head=EVEN, quantization="int8", run={"precision": "bfloat16"}),
 }
@@ -238,7 +236,7 @@ WORK: dict[str, Case] = {
     "deep": Case(2, method={"depth": 9, "cod_ratio": 0.7}, head={"num_layers": 2}),
     "eagle3": Case(method={"name": "eagle3", "depth": 4}),
     "frozen": Case(head={"vocab_size": 900, "draft_vocab_size": 600}, frozen=BOTH),
-    "correction": Case(2, correction="recurrent"),
+    "correction": Case(2, correction=True),
 }
 
 

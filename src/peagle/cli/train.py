@@ -40,7 +40,7 @@ peagle train head.toml --resume
 peagle train head.toml --resume --set optimizer.steps=4000
 
 # A head and its correction, trained together
-peagle train head.toml --set correction.train=together --set correction.form=recurrent
+peagle train head.toml --set correction.train=together
 
 # A correction of a head that stays as it is, fitted in minutes on the same data and kept beside it
 peagle train head.toml --correction-on out/head
@@ -225,7 +225,7 @@ def _facts(trainer: Trainer) -> Iterator[str]:
     length = f"{minutes:g} minutes" if steps is None else f"{steps} steps"
     kind = "correction" if own.on is not None else f"{plan.method.name} head"
     if own.train == "together":
-        kind += f" with a {own.form} correction"
+        kind += " with a correction"
     yield (
         f"{kind}: {parameters / 1e6:.2f}M parameters, "
         f"{len(trainer.dataset)} sequences, {trainer.stream.steps_per_epoch} steps an epoch, "

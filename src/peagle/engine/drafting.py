@@ -420,13 +420,9 @@ class HeadDrafting(Drafting):
         states_KW = slots.states_KW.cpu()
 
         def after(path: SequenceOf[int]) -> Tensor:
-            logits_1V = logits_KV[len(path)].unsqueeze(0)
-            state_1W = path_1W = states_KW[0].unsqueeze(0)
-            for slot, token in enumerate(path, start=1):
-                states_1W = states_KW[slot].unsqueeze(0)
-                state_1W, path_1W = correction.follow(states_1W, path_1W, torch.tensor([token]))
+            logits_1V, states_1W = logits_KV[len(path), None], states_KW[len(path), None]
             if path:
-                logits_1V = correction.add(logits_1V, state_1W, torch.tensor(path[-1:]))
+                logits_1V = correction.add(logits_1V, states_1W, torch.tensor(path[-1:]))
             return at_least_float32(logits_1V[0])
 
         return after

@@ -585,13 +585,11 @@ class EagerDraft:
             self._put(logits_NJV, sequences_N, first)
             return
         # What may or should come next depends on what was chosen before it: one column at a time.
-        path_NW = None if states_NJW is None else states_NJW[:, 0]
         for j in range(logits_NJV.shape[1]):
             logits_NV = logits_NJV[:, j]
-            if correction is not None and states_NJW is not None and path_NW is not None and j:
+            if correction is not None and states_NJW is not None and j:
                 tokens_N = self._tokens_BK[sequences_N, first + j - 1]
-                state_NW, path_NW = correction.follow(states_NJW[:, j], path_NW, tokens_N)
-                logits_NV = correction.add(logits_NV, state_NW, tokens_N)
+                logits_NV = correction.add(logits_NV, states_NJW[:, j], tokens_N)
             mask_BV = None if constraint is None else constraint.mask(self._device)
             if mask_BV is not None:
                 mask_NV = mask_BV[sequences_N][:, self._proposer.target_ids]

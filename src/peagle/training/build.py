@@ -145,15 +145,9 @@ def _corrected(folder: Path, config: TrainConfig, target: TargetFacts) -> Built:
 
 
 def build_correction(hidden_size: int, config: TrainConfig) -> Correction:
-    """Return an empty correction of the form and sizes that a run asks for."""
-    own = config.correction
-    return Correction(
-        hidden_size,
-        rank=own.rank,
-        width=own.width,
-        num_slots=config.method.depth - 1,
-        form=own.form,
-    )
+    """Return an empty correction of the sizes that a run asks for."""
+    own, num_slots = config.correction, config.method.depth - 1
+    return Correction(hidden_size, rank=own.rank, width=own.width, num_slots=num_slots)
 
 
 def _fresh_correction(drafter: Drafter, config: TrainConfig) -> Correction:
@@ -195,7 +189,7 @@ def _warm_correction(init: InitHead, config: TrainConfig, drafter: Drafter) -> C
     if stored is None:
         return None
     fresh = build_correction(drafter.config.hidden_size, config)
-    for name in ("form", "rank", "width"):
+    for name in ("rank", "width"):
         asked, found = getattr(fresh, name), getattr(stored, name)
         if asked != found:
             raise UserError(
@@ -204,9 +198,8 @@ def _warm_correction(init: InitHead, config: TrainConfig, drafter: Drafter) -> C
                 f"{found!r} to go on with it, or move that file away for a new one."
             )
     taken = stored.state_dict()
-    if "slots" in taken:
-        # Slots that the stored one does not know take its last p, as in drafting.
-        taken["slots"] = stored.of_slots(torch.arange(1, config.method.depth))
+    # Slots that the stored one does not know take its last p, as in drafting.
+    taken["slots"] = stored.of_slots(torch.arange(1, config.method.depth))
     fresh.load_state_dict(taken)
     return fresh.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
 

@@ -1,4 +1,4 @@
-"""Chains of elements: what a correction that is trained with its head needs of their order.
+"""Chains of elements: their order and shares, for a correction that is trained with its head.
 
 Shapes: M graded elements, C chains, E elements of a depth.
 """
@@ -44,12 +44,10 @@ class ChainPlan:
     """How a correction sees the elements of a part below depth 0.
 
     Attributes:
-        every: all chains, for a form that follows their paths; None for others.
         own: the chains whose slots are conditioned on the head's own drafts; None: no chain is.
         is_alone_M: the elements of chains that are graded without the correction.
     """
 
-    every: Chains | None
     own: Chains | None
     is_alone_M: Tensor
 
@@ -60,7 +58,6 @@ class ChainPlan:
         anchor_M: Tensor,
         depth_M: Tensor,
         *,
-        follows_paths: bool,
         lots_BN: Tensor | None = None,
         alone: float = 0.0,
         own_drafts: float = 0.0,
@@ -68,18 +65,16 @@ class ChainPlan:
         """Plan the elements of a part.
 
         Args:
-            follows_paths: the form of the correction does.
             lots_BN: a uniform number for the chain of each anchor, which decides; None: no chain is
                 graded alone or conditioned on own drafts.
             alone, own_drafts: shares of the chains.
         """
-        of_part, every, own = (row_M, anchor_M, depth_M), None, None
-        if follows_paths:
-            every = Chains.of(*of_part, torch.ones_like(row_M, dtype=torch.bool))
+        own = None
         lots_M = torch.ones_like(row_M, dtype=torch.float32)
         if lots_BN is not None:
             lots_M = lots_BN[row_M, anchor_M]
         is_alone_M = lots_M < alone
         if own_drafts:
-            own = Chains.of(*of_part, ~is_alone_M & (lots_M < alone + own_drafts))
-        return cls(every, own, is_alone_M)
+            takes_own_M = ~is_alone_M & (lots_M < alone + own_drafts)
+            own = Chains.of(row_M, anchor_M, depth_M, takes_own_M)
+        return cls(own, is_alone_M)

@@ -13,7 +13,6 @@ from peagle.config import require_folder, require_writable_folder
 from peagle.config.checks import did_you_mean
 from peagle.errors import UserError, short_repr
 from peagle.model_folder import read_json
-from peagle.models.correction_form import CorrectionForm
 from peagle.models.gguf_header import is_gguf
 from peagle.models.head_json import refuse_whole_model
 from peagle.models.head_quantization import (
@@ -231,11 +230,8 @@ class CorrectionSection(_Section):
             correction where `on` names a head.
         on: folder of a head to fit a correction on, in place of training a head; none trains a
             head. The correction is written beside the head.
-        form: "gated", a term of the slot and the token before it; "markov", a low-rank term of that
-            token alone; "diagonal", the gated term of a decayed sum of all tokens of the drafted
-            path; "recurrent", the gated term with a GRU's state along that path.
         rank, width: r and W of the term; a slot reads r numbers of each token of the draft
-            vocabulary. "markov" has no width.
+            vocabulary.
         alone: share of the chains that are graded without the correction when both are trained
             together, so that the head by itself keeps its worth; of the loss this is a weight of
             alone for the head's own logits and 1 - alone for the corrected ones.
@@ -249,7 +245,6 @@ class CorrectionSection(_Section):
 
     train: Literal["after", "together"] = "after"
     on: Annotated[Path | None, _model("draft")] = None
-    form: CorrectionForm = "gated"
     rank: int = Field(64, ge=1)
     width: int = Field(256, ge=1)
     alone: float = Field(0.25, ge=0, le=0.75)
@@ -269,11 +264,8 @@ class CorrectionSection(_Section):
         """
         if not self.is_trained:
             return None
-        shape = {"form", "rank", "width"}
-        if self.on is None:
-            return self.model_dump(mode="json", include={*shape, "train", "alone", "own_drafts"})
-        young = {"form"} if self.form == "gated" else set[str]()  # older checkpoints lack it
-        return self.model_dump(mode="json", include={*shape, "survival"} - young)
+        own = {"survival"} if self.on is not None else {"train", "alone", "own_drafts"}
+        return self.model_dump(mode="json", include={"rank", "width", *own})
 
 
 OptimizerName = Literal["adamw", "muon"]

@@ -6,12 +6,12 @@ instead, found depth by depth as serving finds them, and another share is graded
 correction, so that the head alone keeps its worth.
 
 The logits of n + P r are those of n with the correction's term, since W2 = lm_head P: so the loss
-needs no second projection, and its chunks need not hold whole chains. A form that knows one token
-before its slot needs no chain at all where that token is the text's. The state of a path and own
-drafts need all elements of a chain before them, and find these in the same part of the partition.
+needs no second projection, and its chunks need not hold whole chains. A slot needs no chain at all
+where the token before it is the text's. Own drafts need all elements of a chain before them, and
+find these in the same part of the partition.
 
 Shapes: B rows, N positions, M graded elements, C chains, E elements of a depth, O elements of
-chains on own drafts, D drafter width, W width of the correction.
+chains on own drafts, D drafter width.
 """
 
 import torch
@@ -29,8 +29,8 @@ def corrected_states(
 ) -> Tensor:
     """Return the normed hidden states whose logits are the corrected ones, [M, D].
 
-    Gradients go to the correction, to the elements' states, and to the embedding and depth 0 that
-    `graded.roots` lends; the embedding of an own draft gets none.
+    Gradients go to the correction, to the elements' states, and to the embedding that
+    `graded.roots` lends; depth 0 and the embedding of an own draft get none.
 
     Args:
         graded: elements below depth 0, with their roots and their plan.
@@ -45,24 +45,8 @@ def corrected_states(
         given = graded, roots, plan.own
         own_O, own_OD = _own_drafts(drafter, correction, *given, normed_MD.detach(), chunk_rows)
         embedding_MD = embedding_MD.index_copy(0, own_O, own_OD.to(embedding_MD.dtype))
-    token_MW, path_MW = correction.read(embedding_MD), None
-    if plan.every is not None:
-        path_MW = _paths(correction, plan.every, _begin(drafter, roots, plan.every), token_MW)
-    corrected_MD = correction(normed_MD, token_MW, at.depth, path_MW)
+    corrected_MD = correction(normed_MD, embedding_MD, at.depth)
     return torch.where(plan.is_alone_M.unsqueeze(1), normed_MD, corrected_MD)
-
-
-def _paths(correction: Correction, chains: Chains, root_CD: Tensor, token_MW: Tensor) -> Tensor:
-    """Return the state of the path before each element, [M, W], from n_0 of the chains."""
-    path_EW = correction.begin_paths(root_CD)
-    assert path_EW is not None, "the form follows paths"
-    parts = []
-    for elements_E in chains.elements:
-        token_EW = token_MW.index_select(0, elements_E)
-        path_EW = correction.follow(path_EW[: len(elements_E)], token_EW)
-        parts.append(path_EW)
-    place_M = torch.cat(chains.elements).argsort()
-    return torch.cat(parts).index_select(0, place_M)
 
 
 @torch.no_grad()
@@ -79,24 +63,15 @@ def _own_drafts(
     [O, D].
     """
     found: list[Tensor] = []
-    hidden_ED = _begin(drafter, roots, chains)
-    path_EW = correction.begin_paths(hidden_ED)
+    at_C = chains.row_C * roots.hidden_BND.shape[1] + chains.anchor_C
+    hidden_ED = drafter.normed(roots.hidden_BND.flatten(0, 1).index_select(0, at_C))
     for elements_E in chains.elements:
         count = len(elements_E)
         embedding_ED = drafter.embed_tokens(_drafts(drafter, hidden_ED[:count], chunk_rows))
         found.append(embedding_ED)
-        token_EW = correction.read(embedding_ED)
-        if path_EW is not None:
-            path_EW = correction.follow(path_EW[:count], token_EW)
         slot_E = graded.selected.depth[elements_E]
-        hidden_ED = correction(normed_MD[elements_E], token_EW, slot_E, path_EW)
+        hidden_ED = correction(normed_MD[elements_E], embedding_ED, slot_E)
     return torch.cat(chains.elements), torch.cat(found)
-
-
-def _begin(drafter: Drafter, roots: Roots, chains: Chains) -> Tensor:
-    """Return the normed hidden states of depth 0 with which chains begin, [C, D]."""
-    at_C = chains.row_C * roots.hidden_BND.shape[1] + chains.anchor_C
-    return drafter.normed(roots.hidden_BND.flatten(0, 1).index_select(0, at_C))
 
 
 def _drafts(drafter: Drafter, hidden_ED: Tensor, chunk_rows: int) -> Tensor:

@@ -254,7 +254,7 @@ class _ContextPass:
         there is a correction, the tensors of `Roots`.
         """
         pairs = (self._keys_values[layer] for layer in sorted(self._keys_values))
-        roots = [self._embedding_BND, self.hidden_BND] if self._lends_roots else []
+        roots = [self._embedding_BND, self.hidden_BND.detach()] if self._lends_roots else []
         return [self._mask_embedding, self._shared, *(x for pair in pairs for x in pair), *roots]
 
 

@@ -117,10 +117,9 @@ class Objective:
         """
         if self.correction is None:
             return None
-        how = {"follows_paths": self.correction.follows_paths, **self._shares}
 
         def plan(at: Selected) -> ChainPlan:
-            return ChainPlan.of(at.row, at.anchor, at.depth, lots_BN=lots_BN, **how)
+            return ChainPlan.of(at.row, at.anchor, at.depth, lots_BN=lots_BN, **self._shares)
 
         return plan
 

@@ -384,15 +384,9 @@ def _correction_bytes(shape: TrainingShape, positions: int, elements: int) -> in
     """Return the bytes that a correction of elements keeps, and those of what it borrows."""
     own, size, width = shape.config.correction, shape.dtype.itemsize, shape.head.hidden_size
     # Embeddings, scaled ones, terms and corrected states; the rest is of the term's own width.
-    numbers, roots = 4 * width + own.rank, 1
-    if own.form == "gated":
-        numbers += 4 * own.width
-    elif own.form == "diagonal":
-        numbers, roots = numbers + 6 * own.width, 2
-    elif own.form == "recurrent":
-        numbers, roots = numbers + 14 * own.width, 2
-    # Gradients of the borrowed tensors, and their float32 sums.
-    return elements * numbers * size + roots * positions * width * (size + 4)
+    numbers = 4 * width + own.rank + 4 * own.width
+    # The gradient of the borrowed embedding, and its float32 sum.
+    return elements * numbers * size + positions * width * (size + 4)
 
 
 def _loss_bytes(shape: TrainingShape, graded: int) -> int:

@@ -67,7 +67,7 @@ class Roots:
 
     Attributes:
         embedding_BND: of the token after each position.
-        hidden_BND: the head's output at depth 0, before the final norm.
+        hidden_BND: the head's output at depth 0, before the final norm, without its past.
     """
 
     embedding_BND: Tensor

@@ -7,7 +7,6 @@ the tests of outputs, of beams and of a corrected head alone.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,9 +25,7 @@ from peagle.engine.sequence import SequenceStatus
 from peagle.engine.step.graph_runner import Flight, GraphRunner, RowTokens
 from peagle.kernels.attention.kv_moves import SlotMoves
 from peagle.kernels.paths import TreePaths
-from peagle.models.correction_form import CorrectionForm
 from peagle.speculation import Drafts
-from tests.corrections import add_correction
 from tests.engine.engines import replant
 
 pytest.importorskip("triton")
@@ -485,29 +482,6 @@ def test_a_corrected_head(device: str, length: int, shape: dict[str, int]) -> No
     assert [o.stats for o in found] == [o.stats for o in eager]
     assert llm.stats.eager_steps == {}
     assert all(0 < o.stats.num_accepted_tokens < o.stats.num_draft_tokens for o in found[:2])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("torch_attention")
-@pytest.mark.parametrize(
-    "device",
-    [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)],
-)
-@pytest.mark.parametrize("form", ["markov", "diagonal", "recurrent"])
-def test_corrections_of_other_forms(device: str, form: CorrectionForm, tmp_path: Path) -> None:
-    """Beside the bundled head; trees of the recurrent form have no kernel."""
-    head = tmp_path / "head"
-    shutil.copytree(BUNDLED_PEAGLE, head)
-    add_correction(head, form)
-    prompts, params = ["def fibonacci(n):", "import os\n"], [GREEDY, SAMPLED]
-    build = partial(make, Path(BUNDLED_TARGET), device=device, max_model_len=128)
-    plain = build(None, eager=True).generate(prompts, params)
-    eager = build(head, eager=True).generate(prompts, params)
-    llm = build(head)
-    found = llm.generate(prompts, params)
-    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
-    assert [o.stats for o in found] == [o.stats for o in eager]
-    assert llm.stats.eager_steps == {}
 
 
 @interpreted

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from peagle.models.correction import DraftCorrection
-from peagle.models.correction_form import CORRECTION_FORMS, CorrectionForm
 from tests.corrections import random_correction
 from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
 
@@ -19,19 +18,19 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a card, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from peagle.kernels.drafts import correction_triton
-from peagle.kernels.drafts.correction_triton import (
-    Paths,
-    WalkScratch,
-    correct_logits,
-    walk_chains,
-)
+from peagle.kernels.drafts.correction_triton import WalkScratch, correct_logits, walk_chains
 
 # Rows, W, r, DV and V: whole blocks and beside them, one row and more than a program's.
 SIZES = [(1, 64, 16, 128, 128), (3, 5, 1, 7, 30), (16, 70, 64, 129, 300), (37, 256, 65, 500, 500)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def made(size: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+Weights = tuple[Tensor, Tensor, Tensor]
+
+
+def made(
+    size: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Weights]:
     """Logits, states and drafts, two of every three rows and columns of larger tensors; weights."""
     rows, width, rank, vocab_size, num_ids = size
     torch.manual_seed(0)
@@ -44,13 +43,12 @@ def made(size: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor
     )
     logits, states, tokens, down, weight = (x.to(device, dtype) for x in floats)
     drafts = torch.randint(num_ids, (rows, 4), device=device)
-    return logits, states, drafts, tokens, down, weight
+    return logits, states, drafts, (tokens, down, weight)
 
 
-def by_loops(
-    logits_NV: Tensor, states_NW: Tensor, drafts_N: Tensor, tokens: Tensor, down: Tensor, w: Tensor
-) -> Tensor:
+def by_loops(logits_NV: Tensor, states_NW: Tensor, drafts_N: Tensor, weights: Weights) -> Tensor:
     """The reference: a row at a time, in float64."""
+    tokens, down, w = weights
     out = logits_NV.double().clone()
     for n, draft in enumerate(drafts_N.tolist()):
         inner = states_NW[n].double() + tokens[draft].double()
@@ -68,10 +66,10 @@ def by_loops(
 def test_one_slot_of_a_batch(size: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter's product of bfloat16 matrices is wrong")
-    logits, states, drafts, *weights = made(size, dtype, device)
-    expected = by_loops(logits[:, 1], states[:, 1], drafts[:, 2], *weights)
+    logits, states, drafts, weights = made(size, dtype, device)
+    expected = by_loops(logits[:, 1], states[:, 1], drafts[:, 2], weights)
     before = logits.clone()
-    correct_logits(logits[:, 1], states[:, 1], drafts[:, 2], *weights)
+    correct_logits(logits[:, 1], states[:, 1], drafts[:, 2], weights)
     torch.testing.assert_close(
         logits[:, 1].double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
@@ -79,46 +77,35 @@ def test_one_slot_of_a_batch(size: tuple[int, ...], dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", CORRECTION_FORMS)
-def test_the_kernel_does_what_drafting_by_torch_does(device: str, form: CorrectionForm) -> None:
+def test_the_kernel_does_what_drafting_by_torch_does(device: str) -> None:
     torch.manual_seed(0)
-    correction = random_correction(24, rank=8, width=40, form=form).to(device)
+    correction = random_correction(24, rank=8, width=40).to(device)
     embedding, lm_head = torch.randn(50, 24, device=device), torch.randn(30, 24, device=device)
     ready = DraftCorrection(correction, embedding, lm_head)
     normed, logits = torch.randn(5, 4, 24, device=device), torch.randn(5, 4, 30, device=device)
     states, tokens = ready.start(normed), torch.randint(50, (5,), device=device)
-    before = torch.randn(5, 3, states.shape[2], device=device)[:, 1]
-    state, after = ready.follow(states[:, 2], before, tokens)
-    expected = ready.add(logits[:, 2], state, tokens)
+    expected = ready.add(logits[:, 2], states[:, 2], tokens)
     assert (expected - logits[:, 2]).abs().max() > 0.1
-    paths = None
-    if ready.decay_W is not None:
-        state, paths = states[:, 2], Paths(before, torch.empty_like(after), ready.decay_W)
-    weights = ready.tokens_VW, ready.down_rW, ready.weight_Vr
-    correct_logits(logits[:, 2], state, tokens, *weights, paths)
+    correct_logits(logits[:, 2], states[:, 2], tokens, ready.weights)
     torch.testing.assert_close(logits[:, 2], expected, rtol=1e-4, atol=1e-4)
-    if paths is not None:
-        torch.testing.assert_close(paths.after_NW, after, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_token_will_do_where_drafts_mean_nothing(device: str) -> None:
-    logits, states, _, *weights = made(SIZES[1], torch.float32, device)
+    logits, states, _, weights = made(SIZES[1], torch.float32, device)
     wild = torch.tensor([-1, 2147483647, 0], device=device)
-    expected = by_loops(logits[:, 0], states[:, 0], wild.clamp(0, len(weights[0]) - 1), *weights)
-    correct_logits(logits[:, 0], states[:, 0], wild, *weights)
+    expected = by_loops(logits[:, 0], states[:, 0], wild.clamp(0, len(weights[0]) - 1), weights)
+    correct_logits(logits[:, 0], states[:, 0], wild, weights)
     torch.testing.assert_close(logits[:, 0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["markov", "gated", "diagonal"])
 @pytest.mark.parametrize(
     ("rows", "num_slots", "vocab", "most_chunks"),
     [(1, 1, 30, 256), (5, 4, 129, 256), (17, 3, 1030, 2), (3, 7, 700, 256)],
 )
 def test_a_walk_is_a_loop_over_slots(
     device: str,
-    form: CorrectionForm,
     rows: int,
     num_slots: int,
     vocab: int,
@@ -128,7 +115,7 @@ def test_a_walk_is_a_loop_over_slots(
     """By torch, a slot at a time; two of three rows and columns of larger tensors."""
     monkeypatch.setattr(correction_triton, "_MOST_CHUNKS", most_chunks)
     torch.manual_seed(vocab)
-    correction = random_correction(24, rank=8, width=40, form=form).to(device)
+    correction = random_correction(24, rank=8, width=40).to(device)
     embedding, lm_head = (torch.randn(n, 24, device=device) for n in (2 * vocab + 1, vocab))
     ready = DraftCorrection(correction, embedding, lm_head)
     normed = torch.randn(rows, num_slots, 24, device=device)
@@ -138,18 +125,16 @@ def test_a_walk_is_a_loop_over_slots(
     ids = torch.arange(vocab, device=device)
     out = torch.full((rows, num_slots + 2), -77, dtype=torch.int64, device=device)
     for d2t in (None, ids % 2 + ids):
-        path, expected = states[:, 0], list[Tensor]()
+        expected = list[Tensor]()
         for j in range(num_slots):
             slot = before[:, j]
             if j:
-                state, path = ready.follow(states[:, j], path, expected[-1])
-                slot = ready.add(slot, state, expected[-1])
+                slot = ready.add(slot, states[:, j], expected[-1])
             chosen = slot.argmax(-1)
             expected.append(chosen if d2t is None else chosen + d2t[chosen])
         scratch = WalkScratch.allocate(rows, vocab, device)
         scratch.max_2NC.fill_(torch.inf)
-        weights = ready.tokens_VW, ready.down_rW, ready.weight_Vr
-        walk_chains(logits, states, d2t, weights, ready.decay_W, scratch, out[:, 1:-1])
+        walk_chains(logits, states, d2t, ready.weights, scratch, out[:, 1:-1])
         assert torch.equal(out[:, 1:-1], torch.stack(expected, 1))
         assert bool((out[:, [0, -1]] == -77).all()), "written beside its places"
     assert torch.equal(logits, before)
@@ -158,11 +143,10 @@ def test_a_walk_is_a_loop_over_slots(
 @pytest.mark.parametrize("device", DEVICES)
 def test_broken_logits_give_some_token_and_spoil_no_other_row(device: str) -> None:
     torch.manual_seed(0)
-    correction = random_correction(24, rank=8, width=40, form="diagonal").to(device)
+    correction = random_correction(24, rank=8, width=40).to(device)
     embedding, lm_head = torch.randn(50, 24, device=device), torch.randn(30, 24, device=device)
     ready = DraftCorrection(correction, embedding, lm_head)
     normed, logits = torch.randn(3, 4, 24, device=device), torch.randn(3, 4, 30, device=device)
-    weights = ready.tokens_VW, ready.down_rW, ready.weight_Vr
     found = []
     for broken in (False, True):
         if broken:
@@ -170,7 +154,7 @@ def test_broken_logits_give_some_token_and_spoil_no_other_row(device: str) -> No
         out = torch.zeros(3, 4, dtype=torch.int64, device=device)
         states, scratch = ready.start(normed), WalkScratch.allocate(3, 30, device)
         d2t = torch.full((30,), 20, device=device)
-        walk_chains(logits, states, d2t, weights, ready.decay_W, scratch, out)
+        walk_chains(logits, states, d2t, ready.weights, scratch, out)
         found.append(out)
     assert torch.equal(found[0][::2], found[1][::2])
     assert bool(((found[1] >= 20) & (found[1] < 50)).all())
@@ -179,5 +163,5 @@ def test_broken_logits_give_some_token_and_spoil_no_other_row(device: str) -> No
 @pytest.mark.slow
 def test_kernels_of_corrections_compile_for_a_card() -> None:
     found = compile_for_card("corrections")
-    assert len(found) == 3 * 2 + 1
+    assert len(found) == 3
     assert all(kernel["stack"] <= 8 for kernel in found.values())

@@ -102,13 +102,13 @@ def test_a_search_gives_the_trees_of_all_depths_at_once(data: st.DataObject) -> 
             own = logits[:, column, None] + (after_VV[tokens] if column else 0)
             return torch.log_softmax(own / 0.7, -1)
 
-        def children(column: int, tokens_BW: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        def children(column: int, tokens_BW: Tensor) -> tuple[Tensor, Tensor]:
             found = logprobs(column, tokens_BW)
             return found, torch.arange(vocab).expand_as(found)
 
-        def ranked(b: int, path: tuple[int, ...]) -> tuple[list[float], list[int]]:
-            tokens = torch.full((num_seqs, 1), path[-1] if path else 0)
-            best = logprobs(len(path), tokens)[b, 0].sort(descending=True)
+        def ranked(b: int, column: int, token: int) -> tuple[list[float], list[int]]:
+            tokens = torch.full((num_seqs, 1), token)
+            best = logprobs(column, tokens)[b, 0].sort(descending=True)
             return best.values.tolist(), best.indices.tolist()
 
         after, hook = ranked, children
@@ -131,13 +131,9 @@ def test_children_may_depend_on_their_parent() -> None:
     """The hook: after an odd token only 0 may follow, after an even one only 1."""
     logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     asked: list[int] = []
-    levels: list[Tensor] = []
 
-    def children(column: int, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Tensor]:
+    def children(column: int, tokens_BW: Tensor) -> tuple[Tensor, Tensor]:
         asked.append(column)
-        if levels:
-            assert (tokens_BW[:, :2] == (levels[-1].gather(1, parents_BW) + 1)[:, :2] % 2).all()
-        levels.append(tokens_BW)
         tokens = ((tokens_BW + 1) % 2).unsqueeze(2).expand(-1, -1, 2)
         return torch.tensor([-0.1, -torch.inf]).expand_as(tokens), tokens
 

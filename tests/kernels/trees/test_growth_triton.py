@@ -8,13 +8,11 @@ from torch import Tensor
 
 from peagle.kernels.trees.growth import best_first_trees, count_nodes
 from peagle.models.correction import Correction, DraftCorrection
-from peagle.models.correction_form import CorrectionForm
 from tests.kernels.devices import DEVICES, compile_for_card
 from tests.kernels.tree_reference import paths_of
 
 pytest.importorskip("triton")
 
-from peagle.kernels.launch import power_of_two
 from peagle.kernels.trees.growth_triton import CorrectionTerm, GrowthScratch, grow_trees
 
 
@@ -32,15 +30,12 @@ def grow(
     return tokens, parents, scores
 
 
-def correction_of(
-    form: CorrectionForm, hidden: int, vocab: int, draft_vocab: int, device: str
-) -> DraftCorrection:
-    made = Correction(hidden, rank=12, width=24, num_slots=4, form=form)
+def correction_of(hidden: int, vocab: int, draft_vocab: int, device: str) -> DraftCorrection:
+    made = Correction(hidden, rank=12, width=24, num_slots=4)
     made.reset(3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        last = made.tokens if form == "markov" else made.down
-        last.weight.normal_(0, 2.0, generator=generator)
+        made.down.weight.normal_(0, 2.0, generator=generator)
     embedding = torch.randn(vocab, hidden, generator=generator)
     lm_head = torch.randn(draft_vocab, hidden, generator=generator) / hidden**0.5
     return DraftCorrection(made, embedding, lm_head).to(device)
@@ -50,27 +45,23 @@ CASES = [(5, 2, 2, 2100), (16, 8, 5, 200), (63, 63, 4, 64), (1, 1, 1, 70), (7, 3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", [None, "gated", "markov", "diagonal"])
+@pytest.mark.parametrize("is_corrected", [False, True])
 @pytest.mark.parametrize(("n", "w", "num_slots", "vocab"), CASES)
 def test_trees_are_those_of_torch(
-    device: str, form: CorrectionForm | None, n: int, w: int, num_slots: int, vocab: int
+    device: str, is_corrected: bool, n: int, w: int, num_slots: int, vocab: int
 ) -> None:
     generator = torch.Generator().manual_seed(n)
     wide = torch.randn(2, num_slots + 1, vocab, generator=generator) * 3
     logits = wide.to(device)[:, 1:]  # rows of a larger tensor
     depths = torch.tensor([num_slots, max(num_slots - 1, 1)], device=device)
     term, children = None, None
-    if form is not None:
+    if is_corrected:
         d2t = torch.arange(vocab, device=device) % 3
-        correction = correction_of(form, 8, vocab + 3, vocab, device)
+        correction = correction_of(8, vocab + 3, vocab, device)
         states = torch.randn(2, num_slots, 24, generator=generator).to(device)
-        states[:, 0] = 0  # with which paths begin
         ids = torch.arange(vocab, device=device) + d2t
         children = correction.tree_children(logits, states, ids, 0.7)
-        weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
-        buffer = torch.full((2, power_of_two(n + 1), 24), torch.nan, device=device)
-        paths = (None, None) if correction.decay_W is None else (correction.decay_W, buffer)
-        term = CorrectionTerm(states, *weights, d2t, *paths)
+        term = CorrectionTerm(states, *correction.weights, d2t)
     expected = best_first_trees(
         logits, depths, num_parallel_trees=w, max_nodes=n, temperature=0.7, children=children
     )
@@ -105,7 +96,7 @@ def test_siblings_differ_and_parents_come_first(device: str, broken: list[int]) 
 @pytest.mark.slow
 def test_kernels_of_trees_compile_for_a_card() -> None:
     found = compile_for_card("trees")
-    assert len(found) == 1 + 2 + 4 + 1 + 1 + 1 + 1
+    assert len(found) == 1 + 2 + 2 + 1 + 1 + 1 + 1
     # The second one merges the parts of a vocabulary of 262,144 tokens.
     spills = {name: kernel["stack"] for name, kernel in found.items() if kernel["stack"]}
     assert not spills or spills.keys() == {"_best_of_slot_kernel 1"}

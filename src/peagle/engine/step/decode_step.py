@@ -46,7 +46,7 @@ from peagle.kernels.drafts.choice_triton import (
     choose_drafts,
     plan_chain,
 )
-from peagle.kernels.drafts.correction_triton import Paths, WalkScratch, correct_logits, walk_chains
+from peagle.kernels.drafts.correction_triton import WalkScratch, correct_logits, walk_chains
 from peagle.kernels.drafts.draw_triton import DrawScratch, draw_drafts
 from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState, Stamp
 from peagle.kernels.drafts.step_state_triton import NUM_STAMPS, begin_step, report_step, stamp
@@ -685,7 +685,7 @@ class CapturedDraft:
         if step.may_draw:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
         elif proposer.trees is None:
-            if drafter.correction is not None and drafter.correction.has_kernels:
+            if drafter.correction is not None:
                 self._walk = WalkScratch.allocate(num_seqs, vocab_size, device)
             else:
                 self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
@@ -800,23 +800,15 @@ class CapturedDraft:
         if correction is None or states_NJW is None:
             self._put(logits_NJV.flatten(0, 1), slice(first, first + num_columns))
             return
-        weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
         if self._walk is not None:
-            d2t, decay_W = self._drafter.d2t, correction.decay_W
             out_NJ = self._chain_BK[:, first : first + num_columns]
-            walk_chains(logits_NJV, states_NJW, d2t, weights, decay_W, self._walk, out_NJ)
+            given = logits_NJV, states_NJW, self._drafter.d2t
+            walk_chains(*given, correction.weights, self._walk, out_NJ)
             return
-        path_NW = states_NJW[:, 0]
         for j in range(num_columns):
             if j:
-                tokens_N, state_NW = self._chain_BK[:, first + j - 1], states_NJW[:, j]
-                paths = None
-                if correction.decay_W is not None:
-                    paths = Paths(path_NW, torch.empty_like(state_NW), correction.decay_W)
-                    path_NW = paths.after_NW
-                else:
-                    state_NW, path_NW = correction.follow(state_NW, path_NW, tokens_N)
-                correct_logits(logits_NJV[:, j], state_NW, tokens_N, *weights, paths)
+                tokens_N = self._chain_BK[:, first + j - 1]
+                correct_logits(logits_NJV[:, j], states_NJW[:, j], tokens_N, correction.weights)
             self._put(logits_NJV[:, j], slice(first + j, first + j + 1))
 
     def _put(self, logits_RV: Tensor, columns: slice) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from peagle.config import CandidateTrees
 from peagle.kernels.trees.beams import Beam
 from peagle.kernels.trees.beams_triton import BeamBuffers, extend_beams, rank_candidates
-from peagle.kernels.trees.growth import best_first_trees
 from peagle.kernels.trees.growth_triton import (
     CorrectionTerm,
     GrowthScratch,
@@ -44,10 +43,6 @@ class TreeGrowth:
             (2, num_seqs, nodes), dtype=torch.int64, device=device
         )
         self._scores_BN = torch.zeros(num_seqs, nodes, device=device)
-        self._paths_BJW = None
-        if (term := drafter.correction) is not None and term.decay_W is not None:
-            rows = self._scratch.scores_BJC.shape[1]
-            self._paths_BJW = torch.zeros((num_seqs, rows, len(term.decay_W)), device=device)
 
     def __call__(
         self, logits_BKV: Tensor, states_BKW: Tensor | None, depths_B: Tensor
@@ -55,21 +50,8 @@ class TreeGrowth:
         """Return token, parent row and score of each node, [B, N], until the next call."""
         drafter, shape, term = self._drafter, self._shape, None
         correction = drafter.correction
-        if correction is not None and states_BKW is not None and not correction.has_kernels:
-            ids = drafter.target_ids()
-            tokens_BN, parents_BN, scores_BN = best_first_trees(
-                logits_BKV,
-                depths_B,
-                num_parallel_trees=shape.num_parallel_trees,
-                max_nodes=shape.max_nodes,
-                temperature=TREE_TEMPERATURE,
-                children=correction.tree_children(logits_BKV, states_BKW, ids, TREE_TEMPERATURE),
-            )
-            return drafter.to_target_ids(tokens_BN), parents_BN, scores_BN
         if correction is not None and states_BKW is not None:
-            weights = correction.tokens_VW, correction.down_rW, correction.weight_Vr
-            paths = correction.decay_W, self._paths_BJW
-            term = CorrectionTerm(states_BKW, *weights, drafter.d2t, *paths)
+            term = CorrectionTerm(states_BKW, *correction.weights, drafter.d2t)
         grow_trees(
             logits_BKV,
             depths_B,

@@ -23,21 +23,6 @@ _WIDTH = 32
 _MOST_CHUNKS = 256  # of a row
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """The sums of the tokens of paths, see `models.correction`.
-
-    Attributes:
-        before_NW: s of the slot before, any stride between rows.
-        after_NW: takes s of this slot, contiguous; another tensor.
-        decay_W: what is kept of the slot before.
-    """
-
-    before_NW: Tensor
-    after_NW: Tensor
-    decay_W: Tensor
-
-
 @triton.jit
 def _term(
     n,
@@ -45,10 +30,6 @@ def _term(
     draft,
     states_ptr,
     states_stride,
-    paths_ptr,
-    paths_stride,
-    decay_ptr,
-    out_paths_ptr,
     tokens_ptr,
     down_ptr,
     width,
@@ -56,54 +37,42 @@ def _term(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_PATHS: tl.constexpr,
 ):
-    """Return the term of rows behind drafts, [ROWS, RANK]; the first program stores the paths."""
+    """Return down @ silu(state + token) of rows behind drafts, [ROWS, RANK]."""
     r = tl.arange(0, RANK)
-    is_rank = r < rank
-    if IS_GATED:
-        # term = down silu(state + path), summed over parts of the width.
-        term = tl.zeros((ROWS, RANK), dtype=tl.float32)
-        for first in range(0, width, WIDTH):
-            w = first + tl.arange(0, WIDTH)
-            inside = is_row[:, None] & (w < width)[None, :]
-            state_at = states_ptr + n.to(tl.int64)[:, None] * states_stride + w[None, :]
-            state = tl.load(state_at, mask=inside, other=0)
-            token = tl.load(tokens_ptr + draft[:, None] * width + w[None, :], mask=inside, other=0)
-            path = token.to(tl.float32)
-            if HAS_PATHS:
-                decay = tl.load(decay_ptr + w, mask=w < width, other=0).to(tl.float32)
-                path_at = paths_ptr + n.to(tl.int64)[:, None] * paths_stride + w[None, :]
-                before = tl.load(path_at, mask=inside, other=0).to(tl.float32)
-                path += decay[None, :] * before
-                if tl.program_id(1) == 0:
-                    out_at = out_paths_ptr + n.to(tl.int64)[:, None] * width + w[None, :]
-                    tl.store(out_at, path, mask=inside)
-            inner = state.to(tl.float32) + path
-            inner = inner / (1 + tl.exp(-inner))
-            down = tl.load(
-                down_ptr + r[None, :] * width + w[:, None],
-                mask=is_rank[None, :] & (w < width)[:, None],
-                other=0,
-            )
-            term = tl.dot(inner.to(down.dtype), down, term, input_precision="ieee")
-    else:
-        term_at = tokens_ptr + draft[:, None] * rank + r[None, :]
-        term = tl.load(term_at, mask=is_row[:, None] & is_rank[None, :], other=0)
+    term = tl.zeros((ROWS, RANK), dtype=tl.float32)
+    for first in range(0, width, WIDTH):
+        w = first + tl.arange(0, WIDTH)
+        inside = is_row[:, None] & (w < width)[None, :]
+        state_at = states_ptr + n.to(tl.int64)[:, None] * states_stride + w[None, :]
+        state = tl.load(state_at, mask=inside, other=0)
+        token = tl.load(tokens_ptr + draft[:, None] * width + w[None, :], mask=inside, other=0)
+        inner = state.to(tl.float32) + token.to(tl.float32)
+        inner = inner / (1 + tl.exp(-inner))
+        down = tl.load(
+            down_ptr + r[None, :] * width + w[:, None],
+            mask=(r < rank)[None, :] & (w < width)[:, None],
+            other=0,
+        )
+        term = tl.dot(inner.to(down.dtype), down, term, input_precision="ieee")
     return term
 
 
 @triton.jit
-def _added(term, weight_ptr, v, is_token, rank, RANK: tl.constexpr):
-    """Return what the term adds to the logits of tokens, [ROWS, TOKENS]."""
-    r = tl.arange(0, RANK)
-    weight = tl.load(
-        weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None],
-        mask=is_token[None, :] & (r < rank)[:, None],
-        other=0,
-    )
-    return tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+def _read_tokens(v, logit_rows, is_row, weight_ptr, vocab_size, rank, RANK: tl.constexpr):
+    """Return the logits [ROWS, TOKENS] and the weight [RANK, TOKENS] of tokens."""
+    r, is_token = tl.arange(0, RANK), v < vocab_size
+    logits = tl.load(logit_rows + v[None, :], mask=is_row[:, None] & is_token[None, :], other=0)
+    weight_at = weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None]
+    weight = tl.load(weight_at, mask=is_token[None, :] & (r < rank)[:, None], other=0)
+    return logits, weight
+
+
+@triton.jit
+def _corrected(logits, term, weight):
+    """Return logits with the term, float32 [ROWS, TOKENS]."""
+    added = tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+    return logits.to(tl.float32) + added
 
 
 @triton.jit
@@ -112,10 +81,6 @@ def _correct_kernel(
     logits_stride,
     states_ptr,
     states_stride,
-    paths_ptr,
-    paths_stride,
-    decay_ptr,
-    out_paths_ptr,
     drafts_ptr,
     drafts_stride,
     tokens_ptr,
@@ -130,13 +95,11 @@ def _correct_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_PATHS: tl.constexpr,
 ):
     """Add the term behind drafts to the logits of some tokens of a slot."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    is_row, is_token = n < num_rows, v < vocab_size
+    is_row = n < num_rows
     # Any token will do where the logits mean nothing.
     draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
     draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
@@ -146,10 +109,6 @@ def _correct_kernel(
         draft,
         states_ptr,
         states_stride,
-        paths_ptr,
-        paths_stride,
-        decay_ptr,
-        out_paths_ptr,
         tokens_ptr,
         down_ptr,
         width,
@@ -157,14 +116,12 @@ def _correct_kernel(
         ROWS=ROWS,
         WIDTH=WIDTH,
         RANK=RANK,
-        IS_GATED=IS_GATED,
-        HAS_PATHS=HAS_PATHS,
     )
-    added = _added(term, weight_ptr, v, is_token, rank, RANK=RANK)
-    at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
-    inside = is_row[:, None] & is_token[None, :]
-    logits = tl.load(at, mask=inside, other=0)
-    tl.store(at, (logits.to(tl.float32) + added).to(logits.dtype), mask=inside)
+    logit_rows = logits_ptr + n.to(tl.int64)[:, None] * logits_stride
+    logits, weight = _read_tokens(v, logit_rows, is_row, weight_ptr, vocab_size, rank, RANK=RANK)
+    corrected = _corrected(logits, term, weight).to(logits.dtype)
+    inside = is_row[:, None] & (v < vocab_size)[None, :]
+    tl.store(logit_rows + v[None, :], corrected, mask=inside)
 
 
 @triton.jit
@@ -173,10 +130,6 @@ def _walk_kernel(
     logits_stride,
     states_ptr,
     states_stride,
-    paths_ptr,
-    paths_stride,
-    decay_ptr,
-    out_paths_ptr,
     old_max_ptr,
     old_argmax_ptr,
     new_max_ptr,
@@ -200,8 +153,6 @@ def _walk_kernel(
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     IS_FIRST: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_PATHS: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
     """Find the draft of the slot before, and the greatest corrected logit of a chunk of this slot.
@@ -211,6 +162,13 @@ def _walk_kernel(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = n < num_rows
     chunk_at = n.to(tl.int64) * num_chunks
+    logit_rows = logits_ptr + n.to(tl.int64)[:, None] * logits_stride
+    first = tl.program_id(1) * TILES * TOKENS + tl.arange(0, TOKENS)
+    # One tile does not wait for the draft: its loads end while the draft and the term are found.
+    if TILES == 1:
+        logits, weight = _read_tokens(
+            first, logit_rows, is_row, weight_ptr, vocab_size, rank, RANK=RANK
+        )
     if not IS_FIRST:
         draft = best_of_chunks(
             old_max_ptr, old_argmax_ptr, n, is_row, num_chunks, vocab_size, CHUNKS=CHUNKS
@@ -225,10 +183,6 @@ def _walk_kernel(
             tl.minimum(draft, num_ids - 1),
             states_ptr,
             states_stride,
-            paths_ptr,
-            paths_stride,
-            decay_ptr,
-            out_paths_ptr,
             tokens_ptr,
             down_ptr,
             width,
@@ -236,22 +190,20 @@ def _walk_kernel(
             ROWS=ROWS,
             WIDTH=WIDTH,
             RANK=RANK,
-            IS_GATED=IS_GATED,
-            HAS_PATHS=HAS_PATHS,
         )
     greatest = tl.full((ROWS,), -float("inf"), tl.float32)
     place = tl.full((ROWS,), 2147483647, tl.int32)
     for tile in range(TILES):
-        v = (tl.program_id(1) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
+        v = first + tile * TOKENS
+        if TILES > 1:
+            logits, weight = _read_tokens(
+                v, logit_rows, is_row, weight_ptr, vocab_size, rank, RANK=RANK
+            )
+        score = logits.to(tl.float32) if IS_FIRST else _corrected(logits, term, weight)
         is_token = v < vocab_size
-        inside = is_row[:, None] & is_token[None, :]
-        at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
-        logits = tl.load(at, mask=inside, other=0).to(tl.float32)
-        if not IS_FIRST:
-            logits += _added(term, weight_ptr, v, is_token, rank, RANK=RANK)
-        logits = tl.where(is_token[None, :] & (logits == logits), logits, -float("inf"))
-        best = tl.max(logits, 1)
-        is_best = is_token[None, :] & (logits == best[:, None])
+        score = tl.where(is_token[None, :] & (score == score), score, -float("inf"))
+        best = tl.max(score, 1)
+        is_best = is_token[None, :] & (score == best[:, None])
         found = tl.min(tl.where(is_best, v[None, :], 2147483647), 1)
         place = tl.where((best > greatest) | (place == 2147483647), found, place)
         greatest = tl.maximum(greatest, best)
@@ -263,34 +215,21 @@ def correct_logits(
     logits_NV: Tensor,
     states_NW: Tensor,
     drafts_N: Tensor,
-    tokens_VW: Tensor,
-    down_rW: Tensor | None,
-    weight_Vr: Tensor,
-    paths: Paths | None = None,
+    weights: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """logits += weight @ down @ silu(states + path), in place, path = tokens[drafts]. One launch.
-
-    With `paths` path = tokens[drafts] + decay * before. In the Markov form, without down,
-    logits += weight @ tokens[drafts].
+    """logits += weight @ down @ silu(states + tokens[drafts]), in place. One launch.
 
     Args:
         logits_NV: the head's own of a slot, [N, DV], any stride between rows.
         states_NW: of the slot, any stride between rows.
         drafts_N: int64, drafted by the slot before, target ids, any stride.
-        tokens_VW, down_rW, weight_Vr: see `DraftCorrection`.
-        paths: of a form that sums the tokens of a path.
+        weights: `DraftCorrection.weights`.
     """
+    tokens_VW, down_rW, _ = weights
     num_rows, vocab_size = logits_NV.shape
-    rank, width = weight_Vr.shape[1], tokens_VW.shape[1]
-    states_NW = tokens_VW if down_rW is None else states_NW  # not read
+    rank, width = down_rW.shape
     assert logits_NV.stride(1) == states_NW.stride(1) == 1, "kernels step over whole rows"
-    assert tokens_VW.is_contiguous() and weight_Vr.is_contiguous()
-    assert down_rW is None or down_rW.is_contiguous()
-    if paths is None:
-        before_NW, decay_W, after_NW = states_NW, states_NW, states_NW  # not read
-    else:
-        before_NW, decay_W, after_NW = paths.before_NW, paths.decay_W, paths.after_NW
-        assert before_NW.stride(1) == 1 and after_NW.is_contiguous()
+    assert all(x.is_contiguous() for x in weights)
     launch(
         _correct_kernel,
         (triton.cdiv(num_rows, _ROWS), triton.cdiv(vocab_size, _TOKENS)),
@@ -298,15 +237,9 @@ def correct_logits(
         logits_NV.stride(0),
         states_NW,
         states_NW.stride(0),
-        before_NW,
-        before_NW.stride(0),
-        decay_W,
-        after_NW,
         drafts_N,
         drafts_N.stride(0),
-        tokens_VW,
-        weight_Vr if down_rW is None else down_rW,
-        weight_Vr,
+        *weights,
         num_rows,
         len(tokens_VW),
         vocab_size,
@@ -316,8 +249,6 @@ def correct_logits(
         TOKENS=_TOKENS,
         WIDTH=_WIDTH,
         RANK=max(16, power_of_two(rank)),
-        IS_GATED=down_rW is not None,
-        HAS_PATHS=paths is not None,
         num_warps=4,
     )
 
@@ -348,8 +279,7 @@ def walk_chains(
     logits_NJV: Tensor,
     states_NJW: Tensor,
     d2t: Tensor | None,
-    weights: tuple[Tensor, Tensor | None, Tensor],
-    decay_W: Tensor | None,
+    weights: tuple[Tensor, Tensor, Tensor],
     scratch: WalkScratch,
     out_NJ: Tensor,
 ) -> None:
@@ -362,36 +292,25 @@ def walk_chains(
         logits_NJV: the head's own, any strides between rows.
         states_NJW: from `DraftCorrection.start`, any strides between rows.
         d2t: the map from draft ids, id + d2t[id]; None where both vocabularies are one.
-        weights: tokens_VW, down_rW and weight_Vr of the correction.
-        decay_W: of the diagonal form; None: another form.
+        weights: `DraftCorrection.weights`.
         scratch: for so many rows.
         out_NJ: int64, any strides; takes target ids.
     """
-    tokens_VW, down_rW, weight_Vr = weights
+    tokens_VW, down_rW, _ = weights
     num_rows, num_slots, vocab_size = logits_NJV.shape
-    rank, width = weight_Vr.shape[1], tokens_VW.shape[1]
+    rank, width = down_rW.shape
     num_chunks = scratch.max_2NC.shape[2]
-    states_NJW = logits_NJV if down_rW is None else states_NJW  # not read
     assert logits_NJV.stride(2) == states_NJW.stride(2) == 1, "kernels step over whole rows"
-    assert tokens_VW.is_contiguous() and weight_Vr.is_contiguous()
-    assert down_rW is None or down_rW.is_contiguous()
-    path_NW = states_NJW[:, 0]
+    assert all(x.is_contiguous() for x in weights)
     for j in range(num_slots):
         old, new = (j + 1) % 2, j % 2
-        state_NW, after_NW = states_NJW[:, j], path_NW
-        if decay_W is not None and j:
-            after_NW = torch.empty_like(state_NW)
         launch(
             _walk_kernel,
             (triton.cdiv(num_rows, _ROWS), num_chunks),
             logits_NJV[:, j],
             logits_NJV.stride(0),
-            state_NW,
-            state_NW.stride(0),
-            path_NW,
-            path_NW.stride(0),
-            states_NJW if decay_W is None else decay_W,
-            after_NW,
+            states_NJW[:, j],
+            states_NJW.stride(0),
             scratch.max_2NC[old],
             scratch.argmax_2NC[old],
             scratch.max_2NC[new],
@@ -399,9 +318,7 @@ def walk_chains(
             out_NJ[:, max(j - 1, 0)],
             out_NJ.stride(0),
             scratch.argmax_2NC if d2t is None else d2t,
-            tokens_VW,
-            weight_Vr if down_rW is None else down_rW,
-            weight_Vr,
+            *weights,
             num_rows,
             len(tokens_VW),
             vocab_size,
@@ -415,12 +332,9 @@ def walk_chains(
             WIDTH=_WIDTH,
             RANK=max(16, power_of_two(rank)),
             IS_FIRST=not j,
-            IS_GATED=down_rW is not None,
-            HAS_PATHS=decay_W is not None,
             HAS_MAP=d2t is not None,
             num_warps=4,
         )
-        path_NW = after_NW
     last = (num_slots - 1) % 2
     found = scratch.max_2NC[last], scratch.argmax_2NC[last]
     choose_of_chunks(*found, d2t, out_NJ[:, -1], vocab_size)

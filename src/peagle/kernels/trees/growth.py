@@ -18,14 +18,14 @@ from torch import Tensor
 
 from peagle.kernels.sampling.probabilities import at_least_float32
 
-# children(column, tokens, parents) -> (log-probabilities, tokens), both [B, W, C]: the candidates
-# that may follow, in the slot of that column, the W nodes of the depth before it. These have the
-# given tokens, and stand behind the given ones of the W nodes before them, both int64 [B, W].
-Children = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+# children(column, tokens) -> (log-probabilities, tokens), both [B, W, C]: the candidates that may
+# follow, in the slot of that column, W tokens of the slot before it, int64 [B, W].
+Children = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 # Log-probabilities and tokens of candidates, most probable first.
 Ranked = tuple[Sequence[float], Sequence[int]]
-# after(b, path) -> what may follow the tokens of a path of sequence b; () is the root's.
-After = Callable[[int, tuple[int, ...]], Ranked]
+# after(b, column, token) -> what may follow a token of sequence b in the slot of that column, which
+# for column 0 is the same after every token.
+After = Callable[[int, int, int], Ranked]
 
 
 def best_first_trees(
@@ -70,16 +70,15 @@ def best_first_trees(
     scores_BW, tokens_BW = nothing_BW.clone(), torch.zeros_like(nothing_BW, dtype=torch.int64)
     scores_BW[:, :first] = roots.values[:, :first]
     tokens_BW[:, : roots.indices.shape[1]] = roots.indices
-    behind_BW = torch.zeros_like(tokens_BW)
     levels = [(scores_BW, tokens_BW, torch.full_like(tokens_BW, -1))]
     for column in range(1, num_slots):
-        logprobs_BWC, next_BWC = find(column, tokens_BW, behind_BW)
+        logprobs_BWC, next_BWC = find(column, tokens_BW)
         paths_BX = (scores_BW.unsqueeze(2) + logprobs_BWC).flatten(1)
         scores_BW, at_BW = paths_BX.topk(width, -1)
         scores_BW = torch.where((depths_B > column).unsqueeze(1), scores_BW, nothing_BW)
         tokens_BW = next_BWC.flatten(1).gather(1, at_BW)
-        behind_BW = at_BW // next_BWC.shape[2]
-        levels.append((scores_BW, tokens_BW, behind_BW + (column - 1) * width))
+        parents_BW = at_BW // next_BWC.shape[2] + (column - 1) * width
+        levels.append((scores_BW, tokens_BW, parents_BW))
 
     return rank_paths(levels, max_nodes)
 
@@ -117,13 +116,13 @@ def searched_trees(
     so that only nodes of the tree are asked for what may follow them.
 
     Args:
-        after: at least N candidates after each path.
+        after: at least N candidates after each token.
         depths: most nodes on a path of each sequence.
         num_parallel_trees, max_nodes: as there.
     """
     trees = []
     for b, depth in enumerate(depths):
-        logprobs, tokens = after(b, ())
+        logprobs, tokens = after(b, 0, 0)
         roots = logprobs[:num_parallel_trees], tokens[:num_parallel_trees]
         tree = _search(roots, partial(after, b), depth, max_nodes)
         trees.append([[*of, *[0] * (max_nodes - len(of))] for of in tree])
@@ -136,39 +135,38 @@ def after_slots(logits_BKV: Tensor, count: int, temperature: float) -> After:
     count = min(count, logits_BKV.shape[2])
     best = log_probs(logits_BKV, temperature).topk(count, -1)
     values, tokens = best.values.tolist(), best.indices.tolist()
-    return lambda b, path: (values[b][len(path)], tokens[b][len(path)])
+    return lambda b, column, _: (values[b][column], tokens[b][column])
 
 
 def _search(
-    roots: Ranked, after: Callable[[tuple[int, ...]], Ranked], depth: int, max_nodes: int
+    roots: Ranked, after: Callable[[int, int], Ranked], depth: int, max_nodes: int
 ) -> tuple[list[int], list[int], list[float]]:
     """Return tokens, parents and scores of the nodes of one tree."""
     tokens, parents, scores = list[int](), list[int](), list[float]()
-    # Score, path and candidates of each row.
-    rows: list[tuple[float, tuple[int, ...], Ranked]] = []
+    rows: list[tuple[float, int, Ranked]] = []  # score, depth and candidates of each row
     heap: list[tuple[float, int, int, int]] = []  # score, depth, row of the parent, rank
 
     def push(row: int, rank: int) -> None:
-        score, path, (logprobs, _) = rows[row]
-        if len(path) < depth and rank < len(logprobs):
-            heappush(heap, (-score - logprobs[rank], len(path), row, rank))
+        score, own_depth, (logprobs, _) = rows[row]
+        if own_depth < depth and rank < len(logprobs):
+            heappush(heap, (-score - logprobs[rank], own_depth, row, rank))
 
-    def add_row(score: float, path: tuple[int, ...], candidates: Ranked) -> None:
-        rows.append((score, path, candidates))
+    def add_row(score: float, own_depth: int, candidates: Ranked) -> None:
+        rows.append((score, own_depth, candidates))
         push(len(rows) - 1, 0)
 
-    add_row(0.0, (), roots)
+    add_row(0.0, 0, roots)
     while heap:
-        negative, _, row, rank = heappop(heap)
+        negative, above, row, rank = heappop(heap)
         token = rows[row][2][1][rank]
-        path = (*rows[row][1], token)
         tokens.append(token)
         parents.append(row)
         scores.append(-negative)
         if len(tokens) == max_nodes:
             break
         push(row, rank + 1)
-        add_row(-negative, path, ((), ()) if len(path) == depth else after(path))
+        own_depth = above + 1
+        add_row(-negative, own_depth, after(own_depth, token) if own_depth < depth else ((), ()))
     return tokens, parents, scores
 
 
@@ -177,7 +175,7 @@ def _of_slots(logits_BKV: Tensor, count: int, temperature: float) -> Children:
     logprobs_BKV = log_probs(logits_BKV, temperature)
     tops = logprobs_BKV.topk(min(count, logits_BKV.shape[2]), -1)
 
-    def find(column: int, tokens_BW: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    def find(column: int, tokens_BW: Tensor) -> tuple[Tensor, Tensor]:
         shape = (*tokens_BW.shape, tops.values.shape[2])
         scores_B1C, tokens_B1C = tops.values[:, column, None], tops.indices[:, column, None]
         return scores_B1C.expand(shape), tokens_B1C.expand(shape)

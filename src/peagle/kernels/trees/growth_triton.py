@@ -140,8 +140,6 @@ def _grow_kernel(
     embedded_ptr,
     down_ptr,
     weight_ptr,
-    decay_ptr,
-    paths_ptr,
     d2t_ptr,
     scores_ptr,
     out_tokens_ptr,
@@ -159,8 +157,6 @@ def _grow_kernel(
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     IS_CORRECTED: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_PATHS: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
     """Grow the tree of one sequence: N times, add the best child that any row does not have yet.
@@ -172,19 +168,11 @@ def _grow_kernel(
     first_slot = b * num_slots
     c, row = tl.arange(0, C), tl.arange(0, ROWS)
     scores_ptr += b.to(tl.int64) * ROWS * C
-    # Load the down projection of a correction that has one.
     if IS_CORRECTED:
-        r = tl.arange(0, RANK)
-    if IS_GATED:
-        w = tl.arange(0, WIDTH)
+        r, w = tl.arange(0, RANK), tl.arange(0, WIDTH)
         down_inside = (r < rank)[:, None] & (w < width)[None, :]
         down = tl.load(down_ptr + r[:, None] * width + w[None, :], mask=down_inside, other=0)
         down = down.to(tl.float32)
-    if HAS_PATHS:
-        decay = tl.load(decay_ptr + w, mask=w < width, other=0)
-        decay = decay.to(tl.float32)
-        paths_ptr += b.to(tl.int64) * ROWS * width
-        tl.store(paths_ptr + w, tl.zeros((WIDTH,), tl.float32), mask=w < width)
     # Score the children of the root.
     nothing = tl.zeros((C,), dtype=tl.float32)
     children = _children(0.0, nothing, logits_ptr, others_ptr, first_slot, inverse_temperature, C=C)
@@ -224,22 +212,13 @@ def _grow_kernel(
                 target_id = token.to(tl.int64)
                 if HAS_MAP:
                     target_id += tl.load(d2t_ptr + token)
-                if IS_GATED:
-                    state_at = states_ptr + slot.to(tl.int64) * stride_states + w
-                    state = tl.load(state_at, mask=w < width, other=0).to(tl.float32)
-                    embedded_at = embedded_ptr + target_id * width + w
-                    embedded = tl.load(embedded_at, mask=w < width, other=0)
-                    path = embedded.to(tl.float32)
-                    if HAS_PATHS:
-                        before_at = paths_ptr + parent * width + w
-                        path += decay * tl.load(before_at, mask=w < width, other=0)
-                        tl.store(paths_ptr + (n + 1) * width + w, path, mask=w < width)
-                    inner = state + path
-                    inner = inner / (1 + tl.exp(-inner))
-                    term = tl.sum(down * inner[None, :], 1)
-                else:
-                    term_at = embedded_ptr + target_id * rank + r
-                    term = tl.load(term_at, mask=r < rank, other=0).to(tl.float32)
+                state_at = states_ptr + slot.to(tl.int64) * stride_states + w
+                state = tl.load(state_at, mask=w < width, other=0).to(tl.float32)
+                embedded_at = embedded_ptr + target_id * width + w
+                embedded = tl.load(embedded_at, mask=w < width, other=0).to(tl.float32)
+                inner = state + embedded
+                inner = inner / (1 + tl.exp(-inner))
+                term = tl.sum(down * inner[None, :], 1)
                 candidate = tl.load(tokens_ptr + slot * C + c).to(tl.int64)
                 weight_at = weight_ptr + candidate[:, None] * rank + r[None, :]
                 weight = tl.load(weight_at, mask=(r < rank)[None, :], other=0).to(tl.float32)
@@ -303,21 +282,15 @@ class CorrectionTerm:
 
     Attributes:
         states_BKW: of the slots.
-        tokens_VW, down_rW, weight_Vr: its weights; down is None in the Markov form. The recurrent
-            form has no kernel.
+        tokens_VW, down_rW, weight_Vr: its weights.
         d2t: target id - draft id; None where both vocabularies are one.
-        decay_W: of the diagonal form; None: another form.
-        paths_BJW: float32, contiguous, a buffer for the sums of a tree's rows, as many as
-            `GrowthScratch.scores_BJC` has; None without `decay_W`.
     """
 
     states_BKW: Tensor
     tokens_VW: Tensor
-    down_rW: Tensor | None
+    down_rW: Tensor
     weight_Vr: Tensor
     d2t: Tensor | None
-    decay_W: Tensor | None = None
-    paths_BJW: Tensor | None = None
 
 
 def find_candidates(logits_BKV: Tensor, scratch: GrowthScratch, temperature: float) -> None:
@@ -393,17 +366,8 @@ def grow_trees(
     c, max_nodes = scratch.logits_RC.shape[1], tokens_BN.shape[1]
     assert all(x.is_contiguous() for x in (tokens_BN, parents_BN, scores_BN)) and max_nodes < c
     find_candidates(logits_BKV, scratch, temperature)
-    rank = 0 if term is None else term.weight_Vr.shape[1]
-    width = 0 if term is None else term.tokens_VW.shape[1]
-    is_gated = term is not None and term.down_rW is not None
-    states_KW = scratch.logits_RC
-    if term is not None and is_gated:
-        states_KW = term.states_BKW.flatten(0, 1)
-    decay_W, paths_BJW = scratch.others_R, scratch.others_R  # not read
-    has_paths = term is not None and term.decay_W is not None
-    if term is not None and term.decay_W is not None and term.paths_BJW is not None:
-        decay_W, paths_BJW = term.decay_W, term.paths_BJW
-        assert paths_BJW.is_contiguous() and paths_BJW.shape[1] == scratch.scores_BJC.shape[1]
+    rank, width = (0, 0) if term is None else term.down_rW.shape
+    states_KW = scratch.logits_RC if term is None else term.states_BKW.flatten(0, 1)
     launch(
         _grow_kernel,
         (num_seqs,),
@@ -414,10 +378,8 @@ def grow_trees(
         states_KW,
         states_KW.stride(0),
         scratch.logits_RC if term is None else term.tokens_VW,
-        scratch.logits_RC if term is None or term.down_rW is None else term.down_rW,
+        scratch.logits_RC if term is None else term.down_rW,
         scratch.logits_RC if term is None else term.weight_Vr,
-        decay_W,
-        paths_BJW,
         scratch.tokens_RC if term is None or term.d2t is None else term.d2t,
         scratch.scores_BJC,
         tokens_BN,
@@ -435,8 +397,6 @@ def grow_trees(
         WIDTH=power_of_two(width),
         RANK=power_of_two(rank),
         IS_CORRECTED=term is not None,
-        IS_GATED=is_gated,
-        HAS_PATHS=has_paths,
         HAS_MAP=term is not None and term.d2t is not None,
         num_warps=1 if term is None else 8,
     )

@@ -19,12 +19,11 @@ from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint.files import object_at, save_tensors
 from peagle.models.checkpoint.weights import head_digest
 from peagle.models.correction import Correction, DraftCorrection
-from peagle.models.correction_form import CORRECTION_FORMS
 from peagle.models.drafter import Drafter, DrafterConfig
 
 CORRECTION_NAME = "correction.st"
-FORMAT_VERSION = 2
-_FIRST_FORM = "gated"  # of files of format 1, which name no form
+FORMAT_VERSION = 1
+_FORM = "gated"  # files of a version in between named other forms
 _KEY = "peagle_correction"  # of the file's metadata
 _SIZES = ("hidden_size", "vocab_size", "draft_vocab_size")
 
@@ -57,11 +56,7 @@ def save_correction(
         UserError: it could not be written.
     """
     path = Path(folder) / CORRECTION_NAME
-    facts: dict[str, Any] = {"head": dict(head), "record": dict(record or {})}
-    if correction.form == _FIRST_FORM:
-        facts = {"format_version": 1, **facts}
-    else:
-        facts = {"format_version": FORMAT_VERSION, "form": correction.form, **facts}
+    facts = {"format_version": FORMAT_VERSION, "head": dict(head), "record": dict(record or {})}
     tensors = {
         name: value.detach().to(dtype).cpu().contiguous()
         for name, value in correction.state_dict().items()
@@ -140,13 +135,18 @@ def read_correction(folder: str | Path, config: DrafterConfig) -> Correction | N
             f"P-EAGLE head. {remedy}"
         )
     tensors, facts = _read(path)
+    if (form := facts.get("form", _FORM)) != _FORM:
+        raise CheckpointError(
+            f"{str(path)!r} is a correction of the form {form!r}; expected {_FORM!r}, the only "
+            f"one. {remedy}"
+        )
     version = facts.get("format_version")
     if type(version) is not int or version > FORMAT_VERSION:
         raise CheckpointError(
             f"{str(path)!r}: format_version is {version!r}; this peagle reads up to "
             f"{FORMAT_VERSION}. Upgrade peagle."
         )
-    correction = _shaped(tensors, facts.get("form", _FIRST_FORM), path)
+    correction = _shaped(tensors, path)
     own, fitted = head_identity(folder, config), object_at(facts, "head")
     for name, value in own.items():
         if fitted.get(name) != value:
@@ -170,24 +170,19 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, facts
 
 
-def _shaped(tensors: Mapping[str, Tensor], form: Any, path: Path) -> Correction:
-    """Return an empty correction of a form and of the shape of the tensors.
+def _shaped(tensors: Mapping[str, Tensor], path: Path) -> Correction:
+    """Return an empty correction of the shape of the tensors.
 
     Raises:
-        CheckpointError: the form is not known, or the tensors are not its own, do not fit together
-            or hold values that are not finite.
+        CheckpointError: the tensors are not a correction's, do not fit together or hold values that
+            are not finite.
     """
-    if form not in CORRECTION_FORMS:
-        raise CheckpointError(
-            f"{str(path)!r} is a correction of the form {form!r}; this peagle knows "
-            f"{', '.join(CORRECTION_FORMS)}. Upgrade peagle."
-        )
     found = {name: tuple(value.shape) for name, value in tensors.items()}
-    (width, _), (size, rank) = (
-        _matrix(found, name, path) for name in ("tokens.weight", "up.weight")
-    )
-    num_slots = 0 if form == "markov" else _matrix(found, "slots", path)[0]
-    correction = Correction(size, rank=rank, width=width, num_slots=num_slots, form=form)
+    slots, up = (found.get(name, ()) for name in ("slots", "up.weight"))
+    if not len(slots) == len(up) == 2:
+        raise CheckpointError(f"{str(path)!r} holds {found}; expected the tensors of a correction.")
+    (num_slots, width), (size, rank) = slots, up
+    correction = Correction(size, rank=rank, width=width, num_slots=num_slots)
     expected = {name: tuple(value.shape) for name, value in correction.state_dict().items()}
     if found != expected:
         raise CheckpointError(f"{str(path)!r} holds {found}; expected {expected}.")
@@ -195,10 +190,3 @@ def _shaped(tensors: Mapping[str, Tensor], form: Any, path: Path) -> Correction:
         if not value.is_floating_point() or not bool(value.isfinite().all()):
             raise CheckpointError(f"{str(path)!r}: {name} holds values that are no finite numbers.")
     return correction
-
-
-def _matrix(found: Mapping[str, tuple[int, ...]], name: str, path: Path) -> tuple[int, int]:
-    shape = found.get(name, ())
-    if len(shape) != 2:
-        raise CheckpointError(f"{str(path)!r} holds {found}; expected the tensors of a correction.")
-    return shape[0], shape[1]
