@@ -59,20 +59,15 @@ def _term(
 
 
 @triton.jit
-def _read_tokens(v, logit_rows, is_row, weight_ptr, vocab_size, rank, RANK: tl.constexpr):
-    """Return the logits [ROWS, TOKENS] and the weight [RANK, TOKENS] of tokens."""
-    r, is_token = tl.arange(0, RANK), v < vocab_size
-    logits = tl.load(logit_rows + v[None, :], mask=is_row[:, None] & is_token[None, :], other=0)
-    weight_at = weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None]
-    weight = tl.load(weight_at, mask=is_token[None, :] & (r < rank)[:, None], other=0)
-    return logits, weight
-
-
-@triton.jit
-def _corrected(logits, term, weight):
-    """Return logits with the term, float32 [ROWS, TOKENS]."""
-    added = tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
-    return logits.to(tl.float32) + added
+def _added(term, weight_ptr, v, is_token, rank, RANK: tl.constexpr):
+    """Return what the term adds to the logits of tokens, [ROWS, TOKENS]."""
+    r = tl.arange(0, RANK)
+    weight = tl.load(
+        weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None],
+        mask=is_token[None, :] & (r < rank)[:, None],
+        other=0,
+    )
+    return tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
 
 
 @triton.jit
@@ -99,7 +94,7 @@ def _correct_kernel(
     """Add the term behind drafts to the logits of some tokens of a slot."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    is_row = n < num_rows
+    is_row, is_token = n < num_rows, v < vocab_size
     # Any token will do where the logits mean nothing.
     draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
     draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
@@ -117,11 +112,11 @@ def _correct_kernel(
         WIDTH=WIDTH,
         RANK=RANK,
     )
-    logit_rows = logits_ptr + n.to(tl.int64)[:, None] * logits_stride
-    logits, weight = _read_tokens(v, logit_rows, is_row, weight_ptr, vocab_size, rank, RANK=RANK)
-    corrected = _corrected(logits, term, weight).to(logits.dtype)
-    inside = is_row[:, None] & (v < vocab_size)[None, :]
-    tl.store(logit_rows + v[None, :], corrected, mask=inside)
+    added = _added(term, weight_ptr, v, is_token, rank, RANK=RANK)
+    at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
+    inside = is_row[:, None] & is_token[None, :]
+    logits = tl.load(at, mask=inside, other=0)
+    tl.store(at, (logits.to(tl.float32) + added).to(logits.dtype), mask=inside)
 
 
 @triton.jit
@@ -162,13 +157,6 @@ def _walk_kernel(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = n < num_rows
     chunk_at = n.to(tl.int64) * num_chunks
-    logit_rows = logits_ptr + n.to(tl.int64)[:, None] * logits_stride
-    first = tl.program_id(1) * TILES * TOKENS + tl.arange(0, TOKENS)
-    # One tile does not wait for the draft: its loads end while the draft and the term are found.
-    if TILES == 1:
-        logits, weight = _read_tokens(
-            first, logit_rows, is_row, weight_ptr, vocab_size, rank, RANK=RANK
-        )
     if not IS_FIRST:
         draft = best_of_chunks(
             old_max_ptr, old_argmax_ptr, n, is_row, num_chunks, vocab_size, CHUNKS=CHUNKS
@@ -194,16 +182,16 @@ def _walk_kernel(
     greatest = tl.full((ROWS,), -float("inf"), tl.float32)
     place = tl.full((ROWS,), 2147483647, tl.int32)
     for tile in range(TILES):
-        v = first + tile * TOKENS
-        if TILES > 1:
-            logits, weight = _read_tokens(
-                v, logit_rows, is_row, weight_ptr, vocab_size, rank, RANK=RANK
-            )
-        score = logits.to(tl.float32) if IS_FIRST else _corrected(logits, term, weight)
+        v = (tl.program_id(1) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
         is_token = v < vocab_size
-        score = tl.where(is_token[None, :] & (score == score), score, -float("inf"))
-        best = tl.max(score, 1)
-        is_best = is_token[None, :] & (score == best[:, None])
+        inside = is_row[:, None] & is_token[None, :]
+        at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
+        logits = tl.load(at, mask=inside, other=0).to(tl.float32)
+        if not IS_FIRST:
+            logits += _added(term, weight_ptr, v, is_token, rank, RANK=RANK)
+        logits = tl.where(is_token[None, :] & (logits == logits), logits, -float("inf"))
+        best = tl.max(logits, 1)
+        is_best = is_token[None, :] & (logits == best[:, None])
         found = tl.min(tl.where(is_best, v[None, :], 2147483647), 1)
         place = tl.where((best > greatest) | (place == 2147483647), found, place)
         greatest = tl.maximum(greatest, best)
