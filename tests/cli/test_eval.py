@@ -131,6 +131,17 @@ def test_trees_follow_k_and_say_what_they_draft(peagle: Peagle, pair: Pair) -> N
     assert "temperature 1, argmax trees behind drawn chains" in tree
 
 
+@pytest.mark.slow
+def test_the_seed_decides_behind_drawn_chains(peagle: Peagle, pair: Pair) -> None:
+    """Such requests go without seeds of their own."""
+    options = (*pair.options, *SMALL, "--no-ngram", "--temperature", 1, *JSON)
+    options = (*options, "--parallel-drafting-spec", TREES, "--no-prompt-lookup")
+    one, again, other = (
+        entries_of(peagle("eval", *options, "--seed", seed))[1]["samples"] for seed in (1, 1, 2)
+    )
+    assert one == again != other
+
+
 @pytest.mark.parametrize("draft", ["bundled", "bundled-eagle3", "smollm2-eagle3"])
 def test_an_eagle3_head_is_not_compared_with_the_default_one(draft: str) -> None:
     given = Given({"speculative.model": Setting(draft, "--draft")})
@@ -588,6 +599,14 @@ def test_the_certificate_decides_the_status(
         (("--draft-window", "-2"), "draft_window is -2; expected a whole number, 0 for no"),
         (("--certify", "--draft-window", "9"), "no window changes; leave it out"),
         (
+            ("--certify", "--parallel-drafting-spec", TREES, "--drawn-chains-from", "never"),
+            "behind drawn chains and trees without them, at one temperature; leave it out",
+        ),
+        (
+            ("--draft", "EAGLE3", "--parallel-drafting-spec", TREES, "--drawn-chains-from", "0.5"),
+            "--drawn-chains-from is 0.5, but no P-EAGLE head is measured",
+        ),
+        (
             ("--draft-window", "9", "--engine", "vllm"),
             "the windows of a head from its config",
         ),
@@ -608,7 +627,7 @@ def test_mistakes(
 ) -> None:
     (tmp_path / "file").write_text("")
     words = {"PEAGLE": str(pair.peagle), "peagle=PEAGLE": f"peagle={pair.peagle}"}
-    words["FILE"] = str(tmp_path / "file")
+    words |= {"FILE": str(tmp_path / "file"), "EAGLE3": str(pair.eagle3)}
     options = tuple(words.get(text, text) for text in options)
     models = () if "--endpoint" in options else pair.options
     if "--draft" in options:

@@ -330,3 +330,11 @@ def test_temperatures_that_are_none(value: Any) -> None:
     message = r'drawn_chains_from is 1\.0; expected "never" or none without'
     with pytest.raises(UserError, match=message):
         SpeculativeConfig(model="head", drawn_chains_from=1.0)
+
+
+def test_trees_of_head_and_text_take_a_temperature() -> None:
+    """`prompt_lookup` without a shape asks for trees too."""
+    config = SpeculativeConfig(model="head", prompt_lookup=True, drawn_chains_from=0.9)
+    assert config.trees is not None and config.drawn_chains_from == 0.9
+    with pytest.raises(UserError, match='expected "never" or none without'):
+        SpeculativeConfig(method="ngram", prompt_lookup=True, drawn_chains_from=0.9)

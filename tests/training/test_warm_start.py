@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
-from peagle.models.checkpoint import load_drafter, read_head, save_drafter
+from peagle.models.checkpoint import CORRECTION_NAME, load_drafter, read_head, save_drafter
 from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.models.target_ends import TargetEnds
@@ -273,6 +273,19 @@ def test_rows_longer_than_a_head_knows_have_angles_of_their_own(
     cos, _ = drafter._rope_at(torch.tensor([15, 255]), torch.float64)
     assert not torch.equal(cos[0], cos[1])
     assert drafter.config.max_position_embeddings == 16
+
+
+def test_a_correction_that_is_left_out_is_told(
+    target_folder: Path, peagle_head: Path, tmp_path: Path
+) -> None:
+    (peagle_head / CORRECTION_NAME).write_bytes(b"")
+    for changes, is_told in (({}, True), ({"method": {"name": "eagle3"}}, False)):
+        record = warm(target_folder, peagle_head, tmp_path, **changes).warm_start
+        assert record is not None
+        assert any("correction.train" in one for one in record.warnings) is is_told
+    (peagle_head / CORRECTION_NAME).unlink()
+    record = warm(target_folder, peagle_head, tmp_path).warm_start
+    assert record is not None and not any("correction" in one for one in record.warnings)
 
 
 def test_a_p_eagle_head_becomes_an_eagle3_head_without_its_mask_state(

@@ -418,7 +418,8 @@ def _engine_arms(
     }
     sizes = {"max_num_seqs": max(plan.loads), **models.engine_options}
     note(f"building {len(every)} engines on {models.name}")
-    llms = build_llms(models.target, configurations, **sizes)
+    seed = {} if plan.params.seed is None else {"seed": plan.params.seed}
+    llms = build_llms(models.target, configurations, **{**seed, **sizes})
     device = models.target.device
     arms = [
         Arm(one.name, one.source, k, EngineBackend(llm, thinking=plan.thinking), device)

@@ -23,6 +23,7 @@ from peagle.cli.tables import pivot_table, short_share
 from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
+from peagle.config.speculative import NEVER
 from peagle.errors import UserError
 from peagle.evaluation.certify.options import Options
 from peagle.evaluation.decoding_methods import DecodingMethod
@@ -255,6 +256,11 @@ def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool)
             f"--draft-window is {given.value(groups.DRAFT_WINDOW)}; --certify looks at outputs, "
             "which no window changes; leave it out."
         )
+    if options.certify and groups.DRAWN_FROM in given:
+        raise UserError(
+            f"--drawn-chains-from is {given.value(groups.DRAWN_FROM)}; --certify tests trees "
+            "behind drawn chains and trees without them, at one temperature; leave it out."
+        )
     if groups.TREES in given and is_on_vllm:
         source = given[groups.TREES].source
         raise UserError(f"{source} and --engine vllm: chains alone. Leave one of them out.")
@@ -342,7 +348,16 @@ def _on_engines(given: Given, plan: AcceptancePlan) -> Subject:
 
 def _load(given: Given, plan: AcceptancePlan) -> Models:
     found = harness.find_models(given, plan.heads, plan.ks)
-    return harness.load_models(given, plan.heads, found, plan.ks, whole=not plan.is_on_vllm)
+    models = harness.load_models(given, plan.heads, found, plan.ks, whole=not plan.is_on_vllm)
+    first = plan.requests.drawn_chains_from
+    if first not in (None, NEVER) and not any(
+        one.trees and one.is_parallel for one in models.methods
+    ):
+        raise UserError(
+            f"--drawn-chains-from is {first}, but no P-EAGLE head is measured: no drawn chain "
+            "leads the trees of EAGLE-3 heads. Leave it out, or name a P-EAGLE head with --draft."
+        )
+    return models
 
 
 def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
@@ -352,7 +367,9 @@ def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
 
     requests, ks = plan.requests, plan.ks or (models.default_k,)
     drafting = {"draft_sampling": requests.draft_sampling, "draft_window": requests.draft_window}
-    options = {"max_num_seqs": requests.concurrency, **models.engine_options}
+    # The seed of requests that go without their own, see `EngineBackend.run`.
+    options = {"max_num_seqs": requests.concurrency, "seed": requests.params.seed}
+    options |= models.engine_options
 
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
         has_chains = one.trees is not None and one.is_parallel

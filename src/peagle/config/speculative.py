@@ -284,11 +284,11 @@ class SpeculativeConfig:
             self._check_lookup()
         if self.parallel_drafting_spec is not None:
             self._check_trees(self.parallel_drafting_spec, _TREES)
-        elif (first := self.drawn_chains_from) not in (None, NEVER):
-            require(False, "drawn_chains_from", first, f'"{NEVER}" or none without {_TREES}')
         elif self.prompt_lookup and self.method != "ngram":
             # K drafts of head and text together are a tree of K nodes.
             self._check_trees({"max_nodes": min(k or DEFAULT_K, MAX_TREE_NODES)}, "prompt_lookup")
+        elif (first := self.drawn_chains_from) not in (None, NEVER):
+            require(False, "drawn_chains_from", first, f'"{NEVER}" or none without {_TREES}')
         self._check_lookup_lengths()
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)

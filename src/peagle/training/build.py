@@ -24,6 +24,12 @@ from peagle.training.warm_start import InitHead, WarmStart, features_by, start_m
 MASK_TOKEN = "<|mask|>"
 
 
+_LEFT_OUT = (
+    f"the head's correction, {CORRECTION_NAME}, is left out, since it fits that head alone; set "
+    'correction.train = "together" to go on with both, or fit a new one with --correction-on'
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
     """A head before its first step.
@@ -175,6 +181,9 @@ def _warm(
     init.put_into(drafter)
     always = _always_kept(config, target, tokenizer, drafter.config.mask_token_id)
     record = init.record(drafter, dataset, always)
+    leaves_correction = not config.correction.is_trained and drafter.config.is_parallel
+    if leaves_correction and (init.folder / CORRECTION_NAME).is_file():
+        record = replace(record, warnings=(*record.warnings, _LEFT_OUT))
     if record.mask_hidden_is_new and isinstance(target, TargetModel):
         features_of = features_by(target, dataset, drafter.config.aux_layer_ids)
         start_mask_hidden(drafter, dataset, features_of)

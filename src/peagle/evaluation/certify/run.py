@@ -195,7 +195,8 @@ def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[Sam
         draws = sampling == "probabilistic" and method.trees is not None
         if method.trees is not None:
             speculative = {"drawn_chains_from": 0.0 if draws else NEVER}
-        llm = subject.engine(method, speculative, enable_prefix_caching=True, max_num_seqs=64)
+        sizes = {"enable_prefix_caching": True, "max_num_seqs": 64, "seed": options.seed}
+        llm = subject.engine(method, speculative, **sizes)
         depths = range(1, min(subject.depth(method), num_tokens - 1) + 1)
         ks = [None] if method.name == PLAIN else depths
         for number, (case, context) in enumerate(zip(cases, contexts, strict=True)):

@@ -197,7 +197,7 @@ def _measured_rates(
     """Return the unconditional acceptance of each position, from the journal if it has the key."""
     rates = journal.get(key)
     if rates is None:
-        options = {"max_num_seqs": _CONCURRENCY, **engine_options}
+        options = {"max_num_seqs": _CONCURRENCY, "seed": params.seed, **engine_options}
         with open_engine(target, config, **options) as backend:
             found = run_dialogues(backend, sets, params, _CONCURRENCY, chat=chat).observations
             del backend  # its memory is released with the context
