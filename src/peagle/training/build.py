@@ -23,7 +23,6 @@ from peagle.training.warm_start import InitHead, WarmStart, features_by, start_m
 
 MASK_TOKEN = "<|mask|>"
 
-
 _LEFT_OUT = (
     f"the head's correction, {CORRECTION_NAME}, is left out, since it fits that head alone; set "
     'correction.train = "together" to go on with both, or fit a new one with --correction-on'
