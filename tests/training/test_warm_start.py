@@ -279,7 +279,8 @@ def test_a_correction_that_is_left_out_is_told(
     target_folder: Path, peagle_head: Path, tmp_path: Path
 ) -> None:
     (peagle_head / CORRECTION_NAME).write_bytes(b"")
-    for changes, is_told in (({}, True), ({"method": {"name": "eagle3"}}, False)):
+    for method, is_told in (("peagle", True), ("eagle3", False)):
+        changes: dict[str, Any] = {"method": {"name": method}}
         record = warm(target_folder, peagle_head, tmp_path, **changes).warm_start
         assert record is not None
         assert any("correction.train" in one for one in record.warnings) is is_told
