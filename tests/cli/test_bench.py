@@ -310,6 +310,18 @@ def test_a_window_of_the_head(peagle: Peagle, pair: Pair, tmp_path: Path) -> Non
     assert '"draft_window": 8' in (tmp_path / BENCH_LOG).read_text()
 
 
+@pytest.mark.slow
+def test_drawn_chains_are_a_part_of_a_sweep(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    """They lead the trees of the P-EAGLE head; chains, and other heads' trees, go without."""
+    some = (*pair.options, *SIZES, "--repeats", 1, "-k", 2, "--concurrency", 1, "--temperature", 1)
+    some = (*some, "--parallel-drafting-spec", '{"max_nodes": 3}', "--output", tmp_path)
+    done = peagle("bench", *some, "--drawn-chains-from", 0.5)
+    assert done.status == 0, done.err
+    done = peagle("bench", *some, "--drawn-chains-from", "never")
+    assert done.status == 2 and "Give the same settings to go on with it" in done.err
+    assert '"drawn_chains_from": 0.5' in (tmp_path / BENCH_LOG).read_text()
+
+
 def test_what_a_chat_server_is_sent(peagle: Peagle) -> None:
     script = Script()
     with endpoint(script) as url:
@@ -356,6 +368,7 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
         (("--requests-per-second", "-3"), "--requests-per-second is '-3'; expected a number"),
         (("--requests-per-second", "inf"), "Give one like 20."),
         (("--draft-window", -1), "draft_window is -1; expected a whole number, 0 for no"),
+        (("--drawn-chains-from", 0.5), "no trees of a P-EAGLE head are measured"),
         (
             ("--draft-window", 9, "--engine", "vllm"),
             "the windows of a head from its config",

@@ -604,7 +604,7 @@ def test_the_certificate_decides_the_status(
         ),
         (
             ("--draft", "EAGLE3", "--parallel-drafting-spec", TREES, "--drawn-chains-from", "0.5"),
-            "--drawn-chains-from is 0.5, but no P-EAGLE head is measured",
+            "--drawn-chains-from is 0.5, but no trees of a P-EAGLE head are measured",
         ),
         (
             ("--draft-window", "9", "--engine", "vllm"),

@@ -171,7 +171,7 @@ class BenchOptions:
 @takes(
     *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
     *pick_flags(groups.SPECULATION, groups.TREES, groups.PROMPT_LOOKUP),
-    *pick_flags(groups.SPECULATION, groups.DRAFT_SAMPLING, groups.DRAFT_WINDOW),
+    *pick_flags(groups.SPECULATION, groups.DRAFT_SAMPLING, groups.DRAWN_FROM, groups.DRAFT_WINDOW),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.top_k"),
     *pick_flags(groups.SAMPLING, "sampling.top_p", "sampling.seed"),
     *pick_flags(groups.FINER_SAMPLING, "sampling.ignore_eos"),

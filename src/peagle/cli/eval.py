@@ -23,7 +23,6 @@ from peagle.cli.tables import pivot_table, short_share
 from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
-from peagle.config.speculative import NEVER
 from peagle.errors import UserError
 from peagle.evaluation.certify.options import Options
 from peagle.evaluation.decoding_methods import DecodingMethod
@@ -348,16 +347,7 @@ def _on_engines(given: Given, plan: AcceptancePlan) -> Subject:
 
 def _load(given: Given, plan: AcceptancePlan) -> Models:
     found = harness.find_models(given, plan.heads, plan.ks)
-    models = harness.load_models(given, plan.heads, found, plan.ks, whole=not plan.is_on_vllm)
-    first = plan.requests.drawn_chains_from
-    if first not in (None, NEVER) and not any(
-        one.trees and one.is_parallel for one in models.methods
-    ):
-        raise UserError(
-            f"--drawn-chains-from is {first}, but no P-EAGLE head is measured: no drawn chain "
-            "leads the trees of EAGLE-3 heads. Leave it out, or name a P-EAGLE head with --draft."
-        )
-    return models
+    return harness.load_models(given, plan.heads, found, plan.ks, whole=not plan.is_on_vllm)
 
 
 def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
@@ -366,15 +356,16 @@ def _engine_arms(plan: AcceptancePlan, models: Models) -> list[EvalArm]:
     from peagle.evaluation.eval_run import EvalArm
 
     requests, ks = plan.requests, plan.ks or (models.default_k,)
-    drafting = {"draft_sampling": requests.draft_sampling, "draft_window": requests.draft_window}
+    drafting = {
+        name: getattr(requests, name)
+        for name in ("draft_sampling", "draft_window", "drawn_chains_from")
+    }
     # The seed of requests that go without their own, see `EngineBackend.run`.
     options = {"max_num_seqs": requests.concurrency, "seed": requests.params.seed}
     options |= models.engine_options
 
     def opened(one: DecodingMethod, k: int) -> AbstractContextManager[Any]:
-        has_chains = one.trees is not None and one.is_parallel
-        drawn = {"drawn_chains_from": requests.drawn_chains_from} if has_chains else {}
-        config = one.config(k, **drafting if one.folder else {}, **drawn)
+        config = one.config(k, **drafting if one.folder else {})
         return open_engine(models.target, config, thinking=requests.thinking, **options)
 
     return [

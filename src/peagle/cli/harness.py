@@ -27,7 +27,7 @@ from peagle.config import (
     require_writable_folder,
 )
 from peagle.config.engine import TARGET_DEFAULTS
-from peagle.config.speculative import MAX_BEAM
+from peagle.config.speculative import MAX_BEAM, NEVER
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
@@ -270,6 +270,12 @@ def load_models(
         raise UserError(
             "--parallel-drafting-spec asks for candidate trees, and no head is measured. "
             "Name one with --draft, or leave it out."
+        )
+    first = given.value(groups.DRAWN_FROM, NEVER)
+    if first != NEVER and not any(one.trees and one.is_parallel for one in every):
+        raise UserError(
+            f"--drawn-chains-from is {first}, but no trees of a P-EAGLE head are measured, which "
+            "alone have drawn chains. Leave it out, or give --parallel-drafting-spec and --draft."
         )
     names = [one.name for one in every]
     if twice := [name for name in names if names.count(name) > 1]:

@@ -73,7 +73,8 @@ class DecodingMethod:
     def config(self, k: int, **options: Any) -> SpeculativeConfig | None:
         """Return the configuration that drafts k tokens a step; None for plain decoding.
 
-        Further fields of SpeculativeConfig in `options` apply to heads alone.
+        Further fields of SpeculativeConfig in `options` apply to heads alone, `drawn_chains_from`
+        to trees of P-EAGLE heads.
 
         Raises:
             UserError: K or an option is out of range.
@@ -83,6 +84,8 @@ class DecodingMethod:
         if not self.source:
             return SpeculativeConfig(method="ngram", num_speculative_tokens=k)
         model = self.folder or self.source
+        if self.trees is None or not self.is_parallel:
+            options.pop("drawn_chains_from", None)
         if self.trees is not None:
             trees = self.trees_at(k)
             options |= {"parallel_drafting_spec": trees, "prompt_lookup": self.has_copies}
