@@ -7,9 +7,10 @@
 Closed loops over prompts at each concurrency, twice as many as are in flight or --prompts, all ways
 to decode taking turns; output tokens per second, medians. A set with fewer begins anew. A way is
 `plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies trees of N nodes), `shared n=N` (the
-requests share N nodes for each of them, out of trees of the greatest N), or `adaptive`. On a CPU
-`adaptive` is the greatest fixed number, and is left out. With one thread the thread's own time
-counts, as in `peagle tune`.
+requests share N nodes for each of them, out of trees of the greatest N), `adaptive`, which chooses
+n by load, or `adaptive-chain`, which chooses K by load. At a --temperature the trees of `never n=N`
+have no drawn chains. On a CPU both adaptive ways are the greatest fixed number, and are left out.
+With one thread the thread's own time counts, as in `peagle tune`.
 
 A small model falls into loops, which are easy to draft. `--cut-loops` measures each concurrency a
 second time, with outputs that end where plain decoding begins its first loop. Standard error shows
@@ -26,7 +27,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 from common import run_guarded, take_turns, write_result
 
@@ -62,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--chains", default="7", help="K of the chains (7)")
     options.add_argument("--repeats", type=int, default=5, help="of each (5)")
     options.add_argument("--max-new-tokens", type=int, default=64)
+    options.add_argument("--temperature", type=float, default=0.0, help="of the requests (0)")
+    options.add_argument("--chat", action="store_true", help="send prompts as chat messages")
     options.add_argument("--threads", type=int, help="CPU threads (torch's choice)")
     options.add_argument("--dtype", default="auto")
     options.add_argument("--device", default="auto")
@@ -78,20 +81,27 @@ def main() -> None:
     target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
     sizes, ks = (sorted(map(int, one.split(","))) for one in (args.nodes, args.chains))
     every = ways(args.draft, args.eagle3, sizes, args.depth, ks)
+    if not args.temperature:
+        every = {name: way for name, way in every.items() if not name.startswith("never")}
     if target.device.type == "cpu":
-        del every["adaptive"]
+        every = {name: way for name, way in every.items() if not name.startswith("adaptive")}
     if args.ways is not None:
         wanted = {"plain", *args.ways.split(",")}
         every = {name: way for name, way in every.items() if re.split("[ =]", name)[0] in wanted}
     llms = build_llms(target, every, max_num_seqs=max(concurrencies))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
-    params = SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=args.max_new_tokens, ignore_eos=True, temperature=args.temperature
+    )
     found: dict[str, dict[str, Any]] = {"whole": {}, "before_loops": {}}
     for concurrency in concurrencies:
         count = max(args.prompts, 2 * concurrency)
         prompts = islice(cycle(load_prompt_set(args.set, count)), count)
-        requests = [Request(f"{i}-{one.id}", one.text, params) for i, one in enumerate(prompts)]
+        requests = [
+            Request(f"{i}-{one.id}", one.messages if args.chat else one.text, params)
+            for i, one in enumerate(prompts)
+        ]
         lengths = {"whole": requests}
         if args.cut_loops:
             lengths["before_loops"] = cut_at_loops(requests, backends["plain"], concurrency)
@@ -136,12 +146,15 @@ def ways(
 ) -> dict[str, SpeculativeConfig | None]:
     """Plain decoding, chains, trees of each size, the largest with fewer nodes, and by load."""
 
-    def trees(size: int, nodes: object = None) -> SpeculativeConfig:
+    def trees(
+        size: int, nodes: object = None, drawn: Literal["never"] | None = None
+    ) -> SpeculativeConfig:
         deepest = min(depth, size)
         return SpeculativeConfig(
             model=head,
             num_speculative_tokens=deepest,
             parallel_drafting_spec=CandidateTrees(size, deepest, size),
+            drawn_chains_from=drawn,
             **{SCHEDULE: nodes},  # type: ignore[arg-type]
         )
 
@@ -154,7 +167,13 @@ def ways(
             for name, one in heads.items()
             for k in ks
         },
+        "adaptive-chain": SpeculativeConfig(
+            model=head,
+            num_speculative_tokens=max(ks),
+            **{SCHEDULE: "auto"},  # type: ignore[arg-type]
+        ),
         **{f"n={size}": trees(size) for size in sizes},
+        **{f"never n={size}": trees(size, drawn="never") for size in sizes},
         **{f"shared n={size}": trees(most, ((1, 1, size),)) for size in sizes[:-1]},
         "adaptive": trees(most, "auto"),
     }
