@@ -437,20 +437,28 @@ def beams() -> dict[str, dict[str, Any]]:
 
 def corrections() -> dict[str, dict[str, Any]]:
     """Kernels of corrections, of bfloat16 logits; the walk over a slot, and over the first."""
-    sizes: dict[str, Any] = {"ROWS": 16, "TOKENS": 128, "WIDTH": 32, "RANK": 64, "TILES": 1}
-    sizes |= {"CHUNKS": 256, "HAS_MAP": True}
+    sizes: dict[str, Any] = {"ROWS": 16, "RANK": 64, "CHUNKS": 64, "HAS_MAP": True}
+    small = {"TOKENS": 128, "WIDTH": 32}
+    large = {"TOKENS": 512, "WIDTH": 256, "IS_WIDE": False, "IS_FIRST": False, "TILES": 1}
+    wide = {"TOKENS": 256, "WIDTH": 128, "IS_WIDE": True, "RANK": 128}
     walk, correct = correction_triton._walk_kernel, correction_triton._correct_kernel
     found = {}
-    for kernel, is_first in ((correct, False), (walk, False), (walk, True)):
+    for kernel, own, warps in (
+        (correct, small, 4),
+        (walk, {**large, "OVERLAPS": True}, 8),
+        (walk, {**large, "OVERLAPS": True, "IS_FIRST": True}, 8),
+        (walk, {**large, "OVERLAPS": False, "TILES": 2}, 8),
+        (walk, {**large, **wide, "OVERLAPS": True}, 8),
+    ):
         types = {n: "*bf16" for n in kernel.arg_names if n[-4:] == "_ptr"}
         types |= {n: "*i64" for n in ("drafts_ptr", "d2t_ptr") if n in types}
         types |= {n: "*i32" for n in types if n.endswith("argmax_ptr")}
         types |= {n: "*fp32" for n in types if n.endswith("_max_ptr")}
-        every = {**sizes, "IS_FIRST": is_first}
-        constants = {n: v for n, v in every.items() if n in kernel.arg_names}
-        loose = tuple(n for n in kernel.arg_names if not n.endswith("_ptr"))
-        compiled = compile_kernel(kernel, ASTSource, types, constants, {"num_warps": 4}, loose)
-        found[f"{kernel.__name__} {is_first}"] = compiled
+        constants = {n: v for n, v in {**sizes, **own}.items() if n in kernel.arg_names}
+        loose = ("num_rows", "num_chunks")  # sizes of corrections are multiples of 16
+        options = {"num_warps": warps} | ({"launch_pdl": True} if own.get("OVERLAPS") else {})
+        compiled = compile_kernel(kernel, ASTSource, types, constants, options, loose)
+        found[f"{kernel.__name__} {len(found)}"] = compiled
     return found
 
 

@@ -14,10 +14,17 @@ MAX_ARRIVALS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """The limits that configure a launch: multiprocessors, and shared memory of one program."""
+    """What configures a launch on a device.
+
+    Attributes:
+        num_sms: number of multiprocessors.
+        shared_bytes: shared memory of one program.
+        overlaps_launches: whether a launch may begin before the one before it is done.
+    """
 
     num_sms: int
     shared_bytes: int
+    overlaps_launches: bool = False
 
     @staticmethod
     @cache
@@ -27,7 +34,7 @@ class DeviceLimits:
             return DeviceLimits(num_sms=8, shared_bytes=100_000)
         found = torch.cuda.get_device_properties(device)
         shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-        return DeviceLimits(found.multi_processor_count, shared)
+        return DeviceLimits(found.multi_processor_count, shared, found.major >= 9)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

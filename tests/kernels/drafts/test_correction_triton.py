@@ -100,9 +100,10 @@ def test_any_token_will_do_where_drafts_mean_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rank_and_width", [(8, 40), (100, 300)], ids=str)
 @pytest.mark.parametrize(
     ("rows", "num_slots", "vocab", "most_chunks"),
-    [(1, 1, 30, 256), (5, 4, 129, 256), (17, 3, 1030, 2), (3, 7, 700, 256)],
+    [(1, 1, 30, 256), (5, 4, 129, 256), (17, 3, 1300, 2), (3, 7, 700, 256)],
 )
 def test_a_walk_is_a_loop_over_slots(
     device: str,
@@ -110,12 +111,14 @@ def test_a_walk_is_a_loop_over_slots(
     num_slots: int,
     vocab: int,
     most_chunks: int,
+    rank_and_width: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By torch, a slot at a time; two of three rows and columns of larger tensors."""
     monkeypatch.setattr(correction_triton, "_MOST_CHUNKS", most_chunks)
     torch.manual_seed(vocab)
-    correction = random_correction(24, rank=8, width=40).to(device)
+    rank, width = rank_and_width
+    correction = random_correction(24, rank=rank, width=width).to(device)
     embedding, lm_head = (torch.randn(n, 24, device=device) for n in (2 * vocab + 1, vocab))
     ready = DraftCorrection(correction, embedding, lm_head)
     normed = torch.randn(rows, num_slots, 24, device=device)
@@ -132,7 +135,7 @@ def test_a_walk_is_a_loop_over_slots(
                 slot = ready.add(slot, states[:, j], expected[-1])
             chosen = slot.argmax(-1)
             expected.append(chosen if d2t is None else chosen + d2t[chosen])
-        scratch = WalkScratch.allocate(rows, vocab, device)
+        scratch = WalkScratch.allocate(rows, ready.weights)
         scratch.max_2NC.fill_(torch.inf)
         walk_chains(logits, states, d2t, ready.weights, scratch, out[:, 1:-1])
         assert torch.equal(out[:, 1:-1], torch.stack(expected, 1))
@@ -152,7 +155,7 @@ def test_broken_logits_give_some_token_and_spoil_no_other_row(device: str) -> No
         if broken:
             normed[1, 2], logits[1, 2], logits[1, 3] = torch.nan, torch.nan, -torch.inf
         out = torch.zeros(3, 4, dtype=torch.int64, device=device)
-        states, scratch = ready.start(normed), WalkScratch.allocate(3, 30, device)
+        states, scratch = ready.start(normed), WalkScratch.allocate(3, ready.weights)
         d2t = torch.full((30,), 20, device=device)
         walk_chains(logits, states, d2t, ready.weights, scratch, out)
         found.append(out)
@@ -163,5 +166,6 @@ def test_broken_logits_give_some_token_and_spoil_no_other_row(device: str) -> No
 @pytest.mark.slow
 def test_kernels_of_corrections_compile_for_a_card() -> None:
     found = compile_for_card("corrections")
-    assert len(found) == 3
-    assert all(kernel["stack"] <= 8 for kernel in found.values())
+    stacks = [kernel["stack"] for kernel in found.values()]
+    assert len(stacks) == 5
+    assert max(stacks[:3]) <= 8 and max(stacks) <= 72, "full vocabularies and wide terms spill"

@@ -686,7 +686,7 @@ class CapturedDraft:
             self._draws = DrawScratch.allocate(num_seqs, columns, vocab_size, device)
         elif proposer.trees is None:
             if drafter.correction is not None:
-                self._walk = WalkScratch.allocate(num_seqs, vocab_size, device)
+                self._walk = WalkScratch.allocate(num_seqs, drafter.correction.weights)
             else:
                 self._choices = ChoiceScratch.allocate(num_seqs * columns, vocab_size, device)
         drafter.reserve_positions(sizes.max_model_len + step.max_accepted + k)

@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peagle.kernels.drafts.choice_triton import best_of_chunks, choose_of_chunks
-from peagle.kernels.launch import launch, power_of_two
+from peagle.kernels.launch import DeviceLimits, launch, power_of_two
 
 _ROWS = 16  # of a program: the smallest that matrix units multiply
 _TOKENS = 128
 _WIDTH = 32
-_MOST_CHUNKS = 256  # of a row
+_MOST_CHUNKS = 256  # of a row of a walk
 
 
 @triton.jit
@@ -34,14 +35,17 @@ def _term(
     down_ptr,
     width,
     rank,
-    ROWS: tl.constexpr,
+    term,
+    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """Return down @ silu(state + token) of rows behind drafts, [ROWS, RANK]."""
+    """Return term + down @ silu(state + token) of rows behind drafts, [ROWS, RANK].
+
+    The product is that of the inner values from FIRST on.
+    """
     r = tl.arange(0, RANK)
-    term = tl.zeros((ROWS, RANK), dtype=tl.float32)
-    for first in range(0, width, WIDTH):
+    for first in range(FIRST, width, WIDTH):
         w = first + tl.arange(0, WIDTH)
         inside = is_row[:, None] & (w < width)[None, :]
         state_at = states_ptr + n.to(tl.int64)[:, None] * states_stride + w[None, :]
@@ -59,15 +63,23 @@ def _term(
 
 
 @triton.jit
-def _added(term, weight_ptr, v, is_token, rank, RANK: tl.constexpr):
-    """Return what the term adds to the logits of tokens, [ROWS, TOKENS]."""
+def _load_weight(weight_ptr, v, is_token, rank, RANK: tl.constexpr):
+    """Return the rows of tokens, [RANK, TOKENS]."""
     r = tl.arange(0, RANK)
-    weight = tl.load(
+    return tl.load(
         weight_ptr + v.to(tl.int64)[None, :] * rank + r[:, None],
         mask=is_token[None, :] & (r < rank)[:, None],
         other=0,
     )
-    return tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+
+
+@triton.jit
+def _greatest(logits, v, is_token):
+    """Return the greatest logit of each row, and the first token that has it. NaN is none."""
+    logits = tl.where(is_token[None, :] & (logits == logits), logits, -float("inf"))
+    greatest = tl.max(logits, 1)
+    is_best = is_token[None, :] & (logits == greatest[:, None])
+    return greatest, tl.min(tl.where(is_best, v[None, :], 2147483647), 1)
 
 
 @triton.jit
@@ -108,11 +120,13 @@ def _correct_kernel(
         down_ptr,
         width,
         rank,
-        ROWS=ROWS,
+        tl.zeros((ROWS, RANK), dtype=tl.float32),
+        FIRST=0,
         WIDTH=WIDTH,
         RANK=RANK,
     )
-    added = _added(term, weight_ptr, v, is_token, rank, RANK=RANK)
+    weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
+    added = tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
     at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
     inside = is_row[:, None] & is_token[None, :]
     logits = tl.load(at, mask=inside, other=0)
@@ -148,15 +162,36 @@ def _walk_kernel(
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     IS_FIRST: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Find the draft of the slot before, and the greatest corrected logit of a chunk of this slot.
 
-    The first program of a row stores the draft. A first slot has none before it.
+    The first program of a row stores the draft. A first slot has none before it. Where launches
+    overlap, the next slot's programs begin as soon as these have their inputs, and read what no
+    slot writes.
     """
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = n < num_rows
-    chunk_at = n.to(tl.int64) * num_chunks
+    r, w = tl.arange(0, RANK), tl.arange(0, WIDTH)
+    v = tl.program_id(1) * TILES * TOKENS + tl.arange(0, TOKENS)
+    is_row, is_token = n < num_rows, v < vocab_size
+    is_inner = is_row[:, None] & (w < width)[None, :]
+    row = n.to(tl.int64)
+    logits_at = logits_ptr + row[:, None] * logits_stride
+    inside = is_row[:, None] & is_token[None, :]
+    logits = tl.load(logits_at + v[None, :], mask=inside, other=0).to(tl.float32)
+    if not IS_FIRST:
+        weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
+        is_down = (r < rank)[None, :] & (w < width)[:, None]
+        down = tl.load(down_ptr + r[None, :] * width + w[:, None], mask=is_down, other=0)
+        state_at = states_ptr + row[:, None] * states_stride + w[None, :]
+        state = tl.load(state_at, mask=is_inner, other=0).to(tl.float32)
+        if OVERLAPS:
+            gdc_wait()
+    if OVERLAPS:
+        # Not before the wait: so no launch begins before the last but one is done.
+        gdc_launch_dependents()
     if not IS_FIRST:
         draft = best_of_chunks(
             old_max_ptr, old_argmax_ptr, n, is_row, num_chunks, vocab_size, CHUNKS=CHUNKS
@@ -164,39 +199,44 @@ def _walk_kernel(
         if HAS_MAP:
             draft += tl.load(d2t_ptr + draft, mask=is_row, other=0)
         if tl.program_id(1) == 0:
-            tl.store(drafts_ptr + n.to(tl.int64) * drafts_stride, draft, mask=is_row)
-        term = _term(
-            n,
-            is_row,
-            tl.minimum(draft, num_ids - 1),
-            states_ptr,
-            states_stride,
-            tokens_ptr,
-            down_ptr,
-            width,
-            rank,
-            ROWS=ROWS,
-            WIDTH=WIDTH,
-            RANK=RANK,
-        )
-    greatest = tl.full((ROWS,), -float("inf"), tl.float32)
-    place = tl.full((ROWS,), 2147483647, tl.int32)
-    for tile in range(TILES):
-        v = (tl.program_id(1) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
+            tl.store(drafts_ptr + row * drafts_stride, draft, mask=is_row)
+        draft = tl.minimum(draft, num_ids - 1)
+        token_at = tokens_ptr + draft[:, None] * width + w[None, :]
+        inner = state + tl.load(token_at, mask=is_inner, other=0).to(tl.float32)
+        inner = inner / (1 + tl.exp(-inner))
+        term = tl.dot(inner.to(down.dtype), down, input_precision="ieee")
+        if IS_WIDE:
+            term = _term(
+                n,
+                is_row,
+                draft,
+                states_ptr,
+                states_stride,
+                tokens_ptr,
+                down_ptr,
+                width,
+                rank,
+                term,
+                FIRST=WIDTH,
+                WIDTH=WIDTH,
+                RANK=RANK,
+            )
+        logits += tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+    greatest, place = _greatest(logits, v, is_token)
+    for _ in range(1, TILES):
+        v += TOKENS
         is_token = v < vocab_size
         inside = is_row[:, None] & is_token[None, :]
-        at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
-        logits = tl.load(at, mask=inside, other=0).to(tl.float32)
+        logits = tl.load(logits_at + v[None, :], mask=inside, other=0).to(tl.float32)
         if not IS_FIRST:
-            logits += _added(term, weight_ptr, v, is_token, rank, RANK=RANK)
-        logits = tl.where(is_token[None, :] & (logits == logits), logits, -float("inf"))
-        best = tl.max(logits, 1)
-        is_best = is_token[None, :] & (logits == best[:, None])
-        found = tl.min(tl.where(is_best, v[None, :], 2147483647), 1)
+            weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
+            logits += tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+        best, found = _greatest(logits, v, is_token)
         place = tl.where((best > greatest) | (place == 2147483647), found, place)
         greatest = tl.maximum(greatest, best)
-    tl.store(new_max_ptr + chunk_at + tl.program_id(1), greatest, mask=is_row)
-    tl.store(new_argmax_ptr + chunk_at + tl.program_id(1), place, mask=is_row)
+    at = row * num_chunks + tl.program_id(1)
+    tl.store(new_max_ptr + at, greatest, mask=is_row)
+    tl.store(new_argmax_ptr + at, place, mask=is_row)
 
 
 def correct_logits(
@@ -249,18 +289,36 @@ class WalkScratch:
     argmax_2NC: Tensor
 
     @classmethod
-    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> Self:
-        """Allocate buffers for N rows of DV logits."""
-        shape = 2, num_rows, triton.cdiv(vocab_size, _TOKENS * _tiles(vocab_size))
+    def allocate(cls, num_rows: int, weights: tuple[Tensor, Tensor, Tensor]) -> Self:
+        """Allocate buffers for N rows; `weights` are those of `walk_chains`."""
+        device, vocab_size = weights[2].device, len(weights[2])
+        tile = _WalkTile.of(weights)
+        shape = 2, num_rows, triton.cdiv(vocab_size, tile.num_tokens * tile.num_tiles)
         return cls(
             torch.zeros(shape, dtype=torch.float32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
         )
 
 
-def _tiles(vocab_size: int) -> int:
-    """Return how many tiles of tokens a program looks at, so that a row has few chunks."""
-    return triton.cdiv(vocab_size, _TOKENS * _MOST_CHUNKS)
+@dataclass(frozen=True, slots=True)
+class _WalkTile:
+    """What a program of a walk holds at once: tokens and inner values; and its number of tiles."""
+
+    num_tokens: int
+    width: int
+    num_tiles: int
+
+    @classmethod
+    def of(cls, weights: tuple[Tensor, Tensor, Tensor]) -> Self:
+        """Return up to 512 tokens, whose weights take at most a third of the shared memory."""
+        _, down_rW, weight_Vr = weights
+        rank, width = down_rW.shape
+        shared_bytes = DeviceLimits.of(weight_Vr.device).shared_bytes
+        row_bytes = max(16, power_of_two(rank)) * weight_Vr.element_size()
+        num_values = power_of_two(shared_bytes // 3 + 1) // 2 // row_bytes
+        num_tokens = min(512, max(64, num_values))
+        num_tiles = triton.cdiv(len(weight_Vr), num_tokens * _MOST_CHUNKS)
+        return cls(num_tokens, min(power_of_two(width), max(32, num_values // 2)), num_tiles)
 
 
 def walk_chains(
@@ -273,8 +331,9 @@ def walk_chains(
 ) -> None:
     """Choose argmax drafts slot after slot, each corrected by the drafts before it.
 
-    Launches: one a slot, and one more. The logits stay as they are; of equal ones the first is
-    taken.
+    Launches: one a slot, and one more. On cards from compute capability 9.0 on, a launch begins
+    while the one before it is at work (programmatic dependent launch). The logits stay as they are;
+    of equal ones the first is taken.
 
     Args:
         logits_NJV: the head's own, any strides between rows.
@@ -284,12 +343,14 @@ def walk_chains(
         scratch: for so many rows.
         out_NJ: int64, any strides; takes target ids.
     """
-    tokens_VW, down_rW, _ = weights
+    tokens_VW, down_rW, weight_Vr = weights
     num_rows, num_slots, vocab_size = logits_NJV.shape
     rank, width = down_rW.shape
     num_chunks = scratch.max_2NC.shape[2]
     assert logits_NJV.stride(2) == states_NJW.stride(2) == 1, "kernels step over whole rows"
     assert all(x.is_contiguous() for x in weights)
+    tile = _WalkTile.of(weights)
+    overlaps = DeviceLimits.of(weight_Vr.device).overlaps_launches
     for j in range(num_slots):
         old, new = (j + 1) % 2, j % 2
         launch(
@@ -314,14 +375,17 @@ def walk_chains(
             rank,
             num_chunks,
             ROWS=_ROWS,
-            TOKENS=_TOKENS,
-            TILES=_tiles(vocab_size),
+            TOKENS=tile.num_tokens,
+            TILES=tile.num_tiles,
             CHUNKS=power_of_two(num_chunks),
-            WIDTH=_WIDTH,
+            WIDTH=tile.width,
             RANK=max(16, power_of_two(rank)),
             IS_FIRST=not j,
+            IS_WIDE=width > tile.width,
             HAS_MAP=d2t is not None,
-            num_warps=4,
+            OVERLAPS=overlaps,
+            num_warps=8,
+            **({"launch_pdl": True} if overlaps and j else {}),
         )
     last = (num_slots - 1) % 2
     found = scratch.max_2NC[last], scratch.argmax_2NC[last]
