@@ -10,7 +10,8 @@ to decode taking turns; output tokens per second, medians. A set with fewer begi
 requests share N nodes for each of them, out of trees of the greatest N), `adaptive`, which chooses
 n by load, or `adaptive-chain`, which chooses K by load. At a --temperature the trees of `never n=N`
 have no drawn chains. On a CPU both adaptive ways are the greatest fixed number, and are left out.
-With one thread the thread's own time counts, as in `peagle tune`.
+With one thread the thread's own time counts, as in `peagle tune`. A prompt goes through the chat
+template where the target has one.
 
 A small model falls into loops, which are easy to draft. `--cut-loops` measures each concurrency a
 second time, with outputs that end where plain decoding begins its first loop. Standard error shows
@@ -41,6 +42,7 @@ from peagle.evaluation.decoding import Request
 from peagle.evaluation.engine_backend import EngineBackend, build_llms
 from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
 from peagle.evaluation.tuning.machine import clock_of
+from peagle.models.target import load_tokenizer
 
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 
@@ -64,7 +66,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--repeats", type=int, default=5, help="of each (5)")
     options.add_argument("--max-new-tokens", type=int, default=64)
     options.add_argument("--temperature", type=float, default=0.0, help="of the requests (0)")
-    options.add_argument("--chat", action="store_true", help="send prompts as chat messages")
     options.add_argument("--threads", type=int, help="CPU threads (torch's choice)")
     options.add_argument("--dtype", default="auto")
     options.add_argument("--device", default="auto")
@@ -88,6 +89,7 @@ def main() -> None:
     if args.ways is not None:
         wanted = {"plain", *args.ways.split(",")}
         every = {name: way for name, way in every.items() if re.split("[ =]", name)[0] in wanted}
+    is_chat = bool(getattr(load_tokenizer(args.target), "chat_template", None))
     llms = build_llms(target, every, max_num_seqs=max(concurrencies))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
@@ -99,7 +101,7 @@ def main() -> None:
         count = max(args.prompts, 2 * concurrency)
         prompts = islice(cycle(load_prompt_set(args.set, count)), count)
         requests = [
-            Request(f"{i}-{one.id}", one.messages if args.chat else one.text, params)
+            Request(f"{i}-{one.id}", one.messages if is_chat else one.text, params)
             for i, one in enumerate(prompts)
         ]
         lengths = {"whole": requests}

@@ -4,8 +4,9 @@
     python recipes/smollm2/results.py --output build/trial --pair bundled --small
 
 Each measurement is a command in a process of its own, one on each GPU at a time, those that say
-most first: acceptance (`peagle eval`), tokens/s of both engines (`peagle bench`), both servers over
-HTTP (`benchmarks/serving/against_vllm.py`), and the time to the first token with and without drafts
+most first: tokens/s of both engines (`peagle bench`) and of all ways to draft at a temperature
+(`benchmarks/nodes.py`), acceptance (`peagle eval`), both servers over HTTP
+(`benchmarks/serving/against_vllm.py`), and the time to the first token with and without drafts
 (`benchmarks/first_token.py`). `logs/` shows the commands' output.
 
 The same command goes on where it was stopped: at --minutes, or by Ctrl-C. It always ends with
@@ -41,6 +42,10 @@ AGAINST = BENCHMARKS / "serving" / "against_vllm.py"
 SPEED_SETS = "humaneval,mt_bench"
 LEAST_S = 90.0  # what a command needs to load and to measure something
 NODES = (7, 15, 31)
+LOADS = "1,4,16,64"
+TEMPERATURES = ("0", "0.7", "1")
+HEADS = {"target": "target", "draft": "peagle", "eagle3": "eagle3"}  # by nodes.py's options
+WAYS = "chain,eagle3,n,never,adaptive,adaptive-chain"
 SERVERS = {
     "served-best": "vllm/eagle3-k3,peagle/tree15,peagle/k7",
     "served-more": "vllm/eagle3-k7,vllm/k7,vllm/plain,"
@@ -98,37 +103,46 @@ class Plan:
 
     def measurements(self) -> list[Measurement]:
         """Return all measurements, those that say most first."""
-        head, heads = ["--draft", self.pair], ["--draft", self.pair, "--eagle3", self.pair]
-        alone, ks = [f"--method=alone={self.alone}"], "3" if self.small else "3,5,7"
-        k = "3" if self.small else "7"
+        heads = ["--draft", self.pair, "--eagle3", self.pair]
+        alone = [f"--method=alone={self.alone}"]
+        ks, k = ("3", "3") if self.small else ("3,5", "7")
         every, above = ("0,1", "1") if self.small else ("0,0.7,1", "0.7,1")
+        few, many = ("1", "2") if self.small else ("1,4", "16,64")
         return [
-            self._bench("bench-peagle", 14, *heads, *_trees(15), "-k", ks),
+            self._bench("bench-few", 9, few, *heads, *_trees(15), "-k", k),
+            self._bench("bench-many", 9, many, *heads, *_trees(15), "-k", k),
+            *(self._ways(f"ways-{t}", 6, t) for t in TEMPERATURES),
+            self._bench("bench-chains-few", 9, few, *heads, "-k", ks),
+            self._bench("bench-chains-many", 9, many, *heads, "-k", ks),
             self._vllm("3", 11, *heads),
             *(() if self.small else (self._vllm("7,5", 18, *heads),)),
-            self._eval("eval-greedy", 6, *heads, *_trees(15), "-k", ks, "--temperature", "0"),
+            self._eval("eval-greedy", 6, *heads, *_trees(15), "-k", k, "--temperature", "0"),
             self._served("served-best", minutes=9),
             *(
-                self._eval(f"eval-nodes{n}", 6, *head, *_trees(n), "-k", k, "--temperature", every)
+                self._eval(f"eval-nodes{n}", 6, *heads, *_trees(n), "-k", k, "--temperature", every)
                 for n in NODES
                 if n != 15
             ),
             self._first_token("first-token-alone", 0),
-            self._eval("eval-sampled", 9, *heads, *_trees(15), "-k", ks, "--temperature", above),
+            self._eval("eval-sampled", 9, *heads, *_trees(15), "-k", k, "--temperature", above),
+            self._eval("eval-chains", 9, *heads, "-k", ks, "--temperature", every),
             self._served("served-more", minutes=12),
             self._first_token("first-token-beside-16", 1 if self.small else 16),
-            self._eval("eval-alone", 6, *alone, "-k", ks, "--temperature", every),
-            self._bench("bench-alone", 6, *alone, "-k", k),
+            self._eval("eval-alone", 6, *alone, "-k", f"{ks},{k}", "--temperature", every),
+            self._bench("bench-alone", 6, f"{few},{many}", *alone, "-k", k),
             self._served("served-rest", minutes=12),
         ]
 
     def _eval(self, name: str, minutes: float, *words: str) -> Measurement:
         sets = SPEED_SETS if self.small else ",".join(PROMPT_SETS)
-        given = ["--set", sets, "--no-ngram", *self._sizes("2", "64"), *words]
+        given = ["--set", sets, "--no-ngram", *words]
+        given += self._sizes("2" if self.small else "64")
         return self._peagle("eval", name, minutes, given, "24" if self.small else "512")
 
-    def _bench(self, name: str, minutes: float, *words: str, repeats: int = 3) -> Measurement:
-        given = ["--set", SPEED_SETS, "--turns", "all", *self._sizes("1,2", "1,4,16,64")]
+    def _bench(
+        self, name: str, minutes: float, loads: str, *words: str, repeats: int = 3
+    ) -> Measurement:
+        given = ["--set", SPEED_SETS, "--turns", "all", *self._sizes(loads)]
         given += ["--repeats", "1" if self.small else str(repeats), *words]
         # Prompts from all over a set, whose categories follow each other.
         given += [] if self.small else ["--limit", "40", "--shuffle-seed", "0"]
@@ -138,12 +152,10 @@ class Plan:
         given = ["--engine", "vllm", "-k", ks, *heads]
         given += ["--vllm-python", self.vllm_python] if self.vllm_python else []
         name = f"bench-vllm-k{ks.replace(',', '-')}"
-        return self._bench(name, minutes, *given, repeats=2)
+        return self._bench(name, minutes, "1" if self.small else LOADS, *given, repeats=2)
 
-    def _sizes(self, small: str, concurrency: str) -> list[str]:
-        if self.small:
-            return ["--concurrency", small, "--limit", "2"]
-        return ["--concurrency", concurrency]
+    def _sizes(self, loads: str) -> list[str]:
+        return ["--concurrency", loads, *(["--limit", "2"] if self.small else [])]
 
     def _peagle(
         self, verb: str, name: str, minutes: float, words: Sequence[str], tokens: str
@@ -154,7 +166,7 @@ class Plan:
         return Measurement(_job(name, minutes, command), output / "report.html")
 
     def _served(self, name: str, minutes: float) -> Measurement:
-        variants, loads = SERVERS[name], "1,4,16,64"
+        variants, loads = SERVERS[name], LOADS
         words = list[str]()
         if self.small:
             variants, loads = ",".join(variants.split(",")[1:2]), "1"
@@ -167,6 +179,17 @@ class Plan:
         command += ["--results", str(output / "rows.jsonl"), "--logs", str(output / "logs")]
         count = len(variants.split(",")) * len(loads.split(","))
         return Measurement(_job(name, minutes, command), output / "rows.jsonl", count)
+
+    def _ways(self, name: str, minutes: float, temperature: str) -> Measurement:
+        output = self._place(name) / "nodes.json"
+        command = [sys.executable, str(BENCHMARKS / "nodes.py"), "--set", "mt_bench"]
+        command += [f"--{name}={self.models / folder}" for name, folder in HEADS.items()]
+        command += ["--temperature", temperature, "--chains", "3" if self.small else "7"]
+        command += ["--nodes", "3" if self.small else "7,15,31", "--ways", WAYS]
+        command += ["--conc", "1" if self.small else LOADS, "--output", str(output)]
+        if self.small:
+            command += ["--repeats", "1", "--prompts", "2", "--max-new-tokens", "24"]
+        return Measurement(_job(name, minutes, command), output)
 
     def _first_token(self, name: str, others: int) -> Measurement:
         output = self._place(name) / "first_token.json"
@@ -186,7 +209,7 @@ def _job(name: str, minutes: float, command: Sequence[str]) -> Job:
 
 
 def _trees(nodes: int) -> list[str]:
-    return ["--parallel-drafting-spec", json.dumps({"max_nodes": nodes})]
+    return ["--no-prompt-lookup", "--parallel-drafting-spec", json.dumps({"max_nodes": nodes})]
 
 
 # ---- what was found -------------------------------------------------------------------------
@@ -195,6 +218,7 @@ def _trees(nodes: int) -> list[str]:
 def collect(plan: Plan) -> dict[str, Any]:
     """Return the figures of all that is measured, and write the report of eval and bench."""
     found: dict[str, Any] = {"acceptance": [], "speed": [], "served": [], "first_token": {}}
+    found["ways"] = {}
     places = plan.work / "evaluation"
     with suppress(SystemExit):  # nothing was measured yet
         evaluate.merge(plan.work)
@@ -209,6 +233,8 @@ def collect(plan: Plan) -> dict[str, Any]:
             found[f"{name}_made"] = {of: document[of] for of in ("provenance", "settings")}
     for path in sorted(places.glob("served-*/rows.jsonl")):
         found["served"] += map(json.loads, _lines(path))
+    for path in sorted(places.glob("ways-*/nodes.json")):
+        found["ways"][path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
     for path in sorted(places.glob("*/first_token.json")):
         found["first_token"][path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -255,6 +281,13 @@ def tables(found: dict[str, Any], served: str) -> str:
         blocks.append(
             "vLLM is bound by its host at this size, so the ratios say little about large models."
         )
+    for name, one in found["ways"].items():
+        temperature = name.removeprefix("ways-")
+        blocks += [
+            f"**Output tokens per second on mt_bench at temperature {temperature}**, first turns, "
+            "trees with copies of the text, by the requests in flight; medians.",
+            _ways_table(one["by_concurrency"]),
+        ]
     if served:
         blocks += ["**Over HTTP**, first turns.", served.strip()]
     if found["first_token"]:
@@ -303,6 +336,12 @@ def _speed_table(cells: Sequence[dict[str, Any]]) -> str:
     return _table(["engine", "drafts", "acceptance length", *map(str, loads)], rows)
 
 
+def _ways_table(found: dict[str, Any]) -> str:
+    ways = list(next(iter(found.values())))
+    rows = [[way, *(f"{one[way]['tokens_per_s']:,.0f}" for one in found.values())] for way in ways]
+    return _table(["", *found], rows)
+
+
 def _first_token_table(found: dict[str, Any]) -> str:
     rows = [
         [
@@ -320,10 +359,11 @@ def _first_token_table(found: dict[str, Any]) -> str:
 def _label(one: dict[str, Any]) -> str:
     """Return the words for a way to decode."""
     method, k = one["method"], one["k"]
-    if "-tree-" in method:
-        return f"P-EAGLE, trees of {method.rpartition('-n')[2]} nodes"
     kinds = {"plain": "plain", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
     kinds |= {"alone": "P-EAGLE without its correction"}
+    head, _, tree = method.partition("-tree-")
+    if tree:
+        return f"{kinds.get(head, head)}, trees of {tree.rpartition('n')[2]} nodes"
     return kinds.get(method, method) + (f", K = {k}" if k else "")
 
 

@@ -137,7 +137,14 @@ def test_the_card_names_the_target_and_the_origin_of_the_data(
         "| simulated acceptance length | 2.250 at K = 3 |",
     ):
         assert row in card.splitlines()
-    assert "HuggingFaceTB" in card and "Apache-2.0" in card
+    assert "HuggingFaceTB" in card and "Apache-2.0" in card and "begins with" not in card
+    earlier = tmp_path / "earlier.md"
+    earlier.write_text(card)
+    words = ["card.py", str(tmp_path), str(tmp_path), "--earlier", str(earlier)]
+    monkeypatch.setattr("sys.argv", words)
+    runpy.run_path(str(RECIPE / "card.py"), run_name="__main__")
+    row = "an earlier head of 1,560 responses: 1,200 steps (2.50 epochs), card, 8.0 minutes"
+    assert f"| begins with | {row} |" in (tmp_path / "README.md").read_text().splitlines()
     del record["data"]["train"]["origins"]
     (tmp_path / "train.json").write_text(json.dumps(record))
     with pytest.raises(SystemExit, match="does not say who wrote the prompts"):

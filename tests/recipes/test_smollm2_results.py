@@ -23,7 +23,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*(str(ROOT / one) for one in FOLDERS), *sys.path])
-        names = ("results", "against_vllm", "contenders")
+        names = ("results", "against_vllm", "contenders", "nodes")
         yield SimpleNamespace(**{name: __import__(name) for name in names})
     for name in set(sys.modules) - before:
         file = str(getattr(sys.modules[name], "__file__", ""))
@@ -38,7 +38,7 @@ def test_each_measurement_is_a_command_that_exists(
     plan = scripts.results.Plan(tmp_path, "bundled", "python", small)
     measurements = plan.measurements()
     names = [one.job.name for one in measurements]
-    assert len(set(names)) == len(names) and names[0] == "bench-peagle"
+    assert len(set(names)) == len(names) and names[0] == "bench-few"
     servers = list[str]()
     for one in measurements:
         _, program, *words = one.job.command
@@ -56,6 +56,10 @@ def test_each_measurement_is_a_command_that_exists(
                 scripts.contenders.Variant.parse(name)
             for load in args.loads.split(","):
                 assert str(scripts.against_vllm.Load.parse(load)) == load
+        elif program.endswith("nodes.py"):
+            given = scripts.nodes.parser().parse_args(words)
+            assert given.output == one.file and f"ways-{given.temperature:g}" == one.job.name
+            assert given.draft.endswith("/peagle") and given.eagle3.endswith("/eagle3")
         else:
             assert Path(program).is_file() and one.job.name.startswith("first-token")
     assert small or sorted(servers) == sorted(scripts.contenders.REAL_VARIANTS)
@@ -68,7 +72,7 @@ def test_what_is_measured_is_kept_and_skipped(
 
     def run_jobs(jobs: Sequence[Any], places: Any, logs: Path, seconds: float) -> None:
         due.append([job.name for job in jobs])
-        write_sweep(tmp_path / "evaluation" / "bench-peagle", "humaneval", 1)
+        write_sweep(tmp_path / "evaluation" / "bench-few", "humaneval", 1)
         (tmp_path / "evaluation" / "bench-alone" / "report.html").touch()
         rows = tmp_path / "evaluation" / "served-best" / "rows.jsonl"
         rows.write_text(json.dumps({"variant": "a"}) + '\n{"variant": "cut')
@@ -76,6 +80,9 @@ def test_what_is_measured_is_kept_and_skipped(
         first |= {"others": 0, "prompt": 700}
         place = tmp_path / "evaluation" / "first-token-alone" / "first_token.json"
         place.write_text(json.dumps(first))
+        ways = {"plain": {"tokens_per_s": 900.4}, "adaptive": {"tokens_per_s": 3100.0}}
+        place = tmp_path / "evaluation" / "ways-0.7" / "nodes.json"
+        place.write_text(json.dumps({"by_concurrency": {"1": ways, "4": ways}}))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(results, "run_jobs", run_jobs)
@@ -86,15 +93,16 @@ def test_what_is_measured_is_kept_and_skipped(
         with pytest.raises(KeyboardInterrupt):
             results.main()
     first, again = due
-    assert set(first) - set(again) == {"bench-alone", "first-token-alone"}
+    assert set(first) - set(again) == {"bench-alone", "first-token-alone", "ways-0.7"}
     found = json.loads((tmp_path / "results.json").read_text())
     assert [one["variant"] for one in found["served"]] == ["a"], "the line that is cut is left out"
     assert {one["tokens_per_s"] for one in found["speed"]} == {100, 200, 300, 400, 800, 1200}
     text = (tmp_path / "tables.md").read_text()
     assert "| peagle | plain |  | 100 | 400 |" in text and "the table of servers" in text
+    assert "| adaptive | 3,100 | 3,100 |" in text and "at temperature 0.7**" in text
     assert "| 0 | 700 | 10.0 | 11.0 | 1.10 |" in text
     monkeypatch.setattr(sys, "argv", ["results.py", "--output", str(tmp_path), "--only", "x"])
-    with pytest.raises(SystemExit, match="--only names 'x'; there are bench-peagle, "):
+    with pytest.raises(SystemExit, match="--only names 'x'; there are bench-few, "):
         results.main()
 
 
@@ -120,9 +128,11 @@ def test_tables(scripts: SimpleNamespace) -> None:
             speed("vllm", "peagle", 7, 1, 520.0),
             speed("vllm", "eagle3", 3, 1, 800.0),
             speed("peagle", "eagle3", 3, 64, 54000.0),
+            speed("peagle", "eagle3-tree-w4-n15", 7, 64, 50000.0),
             speed("vllm", "eagle3", 3, 64, 20000.0),
         ],
         "first_token": {},
+        "ways": {},
     }
     for name in ("acceptance", "speed"):
         found[name] = sorted(found[name], key=scripts.results._rank)
@@ -137,6 +147,7 @@ def test_tables(scripts: SimpleNamespace) -> None:
         "| engine | drafts | acceptance length | 1 | 64 |",
         "| --- | --- | --- | --- | --- |",
         "| peagle | EAGLE-3, K = 3 | 3.00 |  | 54,000 |",
+        "| peagle | EAGLE-3, trees of 15 nodes | 3.00 |  | 50,000 |",
         "| peagle | P-EAGLE, trees of 15 nodes | 3.00 | 2,600 |  |",
         "| vllm | EAGLE-3, K = 3 | 3.00 | 800 | 20,000 |",
         "| vllm | P-EAGLE, K = 7 | 3.00 | 520 |  |",

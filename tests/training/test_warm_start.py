@@ -511,7 +511,10 @@ def test_a_warm_started_run_resumes_exactly(
         run = Trainer(config, lambda report: setattr(run, "stop_requested", stop))
         return run
 
+    facts = json.loads((eagle3_head / "config.json").read_text())["peagle"]
+    edit_config(eagle3_head, peagle={**facts, "max_sequence_length_trained": 500})
     trainer("whole").run()
+    assert read_head(tmp_path / "whole/head").trained_length == 500, "more than this run's 30"
     with pytest.raises(TrainingStopped):
         trainer("halved", stop=True).run()
     trainer("halved").run(resume=True)

@@ -474,6 +474,8 @@ class Trainer:
     def _save_head(self) -> None:
         folder, dtype = self.config.head_folder, getattr(torch, self.config.run.save_dtype)
         longest, record = self.dataset.longest, self._record()
+        if self.warm_start is not None:
+            longest = max(longest, self.warm_start.trained_length or 0)
 
         def save() -> None:
             if not self._is_fit:

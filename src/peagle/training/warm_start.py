@@ -59,6 +59,7 @@ class WarmStart:
         sha256: of each of its weight files, by name.
         target: name of the target that it was trained for, None if unknown.
         trained_depth: K that it was trained for, None if unknown.
+        trained_length: tokens of the longest sequence it was trained on, None if unknown.
         num_layers, num_added_layers: layers taken and layers added.
         num_taken, fresh, dropped: checkpoint tensors taken over; names of those that are new, and
             of those that the new head has no use for.
@@ -72,6 +73,7 @@ class WarmStart:
     sha256: dict[str, str]
     target: str | None
     trained_depth: int | None
+    trained_length: int | None
     num_layers: int
     num_added_layers: int
     num_taken: int
@@ -114,6 +116,7 @@ class InitHead:
         tensors: its tensors under their checkpoint names, quantised ones unpacked.
         from_target: names of the tensors that are its target's.
         target: name of the target that it was trained for, None if unknown.
+        trained_length: tokens of the longest sequence it was trained on, None if unknown.
         differences: how that target differs from the one at hand.
         warnings: facts that could not be checked.
     """
@@ -123,6 +126,7 @@ class InitHead:
     tensors: dict[str, Tensor]
     from_target: tuple[str, ...]
     target: str | None
+    trained_length: int | None
     differences: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -154,7 +158,7 @@ class InitHead:
         try:
             head = read_head(folder, num_target_layers=target.num_layers)
             _ = head.fingerprint  # refuses one that is not readable
-            from_target = head.from_target
+            from_target, longest = head.from_target, head.trained_length
             check_fits(head.config, target, str(folder))
         except UserError as error:
             inner = folder / "head"
@@ -162,7 +166,8 @@ class InitHead:
             raise UserError(
                 f"head.init: {error}{hint} Leave head.init out to train a new head."
             ) from None
-        return cls(folder, head.config, {}, from_target, head.target_name, (), ()), head
+        init = cls(folder, head.config, {}, from_target, head.target_name, longest, (), ())
+        return init, head
 
     def shape(self, section: HeadSection, depth: int, mask_token_id: int | None) -> DrafterConfig:
         """Return the shape of the head that starts from this one and is trained to `depth`.
@@ -238,6 +243,7 @@ class InitHead:
             sha256={file.name: sha256_of(file) for file in weights},
             target=self.target,
             trained_depth=self.config.trained_depth,
+            trained_length=self.trained_length,
             num_layers=self.config.num_layers,
             num_added_layers=drafter.config.num_layers - self.config.num_layers,
             num_taken=len(names) - len(fresh),
