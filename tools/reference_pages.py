@@ -33,6 +33,7 @@ VARIABLES = {
     "PEAGLE_CATALOG": "File of catalog entries of your own, in place of "
     "~/.config/peagle/catalog.toml.",
     "PEAGLE_COMMIT": "Commit that results name, for a copy of the source without its history.",
+    "PEAGLE_VLLM": "1 lets vLLM draft with a head's correction, in vLLM's own processes.",
     "PEAGLE_VLLM_PYTHON": "Python of the environment that has vLLM.",
     "PEAGLE_VLLM_GUARD": "Rules that `peagle serve --engine vllm` hands to vLLM's process.",
     "PEAGLE_CLOUDWATCH_INTERVAL": "Seconds between two lines of metrics, with `--sagemaker`.",

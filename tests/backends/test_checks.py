@@ -14,7 +14,7 @@ from peagle.backends.vllm.checks import check_launch, is_scattered
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig
-from peagle.errors import UserError
+from peagle.errors import CheckpointError, UserError
 
 PEAGLE = SpeculativeConfig(model=HEAD, num_speculative_tokens=4)
 EAGLE3 = SpeculativeConfig(model=str(BUNDLED_EAGLE3), num_speculative_tokens=4)
@@ -80,11 +80,22 @@ def test_on_a_cpu(cpu):
         check_launch(replace(plain, speculative=synthetic), cpu)
 
 
-def test_a_correction_that_vllm_does_not_read_is_told(gpu):
+def test_a_correction_that_vllm_cannot_use_is_told(gpu, monkeypatch, tmp_path):
     drafted = replace(PEAGLE, model=str(BUNDLED_PEAGLE))
     launch = VllmLaunch(str(BUNDLED_TARGET), drafted, max_model_len=768)
+    assert check_launch(launch, gpu) == ()
+    notes = check_launch(launch, replace(gpu, version="0.40.0"))
+    assert "a correction, which needs vLLM 0.26 and 0.32" in notes[-1]
+    monkeypatch.setenv("VLLM_PLUGINS", "lora,other")
     (note,) = check_launch(launch, gpu)
-    assert "a correction, which vLLM does not read" in note
+    assert "VLLM_PLUGINS is 'lora,other'" in note
+    monkeypatch.setenv("VLLM_PLUGINS", "other,peagle")
+    assert check_launch(launch, gpu) == ()
+    head = shutil.copytree(BUNDLED_PEAGLE, tmp_path / "head")
+    path = head / "correction.st"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"correction\.st"):
+        check_launch(replace(launch, speculative=replace(drafted, model=str(head))), gpu)
 
 
 def test_options_of_later_versions(gpu):

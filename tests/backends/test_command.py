@@ -164,7 +164,10 @@ def test_environment(gpu, cpu, monkeypatch):
     assert found["VLLM_USE_V2_MODEL_RUNNER"] == "0" and found["VLLM_API_KEY"] == ""
     assert not any(name.startswith("VLLM_CPU") for name in found)
     plain = vllm_command(VllmLaunch(TARGET), gpu).environment
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in plain
+    assert not {"VLLM_USE_V2_MODEL_RUNNER", "PEAGLE_VLLM"} & plain.keys()
+    assert found["PEAGLE_VLLM"] == "1", "vLLM corrects drafts"
+    without = vllm_command(VllmLaunch(TARGET, replace(PEAGLE, correction=False)), gpu)
+    assert without.environment["PEAGLE_VLLM"] == "0"
     on_cpu = vllm_command(VllmLaunch(TARGET, PEAGLE, kv_cache_gib=0.5, threads=2), cpu)
     expected = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     assert (expected | {"OMP_NUM_THREADS": "2"}).items() <= on_cpu.environment.items()

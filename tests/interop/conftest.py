@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Generator
 from pathlib import Path
@@ -15,6 +16,8 @@ from peagle.backends.vllm.command import engine_arguments, vllm_environment
 from peagle.backends.vllm.installation import VllmInstallation, find_vllm
 from peagle.backends.vllm.launch import VllmLaunch
 from peagle.config import SpeculativeConfig
+from peagle.models.checkpoint import CORRECTION_NAME
+from tests.corrections import add_correction
 from tests.interop.cases import CASES, MAX_TOKENS, Case, K, Ours
 from tests.interop.trained import PAIRS
 
@@ -60,27 +63,66 @@ def theirs(
     folders: dict[str, dict[str, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, dict[str, Any]]:
-    """vLLM's results with every head, by "case/style"."""
+    """vLLM's results with every head, by "case/style", without corrections."""
+    place = tmp_path_factory.mktemp("theirs")
+    return _run_all(installation, sides, folders, place, correction=False)
+
+
+@pytest.fixture(scope="session")
+def corrected_folders(
+    folders: dict[str, dict[str, Path]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Path]]:
+    """Every P-EAGLE head in vLLM's style with a correction beside it, a random one if need be."""
+    place, made = tmp_path_factory.mktemp("corrected"), {}
+    for case in (case for case in CASES if case.is_parallel):
+        head = shutil.copytree(folders[case.name]["vllm"], place / case.name)
+        if not (head / CORRECTION_NAME).exists():
+            add_correction(head)
+        made[case.name] = {"vllm": head}
+    return made
+
+
+@pytest.fixture(scope="session")
+def corrected_theirs(
+    installation: VllmInstallation,
+    sides: dict[str, Ours],
+    corrected_folders: dict[str, dict[str, Path]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, dict[str, Any]]:
+    """vLLM's results with `corrected_folders`, with the plugin."""
+    place = tmp_path_factory.mktemp("corrected-theirs")
+    return _run_all(installation, sides, corrected_folders, place, correction=True)
+
+
+def _run_all(
+    installation: VllmInstallation,
+    sides: dict[str, Ours],
+    folders: dict[str, dict[str, Path]],
+    place: Path,
+    *,
+    correction: bool,
+) -> dict[str, dict[str, Any]]:
     told: dict[str, dict[str, Any]] = {}
     for pair, ours in sides.items():
         heads, variables = {}, dict(os.environ)
-        for case in (case for case in CASES if case.pair == pair):
+        for case in (case for case in CASES if case.pair == pair and case.name in folders):
             for style, folder in folders[case.name].items():
-                launch = _launch(case, folder, ours)
+                launch = _launch(case, folder, ours, correction=correction)
                 heads[f"{case.name}/{style}"] = {
                     **engine_arguments(launch, installation),
                     "disable_log_stats": False,
                 }
                 variables |= vllm_environment(launch, installation)
         job = {"prompts": ours.prompts, "max_tokens": MAX_TOKENS, "k": K, "heads": heads}
-        told |= _run(installation, job, variables, tmp_path_factory.mktemp(pair))
+        (place / pair).mkdir()
+        told |= _run(installation, job, variables, place / pair)
     return told
 
 
-def _launch(case: Case, head: Path, ours: Ours) -> VllmLaunch:
+def _launch(case: Case, head: Path, ours: Ours, *, correction: bool) -> VllmLaunch:
     return VllmLaunch(
         str(ours.pair.target),
-        SpeculativeConfig(model=str(head), num_speculative_tokens=K),
+        SpeculativeConfig(model=str(head), num_speculative_tokens=K, correction=correction),
         is_parallel=case.is_parallel,
         dtype="float32",
         max_model_len=ours.target.text_config.max_position_embeddings,

@@ -21,6 +21,7 @@ from peagle.models.checkpoint.stored import read_head
 from tests.interop.cases import CASES, STYLES, Case, K, Ours
 
 pytestmark = pytest.mark.vllm
+PARALLEL = [case for case in CASES if case.is_parallel]
 # Prompts, of eight, whose outputs may part at a near-tie.
 MOST_PARTED = 2
 
@@ -44,14 +45,33 @@ def test_vllm_drafts_what_we_draft(
 ) -> None:
     their = theirs[f"{case.name}/{style}"]
     assert "error" not in their, their["error"]
-    parted = 0
-    for row, (tokens, counts) in enumerate(told_by_us[case.name]):
-        if their["outputs"][row] == tokens:
-            assert their["counts"][row] == counts, f"prompt {row}"
-        else:
-            parted += 1
-            assert_near_tie(sides[case.pair], row, tokens, their["outputs"][row])
-    assert parted <= MOST_PARTED
+    assert_alike(their, told_by_us[case.name], sides[case.pair])
+
+
+@pytest.fixture(scope="module")
+def corrected_by_us(
+    sides: dict[str, Ours], corrected_folders: dict[str, dict[str, Path]]
+) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """Our output tokens and counts of every head with its correction, by case."""
+    return {
+        one.name: sides[one.pair].speculate(corrected_folders[one.name]["vllm"], correction=True)
+        for one in PARALLEL
+    }
+
+
+@pytest.mark.parametrize("case", PARALLEL, ids=lambda case: case.name)
+def test_with_the_plugin_vllm_corrects_as_we_do(
+    case: Case,
+    corrected_theirs: dict[str, dict[str, Any]],
+    corrected_by_us: dict[str, list[tuple[list[int], list[int]]]],
+    told_by_us: dict[str, list[tuple[list[int], list[int]]]],
+    sides: dict[str, Ours],
+) -> None:
+    their = corrected_theirs[f"{case.name}/vllm"]
+    assert "error" not in their, their["error"]
+    assert_alike(their, corrected_by_us[case.name], sides[case.pair])
+    without = [counts for _, counts in told_by_us[case.name]]
+    assert their["counts"] != without, "the correction changes drafts"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -91,6 +111,20 @@ def test_styles_are_one_head(theirs: dict[str, dict[str, Any]]) -> None:
     for case in CASES:
         one, other = (theirs[f"{case.name}/{style}"] for style in STYLES)
         assert (one["outputs"], one["counts"]) == (other["outputs"], other["counts"]), case.name
+
+
+def assert_alike(
+    their: dict[str, Any], told_by_us: list[tuple[list[int], list[int]]], ours: Ours
+) -> None:
+    """That counts are equal for every prompt whose outputs are, and that few outputs part."""
+    parted = 0
+    for row, (tokens, counts) in enumerate(told_by_us):
+        if their["outputs"][row] == tokens:
+            assert their["counts"][row] == counts, f"prompt {row}"
+        else:
+            parted += 1
+            assert_near_tie(ours, row, tokens, their["outputs"][row])
+    assert parted <= MOST_PARTED
 
 
 def assert_near_tie(ours: Ours, row: int, tokens: list[int], their: list[int]) -> None:

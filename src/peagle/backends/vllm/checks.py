@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peagle.backends.vllm.facts import TESTED_VERSIONS, dotted
 from peagle.backends.vllm.installation import VllmInstallation, advisory_note, version_note
 from peagle.backends.vllm.launch import VllmLaunch, flag_name, with_head
 from peagle.config.speculative import AUTO
@@ -149,9 +150,20 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
         )
 
 
+def _correction_notes(installation: VllmInstallation) -> Iterator[str]:
+    if installation.release not in TESTED_VERSIONS:
+        known = " and ".join(map(dotted, TESTED_VERSIONS))
+        yield (f"the head has a correction, which needs vLLM {known}: this one drafts without it")
+    elif "peagle" not in os.environ.get("VLLM_PLUGINS", "peagle").split(","):
+        yield (
+            f"the head has a correction, and VLLM_PLUGINS is {os.environ['VLLM_PLUGINS']!r}: vLLM "
+            "drafts without it, unless the list names peagle too"
+        )
+
+
 def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str) -> Iterator[str]:
     """Refuse a head that does not fit the launch, or its target as far as that is here."""
-    from peagle.models.checkpoint import ANY_DEPTH, CORRECTION_NAME, read_head
+    from peagle.models.checkpoint import ANY_DEPTH, read_correction, read_head
 
     config = launch.speculative
     assert config is not None
@@ -170,8 +182,8 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
             "window: vLLM lets it look back over more, and accepts far fewer drafts there. "
             "peagle's own engine keeps it to them"
         )
-    if config.correction and (Path(folder) / CORRECTION_NAME).is_file():
-        yield "the head has a correction, which vLLM does not read: it drafts without"
+    if config.correction and read_correction(folder, head) is not None:
+        yield from _correction_notes(installation)
     size = launch.speculative_options.get("draft_tensor_parallel_size")
     size = launch.tensor_parallel_size if size is None else size
     if head.num_attention_heads % size:

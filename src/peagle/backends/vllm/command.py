@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from peagle.backends.vllm.facts import GUARD_VARIABLE
+from peagle.backends.vllm.facts import GUARD_VARIABLE, PLUGIN_VARIABLE
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.backends.vllm.launch import VllmLaunch, with_head
 from peagle.config.network import LOOPBACK_NAMES, is_loopback
@@ -171,6 +171,8 @@ def vllm_environment(launch: VllmLaunch, installation: VllmInstallation) -> dict
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(MODULE_FOLDER), inherited)))
     if launch.is_parallel:
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        assert launch.speculative is not None
+        variables[PLUGIN_VARIABLE] = str(int(launch.speculative.correction))
     if launch.threads is not None:
         variables["OMP_NUM_THREADS"] = str(launch.threads)
     if installation.is_cpu:

@@ -6,6 +6,8 @@ Imports the standard library only: vLLM may live in an environment without peagl
 from typing import Any
 
 GUARD_VARIABLE = "PEAGLE_VLLM_GUARD"
+PLUGIN_VARIABLE = "PEAGLE_VLLM"
+TESTED_VERSIONS = ((0, 26), (0, 32))
 ENGINE_PATH = "/peagle/engine"
 
 
@@ -18,3 +20,8 @@ def vllm_facts(config: Any) -> dict[str, Any]:
         facts["speculative"] = {name: getattr(drafting, name, None) for name in names}
     facts["model_runner_v2"] = getattr(config, "use_v2_model_runner", None)
     return facts
+
+
+def dotted(release: tuple[int, int]) -> str:
+    """Return a release as it is written, like "0.32"."""
+    return ".".join(map(str, release))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from peagle.backends.vllm.facts import TESTED_VERSIONS, dotted
 from peagle.errors import UserError
 
 PYTHON_VARIABLE = "PEAGLE_VLLM_PYTHON"
@@ -17,7 +18,6 @@ LOCAL_PYTHON = Path(".venv-vllm", "bin", "python")
 # Parallel drafting with EAGLE heads came with 0.16.0 (pull request 32887 of vLLM).
 MIN_VERSION = (0, 16)
 # peagle was run with these versions: the first on a GPU, the second on a CPU.
-TESTED_VERSIONS = ((0, 26), (0, 32))
 _PROBE_S = 60
 
 # This program reads metadata and one small file: importing vLLM would take seconds.
@@ -114,7 +114,7 @@ def find_vllm(
             raise VllmNotInstalled(f"vLLM is not installed; looked at {looked}. {INSTALL}")
     if found.release is not None and found.release < MIN_VERSION:
         raise UserError(
-            f"{found} is too old; expected {_dotted(MIN_VERSION)} or newer, the first that drafts "
+            f"{found} is too old; expected {dotted(MIN_VERSION)} or newer, the first that drafts "
             "in parallel. Upgrade it."
         )
     return found
@@ -131,7 +131,7 @@ def find_or_assume_vllm(python: str | Path | None = None) -> tuple[VllmInstallat
     try:
         return find_vllm(python), ""
     except VllmNotInstalled as error:
-        version = _dotted(TESTED_VERSIONS[-1])
+        version = dotted(TESTED_VERSIONS[-1])
         assumed = VllmInstallation(LOCAL_PYTHON, f"{version}.0")
         return assumed, f"{error} The command has the flags of vLLM {version}, for {LOCAL_PYTHON}."
 
@@ -158,10 +158,6 @@ def _probe(python: Path, source: str) -> VllmInstallation | None:
     return VllmInstallation(
         python.absolute(), facts["version"], facts["is_cpu"], facts["distribution"] or "vllm"
     )
-
-
-def _dotted(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))
 
 
 # ---- notes on versions -----------------------------------------------------------------------
@@ -197,7 +193,7 @@ def version_note(installation: VllmInstallation) -> str:
     release = installation.release
     if release in TESTED_VERSIONS:
         return ""
-    tested = " and ".join(map(_dotted, TESTED_VERSIONS))
+    tested = " and ".join(map(dotted, TESTED_VERSIONS))
     if release is None:
         return f"{installation} does not say its version; peagle was tested with {tested}."
     kind = "newer than" if release > max(TESTED_VERSIONS) else "not one of"

@@ -1,0 +1,148 @@
+# pyright: reportMissingImports=false
+"""The correction of a P-EAGLE head in vLLM's proposer.
+
+vLLM has the final hidden states of all K slots of a request before it chooses a token of them
+(`SpecDecodeBaseProposer._sample_draft_tokens`). There the slots are walked: each one's logits are
+corrected by the token that the slot before drafted, and vLLM's own code chooses from them, an
+argmax or a draw with its distribution.
+
+The tables of a correction come from the head's files: vLLM shares embedding and lm_head out over
+the GPUs. Runs in vLLM's processes alone.
+
+Shapes: R rows, K slots of each of B requests; D, W, r, V as in `models.correction`, DV draft
+vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.models.checkpoint import ANY_DEPTH, CORRECTION_NAME, read_correction, read_head
+from peagle.models.correction import DraftCorrection
+from peagle.models.loading import resolve_model
+from peagle.models.target_ends import TargetEnds
+
+_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def install() -> None:
+    """Replace two methods of vLLM's proposer, once.
+
+    Raises:
+        ImportError, AttributeError: this vLLM has no such proposer.
+    """
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Proposer
+
+    load_model, choose = Proposer.load_model, Proposer._sample_draft_tokens
+    _ = Proposer._sample_from_logits
+    if hasattr(Proposer, "peagle_correction"):
+        return
+    Proposer.peagle_correction = None
+
+    def load(self: Any, target_model: Any) -> None:
+        load_model(self, target_model)
+        if self.method == "eagle3" and self.parallel_drafting:
+            self.peagle_correction = read_from_vllm(self)
+
+    def choose_corrected(self: Any, hidden_RD: Tensor, metadata: Any) -> Any:
+        if self.peagle_correction is None:
+            return choose(self, hidden_RD, metadata)
+        return walk(self, self.peagle_correction, hidden_RD, metadata)
+
+    Proposer.load_model, Proposer._sample_draft_tokens = load, choose_corrected
+
+
+def read_from_vllm(proposer: Any) -> DraftCorrection | None:
+    """Return the correction beside the head that a proposer has loaded; None without one.
+
+    Its weights are those of the target's vocabulary, in which vLLM has the logits.
+
+    Raises:
+        CheckpointError: it is another head's, or not readable.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.peagle")
+    draft, target = proposer.draft_model_config, proposer.vllm_config.model_config
+    folder = Path(resolve_model(draft.model, draft.revision, role="draft"))
+    is_first = get_tensor_model_parallel_rank() == 0
+    if not (folder / CORRECTION_NAME).is_file():
+        if is_first:
+            logger.info("peagle: %s has no correction; vLLM drafts as without peagle.", folder)
+        return None
+    head = read_head(folder, num_target_layers=ANY_DEPTH)
+    correction = read_correction(folder, head.config)
+    assert correction is not None
+    correction.to(proposer.device, proposer.dtype)
+    embedding_VD, lm_head_VD = _ends(folder, target.model, target.revision)
+    on = {"device": proposer.device, "dtype": proposer.dtype}
+    ready = DraftCorrection(correction, embedding_VD.to(**on), lm_head_VD.to(**on))
+    tensors, _ = head.read_tensors(folder)
+    if (d2t := tensors.get("d2t")) is not None:
+        ids_V = torch.arange(len(d2t)) + d2t.cpu()
+        weight_Vr = ready.weight_Vr.new_zeros(len(embedding_VD), ready.weight_Vr.shape[1])
+        ready.weight_Vr = weight_Vr.index_copy(0, ids_V.to(proposer.device), ready.weight_Vr)
+    if is_first:
+        sizes = correction.rank, correction.width
+        logger.info("peagle: drafts are corrected by %s (rank %d, width %d).", folder, *sizes)
+    return ready
+
+
+def walk(
+    proposer: Any, correction: DraftCorrection, hidden_RD: Tensor, metadata: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Choose the drafts of all slots, one slot after the other.
+
+    Args:
+        proposer: vLLM's, which computes logits and chooses from them.
+        hidden_RD: final, normed hidden states, the K slots of a request one behind the other.
+        metadata: vLLM's sampling parameters of the requests.
+
+    Returns:
+        target ids [R], and the distributions that they were drawn from [R, V]; None for an argmax.
+    """
+    hidden_BKD = hidden_RD.unflatten(0, (-1, proposer.num_speculative_tokens))
+    logits_RV = proposer.model.compute_logits(hidden_RD).to(correction.weight_Vr.dtype)
+    logits_BKV, states_BKW = logits_RV.view(*hidden_BKD.shape[:2], -1), correction.start(hidden_BKD)
+    draws = proposer._enable_probabilistic_draft_probs and not metadata.all_greedy
+    if not draws and _has_kernels(logits_RV.device):
+        return _walk_greedily(logits_BKV, states_BKW, correction), None
+    drafts, probs = list[Tensor](), list[Tensor]()
+    for slot in range(hidden_BKD.shape[1]):
+        logits_BV = logits_BKV[:, slot]
+        if slot:
+            logits_BV = correction.add(logits_BV, states_BKW[:, slot], drafts[-1])
+        drafts_B, probs_BV = proposer._sample_from_logits(logits_BV, metadata)
+        drafts.append(drafts_B)
+        if probs_BV is not None:
+            probs.append(probs_BV)
+    return torch.stack(drafts, 1).flatten(), torch.stack(probs, 1).flatten(0, 1) if probs else None
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _walk_greedily(logits_BKV: Tensor, states_BKW: Tensor, correction: DraftCorrection) -> Tensor:
+    """Return the argmax drafts of all slots, [R], with one launch a slot."""
+    from peagle.kernels.drafts.correction_triton import WalkScratch, walk_chains
+
+    drafts_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.int64, device=logits_BKV.device)
+    scratch = WalkScratch.allocate(len(drafts_BK), correction.weights)
+    walk_chains(logits_BKV, states_BKW, None, correction.weights, scratch, drafts_BK)
+    return drafts_BK.flatten()
+
+
+def _ends(folder: Path, target: str, revision: str | None) -> tuple[Tensor, Tensor]:
+    """Return embedding [V, D] and lm_head [DV, D] of a head, the target's where it has none."""
+    tensors, _ = read_head(folder, num_target_layers=ANY_DEPTH).read_tensors(folder)
+    if _EMBEDDING in tensors and _LM_HEAD in tensors:
+        return tensors[_EMBEDDING], tensors[_LM_HEAD]
+    ends = TargetEnds.load(resolve_model(target, revision))
+    weight_VD = ends.lm_head_weight()
+    if (d2t := tensors.get("d2t")) is not None:
+        weight_VD = weight_VD[torch.arange(len(d2t)) + d2t.cpu()]
+    return tensors.get(_EMBEDDING, ends.embedding_weight()), tensors.get(_LM_HEAD, weight_VD)

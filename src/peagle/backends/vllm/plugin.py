@@ -1,0 +1,33 @@
+# pyright: reportMissingImports=false
+"""peagle as a plugin of vLLM: with PEAGLE_VLLM=1 a P-EAGLE head drafts there with its correction.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). Without the
+variable nothing is imported and nothing changes.
+"""
+
+import logging
+import os
+
+from peagle.backends.vllm.facts import PLUGIN_VARIABLE, TESTED_VERSIONS, dotted
+
+
+def register() -> None:
+    """Let vLLM's proposer correct the drafts of P-EAGLE heads, if PEAGLE_VLLM is 1.
+
+    Another vLLM than the tested ones, or one whose proposer cannot be replaced, serves as without
+    the plugin, and one line says so. Raises nothing.
+    """
+    if os.environ.get(PLUGIN_VARIABLE) != "1":
+        return
+    try:
+        from vllm.version import __version_tuple__ as version
+
+        if (release := tuple(version[:2])) not in TESTED_VERSIONS:
+            known = " and ".join(map(dotted, TESTED_VERSIONS))
+            raise RuntimeError(f"it knows vLLM {known}, and this is {dotted(release)}")
+        from peagle.backends.vllm.corrected_drafts import install
+
+        install()
+    except Exception as error:
+        message = "peagle steps aside: %s. vLLM drafts without corrections."
+        logging.getLogger("vllm.peagle").warning(message, error)
