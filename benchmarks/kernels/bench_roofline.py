@@ -27,8 +27,9 @@ unpacks them to bfloat16 in each call for more, and the library multiplies. Expe
 are stored up to 1024 assignments an expert. All are multiplied in bfloat16 with sums in float32.
 
 Time is of CUDA graphs that call copies of the weights in turn, together larger than the L2. A step
-has --queries rows of each sequence, over a cache of --context positions. The last line is one JSON
-object.
+has --queries rows of each sequence, over a cache of --context positions; attention and counts round
+tokens up to whole sequences. A candidate that differs from float32 products of the same quantised
+numbers is named as not there. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ from peagle.evaluation.touched_experts import (
     expected_experts,
     recorded_passes,
 )
+from peagle.kernels.attention.paged_attention import MAX_WRITE_ROWS
 from peagle.models.routing import num_experts_of
 
 ROTATED_BYTES = 200_000_000  # four times the L2 of an H100
-LARGEST_ERROR = 1e-2
+BUDGET_S = 0.01  # of a graph
 WORKERS = 12
 COUNTED_SEQUENCES, COUNTED_STEPS = 64, 32
 Call = Callable[[], Any]
@@ -99,7 +101,7 @@ class Rates:
 def microseconds(calls: list[Call], device: torch.device) -> float:
     """Median time of a call: of a CUDA graph of all of them, or on a CPU of one after the other."""
     if device.type == "cuda":
-        return seconds(calls) * 1e6
+        return seconds(calls, BUDGET_S) * 1e6
     times = []
     for call in calls:
         start = time.perf_counter()
@@ -141,7 +143,6 @@ def measure(
     layer: Layer, tokens: int, rates: Rates | None, *, with_candidates: bool
 ) -> dict[str, Any]:
     """One row: a layer for so many tokens; without rates candidates are compared, not timed."""
-    device = layer.setting.device
     work = layer.work(tokens)
     row: dict[str, Any] = {
         "model": layer.owner,
@@ -155,14 +156,23 @@ def measure(
         row |= rates.times_us(work, is_fp8=layer.is_fp8)
         row["binds"] = binding(row)
         row["floor_us"] = max(row["bytes_us"], row["bf16_us"])
-        calls = layer.calls(tokens)
-        row["ours_us"] = microseconds(calls, device) if calls else 0.0
-        row["over_floor"] = row["ours_us"] / row["floor_us"] if row["floor_us"] else None
-        if row["fp8_us"]:
-            row["over_fp8_floor"] = row["ours_us"] / max(row["bytes_us"], row["fp8_us"])
+        row |= time_ours(layer, tokens, row)
     if with_candidates and layer.is_fp8:
         row |= measure_candidates(layer, tokens, timed=rates is not None)
     return row
+
+
+def time_ours(layer: Layer, tokens: int, row: dict[str, Any]) -> dict[str, Any]:
+    """Time the engine's call, and compare it with the floors of its row."""
+    try:
+        calls = layer.calls(tokens)
+        us = microseconds(calls, layer.setting.device) if calls else 0.0
+    except Exception as error:
+        return {"ours_us": None, "over_floor": None, "failed": first_line(error)}
+    over: dict[str, Any] = {"over_floor": us / row["floor_us"] if row["floor_us"] else None}
+    if row["fp8_us"]:
+        over["over_fp8_floor"] = us / max(row["bytes_us"], row["fp8_us"])
+    return {"ours_us": us, **over}
 
 
 def binding(row: dict[str, Any]) -> str:
@@ -183,8 +193,7 @@ def measure_candidates(layer: Layer, tokens: int, *, timed: bool) -> dict[str, A
     quantise_us = None
     for candidate in candidates:
         try:
-            error = candidate.error() if candidate.expected else None
-            if error is not None and not error < LARGEST_ERROR:
+            if not (error := candidate.error()) < candidate.largest_error:
                 unavailable[candidate.name] = f"wrong: its error is {error:.1e}"
                 continue
             us = microseconds(candidate.calls, device) if timed else None
@@ -198,6 +207,10 @@ def measure_candidates(layer: Layer, tokens: int, *, timed: bool) -> dict[str, A
     if timed:
         found.sort(key=lambda one: one["us"])
     return {"quantise_us": quantise_us, "candidates": found, "unavailable": unavailable}
+
+
+def new_processes(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 
 def warm_one(job: tuple[str, Setting, int, int, bool]) -> str | None:
@@ -226,10 +239,10 @@ def warm(shape: str, setting: Setting, tokens: list[int], *, with_candidates: bo
         (shape, small, index, count, with_candidates)
         for count in tokens
         for index, layer in enumerate(layers_of(as_fp8(shape), setting))
-        if not layer.is_compiled
+        if not layer.is_compiled and layer.per_step
     ]
     start = time.perf_counter()
-    with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with new_processes(WORKERS) as pool:
         for reason in filter(None, pool.map(warm_one, jobs)):
             print(f"failed {reason}", file=sys.stderr)
     print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
@@ -308,11 +321,12 @@ def print_table(rows: list[dict[str, Any]], tokens: int) -> None:
     for row in rows:
         fp8 = f"{row['fp8_us']:8.1f}" if row["fp8_us"] is not None else f"{'-':>8}"
         over = f"{row['over_floor']:6.1f}" if row["over_floor"] else f"{'-':>6}"
-        name = f"{row['model']}: {row['layer']}"
-        ms = f"{row['per_step'] * row['ours_us'] / 1e3:7.2f}" if row["per_step"] else f"{'-':>7}"
+        name, us = f"{row['model']}: {row['layer']}", row["ours_us"]
+        ours = f"{'failed':>8}" if us is None else f"{us:8.1f}"
+        ms = f"{row['per_step'] * us / 1e3:7.2f}" if us and row["per_step"] else f"{'-':>7}"
         print(
             f"{name:26}{row['bytes'] / 1e6:8.2f}{row['flops'] / 1e9:8.2f}{row['bytes_us']:8.1f}"
-            f"{row['bf16_us']:8.1f}{fp8} {row['binds']:6}{row['ours_us']:8.1f}{over}{ms}"
+            f"{row['bf16_us']:8.1f}{fp8} {row['binds']:6}{ours}{over}{ms}"
             f"  {best_candidate(row)}"
         )
     for model, total in step_sums(rows).items():
@@ -330,10 +344,12 @@ def best_candidate(row: dict[str, Any]) -> str:
 
 def step_sums(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return milliseconds of a step by model: floors, ours, and ours with candidates where they and
-    the quantising before them are faster.
+    the quantising before them are faster. A layer that failed is in none.
     """
     sums: dict[str, dict[str, float]] = {}
     for row in rows:
+        if row["ours_us"] is None:
+            continue
         own = sums.setdefault(
             row["model"], dict.fromkeys(("floor", "fp8_floor", "ours", "with_candidates"), 0.0)
         )
@@ -366,7 +382,7 @@ def parse_args() -> argparse.Namespace:
     options.add_argument("--tokens", help="numbers of tokens (1,8,16,64,128,512,2048)")
     options.add_argument("--context", type=int, default=1024, help="positions of a sequence (1024)")
     options.add_argument("--queries", type=int, default=8, help="rows of a sequence, up to 64 (8)")
-    options.add_argument("--layers", help="print these alone, as q/k/v,o (all)")
+    options.add_argument("--layers", help="time these alone, as q/k/v,o (all)")
     options.add_argument("--target", help="checkpoint whose experts are counted, loaded first")
     options.add_argument("--no-candidates", action="store_true", help="time our kernels alone")
     options.add_argument("--quick", action="store_true", help="1, 64 and 512 tokens")
@@ -375,6 +391,8 @@ def parse_args() -> argparse.Namespace:
     options.add_argument("--output", type=Path, help="file for the JSON object")
     args = options.parse_args()
     default = "1,64,512" if args.quick else "1,8,16,64,128,512,2048"
+    if not 1 <= args.queries <= min(MAX_WRITE_ROWS, args.context):
+        options.error(f"--queries is {args.queries}; expected 1 to {MAX_WRITE_ROWS} and --context")
     args.tokens = [int(count) for count in (args.tokens or default).split(",")]
     return args
 
@@ -396,8 +414,9 @@ def main() -> None:
     with_candidates = not args.no_candidates
     counted: dict[int, float] = {}
     if args.target:
-        counted, report["counted"] = count_touched(args.target, args.tokens, setting)
-        torch.cuda.empty_cache()
+        with new_processes(1) as pool:  # which gives its memory back
+            job = pool.submit(count_touched, args.target, args.tokens, setting)
+            counted, report["counted"] = job.result()
     if device.type == "cuda":
         warm(args.shape, setting, args.tokens, with_candidates=with_candidates)
     torch.manual_seed(0)
@@ -439,12 +458,17 @@ def show(report: dict[str, Any], tokens: list[int]) -> None:
     for count, experts in report["touched"].items():
         numbers = ", ".join(f"{n} {v:.1f}" for n, v in experts.items() if isinstance(v, float))
         print(f"experts that {count} tokens touch: {numbers}")
+    reasons: dict[str, list[int]] = {}
     for row in ordered:
-        for name, reason in row.get("unavailable", {}).items():
-            print(f"not there: {row['layer']}, {row['tokens']} tokens, {name}: {reason}")
+        place = f"{row['model']}: {row['layer']}"
+        failed = {"ours": row["failed"]} if "failed" in row else {}
+        for name, reason in (failed | row.get("unavailable", {})).items():
+            reasons.setdefault(f"{place}, {name}: {reason}", []).append(row["tokens"])
         if not rates:
             for one in row.get("candidates", ()):
-                print(f"{row['layer']}, {row['tokens']} tokens, {one['name']}: {one['error']:.1e}")
+                print(f"{place}, {row['tokens']} tokens, {one['name']}: error {one['error']:.1e}")
+    for reason, counts in reasons.items():
+        print(f"not there for {', '.join(map(str, counts))} tokens: {reason}")
     print(json.dumps(report))
 
 

@@ -3,6 +3,7 @@
 Shapes: M rows of x, N outputs, K inputs, a multiple of 128, E experts.
 """
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

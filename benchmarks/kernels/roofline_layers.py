@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -98,18 +98,29 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Another way to compute a layer: `expected` is of the first call; None: not compared."""
+    """Another way to compute a layer, or the quantising before it.
+
+    Attributes:
+        name: as printed; calls: one for each copy.
+        expected: result of the first call, in float32.
+        largest_error: relative error that rounding may cause.
+    """
 
     name: str
     calls: list[Call]
-    expected: Callable[[], Tensor] | None = None
+    expected: Callable[[], Tensor]
+    largest_error: float = 1e-2
 
     def error(self) -> float:
-        """Return the relative error of the first call against float32."""
-        assert self.expected is not None
-        expected = self.expected()
-        out = self.calls[0]()[: len(expected)].float()
-        return float((out - expected).norm() / expected.norm())
+        """Return the relative error of the first call."""
+        expected, out = self.expected(), self.calls[0]()
+        out = out.dequantise() if isinstance(out, QuantisedRows) else out.float()
+        return float((out[: len(expected)] - expected).norm() / expected.norm())
+
+
+def quantising(x: Tensor, rows: QuantisedRows) -> Candidate:
+    """Return the quantising of x, whose numbers keep four bits."""
+    return Candidate("quantise", [partial(quantise, x, rows)], x.float, 2**-3)
 
 
 class Layer(ABC):
@@ -200,8 +211,8 @@ class Fp8Linear(Linear):
         rows = quantise(x, QuantisedRows.empty(tokens, self.k, device))
         matrices = [self.weight.expert(i) for i in range(len(self.weight.q))]
         index_S = torch.zeros(tokens, dtype=torch.int64, device=device)
-        expected = partial(reference, rows, matrices[0], index_S)
-        found = [Candidate("quantise", [partial(quantise, x, rows)])]
+        expected = cache(partial(reference, rows, matrices[0], index_S))
+        found = [quantising(x, rows)]
         for config in chosen_configs(tokens, 1, self.n, self.k, device):
             calls: list[Call] = [partial(product, rows, w, tokens, config) for w in matrices]
             found.append(Candidate(f"triton {config.label}", calls, expected))
@@ -256,8 +267,9 @@ class HeadMLP(Layer):
     def modules(self) -> nn.ModuleList:
         sizes: Any = SimpleNamespace(hidden_size=self.width, intermediate_size=self.inner)
         copies = self.setting.copies(3 * self.width * self.inner * SIZE)
-        found = nn.ModuleList(DrafterMLP(sizes) for _ in range(copies))
-        found = found.to(self.setting.device, DTYPE).requires_grad_(False)
+        with self.setting.device:
+            found = nn.ModuleList(DrafterMLP(sizes) for _ in range(copies))
+        found = found.to(DTYPE).requires_grad_(False)
         use_skinny(found)
         return found
 
@@ -395,7 +407,7 @@ class ExpertProblem:
 
     def num_touched(self, tokens: int) -> float:
         """Return the distinct experts of a call, on average over the routings."""
-        return mean(len(index.unique()) for index in self.routings(tokens))
+        return mean(float(len(index.unique())) for index in self.routings(tokens))
 
     def routings(self, tokens: int) -> list[Tensor]:
         """Return the experts of each token, int32 [T, C], of every call."""
@@ -439,7 +451,7 @@ class ExpertProduct(Layer):
     is_fp8 = True
 
     def __init__(self, problem: ExpertProblem, per_step: int, *, is_up: bool) -> None:
-        name = "experts, gate-up" if is_up else "experts, down"
+        name = "experts gate-up" if is_up else "experts down"
         super().__init__(problem.setting, name, "target", per_step)
         self.problem, self.is_up = problem, is_up
         self.k = problem.width if is_up else problem.inner
@@ -486,18 +498,21 @@ class ExpertProduct(Layer):
         ]
 
     def candidates(self, tokens: int) -> tuple[list[Candidate], dict[str, str]]:
-        no_product = {"scaled_mm": "multiplies one matrix, not those of a plan"}
+        no_library = {"scaled_grouped_mm": "has scales of rows and MX formats, none of 128 x 128"}
         if reason := misfit(self.n, self.k, self.outputs):
-            return [], no_product | {"triton": reason}
+            return [], no_library | {"triton": reason}
         x = self.rows(tokens)
-        rows = quantise(x, QuantisedRows.empty(*x.shape, self.setting.device))
-        found = [Candidate("quantise", [partial(quantise, x, rows)])]
+        rows = quantise(x, QuantisedRows.empty(len(x), self.k, self.setting.device))
+        found = [quantising(x, rows)]
         assignments, touched = tokens * self.problem.chosen, self.problem.num_touched(tokens)
         routings = self.problem.routings(tokens)
-        expected = partial(
-            *(reference, rows, self.weight, routings[0].view(-1)),
-            has_gate=self.is_up,
-            chosen=self.shared_by,
+        index_S = routings[0].view(-1)
+        expected = cache(
+            partial(
+                *(reference, rows, self.weight, index_S),
+                has_gate=self.is_up,
+                chosen=self.shared_by,
+            )
         )
         per_expert = assignments / touched
         for config in chosen_configs(per_expert, touched, self.n, self.k, self.setting.device):
@@ -511,14 +526,14 @@ class ExpertProduct(Layer):
                 for index in routings
             ]
             found.append(Candidate(f"triton {config.label}", calls, expected))
-        return found, no_product
+        return found, no_library
 
 
 class ExpertPlan(Layer):
     """The order of the assignments and their tiles, for both products. One token needs none."""
 
     def __init__(self, problem: ExpertProblem, per_step: int) -> None:
-        super().__init__(problem.setting, "experts, plan", "target", per_step)
+        super().__init__(problem.setting, "experts plan", "target", per_step)
         self.problem = problem
 
     def work(self, tokens: int) -> Work:
@@ -542,7 +557,7 @@ class ExpertSum(Layer):
     """The weighted sum of the outputs of a token's experts, which lie in the L2 as in a step."""
 
     def __init__(self, problem: ExpertProblem, per_step: int) -> None:
-        super().__init__(problem.setting, "experts, sum", "target", per_step)
+        super().__init__(problem.setting, "experts sum", "target", per_step)
         self.problem = problem
 
     def work(self, tokens: int) -> Work:
@@ -561,7 +576,7 @@ class WholeExperts(Layer):
     is_fp8 = True
 
     def __init__(self, problem: ExpertProblem, products: list[ExpertProduct]) -> None:
-        super().__init__(problem.setting, "experts, whole", "target", 0)
+        super().__init__(problem.setting, "experts whole", "target", 0)
         self.problem, self.products = problem, products
 
     def work(self, tokens: int) -> Work:
@@ -604,7 +619,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x.float(), x.shape[-1:], None, 1e-6).to(x.dtype)
+    return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
