@@ -325,7 +325,7 @@ def print_table(rows: list[dict[str, Any]], tokens: int) -> None:
         ours = f"{'failed':>8}" if us is None else f"{us:8.1f}"
         ms = f"{row['per_step'] * us / 1e3:7.2f}" if us and row["per_step"] else f"{'-':>7}"
         print(
-            f"{name:26}{row['bytes'] / 1e6:8.2f}{row['flops'] / 1e9:8.2f}{row['bytes_us']:8.1f}"
+            f"{name:26}{row['bytes'] / 1e6:8.2f}{row['flops'] / 1e9:8.2f}{row['bytes_us']:8.2f}"
             f"{row['bf16_us']:8.1f}{fp8} {row['binds']:6}{ours}{over}{ms}"
             f"  {best_candidate(row)}"
         )
