@@ -306,13 +306,11 @@ def random_fp8(size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
     return q, torch.rand(*lead, -(-n // 128), -(-k // 128), device=device) * 0.04
 
 
-def make_head(
-    shape: Shape, method: str, folder: Path, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Write a head with random weights, once; the weights are made on a device."""
+def make_head_config(shape: Shape, method: str) -> DrafterConfig:
+    """The configuration of a head."""
     config = make_config(shape)
     parallel = method == "peagle"
-    drafter_config = DrafterConfig(
+    return DrafterConfig(
         hidden_size=config.hidden_size,
         intermediate_size=shape.head_intermediate_size or config.intermediate_size,
         num_layers=shape.peagle_layers if parallel else 1,
@@ -326,12 +324,18 @@ def make_head(
         mask_token_id=1 if parallel else None,
         max_position_embeddings=config.max_position_embeddings,
     )
+
+
+def make_head(
+    shape: Shape, method: str, folder: Path, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Write a head with random weights, once; the weights are made on a device."""
     written = folder / "config.json"
     if written.is_file() and json.loads(written.read_text())["dtype"] == _name(dtype):
         return
     torch.manual_seed(1)
     with device:
-        drafter = Drafter(drafter_config)
+        drafter = Drafter(make_head_config(shape, method))
     save_drafter(folder, drafter.to(dtype))
 
 

@@ -456,3 +456,137 @@ def test_nodes_are_measured_beside_both_heads_and_without_loops() -> None:
         lengths = {name: one["acceptance_length"] for name, one in found.items()}
         assert lengths["plain"] == 1 < min(lengths["n=5"], lengths["eagle3 K=7"])
         assert found["n=5"]["nodes_a_step"] > 4
+
+
+# ---- where a step goes ------------------------------------------------------------------------
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter"
+)
+
+
+@pytest.fixture
+def roofline(throughput: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module; the fixture it needs finds what the scripts share."""
+    monkeypatch.syspath_prepend(FOLDER / "kernels")
+    import bench_roofline  # type: ignore[import-not-found]
+
+    return bench_roofline
+
+
+@interpreted
+@pytest.mark.slow
+def test_layers_of_a_step_have_floors_and_candidates() -> None:
+    command = [sys.executable, FOLDER / "kernels" / "bench_roofline.py", "--device", "cpu"]
+    command += ["--shape", "tiny-experts", "--tokens", "3", "--context", "32", "--queries", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = {(row["model"], row["layer"]): row for row in result["rows"]}
+    assert len(rows) == 12 + 9
+    for row in rows.values():
+        assert row["ours_us"] > 0 and row["floor_us"] == max(row["bytes_us"], row["bf16_us"])
+        assert row["over_floor"] == pytest.approx(row["ours_us"] / row["floor_us"])
+        assert row["binds"] in ("bytes", "flops", "FP8")
+    qkv = rows["target", "q/k/v"]
+    assert qkv["bytes"] == 128 * 128 + 4 + 2 * 3 * (128 + 128)  # the weight, its scale, x and out
+    assert qkv["flops"] == 2 * 3 * 128 * 128 and qkv["per_step"] == 3
+    up = rows["target", "experts gate-up"]
+    assert up["bytes"] == 3 * (256 * 128 + 2 * 4) + 2 * (3 * 128 + 6 * 128)
+    for row in (qkv, up, rows["target", "experts down"]):
+        assert row["candidates"] and row["quantise_us"] > 0
+        assert all(one["error"] < 1e-2 and one["us"] > 0 for one in row["candidates"])
+    assert qkv["unavailable"] == {"scaled_mm": "block scales need a card"}
+    assert set(rows["target", "o"]["unavailable"].values()) == {"64 is no multiple of 128"}
+    assert result["touched"]["3"]["timed"] == 3 and result["touched"]["3"]["even"] == 3.5
+    assert result["steps"]["3"]["target"]["ours"] == pytest.approx(
+        sum(
+            row["per_step"] * row["ours_us"] / 1e3
+            for row in rows.values()
+            if row["model"] == "target"
+        )
+    )
+
+
+@interpreted
+def test_fp8_products_against_float32(roofline: ModuleType) -> None:
+    import fp8_products as fp8  # type: ignore[import-not-found]
+    from shapes import random_fp8  # type: ignore[import-not-found]
+
+    from peagle.kernels.linear.experts import plan_tiles
+
+    torch.manual_seed(0)
+    device, tokens, chosen, experts, n, k = torch.device("cpu"), 5, 2, 3, 256, 640
+    weight = fp8.Fp8Weight(*random_fp8((experts, n, k), device))
+    x = torch.randn(tokens, k, dtype=torch.bfloat16)
+    rows = fp8.quantise(x, fp8.QuantisedRows.empty(tokens, k, device))
+    largest = x.float().abs().unflatten(1, (-1, 128)).amax(-1)
+    assert torch.allclose(rows.scale[:, :tokens], largest.T / 448)
+    # The interpreter drops the carry where rounding leads to the next power of two.
+    scaled = x / rows.scale[:, :tokens].T.repeat_interleave(128, 1)
+    is_same = rows.q[:tokens].float() == scaled.to(torch.float8_e4m3fn).float()
+    assert is_same.float().mean() > 0.95
+
+    def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((out.float() - expected).norm() / expected.norm())
+
+    index_S = torch.tensor([0, 2, 2, 0, 0, 1, 2, 1, 0, 2])
+    none_S = torch.zeros(tokens, dtype=torch.int64)
+    for config in (fp8.CONFIGS[0], fp8.CONFIGS[2], replace(fp8.CONFIGS[4], split_k=2)):
+        out = fp8.product(rows, weight.expert(1), tokens, config)
+        assert error(out, fp8.reference(rows, weight.expert(1), none_S)) < 4e-3
+        out = fp8.product(
+            *(rows, weight, tokens * chosen, config),
+            has_gate=True,
+            plan=plan_tiles(index_S, experts, config.block_m),
+            chosen=chosen,
+        )
+        expected = fp8.reference(rows, weight, index_S, has_gate=True, chosen=chosen)
+        assert error(out, expected) < 4e-3
+    scales = fp8.library_scales(weight.expert(0))
+    assert scales.shape == (8, 2) and scales.stride() == (1, 8)
+    assert torch.equal(scales[:5], weight.scale[0].T)
+
+
+@pytest.mark.slow
+def test_fp8_products_compile_for_a_card() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    folders = [str(FOLDER / "kernels"), *filter(None, [environment.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "tests.kernels.compile_fp8_products"]
+    done = subprocess.run(
+        command,
+        env=environment | {"PYTHONPATH": os.pathsep.join(folders)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found.pop("quantise")["stack"] == 0 and len(found) == 16
+    for name, needs in found.items():
+        assert needs["mma"] and needs["shared"] <= 227 * 1024, name
+        assert needs["wgmma"] or "m16 n32" in name, name
+
+
+def test_experts_of_a_checkpoint_are_counted(
+    roofline: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.evaluation.test_touched_experts import save_mixture
+
+    save_mixture(tmp_path, "qwen3_moe", max_position_embeddings=2048)
+    monkeypatch.setattr(roofline, "COUNTED_SEQUENCES", 2)
+    monkeypatch.setattr(roofline, "COUNTED_STEPS", 4)
+    setting = roofline.Setting(torch.device("cpu"), context=32, queries=2, rotated_bytes=0)
+    counted, note = roofline.count_touched(str(tmp_path), [1, 2, 4, 6], setting)
+    assert counted.keys() == {1, 2, 4}, "six tokens are three sequences"
+    assert counted[1] == 2 <= counted[2] <= counted[4] <= 4 and "2 sequences" in note
+
+
+def test_passes_of_one_row_are_joined(roofline: ModuleType) -> None:
+    passes = [
+        roofline.DecodePass((1, 1), torch.arange(6).view(1, 2, 3) + 10 * step) for step in (0, 1)
+    ]
+    joined = roofline.join_passes(passes)
+    assert joined.num_rows == (2, 2)
+    rows = [[0, 1, 2], [10, 11, 12], [3, 4, 5], [13, 14, 15]]
+    assert joined.experts_LTC.tolist() == [rows]
