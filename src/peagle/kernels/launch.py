@@ -14,7 +14,7 @@ MAX_ARRIVALS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What configures a launch on a device.
+    """The facts of a device that configure a launch.
 
     Attributes:
         num_sms: number of multiprocessors.

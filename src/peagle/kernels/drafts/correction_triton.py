@@ -302,7 +302,7 @@ class WalkScratch:
 
 @dataclass(frozen=True, slots=True)
 class _WalkTile:
-    """What a program of a walk holds at once: tokens and inner values; and its number of tiles."""
+    """The tokens and inner values that a program of a walk holds at once; and its tiles."""
 
     num_tokens: int
     width: int
