@@ -93,6 +93,11 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = list(_cases())
+# Heads that also run over two workers.
+SPLIT = (
+    *("llama-4-layers", "llama-4-layers-pruned", "llama-4-layers-wider"),
+    *("llama-4-layers-pruned-wider", "llama-1-layer"),
+)
 
 
 class Ours:

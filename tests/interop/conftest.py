@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from peagle.backends.vllm.launch import VllmLaunch
 from peagle.config import SpeculativeConfig
 from peagle.models.checkpoint import CORRECTION_NAME
 from tests.corrections import add_correction
-from tests.interop.cases import CASES, MAX_TOKENS, Case, K, Ours
+from tests.interop.cases import CASES, MAX_TOKENS, SPLIT, Case, K, Ours
 from tests.interop.trained import PAIRS
 
 RUNNER = Path(__file__).parent / "run_heads.py"
@@ -94,6 +95,19 @@ def corrected_theirs(
     return _run_all(installation, sides, corrected_folders, place, correction=True)
 
 
+@pytest.fixture(scope="session")
+def split_theirs(
+    installation: VllmInstallation,
+    sides: dict[str, Ours],
+    corrected_folders: dict[str, dict[str, Path]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, dict[str, Any]]:
+    """The same of the heads `SPLIT`, with target and head shared out over two workers."""
+    place = tmp_path_factory.mktemp("split-theirs")
+    some = {name: corrected_folders[name] for name in SPLIT}
+    return _run_all(installation, sides, some, place, correction=True, workers=2)
+
+
 def _run_all(
     installation: VllmInstallation,
     sides: dict[str, Ours],
@@ -101,6 +115,7 @@ def _run_all(
     place: Path,
     *,
     correction: bool,
+    workers: int = 1,
 ) -> dict[str, dict[str, Any]]:
     told: dict[str, dict[str, Any]] = {}
     for pair, ours in sides.items():
@@ -108,12 +123,17 @@ def _run_all(
         for case in (case for case in CASES if case.pair == pair and case.name in folders):
             for style, folder in folders[case.name].items():
                 launch = _launch(case, folder, ours, correction=correction)
+                launch = replace(launch, tensor_parallel_size=workers)
                 heads[f"{case.name}/{style}"] = {
                     **engine_arguments(launch, installation),
                     "disable_log_stats": False,
                 }
                 variables |= vllm_environment(launch, installation)
+        if not heads:
+            continue
         job = {"prompts": ours.prompts, "max_tokens": MAX_TOKENS, "k": K, "heads": heads}
+        # In the runner's own process where one will do: a third of the time to start.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(workers > 1))
         (place / pair).mkdir()
         told |= _run(installation, job, variables, place / pair)
     return told
@@ -138,8 +158,7 @@ def _run(
     """Run a job; if the runner dies, the heads after that one have no results either."""
     jobs, results, log = (folder / name for name in ("job.json", "results.jsonl", "vllm.log"))
     jobs.write_text(json.dumps(job))
-    # In the runner's own process: a third of the time to start, and one process for all heads.
-    variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    variables |= {"HF_HUB_OFFLINE": "1"}
     with log.open("w") as output:
         argv = [str(installation.python), str(RUNNER), str(jobs), str(results)]
         ended = subprocess.run(argv, env=variables, stdout=output, stderr=subprocess.STDOUT)

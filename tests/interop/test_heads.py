@@ -18,7 +18,7 @@ import torch
 from peagle.evaluation.certify.reference import Reference, first_difference, load_reference
 from peagle.models.checkpoint.formats import trained_length
 from peagle.models.checkpoint.stored import read_head
-from tests.interop.cases import CASES, STYLES, Case, K, Ours
+from tests.interop.cases import CASES, SPLIT, STYLES, Case, K, Ours
 
 pytestmark = pytest.mark.vllm
 PARALLEL = [case for case in CASES if case.is_parallel]
@@ -72,6 +72,18 @@ def test_with_the_plugin_vllm_corrects_as_we_do(
     assert_alike(their, corrected_by_us[case.name], sides[case.pair])
     without = [counts for _, counts in told_by_us[case.name]]
     assert their["counts"] != without, "the correction changes drafts"
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_with_the_plugin_two_workers_correct_as_we_do(
+    name: str,
+    split_theirs: dict[str, dict[str, Any]],
+    corrected_by_us: dict[str, list[tuple[list[int], list[int]]]],
+    sides: dict[str, Ours],
+) -> None:
+    their = split_theirs[f"{name}/vllm"]
+    assert "error" not in their, their["error"]
+    assert_alike(their, corrected_by_us[name], sides["llama"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
