@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.backends.vllm.facts import TESTED_VERSIONS, dotted
+from peagle.backends.vllm.facts import TESTED_TEXT, TESTED_VERSIONS
 from peagle.backends.vllm.installation import VllmInstallation, advisory_note, version_note
 from peagle.backends.vllm.launch import VllmLaunch, flag_name, with_head
 from peagle.config.speculative import AUTO
@@ -152,8 +152,9 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
 
 def _correction_notes(installation: VllmInstallation) -> Iterator[str]:
     if installation.release not in TESTED_VERSIONS:
-        known = " and ".join(map(dotted, TESTED_VERSIONS))
-        yield (f"the head has a correction, which needs vLLM {known}: this one drafts without it")
+        yield (
+            f"the head has a correction, which needs vLLM {TESTED_TEXT}: this one drafts without it"
+        )
     elif "peagle" not in os.environ.get("VLLM_PLUGINS", "peagle").split(","):
         yield (
             f"the head has a correction, and VLLM_PLUGINS is {os.environ['VLLM_PLUGINS']!r}: vLLM "

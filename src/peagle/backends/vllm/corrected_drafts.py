@@ -13,6 +13,7 @@ Shapes: R rows, K slots of each of B requests; D, W, r, V as in `models.correcti
 vocabulary.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,13 @@ def read_from_vllm(proposer: Any) -> DraftCorrection | None:
     correction = read_correction(folder, head.config)
     assert correction is not None
     correction.to(proposer.device, proposer.dtype)
-    embedding_VD, lm_head_VD = _ends(folder, target.model, target.revision)
+    tensors, _ = head.read_tensors(folder)
+    d2t = tensors.get("d2t")
+    ids_V = None if d2t is None else torch.arange(len(d2t)) + d2t.cpu()
+    embedding_VD, lm_head_VD = _ends(tensors, ids_V, target.model, target.revision)
     on = {"device": proposer.device, "dtype": proposer.dtype}
     ready = DraftCorrection(correction, embedding_VD.to(**on), lm_head_VD.to(**on))
-    tensors, _ = head.read_tensors(folder)
-    if (d2t := tensors.get("d2t")) is not None:
-        ids_V = torch.arange(len(d2t)) + d2t.cpu()
+    if ids_V is not None:
         weight_Vr = ready.weight_Vr.new_zeros(len(embedding_VD), ready.weight_Vr.shape[1])
         ready.weight_Vr = weight_Vr.index_copy(0, ids_V.to(proposer.device), ready.weight_Vr)
     if is_first:
@@ -136,13 +138,17 @@ def _walk_greedily(logits_BKV: Tensor, states_BKW: Tensor, correction: DraftCorr
     return drafts_BK.flatten()
 
 
-def _ends(folder: Path, target: str, revision: str | None) -> tuple[Tensor, Tensor]:
-    """Return embedding [V, D] and lm_head [DV, D] of a head, the target's where it has none."""
-    tensors, _ = read_head(folder, num_target_layers=ANY_DEPTH).read_tensors(folder)
+def _ends(
+    tensors: Mapping[str, Tensor], ids_V: Tensor | None, target: str, revision: str | None
+) -> tuple[Tensor, Tensor]:
+    """Return embedding [V, D] and lm_head [DV, D] of a head, the target's where it has none.
+
+    `ids_V` are the target ids of a pruned draft vocabulary.
+    """
     if _EMBEDDING in tensors and _LM_HEAD in tensors:
         return tensors[_EMBEDDING], tensors[_LM_HEAD]
     ends = TargetEnds.load(resolve_model(target, revision))
     weight_VD = ends.lm_head_weight()
-    if (d2t := tensors.get("d2t")) is not None:
-        weight_VD = weight_VD[torch.arange(len(d2t)) + d2t.cpu()]
+    if ids_V is not None:
+        weight_VD = weight_VD[ids_V]
     return tensors.get(_EMBEDDING, ends.embedding_weight()), tensors.get(_LM_HEAD, weight_VD)

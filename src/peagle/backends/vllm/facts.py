@@ -25,3 +25,6 @@ def vllm_facts(config: Any) -> dict[str, Any]:
 def dotted(release: tuple[int, int]) -> str:
     """Return a release as it is written, like "0.32"."""
     return ".".join(map(str, release))
+
+
+TESTED_TEXT = " and ".join(map(dotted, TESTED_VERSIONS))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from peagle.backends.vllm.facts import TESTED_VERSIONS, dotted
+from peagle.backends.vllm.facts import TESTED_TEXT, TESTED_VERSIONS, dotted
 from peagle.errors import UserError
 
 PYTHON_VARIABLE = "PEAGLE_VLLM_PYTHON"
@@ -193,11 +193,10 @@ def version_note(installation: VllmInstallation) -> str:
     release = installation.release
     if release in TESTED_VERSIONS:
         return ""
-    tested = " and ".join(map(dotted, TESTED_VERSIONS))
     if release is None:
-        return f"{installation} does not say its version; peagle was tested with {tested}."
+        return f"{installation} does not say its version; peagle was tested with {TESTED_TEXT}."
     kind = "newer than" if release > max(TESTED_VERSIONS) else "not one of"
-    return f"{installation} is {kind} the versions that peagle was tested with ({tested})."
+    return f"{installation} is {kind} the versions that peagle was tested with ({TESTED_TEXT})."
 
 
 def advisory_note(installation: VllmInstallation) -> str:

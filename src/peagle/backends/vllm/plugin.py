@@ -8,7 +8,7 @@ variable nothing is imported and nothing changes.
 import logging
 import os
 
-from peagle.backends.vllm.facts import PLUGIN_VARIABLE, TESTED_VERSIONS, dotted
+from peagle.backends.vllm.facts import PLUGIN_VARIABLE, TESTED_TEXT, TESTED_VERSIONS, dotted
 
 
 def register() -> None:
@@ -23,8 +23,7 @@ def register() -> None:
         from vllm.version import __version_tuple__ as version
 
         if (release := tuple(version[:2])) not in TESTED_VERSIONS:
-            known = " and ".join(map(dotted, TESTED_VERSIONS))
-            raise RuntimeError(f"it knows vLLM {known}, and this is {dotted(release)}")
+            raise RuntimeError(f"it knows vLLM {TESTED_TEXT}, and this is {dotted(release)}")
         from peagle.backends.vllm.corrected_drafts import install
 
         install()
