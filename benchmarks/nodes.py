@@ -8,8 +8,9 @@ Closed loops over prompts at each concurrency, twice as many as are in flight or
 to decode taking turns; output tokens per second, medians. A set with fewer begins anew. A way is
 `plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies trees of N nodes), `shared n=N` (the
 requests share N nodes for each of them, out of trees of the greatest N), `adaptive`, which chooses
-n by load, or `adaptive-chain`, which chooses K by load. At a --temperature the trees of `never n=N`
-have no drawn chains. On a CPU both adaptive ways are the greatest fixed number, and are left out.
+n by load, `adaptive-chain`, which chooses K by load, or `default`, which an engine takes where
+nothing but the head is named. At a --temperature the trees of `never n=N`
+have no drawn chains. On a CPU these three are the greatest fixed number, and are left out.
 With one thread the thread's own time counts, as in `peagle tune`. A prompt goes through the chat
 template where the target has one.
 
@@ -85,7 +86,7 @@ def main() -> None:
     if not args.temperature:
         every = {name: way for name, way in every.items() if not name.startswith("never")}
     if target.device.type == "cpu":
-        every = {name: way for name, way in every.items() if not name.startswith("adaptive")}
+        every = {name: way for name, way in every.items() if not name.startswith(("adaptive", "default"))}
     if args.ways is not None:
         wanted = {"plain", *args.ways.split(",")}
         every = {name: way for name, way in every.items() if re.split("[ =]", name)[0] in wanted}
@@ -178,6 +179,7 @@ def ways(
         **{f"never n={size}": trees(size, drawn="never") for size in sizes},
         **{f"shared n={size}": trees(most, ((1, 1, size),)) for size in sizes[:-1]},
         "adaptive": trees(most, "auto"),
+        "default": SpeculativeConfig(model=head),
     }
 
 

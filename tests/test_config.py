@@ -174,7 +174,7 @@ LOOKUP = {"method": "ngram", "model": None}
         ({**TREES, "num_speculative_tokens": 4}, "num_speculative_tokens is 4; expected 5, the"),
         ({**TREES, "synthetic_acceptance_rates": [0.5] * 5}, "expected none with parallel_drafti"),
         ({**LOOKUP, **TREES}, 'expected no parallel_drafting_spec with method "ngram"'),
-        ({"parallel_drafting_spec": False}, "parallel_drafting_spec is False; expected an object"),
+        ({"parallel_drafting_spec": False}, 'is False; expected "auto" or an object with the keys'),
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2; expected 1."),
         ({"draft_tensor_parallel_size": [1]}, "draft_tensor_parallel_size is [1]; expected 1."),
         ({"enforce_eager": "yes"}, "enforce_eager is 'yes'; expected false or true."),

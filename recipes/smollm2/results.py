@@ -45,7 +45,7 @@ NODES = (7, 15, 31)
 LOADS = "1,4,16,64"
 TEMPERATURES = ("0", "0.7", "1")
 HEADS = {"target": "target", "draft": "peagle", "eagle3": "eagle3"}  # by nodes.py's options
-WAYS = "chain,eagle3,n,never,adaptive,adaptive-chain"
+WAYS = "chain,eagle3,n,never,adaptive,adaptive-chain,default"
 SERVERS = {
     "served-best": "vllm/eagle3-k3,peagle/tree15,peagle/k7",
     "served-more": "vllm/eagle3-k7,vllm/k7,vllm/plain,"

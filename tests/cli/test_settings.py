@@ -210,14 +210,19 @@ def test_show_config_says_what_is_decided(peagle: Peagle, pair: Pair) -> None:
         "device": "cpu",
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "num_speculative_tokens": llm.engine.speculative.k,
+        "parallel_drafting_spec": None,
         "threads": torch.get_num_threads(),
         "max_model_len": llm.engine.max_model_len,
     }
     given = ("--target", "org/x", "--dtype", "bfloat16", "--threads", 3, "--max-model-len", 64)
     assert decided(*given) == {
         **{"device": "cpu", "dtype": "bfloat16", "num_speculative_tokens": 0},
-        **{"threads": 3, "max_model_len": 64},
+        **{"parallel_drafting_spec": None, "threads": 3, "max_model_len": 64},
     }
+    shape = {"num_parallel_trees": 4, "prediction_depth": 2, "max_nodes": 9}
+    trees = ("--target", pair.target, "--draft", pair.peagle, "--parallel-drafting-spec")
+    assert decided(*trees, json.dumps(shape))["parallel_drafting_spec"] == shape
+    assert decided(*trees, "auto")["parallel_drafting_spec"] is None, "a CPU has no graphs"
 
 
 def test_show_config_asks_no_hub(peagle: Peagle, hub: FakeHub, file: Path) -> None:

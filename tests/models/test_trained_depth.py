@@ -92,6 +92,65 @@ def test_an_engine_drafts_trees_of_the_defaults() -> None:
         LLM(TARGET, speculative_config={"model": HEAD, **DEEPER})
 
 
+@pytest.mark.parametrize(
+    ("keys", "options", "trees"),
+    [
+        ({"mask_token_id": 1}, {}, (15, 5, 15)),
+        ({"mask_token_id": 1}, {"num_speculative_tokens_per_batch_size": "auto"}, (15, 5, 15)),
+        ({}, {}, None),
+        ({"mask_token_id": 1}, {"draft_sampling": "probabilistic"}, None),
+        ({"mask_token_id": 1}, {"num_speculative_tokens": 4}, None),
+        ({"mask_token_id": 1}, {"num_speculative_tokens_per_batch_size": ((1, 8, 3),)}, None),
+        ({"mask_token_id": 1}, {"synthetic_acceptance_rates": (0.5,) * 7}, None),
+        ({"mask_token_id": 1}, {"parallel_drafting_spec": "auto"}, (15, 5, 15)),
+        ({}, {"parallel_drafting_spec": "auto", "drawn_chains_from": 0.2}, None),
+        (
+            {"mask_token_id": 1},
+            {"parallel_drafting_spec": "auto", "num_speculative_tokens": 3},
+            (15, 3, 15),
+        ),
+    ],
+    ids=str,
+)
+def test_a_parallel_head_drafts_trees_where_steps_are_graphs(
+    tmp_path: Path, keys: dict[str, Any], options: dict[str, Any], trees: tuple[int, ...] | None
+) -> None:
+    """Where nothing gives K; drawn chains then lead the trees of hot requests."""
+    folder = head_config(tmp_path, speculative_tokens=5, **keys)
+    found = with_depth(SpeculativeConfig(model="head", **options), folder)
+    assert with_depth(found, folder) == found
+    captured, eager = found.settled(True), found.settled(False)
+    assert captured.trees == (None if trees is None else CandidateTrees(*trees))
+    assert captured.drawn_chains_from == (None if trees is None else 0.6)
+    assert captured.copies_join_trees is (trees is not None)
+    assert (eager.trees, eager.drawn_chains_from) == (None, None)
+    assert eager.k == captured.k == found.k
+    schedule = found.num_speculative_tokens_per_batch_size
+    for one in (captured, eager):
+        assert one.num_speculative_tokens_per_batch_size == schedule
+        assert with_depth(one, folder) == one
+
+
+def test_given_chains_lead_the_trees_by_default(tmp_path: Path) -> None:
+    folder = head_config(tmp_path, speculative_tokens=5, mask_token_id=1)
+    for first in (0.2, "never"):
+        auto = {"parallel_drafting_spec": "auto", "drawn_chains_from": first}
+        found = with_depth(SpeculativeConfig(model="head", **auto), folder).settled(True)
+        assert found.drawn_chains_from == first
+
+
+def test_trees_by_default_refuse_what_trees_refuse() -> None:
+    for options, message in (
+        ({"num_speculative_tokens": 64}, "num_speculative_tokens is 64; expected at most 63 with"),
+        ({"draft_sampling": "probabilistic"}, "expected \"argmax\" with parallel_drafting_spec"),
+        ({"synthetic_acceptance_rates": [0.5] * 7}, "expected none with parallel_drafting_spec"),
+        ({"parallel_drafting_spec": "none"}, "is 'none'; expected \"auto\" or an object with"),
+    ):
+        config = {"model": "head", "parallel_drafting_spec": "auto", **options}
+        with pytest.raises(UserError, match=message):
+            SpeculativeConfig.parse(config)
+
+
 DEEPER = {"parallel_drafting_spec": {"prediction_depth": 7}}
 
 

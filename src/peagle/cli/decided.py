@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,24 @@ from peagle.model_shape import ModelShape
 def decided(
     target: str, engine: EngineConfig, speculative: SpeculativeConfig | None, threads: int | None
 ) -> dict[str, Any]:
-    """Return the device, the type, K, the CPU threads and the longest sequence.
+    """Return the device, the type, K and the trees, the CPU threads and the longest sequence.
 
     A value that depends on the target is None for a target that is not in a folder here.
     """
     from peagle.engine.placement import resolve_device, resolve_dtype
+    from peagle.engine.step.graph_runner import runs_as_graphs
 
     device = resolve_device(engine.device)
+    if speculative is not None:
+        speculative = speculative.settled(runs_as_graphs(device, engine))
+    trees = None if speculative is None else speculative.trees
     dtype = resolve_dtype(engine.dtype, device)
     folder = Path(target).expanduser()
     return {
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "num_speculative_tokens": 0 if speculative is None else speculative.num_speculative_tokens,
+        "parallel_drafting_spec": None if trees is None else asdict(trees),
         "threads": threads or _threads(folder, device.type, dtype.itemsize),
         "max_model_len": engine.max_model_len or _longest(folder),
     }

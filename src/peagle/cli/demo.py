@@ -114,9 +114,9 @@ def demo(
     # Downloads come before the view, which would paint over their progress.
     folder = resolve_model(target, given.value("revision"))
     # All heads have the same K on every machine.
+    fixed = {"num_speculative_tokens_per_batch_size": None, "parallel_drafting_spec": None}
     configurations = {
-        kind: replace(with_local_head(one), num_speculative_tokens_per_batch_size=None)
-        for kind, one in configurations.items()
+        kind: replace(with_local_head(one), **fixed) for kind, one in configurations.items()
     }
     console = make_console(no_color)
     view = make_view(console, output_format)

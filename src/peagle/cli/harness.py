@@ -185,6 +185,8 @@ def _measured_shape(given: Given, ks: Sequence[int]) -> tuple[TreeShape | None, 
     Where the user leaves the depth open, the largest K is the depth, or max_nodes if that is less.
     """
     shape = given.value(groups.TREES)
+    if shape is not None:
+        CandidateTrees.parse(shape)  # refuses "auto": what is measured has a shape
     if shape is None or not ks or shape.get("prediction_depth") is not None:
         return shape, None
     depth = CandidateTrees.parse(shape, max(ks)).prediction_depth

@@ -19,6 +19,7 @@ from peagle.config import (
     speculative_keys,
 )
 from peagle.config.checks import did_you_mean, near_names, unique_keys
+from peagle.config.speculative import AUTO
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
 
@@ -297,8 +298,10 @@ def read_drawn_from(text: str) -> float | str:
         return text
 
 
-def read_trees(text: str) -> dict[str, Any]:
-    """Read the shape of candidate trees from JSON text."""
+def read_trees(text: str) -> dict[str, Any] | str:
+    """Read the shape of candidate trees from JSON text, or "auto"."""
+    if text == AUTO:
+        return text
     example = '{"num_parallel_trees": 8, "prediction_depth": 7, "max_nodes": 16}'
     return json_object(text, example)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -36,7 +36,7 @@ DEFAULT_TREE_NODES = 15
 MAX_BEAM = 8  # nodes of a depth from which an EAGLE-3 head goes on
 DEFAULT_BEAM = 4
 MAX_BEAM_ROWS = 64  # of one sequence: the nodes that such a head reads are the bits of one word
-AUTO = "auto"  # in place of a schedule of K
+AUTO = "auto"  # in place of a schedule of K, or of a shape of trees
 NEVER = "never"  # in place of a temperature
 DRAWN_CHAINS_FROM = 0.6  # the default of drawn_chains_from; docs/trees.md has the figures
 
@@ -116,7 +116,11 @@ class CandidateTrees:
 
     @classmethod
     def parse(
-        cls, source: TreeShape, depth: int = DEFAULT_K, *, parallel: bool = True
+        cls,
+        source: CandidateTrees | Mapping[str, Any] | str | None,
+        depth: int = DEFAULT_K,
+        *,
+        parallel: bool = True,
     ) -> CandidateTrees:
         """Return the shape that a mapping of the three attributes gives; each may be left out.
 
@@ -133,7 +137,8 @@ class CandidateTrees:
             return source
         names = [field.name for field in fields(cls)]
         expected = f"an object with the keys {', '.join(names)}"
-        require(isinstance(source, Mapping), _TREES, source, expected, TREE_DEFAULTS)
+        or_auto = f'"{AUTO}" or {expected}' if source != AUTO else expected
+        require(isinstance(source, Mapping), _TREES, source, or_auto, TREE_DEFAULTS)
         assert isinstance(source, Mapping)
         if unknown := sorted(set(map(str, source)) - set(names)):
             raise UserError(
@@ -152,7 +157,7 @@ class CandidateTrees:
         return cls(w, d, n)
 
 
-TreeShape = CandidateTrees | Mapping[str, Any]
+TreeShape = CandidateTrees | Mapping[str, Any] | Literal["auto"]
 
 
 _CHECKS = {
@@ -205,7 +210,9 @@ class SpeculativeConfig:
         parallel_drafting: draft all K in one pass; None takes what the head was trained for.
         parallel_drafting_spec: draft candidate trees of this shape instead of chains; K is then
             their depth. A mapping may leave keys of `CandidateTrees` out; it stays a mapping until
-            the depth is known, from K or from the head, and the width, from the head. None: chains.
+            the depth is known, from K or from the head, and the width, from the head. "auto": trees
+            of the default shape where steps run as CUDA graphs, and chains elsewhere. None: chains;
+            where a P-EAGLE head is named and nothing else gives K, "auto" (`models.head_json`).
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
         drawn_chains_from: where drafts are trees, the temperature from which a chain of drawn
@@ -302,6 +309,15 @@ class SpeculativeConfig:
             UserError: a setting does not go with trees.
         """
         k = self.num_speculative_tokens
+        drawn, rates = self.draft_sampling, self.synthetic_acceptance_rates
+        require(drawn == "argmax", "draft_sampling", drawn, f'"argmax" with {setting}')
+        require(rates is None, "synthetic_acceptance_rates", rates, f"none with {setting}")
+        if shape == AUTO:
+            ok = k is None or k <= MAX_TREE_NODES
+            expected = f'at most {MAX_TREE_NODES} with {setting} "{AUTO}"'
+            require(ok, "num_speculative_tokens", k, expected, TREE_DEFAULTS)
+            return
+        assert not isinstance(shape, str)
         trees = CandidateTrees.parse(shape, k or DEFAULT_K)
         kept: TreeShape = trees
         if not isinstance(shape, CandidateTrees):
@@ -316,9 +332,6 @@ class SpeculativeConfig:
         if not isinstance(shape, CandidateTrees) and shape.get("prediction_depth") is None:
             expected = f"at most {depth}, the most nodes of a tree, or none"
         require(k in (None, depth), "num_speculative_tokens", k, expected, "Leave it out.")
-        drawn, rates = self.draft_sampling, self.synthetic_acceptance_rates
-        require(drawn == "argmax", "draft_sampling", drawn, f'"argmax" with {setting}')
-        require(rates is None, "synthetic_acceptance_rates", rates, f"none with {setting}")
 
     def _check_lookup(self) -> None:
         for name in (_TREES, "model", "revision", "quantization", "max_model_len", "draft_window"):
@@ -363,12 +376,26 @@ class SpeculativeConfig:
     def trees(self) -> CandidateTrees | None:
         """Return the shape of the candidate trees, with its defaults; None: chains."""
         shape = self.parallel_drafting_spec
-        return None if shape is None else CandidateTrees.parse(shape)
+        return None if shape in (None, AUTO) else CandidateTrees.parse(shape)
+
+    def settled(self, with_trees: bool) -> SpeculativeConfig:
+        """Return the configuration with "auto" trees decided: the default shape, or chains.
+
+        Args:
+            with_trees: whether a P-EAGLE head drafts, and steps run as CUDA graphs.
+        """
+        if self.parallel_drafting_spec != AUTO:
+            return self
+        if not with_trees:
+            return replace(self, parallel_drafting_spec=None, drawn_chains_from=None)
+        first = DRAWN_CHAINS_FROM if self.drawn_chains_from is None else self.drawn_chains_from
+        shape = CandidateTrees.parse({}, self.k)
+        return replace(self, parallel_drafting_spec=shape, drawn_chains_from=first)
 
     @property
     def copies_join_trees(self) -> bool:
         """Return whether continuations of the text join the head's trees."""
-        return self.parallel_drafting_spec is not None and self.prompt_lookup is not False
+        return self.trees is not None and self.prompt_lookup is not False
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -459,7 +486,7 @@ def speculative_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
             f"{did_you_mean(unknown[0], sorted(known | vllm | nested))}"
         )
     given = {key: value for key, value in data.items() if value is not None}
-    if _TREES in given:
+    if given.get(_TREES, AUTO) != AUTO:
         CandidateTrees.parse(given[_TREES])
     for key, allowed in _WITHOUT_EFFECT.items():
         expected, value = " or ".join(map(json.dumps, allowed)), given.pop(key, allowed[0])

@@ -97,7 +97,7 @@ class LLMEngine:
         self._plan = plan = plan_engine(target, config or EngineConfig(), speculative)
         self.target = target
         self.config = config = plan.config
-        self.speculative = speculative
+        self.speculative = speculative = plan.speculative
         self.max_model_len, self.max_draft_len = plan.max_model_len, plan.max_draft_len
         self.num_speculative_tokens = plan.num_speculative_tokens
         self.on_pass: Callable[[int], None] | None = None

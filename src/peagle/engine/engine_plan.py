@@ -87,6 +87,10 @@ def plan_engine(
     check_length(config.max_model_len, target.max_model_len)
     max_model_len = config.max_model_len or target.max_model_len
     drafter = load_head(target, speculative)
+    is_pipelined = runs_as_graphs(target.device, config)
+    if speculative is not None:
+        is_parallel = drafter is not None and drafter.config.is_parallel
+        speculative = speculative.settled(is_pipelined and is_parallel)
     max_draft_len, trained_depth = 0, None
     if drafter is not None and speculative is not None:
         longest = speculative.max_model_len or drafter.config.max_position_embeddings
@@ -95,7 +99,6 @@ def plan_engine(
     k, trees = 0, None
     if speculative is not None:
         k, trees = speculative.k, speculative.trees
-    is_pipelined = runs_as_graphs(target.device, config)
     beam = 0
     if drafter is not None and trees is not None and not drafter.config.is_parallel:
         beam = trees.num_parallel_trees

@@ -116,7 +116,8 @@ def trained_depth(data: Mapping[str, Any]) -> Any:
 def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConfig:
     """Return the configuration with K filled in from the head in `folder` where none was given.
 
-    K is then automatic up to what the head was trained for, or up to the nodes of candidate trees.
+    K is then automatic up to what the head was trained for, or up to the nodes of candidate trees;
+    a P-EAGLE head drafts such trees where steps run as CUDA graphs (`SpeculativeConfig.settled`).
     A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
     their depth is still the head's. Drawn chains lead those of a P-EAGLE head from
     `DRAWN_CHAINS_FROM` on unless the configuration says otherwise. A file that cannot be read
@@ -137,7 +138,14 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     except (OSError, ValueError, AttributeError, CheckpointError):
         pass
     depth = depth if type(depth) is int and depth >= 1 else None
-    if shape is not None:
+    if shape is None and config.draft_sampling == "argmax" and is_parallel(data):
+        config = replace(config, parallel_drafting_spec=AUTO)
+    elif shape == AUTO:
+        if not is_parallel(data):
+            config = replace(config, parallel_drafting_spec=None, drawn_chains_from=None)
+        if k is not None:
+            return config
+    elif shape is not None:
         parallel = not data or is_parallel(data)
         trees = CandidateTrees.parse(shape, k or default_k(depth), parallel=parallel)
         first = config.drawn_chains_from

@@ -362,6 +362,27 @@ def test_k_by_load(
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_head_alone_drafts_trees(
+    target_folder: Path, head: Path, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps are graphs and nothing but the head is named; eager engines draft chains."""
+    monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, n: 1 + 6e-3 * n)
+    options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, "enforce_eager": eager}
+    options |= {"dtype": "float32", "device": "cpu"}
+    llm = LLM(target_folder, speculative_config={"model": str(head)}, **options)
+    plain = LLM(target_folder, **options)
+    speculative, params = llm.engine.speculative, replace(GREEDY, max_tokens=4)
+    assert speculative.copies_join_trees is not eager
+    assert speculative.num_verified == (speculative.k if eager else 15)
+    found, expected = (one.generate(PROMPTS[:2], params) for one in (llm, plain))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert llm.stats.speculation.num_draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_attention")
+@interpreted
 def test_nodes_by_themselves(
     target_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
