@@ -4,15 +4,15 @@
     python benchmarks/nodes.py --target DIR --draft HEAD --conc 1,2,4,8,16,32,64,128,256
     python benchmarks/nodes.py --target DIR --draft HEAD --eagle3 HEAD --ways plain,chain,eagle3,n
 
-Closed loops over prompts at each concurrency, twice as many as are in flight or --prompts, all ways
-to decode taking turns; output tokens per second, medians. A set with fewer begins anew. A way is
-`plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies trees of N nodes), `shared n=N` (the
-requests share N nodes for each of them, out of trees of the greatest N), `adaptive`, which chooses
-n by load, `adaptive-chain`, which chooses K by load, or `default`, which an engine takes where
-nothing but the head is named. At a --temperature the trees of `never n=N`
-have no drawn chains. On a CPU these three are the greatest fixed number, and are left out.
-With one thread the thread's own time counts, as in `peagle tune`. A prompt goes through the chat
-template where the target has one.
+Closed loops over prompts at each temperature and concurrency, twice as many as are in flight or
+--prompts, all ways to decode taking turns; output tokens per second, medians. A set with fewer
+begins anew. A way is `plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies trees of N
+nodes), `never n=N` (without drawn chains), `shared n=N` (the requests share N nodes for each of
+them, out of trees of the greatest N), `adaptive`, which chooses n by load, `adaptive-chain`, which
+chooses K by load, or `default`, which an engine takes where nothing but the head is named. Trees
+of the EAGLE-3 head are `eagle3-n n=N` and `eagle3-adaptive`. On a CPU adaptive ways and the default
+are the greatest fixed number, and are left out. With one thread the thread's own time counts, as in
+`peagle tune`. A prompt goes through the chat template where the target has one.
 
 A small model falls into loops, which are easy to draft. `--cut-loops` measures each concurrency a
 second time, with outputs that end where plain decoding begins its first loop. Standard error shows
@@ -25,6 +25,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -45,6 +46,7 @@ from peagle.evaluation.prompts import PROMPT_SETS, load_prompt_set
 from peagle.evaluation.tuning.machine import clock_of
 from peagle.models.target import load_tokenizer
 
+_BY_LOAD = re.compile("adaptive|default")
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
@@ -56,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--target", default=str(BUNDLED_TARGET), help="folder of the target")
     options.add_argument("--draft", default=str(BUNDLED_PEAGLE), help="folder of a P-EAGLE head")
     options.add_argument("--eagle3", help="folder of an EAGLE-3 head to compare with")
-    options.add_argument("--ways", help="the first words of those to measure (all)")
+    options.add_argument("--ways", help="those to measure, or their first words (all)")
     options.add_argument("--cut-loops", action="store_true", help="also without loops")
     options.add_argument("--set", default="humaneval", choices=PROMPT_SETS, help="prompt set")
     options.add_argument("--prompts", type=int, default=4, help="of a small concurrency (4)")
@@ -66,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--chains", default="7", help="K of the chains (7)")
     options.add_argument("--repeats", type=int, default=5, help="of each (5)")
     options.add_argument("--max-new-tokens", type=int, default=64)
-    options.add_argument("--temperature", type=float, default=0.0, help="of the requests (0)")
+    options.add_argument("--temperature", default="0", help="of the requests, a list (0)")
     options.add_argument("--threads", type=int, help="CPU threads (torch's choice)")
     options.add_argument("--dtype", default="auto")
     options.add_argument("--device", default="auto")
@@ -83,47 +85,43 @@ def main() -> None:
     target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
     sizes, ks = (sorted(map(int, one.split(","))) for one in (args.nodes, args.chains))
     every = ways(args.draft, args.eagle3, sizes, args.depth, ks)
-    if not args.temperature:
-        every = {name: way for name, way in every.items() if not name.startswith("never")}
     if target.device.type == "cpu":
-        every = {name: way for name, way in every.items() if not name.startswith(("adaptive", "default"))}
+        every = {name: way for name, way in every.items() if not _BY_LOAD.search(name)}
     if args.ways is not None:
         wanted = {"plain", *args.ways.split(",")}
-        every = {name: way for name, way in every.items() if re.split("[ =]", name)[0] in wanted}
+        first = re.compile("[ =]")
+        every = {name: one for name, one in every.items() if wanted & {name, first.split(name)[0]}}
     is_chat = bool(getattr(load_tokenizer(args.target), "chat_template", None))
     llms = build_llms(target, every, max_num_seqs=max(concurrencies))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
-    params = SamplingParams(
-        max_tokens=args.max_new_tokens, ignore_eos=True, temperature=args.temperature
-    )
-    found: dict[str, dict[str, Any]] = {"whole": {}, "before_loops": {}}
-    for concurrency in concurrencies:
-        count = max(args.prompts, 2 * concurrency)
-        prompts = islice(cycle(load_prompt_set(args.set, count)), count)
-        requests = [
-            Request(f"{i}-{one.id}", one.messages if is_chat else one.text, params)
-            for i, one in enumerate(prompts)
-        ]
-        lengths = {"whole": requests}
-        if args.cut_loops:
-            lengths["before_loops"] = cut_at_loops(requests, backends["plain"], concurrency)
-        for length, some in lengths.items():
-            speeds: dict[str, list[float]] = {name: [] for name in backends}
-            steps: dict[str, list[VerifiedDraft]] = {}
-            turns = take_turns(backends, some, concurrency, args.repeats, clock)
-            for name, run, seconds in turns:
-                speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
-                steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
-            found[length][str(concurrency)] = figures(speeds, steps)
-            line = json.dumps({length: {concurrency: found[length][str(concurrency)]}})
-            print(line, file=sys.stderr, flush=True)  # an interrupted run leaves these
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for temperature in args.temperature.split(","):
+        params = SamplingParams(
+            max_tokens=args.max_new_tokens, ignore_eos=True, temperature=float(temperature)
+        )
+        here = found[temperature] = {"by_concurrency": {}, "before_loops": {}}
+        for concurrency in concurrencies:
+            count = max(args.prompts, 2 * concurrency)
+            prompts = islice(cycle(load_prompt_set(args.set, count)), count)
+            requests = [
+                Request(f"{i}-{one.id}", one.messages if is_chat else one.text, params)
+                for i, one in enumerate(prompts)
+            ]
+            lengths = {"by_concurrency": requests}
+            if args.cut_loops:
+                lengths["before_loops"] = cut_at_loops(requests, backends["plain"], concurrency)
+            for length, some in lengths.items():
+                measured = measure(backends, some, concurrency, args.repeats, clock)
+                here[length][str(concurrency)] = measured
+                line = {"temperature": temperature, length: {concurrency: measured}}
+                # An interrupted run leaves these.
+                print(json.dumps(line), file=sys.stderr, flush=True)
     stats = {name: llm.stats for name, llm in llms.items()}
     result = {
         "command": " ".join(["python", *sys.argv]),
         "repeats": args.repeats,
-        "by_concurrency": found["whole"],
-        "before_loops": found["before_loops"],
+        "by_temperature": found,
         "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
         "calibration_error": {
             name: None if (error := one.calibration.error) is None else round(error, 4)
@@ -132,6 +130,22 @@ def main() -> None:
         "environment": environment(target.device),
     }
     write_result(result, args.output)
+
+
+def measure(
+    backends: dict[str, EngineBackend],
+    requests: list[Request],
+    concurrency: int,
+    repeats: int,
+    clock: Callable[[], float],
+) -> dict[str, Any]:
+    """Figures of all ways, which take turns."""
+    speeds: dict[str, list[float]] = {name: [] for name in backends}
+    steps: dict[str, list[VerifiedDraft]] = {}
+    for name, run, seconds in take_turns(backends, requests, concurrency, repeats, clock):
+        speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
+        steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
+    return figures(speeds, steps)
 
 
 def cut_at_loops(requests: list[Request], plain: EngineBackend, concurrency: int) -> list[Request]:
@@ -150,18 +164,26 @@ def ways(
     """Plain decoding, chains, trees of each size, the largest with fewer nodes, and by load."""
 
     def trees(
-        size: int, nodes: object = None, drawn: Literal["never"] | None = None
+        size: int,
+        nodes: object = None,
+        drawn: Literal["never"] | None = None,
+        model: str = head,
     ) -> SpeculativeConfig:
         deepest = min(depth, size)
+        shape = CandidateTrees.parse({"max_nodes": size}, deepest, parallel=model == head)
         return SpeculativeConfig(
-            model=head,
+            model=model,
             num_speculative_tokens=deepest,
-            parallel_drafting_spec=CandidateTrees(size, deepest, size),
+            parallel_drafting_spec=shape,
             drawn_chains_from=drawn,
             **{SCHEDULE: nodes},  # type: ignore[arg-type]
         )
 
     most = sizes[-1]
+    others: dict[str, SpeculativeConfig | None] = {}
+    if eagle3 is not None:
+        others = {f"eagle3-n n={size}": trees(size, model=eagle3) for size in sizes}
+        others["eagle3-adaptive"] = trees(most, "auto", model=eagle3)
     heads = {"chain": head} | ({} if eagle3 is None else {"eagle3": eagle3})
     return {
         "plain": None,
@@ -180,6 +202,7 @@ def ways(
         **{f"shared n={size}": trees(most, ((1, 1, size),)) for size in sizes[:-1]},
         "adaptive": trees(most, "auto"),
         "default": SpeculativeConfig(model=head),
+        **others,
     }
 
 

@@ -447,14 +447,17 @@ def test_nodes_are_measured_beside_both_heads_and_without_loops() -> None:
     command = [sys.executable, FOLDER / "nodes.py", "--threads", "1", "--conc", "1"]
     command += ["--nodes", "5", "--repeats", "1", "--max-new-tokens", "16", "--set", "gsm8k"]
     command += ["--prompts", "2"]
-    command += ["--eagle3", str(BUNDLED_EAGLE3), "--ways", "chain,eagle3,n", "--cut-loops"]
+    command += ["--eagle3", str(BUNDLED_EAGLE3), "--ways", "chain,eagle3,n,eagle3-n", "--cut-loops"]
+    command += ["--temperature", "0,1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    for found in (result["by_concurrency"]["1"], result["before_loops"]["1"]):
-        assert found.keys() == {"plain", "chain K=7", "eagle3 K=7", "n=5"}
+    cold, hot = (result["by_temperature"][one] for one in ("0", "1"))
+    for found in (cold["by_concurrency"]["1"], cold["before_loops"]["1"]):
+        assert found.keys() == {"plain", "chain K=7", "eagle3 K=7", "n=5", "eagle3-n n=5"}
         lengths = {name: one["acceptance_length"] for name, one in found.items()}
-        assert lengths["plain"] == 1 < min(lengths["n=5"], lengths["eagle3 K=7"])
+        assert lengths["plain"] == 1 < min(lengths[way] for way in lengths if way != "plain")
+        assert hot["by_concurrency"]["1"]["n=5"]["acceptance_length"] < lengths["n=5"]
         assert found["n=5"]["nodes_a_step"] > 4
 
 

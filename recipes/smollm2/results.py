@@ -43,9 +43,9 @@ SPEED_SETS = "humaneval,mt_bench"
 LEAST_S = 90.0  # what a command needs to load and to measure something
 NODES = (7, 15, 31)
 LOADS = "1,4,16,64"
-TEMPERATURES = ("0", "0.7", "1")
+TEMPERATURES = "0,0.7,1"
 HEADS = {"target": "target", "draft": "peagle", "eagle3": "eagle3"}  # by nodes.py's options
-WAYS = "chain,eagle3,n,never,adaptive,adaptive-chain,default"
+WAYS = "chain,eagle3,n,never n=15,adaptive,adaptive-chain,default,eagle3-n n=15,eagle3-adaptive"
 SERVERS = {
     "served-best": "vllm/eagle3-k3,peagle/tree15,peagle/k7",
     "served-more": "vllm/eagle3-k7,vllm/k7,vllm/plain,"
@@ -111,7 +111,7 @@ class Plan:
         return [
             self._bench("bench-few", 9, few, *heads, *_trees(15), "-k", k),
             self._bench("bench-many", 9, many, *heads, *_trees(15), "-k", k),
-            *(self._ways(f"ways-{t}", 6, t) for t in TEMPERATURES),
+            self._ways("ways", 12),
             self._bench("bench-chains-few", 9, few, *heads, "-k", ks),
             self._bench("bench-chains-many", 9, many, *heads, "-k", ks),
             self._vllm("3", 11, *heads),
@@ -180,15 +180,15 @@ class Plan:
         count = len(variants.split(",")) * len(loads.split(","))
         return Measurement(_job(name, minutes, command), output / "rows.jsonl", count)
 
-    def _ways(self, name: str, minutes: float, temperature: str) -> Measurement:
+    def _ways(self, name: str, minutes: float) -> Measurement:
         output = self._place(name) / "nodes.json"
         command = [sys.executable, str(BENCHMARKS / "nodes.py"), "--set", "mt_bench"]
         command += [f"--{name}={self.models / folder}" for name, folder in HEADS.items()]
-        command += ["--temperature", temperature, "--chains", "3" if self.small else "7"]
+        command += ["--temperature", TEMPERATURES, "--chains", "3" if self.small else "7"]
         command += ["--nodes", "3" if self.small else "7,15,31", "--ways", WAYS]
         command += ["--conc", "1" if self.small else LOADS, "--output", str(output)]
-        if self.small:
-            command += ["--repeats", "1", "--prompts", "2", "--max-new-tokens", "24"]
+        repeats, prompts, tokens = ("1", "2", "24") if self.small else ("3", "8", "128")
+        command += ["--repeats", repeats, "--prompts", prompts, "--max-new-tokens", tokens]
         return Measurement(_job(name, minutes, command), output)
 
     def _first_token(self, name: str, others: int) -> Measurement:
@@ -233,8 +233,8 @@ def collect(plan: Plan) -> dict[str, Any]:
             found[f"{name}_made"] = {of: document[of] for of in ("provenance", "settings")}
     for path in sorted(places.glob("served-*/rows.jsonl")):
         found["served"] += map(json.loads, _lines(path))
-    for path in sorted(places.glob("ways-*/nodes.json")):
-        found["ways"][path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
+    if (path := places / "ways" / "nodes.json").is_file():
+        found["ways"] = json.loads(path.read_text(encoding="utf-8"))["by_temperature"]
     for path in sorted(places.glob("*/first_token.json")):
         found["first_token"][path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -281,8 +281,7 @@ def tables(found: dict[str, Any], served: str) -> str:
         blocks.append(
             "vLLM is bound by its host at this size, so the ratios say little about large models."
         )
-    for name, one in found["ways"].items():
-        temperature = name.removeprefix("ways-")
+    for temperature, one in found["ways"].items():
         blocks += [
             f"**Output tokens per second on mt_bench at temperature {temperature}**, first turns, "
             "trees with copies of the text, by the requests in flight; medians.",

@@ -142,7 +142,7 @@ def test_given_chains_lead_the_trees_by_default(tmp_path: Path) -> None:
 def test_trees_by_default_refuse_what_trees_refuse() -> None:
     for options, message in (
         ({"num_speculative_tokens": 64}, "num_speculative_tokens is 64; expected at most 63 with"),
-        ({"draft_sampling": "probabilistic"}, "expected \"argmax\" with parallel_drafting_spec"),
+        ({"draft_sampling": "probabilistic"}, 'expected "argmax" with parallel_drafting_spec'),
         ({"synthetic_acceptance_rates": [0.5] * 7}, "expected none with parallel_drafting_spec"),
         ({"parallel_drafting_spec": "none"}, "is 'none'; expected \"auto\" or an object with"),
     ):

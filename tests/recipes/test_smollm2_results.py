@@ -58,7 +58,7 @@ def test_each_measurement_is_a_command_that_exists(
                 assert str(scripts.against_vllm.Load.parse(load)) == load
         elif program.endswith("nodes.py"):
             given = scripts.nodes.parser().parse_args(words)
-            assert given.output == one.file and f"ways-{given.temperature:g}" == one.job.name
+            assert given.output == one.file and given.temperature == "0,0.7,1"
             assert given.draft.endswith("/peagle") and given.eagle3.endswith("/eagle3")
         else:
             assert Path(program).is_file() and one.job.name.startswith("first-token")
@@ -81,8 +81,9 @@ def test_what_is_measured_is_kept_and_skipped(
         place = tmp_path / "evaluation" / "first-token-alone" / "first_token.json"
         place.write_text(json.dumps(first))
         ways = {"plain": {"tokens_per_s": 900.4}, "adaptive": {"tokens_per_s": 3100.0}}
-        place = tmp_path / "evaluation" / "ways-0.7" / "nodes.json"
-        place.write_text(json.dumps({"by_concurrency": {"1": ways, "4": ways}}))
+        place = tmp_path / "evaluation" / "ways" / "nodes.json"
+        found = {"0.7": {"by_concurrency": {"1": ways, "4": ways}}}
+        place.write_text(json.dumps({"by_temperature": found}))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(results, "run_jobs", run_jobs)
@@ -93,7 +94,7 @@ def test_what_is_measured_is_kept_and_skipped(
         with pytest.raises(KeyboardInterrupt):
             results.main()
     first, again = due
-    assert set(first) - set(again) == {"bench-alone", "first-token-alone", "ways-0.7"}
+    assert set(first) - set(again) == {"bench-alone", "first-token-alone", "ways"}
     found = json.loads((tmp_path / "results.json").read_text())
     assert [one["variant"] for one in found["served"]] == ["a"], "the line that is cut is left out"
     assert {one["tokens_per_s"] for one in found["speed"]} == {100, 200, 300, 400, 800, 1200}
