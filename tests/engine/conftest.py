@@ -13,7 +13,11 @@ from tests.engine.engines import PaddedTorchAttention
 
 @pytest.fixture
 def graphs_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps as graphs on a CPU too, where the engine would not."""
+    """Steps as graphs on a CPU too, where the engine would not.
+
+    No prompt waits for others: when it would depends on the speed of the machine.
+    """
+    monkeypatch.setattr("peagle.engine.gathering.Gathering.waits", lambda *_: False)
     monkeypatch.setattr(
         "peagle.engine.engine_plan.runs_as_graphs", lambda *parts: not parts[1].enforce_eager
     )

@@ -264,6 +264,9 @@ TUNING = group(
     --max-itl-ms FLOAT
         Largest time in milliseconds between two tokens of a request while prompts of others
         run; prompts go in chunks that fit. 0 sets no limit. [default: 100]
+    --max-hold-ms FLOAT
+        Longest time in milliseconds that a short prompt waits on a busy GPU for others, so that
+        one step begins several; 0 lets none wait.
     --seed INT
         Source of the seeds of requests without a seed.
     --block-size INT

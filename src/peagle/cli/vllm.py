@@ -143,6 +143,7 @@ _UNSUPPORTED_OPTIONS = {
     "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
     "engine.kv_cache_dtype": ("vLLM has a --kv-cache-dtype of its own: give it behind --", "auto"),
     "engine.max_itl_ms": ("vLLM bounds a step by --max-num-batched-tokens", 0),
+    "engine.max_hold_ms": ("vLLM begins every prompt at once", 0),
     "server.compile_timeout_s": ("vLLM sets no limit to the compilation of schemas", None),
     "server.grammar_budget_s": ("vLLM sets no limit to what a grammar costs", 0),
     "server.user_grammars": ("vLLM takes grammars from every request", True),

@@ -36,7 +36,9 @@ _CHECKS = {
     "kv_cache_gib": FieldCheck(
         lambda gib: gib is None or (is_number(gib) and gib > 0), "a number above 0, or none"
     ),
-    "max_itl_ms": number_check(lambda ms: ms >= 0, "a number of at least 0"),
+    **dict.fromkeys(
+        ("max_itl_ms", "max_hold_ms"), number_check(lambda ms: ms >= 0, "a number of at least 0")
+    ),
     "gpu_memory_utilization": number_check(lambda s: 0 < s <= 1, "a number above 0, at most 1"),
     "enable_prefix_caching": BOOLEAN,
     "enforce_eager": BOOLEAN,
@@ -60,6 +62,8 @@ class EngineConfig:
         max_itl_ms: time in milliseconds that sequences which decode should wait at most for their
             next tokens while prompts run; chunks of prompts are as long as this allows. With 0 they
             have max_num_batched_tokens.
+        max_hold_ms: longest time in milliseconds that a short prompt waits on a GPU although it
+            could begin, so that one step begins several (`engine.gathering`). 0: none waits.
         block_size: token slots of one KV block.
         num_kv_blocks: KV blocks of the cache; None derives it from max_num_seqs and memory.
         kv_cache_dtype: type of the KV cache of the target's layers; "auto" is the type of the
@@ -82,6 +86,7 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 4096
     max_itl_ms: float = 0.0
+    max_hold_ms: float = 15.0
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"

@@ -149,6 +149,8 @@ class LLMEngine:
             num_lookahead_slots=plan.num_lookahead_slots,
             draft_window=None if plan.drafter is None else plan.drafter.reach,
             max_itl_ms=config.max_itl_ms,
+            # Elsewhere the time of a prompt is that of its tokens.
+            max_hold_ms=config.max_hold_ms if plan.is_pipelined else 0.0,
         )
         self._pipeline = self._make_pipeline() if plan.is_pipelined else None
         self._outputs: list[SequenceOutput] = []

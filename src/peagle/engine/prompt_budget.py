@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+from peagle.engine.gathering import MAX_WAITING_TOKENS
+
 # The smallest budget, in tokens and as a share of a step's time: prompts must make progress.
 MIN_TOKENS = 64
 MIN_SHARE = 0.25
@@ -40,6 +42,7 @@ class PromptBudget:
         self._clock = clock
         self._step_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self._token_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._added_s: deque[float] = deque(maxlen=_NUM_KEPT)  # by steps with few tokens
         self._last_s: float | None = None
         self._num_tokens = 0
         self._has_warned = False
@@ -76,12 +79,19 @@ class PromptBudget:
             else:
                 added_s = max(taken_s - self._median_step(), 0.0)
                 self._token_s.append(added_s / self._num_tokens)
+                if self._num_tokens <= MAX_WAITING_TOKENS:
+                    self._added_s.append(added_s)
         self._last_s, self._num_tokens = now_s, 0
+
+    @property
+    def added_s(self) -> float:
+        """Return what a step with a few prompt tokens takes more than one without; 0: unknown."""
+        return median(self._added_s) if self._added_s else 0.0
 
     def forget(self) -> None:
         """Drop all measurements."""
-        self._step_s.clear()
-        self._token_s.clear()
+        for measured in (self._step_s, self._token_s, self._added_s):
+            measured.clear()
         self.pause()
 
     def pause(self) -> None:

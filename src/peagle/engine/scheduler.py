@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from peagle.engine.block_manager import BlockManager
+from peagle.engine.gathering import MAX_WAITING_TOKENS, Gathering
 from peagle.engine.prompt_budget import PromptBudget
 from peagle.engine.sequence import Sequence, SequenceStatus
 
@@ -59,10 +60,12 @@ class Scheduler:
         draft_window: tokens that a position of the drafter attends to. The drafter reads only
             this many tokens at the end of a longer prompt, a length that it knows from training.
             None sets no window.
+        max_hold_ms: as in `EngineConfig`.
 
     Attributes:
         drafting_pauses: whether sequences may share blocks that the drafter has not read.
         max_prompts: most prompts in one step; None sets no limit.
+        is_holding: whether the last plan let prompts wait for others (`Gathering`).
     """
 
     def __init__(
@@ -75,11 +78,14 @@ class Scheduler:
         num_lookahead_slots: int,
         draft_window: int | None = None,
         max_itl_ms: float = 0.0,
+        max_hold_ms: float = 0.0,
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_budget = PromptBudget(max_itl_ms, max_num_batched_tokens)
+        self.is_holding = False
+        self._gathering = Gathering(max_hold_ms)
         self.max_model_len = max_model_len
         self.num_lookahead_slots = num_lookahead_slots
         self.draft_window = draft_window
@@ -179,14 +185,33 @@ class Scheduler:
                 budget = self._add_prompt(plan, sequence, budget)
         return budget
 
+    def holds(self, num_decoding: int) -> bool:
+        """Return whether the prompts that could begin wait for others, as so many decode."""
+        num_empty = min(len(self.waiting), self.max_num_seqs - len(self.running))
+        first = [s for s in self.waiting[: max(num_empty, 0)] if s.can_begin]
+        if not first or any(s.is_prefilling for s in self.running):
+            return False
+        if first[0].num_preemptions or first[0].priority < self.running[-1].priority:
+            return False
+        num_tokens = 0
+        for sequence in first:
+            num_tokens += len(sequence)
+            if num_tokens > MAX_WAITING_TOKENS:
+                break
+        added_s = self.prompt_budget.added_s
+        return self._gathering.waits(len(first), num_decoding, num_tokens, added_s)
+
     def _admit(self, plan: Schedule, budget: int) -> None:
+        self.is_holding = bool(plan.decode) and self.holds(len(plan.decode))
+        if self.is_holding:
+            return
         at = 0  # in the queue, which may be long: it is neither copied nor searched
         while at < len(self.waiting):
             sequence = self.waiting[at]
             # No sequence overtakes one that has just been preempted.
             if not budget or any(s.order <= sequence.order for s in plan.preempted):
                 break
-            if sequence.waits_for_leader or sequence.waits_for_grammar:
+            if not sequence.can_begin:
                 at += 1
                 continue
             matched = []
@@ -212,6 +237,8 @@ class Scheduler:
                 budget = self._add_prompt(plan, sequence, budget)
             else:
                 plan.decode.append(Chunk(sequence, 1, len(sequence.drafts)))
+        if plan.admitted:
+            self._gathering.began(len(plan.admitted))
 
     def _add_prompt(self, plan: Schedule, sequence: Sequence, budget: int) -> int:
         """Add a chunk of a prompt; return the prompt tokens that the step may still compute."""

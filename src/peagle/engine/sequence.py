@@ -184,6 +184,11 @@ class Sequence:
         return leader is not None and not (leader.is_finished or leader.num_output_tokens)
 
     @property
+    def can_begin(self) -> bool:
+        """Return whether neither a leader nor a grammar keeps a waiting sequence from running."""
+        return not (self.waits_for_leader or self.waits_for_grammar)
+
+    @property
     def order(self) -> tuple[int, int]:
         """Return the key of the scheduling order: priority, then arrival."""
         return self.priority, self.seq_id

@@ -152,6 +152,7 @@ class Pipeline:
                 self._append_tokens(sequence, report)
                 num_ended += sequence.is_finished
                 num_left += not sequence.is_finished
-        can_stay = num_left and not self._scheduler.waiting and self.runner.is_tight(num_left)
+        can_wait = not self._scheduler.waiting or self._scheduler.is_holding
+        can_stay = num_left and can_wait and self.runner.is_tight(num_left)
         if can_stay and self._version is not None:
             self._version += num_ended  # each end counts as a change
