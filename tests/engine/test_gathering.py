@@ -174,7 +174,10 @@ def test_what_lets_no_prompt_wait(changes: dict[str, Any]) -> None:
     assert not after_a_burst(**changes)
 
 
-@pytest.mark.parametrize("change", ["priority", "preempted", "long", "prompt under way", "plan"])
+CHANGES = ["priority", "preempted", "long", "prompt under way", "a full step", "plan"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_which_prompts_do_not_wait(change: str) -> None:
     clock = Clock()
     made = scheduler(clock, 15.0)
@@ -188,6 +191,8 @@ def test_which_prompts_do_not_wait(change: str) -> None:
         made.add(sequence(91, priority=-1))
     elif change == "preempted":
         made.waiting[0].num_preemptions = 1
+    elif change == "a full step":
+        made.max_prompts = 1
     elif change == "prompt under way":
         made.running[0].num_computed_tokens -= 1
     assert made.holds(40) is (change == "plan")

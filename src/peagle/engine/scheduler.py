@@ -195,6 +195,8 @@ class Scheduler:
             return False
         if first[0].num_preemptions or first[0].priority < self.running[-1].priority:
             return False
+        if self.max_prompts is not None and len(first) >= self.max_prompts:
+            return False  # they fill a step already
         num_tokens = 0
         for sequence in first:
             num_tokens += len(sequence)
