@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,15 @@ def test_given_chains_lead_the_trees_by_default(tmp_path: Path) -> None:
         auto = {"parallel_drafting_spec": "auto", "drawn_chains_from": first}
         found = with_depth(SpeculativeConfig(model="head", **auto), folder).settled(True)
         assert found.drawn_chains_from == first
+
+
+def test_trees_by_default_are_no_deeper_than_the_head_was_trained(tmp_path: Path) -> None:
+    config = SpeculativeConfig(model="x", num_speculative_tokens=6, parallel_drafting_spec="auto")
+    folder = head_config(tmp_path, speculative_tokens=5, mask_token_id=1)
+    with pytest.raises(UserError, match="num_speculative_tokens is 6; expected at most 5, which"):
+        with_depth(config, folder)
+    eagle3 = head_config(tmp_path, speculative_tokens=5)
+    assert with_depth(config, eagle3) == replace(config, parallel_drafting_spec=None)
 
 
 def test_trees_by_default_refuse_what_trees_refuse() -> None:

@@ -143,6 +143,8 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     elif shape == AUTO:
         if not is_parallel(data):
             config = replace(config, parallel_drafting_spec=None, drawn_chains_from=None)
+        elif k is not None:
+            check_tree_depth(CandidateTrees.parse({}, k), depth, config.model, k)
         if k is not None:
             return config
     elif shape is not None:
