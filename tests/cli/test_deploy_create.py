@@ -248,6 +248,7 @@ def test_plan_says_what_it_did_not_look_at(peagle: Peagle) -> None:
             "candidate trees",
         ),
         (["gpt-oss-20b", *HERE, "--parallel-drafting-spec", "{}"], "candidate trees"),
+        (["gpt-oss-20b", *HERE, "--parallel-drafting-spec", "auto"], "candidate trees"),
         (["gpt-oss-20b", *HERE, "--parallel-drafting-spec", "4"], "'4' is not a JSON object"),
         (["gpt-oss-20b", *NATIVE, "--parallel-drafting-spec", '{"depth": 4}'], "Each key may be"),
         (

@@ -118,6 +118,7 @@ def test_mistakes(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
         ([*options(head, prompts), "--endpoint", "http://127.0.0.1:9"], "127.0.0.1:9"),
         ([*options(head, prompts), *with_trees(), "--endpoint", "http://x"], "with --endpoint"),
         ([*options(head, prompts), "--max-num-seqs", 4], "without --parallel-drafting-spec"),
+        ([*options(head, prompts), "--parallel-drafting-spec", "auto"], "auto; expected a shape"),
     ):
         result = peagle("doctor", *arguments)
         assert result.status == 2, arguments

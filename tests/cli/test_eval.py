@@ -581,6 +581,10 @@ def test_the_certificate_decides_the_status(
         (("--draft-sampling", "best"), "draft_sampling is 'best'"),
         (("--parallel-drafting-spec", "4"), "'4' is not a JSON object"),
         (
+            ("--parallel-drafting-spec", "auto"),
+            "spec is auto; expected a shape",
+        ),
+        (
             ("--parallel-drafting-spec", '{"max_nodes": 4, "max_nodes": 5}'),
             "--parallel-drafting-spec: The JSON object has the key 'max_nodes' twice",
         ),

@@ -632,6 +632,7 @@ def test_outputs_are_printed_in_order(
         (["--stop-token-id", "end"], "--stop-token-id"),
         (["--allowed-token-id", "-1"], "--allowed-token-id: allowed_token_ids is -1; expected"),
         (["--bad-word", ""], "--bad-word: bad_words is ''; expected texts that are not empty"),
+        (["--parallel-drafting-spec", "Auto"], "'Auto' is not a JSON object; expected one, like"),
         (["--logit-bias", "42"], "--logit-bias: '42' is not a JSON object; expected one, like"),
         (["--logit-bias", "{42: 1}"], "--logit-bias: '{42: 1}' is not a JSON object"),
         (["--logit-bias", '{"a": 1}'], "logit_bias has the key 'a'; expected token ids, like '42'"),

@@ -247,6 +247,20 @@ def test_k_is_the_depth_of_trees(
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        SpeculationFlags(trees="auto"),
+        SpeculationFlags(config='{"parallel_drafting_spec": "auto"}'),
+    ],
+)
+def test_our_container_decides_on_automatic_trees(asked: SpeculationFlags) -> None:
+    made = decided(asked, Defaults(HEAD), source="native")
+    assert made == (HEAD, full(7, parallel_drafting_spec="auto"))
+    with pytest.raises(UserError, match="is 'auto': it asks for candidate trees"):
+        decided(asked, KNOWN, source="managed")
+
+
+@pytest.mark.parametrize(
     ("asked", "facts", "message"),
     [
         (

@@ -20,6 +20,8 @@ from peagle.engine.sequence import Sequence
 from peagle.engine.step.graph_runner import GraphRunner
 from peagle.engine.step.pipeline import Pipeline
 from peagle.errors import UserError
+from tests.engine.step.test_pipeline import Steps
+from tests.engine.test_schedules import KINDS, run_machine
 
 STEP_MS, ADDED_MS, PLACES = 2.0, 3.0, 64
 
@@ -138,7 +140,7 @@ def test_a_wait_ends_at_the_limit_or_when_it_has_cost_its_share(
     gathering.began(16)
     waited_ms = 0.0
     while gathering.waits(num_empty, num_decoding, 10, added_ms / 1000):
-        assert waited_ms < limit_ms
+        assert waited_ms < limit_ms * (1 + 1e-6)
         assert waited_ms * num_empty / num_decoding <= LOSS_SHARE * added_ms * (1 + 1e-6)
         clock.now_s += step_ms / 1000
         waited_ms += step_ms
@@ -172,7 +174,10 @@ def test_what_lets_no_prompt_wait(changes: dict[str, Any]) -> None:
     assert not after_a_burst(**changes)
 
 
-@pytest.mark.parametrize("change", ["priority", "preempted", "long", "prompt under way", "plan"])
+CHANGES = ["priority", "preempted", "long", "prompt under way", "a full step", "plan"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_which_prompts_do_not_wait(change: str) -> None:
     clock = Clock()
     made = scheduler(clock, 15.0)
@@ -186,6 +191,8 @@ def test_which_prompts_do_not_wait(change: str) -> None:
         made.add(sequence(91, priority=-1))
     elif change == "preempted":
         made.waiting[0].num_preemptions = 1
+    elif change == "a full step":
+        made.max_prompts = 1
     elif change == "prompt under way":
         made.running[0].num_computed_tokens -= 1
     assert made.holds(40) is (change == "plan")
@@ -237,6 +244,85 @@ def test_outputs_are_the_same_and_a_held_prompt_begins(
     assert len(asked) > 4 and not all(asked)
     assert any(went_on), "a step runs behind the last one while prompts wait"
     assert llm.stats.num_free_kv_blocks == llm.stats.num_kv_blocks
+
+
+def hold_at_random(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let prompts wait at random; returns what steps found that went on without the scheduler.
+
+    None goes on past prompts that could begin unless they wait: it asks each time.
+    """
+    answers: dict[Gathering, list[bool]] = {}
+    passed: list[bool] = []
+
+    def waits(self: Gathering, num_empty: int, num_decoding: int, *_: object) -> bool:
+        assert num_empty > 0 < num_decoding
+        given = answers.setdefault(self, [])
+        given.append(random.Random(len(given)).random() < 0.8)
+        return given[-1]
+
+    def go_on(self: Pipeline, go_on: Callable[[Pipeline], bool] = Pipeline.go_on) -> bool:
+        scheduler = self._scheduler
+        num_empty = scheduler.max_num_seqs - len(scheduler.running)
+        first = next((s for s in scheduler.waiting if num_empty and s.can_begin), None)
+        slots = 0 if first is None else scheduler.slots_for(len(first))
+        num_reserved = len(scheduler.running)
+        has_room = first and scheduler.blocks.can_admit([], slots, num_reserved=num_reserved)
+        given = answers.setdefault(scheduler._gathering, [])
+        num_given = len(given)
+        if not go_on(self):
+            return False
+        assert not has_room or given[num_given:] == [True], "a prompt waits for nothing"
+        passed.append(bool(has_room))
+        return True
+
+    monkeypatch.setattr(Gathering, "waits", waits)
+    monkeypatch.setattr(Pipeline, "go_on", go_on)
+    return passed
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("graphs")])
+def test_schedules_in_which_prompts_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = hold_at_random(monkeypatch)
+    run_machine(KINDS[name], monkeypatch, 120, fixed=True)
+    assert set(passed) == {True, False}
+
+
+def look_once(self: Scheduler, num_decoding: int) -> bool:
+    return self.is_holding or HOLDS(self, num_decoding)
+
+
+HOLDS, NEVER = Scheduler.holds, property(lambda _: False, lambda *_: None)
+
+
+@pytest.mark.parametrize(("method", "fault"), [("holds", look_once), ("may_begin_more", NEVER)])
+def test_the_schedules_notice_a_prompt_that_waits_for_nothing(
+    method: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that goes on must look at the limit, and at what the plan left waiting."""
+    hold_at_random(monkeypatch)
+    monkeypatch.setattr(Scheduler, method, fault, raising=False)
+    with pytest.raises(AssertionError, match="a prompt waits for nothing"):
+        run_machine(KINDS["graphs"], monkeypatch, 400, fixed=True)
+
+
+@pytest.mark.parametrize("num_asked", [1, 4])
+def test_steps_go_on_until_a_prompt_has_waited(
+    num_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def waits(self: Gathering, *_: object) -> bool:
+        asked.append(1)
+        return len(asked) <= num_asked
+
+    steps = Steps([20, 20], max_num_seqs=4)
+    steps.step()
+    monkeypatch.setattr(Gathering, "waits", waits)
+    steps.add(3)
+    assert [steps.step() for _ in range(num_asked)] == [False] + [True] * (num_asked - 1)
+    assert steps.sequences[2] in steps.engine.scheduler.waiting
+    assert not steps.step() and steps.sequences[2] in steps.engine.scheduler.running
+    steps.run_to_the_end()
 
 
 def test_the_limit_is_checked() -> None:

@@ -108,7 +108,11 @@ PARALLEL: dict[str, Any] = {"mask_token_id": 1}
         (PARALLEL, {"parallel_drafting_spec": "auto"}, (15, 5, 15)),
         (PARALLEL, {"parallel_drafting_spec": "auto", "num_speculative_tokens": 3}, (15, 3, 15)),
         ({}, {"parallel_drafting_spec": "auto", "num_speculative_tokens": 1}, (4, 1, 15)),
-        ({}, {"parallel_drafting_spec": "auto", "num_speculative_tokens": 30}, (2, 30, 30)),
+        (
+            {"speculative_tokens": 30},
+            {"parallel_drafting_spec": "auto", "num_speculative_tokens": 30},
+            (2, 30, 30),
+        ),
     ],
     ids=str,
 )
@@ -116,12 +120,12 @@ def test_a_head_drafts_trees_where_steps_are_graphs(
     tmp_path: Path, keys: dict[str, Any], options: dict[str, Any], trees: tuple[int, ...] | None
 ) -> None:
     """Where nothing gives K; drawn chains then lead the trees of hot requests, of P-EAGLE alone."""
-    folder = head_config(tmp_path, speculative_tokens=5, **keys)
+    folder, parallel = head_config(tmp_path, **{"speculative_tokens": 5, **keys}), keys == PARALLEL
     found = with_depth(SpeculativeConfig(model="head", **options), folder)
     assert with_depth(found, folder) == found
-    captured, eager = (found.settled(is_captured=one, parallel=bool(keys)) for one in (True, False))
+    captured, eager = (found.settled(is_captured=x, parallel=parallel) for x in (True, False))
     assert captured.trees == (None if trees is None else CandidateTrees(*trees))
-    first = (0.6 if keys else "never") if trees else None
+    first = (0.6 if parallel else "never") if trees else None
     assert captured.drawn_chains_from == first
     assert captured.copies_join_trees is (trees is not None)
     assert (eager.trees, eager.drawn_chains_from) == (None, None)
@@ -143,6 +147,14 @@ def test_given_chains_lead_the_trees_by_default(tmp_path: Path) -> None:
     ):
         auto = {"parallel_drafting_spec": "auto", "drawn_chains_from": 0.2}
         with_depth(SpeculativeConfig(model="head", **auto), eagle3)
+
+
+def test_trees_by_default_are_no_deeper_than_the_head_was_trained(tmp_path: Path) -> None:
+    config = SpeculativeConfig(model="x", num_speculative_tokens=6, parallel_drafting_spec="auto")
+    for kind in ({}, PARALLEL):
+        folder = head_config(tmp_path, speculative_tokens=5, **kind)
+        with pytest.raises(UserError, match="num_speculative_tokens is 6; expected at most 5, wh"):
+            with_depth(config, folder)
 
 
 def test_trees_by_default_refuse_what_trees_refuse() -> None:

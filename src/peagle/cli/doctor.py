@@ -13,6 +13,7 @@ import typer
 from peagle.cli import groups, vllm
 from peagle.cli.flags import Given, pick_flags, takes
 from peagle.cli.groups import Format, OutputFormat
+from peagle.cli.harness import given_shape
 from peagle.cli.progress import ProgressLine
 from peagle.cli.setup import Setup
 from peagle.cli.terminal import bright
@@ -111,6 +112,7 @@ def doctor(
             f"--parallel-drafting-spec was given with {where}; the doctor examines candidate trees "
             "in our engine. Leave one out."
         )
+    given_shape(given)  # refuses "auto"
     sizes = {name: given.value(f"engine.{name}") for name in _SIZES if f"engine.{name}" in given}
     if sizes and groups.TREES not in given:
         flag = "--" + min(sizes).replace("_", "-")

@@ -189,7 +189,7 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
         given.value(groups.DRAWN_FROM),
     )
     # Any head will do: only the trees, the draft sampling and the window are checked.
-    head = {"model": "head", "parallel_drafting_spec": given.value(groups.TREES)}
+    head = {"model": "head", "parallel_drafting_spec": harness.given_shape(given)}
     head |= {"draft_sampling": draft_sampling, "draft_window": window}
     SpeculativeConfig.parse({**head, "drawn_chains_from": drawn_from})
     certificate = _certificate_options(given, options, temperatures) if options.certify else None

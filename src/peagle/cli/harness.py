@@ -27,7 +27,7 @@ from peagle.config import (
     require_writable_folder,
 )
 from peagle.config.engine import TARGET_DEFAULTS
-from peagle.config.speculative import MAX_BEAM, NEVER
+from peagle.config.speculative import AUTO, MAX_BEAM, NEVER
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
@@ -172,14 +172,27 @@ def named_methods(
     return heads
 
 
+def given_shape(given: Given) -> dict[str, Any] | None:
+    """Return the given shape of candidate trees, for a command that runs trees of one shape.
+
+    Raises:
+        UserError: it is "auto", which the machine decides.
+    """
+    shape = given.value(groups.TREES)
+    if shape == AUTO:
+        raise UserError(
+            f"{given[groups.TREES].source} is {AUTO}; expected a shape here, the same on every "
+            "machine, or none for chains. Give '{}' for the default shape."
+        )
+    return shape
+
+
 def _measured_shape(given: Given, ks: Sequence[int]) -> tuple[TreeShape | None, int | None]:
     """Return the shape of trees to measure, and the K that sets their depth, if K does.
 
     Where the user leaves the depth open, the largest K is the depth, or max_nodes if that is less.
     """
-    shape = given.value(groups.TREES)
-    if shape is not None:
-        CandidateTrees.parse(shape)  # refuses "auto": what is measured has a shape
+    shape = given_shape(given)
     if shape is None or not ks or shape.get("prediction_depth") is not None:
         return shape, None
     depth = CandidateTrees.parse(shape, max(ks)).prediction_depth

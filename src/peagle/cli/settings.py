@@ -222,14 +222,15 @@ def _fitting(section: str, table: dict[str, Any]) -> dict[str, Any]:
     return sampling_values(table) if section == "sampling" else table
 
 
-def json_object(text: str, example: str) -> dict[str, Any]:
-    """Read the JSON text of an object; the error shows the example."""
+def json_object(text: str, example: str, or_word: str | None = None) -> dict[str, Any]:
+    """Read the JSON text of an object; the error shows the example, and a word that goes too."""
     try:
         value = json.loads(text, object_pairs_hook=unique_keys("The JSON object"))
     except json.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise UserError(f"{text!r} is not a JSON object; expected one, like '{example}'.")
+        also = "" if or_word is None else f", or {or_word}"
+        raise UserError(f"{text!r} is not a JSON object; expected one, like '{example}'{also}.")
     return value
 
 
@@ -303,7 +304,7 @@ def read_trees(text: str) -> dict[str, Any] | str:
     if text == AUTO:
         return text
     example = '{"num_parallel_trees": 8, "prediction_depth": 7, "max_nodes": 16}'
-    return json_object(text, example)
+    return json_object(text, example, or_word=AUTO)
 
 
 def logit_bias(pairs: Mapping[str, Any]) -> dict[int, Any]:

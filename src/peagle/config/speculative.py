@@ -295,7 +295,8 @@ class SpeculativeConfig:
             # K drafts of head and text together are a tree of K nodes.
             self._check_trees({"max_nodes": min(k or DEFAULT_K, MAX_TREE_NODES)}, "prompt_lookup")
         elif (first := self.drawn_chains_from) not in (None, NEVER):
-            require(False, "drawn_chains_from", first, f'"{NEVER}" or none without {_TREES}')
+            expected = f'"{NEVER}" or none without {_TREES}'
+            require(False, "drawn_chains_from", first, expected, f'Set {_TREES} to "{AUTO}" too.')
         self._check_lookup_lengths()
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 from peagle.config import CandidateTrees, SpeculativeConfig
 from peagle.config.checks import unique_keys
-from peagle.config.speculative import MAX_SPECULATIVE_TOKENS
+from peagle.config.speculative import AUTO, MAX_SPECULATIVE_TOKENS
 from peagle.deploy.deployment import MODEL_FOLDER, ContainerSource
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource, source_of
@@ -37,7 +37,7 @@ class SpeculationFlags:
     draft: str | None = None
     num_speculative_tokens: int | None = None
     config: str | None = None
-    trees: Mapping[str, Any] | None = None
+    trees: Mapping[str, Any] | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def wanted_drafts(options: SpeculationFlags, defaults: Defaults) -> WantedDrafts
                 f"--parallel-drafting-spec and --speculative-config both give {_TREES}; leave one "
                 "of them out."
             )
-        merged[_TREES] = dict(options.trees)
+        merged[_TREES] = options.trees
     needs_head = merged.get("method", _DEFAULT_METHOD) != "ngram"
     if draft is None and needs_head:
         draft = defaults.draft
@@ -133,7 +133,7 @@ def configure_drafts(
     if depth is None and draft == defaults.draft:
         depth = defaults.max_tokens
     merged.setdefault(_K, default_k(depth))
-    if _TREES in merged and source == "native":
+    if merged.get(_TREES, AUTO) != AUTO and source == "native":
         default = merged[_K] if wanted.is_k_given or depth is None else min(merged[_K], depth)
         parallel, name = facts is None or facts.is_parallel, "" if draft is None else draft.name
         trees = CandidateTrees.parse(merged[_TREES], default, parallel=parallel)

@@ -66,6 +66,8 @@ class Scheduler:
         drafting_pauses: whether sequences may share blocks that the drafter has not read.
         max_prompts: most prompts in one step; None sets no limit.
         is_holding: whether the last plan let prompts wait for others (`Gathering`).
+        may_begin_more: whether the next plan may begin sequences although no event came: the last
+            plan had no more tokens for prompts, or a leader or a grammar kept a sequence waiting.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_budget = PromptBudget(max_itl_ms, max_num_batched_tokens)
-        self.is_holding = False
+        self.is_holding = self.may_begin_more = False
         self._gathering = Gathering(max_hold_ms)
         self.max_model_len = max_model_len
         self.num_lookahead_slots = num_lookahead_slots
@@ -187,12 +189,14 @@ class Scheduler:
 
     def holds(self, num_decoding: int) -> bool:
         """Return whether the prompts that could begin wait for others, as so many decode."""
-        num_empty = min(len(self.waiting), self.max_num_seqs - len(self.running))
-        first = [s for s in self.waiting[: max(num_empty, 0)] if s.can_begin]
+        num_empty = max(self.max_num_seqs - len(self.running), 0)
+        first = [s for s in self.waiting[:num_empty] if s.can_begin]
         if not first or any(s.is_prefilling for s in self.running):
             return False
         if first[0].num_preemptions or first[0].priority < self.running[-1].priority:
             return False
+        if self.max_prompts is not None and len(first) >= self.max_prompts:
+            return False  # they fill a step already
         num_tokens = 0
         for sequence in first:
             num_tokens += len(sequence)
@@ -202,6 +206,7 @@ class Scheduler:
         return self._gathering.waits(len(first), num_decoding, num_tokens, added_s)
 
     def _admit(self, plan: Schedule, budget: int) -> None:
+        self.may_begin_more = False
         self.is_holding = bool(plan.decode) and self.holds(len(plan.decode))
         if self.is_holding:
             return
@@ -210,8 +215,10 @@ class Scheduler:
             sequence = self.waiting[at]
             # No sequence overtakes one that has just been preempted.
             if not budget or any(s.order <= sequence.order for s in plan.preempted):
+                self.may_begin_more = True
                 break
             if not sequence.can_begin:
+                self.may_begin_more = True
                 at += 1
                 continue
             matched = []

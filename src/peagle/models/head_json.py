@@ -134,8 +134,8 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     """
     schedule, shape = config.num_speculative_tokens_per_batch_size, config.parallel_drafting_spec
     is_open = schedule in (None, AUTO) and config.synthetic_acceptance_rates is None
-    k = config.num_speculative_tokens
-    if config.model is None or (shape is None and (k is not None or not is_open)):
+    k, head = config.num_speculative_tokens, config.model
+    if head is None or (shape is None and (k is not None or not is_open)):
         return config
     data, depth = {}, None
     try:
@@ -146,15 +146,16 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     depth = depth if type(depth) is int and depth >= 1 else None
     parallel = not data or is_parallel(data)
     if shape in (None, AUTO):
-        _check_drawn_chains(config.drawn_chains_from, config.model, parallel)
+        _check_drawn_chains(config.drawn_chains_from, head, parallel)
         if config.draft_sampling == "argmax":
             config = replace(config, parallel_drafting_spec=AUTO)
         if k is not None:
+            check_tree_depth(CandidateTrees.parse({}, k), depth, head, k)
             return config
     else:
         trees = CandidateTrees.parse(shape, k or default_k(depth), parallel=parallel)
         first = config.drawn_chains_from
-        check_trees(trees, config.model, parallel, depth, first, k)
+        check_trees(trees, head, parallel, depth, first, k)
         if first is None:
             first = DRAWN_CHAINS_FROM if parallel else NEVER
         config = replace(config, parallel_drafting_spec=trees, drawn_chains_from=first)

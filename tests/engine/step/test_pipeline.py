@@ -162,6 +162,30 @@ def test_a_waiting_request_does_not_stop_those_that_run() -> None:
     assert steps.device.launches == [2, 1]
 
 
+def test_siblings_begin_behind_the_first_token_of_their_leader() -> None:
+    steps = Steps([20])
+    leader = steps.sequences[0]
+    for _ in range(2):
+        steps.sequences.append(
+            steps.engine.add_request(leader.prompt_token_ids, leader.params, leader=leader)
+        )
+    for _ in range(3):
+        steps.step()
+    assert len(steps.engine.scheduler.running) == 3 and leader.num_output_tokens == 2
+    steps.run_to_the_end()
+
+
+def test_prompts_that_no_step_had_room_for_begin_in_the_next() -> None:
+    steps = Steps([20] * 4)
+    steps.engine.scheduler.max_prompts = 3
+    steps.step()
+    assert len(steps.engine.scheduler.running) == 3
+    steps.step()
+    assert len(steps.engine.scheduler.running) == 4
+    assert steps.step(), "nothing is left to decide"
+    steps.run_to_the_end()
+
+
 def test_restarts_when_one_ends_and_another_waits() -> None:
     steps = Steps([5, 20, 20, 20, 3])
     went_on = False

@@ -67,8 +67,9 @@ class Pipeline:
             sequences = [s for s in sequences if not s.is_finished]
             if not sequences:
                 return
-        # Sequences whose prompts still run join as soon as they can.
+        # Sequences whose prompts still run, and waiting ones, join as soon as they can.
         alone = len(sequences) == len(self._scheduler.running)
+        alone = alone and not self._scheduler.may_begin_more
         self._version = self._scheduler.version if alone else None
         self._has_grammars = any(s.grammar is not None for s in sequences)
         prompts = {"run_prompts": run_prompts, "before_drafts": before_drafts}
@@ -100,15 +101,18 @@ class Pipeline:
     def go_on(self) -> bool:
         """Launch the next step, then take the tokens of the last; return False if that cannot be.
 
-        The scheduler must decide first if a sequence came, was stopped or changed, if K changes, or
-        if blocks run out. The device knows the sequences that ended by themselves: the others go
-        on, unless a waiting sequence can take the place or a smaller graph would do.
+        The scheduler must decide first if a sequence came, was stopped or changed, if K changes, if
+        blocks run out, or if prompts have waited long enough for others. The device knows the
+        sequences that ended by themselves: the others go on, unless a waiting sequence can take the
+        place or a smaller graph would do.
         """
         flight = self._flight
         if flight is None or self._version != self._scheduler.version:
             return False
         unfinished = [s for s in flight.sequences if s is not None and not s.is_finished]
         if not self.runner.is_tight(len(unfinished)) or not self._scheduler.reserve(unfinished):
+            return False
+        if self._scheduler.is_holding and not self._scheduler.holds(len(unfinished)):
             return False
         self._launch(self.runner.go_on)
         return True
