@@ -165,8 +165,9 @@ def test_trees_by_default_refuse_what_trees_refuse() -> None:
         ({"parallel_drafting_spec": "none"}, "is 'none'; expected \"auto\" or an object with"),
     ):
         config = {"model": "head", "parallel_drafting_spec": "auto", **options}
-        with pytest.raises(UserError, match=message):
-            SpeculativeConfig.parse(config)
+        for make in (SpeculativeConfig.parse, lambda config: SpeculativeConfig(**config)):
+            with pytest.raises(UserError, match=message):
+                make(config)
 
 
 DEEPER = {"parallel_drafting_spec": {"prediction_depth": 7}}

@@ -318,8 +318,8 @@ class SpeculativeConfig:
             expected = f'at most {MAX_TREE_NODES} with {setting} "{AUTO}"'
             require(ok, "num_speculative_tokens", k, expected, TREE_DEFAULTS)
             return
-        assert not isinstance(shape, str)
         trees = CandidateTrees.parse(shape, k or DEFAULT_K)
+        assert not isinstance(shape, str)
         kept: TreeShape = trees
         if not isinstance(shape, CandidateTrees):
             given = {"prediction_depth": k} | {
