@@ -17,11 +17,13 @@ from peagle.config.speculative import Quantization
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "fp8"]
+Fp8Activations = Literal["auto", "off"]
 # The fields that say how a target is loaded, as an engine on a loaded target leaves them.
 TARGET_DEFAULTS: dict[str, Any] = {
     "dtype": "auto",
     "device": "auto",
     "quantization": None,
+    "fp8_activations": "off",
     "kv_cache_dtype": "auto",
 }
 
@@ -29,6 +31,7 @@ TARGET_DEFAULTS: dict[str, Any] = {
 _CHECKS = {
     "dtype": choice_of(*get_args(DType)),
     "quantization": choice_of(None, *get_args(Quantization)),
+    "fp8_activations": choice_of(*get_args(Fp8Activations)),
     "kv_cache_dtype": choice_of(*get_args(KVCacheDType)),
     "device": FieldCheck(lambda name: isinstance(name, str), '"auto", "cpu" or "cuda"'),
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "block_size"), whole(1)),
@@ -54,6 +57,9 @@ class EngineConfig:
         dtype: type of weights and activations; "auto" is float32 on a CPU and bfloat16 on a GPU.
         quantization: type that the weights of the target's layers get when they are loaded; None
             takes them as they are stored.
+        fp8_activations: "auto" lets the linear layers of an FP8 checkpoint that was made for it
+            multiply FP8 activations, see `models.fp8_layers`; "off" leaves all activations as they
+            are.
         device: "auto" takes the GPU where there is one.
         max_model_len: longest sequence (prompt and output) in tokens; None takes the model's.
         max_num_seqs: most sequences decoded together.
@@ -81,6 +87,7 @@ class EngineConfig:
 
     dtype: DType = "auto"
     quantization: Quantization | None = None
+    fp8_activations: Fp8Activations = "off"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
