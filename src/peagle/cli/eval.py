@@ -251,6 +251,11 @@ def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool)
             "--certify compares with transformers, which does not round keys and values; leave "
             "--kv-cache-dtype out."
         )
+    if options.certify and given.value("engine.fp8_activations", "off") != "off":
+        raise UserError(
+            "--certify compares with transformers over weights alone, whose activations are not "
+            "rounded; leave --fp8-activations out."
+        )
     if options.certify and groups.DRAFT_WINDOW in given:
         raise UserError(
             f"--draft-window is {given.value(groups.DRAFT_WINDOW)}; --certify looks at outputs, "

@@ -57,9 +57,6 @@ class EngineConfig:
         dtype: type of weights and activations; "auto" is float32 on a CPU and bfloat16 on a GPU.
         quantization: type that the weights of the target's layers get when they are loaded; None
             takes them as they are stored.
-        fp8_activations: "auto" lets the linear layers of an FP8 checkpoint that was made for it
-            multiply FP8 activations, see `models.fp8_layers`; "off" leaves all activations as they
-            are.
         device: "auto" takes the GPU where there is one.
         max_model_len: longest sequence (prompt and output) in tokens; None takes the model's.
         max_num_seqs: most sequences decoded together.
@@ -75,6 +72,9 @@ class EngineConfig:
         kv_cache_dtype: type of the KV cache of the target's layers; "auto" is the type of the
             activations, "fp8" is e4m3 with the scales that the checkpoint has, else 1. The head's
             KV cache has the type of its activations.
+        fp8_activations: "auto" lets the linear layers of an FP8 checkpoint that was made for it
+            multiply FP8 activations, see `models.fp8_layers`; "off" leaves all activations as they
+            are.
         kv_cache_gib: memory bound of the KV cache in GiB; None is 2 on a CPU, and on a GPU what
             gpu_memory_utilization leaves, which bounds it in any case.
         gpu_memory_utilization: share of the GPU's memory that may be in use in all: by weights,
@@ -87,7 +87,6 @@ class EngineConfig:
 
     dtype: DType = "auto"
     quantization: Quantization | None = None
-    fp8_activations: Fp8Activations = "off"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
@@ -97,6 +96,7 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    fp8_activations: Fp8Activations = "off"
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
