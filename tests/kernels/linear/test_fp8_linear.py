@@ -170,6 +170,33 @@ def test_a_compiler_sees_one_operator() -> None:
     assert (out.shape, out.dtype) == ((2, 3, N), torch.bfloat16)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_operator_is_what_it_says(device: str) -> None:
+    torch.manual_seed(0)
+    q, scale = make_weight(128, 128, device)
+    for rows in (3, 130):
+        x = torch.randn(rows, 128, device=device, dtype=torch.bfloat16)
+        bias = torch.randn(128, device=device, dtype=torch.bfloat16)
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(torch.ops.peagle.fp8_linear, (x, q, scale, bias), test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 17, 130])
+def test_a_graph_computes_the_same(rows: int) -> None:
+    torch.manual_seed(rows)
+    q, scale = make_weight(N, 1024, "cuda")
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    fp8_linear(x, q, scale)  # outside of graphs first, as the engine does
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fp8_linear(x, q, scale)
+    x.copy_(torch.randn_like(x))
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(out, fp8_linear(x, q, scale))
+
+
 @pytest.mark.slow
 def test_compiles_for_cards() -> None:
     found = compile_for_card("fp8")
