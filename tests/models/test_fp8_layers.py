@@ -15,6 +15,7 @@ from peagle import LLM
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.errors import UserError
 from peagle.kernels.linear import fp8_linear
+from peagle.models.acceleration import accelerate_target
 from peagle.models.fp8_layers import Fp8Linear, device_obstacle
 from peagle.models.fusion import FusedPackedLinear, fuse
 from peagle.models.packed_layers import PackedLinear
@@ -24,6 +25,8 @@ from peagle.models.target import TargetModel
 from peagle.models.target_facts import load_config, precision_of
 from tests.kernels.devices import DEVICES, INTERPRETED
 from tests.kernels.linear.test_fp8_linear import quantise_in_torch
+from tests.models.paging import largest_difference
+from tests.models.test_packed_layers import passes
 from tests.models.test_packed_loading import (
     dense,
     distance,
@@ -253,3 +256,15 @@ def test_a_loaded_target_has_its_activations(target_folder: Path) -> None:
     target = TargetModel.load(target_folder)
     with pytest.raises(UserError, match=r"fp8_activations 'auto', .* fp8_activations 'off'"):
         LLM(model=target, fp8_activations="auto")
+
+
+@pytest.mark.slow
+@needs_interpreter
+def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
+    write(tmp_path, make(num_hidden_layers=4))
+    target = TargetModel(load(tmp_path), aux_layer_ids=(1, 3))
+    before = passes(target)
+    torch._dynamo.reset()
+    compiled = accelerate_target(target, [4], backend="eager")
+    assert largest_difference(passes(target), before) < 1e-5
+    assert compiled.left == {}
