@@ -16,6 +16,7 @@ import torch
 import peagle as package
 from peagle.cli.main import run
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig
+from peagle.engine import placement
 from peagle.evaluation.report import charts
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
@@ -101,8 +102,11 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _keep_threads():
+def _keep_threads(monkeypatch: pytest.MonkeyPatch):
+    """A command that sets the threads of the process sets them for its own test alone."""
     threads = torch.get_num_threads()
+    for name in ("_is_set", "_chosen"):
+        monkeypatch.setattr(placement, name, getattr(placement, name))
     yield
     torch.set_num_threads(threads)
 

@@ -92,51 +92,57 @@ def test_an_engine_drafts_trees_of_the_defaults() -> None:
         LLM(TARGET, speculative_config={"model": HEAD, **DEEPER})
 
 
+PARALLEL: dict[str, Any] = {"mask_token_id": 1}
+
+
 @pytest.mark.parametrize(
     ("keys", "options", "trees"),
     [
-        ({"mask_token_id": 1}, {}, (15, 5, 15)),
-        ({"mask_token_id": 1}, {"num_speculative_tokens_per_batch_size": "auto"}, (15, 5, 15)),
-        ({}, {}, None),
-        ({"mask_token_id": 1}, {"draft_sampling": "probabilistic"}, None),
-        ({"mask_token_id": 1}, {"num_speculative_tokens": 4}, None),
-        ({"mask_token_id": 1}, {"num_speculative_tokens_per_batch_size": ((1, 8, 3),)}, None),
-        ({"mask_token_id": 1}, {"synthetic_acceptance_rates": (0.5,) * 7}, None),
-        ({"mask_token_id": 1}, {"parallel_drafting_spec": "auto"}, (15, 5, 15)),
-        ({}, {"parallel_drafting_spec": "auto", "drawn_chains_from": 0.2}, None),
-        (
-            {"mask_token_id": 1},
-            {"parallel_drafting_spec": "auto", "num_speculative_tokens": 3},
-            (15, 3, 15),
-        ),
+        (PARALLEL, {}, (15, 5, 15)),
+        (PARALLEL, {"num_speculative_tokens_per_batch_size": "auto"}, (15, 5, 15)),
+        ({}, {}, (4, 5, 15)),
+        (PARALLEL, {"draft_sampling": "probabilistic"}, None),
+        (PARALLEL, {"num_speculative_tokens": 4}, None),
+        (PARALLEL, {"num_speculative_tokens_per_batch_size": ((1, 8, 3),)}, None),
+        (PARALLEL, {"synthetic_acceptance_rates": (0.5,) * 7}, None),
+        (PARALLEL, {"parallel_drafting_spec": "auto"}, (15, 5, 15)),
+        (PARALLEL, {"parallel_drafting_spec": "auto", "num_speculative_tokens": 3}, (15, 3, 15)),
+        ({}, {"parallel_drafting_spec": "auto", "num_speculative_tokens": 1}, (4, 1, 15)),
+        ({}, {"parallel_drafting_spec": "auto", "num_speculative_tokens": 30}, (2, 30, 30)),
     ],
     ids=str,
 )
-def test_a_parallel_head_drafts_trees_where_steps_are_graphs(
+def test_a_head_drafts_trees_where_steps_are_graphs(
     tmp_path: Path, keys: dict[str, Any], options: dict[str, Any], trees: tuple[int, ...] | None
 ) -> None:
-    """Where nothing gives K; drawn chains then lead the trees of hot requests."""
+    """Where nothing gives K; drawn chains then lead the trees of hot requests, of P-EAGLE alone."""
     folder = head_config(tmp_path, speculative_tokens=5, **keys)
     found = with_depth(SpeculativeConfig(model="head", **options), folder)
     assert with_depth(found, folder) == found
-    captured, eager = found.settled(True), found.settled(False)
+    captured, eager = (found.settled(is_captured=one, parallel=bool(keys)) for one in (True, False))
     assert captured.trees == (None if trees is None else CandidateTrees(*trees))
-    assert captured.drawn_chains_from == (None if trees is None else 0.6)
+    first = (0.6 if keys else "never") if trees else None
+    assert captured.drawn_chains_from == first
     assert captured.copies_join_trees is (trees is not None)
     assert (eager.trees, eager.drawn_chains_from) == (None, None)
     assert eager.k == captured.k == found.k
     schedule = found.num_speculative_tokens_per_batch_size
     for one in (captured, eager):
         assert one.num_speculative_tokens_per_batch_size == schedule
-        assert with_depth(one, folder) == one
 
 
 def test_given_chains_lead_the_trees_by_default(tmp_path: Path) -> None:
     folder = head_config(tmp_path, speculative_tokens=5, mask_token_id=1)
+    eagle3 = head_config(tmp_path / "eagle3", speculative_tokens=5)
     for first in (0.2, "never"):
         auto = {"parallel_drafting_spec": "auto", "drawn_chains_from": first}
-        found = with_depth(SpeculativeConfig(model="head", **auto), folder).settled(True)
-        assert found.drawn_chains_from == first
+        found = with_depth(SpeculativeConfig(model="head", **auto), folder)
+        assert found.settled(is_captured=True, parallel=True).drawn_chains_from == first
+    with pytest.raises(
+        UserError, match=r"drawn_chains_from is 0\.2, but 'head' is an EAGLE-3 head"
+    ):
+        auto = {"parallel_drafting_spec": "auto", "drawn_chains_from": 0.2}
+        with_depth(SpeculativeConfig(model="head", **auto), eagle3)
 
 
 def test_trees_by_default_refuse_what_trees_refuse() -> None:

@@ -6,10 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from peagle.bundled import expand_bundled
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.errors import CheckpointError
 from peagle.model_folder import read_file_header, read_json
 from peagle.model_shape import ModelShape
+from peagle.models.head_json import is_parallel_head
 
 
 def decided(
@@ -23,8 +25,10 @@ def decided(
     from peagle.engine.step.graph_runner import runs_as_graphs
 
     device = resolve_device(engine.device)
-    if speculative is not None:
-        speculative = speculative.settled(runs_as_graphs(device, engine))
+    if speculative is not None and speculative.model is not None:
+        parallel = is_parallel_head(Path(expand_bundled(speculative.model, "draft")).expanduser())
+        is_captured = runs_as_graphs(device, engine)
+        speculative = speculative.settled(is_captured=is_captured, parallel=parallel is not False)
     trees = None if speculative is None else speculative.trees
     dtype = resolve_dtype(engine.dtype, device)
     folder = Path(target).expanduser()

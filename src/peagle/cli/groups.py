@@ -51,8 +51,8 @@ SPECULATION = group(
         Shape of candidate trees, in place of chains, like '{"num_parallel_trees": 8,
         "prediction_depth": 7, "max_nodes": 16}'; each key may be left out, and '{}' takes all
         defaults. The nodes that a step verifies follow the load as K does. auto: trees of the
-        defaults with a P-EAGLE head on a GPU, else chains. [default: auto where one engine
-        generates or serves and no K is given, else chains]
+        defaults on a GPU, else chains. [default: auto where one engine generates or serves and
+        no K is given, else chains]
     --no-prompt-lookup = speculative.prompt_lookup
         With candidate trees: draft with the head alone, without what the text goes on with where
         the same tokens stood before.

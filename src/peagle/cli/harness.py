@@ -31,8 +31,7 @@ from peagle.config.speculative import MAX_BEAM, NEVER
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
-from peagle.model_folder import read_json
-from peagle.models.head_json import default_k, is_parallel, with_depth
+from peagle.models.head_json import default_k, is_parallel_head, with_depth
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +161,7 @@ def named_methods(
     if (pair := pair_of(target)) is not None:
         draft = draft or pair
         folder = Path(expand_bundled(draft, "draft")).expanduser()
-        eagle3 = eagle3 or (None if _is_parallel(folder) is False else pair)
+        eagle3 = eagle3 or (None if is_parallel_head(folder) is False else pair)
     heads = [DecodingMethod("", draft)] if draft else []
     heads += [DecodingMethod(_EAGLE3, expand_bundled(eagle3, _EAGLE3))] if eagle3 else []
     heads += [one for one in named if one.source]
@@ -171,12 +170,6 @@ def named_methods(
     if not heads:
         raise UserError(f"There is no head to measure on {target!r}; name one with --draft.")
     return heads
-
-
-def _is_parallel(head: Path) -> bool | None:
-    """Return whether the head in a folder is a P-EAGLE head; None where it has no config.json."""
-    config = head / "config.json"
-    return is_parallel(read_json(config)) if config.is_file() else None
 
 
 def _measured_shape(given: Given, ks: Sequence[int]) -> tuple[TreeShape | None, int | None]:
@@ -219,7 +212,7 @@ def find_models(given: Given, methods: Sequence[DecodingMethod], ks: Sequence[in
     if shape is not None:
         trees = {"parallel_drafting_spec": shape, "num_speculative_tokens": k}
         for head in filter(None, heads):
-            if _is_parallel(head):
+            if is_parallel_head(head):
                 with_depth(SpeculativeConfig(model=str(head), **trees), head)
     return Found(target, heads)
 

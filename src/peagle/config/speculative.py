@@ -212,7 +212,7 @@ class SpeculativeConfig:
             their depth. A mapping may leave keys of `CandidateTrees` out; it stays a mapping until
             the depth is known, from K or from the head, and the width, from the head. "auto": trees
             of the default shape where steps run as CUDA graphs, and chains elsewhere. None: chains;
-            where a P-EAGLE head is named and nothing else gives K, "auto" (`models.head_json`).
+            where a head is named and nothing else gives K, "auto" (`models.head_json`).
         draft_sampling: "argmax" drafts, or "probabilistic" ones drawn at the request's temperature.
             With drawn drafts the output of a seed depends on K and head.
         drawn_chains_from: where drafts are trees, the temperature from which a chain of drawn
@@ -378,19 +378,24 @@ class SpeculativeConfig:
         shape = self.parallel_drafting_spec
         return None if shape in (None, AUTO) else CandidateTrees.parse(shape)
 
-    def settled(self, with_trees: bool) -> SpeculativeConfig:
+    def settled(self, *, is_captured: bool, parallel: bool) -> SpeculativeConfig:
         """Return the configuration with "auto" trees decided: the default shape, or chains.
 
         Args:
-            with_trees: whether a P-EAGLE head drafts, and steps run as CUDA graphs.
+            is_captured: whether steps run as CUDA graphs.
+            parallel: whether the head is a P-EAGLE head.
         """
         if self.parallel_drafting_spec != AUTO:
             return self
-        if not with_trees:
+        if not is_captured:
             return replace(self, parallel_drafting_spec=None, drawn_chains_from=None)
-        first = DRAWN_CHAINS_FROM if self.drawn_chains_from is None else self.drawn_chains_from
-        shape = CandidateTrees.parse({}, self.k)
-        return replace(self, parallel_drafting_spec=shape, drawn_chains_from=first)
+        shape, first = {}, self.drawn_chains_from
+        if first is None:
+            first = DRAWN_CHAINS_FROM if parallel else NEVER
+        if not parallel and self.k > 1:
+            shape["num_parallel_trees"] = min(DEFAULT_BEAM, MAX_BEAM_ROWS // (self.k - 1))
+        trees = CandidateTrees.parse(shape, self.k, parallel=parallel)
+        return replace(self, parallel_drafting_spec=trees, drawn_chains_from=first)
 
     @property
     def copies_join_trees(self) -> bool:

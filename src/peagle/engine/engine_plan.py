@@ -88,9 +88,9 @@ def plan_engine(
     max_model_len = config.max_model_len or target.max_model_len
     drafter = load_head(target, speculative)
     is_pipelined = runs_as_graphs(target.device, config)
-    if speculative is not None:
-        is_parallel = drafter is not None and drafter.config.is_parallel
-        speculative = speculative.settled(is_pipelined and is_parallel)
+    if speculative is not None and drafter is not None:
+        parallel = drafter.config.is_parallel
+        speculative = speculative.settled(is_captured=is_pipelined, parallel=parallel)
     max_draft_len, trained_depth = 0, None
     if drafter is not None and speculative is not None:
         longest = speculative.max_model_len or drafter.config.max_position_embeddings

@@ -83,6 +83,12 @@ def is_parallel(data: Any) -> bool:
     return kind == "peagle" or (kind is None and any(data.get(k) is not None for k in MASK_KEYS))
 
 
+def is_parallel_head(folder: Path) -> bool | None:
+    """Return whether the head in a folder is a P-EAGLE head; None where it has no config.json."""
+    config = folder / "config.json"
+    return is_parallel(read_json(config)) if config.is_file() else None
+
+
 def default_k(trained: int | None) -> int:
     """Return K where none is given: the trained depth, at most 7; 7 where it is not known."""
     return min(trained or DEFAULT_K, DEFAULT_K)
@@ -117,7 +123,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     """Return the configuration with K filled in from the head in `folder` where none was given.
 
     K is then automatic up to what the head was trained for, or up to the nodes of candidate trees;
-    a P-EAGLE head drafts such trees where steps run as CUDA graphs (`SpeculativeConfig.settled`).
+    a head drafts such trees where steps run as CUDA graphs (`SpeculativeConfig.settled`).
     A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
     their depth is still the head's. Drawn chains lead those of a P-EAGLE head from
     `DRAWN_CHAINS_FROM` on unless the configuration says otherwise. A file that cannot be read
@@ -138,15 +144,14 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     except (OSError, ValueError, AttributeError, CheckpointError):
         pass
     depth = depth if type(depth) is int and depth >= 1 else None
-    if shape is None and config.draft_sampling == "argmax" and is_parallel(data):
-        config = replace(config, parallel_drafting_spec=AUTO)
-    elif shape == AUTO:
-        if not is_parallel(data):
-            config = replace(config, parallel_drafting_spec=None, drawn_chains_from=None)
+    parallel = not data or is_parallel(data)
+    if shape in (None, AUTO):
+        _check_drawn_chains(config.drawn_chains_from, config.model, parallel)
+        if config.draft_sampling == "argmax":
+            config = replace(config, parallel_drafting_spec=AUTO)
         if k is not None:
             return config
-    elif shape is not None:
-        parallel = not data or is_parallel(data)
+    else:
         trees = CandidateTrees.parse(shape, k or default_k(depth), parallel=parallel)
         first = config.drawn_chains_from
         check_trees(trees, config.model, parallel, depth, first, k)
@@ -198,9 +203,14 @@ def check_trees(
             f"{depth - 1} depths; expected at most {MAX_BEAM_ROWS} nodes in all. Make "
             f"num_parallel_trees or prediction_depth smaller. {TREE_DEFAULTS}"
         )
-    if drawn_chains_from not in (None, NEVER):
+    _check_drawn_chains(drawn_chains_from, head, parallel)
+
+
+def _check_drawn_chains(first: float | Literal["never"] | None, head: str, parallel: bool) -> None:
+    """Refuse drawn chains before the trees of an EAGLE-3 head."""
+    if first not in (None, NEVER) and not parallel:
         raise UserError(
-            f'drawn_chains_from is {drawn_chains_from!r}, but {head!r} is an EAGLE-3 head; "never" '
+            f'drawn_chains_from is {first!r}, but {head!r} is an EAGLE-3 head; "never" '
             "or none is expected: no drawn chain leads its trees. Leave it out, or leave "
             'parallel_drafting_spec out and set draft_sampling to "probabilistic".'
         )

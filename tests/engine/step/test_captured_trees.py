@@ -362,15 +362,20 @@ def test_k_by_load(
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_attention")
 @interpreted
+@pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_head_alone_drafts_trees(
-    target_folder: Path, head: Path, eager: bool, monkeypatch: pytest.MonkeyPatch
+    target_folder: Path,
+    heads: dict[bool, Path],
+    parallel: bool,
+    eager: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where steps are graphs and nothing but the head is named; eager engines draft chains."""
     monkeypatch.setattr(GraphRunner, "time_step", lambda self, rows, n: 1 + 6e-3 * n)
     options = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 2, "enforce_eager": eager}
     options |= {"dtype": "float32", "device": "cpu"}
-    llm = LLM(target_folder, speculative_config={"model": str(head)}, **options)
+    llm = LLM(target_folder, speculative_config={"model": str(heads[parallel])}, **options)
     plain = LLM(target_folder, **options)
     speculative, params = llm.engine.speculative, replace(GREEDY, max_tokens=4)
     assert speculative.copies_join_trees is not eager
