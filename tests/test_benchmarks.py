@@ -517,28 +517,20 @@ def test_fp8_products_against_float32(roofline: ModuleType) -> None:
     from shapes import random_fp8  # type: ignore[import-not-found]
 
     from peagle.kernels.linear.experts import plan_tiles
+    from peagle.kernels.linear.fp8_activations import quantise
 
     torch.manual_seed(0)
     device, tokens, chosen, experts, n, k = torch.device("cpu"), 5, 2, 3, 256, 640
     weight = fp8.Fp8Weight(*random_fp8((experts, n, k), device))
     x = torch.randn(tokens, k, dtype=torch.bfloat16)
-    rows = fp8.quantise(x, fp8.QuantisedRows.empty(tokens, k, device))
-    largest = x.float().abs().unflatten(1, (-1, 128)).amax(-1)
-    assert torch.allclose(rows.scale[:, :tokens], largest.T / 448)
-    # The interpreter drops the carry where rounding leads to the next power of two.
-    scaled = x / rows.scale[:, :tokens].T.repeat_interleave(128, 1)
-    is_same = rows.q[:tokens].float() == scaled.to(torch.float8_e4m3fn).float()
-    assert is_same.float().mean() > 0.95
+    rows = quantise(x)
 
     def error(out: torch.Tensor, expected: torch.Tensor) -> float:
         return float((out.float() - expected).norm() / expected.norm())
 
     index_S = torch.tensor([0, 2, 2, 0, 0, 1, 2, 1, 0, 2])
-    none_S = torch.zeros(tokens, dtype=torch.int64)
     for config in (fp8.CONFIGS[0], fp8.CONFIGS[2], replace(fp8.CONFIGS[4], split_k=2)):
-        out = fp8.product(rows, weight.expert(1), tokens, config)
-        assert error(out, fp8.reference(rows, weight.expert(1), none_S)) < 4e-3
-        out = fp8.product(
+        out = fp8.experts_product(
             *(rows, weight, tokens * chosen, config),
             has_gate=True,
             plan=plan_tiles(index_S, experts, config.block_m),
@@ -546,9 +538,6 @@ def test_fp8_products_against_float32(roofline: ModuleType) -> None:
         )
         expected = fp8.reference(rows, weight, index_S, has_gate=True, chosen=chosen)
         assert error(out, expected) < 4e-3
-    scales = fp8.library_scales(weight.expert(0))
-    assert scales.shape == (8, 2) and scales.stride() == (1, 8)
-    assert torch.equal(scales[:5], weight.scale[0].T)
 
 
 @pytest.mark.slow
@@ -565,7 +554,7 @@ def test_fp8_products_compile_for_a_card() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found.pop("quantise")["stack"] == 0 and len(found) == 16
+    assert len(found) == 16
     for name, needs in found.items():
         assert needs["mma"] and needs["shared"] <= 227 * 1024, name
         assert needs["wgmma"] or "m16 n32" in name, name

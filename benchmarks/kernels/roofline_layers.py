@@ -20,19 +20,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from fp8_products import (
-    BLOCK,
-    Fp8Config,
-    Fp8Weight,
-    QuantisedRows,
-    configs,
-    fits,
-    library_product,
-    library_scales,
-    product,
-    quantise,
-    reference,
-)
+from fp8_products import Fp8Weight, configs, experts_product, fits, reference
 from shapes import Shape, make_config, make_head_config, random_fp8
 from torch import Tensor, nn
 
@@ -46,6 +34,13 @@ from peagle.kernels.attention.paged_attention import (
 from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.linear import experts as grouped
 from peagle.kernels.linear.experts import ExpertWeights, Gate
+from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows, quantise
+from peagle.kernels.linear.fp8_linear import (
+    Fp8Config,
+    library_obstacle,
+    library_product,
+    triton_product,
+)
 from peagle.kernels.linear.packed_weights import make_fp8
 from peagle.kernels.linear.router import route
 from peagle.models.drafter import DrafterMLP
@@ -118,9 +113,9 @@ class Candidate:
         return float((out[: len(expected)] - expected).norm() / expected.norm())
 
 
-def quantising(x: Tensor, rows: QuantisedRows) -> Candidate:
+def quantising(x: Tensor) -> Candidate:
     """Return the quantising of x, whose numbers keep four bits."""
-    return Candidate("quantise", [partial(quantise, x, rows)], x.float, 2**-3)
+    return Candidate("quantise", [partial(quantise, x)], x.float, 2**-3)
 
 
 class Layer(ABC):
@@ -208,17 +203,18 @@ class Fp8Linear(Linear):
             return [], {"triton": reason, "scaled_mm": reason}
         device = self.setting.device
         x = self.setting.random(tokens, self.k)
-        rows = quantise(x, QuantisedRows.empty(tokens, self.k, device))
+        rows = quantise(x)
         matrices = [self.weight.expert(i) for i in range(len(self.weight.q))]
-        index_S = torch.zeros(tokens, dtype=torch.int64, device=device)
-        expected = cache(partial(reference, rows, matrices[0], index_S))
-        found = [quantising(x, rows)]
+        expected = cache(partial(reference, rows, matrices[0]))
+        found = [quantising(x)]
         for config in chosen_configs(tokens, 1, self.n, self.k, device):
-            calls: list[Call] = [partial(product, rows, w, tokens, config) for w in matrices]
+            calls: list[Call] = [
+                partial(triton_product, rows, w.q, w.scale, config=config) for w in matrices
+            ]
             found.append(Candidate(f"triton {config.label}", calls, expected))
-        if reason := no_library(device):
+        if reason := library_obstacle(device):
             return found, {"scaled_mm": reason}
-        calls = [partial(library_product, rows, w, library_scales(w)) for w in matrices]
+        calls = [partial(library_product, rows, w.q, w.scale) for w in matrices]
         return [*found, Candidate("scaled_mm", calls, expected)], {}
 
 
@@ -231,17 +227,6 @@ def misfit(*sizes: int) -> str | None:
     """Return why sizes do not suit the candidates."""
     odd = [size for size in sizes if size % BLOCK]
     return f"{odd[0]} is no multiple of {BLOCK}" if odd else None
-
-
-def no_library(device: torch.device) -> str | None:
-    """Return why `scaled_mm` cannot multiply with block scales here."""
-    if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
-    if device.type != "cuda":
-        return "block scales need a card"
-    if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
-        return f"block scales need compute capability 9.0, not {capability[0]}.{capability[1]}"
-    return None
 
 
 def chosen_configs(
@@ -502,8 +487,8 @@ class ExpertProduct(Layer):
         if reason := misfit(self.n, self.k, self.outputs):
             return [], no_library | {"triton": reason}
         x = self.rows(tokens)
-        rows = quantise(x, QuantisedRows.empty(len(x), self.k, self.setting.device))
-        found = [quantising(x, rows)]
+        rows = quantise(x)
+        found = [quantising(x)]
         assignments, touched = tokens * self.problem.chosen, self.problem.num_touched(tokens)
         routings = self.problem.routings(tokens)
         index_S = routings[0].view(-1)
@@ -518,7 +503,7 @@ class ExpertProduct(Layer):
         for config in chosen_configs(per_expert, touched, self.n, self.k, self.setting.device):
             calls: list[Call] = [
                 partial(
-                    *(product, rows, self.weight, assignments, config),
+                    *(experts_product, rows, self.weight, assignments, config),
                     has_gate=self.is_up,
                     plan=self.problem.plan(index, config.block_m),
                     chosen=self.shared_by,

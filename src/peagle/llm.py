@@ -140,8 +140,10 @@ class LLM:
         elif replace(config, **TARGET_DEFAULTS) != config:
             raise UserError(
                 f"A loaded model was given, and dtype {config.dtype!r}, device {config.device!r}, "
-                f"quantization {config.quantization!r}, kv_cache_dtype {config.kv_cache_dtype!r}; "
-                f"it is {model.dtype} on {model.device}, quantization {model.quantization!r}, "
+                f"quantization {config.quantization!r}, fp8_activations "
+                f"{config.fp8_activations!r}, kv_cache_dtype {config.kv_cache_dtype!r}; it is "
+                f"{model.dtype} on {model.device}, quantization {model.quantization!r}, "
+                f"fp8_activations {model.fp8_activations!r}, "
                 f"kv_cache_dtype {model.kv_cache_dtype!r}. Leave them out, or load it so."
             )
         choose_threads(model.model)

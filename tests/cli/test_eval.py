@@ -615,6 +615,7 @@ def test_the_certificate_decides_the_status(
             "the windows of a head from its config",
         ),
         (("--certify", "--kv-cache-dtype", "fp8"), "does not round keys and values; leave"),
+        (("--certify", "--fp8-activations", "auto"), "activations are not rounded; leave"),
         (("--certify", "--set", "humaneval,gsm8k"), "takes its prompts from one"),
         (("--endpoint", "http://x", "--eagle3", "y"), "--eagle3 and --endpoint contradict"),
         (("--endpoint", "http://x", "--dtype", "float32"), "--dtype and --endpoint contradict"),

@@ -181,6 +181,7 @@ def test_an_fp8_kv_cache(peagle: Peagle, pair: Pair) -> None:
         (["--prompt", "x", "--draft-sampling", "x"], "draft_sampling is 'x'"),
         (["--prompt", "x", "--dtype", "int8"], "dtype is 'int8'"),
         (["--prompt", "x", "--kv-cache-dtype", "int8"], "expected one of auto, fp8"),
+        (["--prompt", "x", "--fp8-activations", "on"], "expected one of auto, off"),
         (["--prompt", "x", "--device", "abacus"], "device is 'abacus'"),
         (["--prompt", "x", "--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["--prompt", "x", "--threads", "0"], "--threads is 0"),

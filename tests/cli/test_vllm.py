@@ -354,6 +354,7 @@ def test_keys_are_not_printed(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -
         (["--compare-draft", "x"], "vLLM serves one head"),
         (["--draft-window", 512], "draft_window is 512; vLLM takes the windows of a head"),
         (["--draft-quantization", "fp8"], "quantization of the head is 'fp8'; vLLM gets the head"),
+        (["--fp8-activations", "auto"], "vLLM follows the checkpoint by itself"),
         (["--quantization", "fp8"], "vLLM has a --quantization of its own: give it behind --"),
         (["--kv-cache-dtype", "fp8"], "vLLM has a --kv-cache-dtype of its own: give it behind --"),
         (["--sagemaker"], "--sagemaker and --engine vllm contradict"),

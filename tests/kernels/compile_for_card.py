@@ -1,6 +1,7 @@
 """Compile kernels for cards without a card, and print what each needs, as JSON.
 
-The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits.
+The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits,
+and of FP8 products 8.9.
 
 Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card`.
 """
@@ -27,8 +28,14 @@ from peagle.kernels.attention.paged_attention import MAX_WRITE_ROWS, AttentionSh
 from peagle.kernels.drafts import correction_triton, step_state_triton
 from peagle.kernels.drafts import draw_triton as drafts_draw_triton
 from peagle.kernels.launch import DeviceLimits, power_of_two
-from peagle.kernels.linear import experts_triton, packed_gluon, packed_weights_triton
+from peagle.kernels.linear import (
+    experts_triton,
+    fp8_linear_triton,
+    packed_gluon,
+    packed_weights_triton,
+)
 from peagle.kernels.linear.experts import GroupedConfig, max_registers
+from peagle.kernels.linear.fp8_linear import choose_config as choose_fp8
 from peagle.kernels.linear.packed_weights import FORMATS
 from peagle.kernels.sampling import (
     draw_triton,
@@ -47,7 +54,7 @@ from peagle.kernels.trees import (
 )
 from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 DATA = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8", "int4": "*u8", "mxfp4": "*u8"}
 SCALE_K = {"fp8": 128, "int4": 128, "mxfp4": 32}
 
@@ -264,6 +271,37 @@ def experts() -> dict[str, dict[str, Any]]:
         for format, scale_k, gate, mode in cases:
             needs = in_registers(format, scale_k, gate, mode, config)
             found[f"{format} {scale_k} {name} {gate} {mode}"] = needs
+    return found
+
+
+def fp8() -> dict[str, dict[str, Any]]:
+    """Quantising of activations, and FP8 products of few and many rows."""
+    types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
+    constants: dict[str, Any] = {"ROWS": 4, "LARGEST": 448.0}
+    kernel, options = fp8_linear_triton.quantise_kernel, {"num_warps": 4}
+    found = {
+        "quantise": compile_kernel(kernel, ASTSource, types, constants, options, ("num_rows",))
+    }
+    types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "partial_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_ptr", "w_ptr"), "*fp8e4nv") | {"arrivals_ptr": "*i32"}
+    types |= dict.fromkeys(("out_ptr", "bias_ptr"), "*bf16")
+    for capability in (89, 90):
+        for rows in (16, 128, 512):
+            config = choose_fp8(rows, 4096, 4096, DeviceLimits(132, SHARED_BYTES[capability]))
+            constants = {
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "SPLIT_K": config.split_k,
+                "STAGES": config.num_stages,
+                "HAS_BIAS": rows == 16,
+                "WX": config.wx,
+            }
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            found[f"{capability} {rows}"] = compile_kernel(
+                *(fp8_linear_triton.linear_kernel, ASTSource, types, constants, options),
+                ("num_rows",),
+                capability,
+            )
     return found
 
 
@@ -505,5 +543,16 @@ def _told(kind: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
 
 
 if __name__ == "__main__":
-    kinds = (beams, copies, corrections, experts, unpacking, caches, verification, trees, rules)
+    kinds = (
+        beams,
+        copies,
+        corrections,
+        experts,
+        unpacking,
+        fp8,
+        caches,
+        verification,
+        trees,
+        rules,
+    )
     print(json.dumps({kind.__name__: _told(kind) for kind in kinds}))

@@ -1,4 +1,4 @@
-"""Compile the FP8 kernels of the roofline benchmark for a card, and print what each needs, as JSON.
+"""Compile the FP8 kernel of the roofline benchmark for a card, and print what it needs, as JSON.
 
 Run it in a process without TRITON_INTERPRET, with benchmarks/kernels among the folders of modules.
 """
@@ -15,16 +15,8 @@ from triton.compiler import ASTSource
 from tests.kernels.compile_for_card import compile_kernel
 
 
-def quantised() -> dict[str, Any]:
-    """`quantise_kernel`."""
-    types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
-    constants = {"ROWS": 4, "LARGEST": 448.0}
-    kernel, options = fp8_products_triton.quantise_kernel, {"num_warps": 4}
-    return compile_kernel(kernel, ASTSource, types, constants, options, ("num_rows",))
-
-
-def product(config: Any, split_k: int, *, has_gate: bool, planned: bool) -> dict[str, Any]:
-    """`product_kernel`."""
+def product(config: Any, split_k: int, *, has_gate: bool) -> dict[str, Any]:
+    """`experts_kernel`."""
     types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "partial_ptr"), "*fp32")
     types |= dict.fromkeys(("x_ptr", "w_ptr"), "*fp8e4nv") | {"out_ptr": "*bf16"}
     types |= dict.fromkeys(("order_ptr", "tiles_ptr", "arrivals_ptr"), "*i32")
@@ -34,18 +26,16 @@ def product(config: Any, split_k: int, *, has_gate: bool, planned: bool) -> dict
         "SPLIT_K": split_k,
         "STAGES": config.num_stages,
         "HAS_GATE": has_gate,
-        "PLANNED": planned,
         "WX": config.wx,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    loose = ("num_rows", "max_tiles", "chosen")
-    kernel = fp8_products_triton.product_kernel
-    return compile_kernel(kernel, ASTSource, types, constants, options, loose)
+    kernel = fp8_products_triton.experts_kernel
+    return compile_kernel(kernel, ASTSource, types, constants, options, ("max_tiles", "chosen"))
 
 
 if __name__ == "__main__":
-    found = {"quantise": quantised()}
+    found = {}
     for config in CONFIGS:
-        found[f"dense {config.label}"] = product(config, 2, has_gate=False, planned=False)
-        found[f"experts {config.label}"] = product(config, 1, has_gate=True, planned=True)
+        found[f"down {config.label}"] = product(config, 2, has_gate=False)
+        found[f"gate and up {config.label}"] = product(config, 1, has_gate=True)
     print(json.dumps(found))

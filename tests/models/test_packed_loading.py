@@ -183,7 +183,11 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
 
 def write_checkpoint(folder: Path, format: str, model: Any) -> Any:
     """Save the model quantised; what it stands for, as a plain model of transformers."""
-    writer, quantization = FORMATS[format]
+    return write_quantised(folder, *FORMATS[format], model)
+
+
+def write_quantised(folder: Path, writer: Writer, quantization: dict[str, Any], model: Any) -> Any:
+    """Save the model as a writer stores its layers; what it stands for, as a plain model."""
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name, module in model.named_modules():

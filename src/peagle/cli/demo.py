@@ -83,7 +83,8 @@ _MODELS = group(
     *pick_flags(groups.MODEL, "revision", _REVISION),
     *pick_flags(groups.SPECULATION, _K),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens"),
-    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.fp8_activations"),
+    *pick_flags(groups.ENGINE, "engine.kv_cache_dtype"),
     *pick_flags(groups.ENGINE, "engine.device", "threads"),
 )
 def demo(

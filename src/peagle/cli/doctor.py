@@ -54,7 +54,8 @@ _MARKS = {"agrees": "ok", "differs": "!!", "not checked": "--"}
 @takes(
     *groups.MODEL,
     *pick_flags(groups.SPECULATION, "speculative.num_speculative_tokens", groups.TREES),
-    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.fp8_activations"),
+    *pick_flags(groups.ENGINE, "engine.kv_cache_dtype"),
     *pick_flags(groups.ENGINE, "engine.device", "threads", *(f"engine.{name}" for name in _SIZES)),
     *vllm.OPTIONS,
 )

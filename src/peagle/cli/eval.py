@@ -120,7 +120,8 @@ class EvalOptions:
     *pick_flags(groups.SPECULATION, groups.DRAWN_FROM),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.top_k", "sampling.top_p"),
     *pick_flags(groups.SAMPLING, "sampling.seed"),
-    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.fp8_activations"),
+    *pick_flags(groups.ENGINE, "engine.kv_cache_dtype"),
     *pick_flags(groups.ENGINE, "engine.device", "engine.max_model_len"),
     *pick_flags(groups.ENGINE, "engine.kv_cache_gib", "engine.gpu_memory_utilization", "threads"),
     *vllm.OPTIONS,
@@ -249,6 +250,11 @@ def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool)
         raise UserError(
             "--certify compares with transformers, which does not round keys and values; leave "
             "--kv-cache-dtype out."
+        )
+    if options.certify and given.value("engine.fp8_activations", "off") != "off":
+        raise UserError(
+            "--certify compares with transformers over weights alone, whose activations are not "
+            "rounded; leave --fp8-activations out."
         )
     if options.certify and groups.DRAFT_WINDOW in given:
         raise UserError(

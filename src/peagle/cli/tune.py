@@ -114,7 +114,8 @@ class TuneOptions:
 @takes(
     *pick_flags(groups.MODEL, "target", "revision", "speculative.model"),
     *pick_flags(groups.SAMPLING, "sampling.max_tokens", "sampling.temperature", "sampling.seed"),
-    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.kv_cache_dtype"),
+    *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.fp8_activations"),
+    *pick_flags(groups.ENGINE, "engine.kv_cache_dtype"),
     *pick_flags(groups.ENGINE, "engine.device", "engine.kv_cache_gib"),
     *pick_flags(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
 )

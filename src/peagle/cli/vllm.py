@@ -44,7 +44,7 @@ _MEASURED_KEYS = (
 def is_vllm(given: Given, flags: Sequence[str]) -> bool:
     """Return whether the options ask for vLLM."""
     if given.value("engine_name") == "vllm":
-        for key in ("engine.quantization", "engine.kv_cache_dtype"):
+        for key in ("engine.quantization", "engine.fp8_activations", "engine.kv_cache_dtype"):
             if key in given:
                 raise UserError(f"{given[key].source} was given: {_UNSUPPORTED_OPTIONS[key][0]}.")
         if given.value(window := "speculative.draft_window"):
@@ -141,6 +141,7 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
 _UNSUPPORTED_OPTIONS = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
     "engine.quantization": ("vLLM has a --quantization of its own: give it behind --", None),
+    "engine.fp8_activations": ("vLLM follows the checkpoint by itself", "off"),
     "engine.kv_cache_dtype": ("vLLM has a --kv-cache-dtype of its own: give it behind --", "auto"),
     "engine.max_itl_ms": ("vLLM bounds a step by --max-num-batched-tokens", 0),
     "engine.max_hold_ms": ("vLLM begins every prompt at once", 0),

@@ -17,11 +17,13 @@ from peagle.config.speculative import Quantization
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "fp8"]
+Fp8Activations = Literal["auto", "off"]
 # The fields that say how a target is loaded, as an engine on a loaded target leaves them.
 TARGET_DEFAULTS: dict[str, Any] = {
     "dtype": "auto",
     "device": "auto",
     "quantization": None,
+    "fp8_activations": "off",
     "kv_cache_dtype": "auto",
 }
 
@@ -29,6 +31,7 @@ TARGET_DEFAULTS: dict[str, Any] = {
 _CHECKS = {
     "dtype": choice_of(*get_args(DType)),
     "quantization": choice_of(None, *get_args(Quantization)),
+    "fp8_activations": choice_of(*get_args(Fp8Activations)),
     "kv_cache_dtype": choice_of(*get_args(KVCacheDType)),
     "device": FieldCheck(lambda name: isinstance(name, str), '"auto", "cpu" or "cuda"'),
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "block_size"), whole(1)),
@@ -69,6 +72,9 @@ class EngineConfig:
         kv_cache_dtype: type of the KV cache of the target's layers; "auto" is the type of the
             activations, "fp8" is e4m3 with the scales that the checkpoint has, else 1. The head's
             KV cache has the type of its activations.
+        fp8_activations: "auto" lets the linear layers of an FP8 checkpoint that was made for it
+            multiply FP8 activations, see `models.fp8_layers`; "off" leaves all activations as they
+            are.
         kv_cache_gib: memory bound of the KV cache in GiB; None is 2 on a CPU, and on a GPU what
             gpu_memory_utilization leaves, which bounds it in any case.
         gpu_memory_utilization: share of the GPU's memory that may be in use in all: by weights,
@@ -90,6 +96,7 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    fp8_activations: Fp8Activations = "off"
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True

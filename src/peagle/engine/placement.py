@@ -77,6 +77,7 @@ def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
         dtype=resolve_dtype(config.dtype, device),
         device=device,
         quantization=config.quantization,
+        fp8_activations=config.fp8_activations,
         kv_cache_dtype=config.kv_cache_dtype,
         max_model_len=config.max_model_len,
     )

@@ -2,12 +2,15 @@
 
 The model is built without weights. The names, shapes and types of all tensors are checked first;
 then every tensor is read out of its file straight to the device, one layer's at a time. Packed
-weights are unpacked there, or stay packed in layers of `models.packed_layers`.
+weights are unpacked there, or stay packed in layers of `models.packed_layers`. Linear layers that
+are made for it multiply FP8 activations (`models.fp8_layers`) where the caller wants that.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from peagle.errors import CheckpointError
 from peagle.kernels.linear.experts import ExpertWeights
 from peagle.kernels.linear.packed_weights import PackedWeight
+from peagle.models.fp8_layers import Fp8Linear, device_obstacle, layer_obstacle
 from peagle.models.packed_layers import (
     PackedLinear,
     experts_of,
@@ -33,6 +37,7 @@ from peagle.models.quantization import (
     check_linear,
     check_mxfp4,
     is_packed,
+    read_fp8,
     read_linear,
     read_mxfp4,
 )
@@ -50,6 +55,7 @@ def load_packed(
     device: torch.device,
     *,
     unpack: bool,
+    fp8_activations: bool = False,
 ) -> transformers.PreTrainedModel:
     """Load a quantised causal LM.
 
@@ -60,6 +66,8 @@ def load_packed(
         dtype: type of the tensors that are not packed.
         device: where the tensors go.
         unpack: compute plain weights of `dtype`; else packed weights stay packed.
+        fp8_activations: multiply FP8 activations in the linear layers that are made for it, and
+            warn of the others; only where weights stay packed.
 
     Raises:
         CheckpointError: a tensor is missing, misshapen or of a type that cannot be read; or the
@@ -69,6 +77,8 @@ def load_packed(
     described = StoredTensors(folder, torch.device("cpu"))
     stored = described if device.type == "cpu" else StoredTensors(folder, device)
     loader = _Loader(model, stored, described, quantization, dtype, unpack)
+    if fp8_activations and not unpack:
+        loader.choose_fp8(device)
     loader.load()
     model.tie_weights()
     if not unpack:
@@ -162,7 +172,28 @@ class _Loader:
         self._experts: dict[str, Any] = {}  # that are packed, or apart from each other
         self._linears: dict[str, nn.Linear] = {}  # that are packed
         self._find_packed()
+        self._fp8: set[str] = set()  # of `_linears`, those that multiply FP8 activations
         self.loaded: set[str] = set()
+
+    def choose_fp8(self, device: torch.device) -> None:
+        """Let linear layers multiply FP8 activations; warn of those that cannot, with reasons."""
+        reasons: Counter[str] = Counter()
+        for name, module in self._linears.items():
+            if module is self._model.get_output_embeddings():
+                continue
+            stored = self._check_linear(name, (module.out_features, module.in_features))
+            if reason := device_obstacle(device) or layer_obstacle(stored):
+                reasons[reason] += 1
+            else:
+                self._fp8.add(name)
+        if reasons:
+            texts = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
+            warnings.warn(
+                f"fp8_activations is 'auto', and {reasons.total()} of "
+                f"{reasons.total() + len(self._fp8)} quantised linear layers keep their "
+                f"activations as they are ({texts}).",
+                stacklevel=2,
+            )
 
     def load(self) -> None:
         """Check the names, shapes and types of all tensors, and then read them."""
@@ -327,6 +358,12 @@ class _Loader:
             lambda suffix: self._stored.read(f"{key}.{suffix}"), key, shape, self._quantization
         )
 
+    def _read_fp8(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        key = self._key(name)
+        return read_fp8(
+            lambda suffix: self._stored.read(f"{key}.{suffix}"), key, shape, self._quantization
+        )
+
     def _refuse_bias(self, name: str) -> None:
         """Refuse the bias of a layer that has none; some quantisers store one of zeros."""
         bias = self._read(f"{name}.bias")
@@ -338,13 +375,17 @@ class _Loader:
 
     def _load_linear(self, name: str, module: nn.Linear) -> None:
         shape = (module.out_features, module.in_features)
-        found = self._read_linear(name, shape)
         bias = module.bias
         if bias is None:
             self._refuse_bias(name)
         else:
             bias = self._checked(f"{name}.bias", self._read(f"{name}.bias"), bias)
             self._put(f"{name}.bias", bias)
+        parent, last = _parent(self._model, name), name.rpartition(".")[2]
+        if name in self._fp8:
+            setattr(parent, last, Fp8Linear(*self._read_fp8(name, shape), bias))
+            return
+        found = self._read_linear(name, shape)
         # Heads and sampling use the rows of lm_head as plain numbers.
         if self._unpack or module is self._model.get_output_embeddings():
             weight = found.weight.unpack(self._dtype)
@@ -352,7 +393,6 @@ class _Loader:
                 weight[:, found.input_order] = weight.clone()
             self._put(f"{name}.weight", weight)
         else:
-            parent, last = _parent(self._model, name), name.rpartition(".")[2]
             setattr(parent, last, PackedLinear(found.weight, bias, found.input_order))
 
     # ---- experts ------------------------------------------------------------------------------

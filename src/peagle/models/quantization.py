@@ -2,8 +2,7 @@
 
 `models.quantization_scheme` says how the weight of a layer is stored; the shape and the type of
 every tensor of the layer follow from that and from the layer's sizes. `check_linear` compares them
-with the stored tensors, without the values. Activations stay as they are: scales for them are left
-out.
+with the stored tensors, without the values. Stored scales for activations are left out.
 
 | method | weights |
 |---|---|
@@ -216,6 +215,23 @@ def read_linear(
     return PackedLinearWeight(_arrange_bytes(stored))
 
 
+def read_fp8(
+    read: Read, name: str, shape: tuple[int, int], quantization: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Read the FP8 weight of a linear layer as it is stored; the arguments are `check_linear`'s.
+
+    Returns:
+        float8_e4m3fn [N, K], and float32 scales of its blocks.
+
+    Raises:
+        CheckpointError: as `read_linear`.
+    """
+    stored = check_linear(read, name, shape, quantization)
+    assert stored.kind == "fp8"
+    _check_scales(stored)
+    return stored.tensors["weight"].contiguous(), _scales_of_bytes(stored)
+
+
 def check_mxfp4(blocks: Tensor, scales: Tensor, name: str, shape: tuple[int, int, int]) -> None:
     """Refuse weights of experts, as gpt-oss publishes them, of other shapes or types.
 
@@ -414,8 +430,8 @@ def _check_stored_shape(stored: StoredLinear) -> None:
         )
 
 
-def _arrange_bytes(stored: StoredLinear) -> PackedWeight:
-    """Arrange compressed-tensors and FP8: 8-bit numbers, as they are or in words of q + 128."""
+def _scales_of_bytes(stored: StoredLinear) -> Tensor:
+    """Return the scales of 8-bit numbers, float32 [N / rows, K / inputs]."""
     (n, k), tensors = stored.shape, stored.tensors
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and bool(zeros.float().any()):
@@ -424,13 +440,18 @@ def _arrange_bytes(stored: StoredLinear) -> PackedWeight:
             "read. Quantise it symmetrically, or use `peagle serve --engine vllm`."
         )
     rows, columns = -(-n // stored.block[0]), -(-k // stored.block[1])
-    scale = tensors[stored.scale_name].float().reshape(rows, columns)
+    return tensors[stored.scale_name].float().reshape(rows, columns).contiguous()
+
+
+def _arrange_bytes(stored: StoredLinear) -> PackedWeight:
+    """Arrange compressed-tensors and FP8: 8-bit numbers, as they are or in words of q + 128."""
+    tensors, scale = stored.tensors, _scales_of_bytes(stored)
     if stored.kind == "fp8":
         return make_fp8(tensors["weight"], scale, stored.block)
     if stored.kind == "int8":
         return PackedWeight(tensors["weight"], "int8", scale, block=stored.block)
     words = tensors["weight_packed"].contiguous()
-    q = words.view(torch.uint8)[:, :k].to(torch.int16) - 128
+    q = words.view(torch.uint8)[:, : stored.shape[1]].to(torch.int16) - 128
     return PackedWeight(q.to(torch.int8), "int8", scale, block=stored.block)
 
 

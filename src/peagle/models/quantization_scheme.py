@@ -1,8 +1,9 @@
 """How `quantization_config` of a checkpoint says that the weight of a layer is stored.
 
 Its fields are checked here: impossible values, and fields that change the weights in a way that
-peagle does not compute, are refused by name. Fields of activations, and fields that only say how
-the numbers were found (observers, damping, `ignore`), are not read.
+peagle does not compute, are refused by name. Fields that only say how the numbers were found
+(observers, damping, `ignore`) are not read. Fields of activations only say whether activations may
+be rounded to FP8; whatever else they say, activations stay as they are.
 """
 
 import re
@@ -37,6 +38,8 @@ class Scheme:
             scales decides.
         is_symmetric: there need be no zero points.
         has_order: the layer says in which order its inputs are grouped.
+        rounds_inputs: the model was made for activations in FP8; their scales, each for a row and
+            128 inputs, are found while it runs.
     """
 
     method: str
@@ -45,6 +48,7 @@ class Scheme:
     blocks: tuple[tuple[int, int], ...]
     is_symmetric: bool = True
     has_order: bool = False
+    rounds_inputs: bool = False
 
     @property
     def text(self) -> str:
@@ -79,8 +83,8 @@ def check_config(data: Mapping[str, Any]) -> None:
         _refuse_transforms(data.get("transform_config"))
         _refuse_sparsity(data.get("sparsity_config"))
         _check_format(data, "format")
-        for _, weights, key in _groups(data):
-            _weights_scheme(weights, key)
+        for _, group, key in _groups(data):
+            _group_scheme(group, key)
     elif method != "mxfp4":
         scheme_of(data, "")
 
@@ -99,10 +103,11 @@ def scheme_of(data: Mapping[str, Any], name: str) -> Scheme:
     if method in ("fp8", "fbgemm_fp8"):
         given = data.get("weight_block_size")
         blocks = ((0, 0), (1, 0)) if given is None else (_block(given, "weight_block_size"),)
-        return Scheme(method, 8, True, blocks)
+        # Scales of blocks come with scales of 128 inputs, in every implementation of the method.
+        is_dynamic = method == "fp8" and data.get("activation_scheme", "dynamic") == "dynamic"
+        return Scheme(method, 8, True, blocks, rounds_inputs=is_dynamic and given is not None)
     if method == "compressed-tensors":
-        weights, key = _group_of(data, name)
-        return _weights_scheme(weights, key)
+        return _group_scheme(*_group_of(data, name))
     if method == "gptq":
         return _gptq_scheme(data, name)
     if method == "awq":
@@ -248,7 +253,7 @@ def _check_format(data: Mapping[str, Any], key: str, prefix: str = "") -> None:
 
 
 def _groups(data: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[str, Any], str]]:
-    """Yield the targets, the weights' settings and the key of each group that quantises weights."""
+    """Yield the targets, the settings and the key of each group that quantises weights."""
     groups = _mapping(data.get("config_groups") or {}, "config_groups")
     for name, group in groups.items():
         key = f"config_groups.{name}"
@@ -257,15 +262,16 @@ def _groups(data: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[str, A
             raise _wrong(f"{key}.targets", targets, "a list of names")
         _check_format(group, "format", f"{key}.")
         if group.get("weights") is not None:
-            yield targets, _mapping(group["weights"], f"{key}.weights"), f"{key}.weights."
+            _mapping(group["weights"], f"{key}.weights")
+            yield targets, group, key
 
 
 def _group_of(data: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
-    """Return the settings of a layer's weights: by its name, then by its class, else the only."""
+    """Return the group of a layer and its key: by its name, then by its class, else the only."""
     groups = list(_groups(data))
-    for targets, weights, key in groups:
+    for targets, group, key in groups:
         if any(_is_target(target, name, key) for target in targets):
-            return weights, key
+            return group, key
     rest = [group for group in groups if "Linear" in group[0]] or groups
     if len(rest) == 0 or (len(rest) > 1 and "Linear" not in rest[0][0]):
         raise CheckpointError(
@@ -278,11 +284,12 @@ def _group_of(data: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], st
 
 def _is_target(target: str, name: str, key: str) -> bool:
     if target.startswith("re:"):
-        return _matches(target.removeprefix("re:"), name, f"{key}targets")
+        return _matches(target.removeprefix("re:"), name, f"{key}.targets")
     return target == name or name.endswith(f".{target}")
 
 
-def _weights_scheme(weights: Mapping[str, Any], prefix: str) -> Scheme:
+def _group_scheme(group: Mapping[str, Any], key: str) -> Scheme:
+    weights, prefix = group["weights"], f"{key}.weights."
     kind = weights.get("type", "int")
     if kind not in ("int", "float"):
         raise _wrong(f"{prefix}type", kind, "'int' or 'float'")
@@ -301,7 +308,17 @@ def _weights_scheme(weights: Mapping[str, Any], prefix: str) -> Scheme:
         is_float=kind == "float",
         blocks=(_weights_block(weights, prefix),),
         is_symmetric=_is_set(weights, "symmetric", True, prefix),
+        rounds_inputs=_rounds_inputs(group.get("input_activations")),
     )
+
+
+def _rounds_inputs(activations: Any) -> bool:
+    """Return whether settings of activations are those of `Scheme.rounds_inputs`."""
+    wanted = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "group"}
+    wanted["group_size"] = 128
+    if not isinstance(activations, Mapping):
+        return False
+    return all(activations.get(field) == value for field, value in wanted.items())
 
 
 def _weights_block(weights: Mapping[str, Any], prefix: str) -> tuple[int, int]:

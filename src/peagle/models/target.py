@@ -21,6 +21,7 @@ from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
+from peagle.models.fp8_layers import Fp8Linear
 from peagle.models.kv_scales import read_kv_scales
 from peagle.models.quantization import quantization_of
 from peagle.models.quantize import quantize_model
@@ -36,7 +37,7 @@ from peagle.models.target_attention import (
 from peagle.models.target_facts import TargetFacts, load_config, refuse_pickles
 
 if TYPE_CHECKING:
-    from peagle.config.engine import KVCacheDType
+    from peagle.config.engine import Fp8Activations, KVCacheDType
     from peagle.config.speculative import Quantization
     from peagle.models.compilation import CompiledLayers
 _LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -52,12 +53,14 @@ class TargetModel(TargetFacts):
         aux_layer_ids: layers whose *entering* hidden states make the feature (may be empty).
         name: where it was loaded from.
         quantization: type of the quantised weights of its layers; None: they are plain.
+        fp8_activations: "auto" if some of its layers multiply FP8 activations.
         kv_cache_dtype: type of its KV caches; "auto" is the activations' type.
         kv_scales: scales of keys and values in each KV cache, in the order of `kv_shapes`.
         compiled: its compiled layers, see `models.acceleration`; None: they run as they are.
     """
 
     quantization: str | None = None
+    fp8_activations: Fp8Activations = "off"
     kv_cache_dtype: KVCacheDType = "auto"
     compiled: CompiledLayers | None = None
 
@@ -101,6 +104,7 @@ class TargetModel(TargetFacts):
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         quantization: Quantization | None = None,
+        fp8_activations: Fp8Activations = "off",
         kv_cache_dtype: KVCacheDType = "auto",
         max_model_len: int | None = None,
     ) -> TargetModel:
@@ -113,6 +117,8 @@ class TargetModel(TargetFacts):
             dtype: type of the plain weights and of the activations; None keeps the stored type.
             device: where they go.
             quantization: type that the plain weights of its layers get, see `models.quantize`.
+            fp8_activations: "auto" lets linear layers multiply FP8 activations where their
+                checkpoint was made for it, see `models.fp8_layers`, and warns of the others.
             kv_cache_dtype: type of its KV caches; "fp8" is e4m3, with the scales of the checkpoint.
             max_model_len: a context that it must have, checked before weights are read.
 
@@ -135,8 +141,18 @@ class TargetModel(TargetFacts):
             )
         unpack = place.type != "cuda"  # no kernel reads packed weights on a CPU
         if stored is not None:
-            model = _load_quantized(folder, config, stored, dtype, place, unpack=unpack)
+            model = _load_quantized(
+                *(folder, config, stored, dtype, place),
+                unpack=unpack,
+                fp8_activations=fp8_activations == "auto",
+            )
         else:
+            if fp8_activations == "auto":
+                warnings.warn(
+                    "fp8_activations is 'auto', and the target is not stored in FP8: its "
+                    "activations stay as they are.",
+                    stacklevel=3,
+                )
             model = _load_weights(folder, config, dtype)
             if quantization is not None:
                 if unpack:
@@ -148,6 +164,8 @@ class TargetModel(TargetFacts):
                 quantize_model(model, quantization, place, unpack=unpack)
         target = cls(model.to(place), name=str(path))
         target.quantization = stored["quant_method"] if stored else quantization
+        if any(isinstance(module, Fp8Linear) for module in model.modules()):
+            target.fp8_activations = "auto"
         if kv_cache_dtype == "fp8":
             target.round_kv(read_kv_scales(StoredTensors(folder, torch.device("cpu"))))
         return target
@@ -406,6 +424,7 @@ def _load_quantized(
     device: torch.device,
     *,
     unpack: bool,
+    fp8_activations: bool,
 ) -> Any:
     from peagle.models.packed_loading import load_packed
 
@@ -418,7 +437,11 @@ def _load_quantized(
             f"{name}.",
             stacklevel=4,
         )
-    return load_packed(folder, config, quantization, dtype, device, unpack=unpack)
+    return load_packed(
+        *(folder, config, quantization, dtype, device),
+        unpack=unpack,
+        fp8_activations=fp8_activations,
+    )
 
 
 def _experts(model: transformers.PreTrainedModel) -> set[str | None]:

@@ -128,7 +128,10 @@ def precision_of(target: TargetFacts) -> str:
     """Return the type a target computes in, with its weights' and KV cache's if they differ."""
     quantization: str | None = getattr(target, "quantization", None)
     kv_cache_dtype: str = getattr(target, "kv_cache_dtype", "auto")
-    return precision_text(str(target.dtype).removeprefix("torch."), quantization, kv_cache_dtype)
+    dtype = str(target.dtype).removeprefix("torch.")
+    if getattr(target, "fp8_activations", "off") != "off":
+        dtype += ", fp8 activations"
+    return precision_text(dtype, quantization, kv_cache_dtype)
 
 
 def precision_text(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:
