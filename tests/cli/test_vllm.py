@@ -382,6 +382,19 @@ def test_refused(
     assert message in result.err and "Traceback" not in result.err
 
 
+def test_the_settings_shown_have_nothing_of_our_engine(peagle: Peagle, pair: Pair) -> None:
+    """Its defaults choose trees and K by the load, which vLLM does not have."""
+    call = ("serve", "--target", pair.target, "--draft", pair.peagle, "--show-config")
+    ours, theirs = (
+        json.loads(peagle(*call, *engine).out)["speculative"]
+        for engine in ((), ("--engine", "vllm"))
+    )
+    names = ("parallel_drafting_spec", "num_speculative_tokens_per_batch_size")
+    assert [ours[name] for name in names] == ["auto", "auto"]
+    assert [theirs[name] for name in names] == [None, None]
+    assert theirs["num_speculative_tokens"] == ours["num_speculative_tokens"]
+
+
 def test_every_option_of_the_server_is_translated_or_refused() -> None:
     """Whoever adds an option to `peagle serve` has to say what vLLM makes of it."""
     handled = {f"engine.{name}" for name in _ENGINE_KEYS} | {f"server.{n}" for n in _SERVER_KEYS}

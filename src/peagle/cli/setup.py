@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,10 @@ class Setup:
         Without `with_decided` the latter are left out, since another engine decides them.
         """
         given, speculative = self.settings, self._with_depth()
+        if not with_decided and self.speculative is not None and speculative is not None:
+            # Of what is filled in, K alone is the same in another engine.
+            k = speculative.num_speculative_tokens
+            speculative = replace(self.speculative, num_speculative_tokens=k)
         tables = {name: as_written(asdict(given.build(name))) for name in sections}
         if "sampling" in tables:
             unset = [name for name in of_model if given.value(f"sampling.{name}") is None]
