@@ -50,7 +50,7 @@ from peagle.kernels.trees.copies import (
 )
 from peagle.kernels.trees.growth import allocate_nodes
 from peagle.kernels.trees.survival import MIN_SCORE, Survival
-from peagle.kernels.upload import upload_ints
+from peagle.kernels.upload import host_ints, upload_ints
 from peagle.models.correction import DraftCorrection
 from peagle.models.drafter import Drafter
 from peagle.speculation import (
@@ -596,11 +596,11 @@ def _proposer_input(
         positions[rows] = range(reading.first, reading.end)
     context_starts = [s.drafter_start for s in sequences]
     return ProposerInput(
-        tokens_T=torch.tensor(tokens),
-        positions_T=torch.tensor(positions),
-        start_loc=torch.tensor([*(reading.row for reading in readings), len(tokens)]),
+        tokens_T=host_ints(tokens),
+        positions_T=host_ints(positions),
+        start_loc=host_ints([*(reading.row for reading in readings), len(tokens)]),
         features_TA=features_TA,
-        next_tokens_B=torch.tensor([r.sequence.token_ids[r.end] for r in readings]),
+        next_tokens_B=host_ints([r.sequence.token_ids[r.end] for r in readings]),
         block_tables_BM=block_tables(sequences),
         num_rows=[len(reading) for reading in readings],
         seq_lens=[reading.end for reading in readings],
@@ -608,7 +608,7 @@ def _proposer_input(
         sampling=sampling,
         histories=[s.token_ids for s in sequences],
         num_drawn=[reading.num_drawn for reading in readings],
-        context_starts_B=torch.tensor(context_starts) if any(context_starts) else None,
+        context_starts_B=host_ints(context_starts) if any(context_starts) else None,
     )
 
 

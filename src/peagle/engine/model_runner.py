@@ -6,7 +6,7 @@ largest tree.
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -18,10 +18,10 @@ from peagle.engine.sampler import Sampler, SamplerOutput
 from peagle.engine.scheduler import Chunk
 from peagle.engine.sequence import Sequence
 from peagle.kernels.attention.kv_moves import move_slots
-from peagle.kernels.drafts.batches import TargetBatch, slot_mapping
+from peagle.kernels.drafts.batches import TargetBatch, pack_rows
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.sampling.logprobs import logprob_table
-from peagle.kernels.upload import upload_ints, upload_together
+from peagle.kernels.upload import host_ints, upload_ints, upload_together
 from peagle.models.target import TargetModel
 
 # A function that runs the target, with the signature of `Passes.__call__`.
@@ -137,26 +137,14 @@ class ModelRunner:
             tables_BM: the KV blocks of each sequence, on the host.
             paths: paths of the trees, on the host; None if each row sees all rows before it.
         """
-        lens_B, first_B = torch.tensor([len(row) for row in rows]), torch.tensor(first)
-        start_loc = torch.nn.functional.pad(lens_B.cumsum(0), (1, 0))
-        sequences_T = torch.repeat_interleave(lens_B)
-        offset_T = torch.arange(len(sequences_T)) - start_loc[sequences_T]
-        # In a tree the nodes of one depth share a position, but each has a slot of its own.
-        slot_T = positions_T = first_B[sequences_T] + offset_T
-        own_of_pass = [tables_BM]
-        if paths is not None:
+        limits = {"block_size": self.block_size, "max_model_len": self.max_model_len}
+        batch, own_of_pass = pack_rows(rows, first, tables_BM, **limits), [tables_BM]
+        if paths is not None:  # nodes of one depth share a position, but each has a slot of its own
+            sequences_T = batch.sequences_R
+            offset_T = torch.arange(len(sequences_T)) - batch.query_start_loc[sequences_T]
             own_of_pass.append(paths.visible_BJ[sequences_T, offset_T])
-            positions_T = first_B[sequences_T] + paths.depths_BJ[sequences_T, offset_T]
-        batch = TargetBatch(
-            tokens_R=torch.tensor([token for row in rows for token in row]),
-            positions_R=positions_T,
-            slots_R=slot_mapping(
-                tables_BM, sequences_T, slot_T, self.block_size, self.max_model_len
-            ),
-            query_start_loc=start_loc,
-            seq_lens_B=first_B + lens_B,
-            sequences_R=sequences_T,
-        )
+            positions_T = host_ints(first)[sequences_T] + paths.depths_BJ[sequences_T, offset_T]
+            batch = replace(batch, positions_R=positions_T)
         num_own = len(own_of_pass)
         there = upload_together([*own_of_pass, *batch.tensors], self.device)
         tables_BM, *visible = there[:num_own]
@@ -269,4 +257,4 @@ def block_tables(sequences: SequenceOf[Sequence]) -> Tensor:
     """
     width = max(len(s.block_table) for s in sequences)
     tables = [(s.block_table + (s.block_table[:1] or [0]) * width)[:width] for s in sequences]
-    return torch.tensor(tables)
+    return host_ints(tables)

@@ -33,7 +33,7 @@ from peagle.kernels.trees.beams import (
 from peagle.kernels.trees.copies import PRIOR_RATES
 from peagle.kernels.trees.growth import after_slots, best_first_trees, count_nodes, searched_trees
 from peagle.kernels.trees.survival import Survival
-from peagle.kernels.upload import upload_ints, upload_together
+from peagle.kernels.upload import host_ints, upload_ints, upload_together
 from peagle.models.drafter import Attend, Drafter
 from peagle.speculation.verification import SamplingTensors
 
@@ -243,7 +243,7 @@ class HeadProposer:
 
     Attributes:
         passes: passes of the drafter.
-        readings: passes that give keys and values alone.
+        readings: passes over features that give keys and values alone.
         survival: where drafts are trees, how probable it is that a node is accepted.
         copy_rates: where they have copies, the rate of each cell (`kernels.trees.copies`);
             `copy_rates_C` has these on the device.
@@ -288,7 +288,11 @@ class HeadProposer:
         are left out.
         """
         assert not any(step.num_draft_tokens), "drafts need the whole pass"
-        self.first_pass(EagerDraft(self, step, self.readings), step.features_TA)
+        on, features_TA = EagerDraft(self, step, self.readings), step.features_TA
+        batch = on.first_batch()
+        if sum(step.num_rows) < len(features_TA):
+            features_TA = features_TA[batch.feature_rows_R]
+        on.run(batch, features_TA)
 
     def propose(self, step: ProposerInput) -> Drafts:
         """Draft the `num_draft_tokens` tokens that follow `next_tokens_B` of every sequence."""
@@ -365,11 +369,12 @@ class HeadProposer:
     def _read(
         self, tokens: Tensor, positions: Tensor, prepared: PreparedPaged, hidden: Tensor | None
     ) -> tuple[Tensor]:
-        assert hidden is not None, "the drafter reads hidden states"
+        assert hidden is not None, "the drafter reads features"
 
         def write(layer_idx: int, key: Tensor, value: Tensor) -> None:
             prepared.write(key, value, self.caches[layer_idx])
 
+        hidden = self.drafter.combine_features(hidden)
         return (self.drafter.read(tokens, hidden, positions, self._attend(prepared), write),)
 
     def _attend(self, prepared: PreparedPaged) -> Attend:
@@ -481,19 +486,18 @@ class EagerDraft:
             step.tokens_T,
             step.positions_T,
             step.start_loc,
-            torch.tensor(step.num_rows) - 1,
+            host_ints(step.num_rows) - 1,
             step.next_tokens_B,
             step.block_tables_BM,
             block_size=own.caches[0].block_size,
-            num_mask_slots_B=torch.tensor(num_mask_slots),
+            num_mask_slots_B=host_ints(num_mask_slots),
             max_drafts=self.k,
             mask_token_id=own.drafter.config.mask_token_id or 0,
             max_model_len=own.max_model_len,
-            num_slots=sum(step.num_rows) + sum(num_mask_slots),
         )
         self._max_query_len = max(map(add, step.num_rows, num_mask_slots))
         self._max_seq_len = max(map(add, step.seq_lens, num_mask_slots))
-        order_N = torch.tensor(self._order, dtype=torch.int64)
+        order_N = host_ints(self._order)
         last_N = batch.positions_R[batch.last_ntp_B[order_N]]
         batch = replace(batch, draft_rows_BK=batch.draft_rows_BK[order_N])
         own_of_step = [order_N, last_N, step.block_tables_BM]

@@ -61,8 +61,9 @@ def use_graphs(llm: LLM, *, one_launch: bool) -> list[tuple[int, int, bool]]:
     caches = [*llm.target.kv_caches]
     if engine.drafting is not None:
         proposer = engine.drafting.proposer
-        for passes in (proposer.passes, proposer.readings):
-            use(passes, proposer.drafter.norm.weight.unsqueeze(0))
+        hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)
+        use(proposer.passes, hidden_1D)
+        use(proposer.readings, hidden_1D.new_zeros(1, proposer.drafter.config.feature_size))
         caches += proposer.caches
     for cache in caches:
         cache.keys.fill_(torch.nan)

@@ -269,3 +269,64 @@ def test_too_many_sequences() -> None:
     out = reference.TargetBatch.allocate(1025, 2050, CPU)
     with pytest.raises(ValueError, match="1025 sequences"):
         batches_triton.build_target_batch(**state, out=out, block_size=4, max_model_len=100)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("lens", "width", "sizes"),
+    [
+        ([1], 1, (1, 1, 1)),
+        ([3, 5], 2, (8, 2, 2)),
+        ([4, 1, 9], 3, (32, 5, 7)),
+        ([7] * 32, 40, (256, 32, 64)),
+        ([600, 1], 300, (1024, 4, 301)),
+    ],
+)
+@pytest.mark.parametrize("has", ["nothing", "buffers", "all"])
+def test_a_batch_in_larger_buffers(
+    lens: list[int], width: int, sizes: tuple[int, int, int], has: str, device: str
+) -> None:
+    """Numbers behind the batch are those of padding; block tables keep theirs."""
+    torch.manual_seed(len(lens))
+    most_rows, most_seqs, most_width = sizes
+    num_rows, num_seqs = sum(lens), len(lens)
+    numbers = [torch.randint(1, 1000, (num_rows,)) for _ in range(4)]
+    tokens_R, positions_R, slots_R, visible_R = numbers
+    start_loc = torch.nn.functional.pad(torch.tensor(lens).cumsum(0), (1, 0))
+    seq_lens_B, starts_B = torch.randint(1, 99, (2, num_seqs))
+    tables_BM = torch.randint(1, 1000, (num_seqs, width))
+    batch = reference.PackedBatch(tokens_R, positions_R, slots_R, start_loc, seq_lens_B)
+    out = reference.TargetBatch.allocate(most_seqs, most_rows, device)
+    for one in out.tensors:
+        one.fill_(-77)
+    out_tables_BM = torch.full((most_seqs, most_width), -77, device=device)
+    out_starts_B = torch.full((most_seqs,), -77, device=device)
+    out_visible_R = torch.full((most_rows,), -77, device=device)
+    given, buffers = (starts_B, visible_R), (out_starts_B, out_visible_R)
+    batches_triton.pad_batch(
+        reference.PackedBatch(*(one.to(device) for one in batch.tensors)),
+        tables_BM.to(device),
+        *(one.to(device) if has == "all" else None for one in given),
+        out,
+        out_tables_BM,
+        *(None if has == "nothing" else one for one in buffers),
+    )
+
+    def padded(values: Tensor, count: int, filling: int) -> list[int]:
+        return [*values.tolist(), *[filling] * (count - len(values))]
+
+    assert out.tokens_R.tolist() == padded(tokens_R, most_rows, 0)
+    assert out.positions_R.tolist() == padded(positions_R, most_rows, 0)
+    assert out.slots_R.tolist() == padded(slots_R, most_rows, reference.PADDING_SLOT)
+    assert out.query_start_loc.tolist() == padded(start_loc, most_seqs + 1, num_rows)
+    assert out.seq_lens_B.tolist() == padded(seq_lens_B, most_seqs, 0)
+    expected = torch.full((most_seqs, most_width), -77)
+    expected[:num_seqs, :width] = tables_BM
+    assert torch.equal(out_tables_BM.cpu(), expected)
+    if has == "nothing":
+        return
+    has_starts = starts_B if has == "all" else torch.zeros(num_seqs, dtype=torch.int64)
+    assert out_starts_B.tolist() == padded(has_starts, most_seqs, 0)
+    assert out_visible_R.tolist()[:num_rows] == (
+        visible_R.tolist() if has == "all" else [-77] * num_rows
+    )

@@ -246,9 +246,12 @@ def make_graph_runner(
                 has_trees=trees is not None,
             )
         if proposer is not None:
-            hidden_1D = proposer.drafter.norm.weight.unsqueeze(0)
-            for passes in (proposer.passes, proposer.readings):
-                passes.graphs = PassGraphs(passes, *shape, hidden_1D, has_starts=True)
+            weight_D, width = proposer.drafter.norm.weight, proposer.drafter.config.feature_size
+            for passes, row in (
+                (proposer.passes, weight_D.unsqueeze(0)),
+                (proposer.readings, weight_D.new_zeros(1, width)),
+            ):
+                passes.graphs = PassGraphs(passes, *shape, row, has_starts=True)
     return graphs
 
 

@@ -59,12 +59,15 @@ class PassGraphs:
         has_starts: bool = False,
     ) -> None:
         launched = Passes(passes.run, passes.backend)
-        # All passes share the tables, because only one of them runs at a time.
+        # All passes share these, because only one of them runs at a time.
         tables_BM = torch.zeros(max_sequences, table_width, dtype=torch.int64, device=device)
+        hidden_RD = None
+        if hidden_1D is not None:
+            hidden_RD = hidden_1D.new_zeros(max(token_buckets), hidden_1D.shape[1])
         starts_B = torch.zeros_like(tables_BM[:, 0]) if has_starts else None
         self._max_sequences, self._has_trees = max_sequences, has_trees
         self._has_starts = has_starts
-        shared = tables_BM, starts_B, block_size, hidden_1D, has_trees
+        shared = tables_BM, starts_B, block_size, hidden_RD, has_trees
         self._passes = [
             _Pass(launched, capture, num_rows, *shared) for num_rows in reversed(token_buckets)
         ][::-1]
@@ -118,7 +121,7 @@ class _Pass:
         tables_BM: Tensor,
         starts_B: Tensor | None,
         block_size: int,
-        hidden_1D: Tensor | None,
+        hidden_RD: Tensor | None,
         has_trees: bool,
     ) -> None:
         self.num_rows = num_rows
@@ -128,9 +131,7 @@ class _Pass:
         self._batch.slots_R.fill_(PADDING_SLOT)
         self._tables_BM, self._starts_B = tables_BM, starts_B
         self._max_seq_len = tables_BM.shape[1] * block_size
-        self._hidden_RD = None
-        if hidden_1D is not None:
-            self._hidden_RD = hidden_1D.new_zeros(num_rows, hidden_1D.shape[1])
+        self._hidden_RD = None if hidden_RD is None else hidden_RD[:num_rows]
         self._visible_R = torch.zeros_like(self._batch.tokens_R) if has_trees else None
         self._outputs: tuple[Tensor, ...] = ()
         self._replay = capture(self._set_outputs)
@@ -178,25 +179,12 @@ class _Pass:
         visible_R: Tensor | None,
         starts_B: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        own, count = self._batch, batch.tokens_R.shape[0]
-        num_seqs, width = block_tables_BM.shape
-        for buffer, values, padding in (
-            (own.tokens_R, batch.tokens_R, 0),
-            (own.positions_R, batch.positions_R, 0),
-            (own.slots_R, batch.slots_R, PADDING_SLOT),
-            (own.query_start_loc, batch.query_start_loc, count),
-            (own.seq_lens_B, batch.seq_lens_B, 0),
-        ):
-            buffer[: values.shape[0]].copy_(values)
-            buffer[values.shape[0] :].fill_(padding)
-        self._tables_BM[:num_seqs, :width].copy_(block_tables_BM)
-        if self._starts_B is not None:
-            self._starts_B.zero_()
-            if starts_B is not None:
-                self._starts_B[:num_seqs].copy_(starts_B)
+        from peagle.kernels.drafts.batches_triton import pad_batch
+
+        buffers = self._batch, self._tables_BM, self._starts_B, self._visible_R
+        pad_batch(batch, block_tables_BM, starts_B, visible_R, *buffers)
+        count = len(batch.tokens_R)
         if self._hidden_RD is not None and hidden_RD is not None:
             self._hidden_RD[:count].copy_(hidden_RD)
-        if self._visible_R is not None and visible_R is not None:
-            self._visible_R[:count].copy_(visible_R)
         self._replay()
         return tuple(output[:count] for output in self._outputs)

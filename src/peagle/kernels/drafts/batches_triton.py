@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.drafts.batches import DraftBatch, TargetBatch
+from peagle.kernels.drafts.batches import DraftBatch, PackedBatch, TargetBatch
 from peagle.kernels.launch import launch
 
 MAX_SEQUENCES = 1024
+_PADDED = 512  # numbers of each tensor that one program of `pad_batch` copies
 
 
 @triton.jit
@@ -337,6 +338,123 @@ def gather_features(
         features_TD.stride(0),
         out_SD.stride(0),
         BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_seqs", "width", "most_rows", "most_seqs", "most_width"]
+)
+def _pad_kernel(
+    tokens_ptr,
+    positions_ptr,
+    slots_ptr,
+    start_loc_ptr,
+    seq_lens_ptr,
+    tables_ptr,  # [num_seqs, width]
+    starts_ptr,
+    visible_ptr,
+    out_tokens_ptr,
+    out_positions_ptr,
+    out_slots_ptr,
+    out_start_loc_ptr,
+    out_seq_lens_ptr,
+    out_tables_ptr,  # [most_seqs, most_width]
+    out_starts_ptr,
+    out_visible_ptr,
+    num_rows,
+    num_seqs,
+    width,
+    most_rows,
+    most_seqs,
+    most_width,
+    BLOCK: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    KEEPS_STARTS: tl.constexpr,  # there are buffers for starts
+    HAS_VISIBLE: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # Copy the rows, and fill the padding behind them.
+    is_row = i < num_rows
+    is_out = i < most_rows
+    tl.store(out_tokens_ptr + i, tl.load(tokens_ptr + i, mask=is_row, other=0), mask=is_out)
+    tl.store(out_positions_ptr + i, tl.load(positions_ptr + i, mask=is_row, other=0), mask=is_out)
+    tl.store(out_slots_ptr + i, tl.load(slots_ptr + i, mask=is_row, other=-1), mask=is_out)
+    if HAS_VISIBLE:
+        tl.store(out_visible_ptr + i, tl.load(visible_ptr + i, mask=is_row, other=0), mask=is_row)
+    # Copy what each sequence has; those behind the last have no rows and no context.
+    is_seq = i < num_seqs
+    is_out = i < most_seqs
+    loc = tl.load(start_loc_ptr + i, mask=i <= num_seqs, other=0)
+    loc = tl.where(i <= num_seqs, loc, num_rows)
+    tl.store(out_start_loc_ptr + i, loc, mask=i <= most_seqs)
+    tl.store(out_seq_lens_ptr + i, tl.load(seq_lens_ptr + i, mask=is_seq, other=0), mask=is_out)
+    if KEEPS_STARTS:
+        starts = tl.zeros([BLOCK], tl.int64)
+        if HAS_STARTS:
+            starts = tl.load(starts_ptr + i, mask=is_seq, other=0)
+        tl.store(out_starts_ptr + i, starts, mask=is_out)
+    # Copy the block tables.
+    is_block = i < num_seqs * width
+    block = tl.load(tables_ptr + i, mask=is_block, other=0)
+    tl.store(out_tables_ptr + i // width * most_width + i % width, block, mask=is_block)
+
+
+def pad_batch(
+    batch: PackedBatch,
+    block_tables_BM: Tensor,
+    starts_B: Tensor | None,
+    visible_R: Tensor | None,
+    out: PackedBatch,
+    out_tables_BM: Tensor,
+    out_starts_B: Tensor | None,
+    out_visible_R: Tensor | None,
+) -> None:
+    """Copy a batch into larger buffers, in one launch.
+
+    Rows of padding hold token 0 at position 0, write no KV and belong to no sequence.
+
+    Args:
+        batch: all its tensors are int64 and contiguous, like those after it.
+        block_tables_BM: KV blocks; of the buffer as much is written.
+        starts_B: starts of contexts; None: 0, if there is a buffer for them.
+        visible_R: rows that each row sees; None, or there is a buffer for them.
+        out, out_tables_BM, out_starts_B, out_visible_R: the buffers.
+    """
+    num_rows, most_rows = len(batch.tokens_R), len(out.tokens_R)
+    (num_seqs, width), (most_seqs, most_width) = block_tables_BM.shape, out_tables_BM.shape
+    assert num_rows <= most_rows and num_seqs <= most_seqs and width <= most_width
+    tables_BM = block_tables_BM.contiguous()
+    count = max(most_rows, most_seqs + 1, num_seqs * width)
+    launch(
+        _pad_kernel,
+        (-(-count // _PADDED),),
+        batch.tokens_R,
+        batch.positions_R,
+        batch.slots_R,
+        batch.query_start_loc,
+        batch.seq_lens_B,
+        tables_BM,
+        tables_BM if starts_B is None else starts_B,
+        tables_BM if visible_R is None else visible_R,
+        out.tokens_R,
+        out.positions_R,
+        out.slots_R,
+        out.query_start_loc,
+        out.seq_lens_B,
+        out_tables_BM,
+        out_tables_BM if out_starts_B is None else out_starts_B,
+        out_tables_BM if out_visible_R is None else out_visible_R,
+        num_rows,
+        num_seqs,
+        width,
+        most_rows,
+        most_seqs,
+        most_width,
+        BLOCK=_PADDED,
+        HAS_STARTS=starts_B is not None,
+        KEEPS_STARTS=out_starts_B is not None,
+        HAS_VISIBLE=visible_R is not None and out_visible_R is not None,
         num_warps=4,
     )
 
