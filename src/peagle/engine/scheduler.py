@@ -167,7 +167,9 @@ class Scheduler:
 
     def _decode(self, plan: Schedule) -> None:
         decoding = [s for s in self.running if not (s.is_prefilling or s.waits_for_grammar)]
-        self.reserve(decoding)
+        if self.reserve(decoding):
+            plan.decode = [Chunk(sequence, 1, len(sequence.drafts)) for sequence in decoding]
+            return
         for sequence in decoding:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue

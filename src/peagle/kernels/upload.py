@@ -40,8 +40,10 @@ def pack_all(values: Sequence[Tensor], *, pin_memory: bool = False) -> tuple[Ten
     sizes = (-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values)
     *starts, end = accumulate(sizes, initial=0)
     packed = torch.empty(end, dtype=torch.uint8, pin_memory=pin_memory)
-    for part, value in zip(unpack_all(packed, starts, values), values, strict=True):
-        part.copy_(value)
+    into = packed.numpy()
+    for start, value in zip(starts, values, strict=True):
+        data = value.contiguous().view(-1).view(torch.uint8).numpy()
+        into[start : start + len(data)] = data
     return packed, starts
 
 

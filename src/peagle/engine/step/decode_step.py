@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,7 @@ from peagle.kernels.trees.beams import Beam, BeamPlan, GrowingTrees
 from peagle.kernels.trees.copies import NO_COPY, SEARCHED_ROWS, longest_path
 from peagle.kernels.trees.copies_triton import CopyScratch, append_emitted
 from peagle.kernels.trees.survival import MIN_SCORE, SCORE_UNIT
-from peagle.kernels.upload import upload, upload_ints
+from peagle.kernels.upload import host_ints, upload, upload_ints, upload_together
 from peagle.models.target import TargetModel
 from peagle.speculation.proposers import HeadProposer
 
@@ -256,8 +257,16 @@ class DecodeBuffers:
         """
         values = [self._values(sequence, vocab_size) for sequence in rows.values()]
         ints, floats = [list(column) for column in zip(*values, strict=True)]
-        rows_N = upload_ints(list(rows), self._device)
-        ints_NF = upload_ints(ints, self._device)
+        texts = {row: s.token_ids for row, s in rows.items() if s is not None and s.has_copies}
+        if self._text_BL is None:
+            texts = {}
+        longest = max(map(len, texts.values()), default=0)
+        texts_NL = np.zeros((len(texts), longest), dtype=np.int32)
+        for own_L, tokens in zip(texts_NL, texts.values(), strict=True):
+            own_L[: len(tokens)] = tokens
+        parts = host_ints(list(rows)), host_ints(ints), torch.tensor(floats, dtype=torch.float32)
+        parts += host_ints(list(texts)), torch.from_numpy(texts_NL)
+        rows_N, ints_NF, floats_NF, texts_N, tokens_NL = upload_together(parts, self._device)
         columns = self.sizes.num_columns(self.k)
         widths = len(_INTS), self.sizes.num_stop_ids, columns, self._nodes_BX.shape[1]
         fields_NF, stop_ids_NE, drafts_NK, nodes_NX = ints_NF.split(widths, dim=1)
@@ -265,19 +274,20 @@ class DecodeBuffers:
         self._stop_ids_BE[rows_N] = stop_ids_NE
         self._drafts_of(self.k)[rows_N] = drafts_NK
         self._nodes_BX[rows_N] = nodes_NX
-        floats_NF = torch.tensor(floats, dtype=torch.float32)
-        self._floats_FB[:, rows_N] = upload(floats_NF, self._device).T
+        self._floats_FB[:, rows_N] = floats_NF.T
         self._write_drawn(rows_N, rows)
-        if self._text_BL is not None:
-            for row, sequence in rows.items():
-                if sequence is not None and sequence.has_copies:
-                    tokens_T = torch.tensor(sequence.token_ids, dtype=torch.int32)
-                    self._text_BL[row, : len(tokens_T)] = upload(tokens_T, self._device)
-                    # The text has overwritten what does not fit behind it.
-                    left = min(len(sequence.prediction), self.sizes.max_model_len - len(tokens_T))
-                    if left > 0:
-                        tokens_T = torch.tensor(sequence.prediction[-left:], dtype=torch.int32)
-                        self._text_BL[row, -left:] = upload(tokens_T, self._device)
+        if self._text_BL is not None and texts:
+            self._text_BL[texts_N, :longest] = tokens_NL
+            self._write_predictions(self._text_BL, rows)
+
+    def _write_predictions(self, text_BL: Tensor, rows: Mapping[int, Sequence | None]) -> None:
+        """Write predictions at the ends of rows; the text has overwritten what does not fit."""
+        for row, sequence in rows.items():
+            if sequence is not None and sequence.has_copies and sequence.prediction:
+                left = min(len(sequence.prediction), self.sizes.max_model_len - len(sequence))
+                if left > 0:
+                    tokens_T = torch.tensor(sequence.prediction[-left:], dtype=torch.int32)
+                    text_BL[row, -left:] = upload(tokens_T, self._device)
 
     def _write_drawn(self, rows_N: Tensor, rows: Mapping[int, Sequence | None]) -> None:
         """Write the q of the rows; of trees for sequences that draw alone: no other row has any."""
