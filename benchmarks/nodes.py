@@ -4,15 +4,16 @@
     python benchmarks/nodes.py --target DIR --draft HEAD --conc 1,2,4,8,16,32,64,128,256
     python benchmarks/nodes.py --target DIR --draft HEAD --eagle3 HEAD --ways plain,chain,eagle3,n
 
-Closed loops over prompts at each temperature and concurrency, twice as many as are in flight or
---prompts, all ways to decode taking turns; output tokens per second, medians. A set with fewer
-begins anew. A way is `plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies trees of N
-nodes), `never n=N` (without drawn chains), `shared n=N` (the requests share N nodes for each of
-them, out of trees of the greatest N), `adaptive`, which chooses n by load, `adaptive-chain`, which
-chooses K by load, or `default`, which an engine takes where nothing but the head is named. Trees
-of the EAGLE-3 head are `eagle3-n n=N` and `eagle3-adaptive`. On a CPU adaptive ways and the default
-are the greatest fixed number, and are left out. With one thread the thread's own time counts, as in
-`peagle tune`. A prompt goes through the chat template where the target has one.
+Closed loops over prompts of each set at each temperature and concurrency, --waves times as many as
+are in flight or --prompts, all ways to decode taking turns; output tokens per second, medians. A
+set with fewer begins anew. A way is `plain`, `chain K=7`, `eagle3 K=7`, `n=N` (every step verifies
+trees of N nodes), `never n=N` (without drawn chains), `shared n=N` (the requests share N nodes for
+each of them, out of trees of the greatest N), `adaptive`, which chooses n by load,
+`adaptive-chain`, which chooses K by load, or `default`, which an engine takes where nothing but the
+head is named. Trees of the EAGLE-3 head are `eagle3-n n=N` and `eagle3-adaptive`. On a CPU adaptive
+ways and the default are the greatest fixed number, and are left out. With one thread the thread's
+own time counts, as in `peagle tune`. A prompt goes through the chat template where the target has
+one.
 
 A small model falls into loops, which are easy to draft. `--cut-loops` measures each concurrency a
 second time, with outputs that end where plain decoding begins its first loop. Standard error shows
@@ -27,7 +28,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -38,6 +39,7 @@ from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries, set_threads
 from peagle.config import CandidateTrees, EngineConfig, SamplingParams, SpeculativeConfig
 from peagle.engine.placement import load_target
+from peagle.engine.stats import EngineStats
 from peagle.environment import environment
 from peagle.evaluation.acceptance import VerifiedDraft, decode_steps, loop_start
 from peagle.evaluation.decoding import Request
@@ -60,8 +62,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--eagle3", help="folder of an EAGLE-3 head to compare with")
     options.add_argument("--ways", help="those to measure, or their first words (all)")
     options.add_argument("--cut-loops", action="store_true", help="also without loops")
-    options.add_argument("--set", default="humaneval", choices=PROMPT_SETS, help="prompt set")
+    options.add_argument("--set", default="humaneval", help="prompt sets, a list (humaneval)")
     options.add_argument("--prompts", type=int, default=4, help="of a small concurrency (4)")
+    options.add_argument("--waves", type=int, default=2, help="prompts of one in flight (2)")
     options.add_argument("--conc", default="1,2,4", help="requests in flight (1,2,4)")
     options.add_argument("--nodes", default="1,3,7,16", help="numbers of nodes (1,3,7,16)")
     options.add_argument("--depth", type=int, default=7, help="of the trees (7)")
@@ -82,6 +85,9 @@ def main() -> None:
     quiet_libraries()
     set_threads(args.threads)
     concurrencies = [int(one) for one in args.conc.split(",")]
+    sets = args.set.split(",")
+    if unknown := set(sets) - set(PROMPT_SETS):
+        sys.exit(f"error: --set names {min(unknown)!r}; there are {', '.join(PROMPT_SETS)}.")
     target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
     sizes, ks = (sorted(map(int, one.split(","))) for one in (args.nodes, args.chains))
     every = ways(args.draft, args.eagle3, sizes, args.depth, ks)
@@ -95,15 +101,15 @@ def main() -> None:
     llms = build_llms(target, every, max_num_seqs=max(concurrencies))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for temperature in args.temperature.split(","):
+    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {name: {} for name in sets}
+    for temperature, name in product(args.temperature.split(","), sets):
         params = SamplingParams(
             max_tokens=args.max_new_tokens, ignore_eos=True, temperature=float(temperature)
         )
-        here = found[temperature] = {"by_concurrency": {}, "before_loops": {}}
+        here = found[name][temperature] = {"by_concurrency": {}, "before_loops": {}}
         for concurrency in concurrencies:
-            count = max(args.prompts, 2 * concurrency)
-            prompts = islice(cycle(load_prompt_set(args.set, count)), count)
+            count = max(args.prompts, args.waves * concurrency)
+            prompts = islice(cycle(load_prompt_set(name, count)), count)
             requests = [
                 Request(f"{i}-{one.id}", one.messages if is_chat else one.text, params)
                 for i, one in enumerate(prompts)
@@ -114,15 +120,16 @@ def main() -> None:
             for length, some in lengths.items():
                 measured = measure(backends, some, concurrency, args.repeats, clock)
                 here[length][str(concurrency)] = measured
-                line = {"temperature": temperature, length: {concurrency: measured}}
+                line = {"set": name, "temperature": temperature, length: {concurrency: measured}}
                 # An interrupted run leaves these.
                 print(json.dumps(line), file=sys.stderr, flush=True)
     stats = {name: llm.stats for name, llm in llms.items()}
     result = {
         "command": " ".join(["python", *sys.argv]),
         "repeats": args.repeats,
-        "by_temperature": found,
+        "by_set": found,
         "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
+        "device_ms": {name: device_ms(one) for name, one in stats.items() if one.step_times},
         "calibration_error": {
             name: None if (error := one.calibration.error) is None else round(error, 4)
             for name, one in stats.items()
@@ -146,6 +153,20 @@ def measure(
         speeds[name].append(sum(answer.num_tokens for answer in run.answers) / seconds)
         steps[name] = [one for answer in run.answers for one in decode_steps(answer)]
     return figures(speeds, steps)
+
+
+def device_ms(stats: EngineStats) -> dict[int, dict[str, float]]:
+    """Milliseconds of the parts of a step without prompts on a GPU, by the rows of its graph."""
+    return {
+        rows: {
+            "steps": times.num_steps,
+            **{
+                part: round(1000 * getattr(times, part) / times.num_steps, 4)
+                for part in ("target", "verify", "draft")
+            },
+        }
+        for rows, times in sorted(stats.step_times.items())
+    }
 
 
 def cut_at_loops(requests: list[Request], plain: EngineBackend, concurrency: int) -> list[Request]:

@@ -452,7 +452,7 @@ def test_nodes_are_measured_beside_both_heads_and_without_loops() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    cold, hot = (result["by_temperature"][one] for one in ("0", "1"))
+    cold, hot = (result["by_set"]["gsm8k"][one] for one in ("0", "1"))
     for found in (cold["by_concurrency"]["1"], cold["before_loops"]["1"]):
         assert found.keys() == {"plain", "chain K=7", "eagle3 K=7", "n=5", "eagle3-n n=5"}
         lengths = {name: one["acceptance_length"] for name, one in found.items()}

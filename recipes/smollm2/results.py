@@ -111,7 +111,7 @@ class Plan:
         return [
             self._bench("bench-few", 9, few, *heads, *_trees(15), "-k", k),
             self._bench("bench-many", 9, many, *heads, *_trees(15), "-k", k),
-            self._ways("ways", 12),
+            self._ways("ways", 15),
             self._bench("bench-chains-few", 9, few, *heads, "-k", ks),
             self._bench("bench-chains-many", 9, many, *heads, "-k", ks),
             self._vllm("3", 11, *heads),
@@ -182,7 +182,7 @@ class Plan:
 
     def _ways(self, name: str, minutes: float) -> Measurement:
         output = self._place(name) / "nodes.json"
-        command = [sys.executable, str(BENCHMARKS / "nodes.py"), "--set", "mt_bench"]
+        command = [sys.executable, str(BENCHMARKS / "nodes.py"), "--set", SPEED_SETS]
         command += [f"--{name}={self.models / folder}" for name, folder in HEADS.items()]
         command += ["--temperature", TEMPERATURES, "--chains", "3" if self.small else "7"]
         command += ["--nodes", "3" if self.small else "7,15,31", "--ways", WAYS]
@@ -234,7 +234,7 @@ def collect(plan: Plan) -> dict[str, Any]:
     for path in sorted(places.glob("served-*/rows.jsonl")):
         found["served"] += map(json.loads, _lines(path))
     if (path := places / "ways" / "nodes.json").is_file():
-        found["ways"] = json.loads(path.read_text(encoding="utf-8"))["by_temperature"]
+        found["ways"] = json.loads(path.read_text(encoding="utf-8"))["by_set"]
     for path in sorted(places.glob("*/first_token.json")):
         found["first_token"][path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -281,12 +281,13 @@ def tables(found: dict[str, Any], served: str) -> str:
         blocks.append(
             "vLLM is bound by its host at this size, so the ratios say little about large models."
         )
-    for temperature, one in found["ways"].items():
-        blocks += [
-            f"**Output tokens per second on mt_bench at temperature {temperature}**, first turns, "
-            "trees with copies of the text, by the requests in flight; medians.",
-            _ways_table(one["by_concurrency"]),
-        ]
+    for name, parts in found["ways"].items():
+        for temperature, one in parts.items():
+            blocks += [
+                f"**Output tokens per second on {name} at temperature {temperature}**, first "
+                "turns, trees with copies of the text, by the requests in flight; medians.",
+                _ways_table(one["by_concurrency"]),
+            ]
     if served:
         blocks += ["**Over HTTP**, first turns.", served.strip()]
     if found["first_token"]:

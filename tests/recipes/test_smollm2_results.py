@@ -82,8 +82,8 @@ def test_what_is_measured_is_kept_and_skipped(
         place.write_text(json.dumps(first))
         ways = {"plain": {"tokens_per_s": 900.4}, "adaptive": {"tokens_per_s": 3100.0}}
         place = tmp_path / "evaluation" / "ways" / "nodes.json"
-        found = {"0.7": {"by_concurrency": {"1": ways, "4": ways}}}
-        place.write_text(json.dumps({"by_temperature": found}))
+        found = {"mt_bench": {"0.7": {"by_concurrency": {"1": ways, "4": ways}}}}
+        place.write_text(json.dumps({"by_set": found}))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(results, "run_jobs", run_jobs)
