@@ -102,6 +102,7 @@ def main() -> None:
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
     found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {name: {} for name in sets}
+    stats, device = dict[str, EngineStats](), dict[str, dict[int, dict[str, float]]]()
     for temperature, name in product(args.temperature.split(","), sets):
         params = SamplingParams(
             max_tokens=args.max_new_tokens, ignore_eos=True, temperature=float(temperature)
@@ -123,13 +124,15 @@ def main() -> None:
                 line = {"set": name, "temperature": temperature, length: {concurrency: measured}}
                 # An interrupted run leaves these.
                 print(json.dumps(line), file=sys.stderr, flush=True)
-    stats = {name: llm.stats for name, llm in llms.items()}
+        stats = {name: llm.stats for name, llm in llms.items()}
+        device = {name: device_ms(one) for name, one in stats.items() if one.step_times}
+        print(json.dumps({"device_ms": device}), file=sys.stderr, flush=True)
     result = {
         "command": " ".join(["python", *sys.argv]),
         "repeats": args.repeats,
         "by_set": found,
         "steps_by_nodes": {name: one.decode_steps for name, one in stats.items()},
-        "device_ms": {name: device_ms(one) for name, one in stats.items() if one.step_times},
+        "device_ms": device,
         "calibration_error": {
             name: None if (error := one.calibration.error) is None else round(error, 4)
             for name, one in stats.items()
