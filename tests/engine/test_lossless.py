@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from peagle import LLM, SamplingParams
 from peagle.attention.torch_backend import TorchPreparedAttention
 from peagle.engine import model_runner
-from peagle.kernels.drafts.batches import slot_mapping
+from peagle.kernels.drafts.batches import TargetBatch, pack_rows
 from peagle.kernels.paths import TreePaths
 from peagle.kernels.sampling.logits_rules import TreeRows
 from peagle.models.checkpoint import save_drafter
@@ -181,10 +181,11 @@ def test_float32_differs_at_near_ties_only(kind: str, tmp_path: Path) -> None:
 def test_a_wrong_slot_is_noticed(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check fails when keys and values are written one slot too low."""
 
-    def off_by_one(*args: Any) -> Tensor:
-        return (slot_mapping(*args) - 1).clamp_min(0)
+    def off_by_one(*args: Any, **options: Any) -> TargetBatch:
+        batch = pack_rows(*args, **options)
+        return replace(batch, slots_R=(batch.slots_R - 1).clamp_min(0))
 
-    monkeypatch.setattr("peagle.engine.model_runner.slot_mapping", off_by_one)
+    monkeypatch.setattr("peagle.engine.model_runner.pack_rows", off_by_one)
     assert engine_outputs(target_folder, None) != reference_outputs(target_folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -51,10 +52,20 @@ def test_every_tensor_arrives(device: str, values: list[Tensor]) -> None:
     assert {one.device.type for one in found} <= {torch.device(device).type}
 
 
-def test_what_is_not_contiguous_keeps_its_order() -> None:
-    value = torch.arange(12).view(3, 4).T
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(12).view(3, 4).T,
+        torch.arange(12).view(3, 4)[1:2, 2],
+        torch.arange(3).unsqueeze(1).expand(3, 4),
+        torch.from_numpy(np.zeros((0, 0), dtype=np.int32)),
+        torch.zeros(0, 5)[:, :0],
+    ],
+    ids=["transposed", "one", "expanded", "empty array", "empty"],
+)
+def test_what_is_not_contiguous_keeps_its_order(value: Tensor) -> None:
     (found,) = unpack_all(*pack_all([value]), [value])
-    assert torch.equal(found, value)
+    assert found.dtype == value.dtype and torch.equal(found, value)
 
 
 @pytest.mark.gpu

