@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from peagle.engine.block_manager import BlockManager
-from peagle.engine.gathering import MAX_WAITING_TOKENS, Gathering
+from peagle.engine.gathering import Gathering
 from peagle.engine.prompt_budget import PromptBudget
 from peagle.engine.sequence import Sequence, SequenceStatus
 
@@ -199,12 +199,7 @@ class Scheduler:
             return False
         if self.max_prompts is not None and len(first) >= self.max_prompts:
             return False  # they fill a step already
-        num_tokens = 0
-        for sequence in first:
-            num_tokens += len(sequence)
-            if num_tokens > MAX_WAITING_TOKENS:
-                break
-        added_s = self.prompt_budget.added_s
+        num_tokens, added_s = sum(map(len, first)), self.prompt_budget.added_s
         return self._gathering.waits(len(first), num_decoding, num_tokens, added_s)
 
     def _admit(self, plan: Schedule, budget: int) -> None:
