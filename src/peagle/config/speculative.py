@@ -219,7 +219,7 @@ class SpeculativeConfig:
             drafts leads the tree of a sampled request, which is accepted longer at high
             temperatures and shorter at low ones. Requests with a seed or a structured output keep
             trees without one, and "never" keeps such trees for all. P-EAGLE heads alone. None:
-            DRAWN_CHAINS_FROM for their trees (`models.head_json.with_depth`).
+            DRAWN_CHAINS_FROM for their trees (`with_trees`).
         prompt_lookup: where drafts are trees, let continuations of the text join them: what stood
             behind earlier occurrences of a path's last tokens (`kernels.trees.copies`). Such paths
             may be deeper than the head drafts. True without `parallel_drafting_spec`: head and text
@@ -390,12 +390,20 @@ class SpeculativeConfig:
             return self
         if not is_captured:
             return replace(self, parallel_drafting_spec=None, drawn_chains_from=None)
-        shape, first = {}, self.drawn_chains_from
-        if first is None:
-            first = DRAWN_CHAINS_FROM if parallel else NEVER
+        shape = {}
         if not parallel and self.k > 1:
             shape["num_parallel_trees"] = min(DEFAULT_BEAM, MAX_BEAM_ROWS // (self.k - 1))
         trees = CandidateTrees.parse(shape, self.k, parallel=parallel)
+        return self.with_trees(trees, parallel=parallel)
+
+    def with_trees(self, trees: CandidateTrees, *, parallel: bool) -> SpeculativeConfig:
+        """Return the configuration with these trees.
+
+        Drawn chains lead those of a P-EAGLE head unless the configuration says otherwise.
+        """
+        first = self.drawn_chains_from
+        if first is None:
+            first = DRAWN_CHAINS_FROM if parallel else NEVER
         return replace(self, parallel_drafting_spec=trees, drawn_chains_from=first)
 
     @property

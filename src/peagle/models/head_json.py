@@ -8,7 +8,6 @@ from typing import Any, Literal
 from peagle.config import DEFAULT_K, CandidateTrees, SpeculativeConfig
 from peagle.config.speculative import (
     AUTO,
-    DRAWN_CHAINS_FROM,
     MAX_BEAM,
     MAX_BEAM_ROWS,
     NEVER,
@@ -154,11 +153,8 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
             return config
     else:
         trees = CandidateTrees.parse(shape, k or default_k(depth), parallel=parallel)
-        first = config.drawn_chains_from
-        check_trees(trees, head, parallel, depth, first, k)
-        if first is None:
-            first = DRAWN_CHAINS_FROM if parallel else NEVER
-        config = replace(config, parallel_drafting_spec=trees, drawn_chains_from=first)
+        check_trees(trees, head, parallel, depth, config.drawn_chains_from, k)
+        config = config.with_trees(trees, parallel=parallel)
         if k is not None or (isinstance(shape, CandidateTrees) and not is_open):
             return config
         k = trees.prediction_depth
