@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from peagle.kernels.linear.fp8_linear_triton import BLOCK, multiply_tile
-from peagle.kernels.linear.split_sums_triton import add_shares
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -40,7 +39,6 @@ def experts_kernel(
     """
     tile = tl.program_id(1)
     tile_n = tl.program_id(0) // SPLIT_K
-    split = tl.program_id(0) % SPLIT_K
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         return
@@ -56,7 +54,7 @@ def experts_kernel(
         first_a = tile_n * (2 * BLOCK_N)
         first_b = first_a + BLOCK_N
         num_stored = num_columns
-    acc_a, acc_b = multiply_tile(
+    acc_a, acc_b, is_last = multiply_tile(
         x_ptr,
         x_scale_ptr,
         assignment // chosen,
@@ -67,23 +65,16 @@ def experts_kernel(
         first_b,
         num_k,
         stride_x_scale,
-        split,
+        partial_ptr,
+        arrivals_ptr,
         SPLIT_K,
         BLOCK_M,
         BLOCK_N,
         STAGES,
         WX,
     )
-    if SPLIT_K > 1:
-        tiles_n = tl.num_programs(0) // SPLIT_K
-        acc_a, acc_b, is_last = add_shares(
-            acc_a, acc_b, partial_ptr, arrivals_ptr, tile * tiles_n + tile_n, split, SPLIT_K
-        )
-        if not is_last:
-            return
-    if WX:
-        acc_a = tl.trans(acc_a)
-        acc_b = tl.trans(acc_b)
+    if not is_last:
+        return
     column = first_a + tl.arange(0, BLOCK_N)
     out_ptrs = out_ptr + assignment.to(tl.int64)[:, None] * num_columns + column[None, :]
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty

@@ -57,16 +57,19 @@ def multiply_tile(
     first_b,
     num_k,
     stride_x_scale,
-    split,
+    partial_ptr,  # of `add_shares`, where SPLIT_K > 1
+    arrivals_ptr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # up to 128
     STAGES: tl.constexpr,
     WX: tl.constexpr,  # multiply W x^T in the matrix unit, not x W^T
 ):
-    """Return W x^T or x W^T in float32, over a share of K, for both halves of a tile of outputs.
+    """Return x W^T in float32 [BLOCK_M, BLOCK_N] for both halves of a tile of outputs, and whether
+    this program has the sums over all of K: the last of the SPLIT_K programs of a tile has them.
 
-    Each sum over 128 inputs is multiplied by the scales of x and of the weight before it is added.
+    Programs are (tiles of outputs * SPLIT_K, tiles of rows). Each sum over 128 inputs is multiplied
+    by the scales of x and of the weight before it is added.
     """
     blocks_k = num_k // BLOCK
     n = tl.arange(0, BLOCK_N)
@@ -78,6 +81,7 @@ def multiply_tile(
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * num_k + k[None, :]
     acc_a = tl.zeros([BLOCK_N, BLOCK_M] if WX else [BLOCK_M, BLOCK_N], tl.float32)
     acc_b = acc_a
+    split = tl.program_id(0) % SPLIT_K
     share = tl.cdiv(blocks_k, SPLIT_K)
     last = tl.minimum((split + 1) * share, blocks_k)
     for block in tl.range(split * share, last, num_stages=STAGES):
@@ -86,7 +90,16 @@ def multiply_tile(
         x_scale = tl.load(x_scale_ptr + block * stride_x_scale + row, mask=is_row, other=0.0)
         acc_a = _add_block(acc_a, x, x_scale, w_a + at, tl.load(scale_a + block), WX)
         acc_b = _add_block(acc_b, x, x_scale, w_b + at, tl.load(scale_b + block), WX)
-    return acc_a, acc_b
+    is_last = True
+    if SPLIT_K > 1:
+        tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + tl.program_id(0) // SPLIT_K
+        acc_a, acc_b, is_last = add_shares(
+            acc_a, acc_b, partial_ptr, arrivals_ptr, tile, split, SPLIT_K
+        )
+    if WX:
+        acc_a = tl.trans(acc_a)
+        acc_b = tl.trans(acc_b)
+    return acc_a, acc_b, is_last
 
 
 @triton.jit
@@ -118,13 +131,10 @@ def linear_kernel(
     WX: tl.constexpr,
 ):
     """out = x W^T + bias for a tile of rows and of 2 * BLOCK_N outputs."""
-    tile = tl.program_id(1)
-    tile_n = tl.program_id(0) // SPLIT_K
-    split = tl.program_id(0) % SPLIT_K
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < num_rows
-    first = tile_n * (2 * BLOCK_N)
-    acc_a, acc_b = multiply_tile(
+    first = tl.program_id(0) // SPLIT_K * (2 * BLOCK_N)
+    acc_a, acc_b, is_last = multiply_tile(
         x_ptr,
         x_scale_ptr,
         row,
@@ -135,23 +145,16 @@ def linear_kernel(
         first + BLOCK_N,
         num_k,
         stride_x_scale,
-        split,
+        partial_ptr,
+        arrivals_ptr,
         SPLIT_K,
         BLOCK_M,
         BLOCK_N,
         STAGES,
         WX,
     )
-    if SPLIT_K > 1:
-        tiles_n = tl.num_programs(0) // SPLIT_K
-        acc_a, acc_b, is_last = add_shares(
-            acc_a, acc_b, partial_ptr, arrivals_ptr, tile * tiles_n + tile_n, split, SPLIT_K
-        )
-        if not is_last:
-            return
-    if WX:
-        acc_a = tl.trans(acc_a)
-        acc_b = tl.trans(acc_b)
+    if not is_last:
+        return
     column = first + tl.arange(0, BLOCK_N)
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     _store_half(out_ptrs, acc_a, bias_ptr + column, is_row, HAS_BIAS)
