@@ -1,6 +1,8 @@
-"""Triton kernels of `fp8_activations` and `fp8_linear`: activations in FP8, and their products.
+"""Triton kernels of `fp8_activations`, `fp8_linear` and `fp8_experts`: FP8 activations, and their
+products.
 
-Shapes: M rows of x, N outputs, K inputs; N and K are multiples of 128.
+Shapes: M rows of x, N outputs, K inputs, S assignments of rows to E experts; N and K are multiples
+of 128.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -10,6 +12,7 @@ import triton.language as tl
 from peagle.kernels.linear.split_sums_triton import add_shares
 
 BLOCK = tl.constexpr(128)  # inputs, and rows of the weight, that share a scale
+TILE_WORDS = tl.constexpr(1024)  # of 64 rows of 16
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -22,22 +25,64 @@ def quantise_kernel(
     stride_scale,
     ROWS: tl.constexpr,
     LARGEST: tl.constexpr,
+    TILED: tl.constexpr,  # put the inputs into the order of tiled weights
 ):
     """q = x / scale, where scale is the largest magnitude of a row's 128 inputs over LARGEST."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     is_row = rows < num_rows
-    offs = rows.to(tl.int64)[:, None] * num_k + block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + offs, mask=is_row[:, None], other=0.0).to(tl.float32)
+    first = rows.to(tl.int64)[:, None] * num_k + block * BLOCK
+    place = tl.arange(0, BLOCK)[None, :]
+    k = place
+    if TILED:  # `fp8_activations.tiled_inputs`
+        k = place // 64 * 64 + place // 4 % 4 * 16 + (1 - place % 2) * 8
+        k += place // 16 % 4 * 2 + place // 2 % 2
+    x = tl.load(x_ptr + first + k, mask=is_row[:, None], other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / LARGEST
-    tl.store(q_ptr + offs, (x / scale[:, None]).to(q_ptr.dtype.element_ty), mask=is_row[:, None])
+    q = (x / scale[:, None]).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + first + place, q, mask=is_row[:, None])
     tl.store(scale_ptr + block * stride_scale + rows, scale, mask=is_row)
 
 
 @triton.jit
-def _add_block(acc, x, x_scale, w_ptrs, w_scale, WX: tl.constexpr):
+def _weight_ptrs(w_ptr, first, num_k, BLOCK_N: tl.constexpr, TILED: tl.constexpr):
+    """Return pointers to the first 128 inputs of BLOCK_N rows: [BLOCK_N, 128] of numbers, or of
+    the words of four of `PackedWeight` [BLOCK_N, 32].
+    """
+    n = first + tl.arange(0, BLOCK_N)[:, None]
+    if TILED:
+        word = tl.arange(0, BLOCK // 4)[None, :]
+        tile = n // 64 * (num_k // 64) + word // 16
+        words_ptr = w_ptr.to(tl.pointer_type(tl.uint32))
+        ptrs = words_ptr + (tile * TILE_WORDS + n % 64 * 16 + word % 16)
+    else:
+        ptrs = w_ptr + n * num_k + tl.arange(0, BLOCK)[None, :]
+    return ptrs
+
+
+@triton.jit
+def _numbers(words):
+    """Return the numbers of words, float8e4nv [rows, 4 * words], in the order of
+    `fp8_activations.tiled_inputs`.
+    """
+    words = (
+        (words & 0x800F800F)
+        | (words << 4 & 0x7F007F00)
+        | (words >> 4 & 0x00800080)
+        | (words >> 8 & 0x00700070)
+    )
+    evens = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
+    odds = tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8))
+    numbers = tl.join(evens, odds).reshape([words.shape[0], 4 * words.shape[1]])
+    return numbers.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _add_block(acc, x, x_scale, w_ptrs, w_scale, TILED: tl.constexpr, WX: tl.constexpr):
     """acc plus the product of 128 inputs, times both scales."""
     w = tl.load(w_ptrs)
+    if TILED:
+        w = _numbers(w)
     if WX:
         part = tl.dot(w, tl.trans(x)) * (w_scale * x_scale)[None, :]
     else:
@@ -47,11 +92,11 @@ def _add_block(acc, x, x_scale, w_ptrs, w_scale, WX: tl.constexpr):
 
 @triton.jit
 def multiply_tile(
-    x_ptr,  # float8e4nv [rows, K], contiguous
+    x_ptr,  # float8e4nv [rows, K], contiguous; with TILED in the order of `tiled_inputs`
     x_scale_ptr,  # float32 [K / 128, stride_x_scale]
     row,  # int [BLOCK_M]: rows of x
     is_row,
-    w_ptr,  # float8e4nv [N, K], contiguous
+    w_ptr,  # float8e4nv [N, K], contiguous; with TILED the uint8 of `PackedWeight.data`
     w_scale_ptr,  # float32 [N / 128, K / 128], contiguous
     first_a,  # outputs that the two halves of a tile begin with, multiples of BLOCK_N
     first_b,
@@ -63,6 +108,7 @@ def multiply_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # up to 128
     STAGES: tl.constexpr,
+    TILED: tl.constexpr,
     WX: tl.constexpr,  # multiply W x^T in the matrix unit, not x W^T
 ):
     """Return x W^T in float32 [BLOCK_M, BLOCK_N] for both halves of a tile of outputs, and whether
@@ -72,24 +118,23 @@ def multiply_tile(
     by the scales of x and of the weight before it is added.
     """
     blocks_k = num_k // BLOCK
-    n = tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK)
-    w_a = w_ptr + (first_a + n)[:, None] * num_k + k[None, :]
-    w_b = w_ptr + (first_b + n)[:, None] * num_k + k[None, :]
+    w_a = _weight_ptrs(w_ptr, first_a, num_k, BLOCK_N, TILED)
+    w_b = _weight_ptrs(w_ptr, first_b, num_k, BLOCK_N, TILED)
+    STRIDE: tl.constexpr = 2 * TILE_WORDS if TILED else BLOCK
     scale_a = w_scale_ptr + first_a // BLOCK * blocks_k
     scale_b = w_scale_ptr + first_b // BLOCK * blocks_k
-    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * num_k + k[None, :]
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * num_k + tl.arange(0, BLOCK)[None, :]
     acc_a = tl.zeros([BLOCK_N, BLOCK_M] if WX else [BLOCK_M, BLOCK_N], tl.float32)
     acc_b = acc_a
     split = tl.program_id(0) % SPLIT_K
     share = tl.cdiv(blocks_k, SPLIT_K)
     last = tl.minimum((split + 1) * share, blocks_k)
     for block in tl.range(split * share, last, num_stages=STAGES):
-        at = block * BLOCK
-        x = tl.load(x_ptrs + at, mask=is_row[:, None], other=0.0)
+        at = block * STRIDE
+        x = tl.load(x_ptrs + block * BLOCK, mask=is_row[:, None], other=0.0)
         x_scale = tl.load(x_scale_ptr + block * stride_x_scale + row, mask=is_row, other=0.0)
-        acc_a = _add_block(acc_a, x, x_scale, w_a + at, tl.load(scale_a + block), WX)
-        acc_b = _add_block(acc_b, x, x_scale, w_b + at, tl.load(scale_b + block), WX)
+        acc_a = _add_block(acc_a, x, x_scale, w_a + at, tl.load(scale_a + block), TILED, WX)
+        acc_b = _add_block(acc_b, x, x_scale, w_b + at, tl.load(scale_b + block), TILED, WX)
     is_last = True
     if SPLIT_K > 1:
         tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + tl.program_id(0) // SPLIT_K
@@ -151,6 +196,7 @@ def linear_kernel(
         BLOCK_M,
         BLOCK_N,
         STAGES,
+        False,
         WX,
     )
     if not is_last:
@@ -159,3 +205,73 @@ def linear_kernel(
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     _store_half(out_ptrs, acc_a, bias_ptr + column, is_row, HAS_BIAS)
     _store_half(out_ptrs + BLOCK_N, acc_b, bias_ptr + column + BLOCK_N, is_row, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["max_tiles", "chosen"])
+def experts_kernel(
+    out_ptr,  # [S, N], contiguous
+    x_ptr,  # float8e4nv [rows, K], contiguous, in the order of `tiled_inputs`
+    x_scale_ptr,  # float32 [K / 128, stride_x_scale]
+    order_ptr,  # of `plan_tiles`
+    tiles_ptr,
+    w_ptr,  # uint8 [E, N or 2N, K] in tiles, contiguous; 2N with a gate
+    w_scale_ptr,  # float32 [E, N / 128 or 2N / 128, K / 128], contiguous
+    num_columns,  # N
+    num_k,
+    max_tiles,
+    chosen,  # assignments that share a row of x
+    stride_x_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    WX: tl.constexpr,
+):
+    """out[s] = silu(gate) * up or W[expert of s] x[s // chosen], for a tile of s and of outputs.
+
+    A tile of outputs has two halves: gate and up, or one after the other.
+    """
+    tile, tile_n = tl.program_id(1), tl.program_id(0)
+    expert = tl.load(tiles_ptr + tile)
+    if expert < 0:
+        return
+    place = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
+    is_row = place < tl.load(tiles_ptr + 2 * max_tiles + tile)
+    assignment = tl.load(order_ptr + place, mask=is_row, other=0)
+
+    if HAS_GATE:
+        first_a = tile_n * BLOCK_N
+        first_b = first_a + num_columns
+        num_stored = 2 * num_columns
+    else:
+        first_a = tile_n * (2 * BLOCK_N)
+        first_b = first_a + BLOCK_N
+        num_stored = num_columns
+    acc_a, acc_b, _ = multiply_tile(
+        x_ptr,
+        x_scale_ptr,
+        assignment // chosen,
+        is_row,
+        w_ptr + expert.to(tl.int64) * num_stored * num_k,
+        w_scale_ptr + expert * (num_stored // BLOCK) * (num_k // BLOCK),
+        first_a,
+        first_b,
+        num_k,
+        stride_x_scale,
+        out_ptr,  # K is not split
+        out_ptr,
+        1,
+        BLOCK_M,
+        BLOCK_N,
+        STAGES,
+        True,
+        WX,
+    )
+    column = first_a + tl.arange(0, BLOCK_N)
+    out_ptrs = out_ptr + assignment.to(tl.int64)[:, None] * num_columns + column[None, :]
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if HAS_GATE:
+        tl.store(out_ptrs, (acc_a * tl.sigmoid(acc_a) * acc_b).to(DTYPE), mask=is_row[:, None])
+    else:
+        tl.store(out_ptrs, acc_a.to(DTYPE), mask=is_row[:, None])
+        tl.store(out_ptrs + BLOCK_N, acc_b.to(DTYPE), mask=is_row[:, None])
