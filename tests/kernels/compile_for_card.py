@@ -276,6 +276,22 @@ def experts() -> dict[str, dict[str, Any]]:
     return found
 
 
+def plans() -> dict[str, dict[str, Any]]:
+    """Plans of experts' tiles, of few and of many assignments."""
+    types = dict.fromkeys(("order_ptr", "tiles_ptr", "next_ptr", "counts_ptr"), "*i32")
+    types |= {"index_ptr": "*i32"}
+    kernels = (experts_triton.plan_kernel, experts_triton.count_kernel, experts_triton.place_kernel)
+    loose = ("num_assignments", "num_experts", "max_tiles")
+    found = {}
+    for experts, kernel in product((32, 128, 512), kernels):
+        sizes: dict[str, Any] = {"BLOCK_M": 64, "ASSIGNMENTS": 512, "EXPERTS": experts}
+        sizes |= {"BLOCK": 1024, "ROWS": 16, "TILES": 32}
+        constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        needs = compile_kernel(kernel, ASTSource, types, constants, {"num_warps": 4}, loose)
+        found[f"{kernel.__name__} {experts}"] = needs
+    return found
+
+
 def fp8() -> dict[str, dict[str, Any]]:
     """Quantising of activations, and FP8 products of few and many rows."""
     found = {"quantise": quantising(tiled=False)}
@@ -577,6 +593,7 @@ if __name__ == "__main__":
         copies,
         corrections,
         experts,
+        plans,
         unpacking,
         fp8,
         fp8_of_experts,

@@ -118,6 +118,7 @@ def test_quantises_in_the_order_of_tiles(device: str) -> None:
     assert torch.equal(tiled.dequantise(), plain.dequantise())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "config", [Fp8Config(16, 32, 4, 2, wx=True), Fp8Config(64, 64, 4, 3), Fp8Config(128, 128, 8, 2)]
@@ -163,8 +164,8 @@ def test_products_of_the_same_numbers(
         (1, 1, 1, 128, 128),
         (5, 4, 2, 384, 128),
         (45, 16, 4, 128, 256),
-        (97, 2, 1, 256, 384),
-        (300, 3, 2, 512, 128),
+        pytest.param(97, 2, 1, 256, 384, marks=pytest.mark.slow),
+        pytest.param(300, 3, 2, 512, 128, marks=pytest.mark.slow),
     ],
 )
 def test_experts_with_fp8_activations(

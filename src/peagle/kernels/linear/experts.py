@@ -44,6 +44,7 @@ _ALIGNED = 16  # bytes of a copy, and what Triton looks for in a number
 _EPILOGUE_OUTPUTS = 1024  # outputs that one program finishes
 _SUM_OUTPUTS = 512  # outputs of a token that one program sums
 _MAX_PLANNED = 4096  # assignments that one program orders
+_PLANNED_BLOCK = 1024  # of more, assignments of each program
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,22 +369,30 @@ def plan_tiles(index_S: Tensor, num_experts: int, block_m: int) -> Tensor:
 
 
 def _plan_many(plan: Tensor, index_S: Tensor, experts: int, rows: int, most: int) -> None:
-    """`plan_kernel` in torch, for any number of assignments."""
+    """Fill a plan in two launches, of a program for each `_PLANNED_BLOCK` assignments."""
+    from peagle.kernels.linear import experts_triton
+
     count = index_S.numel()
-    _, plan[:count] = torch.sort(index_S, stable=True)
-    ones = torch.ones_like(index_S, dtype=torch.int64)
-    counts = torch.zeros(experts, dtype=torch.int64, device=index_S.device)
-    counts.scatter_add_(0, index_S.long(), ones)
-    ends, last_tiles = counts.cumsum(0), (-(-counts // rows)).cumsum(0)
-    tile = torch.arange(most, device=index_S.device)
-    expert = torch.searchsorted(last_tiles, tile, right=True)
-    is_tile, expert = expert < experts, expert.clamp(max=experts - 1)
-    in_expert = tile - (last_tiles - -(-counts // rows))[expert]
-    first = (ends - counts)[expert] + in_expert * rows
-    tiles = plan[count:].view(3, most)
-    tiles[0] = torch.where(is_tile, expert, -1)
-    tiles[1] = first
-    tiles[2] = torch.minimum(first + rows, ends[expert])
+    blocks = -(-count // _PLANNED_BLOCK)
+    counts, places = torch.empty(2, blocks, experts, dtype=torch.int32, device=plan.device)
+    sizes: Any = {"BLOCK": _PLANNED_BLOCK, "EXPERTS": power_of_two(experts), "num_warps": 4}
+    launch(experts_triton.count_kernel, (blocks,), counts, index_S, count, experts, **sizes)
+    launch(
+        experts_triton.place_kernel,
+        (blocks,),
+        plan,
+        plan[count:],
+        places,
+        counts,
+        index_S,
+        count,
+        experts,
+        most,
+        BLOCK_M=rows,
+        ROWS=16,
+        TILES=32,
+        **sizes,
+    )
 
 
 def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen: int) -> Tensor:
@@ -392,10 +401,11 @@ def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chose
     Weights are unpacked before. With many rows this costs less than tiles that unpack the same
     weight again.
     """
-    expert_S, order_S = torch.sort(index_S, stable=True)
-    counts = torch.zeros(experts.gate_up.num_experts, dtype=torch.int64, device=x_TH.device)
-    counts.scatter_add_(0, index_S.long(), torch.ones_like(index_S, dtype=torch.int64))
-    ends = counts.cumsum(0).to(torch.int32)
+    num_experts = experts.gate_up.num_experts
+    order_S = plan_tiles(index_S, num_experts, _LIBRARY_ROWS)[: index_S.numel()]
+    expert_S = index_S[order_S]
+    numbers = torch.arange(num_experts, dtype=index_S.dtype, device=x_TH.device)
+    ends = torch.searchsorted(expert_S, numbers, right=True, out_int32=True)
 
     def product(x_SK: Tensor, weight: PackedWeight) -> Tensor:
         return F.grouped_mm(x_SK, unpack_weight(weight, x_SK.dtype).mT, offs=ends)
