@@ -117,8 +117,8 @@ class TargetModel(TargetFacts):
             dtype: type of the plain weights and of the activations; None keeps the stored type.
             device: where they go.
             quantization: type that the plain weights of its layers get, see `models.quantize`.
-            fp8_activations: "auto" lets linear layers multiply FP8 activations where their
-                checkpoint was made for it, see `models.fp8_layers`, and warns of the others.
+            fp8_activations: "auto" lets linear layers and experts multiply FP8 activations where
+                their checkpoint was made for it, see `models.fp8_layers`, and warns of the others.
             kv_cache_dtype: type of its KV caches; "fp8" is e4m3, with the scales of the checkpoint.
             max_model_len: a context that it must have, checked before weights are read.
 
