@@ -239,7 +239,16 @@ def compile_kernel(
         "mma": "mma" in ptx,
         "wgmma": "wgmma.mma" in ptx,
         "stack": stack_bytes(compiled.asm["cubin"]),
+        "whole_words": has_whole_words(compiled.asm["ttgir"]),
     }
+
+
+def has_whole_words(text: str) -> bool:
+    """Whether assembly on bytes has four neighbours of a row in each register."""
+    layouts = re.findall(r"elementwise_inline_asm.* -> tensor<\d+x\d+xi8, (.*?)> loc", text)
+    whole = r"sizePerThread = \[1, (4|8|16)\]|register = \[\[0, 1\], \[0, 2\]|kWidth = 4"
+    named = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    return all(re.search(whole, named.get(layout, layout)) for layout in layouts)
 
 
 def stack_bytes(cubin: bytes) -> int:
@@ -340,6 +349,7 @@ def fp8_of_experts() -> dict[str, dict[str, Any]]:
             "BLOCK_N": config.block_n,
             "STAGES": config.num_stages,
             "HAS_GATE": has_gate,
+            "ASM": True,
             "WX": config.wx,
         }
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -27,8 +27,9 @@ from peagle.kernels.linear.fp8_activations import FP8, QuantisedRows, quantise, 
 from peagle.kernels.linear.fp8_experts import choose_config, experts_product, fits_fp8
 from peagle.kernels.linear.fp8_linear import Fp8Config
 from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8, pack_fp8
-from tests.kernels.compile_for_card import SHARED_BYTES
+from tests.kernels.compile_for_card import SHARED_BYTES, has_whole_words
 from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
+from tests.kernels.gluon_in_torch import run_assembly
 from tests.kernels.linear.test_fp8_linear import quantise_in_torch
 
 pytest.importorskip("triton", reason="needs triton")
@@ -92,19 +93,17 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def test_inputs_lie_in_the_order_of_words() -> None:
-    """A word of the weight, in the order of its bytes, belongs to four places of x."""
+def test_assembly_makes_numbers_of_words() -> None:
+    """Every number of e4m3 at every place; inputs of x lie in the order that it leaves."""
+    from peagle.kernels.linear.fp8_linear_triton import _WORD_ASM
+
     order = tiled_inputs(256)
     assert sorted(order.tolist()) == list(range(256))
-    q = torch.randn(64, 256).to(FP8)
-    words = make_fp8(q, torch.ones(1, 1), (64, 256)).data.view(torch.int32).long() & 0xFFFFFFFF
-    for row, word in ((0, 0), (5, 17), (63, 40), (9, 63)):
-        stored = int(words[0, word // 16, row, word % 16])
-        for byte in range(4):
-            half = stored >> byte // 2 * 16
-            magnitude = half >> 4 & 0x7F if byte % 2 else half >> 8 & 0x70 | half & 0xF
-            bits = (half >> (8 if byte % 2 else 4) & 0x80) | magnitude
-            assert bits == int(q[row].view(torch.uint8)[order[4 * word + byte]])
+    q = (torch.arange(256)[:, None] + 3 * torch.arange(256)).to(torch.uint8)
+    words = make_fp8(q.view(FP8), torch.ones(1, 1), (256, 256)).data.view(torch.int32)
+    numbers = run_assembly(_WORD_ASM.value, {"$1": words})["$0"]  # [rows of tiles, tiles, rows, 16]
+    found = numbers.transpose(1, 2).reshape(256, 64).to(torch.int32).view(torch.uint8)
+    assert torch.equal(found, q[:, order])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -310,3 +309,6 @@ def test_compiles_for_cards() -> None:
         assert needs["mma"] and needs["wgmma"] == (capability == 90), name
         assert needs["shared"] <= SHARED_BYTES[capability], name
         assert needs["stack"] <= 16, f"{name} has too few registers"
+        assert needs["whole_words"], f"{name} splits the words that assembly reads"
+    split = "tt.elementwise_inline_asm %w -> tensor<16x128xi8, #ttg.dot_op<{kWidth = 2}>> loc(#1)"
+    assert not has_whole_words(split) and has_whole_words(split.replace("2}", "4}"))

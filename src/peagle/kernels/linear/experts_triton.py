@@ -100,7 +100,7 @@ def place_kernel(
     ROWS: tl.constexpr,  # blocks whose counts are read at once
     TILES: tl.constexpr,  # tiles that are written at once
 ):
-    """Compute what `plan_kernel` does: a program orders its block, and writes a share of the tiles."""
+    """Plan as `plan_kernel` does: a program orders its block, and writes a share of the tiles."""
     # Sum the counts of all blocks, and of those before this one.
     block, num_blocks = tl.program_id(0), tl.num_programs(0)
     e = tl.arange(0, EXPERTS)

@@ -47,9 +47,9 @@ class QuantisedRows:
 def tiled_inputs(k: int) -> Tensor:
     """Return the inputs of a row, int64 [K], in the order of the words of tiled FP8 weights.
 
-    Four inputs belong to one word of `packed_weights`. A product gets the numbers of a word as four
-    bytes, of which each pair's second is the higher one: rows of x in the same order give the same
-    sums.
+    A kernel turns each word of `packed_weights` into its four numbers, one a byte: in either half
+    of the word the number of pair 1 is in the low byte, that of pair 0 in the high one. Sums over K
+    come out the same if the inputs of x are in the same order.
     """
     place = torch.arange(k)
     byte, group, thread = place % 4, place // 4 % 4, place // 16 % 4

@@ -97,6 +97,7 @@ def experts_product(
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,
         HAS_GATE=has_gate,
+        ASM=data.is_cuda,
         WX=config.wx,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

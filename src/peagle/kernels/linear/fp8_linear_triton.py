@@ -9,10 +9,22 @@ of 128.
 import triton
 import triton.language as tl
 
+from peagle.kernels.linear.packed_weights_triton import TILE_BYTES
 from peagle.kernels.linear.split_sums_triton import add_shares
 
 BLOCK = tl.constexpr(128)  # inputs, and rows of the weight, that share a scale
-TILE_WORDS = tl.constexpr(1024)  # of 64 rows of 16
+# The four numbers of a word ($1): of each half, the second of a pair in the high byte.
+_WORD_ASM = tl.constexpr(
+    """{
+    .reg .b32 a, b, c;
+    shl.b32 a, $1, 4;
+    shr.b32 b, $1, 4;
+    shr.b32 c, $1, 8;
+    lop3.b32 a, $1, 0x800f800f, a, 0xe2;
+    lop3.b32 b, b, 0x00800080, c, 0xe2;
+    lop3.b32 $0, b, 0x00f000f0, a, 0xe2;
+    }"""
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -46,43 +58,41 @@ def quantise_kernel(
 
 @triton.jit
 def _weight_ptrs(w_ptr, first, num_k, BLOCK_N: tl.constexpr, TILED: tl.constexpr):
-    """Return pointers to the first 128 inputs of BLOCK_N rows: [BLOCK_N, 128] of numbers, or of
-    the words of four of `PackedWeight` [BLOCK_N, 32].
-    """
+    """Return pointers to the first 128 inputs of BLOCK_N rows, [BLOCK_N, 128]."""
     n = first + tl.arange(0, BLOCK_N)[:, None]
+    k = tl.arange(0, BLOCK)[None, :]
     if TILED:
-        word = tl.arange(0, BLOCK // 4)[None, :]
-        tile = n // 64 * (num_k // 64) + word // 16
-        words_ptr = w_ptr.to(tl.pointer_type(tl.uint32))
-        ptrs = words_ptr + (tile * TILE_WORDS + n % 64 * 16 + word % 16)
+        offs = (n // 64 * (num_k // 64) + k // 64) * TILE_BYTES + n % 64 * 64 + k % 64
     else:
-        ptrs = w_ptr + n * num_k + tl.arange(0, BLOCK)[None, :]
-    return ptrs
+        offs = n * num_k + k
+    return w_ptr + offs
 
 
 @triton.jit
-def _numbers(words):
-    """Return the numbers of words, float8e4nv [rows, 4 * words], in the order of
-    `fp8_activations.tiled_inputs`.
+def _numbers(data, ASM: tl.constexpr):
+    """Return the numbers of the words of `PackedWeight`, float8e4nv, in the order of
+    `fp8_activations.tiled_inputs`; the bytes of both are uint8 and float8e4nv [rows, inputs].
     """
-    words = (
-        (words & 0x800F800F)
-        | (words << 4 & 0x7F007F00)
-        | (words >> 4 & 0x00800080)
-        | (words >> 8 & 0x00700070)
-    )
-    evens = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
-    odds = tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8))
-    numbers = tl.join(evens, odds).reshape([words.shape[0], 4 * words.shape[1]])
+    if ASM:
+        # The matrix unit takes four inputs in FP8 at a time, so every layout that a product may
+        # choose has the four bytes of a word in a register.
+        numbers = tl.inline_asm_elementwise(_WORD_ASM, "=r,r", [data], tl.uint8, True, 4)
+    else:
+        low, high = tl.split(data.reshape([data.shape[0], data.shape[1] // 2, 2]))
+        first = (high & 0x80) | (high << 4 & 0x70) | (low >> 4)
+        second = (high << 4 & 0x80) | (high & 0x70) | (low & 0xF)
+        numbers = tl.join(second, first).reshape(data.shape)
     return numbers.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
-def _add_block(acc, x, x_scale, w_ptrs, w_scale, TILED: tl.constexpr, WX: tl.constexpr):
+def _add_block(
+    acc, x, x_scale, w_ptrs, w_scale, TILED: tl.constexpr, ASM: tl.constexpr, WX: tl.constexpr
+):
     """acc plus the product of 128 inputs, times both scales."""
     w = tl.load(w_ptrs)
     if TILED:
-        w = _numbers(w)
+        w = _numbers(w, ASM)
     if WX:
         part = tl.dot(w, tl.trans(x)) * (w_scale * x_scale)[None, :]
     else:
@@ -109,6 +119,7 @@ def multiply_tile(
     BLOCK_N: tl.constexpr,  # up to 128
     STAGES: tl.constexpr,
     TILED: tl.constexpr,
+    ASM: tl.constexpr,  # with TILED, unpack by assembly
     WX: tl.constexpr,  # multiply W x^T in the matrix unit, not x W^T
 ):
     """Return x W^T in float32 [BLOCK_M, BLOCK_N] for both halves of a tile of outputs, and whether
@@ -120,7 +131,7 @@ def multiply_tile(
     blocks_k = num_k // BLOCK
     w_a = _weight_ptrs(w_ptr, first_a, num_k, BLOCK_N, TILED)
     w_b = _weight_ptrs(w_ptr, first_b, num_k, BLOCK_N, TILED)
-    STRIDE: tl.constexpr = 2 * TILE_WORDS if TILED else BLOCK
+    STRIDE: tl.constexpr = 2 * TILE_BYTES if TILED else BLOCK
     scale_a = w_scale_ptr + first_a // BLOCK * blocks_k
     scale_b = w_scale_ptr + first_b // BLOCK * blocks_k
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * num_k + tl.arange(0, BLOCK)[None, :]
@@ -133,8 +144,8 @@ def multiply_tile(
         at = block * STRIDE
         x = tl.load(x_ptrs + block * BLOCK, mask=is_row[:, None], other=0.0)
         x_scale = tl.load(x_scale_ptr + block * stride_x_scale + row, mask=is_row, other=0.0)
-        acc_a = _add_block(acc_a, x, x_scale, w_a + at, tl.load(scale_a + block), TILED, WX)
-        acc_b = _add_block(acc_b, x, x_scale, w_b + at, tl.load(scale_b + block), TILED, WX)
+        acc_a = _add_block(acc_a, x, x_scale, w_a + at, tl.load(scale_a + block), TILED, ASM, WX)
+        acc_b = _add_block(acc_b, x, x_scale, w_b + at, tl.load(scale_b + block), TILED, ASM, WX)
     is_last = True
     if SPLIT_K > 1:
         tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + tl.program_id(0) // SPLIT_K
@@ -197,6 +208,7 @@ def linear_kernel(
         BLOCK_N,
         STAGES,
         False,
+        False,
         WX,
     )
     if not is_last:
@@ -225,6 +237,7 @@ def experts_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    ASM: tl.constexpr,
     WX: tl.constexpr,
 ):
     """out[s] = silu(gate) * up or W[expert of s] x[s // chosen], for a tile of s and of outputs.
@@ -265,6 +278,7 @@ def experts_kernel(
         BLOCK_N,
         STAGES,
         True,
+        ASM,
         WX,
     )
     column = first_a + tl.arange(0, BLOCK_N)
